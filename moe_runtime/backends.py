@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moe_runtime.config import check_choice
 from moe_runtime.native.library import cpp, cuda
@@ -111,7 +112,7 @@ def _cuda_is_faster(op: str, device: torch.device) -> bool:
 _cuda_is_faster._dynamo_marked_constant = True
 
 
-def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
+def _default(op: str, x: Tensor, cuda_fits: bool) -> str:
     """Return the default backend of `op`: the fastest kernel that the device supports, else
     "torch".
     """
@@ -154,7 +155,7 @@ def portable() -> str | None:
 portable._dynamo_marked_constant = True
 
 
-def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
+def pick(op: str, x: Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
     """Return AT_RUN_TIME if no backend is requested and the graph is being exported, else what
     `choose` returns.
     """
@@ -168,7 +169,7 @@ def requested(backend: str | None = None) -> str | None:
     return (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
 
 
-def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
+def choose(op: str, x: Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
     """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default
     for x's sizes.
 

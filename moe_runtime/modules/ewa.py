@@ -17,7 +17,7 @@ divided by E, equal up to float32 rounding.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import MoEConfig, check_fraction
 from moe_runtime.modules.moe import Experts
@@ -26,7 +26,7 @@ from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 
 @torch.no_grad()
-def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
+def average_experts_(weight: Tensor, share: float) -> Tensor:
     """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it. Not
     differentiable.
 
@@ -66,7 +66,7 @@ def check_share(share: float) -> None:
     check_fraction("share", share, "how much of an expert the others give")
 
 
-def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
+def _average_by_blocks(rows: Tensor, pull: float) -> None:
     """Average `rows` [E, P] in blocks over all experts, without a float32 copy of the stack."""
     E, P = rows.shape
     # a compiler chooses the blocks itself
@@ -113,11 +113,11 @@ class EWAMLP(nn.Module):
         self.config = config
         self.experts = Experts(config, dtype=dtype, device=device)
 
-    def alpha(self) -> torch.Tensor:
+    def alpha(self) -> Tensor:
         """Return the mean's coefficients [E] float32: 1 / E each."""
         return uniform_mixture(self.config.num_experts, self.experts.down_proj.device)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
         if not self.training:
             return self._mean(hidden_states)
@@ -126,7 +126,7 @@ class EWAMLP(nn.Module):
         one = torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
         return self.experts(x, idx, one).view_as(hidden_states)
 
-    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+    def _mean(self, x: Tensor) -> Tensor:
         """Run the mean expert, recomputed in each call, so that it is never stale after an
         optimizer step.
         """
@@ -149,7 +149,7 @@ class EWAMLP(nn.Module):
         )
 
 
-def random_partition(tokens: int, num_experts: int, device=None) -> torch.Tensor:
+def random_partition(tokens: int, num_experts: int, device=None) -> Tensor:
     """Return an expert for each token [T] int32, uniformly over all partitions into groups of equal
     size up to one token.
     """

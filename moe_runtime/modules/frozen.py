@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.ops.all_to_all import Owners, is_distributed
 from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
@@ -26,8 +26,8 @@ ADAPTERS = "moe_runtime_adapters"
 class Factors(NamedTuple):
     """One adapter of one stack."""
 
-    a: torch.Tensor  # [E r, in]
-    b: torch.Tensor  # [out, r E]
+    a: Tensor  # [E r, in]
+    b: Tensor  # [out, r E]
     scaling: float
     num_experts: int  # E, over all ranks if experts are sharded
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
@@ -67,7 +67,7 @@ class FuserGate(nn.Module):
             parameter.data = parameter.data.float()
         return self
 
-    def forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(self, hidden: Sequence[Tensor]) -> Tensor:
         """Compute [..., S] from `hidden` S of [..., H_s] of any float dtype, not affected by
         autocast.
 
@@ -89,7 +89,7 @@ class FuserGate(nn.Module):
             # float32 at least: FSDP2 may gather the parameters in bfloat16
             return scores.softmax(-1, dtype=wide_dtype(dtype))
 
-    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+    def _scores(self, x: Tensor) -> Tensor:
         return self.score(x if self.up is None else F.relu(self.up(x)))
 
     def extra_repr(self) -> str:
@@ -100,15 +100,15 @@ class FuserGate(nn.Module):
 class FuserLoss(NamedTuple):
     """Loss and statistics of a training step."""
 
-    loss: torch.Tensor  # [], or [B, R] with reduction "none"; float32
-    weight: torch.Tensor  # [B, R, S] float32: the gate's, without a gradient
+    loss: Tensor  # [], or [B, R] with reduction "none"; float32
+    weight: Tensor  # [B, R, S] float32: the gate's, without a gradient
 
 
 def fuser_loss(
     gate: FuserGate,
-    hidden: Sequence[torch.Tensor],
-    heads: Sequence[torch.Tensor],
-    labels: torch.Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    labels: Tensor,
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
@@ -134,14 +134,14 @@ def fuser_loss(
     return FuserLoss(loss / labels.shape[0] if reduction == "sample" else loss, weight.detach())
 
 
-Logits = Callable[[torch.Tensor], torch.Tensor]  # [..., H_s] -> [..., V_s], on a device of its own
+Logits = Callable[[Tensor], Tensor]  # [..., H_s] -> [..., V_s], on a device of its own
 
 
 def chunked_loss(
     gate: FuserGate,
-    hidden: Sequence[torch.Tensor],
+    hidden: Sequence[Tensor],
     heads: Sequence[Logits],
-    labels: torch.Tensor,
+    labels: Tensor,
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
@@ -173,7 +173,7 @@ def chunked_loss(
                 1,
             )
 
-    def nll_of(target: torch.Tensor, part: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+    def nll_of(target: Tensor, part: Tensor, *states: Tensor) -> Tensor:
         logits = mix((head(h) for h, head in zip(states, heads, strict=True)), part)
         check_labels(target, ignore_index, logits.shape[-1])
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")

@@ -8,7 +8,7 @@ once per token, see `moe_runtime.ops.lora`.
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import ACTIVATIONS, MoEConfig, check_choice, check_number, check_positive
 from moe_runtime.modules.moe import MoE, Router, is_plain
@@ -100,12 +100,10 @@ class LoRAExperts(nn.Module):
         check_plain(linear, target)
         return linear
 
-    def _weight(self, target: str) -> torch.Tensor:
+    def _weight(self, target: str) -> Tensor:
         return self._linear(target).weight
 
-    def forward(
-        self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weight: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, topk_idx: Tensor | None, topk_weight: Tensor) -> Tensor:
         """Sum topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) over k: `x` [T, H], `topk_idx`,
         `topk_weight` [T, K].
 
@@ -139,7 +137,7 @@ class LoRAExperts(nn.Module):
         )
 
     @torch.no_grad()
-    def whole_weight(self, target: str, expert: int) -> torch.Tensor:
+    def whole_weight(self, target: str, expert: int) -> Tensor:
         """Return the weight [out, in] of `expert` in the projection `target`, summed in float32, in
         the base's dtype.
 
@@ -153,7 +151,7 @@ class LoRAExperts(nn.Module):
         return add_pairs(weight, a, b, torch.tensor([self.scaling]))
 
     @torch.no_grad()
-    def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
+    def merged_weight(self, target: str, alpha: Tensor) -> Tensor:
         """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in
         the base's dtype.
         """
@@ -163,7 +161,7 @@ class LoRAExperts(nn.Module):
         return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
 
     @torch.no_grad()
-    def merged_experts(self) -> dict[str, torch.Tensor]:
+    def merged_experts(self) -> dict[str, Tensor]:
         """Return whole experts with the names of `modules.moe.Experts`: gate_up_proj [E, 2I, H],
         down_proj [E, H, I].
 
@@ -244,9 +242,9 @@ class LoRAMoE(MoE):
         )
         self.records = None
         # [B] the single expert of each row of a batch, instead of the router's
-        self.forced: torch.Tensor | None = None
+        self.forced: Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Compute [..., H] from `hidden_states` [..., H]; with `forced`, row b of [B, ..., H] uses
         expert forced[b].
         """
@@ -270,7 +268,7 @@ class LoRAMoE(MoE):
         return moe.train(self.training)
 
 
-def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
+def draw_as_linear(weight: Tensor, generator: torch.Generator | None = None) -> None:
     """Fill `weight` [..., in] from U(-1, 1) / sqrt(in), in float32 on the generator's device if
     there is one.
     """
@@ -282,9 +280,7 @@ def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = Non
         weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
 
-def add_pairs(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
+def add_pairs(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype; a
     [E, r, in], b [E, r, out].
     """
@@ -295,7 +291,7 @@ def add_pairs(
     )
 
 
-def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def forced_slots(forced: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return topk_idx, topk_weight [T, 1] that send every token of row b of `x` [B, ..., H] to
     expert forced[b], weight 1.
     """
@@ -314,9 +310,7 @@ def check_base(base: nn.Module) -> None:
     """
     layers = [getattr(base, target, None) for target in TARGETS]
     weights = [getattr(layer, "weight", None) for layer in layers]
-    shapes = [
-        tuple(weight.shape) if isinstance(weight, torch.Tensor) else None for weight in weights
-    ]
+    shapes = [tuple(weight.shape) if isinstance(weight, Tensor) else None for weight in weights]
     if (
         None in shapes
         or shapes[0] != shapes[1]
@@ -363,7 +357,7 @@ def check_plain(linear: nn.Module, name: str) -> None:
     )
 
 
-def _bias(linear: nn.Linear) -> torch.Tensor:
+def _bias(linear: nn.Linear) -> Tensor:
     """Return the layer's bias, zeros if it has none."""
     if linear.bias is None:
         return linear.weight.new_zeros(linear.weight.shape[0])

@@ -17,7 +17,7 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
 from moe_runtime.modules.lora import (
@@ -65,7 +65,7 @@ class LoRALinear(nn.Module):
             torch.empty(config.num_experts, rank, base.out_features, **where)
         )
         self.records: list[RouterOutput] | None = None
-        self.forced: torch.Tensor | None = None
+        self.forced: Tensor | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class LoRALinear(nn.Module):
         """The factor of b^T a: alpha / rank."""
         return self.alpha / self.rank
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Compute [..., out] from `x` [..., in], in the dtype in which `base` computes."""
         out = self.base(x)
         rows = x.reshape(-1, x.shape[-1])
@@ -98,7 +98,7 @@ class LoRALinear(nn.Module):
         low = (low * (weight * self.scaling)[:, :, None]).to(dtype)
         return out + (low.flatten(1) @ self.lora_b.to(dtype).flatten(0, 1)).view_as(out)
 
-    def _weights(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _weights(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return each token's weight for each expert, [T, E]."""
         if self.forced is not None:
             idx, weight = forced_slots(self.forced, x)
@@ -140,7 +140,7 @@ class LinearExperts:
         self.lora_b = {name: linear.lora_b for name, linear in self.linears.items()}
 
     @torch.no_grad()
-    def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
+    def merged_weight(self, target: str, alpha: Tensor) -> Tensor:
         """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in
         the base's dtype.
         """

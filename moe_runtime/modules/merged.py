@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -27,9 +27,9 @@ class _Mixture(NamedTuple):
 
     key: tuple
     storages: tuple[StorageWeakRef, ...]  # keep the addresses in `key` from being reused
-    seen: torch.Tensor  # [E], the alpha in `weights`
+    seen: Tensor  # [E], the alpha in `weights`
     # [out, in] by the stack's name, in the dtype that F.linear computes in
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, Tensor]
 
 
 class MergedMLP(nn.Module):
@@ -94,11 +94,11 @@ class MergedMLP(nn.Module):
         """
         self._mixture = None
 
-    def alpha(self) -> torch.Tensor:
+    def alpha(self) -> Tensor:
         """Return the mixing coefficients [E] float32, which sum to 1."""
         return mixing(self.mixing_logits, None if self.soup else self.shared_rate)
 
-    def merged_weights(self) -> dict[str, torch.Tensor]:
+    def merged_weights(self) -> dict[str, Tensor]:
         """Return one dense weight per expert stack, under the stack's name, in its dtype;
         differentiable in alpha.
         """
@@ -107,7 +107,7 @@ class MergedMLP(nn.Module):
             name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()
         }
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Compute [..., H] from `hidden_states` [..., H]."""
         linear = self._linear()
         h = Activation(self.config.hidden_act, self.config.gated).apply(
@@ -145,18 +145,14 @@ class MergedMLP(nn.Module):
 
     @torch.inference_mode(False)  # tensors made under inference_mode cannot be saved for backward
     @torch.no_grad()
-    def _merged(
-        self, weights: dict[str, torch.Tensor], alpha: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def _merged(self, weights: dict[str, Tensor], alpha: Tensor) -> dict[str, Tensor]:
         """Return `weights` merged with `alpha`, recomputed if any of their inputs changed; {} if
         they cannot be cached.
         """
         sources = (self.mixing_logits, *weights.values())
         device = alpha.device
         backend = backends.pick("merge_experts", weights["down_proj"])
-        plain = all(
-            type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in sources
-        )
+        plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
         # comparing alpha would wait for the GPU
         if not plain or (backend == "torch" and device.type != "cpu"):
             return {}
@@ -199,7 +195,7 @@ class MergedMLP(nn.Module):
         )
 
 
-def _identity(t: torch.Tensor) -> tuple:
+def _identity(t: Tensor) -> tuple:
     """Return a key that changes if `t` is replaced, moved, cast or written to."""
     return (
         id(t),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moe_runtime.config import MoEConfig
@@ -31,11 +31,11 @@ class RouterOutput(NamedTuple):
     """Output of a router; the first three fields are in the order of transformers' routers."""
 
     # [T, E or E - 1], before noise, in the router's dtype; float32 in MoE.records
-    router_logits: torch.Tensor
-    topk_weight: torch.Tensor  # [T, K] float32
-    topk_idx: torch.Tensor  # [T, K] int32
+    router_logits: Tensor
+    topk_weight: Tensor  # [T, K] float32
+    topk_idx: Tensor  # [T, K] int32
     # [] float32, times its coefficient; None without a balance loss
-    balance_loss: torch.Tensor | None
+    balance_loss: Tensor | None
 
     def widened(self) -> "RouterOutput":
         """Return a copy with logits in float32 or wider."""
@@ -72,7 +72,7 @@ class Router(nn.Module):
             weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def forward(
-        self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+        self, x: Tensor, eps: Tensor | None = None, topk_idx: Tensor | None = None
     ) -> RouterOutput:
         """Route `x` [T, H]; `topk_idx` [T, K] replaces the router's selection, with the router's
         weights for these experts.
@@ -129,9 +129,7 @@ class Experts(nn.Module):
             else:
                 (weight.normal_(0.0, self.config.initializer_range, generator=generator))
 
-    def forward(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
         """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H],
         `topk_idx`, `topk_weight` [T, K].
 
@@ -162,9 +160,9 @@ class Experts(nn.Module):
 
 def forward_experts(
     module: nn.Module,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weight: torch.Tensor,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weight: Tensor,
     names: Sequence[str],
     activation: Activation | None,
     *,
@@ -172,7 +170,7 @@ def forward_experts(
     shared: str = "group",
     recompute: bool = False,
     run=None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Run x [T, H] through the experts of `module` (ours or transformers') with `moe_mlp` on its
     parameters.
 
@@ -234,7 +232,7 @@ def forward_experts(
     return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run_here)
 
 
-def is_quantized(tensor: torch.Tensor) -> bool:
+def is_quantized(tensor: Tensor) -> bool:
     """Return whether a tensor is quantized: of integers, or of a subclass from another package such
     as torchao.
     """
@@ -244,7 +242,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     )
 
 
-def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
+def check_floats(tensors: Sequence[Tensor], name: str) -> None:
     """Raise ValueError unless the parameters of the experts `name` are supported."""
     found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
     if found is not None:
@@ -255,7 +253,7 @@ def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
         )
 
 
-def named(tensor: torch.Tensor) -> str:
+def named(tensor: Tensor) -> str:
     """Return a tensor's dtype, preceded by its class if that is not from torch."""
     kind = type(tensor)
     if _package(kind) != "torch":
@@ -294,7 +292,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, dtype=dtype, device=device)
         self.records: list[RouterOutput] | None = None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self._is_whole(x):
@@ -303,7 +301,7 @@ class MoE(nn.Module):
         self._record(routing)
         return self.experts(x, routing.topk_idx, routing.topk_weight).view_as(hidden_states)
 
-    def _is_whole(self, x: torch.Tensor) -> bool:
+    def _is_whole(self, x: Tensor) -> bool:
         config = self.config
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
@@ -318,7 +316,7 @@ class MoE(nn.Module):
         dtypes = {x.dtype, self.gate.weight.dtype, self.experts.down_proj.dtype}
         return len(dtypes) == 1 or autocast_dtype(x) is not None
 
-    def _forward_whole(self, x: torch.Tensor) -> torch.Tensor:
+    def _forward_whole(self, x: Tensor) -> Tensor:
         config = self.config
         dtype = autocast_dtype(x) or x.dtype
         stacks = (getattr(self.experts, name).to(dtype) for name in self.experts.stacks())

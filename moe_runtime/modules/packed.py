@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import shown
 from moe_runtime.ops import packed
@@ -62,7 +62,7 @@ class PackedParameter(nn.Parameter):
     # of the stack; an attribute of a class per shape, which copies by other packages keep
     ds_shape: torch.Size
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = False):
+    def __new__(cls, data: Tensor, requires_grad: bool = False):
         """Create the parameter; raises RuntimeError if it should require a gradient, as torch does
         for integers.
         """
@@ -84,7 +84,7 @@ def _class_of(shape: torch.Size) -> type[PackedParameter]:
     return type("PackedParameter", (PackedParameter,), {"ds_shape": shape, "__module__": __name__})
 
 
-def packed_parameter(data: torch.Tensor, shape) -> nn.Parameter:
+def packed_parameter(data: Tensor, shape) -> nn.Parameter:
     """Return the parameter with the bytes `data` that replaces one of this shape; a DTensor stays
     one.
     """
@@ -141,13 +141,13 @@ def put(
     module.__dict__[PACKED][name] = layout
 
 
-def _spread(local: torch.Tensor, spread: tuple) -> torch.Tensor:
+def _spread(local: Tensor, spread: tuple) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(local, *spread, run_check=False)
 
 
-def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packed:
+def pack(stack: Tensor, format: str, spread: tuple | None = None) -> Packed:
     """Pack a stack as `ops.packed.pack` does; with `spread`, this rank's experts are packed as if
     one process packed all.
     """
@@ -160,7 +160,7 @@ def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packe
     group = mesh.get_group(mesh.ndim - 1)
 
     # every rank computes the second-level scales of all experts
-    def double(largest: torch.Tensor) -> list[torch.Tensor]:
+    def double(largest: Tensor) -> list[Tensor]:
         own = largest.to(mesh.device_type)
         everyone = [torch.empty_like(own) for _ in range(n)]
         dist.all_gather(everyone, own, group=group)
@@ -238,7 +238,7 @@ def _buffers(layout: Layout, name: str) -> list[str]:
     return [f"{name}_packed{i}" for i in range(min(len(layout.scales), 4))]
 
 
-def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor]:
+def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, Tensor]:
     """Return the tensors of a whole packed stack by their saved names, in their saved shapes."""
     data, scales, form = stack
     form = form.removesuffix(packed.TRANSPOSED)
@@ -263,9 +263,7 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor
     return saved
 
 
-def bytes_of_saved(
-    saved: Mapping[str, torch.Tensor], name: str, form: str, shape: torch.Size
-) -> torch.Tensor:
+def bytes_of_saved(saved: Mapping[str, Tensor], name: str, form: str, shape: torch.Size) -> Tensor:
     """Return the stack `name` of a state_dict as the bytes of its parameter, which has this
     shape.
     """
@@ -274,7 +272,7 @@ def bytes_of_saved(
 
 
 def from_saved(
-    name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None
+    name: str, form: str, shape, tensors: dict[str, Tensor], experts: int | None = None
 ) -> Packed:
     """Return the packed stack [E, P, Q] from the tensors of `to_saved`.
 
@@ -326,7 +324,7 @@ def from_saved(
     )
 
 
-def as_read(key: str, scale: torch.Tensor) -> torch.Tensor:
+def as_read(key: str, scale: Tensor) -> Tensor:
     """Return scales as the kernels read them: float32, or bytes; raises ValueError if one is NaN or
     infinite.
     """
@@ -338,7 +336,7 @@ def as_read(key: str, scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def _offset_of(key: str, tensor: torch.Tensor, shape) -> float:
+def _offset_of(key: str, tensor: Tensor, shape) -> float:
     """Return the offset in the JSON of NF4's state; raises ValueError if its fields are not those
     of our NF4.
     """
@@ -374,7 +372,7 @@ def _offset_of(key: str, tensor: torch.Tensor, shape) -> float:
     return float(offset)
 
 
-def _check_map(key: str, table: torch.Tensor, expected: torch.Tensor) -> None:
+def _check_map(key: str, table: Tensor, expected: Tensor) -> None:
     same = table.shape == expected.shape and table.dtype == expected.dtype
     if not same or not torch.allclose(table.cpu(), expected.cpu(), rtol=1e-5, atol=0):
         raise ValueError(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.expert_rows import Experts
@@ -67,7 +67,7 @@ def split_rows(
     remember(module, stacks, Split(tuple(ids), tuple(range(len(ids))), {}))
 
 
-def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> None:
+def register_maps(module: nn.Module, num_experts: int, index: Tensor) -> None:
     """Register the row numbers of the experts `index` [n] int64 as non-persistent buffers, both or
     none.
     """

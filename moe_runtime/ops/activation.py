@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime.config import ACTIVATIONS, check_choice
 
@@ -73,17 +74,17 @@ class Activation(NamedTuple):
         """
         return dict(zip(self._fields[2:], self[2:]))
 
-    def split(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def split(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return views of gate and up in z [..., 2I], or z and None if not gated."""
         if not self.gated:
             return z, None
         return (z[..., ::2], z[..., 1::2]) if self.interleaved else z.chunk(2, -1)
 
-    def below(self, gate: torch.Tensor) -> torch.Tensor:
+    def below(self, gate: Tensor) -> Tensor:
         """Return min(gate, limit) of `gate` [..., I], or the gate itself without a limit."""
         return gate if self.limit is None else gate.clamp(max=self.limit)
 
-    def shifted(self, up: torch.Tensor) -> torch.Tensor:
+    def shifted(self, up: Tensor) -> Tensor:
         """Return clamp(up, -limit, limit) + up_offset of `up` [..., I], or up itself with
         neither.
         """
@@ -91,7 +92,7 @@ class Activation(NamedTuple):
             up = up.clamp(-self.limit, self.limit)
         return up + self.up_offset if self.up_offset else up
 
-    def apply(self, z: torch.Tensor) -> torch.Tensor:
+    def apply(self, z: Tensor) -> Tensor:
         """Apply the activation to the pre-activation `z` [..., 2I or I] -> [..., I]."""
         gate, up = self.split(z)
         h = ACT[self.act](self.below(gate))

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
@@ -31,7 +32,7 @@ from moe_runtime.ops.library import wide_dtype
 GRADIENTS = ("mean", "sum")
 GRADIENTS_OF = "moe_runtime_expert_gradients"  # attribute of an experts module: "mean" or "sum"
 # x [N, H], ids [N, K], weights [N, K] float32 -> out [N, H], expert_offsets
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Owners(NamedTuple):
@@ -41,7 +42,7 @@ class Owners(NamedTuple):
     num_experts: int  # over all ranks
 
 
-def is_distributed(tensor: torch.Tensor) -> bool:
+def is_distributed(tensor: Tensor) -> bool:
     """Return whether `tensor` is a DTensor, without importing the class, which takes half a
     second.
     """
@@ -49,8 +50,8 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local_parts(
-    tensors: list[torch.Tensor | None], gradients: str = "mean"
-) -> tuple[list[torch.Tensor | None], Owners | None]:
+    tensors: list[Tensor | None], gradients: str = "mean"
+) -> tuple[list[Tensor | None], Owners | None]:
     """Return this rank's experts of the stacks `tensors` [E, ...], and the owners of all; None if
     nothing is sharded.
 
@@ -127,8 +128,8 @@ def _exchange(rows, send, receive, group):
 
 
 def all_to_all(
-    rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Tensor:
     """Send the first send[0] of `rows` [sum(send), ...] to rank 0 and so on -> [sum(receive), ...]
     in the senders' order.
 
@@ -137,7 +138,7 @@ def all_to_all(
     return _AllToAll.apply(rows, send, receive, group)
 
 
-def _split_sizes(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+def _split_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
     """Sum the counts [n, E / n] per rank on the host, with a single synchronization."""
     return tuple(torch.stack((sent.sum(1), received.sum(1))).tolist())
 
@@ -146,8 +147,8 @@ def _split_sizes(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int],
 # the compiler (one second)
 @torch._disable_dynamo
 def run_at_owners(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor, owners: Owners, run: Run
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, topk_idx: Tensor, topk_weight: Tensor, owners: Owners, run: Run
+) -> tuple[Tensor, Tensor]:
     """Run x [T, H] through the experts topk_idx [T, K] of all ranks -> out [T, H], this rank's
     expert_offsets [E + 1].
 

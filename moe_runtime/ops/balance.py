@@ -25,12 +25,13 @@ another pair of 8 experts give 2, like balanced ones. The mean of the losses of 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.ops.library import wide_dtype
 
 
-def cv2(v: torch.Tensor) -> torch.Tensor:
+def cv2(v: Tensor) -> Tensor:
     """Compute the squared coefficient of variation of `v` [R] with the unbiased variance; 0 for R =
     1.
     """
@@ -38,7 +39,7 @@ def cv2(v: torch.Tensor) -> torch.Tensor:
     return v.new_zeros(()) if v.numel() < 2 else v.var() / (v.mean().square() + 1e-10)
 
 
-def selection_mask(config: MoEConfig, topk_idx: torch.Tensor) -> torch.Tensor:
+def selection_mask(config: MoEConfig, topk_idx: Tensor) -> Tensor:
     """Return which routed experts each token selected, [T, R] bool without the shared expert, from
     `topk_idx` [T, K].
     """
@@ -49,7 +50,7 @@ def selection_mask(config: MoEConfig, topk_idx: torch.Tensor) -> torch.Tensor:
     return mask[:, int(config.has_shared_expert) :]
 
 
-def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor:
+def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> Tensor:
     """Compute the smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R]
     each; differentiable.
     """
@@ -62,7 +63,7 @@ def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor
     return torch.special.ndtr(z).sum(0)
 
 
-def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor:
+def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> Tensor:
     """Compute cv2(importance) + cv2(load) of one layer, [], without its coefficient."""
     noisy = router_logits if noise is None else router_logits + noise
     mask = selection_mask(config, topk_idx)
@@ -78,7 +79,7 @@ def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None)
     return cv2(importance) + cv2(load)
 
 
-def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
+def switch_loss(config: MoEConfig, router_logits, topk_idx) -> Tensor:
     """Compute R sum_r f_r P_r of one layer, [], 1 when balanced; f has no gradient."""
     mask = selection_mask(config, topk_idx)
     router_logits = router_logits.to(wide_dtype(router_logits.dtype))
@@ -88,7 +89,7 @@ def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
 
 def balance_loss(
     config: MoEConfig, router_logits, topk_idx, noise=None, scale=None
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return the layer's loss times its coefficient, []; None if config.balance_loss is "none" or
     there are no tokens.
     """
@@ -105,9 +106,7 @@ def balance_loss(
     return config.balance_loss_coef * loss
 
 
-def top_k_loss(
-    router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def top_k_loss(router_logits: Tensor, top_k: int, token_mask: Tensor | None = None) -> Tensor:
     """Compute E sum_e F_e P_e of `router_logits` [T, E], []; tokens with `token_mask` [T] 0 are
     excluded from both means.
 
@@ -117,8 +116,8 @@ def top_k_loss(
 
 
 def pooled_loss(
-    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+    router_logits: Sequence[Tensor], top_k: int, token_mask: Tensor | None = None
+) -> Tensor:
     """Compute `top_k_loss` over the tokens of all layers together, `router_logits` L of [T, E],
     `token_mask` [T] -> [].
     """
@@ -129,8 +128,8 @@ def pooled_loss(
 
 
 def per_layer_loss(
-    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+    router_logits: Sequence[Tensor], top_k: int, token_mask: Tensor | None = None
+) -> Tensor:
     """Compute the mean of the layers' `top_k_loss`, `router_logits` L of [T, E], `token_mask` [T]
     -> [].
     """
@@ -138,9 +137,7 @@ def per_layer_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def _top_k_sums(
-    router_logits, top_k: int, token_mask
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[Tensor, Tensor, Tensor]:
     """Sum over the tokens: the selections [E], the probabilities [E], and the number of
     tokens [].
     """
@@ -154,6 +151,6 @@ def _top_k_sums(
     return (weight[:, None] * chosen).sum(0), (weight[:, None] * probability).sum(0), weight.sum()
 
 
-def _top_k_loss(choices, probability, tokens) -> torch.Tensor:
+def _top_k_loss(choices, probability, tokens) -> Tensor:
     tokens = tokens.clamp(min=1)
     return len(choices) * ((choices / tokens) * (probability / tokens)).sum()

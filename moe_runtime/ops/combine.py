@@ -5,6 +5,7 @@ out[t] = sum_k topk_weight[t, k] y[slot_row[t * K + k]]
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
@@ -12,9 +13,7 @@ from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 
-def combine(
-    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None
-) -> torch.Tensor:
+def combine(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str | None = None) -> Tensor:
     """Combine `y` [R, H] with `topk_weight` [T, K] and `slot_row` [R = T * K] or [T, K] of integers
     -> [T, H] in y's dtype.
 
@@ -62,7 +61,7 @@ class _GatherRows(torch.autograd.Function):
         return combine(drows, ones, slot_row), None, None
 
 
-def gather_rows(x: torch.Tensor, row_token: torch.Tensor, slot_row: torch.Tensor) -> torch.Tensor:
+def gather_rows(x: Tensor, row_token: Tensor, slot_row: Tensor) -> Tensor:
     """Gather rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient sums each token's rows
     `slot_row` [R], no scatter.
     """
@@ -76,9 +75,7 @@ LIB.define(
 )
 
 
-def weighted_sum(
-    y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor
-) -> torch.Tensor:
+def weighted_sum(y: Tensor, topk_weight: Tensor | None, slot_row: Tensor) -> Tensor:
     """Sum rows of y by `slot_row` [T, K] -> [T, H] in y's dtype; weights must have y's dtype, None
     means ones.
     """

@@ -13,6 +13,7 @@ no expert owns its row.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
@@ -24,13 +25,13 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 class Dispatch(NamedTuple):
     """Index arrays between slots and rows, named <from>_<to>."""
 
-    expert_offsets: torch.Tensor  # [E + 1] int32
-    row_token: torch.Tensor  # [R] int32
-    row_slot: torch.Tensor  # [R] int32
-    slot_row: torch.Tensor  # [R] int32
+    expert_offsets: Tensor  # [E + 1] int32
+    row_token: Tensor  # [R] int32
+    row_slot: Tensor  # [R] int32
+    slot_row: Tensor  # [R] int32
 
 
-def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
+def dispatch(topk_idx: Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
     """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a
     bad shape or dtype.
     """
@@ -50,7 +51,7 @@ LIB.define(
 )
 
 
-def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_slots(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return expert_offsets [E + 1] int32 and row_slot [R] int64."""
     # a narrower dtype might not hold num_experts, the marker of a dropped slot
     expert = topk_idx.reshape(-1).long()
@@ -63,16 +64,14 @@ def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, 
     return torch.searchsorted(expert, experts, out_int32=True), row_slot
 
 
-def invert(row_slot: torch.Tensor) -> torch.Tensor:
+def invert(row_slot: Tensor) -> Tensor:
     """Return slot_row, the inverse permutation of `row_slot` [R], in its dtype."""
     return torch.empty_like(row_slot).scatter_(
         0, row_slot, torch.arange(row_slot.numel(), device=row_slot.device)
     )
 
 
-def live_weights(
-    topk_weight: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
-) -> torch.Tensor:
+def live_weights(topk_weight: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
     """Return `topk_weight` [T, K] with zeros for dropped slots (ids outside 0..E-1), whose weights
     may be arbitrary.
     """

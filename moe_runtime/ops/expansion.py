@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice, check_fraction, check_seed
@@ -32,11 +33,8 @@ WHOLE = 1 << 24  # the same on a GPU, where separate experts are stacked first
 
 @torch.no_grad()
 def gram(
-    experts: torch.Tensor | Sequence[torch.Tensor],
-    base: torch.Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
+    experts: Tensor | Sequence[Tensor], base: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
     """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...]; each
     is read once.
 
@@ -45,7 +43,7 @@ def gram(
     read several times. Not differentiable. Raises ValueError for different shapes, dtypes or
     devices.
     """
-    is_stack = isinstance(experts, torch.Tensor)
+    is_stack = isinstance(experts, Tensor)
     if len(experts) > FEW and not is_stack:
         return _gram_of_many(experts, base, backend)
     if not 0 < len(experts) <= FEW:
@@ -71,7 +69,7 @@ def gram(
     return total
 
 
-def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor, how: str) -> None:
+def _check_like(name: str, tensor: Tensor, first: Tensor, how: str) -> None:
     """Raise ValueError unless `tensor` has the shape, the floating dtype and the device of
     `first`.
     """
@@ -82,9 +80,7 @@ def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor, how: str) 
         )
 
 
-def _gram_of_many(
-    experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None
-) -> torch.Tensor:
+def _gram_of_many(experts: Sequence[Tensor], base: Tensor | None, backend: str | None) -> Tensor:
     """Return G of more than FEW experts, computed for every two groups of them."""
     n = len(experts)
     size = FEW // 2
@@ -100,9 +96,7 @@ def _gram_of_many(
 
 
 @torch.no_grad()
-def gram_row(
-    experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.Tensor | None = None
-) -> torch.Tensor:
+def gram_row(experts: Sequence[Tensor], child: Tensor, base: Tensor | None = None) -> Tensor:
     """Return the last row [n + 1] float64 of G of the n `experts` and of `child`, all [...], in the
     precision of `gram`.
 
@@ -121,7 +115,7 @@ def gram_row(
     return total
 
 
-def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
+def distances(gram: Tensor, metric: str = "cosine") -> Tensor:
     """Return the distances [n, n] float64 of all pairs, 0 on the diagonal. A zero vector has cosine
     distance 1 to others.
     """
@@ -137,7 +131,7 @@ def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
     return found.fill_diagonal_(0)
 
 
-def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
+def farthest_pair(distance: Tensor) -> tuple[int, int]:
     """Return the pair i < j with the largest `distance` [n, n], the first of equals; raises
     ValueError for NaN.
     """
@@ -158,9 +152,9 @@ def check_drop(drop: float) -> None:
 
 @torch.no_grad()
 def dare_merge(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    base: torch.Tensor | None = None,
+    first: Tensor,
+    second: Tensor,
+    base: Tensor | None = None,
     *,
     weights: tuple[float, float],
     drop: float = 0.5,
@@ -169,7 +163,7 @@ def dare_merge(
     tensor: str | int,
     start: int = 0,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the child [...] of `first` and `second` [...], which were trained from `base` (None:
     zero, as for LoRA matrices).
 

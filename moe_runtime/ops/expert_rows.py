@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.library import kind
@@ -25,7 +26,7 @@ GROUP_ELEMENTS = 1 << 19  # rows of the experts in a group times the columns of 
 
 
 def check_trained(
-    stack: torch.Tensor, trainable, trained, name: str = "trained", masks: bool = True
+    stack: Tensor, trainable, trained, name: str = "trained", masks: bool = True
 ) -> None:
     """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, match
     the frozen `stack` [E, ...].
@@ -56,7 +57,7 @@ def check_trained(
         )
 
 
-def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
+def trained_rows(E: int, trainable: Tensor | None) -> list[int]:
     """Return each expert's row in the trained weights, -1 if it is frozen; `trainable` [E] is bools
     or such rows.
     """
@@ -67,7 +68,7 @@ def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
     return trainable.tolist()
 
 
-def weight_at(e: int, row: int, stack: torch.Tensor, separate: torch.Tensor | None) -> torch.Tensor:
+def weight_at(e: int, row: int, stack: Tensor, separate: Tensor | None) -> Tensor:
     """Return expert e's weight [out, in]: `row` of `separate` [n, out, in] if trained there, else
     from `stack` [E, out, in].
     """
@@ -89,14 +90,14 @@ class Experts(NamedTuple):
     the order of SCHEMA.
     """
 
-    up: torch.Tensor  # [E, 2I or I, H]
-    down: torch.Tensor  # [E, H, I]
-    up_bias: torch.Tensor | None = None  # [E, 2I or I]
-    down_bias: torch.Tensor | None = None  # [E, H]
+    up: Tensor  # [E, 2I or I, H]
+    down: Tensor  # [E, H, I]
+    up_bias: Tensor | None = None  # [E, 2I or I]
+    down_bias: Tensor | None = None  # [E, H]
     # [E] bool; with the two below int32: the expert's row in them, or -1
-    trainable: torch.Tensor | None = None
-    up_trained: torch.Tensor | None = None  # [n, 2I or I, H]
-    down_trained: torch.Tensor | None = None  # [n, H, I]
+    trainable: Tensor | None = None
+    up_trained: Tensor | None = None  # [n, 2I or I, H]
+    down_trained: Tensor | None = None  # [n, H, I]
     activation: Activation = Activation()
     shared: str = "group"  # "dense": the Triton backend computes expert 0 with torch's matmuls
 
@@ -153,7 +154,7 @@ class Experts(NamedTuple):
         """Return each expert's row in the trained weights, -1 for a frozen expert."""
         return trained_rows(self.up.shape[0], self.trainable)
 
-    def at(self, e: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, e: int, row: int) -> tuple[Tensor, Tensor]:
         """Return up and down of expert e, whose row in the trained weights is `row`."""
         return weight_at(e, row, self.up, self.up_trained), weight_at(
             e, row, self.down, self.down_trained
@@ -165,12 +166,12 @@ class Gradients(NamedTuple):
     requested ones.
     """
 
-    x: torch.Tensor | None
-    up: torch.Tensor | None
-    down: torch.Tensor | None
-    topk_weight: torch.Tensor
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
+    x: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    topk_weight: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
 
     def only(self, needs: "Gradients") -> "Gradients":
         """Return the gradients requested by `needs`, None for the others."""
@@ -189,11 +190,11 @@ class Member(NamedTuple):
     end: int
     padded: int  # the end, padded to a multiple of ROWS rows if there are as many
 
-    def own(self, rows: torch.Tensor) -> torch.Tensor:
+    def own(self, rows: Tensor) -> Tensor:
         """Return a view of its rows within a group's, [rows, ...]."""
         return rows[self.start : self.end]
 
-    def wide(self, rows: torch.Tensor) -> torch.Tensor:
+    def wide(self, rows: Tensor) -> Tensor:
         """Return a view of its rows up to the padded end, [rows, ...].
 
         Results for rows of later experts are overwritten when these are computed, as experts are
@@ -236,7 +237,7 @@ def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
 NOWHERE = Gradients(*[None] * len(Gradients._fields))
 
 
-def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = True) -> None:
+def accumulate_into_grad(parameters: Iterable[Tensor], enabled: bool = True) -> None:
     """Make the backward pass add to the `.grad` (or `main_grad`) of the stacks [E, ., .] among
     `parameters` in place.
 
@@ -254,7 +255,7 @@ def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = Tru
 _ACCUMULATES = "moe_runtime_accumulates"
 
 
-def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
+def accumulating(tensor: Tensor) -> Tensor | None:
     """Return the parameter of `accumulate_into_grad` that `tensor` is or transposes; None for any
     other tensor.
     """
@@ -264,14 +265,14 @@ def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
     return leaf if _same_view(leaf, tensor) or _same_view(leaf.transpose(1, 2), tensor) else None
 
 
-def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_view(a: Tensor, b: Tensor) -> bool:
     """Return whether two views of the same memory are equal; strides alone do not tell [E, 1, H]
     from [E, H, 1].
     """
     return a.shape == b.shape and a.stride() == b.stride()
 
 
-def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) -> Gradients:
+def gradients_so_far(learned: Gradients, leaves: Sequence[Tensor | None]) -> Gradients:
     """Return the existing gradients of `leaves`, the parameters of up and down; NOWHERE if there
     are none yet.
     """
@@ -327,14 +328,12 @@ def new_gradients(
     return grads
 
 
-def is_transposed(tensor: torch.Tensor) -> bool:
+def is_transposed(tensor: Tensor) -> bool:
     """Return whether this is a stack [E, out, in] that is stored as [E, in, out], as in GPT-OSS."""
     return tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
 
 
-def in_layout_of(
-    tensor: torch.Tensor, new: Callable[[tuple[int, ...]], torch.Tensor]
-) -> torch.Tensor:
+def in_layout_of(tensor: Tensor, new: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
     """Return a tensor of this shape, allocated by `new`, with the memory order of `tensor` [...].
 
     Autograd uses a gradient in its parameter's layout as `.grad` directly, and copies any other.

@@ -18,6 +18,7 @@ adapters along r. x, the pre-activation, low, weights and indices are saved for 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops import frozen_mlp_torch, packed
@@ -35,12 +36,12 @@ from moe_runtime.ops.moe_mlp import check_slots
 
 
 def frozen_mlp(
-    x: torch.Tensor,
+    x: Tensor,
     experts: FrozenExperts,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Run x [T, H] through frozen `experts` -> out [T, H] in x's dtype, expert_offsets [E + 1]
     int32.
 
@@ -217,20 +218,16 @@ def _setup_context(ctx, inputs, output):
     # otherwise autograd would fill a gradient of z's size with zeros
     ctx.set_materialize_grads(False)
     tensors = [
-        t
-        for part in experts
-        for t in (part if _is_list(part) else [part])
-        if isinstance(t, torch.Tensor)
+        t for part in experts for t in (part if _is_list(part) else [part]) if isinstance(t, Tensor)
     ]
     ctx.arguments = [
-        _Saved(len(a)) if _is_list(a) else _Saved() if isinstance(a, torch.Tensor) else a
-        for a in experts
+        _Saved(len(a)) if _is_list(a) else _Saved() if isinstance(a, Tensor) else a for a in experts
     ]
     ctx.save_for_backward(x, topk_weight, z, up_low, down_low, expert_offsets, row_slot, *tensors)
 
 
 def _is_list(argument) -> bool:
-    return isinstance(argument, Sequence) and any(isinstance(t, torch.Tensor) for t in argument)
+    return isinstance(argument, Sequence) and any(isinstance(t, Tensor) for t in argument)
 
 
 class _Saved:

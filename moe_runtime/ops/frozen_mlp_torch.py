@@ -7,6 +7,7 @@ rows or rank r: a weight is read in place, or converted one expert at a time
 """
 
 import torch
+from torch import Tensor
 
 from moe_runtime.ops import moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.dispatch import live_weights, sort_slots
@@ -75,7 +76,7 @@ def _product(member: Member, rows, weight, bias, pair: Pair | None, low, out) ->
         out.addmm_(rows, weight.t())
 
 
-def _low(pair: Pair | None, R: int, x) -> torch.Tensor:
+def _low(pair: Pair | None, R: int, x) -> Tensor:
     return x.new_empty(R, 0 if pair is None else pair.a.shape[1])
 
 
@@ -190,7 +191,7 @@ def backward(
     )
 
 
-def _dlow(name: str, pair: Pair | None, n: int, x) -> torch.Tensor | None:
+def _dlow(name: str, pair: Pair | None, n: int, x) -> Tensor | None:
     return None if pair is None else scratch(f"{name} dlow", (n, pair.a.shape[1]), x)
 
 

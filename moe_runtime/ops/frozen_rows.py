@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime.ops import packed
 from moe_runtime.ops.activation import FORM, Activation
@@ -26,13 +27,13 @@ class Stack(NamedTuple):
     """A frozen stack of E weights [out, in]."""
 
     # dense: [E, out, in] with any strides; else the packed bytes in the layout of `format`
-    data: torch.Tensor
-    scales: Sequence[torch.Tensor] = ()
+    data: Tensor
+    scales: Sequence[Tensor] = ()
     format: str = ""  # "" for a dense stack
     shape: Sequence[int] = ()  # E, out, in
 
     @classmethod
-    def dense(cls, weight: torch.Tensor) -> "Stack":
+    def dense(cls, weight: Tensor) -> "Stack":
         """Return `weight` [E, out, in] as a stack."""
         return cls(weight, (), "", tuple(weight.shape))
 
@@ -44,8 +45,8 @@ class Stack(NamedTuple):
 class Pair(NamedTuple):
     """The low-rank terms of a projection: b[e]^T a[e] is added to expert e's weight."""
 
-    a: torch.Tensor  # [E, r, in]
-    b: torch.Tensor  # [E, r, out], the scaling included
+    a: Tensor  # [E, r, in]
+    b: Tensor  # [E, r, out], the scaling included
 
 
 class FrozenExperts(NamedTuple):
@@ -53,8 +54,8 @@ class FrozenExperts(NamedTuple):
 
     up: Stack  # [E, 2I or I, H]
     down: Stack  # [E, H, I]
-    up_bias: torch.Tensor | None = None  # [E, 2I or I]
-    down_bias: torch.Tensor | None = None  # [E, H]
+    up_bias: Tensor | None = None  # [E, 2I or I]
+    down_bias: Tensor | None = None  # [E, H]
     up_lora: Pair | None = None
     down_lora: Pair | None = None
     activation: Activation = Activation()
@@ -97,14 +98,14 @@ class FrozenGradients(NamedTuple):
     the requested ones.
     """
 
-    x: torch.Tensor | None
-    topk_weight: torch.Tensor | None
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    up_a: torch.Tensor | None
-    up_b: torch.Tensor | None
-    down_a: torch.Tensor | None
-    down_b: torch.Tensor | None
+    x: Tensor | None
+    topk_weight: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    up_a: Tensor | None
+    up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
 
     def only(self, needs: Sequence) -> "FrozenGradients":
         """Return the gradients requested by `needs`, None for the others."""
@@ -113,7 +114,7 @@ class FrozenGradients(NamedTuple):
 
 def weight_of(
     stack: Stack, e: int, dtype: torch.dtype, name: str, backend: str | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """Return expert e's weight [out, in] in `dtype`: a view, or `scratch` memory of this `name`.
 
     `backend` is that of the op, by which `packed.unpack` decides whether to use the compiled
@@ -131,7 +132,7 @@ def weight_of(
     return scratch(name, tuple(weight.shape), weight, dtype).copy_(weight)
 
 
-def in_order_of(tensor: torch.Tensor) -> torch.Tensor:
+def in_order_of(tensor: Tensor) -> Tensor:
     """Allocate the gradient of a pair's `tensor` [E, r, n] in its memory order, which is [r, E, n]
     for PEFT's B.
     """

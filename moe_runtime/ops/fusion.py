@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moe_runtime import backends
@@ -44,7 +45,7 @@ REDUCTIONS = ("mean", "sum", "none")
 CHUNK = 1 << 24
 
 
-def common_vocabulary(heads: Sequence[torch.Tensor]) -> int:
+def common_vocabulary(heads: Sequence[Tensor]) -> int:
     """Return the number of ids that all `heads` [V_s, H_s] have in common."""
     return min(head.shape[0] for head in heads)
 
@@ -65,9 +66,7 @@ def kernels_of(backend: str):
     return fusion
 
 
-def fuse_logits(
-    hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor
-) -> torch.Tensor:
+def fuse_logits(hidden: Sequence[Tensor], heads: Sequence[Tensor], gate_weight: Tensor) -> Tensor:
     """Compute Eq. (1): `hidden` S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` [..., S] ->
     [..., V] float32.
 
@@ -82,7 +81,7 @@ def fuse_logits(
     )
 
 
-def mix(parts: Iterable[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tensor:
+def mix(parts: Iterable[Tensor], gate_weight: Tensor) -> Tensor:
     """Compute Eq. (1) from logits: `parts` S of [..., V_s], consumed one by one, `gate_weight`
     [..., S] -> [..., V] >= float32.
 
@@ -97,21 +96,21 @@ def mix(parts: Iterable[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tenso
     return fused
 
 
-def _first(logits: torch.Tensor, V: int) -> torch.Tensor:
+def _first(logits: Tensor, V: int) -> Tensor:
     # no view if nothing is truncated, as its gradient would be a copy
     return logits if logits.shape[-1] == V else logits[..., :V]
 
 
 def fused_cross_entropy(
-    hidden: Sequence[torch.Tensor],
-    heads: Sequence[torch.Tensor],
-    gate_weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    gate_weight: Tensor,
+    labels: Tensor,
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute F.cross_entropy of `fuse_logits` and `labels` [...]: a scalar, or [...] if reduction
     is "none"; float32.
 
@@ -145,7 +144,7 @@ def fused_cross_entropy(
     return total if reduction == "sum" else mean_of(total, labels, ignore_index)
 
 
-def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+def mean_of(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Return `total` [] divided by the number of `labels` [...] not ignored; NaN with zero
     gradients if none, as in torch.
     """
@@ -232,7 +231,7 @@ def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, nee
     return nll, dgate, dhidden, sums
 
 
-def _memory(name: str, like: torch.Tensor) -> torch.Tensor:
+def _memory(name: str, like: Tensor) -> Tensor:
     """Return uninitialized memory like `like`, reused on the CPU."""
     return scratch(name, like.shape, like) if like.device.type == "cpu" else torch.empty_like(like)
 

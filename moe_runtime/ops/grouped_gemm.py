@@ -10,6 +10,7 @@ if trainable[e] >= 0.
 import itertools
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
@@ -17,15 +18,15 @@ from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_bac
 
 
 def grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None = None,
     backend: str | None = None,
     *,
-    trainable: torch.Tensor | None = None,
-    trained: torch.Tensor | None = None,
-) -> torch.Tensor:
+    trainable: Tensor | None = None,
+    trained: Tensor | None = None,
+) -> Tensor:
     """Multiply `x` [R, in] by `weight` [E, out, in] with `expert_offsets` [E + 1] of integers and
     `bias` [E, out] -> [R, out].
 
@@ -74,7 +75,7 @@ LIB.define(
 Inputs = inputs_of("grouped_gemm")
 
 
-def _segments(expert_offsets: torch.Tensor, R: int):
+def _segments(expert_offsets: Tensor, R: int):
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > R:
         raise ValueError(f"expert_offsets must ascend from 0 to at most R = {R}, but got {bounds}")
@@ -89,7 +90,7 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
     return tile, dispatch.tile_map(expert_offsets.int().contiguous(), x.shape[0], tile.BLOCK_M)
 
 
-def one_layout(stack: torch.Tensor, separate: torch.Tensor | None):
+def one_layout(stack: Tensor, separate: Tensor | None):
     """Return `stack` [E, N, K], copied unless contiguous in either order, and `separate` [n, N, K]
     with equal inner strides.
     """

@@ -11,6 +11,7 @@ import functools
 from collections import namedtuple
 
 import torch
+from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch._library.autograd import supports_tensorlist
@@ -112,7 +113,7 @@ def _refuse_tangents(op: torch._ops.OpOverload, args) -> None:
     """Raise if an argument has a forward-mode tangent, which the op would drop, so that derivatives
     would be zero.
     """
-    tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
             f"{op.name()} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors). "
@@ -121,7 +122,7 @@ def _refuse_tangents(op: torch._ops.OpOverload, args) -> None:
         )
 
 
-def kind(tensor: torch.Tensor | None) -> str:
+def kind(tensor: Tensor | None) -> str:
     """Format a tensor's shape, dtype and device for an error message."""
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
@@ -136,7 +137,7 @@ def inputs_of(op: str) -> type:
     return namedtuple(f"{op}_inputs", names, defaults=[None] * len(names))
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return autocast's dtype for `tensor`; None if autocast is off, and for float64, which it does
     not change.
     """
@@ -152,7 +153,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which F.linear would use `tensor`: autocast's or its own."""
     return autocast_dtype(tensor) or tensor.dtype
 

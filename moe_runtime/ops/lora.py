@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import ACTIVATIONS, check_choice
@@ -33,29 +34,29 @@ class LoRA(NamedTuple):
     weight.
     """
 
-    a: torch.Tensor  # [E, r, in]
-    b: torch.Tensor  # [E, r, out]
+    a: Tensor  # [E, r, in]
+    b: Tensor  # [E, r, out]
 
 
 def lora_mlp(
-    x: torch.Tensor,
-    gate_proj: torch.Tensor,
-    up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor | None = None,
+    x: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor | None = None,
     *,
     gate: LoRA | None = None,
     up: LoRA | None = None,
     down: LoRA | None = None,
     scaling: float = 1.0,
     act: str = "silu",
-    gate_bias: torch.Tensor | None = None,
-    up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     recompute: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Run x [T, H] through its LoRA experts -> [T, H] in x's dtype, which is that of all weights
     too.
 

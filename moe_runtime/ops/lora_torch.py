@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.library import wide_dtype
@@ -27,13 +28,13 @@ BLOCK_ELEMENTS = 1 << 22  # maximum of a block's rows times I
 class Base(NamedTuple):
     """The frozen MLP, without the bias of its down projection."""
 
-    gate: torch.Tensor  # [I, H]
-    up: torch.Tensor  # [I, H]
-    down: torch.Tensor  # [H, I]
-    gate_bias: torch.Tensor | None
-    up_bias: torch.Tensor | None
+    gate: Tensor  # [I, H]
+    up: Tensor  # [I, H]
+    down: Tensor  # [H, I]
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
 
-    def first(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def first(self, x: Tensor, z: Tensor) -> Tensor:
         """Fill z [T, 2I] with z0 = [gate; up], and return it."""
         I = self.gate.shape[0]
         for half, weight, bias in (
@@ -46,7 +47,7 @@ class Base(NamedTuple):
                 (torch.addmm(bias, x, weight.t(), out=half))
         return z
 
-    def first_backward(self, dz: torch.Tensor) -> torch.Tensor:
+    def first_backward(self, dz: Tensor) -> Tensor:
         """Return dx [T, H] of `first`."""
         I = self.gate.shape[0]
         return torch.mm(dz[:, :I], self.gate).addmm_(dz[:, I:], self.up)
@@ -57,14 +58,14 @@ class Pairs(NamedTuple):
     without pairs.
     """
 
-    gate_a: torch.Tensor | None  # [E, r, H]
-    gate_b: torch.Tensor | None  # [E, r, I]
-    up_a: torch.Tensor | None  # [E, r, H]
-    up_b: torch.Tensor | None  # [E, r, I]
-    down_a: torch.Tensor | None  # [E, r, I]
-    down_b: torch.Tensor | None  # [E, r, H]
+    gate_a: Tensor | None  # [E, r, H]
+    gate_b: Tensor | None  # [E, r, I]
+    up_a: Tensor | None  # [E, r, H]
+    up_b: Tensor | None  # [E, r, I]
+    down_a: Tensor | None  # [E, r, I]
+    down_b: Tensor | None  # [E, r, H]
 
-    def low(self, x: torch.Tensor) -> torch.Tensor:
+    def low(self, x: Tensor) -> Tensor:
         """Return [3, T, E r]: x A^T of gate and of up (zeros without pairs), and zeros for q, which
         is filled later.
         """
@@ -80,14 +81,12 @@ class Pairs(NamedTuple):
         return Pairs(*(None if t is None else t.contiguous() for t in self))
 
 
-def flat(half: torch.Tensor) -> torch.Tensor:
+def flat(half: Tensor) -> Tensor:
     """View [E, r, n] as [E r, n], for one product with all experts."""
     return half.view(-1, half.shape[2])
 
 
-def mixed_weight(
-    topk_weight: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int
-) -> torch.Tensor:
+def mixed_weight(topk_weight: Tensor, topk_idx: Tensor | None, num_experts: int) -> Tensor:
     """Return w [T, E], each token's weight of each expert: the sum over its slots, 0 if not
     selected.
     """
@@ -103,25 +102,25 @@ class Gradients(NamedTuple):
     requested.
     """
 
-    dz: torch.Tensor  # [T, 2I] of z0
-    dlow: torch.Tensor  # [2, T, E r] of x A^T of gate and of up
-    dweight: torch.Tensor  # [T, E] of w
-    gate_b: torch.Tensor | None  # [E, r, I]
-    up_b: torch.Tensor | None
-    down_a: torch.Tensor | None
+    dz: Tensor  # [T, 2I] of z0
+    dlow: Tensor  # [2, T, E r] of x A^T of gate and of up
+    dweight: Tensor  # [T, E] of w
+    gate_b: Tensor | None  # [E, r, I]
+    up_b: Tensor | None
+    down_a: Tensor | None
 
 
 class Block(NamedTuple):
     """Neighbouring tokens, and their rows in expert order."""
 
     tokens: slice
-    token: torch.Tensor  # [n] of each row
-    expert: torch.Tensor  # [n]
+    token: Tensor  # [n] of each row
+    expert: Tensor  # [n]
     members: list[tuple[int, slice]]  # the experts that have rows, and these rows
-    bag: torch.Tensor  # [n] rows in token order
-    bounds: torch.Tensor  # each token's first position in `bag`
+    bag: Tensor  # [n] rows in token order
+    bounds: Tensor  # each token's first position in `bag`
 
-    def total(self, rows: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    def total(self, rows: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the sum of each token's `rows` [n, ...], times their `weight` [n]."""
         if not rows.numel():
             return rows.new_zeros(self.bounds.numel(), rows.shape[1])

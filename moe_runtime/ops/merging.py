@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
@@ -31,7 +32,7 @@ from moe_runtime.ops.library import (
 from moe_runtime.ops.workspace import scratch
 
 
-def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
+def mixing(logits: Tensor, shared_rate: float | None) -> Tensor:
     """Compute Eq. (5): `logits` [E - 1] of the routed experts -> alpha [E] float32 (or float64),
     shared expert first, sum 1.
 
@@ -51,7 +52,7 @@ def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
     return torch.cat([logits.new_full((1,), shared_rate), (1 - shared_rate) * logits.softmax(-1)])
 
 
-def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
+def soup_logits(num_experts: int, shared_rate: float) -> Tensor:
     """Return logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...], to
     initialize a learned soup.
     """
@@ -62,12 +63,12 @@ def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
     return alpha.clamp_min(torch.finfo(torch.float32).tiny).log().float()
 
 
-def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
+def uniform_mixture(num_experts: int, device=None) -> Tensor:
     """Return alpha [E] float32 of the uniform mean."""
     return torch.full((num_experts,), 1 / num_experts, dtype=torch.float32, device=device)
 
 
-def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
+def init_mixture(config: MoEConfig, shared_rate: float) -> Tensor:
     """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs
     a shared expert.
     """
@@ -78,7 +79,7 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
     return mixing(torch.ones(config.num_experts - 1), shared_rate)
 
 
-def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
+def check_mixture(alpha: Tensor, place: str) -> Tensor:
     """Return the learned coefficients `alpha` [E]; raises a ValueError that names the layer if any
     is not finite.
     """
@@ -90,7 +91,7 @@ def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
     return alpha
 
 
-def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[Tensor]:
     """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform"; raises ValueError
     unless each sums to 1.
     """
@@ -109,9 +110,7 @@ def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
     return list(alpha)
 
 
-def merge_experts(
-    weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None
-) -> torch.Tensor:
+def merge_experts(weight: Tensor, alpha: Tensor, *, backend: str | None = None) -> Tensor:
     """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in
     float32; differentiable in both.
     """
@@ -130,7 +129,7 @@ def merge_experts(
     )
 
 
-def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tensor:
+def merge_rows(rows: Iterable[Tensor], alpha: Tensor) -> Tensor:
     """Compute Eq. (3) for experts given one by one: `rows` E of [...], overwritten, `alpha` [E] ->
     [...]; not differentiable.
 
@@ -146,11 +145,7 @@ def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tenso
 
 
 def remerge_experts(
-    merged: torch.Tensor,
-    weight: torch.Tensor,
-    alpha: torch.Tensor,
-    seen: torch.Tensor,
-    backend: str = "triton",
+    merged: Tensor, weight: Tensor, alpha: Tensor, seen: Tensor, backend: str = "triton"
 ) -> None:
     """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 differs from `seen`
     [E], which is not changed.
@@ -174,12 +169,12 @@ class Kept:
     backward pass of an older graph merges again with its own alpha.
     """
 
-    def __init__(self, seen: torch.Tensor, backend: str):
+    def __init__(self, seen: Tensor, backend: str):
         self.seen = seen
         self.backend = backend
         self.times = 0
 
-    def remerge(self, merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor) -> None:
+    def remerge(self, merged: Tensor, weight: Tensor, alpha: Tensor) -> None:
         """Update `merged`, which has this attribute, to the mixture of `alpha`."""
         remerge_experts(merged, weight, alpha, self.seen, self.backend)
         self.seen.copy_(alpha)
@@ -187,14 +182,14 @@ class Kept:
 
 
 def merged_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    alpha: torch.Tensor,
-    merged: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    alpha: Tensor,
+    merged: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute x merged^T + bias [..., out] of `x` [..., in], experts `weight` [E, out, in] and
     `alpha` [E].
 
@@ -279,7 +274,7 @@ def _merge(weight, alpha, backend):
     return out
 
 
-def block_size(one: torch.Tensor) -> int:
+def block_size(one: Tensor) -> int:
     """Return the number of elements of `one` expert to process at a time, which fit into each
     core's cache.
     """
@@ -292,7 +287,7 @@ def block_size(one: torch.Tensor) -> int:
     )
 
 
-def blocks(one: torch.Tensor) -> Iterator[slice]:
+def blocks(one: Tensor) -> Iterator[slice]:
     """Return slices of `block_size` that cover one expert's elements."""
     step = block_size(one)
     size = one.numel()
@@ -344,7 +339,7 @@ def _merge_backward_alpha_cpp(dout, weight):
     return dalpha
 
 
-def _as_stored(weight) -> tuple[torch.Tensor, list[int]]:
+def _as_stored(weight) -> tuple[Tensor, list[int]]:
     """Return the experts as contiguous blocks with their dims in memory order, and the permutation
     of the dims.
     """

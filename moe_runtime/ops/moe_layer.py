@@ -11,6 +11,7 @@ gradient of the weights through `route`, plus that of a balance loss.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
@@ -38,15 +39,15 @@ from moe_runtime.ops.moe_mlp import (
 class MoEOutput(NamedTuple):
     """Result of `moe_layer`; everything except topk_idx is differentiable."""
 
-    out: torch.Tensor  # [T, H]
-    router_logits: torch.Tensor  # [T, E or E - 1], in x's dtype
-    topk_weight: torch.Tensor  # [T, K] float32
-    topk_idx: torch.Tensor  # [T, K] int32
+    out: Tensor  # [T, H]
+    router_logits: Tensor  # [T, E or E - 1], in x's dtype
+    topk_weight: Tensor  # [T, K] float32
+    topk_idx: Tensor  # [T, K] int32
 
 
 def moe_layer(
-    x: torch.Tensor,
-    router_weight: torch.Tensor,
+    x: Tensor,
+    router_weight: Tensor,
     experts: Experts,
     top_k: int,
     gate: str = "xft",

@@ -12,6 +12,7 @@ and indices are saved for the backward pass.
 """
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import SHARED_MODES, check_choice
@@ -34,25 +35,25 @@ _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 
 def moe_mlp(
-    x: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     *,
     act: str = "silu",
     gated: bool = True,
     limit: float | None = None,
     up_offset: float = 0.0,
     interleaved: bool = False,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    trainable: torch.Tensor | None = None,
-    trained: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    trainable: Tensor | None = None,
+    trained: tuple[Tensor, Tensor] | None = None,
     shared: str = "group",
     recompute: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which must be that of the weights.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I],
@@ -90,14 +91,14 @@ def moe_mlp(
 
 
 def run_experts(
-    x: torch.Tensor,
+    x: Tensor,
     experts: Experts,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     *,
     recompute=False,
     backend=None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Run `moe_mlp` with `experts` and return out [T, H] and its dispatch's expert_offsets [E + 1]
     int32.
     """
@@ -122,10 +123,7 @@ def run_experts(
 
 
 def pick(
-    x: torch.Tensor,
-    num_experts: int,
-    backend: str | None,
-    ops: tuple[str, ...] = ("dispatch", "combine"),
+    x: Tensor, num_experts: int, backend: str | None, ops: tuple[str, ...] = ("dispatch", "combine")
 ) -> str:
     """Return the backend of the experts; "cuda" means Triton's products with csrc/'s `ops` around
     them.
@@ -139,7 +137,7 @@ def pick(
     return "cuda" if all(backends.pick(op, x) == "cuda" for op in ops) else chosen
 
 
-def check_experts(x: torch.Tensor, experts: Experts) -> None:
+def check_experts(x: Tensor, experts: Experts) -> None:
     """Raise ValueError unless x [T, H] and the experts' tensors match."""
     experts.activation.check()
     check_choice("shared", experts.shared, SHARED_MODES)
@@ -190,7 +188,7 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
         raise ValueError(f"Expected the same number of trained experts in both stacks, but {got}")
 
 
-def _whole(experts: Experts, name: str) -> torch.Tensor:
+def _whole(experts: Experts, name: str) -> Tensor:
     """Return the stack `name` with the rows of the trained experts inserted."""
     stack = getattr(experts, name)
     trained = getattr(experts, f"{name}_trained")
@@ -340,7 +338,7 @@ def _backward_fake(dout, x, topk_weight, *arguments):
     )
 
 
-def absent_as_empty(grads, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def absent_as_empty(grads, x: Tensor) -> tuple[Tensor, ...]:
     """Return `grads` with an empty tensor for each None, which an op cannot return."""
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 

@@ -11,6 +11,7 @@ import itertools
 import math
 
 import torch
+from torch import Tensor
 
 from moe_runtime.native.library import cpp
 from moe_runtime.ops.expert_rows import (
@@ -264,7 +265,7 @@ def _one_call(
     )
 
 
-def _weights(experts: Experts, name: str) -> list[torch.Tensor]:
+def _weights(experts: Experts, name: str) -> list[Tensor]:
     """Return the stack `name`, "up" or "down", expert by expert."""
     stack = getattr(experts, name)
     trained = getattr(experts, f"{name}_trained")
@@ -273,7 +274,7 @@ def _weights(experts: Experts, name: str) -> list[torch.Tensor]:
     return [weight_at(e, row, stack, trained) for e, row in enumerate(experts.rows())]
 
 
-def _transposed(experts: Experts, name: str) -> list[torch.Tensor]:
+def _transposed(experts: Experts, name: str) -> list[Tensor]:
     if experts.up_trained is None:
         return getattr(experts, name).transpose(1, 2).unbind(0)
     return [weight.t() for weight in _weights(experts, name)]

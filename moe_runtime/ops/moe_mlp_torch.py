@@ -10,6 +10,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.combine import weighted_sum
@@ -38,7 +39,7 @@ def _blocks(start: int, end: int, width: int):
         yield row, min(row + step, end)
 
 
-def gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) -> torch.Tensor:
+def gather(name: str, x: Tensor, tokens: Tensor, everyone: bool) -> Tensor:
     """Return rows `tokens` of x in scratch memory, or x itself if the expert processes every token
     once, in order.
     """
@@ -47,9 +48,7 @@ def gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) -> 
     return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), x.shape[1]), x))
 
 
-def activate(
-    experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor
-) -> None:
+def activate(experts: Experts, z: Tensor, weight: Tensor | None, h: Tensor) -> None:
     """Compute h = act(gate) * up [* weight] from rows of z [n, 2I or I], in float32 between the
     passes.
     """
@@ -112,7 +111,7 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     return combine_rows(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
 
 
-def _grouped(experts: Experts, x: torch.Tensor, R: int) -> bool:
+def _grouped(experts: Experts, x: Tensor, R: int) -> bool:
     """Return whether torch's grouped_mm supports these experts and is faster than our loop, as they
     have few rows.
     """
@@ -159,7 +158,7 @@ def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_sl
     return out, z if save else x.new_empty(0, z.shape[1]), offsets, row_slot.int()
 
 
-def sees_everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
+def sees_everyone(bounds: list[int], row_token: Tensor, T: int) -> list[bool]:
     """Return for each expert whether it processes every token once, in order."""
     if T < ALONE_FROM:
         return [False] * (len(bounds) - 1)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice
@@ -73,8 +74,8 @@ class Format(NamedTuple):
 class Packed(NamedTuple):
     """A packed stack [E, P, Q], returned by `pack` and accepted by the ops."""
 
-    data: torch.Tensor  # [E, P, Q / 2] uint8, or [E, P, Q] in 8 bits
-    scales: list[torch.Tensor]
+    data: Tensor  # [E, P, Q / 2] uint8, or [E, P, Q] in 8 bits
+    scales: list[Tensor]
     format: str
 
     def to(self, device: torch.device | str) -> "Packed":
@@ -98,7 +99,7 @@ def bytes_per_weight(name: str) -> float:
     return (of_name(name).data_bits + of_name(name).scale_bits) / 8
 
 
-def shape_of(data: torch.Tensor, name: str) -> tuple[int, int, int]:
+def shape_of(data: Tensor, name: str) -> tuple[int, int, int]:
     """Return E, out, in of a packed stack, from any op argument `data` (dense: `name` is empty)."""
     E, P, Q = data.shape
     if name and of_name(name).data_bits == 4:
@@ -123,9 +124,7 @@ def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None
     return None
 
 
-def wrong_tensor(
-    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str
-) -> tuple[int, str] | None:
+def wrong_tensor(data: Tensor, scales: Sequence[Tensor], name: str) -> tuple[int, str] | None:
     """Return which tensor of a packed stack does not fit the format, 0 for `data`, and why; None if
     all fit.
 
@@ -169,9 +168,7 @@ def wrong_tensor(
     return None
 
 
-def check_tensors(
-    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, stack: str
-) -> None:
+def check_tensors(data: Tensor, scales: Sequence[Tensor], name: str, stack: str) -> None:
     """Raise ValueError unless the tensors of a packed stack fit its format; `stack` names it in the
     message.
     """
@@ -181,7 +178,7 @@ def check_tensors(
         raise ValueError(f"{tensor} of {stack} in {name} {wrong[1]}")
 
 
-def pack(stack: torch.Tensor, name: str, double: Callable | None = None) -> Packed:
+def pack(stack: Tensor, name: str, double: Callable | None = None) -> Packed:
     """Pack `stack` [E, P, Q] of a dtype in FLOATS, one expert at a time.
 
     Raises ValueError for unsupported stacks and for weights that are NaN or infinite, which no
@@ -204,9 +201,7 @@ def part_of(stack: Packed, first: int, last: int) -> Packed:
     return Packed(stack.data[first:last].clone(), scales, stack.format)
 
 
-def part_of_scales(
-    scales: Sequence[torch.Tensor], E: int, first: int, last: int
-) -> list[torch.Tensor]:
+def part_of_scales(scales: Sequence[Tensor], E: int, first: int, last: int) -> list[Tensor]:
     """Return the scales of the experts from `first` to `last` of E.
 
     NF4's blocks of scales may span experts, so the second-level scales stay whole (4 bytes per
@@ -218,14 +213,14 @@ def part_of_scales(
 
 
 def unpack(
-    data: torch.Tensor,
-    scales: Sequence[torch.Tensor],
+    data: Tensor,
+    scales: Sequence[Tensor],
     name: str,
     e: int,
     dtype: torch.dtype,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return expert e's weight [out, in] in `dtype`; written into `out` [P, Q] if given.
 
     On a CPU the compiled library is used if it is available and the backend is "cpp" or the
@@ -244,19 +239,19 @@ def unpack(
     return out.t() if name.endswith(TRANSPOSED) else out
 
 
-def reference(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+def reference(data: Tensor, scales: Sequence[Tensor], name: str) -> Tensor:
     """Return the stack [E, out, in] in float64, in which every product of a code and a scale is
     exact.
     """
     return torch.stack([unpack(data, scales, name, e, torch.float64) for e in range(data.shape[0])])
 
 
-def scale_of(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+def scale_of(data: Tensor, scales: Sequence[Tensor], name: str) -> Tensor:
     """Return the scales of the whole stack as the kernels read them, float32 [E, P, groups]."""
     return of_name(name).scale(scales, data, 0, data.shape[0])
 
 
-def decode(data: torch.Tensor, name: str) -> torch.Tensor:
+def decode(data: Tensor, name: str) -> Tensor:
     """Return the values of `data` [..., Q / 2 or Q] without their scales, float32 [..., Q]."""
     if data.dtype != torch.uint8:
         return data.float()
@@ -265,7 +260,7 @@ def decode(data: torch.Tensor, name: str) -> torch.Tensor:
 
 
 @functools.cache
-def _pairs(name: str, device: torch.device) -> torch.Tensor:
+def _pairs(name: str, device: torch.device) -> Tensor:
     """Return the two values of each byte, [256, 2]."""
     codes = torch.tensor(NF4 if name == "nf4" else (*E2M1, *(-v for v in E2M1)), device="cpu")
     high = codes.repeat_interleave(16)
@@ -273,7 +268,7 @@ def _pairs(name: str, device: torch.device) -> torch.Tensor:
     return torch.stack([high, low] if name == "nf4" else [low, high], 1).to(device)
 
 
-def _is_for_library(fmt: Format, data, scales, out: torch.Tensor, backend: str | None) -> bool:
+def _is_for_library(fmt: Format, data, scales, out: Tensor, backend: str | None) -> bool:
     """Return whether the compiled library unpacks this stack: it reads the scales' memory in the
     dtype of the format.
     """
@@ -288,7 +283,7 @@ def _is_for_library(fmt: Format, data, scales, out: torch.Tensor, backend: str |
     )
 
 
-def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
+def _unpack_cpp(fmt: Format, data, scales, e: int, out: Tensor) -> None:
     _, P, q = data.shape
     offset = float(scales[3]) if fmt.number == 0 else 0.0
     first = int(scales[4]) if len(scales) > 4 else 0
@@ -316,7 +311,7 @@ def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
     )
 
 
-def _weight(stack, e: int) -> torch.Tensor:
+def _weight(stack, e: int) -> Tensor:
     """Return the weight of expert e to be packed; raises ValueError for NaN and infinities."""
     weight = stack[e]
     if not torch.isfinite(weight).all():
@@ -328,7 +323,7 @@ def _weight(stack, e: int) -> torch.Tensor:
 
 
 @functools.cache
-def dynamic_map() -> torch.Tensor:
+def dynamic_map() -> Tensor:
     """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top
     has 2^(6 - d) steps.
     """
@@ -340,7 +335,7 @@ def dynamic_map() -> torch.Tensor:
     return torch.cat(values).sort().values
 
 
-def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _nearest(x: Tensor, table: Tensor) -> Tensor:
     """Return for each of `x` the index of the nearest value in the ascending `table`; ties go to
     the lower one.
     """
@@ -365,7 +360,7 @@ def _pack_nf4(stack, double):
     return data, double(largest.view(-1))
 
 
-def nest(largest: torch.Tensor) -> list[torch.Tensor]:
+def nest(largest: Tensor) -> list[Tensor]:
     """Quantize the scales of NF4 blocks, float32 [n] -> bytes [n], float32 [n / 256], the map [256]
     and the mean [1].
     """

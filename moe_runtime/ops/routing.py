@@ -22,6 +22,7 @@ result. An expert may be given several times in a row; S then contains it as oft
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
@@ -32,18 +33,18 @@ from moe_runtime.ops.library import LIB, kind, register, register_backward, wide
 class Routing(NamedTuple):
     """Result of `route`: the weight and the expert of each of a token's K slots."""
 
-    topk_weight: torch.Tensor  # [T, K] float32
-    topk_idx: torch.Tensor  # [T, K] int32
+    topk_weight: Tensor  # [T, K] float32
+    topk_idx: Tensor  # [T, K] int32
 
 
 def route(
-    router_logits: torch.Tensor,
+    router_logits: Tensor,
     top_k: int,
     gate: str = "xft",
-    noise: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    noise: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str | None = None,
-    topk_idx: torch.Tensor | None = None,
+    topk_idx: Tensor | None = None,
 ) -> Routing:
     """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T,
     K], best expert first.
@@ -116,11 +117,11 @@ def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
 
 
 def route_reference(
-    router_logits: torch.Tensor,
+    router_logits: Tensor,
     top_k: int,
     gate: str = "xft",
-    bias: torch.Tensor | None = None,
-    topk_idx: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    topk_idx: Tensor | None = None,
 ) -> Routing:
     """Compute the equations above line by line, in the logits' dtype, with autograd:
     `router_logits` [T, E or E - 1].
@@ -171,11 +172,11 @@ LIB.define(
 )
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def _wide(logits: Tensor) -> Tensor:
     return logits.to(wide_dtype(logits.dtype))
 
 
-def _kernels(backend: str, router_logits: torch.Tensor):
+def _kernels(backend: str, router_logits: Tensor):
     """Return the module of the launchers; None if torch computes, also if the shared expert is the
     only one.
     """

@@ -11,6 +11,7 @@ import threading
 import weakref
 
 import torch
+from torch import Tensor
 
 
 class _Buffers(dict):
@@ -26,8 +27,8 @@ LEASE_FROM = 1 << 20  # bytes; smaller tensors come from the allocator's own fre
 
 
 def scratch(
-    name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+    name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return an uninitialized tensor of `shape`, valid until the next call with this `name` in this
     thread and stream.
     """
@@ -118,7 +119,7 @@ class _Pool:
 _pool = _Pool()
 
 
-def lease(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def lease(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return an uninitialized tensor of `shape`, whose memory is reused after it is freed (CPU
     only).
     """

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_shared_rate
 from moe_runtime.modules.moe import Experts
+from moe_runtime.ops._torch_private import in_dispatch_mode, in_transform
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.library import compute_dtype
 from moe_runtime.ops.merging import Kept, merge_experts, merged_linear, mixing, soup_logits
@@ -127,17 +127,12 @@ class MergedMLP(nn.Module):
             for name in weights
             if f"{name}_bias" in stacks
         }
-        if (
-            any(weight.requires_grad for weight in weights.values())
-            or torch._C._are_functorch_transforms_active()
-        ):
+        if any(weight.requires_grad for weight in weights.values()) or in_transform():
             merged = {name: merge_experts(weight, alpha) for name, weight in weights.items()}
             return lambda x, name: F.linear(x, merged[name], bias.get(name))
         # when ops are traced, faked or counted, the result of one call must not become a constant
         # of another
-        watched = (
-            torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
-        )
+        watched = torch.compiler.is_compiling() or in_dispatch_mode() or torch.jit.is_tracing()
         merged = {} if watched else self._merged(weights, alpha)
         return lambda x, name: merged_linear(
             x, weights[name], alpha, merged.get(name), bias.get(name)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules import frozen, packed, trainable
 from moe_runtime.ops import all_to_all, expert_rows
+from moe_runtime.ops._torch_private import has_global_hooks
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.balance import balance_loss
 from moe_runtime.ops.frozen_mlp import frozen_mlp
@@ -305,7 +305,7 @@ class MoE(nn.Module):
         config = self.config
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
-        if _has_any_global_hook() or not (
+        if has_global_hooks() or not (
             is_plain(self.gate, Router) and is_plain(self.experts, Experts)
         ):
             return False

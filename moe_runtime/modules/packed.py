@@ -76,8 +76,6 @@ class PackedParameter(nn.Parameter):
         """Keep the shape in pickles."""
         return packed_parameter, (self.data, self.ds_shape)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
 
 @functools.cache
 def _class_of(shape: torch.Size) -> type[PackedParameter]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.ops._torch_private import disable_dynamo
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.library import wide_dtype
@@ -145,7 +146,7 @@ def _split_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
 
 # the split sizes are data-dependent, which a graph cannot hold; torch.compiler.disable would import
 # the compiler (one second)
-@torch._disable_dynamo
+@disable_dynamo
 def run_at_owners(
     x: Tensor, topk_idx: Tensor, topk_weight: Tensor, owners: Owners, run: Run
 ) -> tuple[Tensor, Tensor]:

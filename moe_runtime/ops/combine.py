@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 
 
 def combine(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str | None = None) -> Tensor:
@@ -68,8 +68,8 @@ def gather_rows(x: Tensor, row_token: Tensor, slot_row: Tensor) -> Tensor:
     return _GatherRows.apply(x, row_token, slot_row)
 
 
-LIB.define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
-LIB.define(
+define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
+define(
     "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> "
     "(Tensor, Tensor)"
 )

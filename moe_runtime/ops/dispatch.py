@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, kind, register
+from moe_runtime.ops.library import define, kind, register
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -46,7 +46,7 @@ def dispatch(topk_idx: Tensor, num_experts: int, backend: str | None = None) -> 
     return Dispatch(*torch.ops.moe_runtime.dispatch(topk_idx, num_experts, chosen))
 
 
-LIB.define(
+define(
     "dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 

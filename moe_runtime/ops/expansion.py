@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice, check_fraction, check_seed
-from moe_runtime.ops.library import LIB, kind, register, wide_dtype
+from moe_runtime.ops.library import define, kind, register, wide_dtype
 
 METRICS = ("cosine", "l2")
 FEW = 64  # experts whose products are computed together
@@ -216,8 +216,8 @@ def draws(seed: int, stream: int, start: int, count: int) -> np.ndarray:
     )
 
 
-LIB.define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
-LIB.define(
+define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
+define(
     "dare_merge(Tensor first, Tensor second, Tensor? base, int seed, int stream, int threshold, "
     "float first_scale, float second_scale, str backend, int start=0) -> Tensor"
 )

@@ -11,7 +11,8 @@ import sys
 from math import prod
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from moe_runtime.ops._torch_private import dispatch_modes
 
 
 def _moe_mlp(x, topk_weight, topk_idx, up, down, *_, **__) -> int:
@@ -173,7 +174,7 @@ def announce(*_, **__):
         }
         counter.flop_registry |= formulas
         # a counter copies the registry when it is created
-        for mode in _get_current_dispatch_mode_stack():
+        for mode in dispatch_modes():
             if isinstance(mode, counter._FlopCounterMode):
                 mode.counter.flop_registry |= formulas
     return NotImplemented

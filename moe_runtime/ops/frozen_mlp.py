@@ -31,7 +31,7 @@ from moe_runtime.ops.frozen_rows import (
     in_order_of,
     weight_of,
 )
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.moe_mlp import check_slots
 
 
@@ -135,11 +135,11 @@ def _check(x, experts: FrozenExperts) -> None:
                 )
 
 
-LIB.define(
+define(
     f"frozen_mlp(Tensor x, Tensor topk_weight, Tensor topk_idx, {SCHEMA}, bool save, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-LIB.define(
+define(
     f"frozen_mlp_backward(Tensor dout, Tensor x, Tensor topk_weight, {SCHEMA}, Tensor z, Tensor "
     "up_low, Tensor down_low, Tensor expert_offsets, Tensor row_slot, bool[8] needs, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"

@@ -24,14 +24,14 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.ops import fusion_torch
+from moe_runtime.ops._torch_private import graph_is_kept, in_dispatch_mode
 from moe_runtime.ops.library import (
-    LIB,
     compute_dtype,
+    define,
     inputs_of,
     kind,
     register,
@@ -251,20 +251,20 @@ def _add_product(total, a, b) -> None:
 
 LISTS = "Tensor[] hidden, Tensor[] heads, int ignore_index"
 NEEDS = "bool[] need_hidden, bool[] need_heads, str backend"
-LIB.define(
+define(
     f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool need_score, str backend) -> (Tensor, "
     "Tensor)"
 )
-LIB.define("fused_nll_backward_gate(Tensor dnll, Tensor score, Tensor gate, str backend) -> Tensor")
-LIB.define(
+define("fused_nll_backward_gate(Tensor dnll, Tensor score, Tensor gate, str backend) -> Tensor")
+define(
     f"fused_nll_backward(Tensor dnll, Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, "
     "Tensor[], Tensor[])"
 )
-LIB.define(
+define(
     f"fused_loss(Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor, Tensor[], "
     "Tensor[])"
 )
-LIB.define(
+define(
     "fused_loss_backward(Tensor dloss, Tensor gate, Tensor[] hidden, Tensor[] heads, Tensor "
     "dgate, Tensor[] dhidden, Tensor[] dheads, str backend) -> (Tensor, Tensor[], Tensor[])"
 )
@@ -401,8 +401,8 @@ def _loss_autograd(ctx, dloss, *_):
     if (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or _graph_is_kept()
+        or in_dispatch_mode()
+        or graph_is_kept()
     ):
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
             dloss, gate, hidden, heads, dgate, dhidden, dheads, ctx.backend
@@ -420,10 +420,6 @@ def _loss_autograd(ctx, dloss, *_):
 
 def _scale_in_place(grad, dloss):
     return torch.mul(grad, _factor(dloss, grad), out=grad)
-
-
-# whether backward() was called with retain_graph=True
-_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def _loss_backward(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):

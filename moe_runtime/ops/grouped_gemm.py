@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
-from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
+from moe_runtime.ops.library import define, inputs_of, kind, register, register_backward
 
 
 def grouped_gemm(
@@ -64,11 +64,11 @@ def grouped_gemm(
 
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
-LIB.define(
+define(
     f"grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, {_TRAINED}, str "
     "backend) -> Tensor"
 )
-LIB.define(
+define(
     f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, "
     "bool[3] needs, str backend) -> (Tensor, Tensor, Tensor)"
 )

@@ -25,7 +25,7 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, inputs_of, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
 
 
@@ -209,8 +209,8 @@ _SCHEMA = (
     "topk_weight, Tensor? topk_idx, Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, "
     "Tensor? down_a, Tensor? down_b, int E, float scaling, str act, bool save, str backend"
 )
-LIB.define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
-LIB.define(
+define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
+define(
     f"lora_mlp_backward(Tensor dout, Tensor z, Tensor low, bool need_x, bool[6] needs, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )

@@ -22,8 +22,8 @@ from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import (
-    LIB,
     compute_dtype,
+    define,
     kind,
     register,
     register_backward,
@@ -242,8 +242,8 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
             raise ValueError(f"Expected {want}, as x, but {name} is {kind(tensor)}")
 
 
-LIB.define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
-LIB.define("merge_experts_backward_alpha(Tensor dout, Tensor weight, str backend) -> Tensor")
+define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
+define("merge_experts_backward_alpha(Tensor dout, Tensor weight, str backend) -> Tensor")
 
 
 def _merge(weight, alpha, backend):
@@ -416,11 +416,11 @@ register(
 register_backward("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
 
 
-LIB.define(
+define(
     "merged_linear(Tensor x, Tensor weight, Tensor alpha, Tensor merged, Tensor? bias, str "
     "backend) -> Tensor"
 )
-LIB.define(
+define(
     "merged_linear_backward(Tensor dout, Tensor? x, Tensor? weight, Tensor? merged, bool bias, "
     "str backend) -> (Tensor, Tensor, Tensor)"
 )

@@ -25,7 +25,7 @@ from moe_runtime.ops.expert_rows import (
     gradients_so_far,
     in_layout_of,
 )
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.moe_mlp import (
     absent_as_empty,
     adding_to,
@@ -90,11 +90,11 @@ def moe_layer(
     return MoEOutput(*outputs[:4])
 
 
-LIB.define(
+define(
     f"moe_layer(Tensor x, Tensor router_weight, {SCHEMA}, int top_k, str gate, bool save, str "
     "backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-LIB.define(
+define(
     "moe_layer_backward(Tensor dout, Tensor? dlogits, Tensor? dweight, Tensor x, Tensor "
     f"router_weight, {SCHEMA}, Tensor router_logits, Tensor topk_weight, Tensor topk_idx, Tensor "
     "z, Tensor expert_offsets, Tensor row_slot, bool need_router, bool[6] needs, str gate, str "

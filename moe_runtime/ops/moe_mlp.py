@@ -29,7 +29,7 @@ from moe_runtime.ops.expert_rows import (
     gradients_so_far,
     in_layout_of,
 )
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -256,11 +256,11 @@ def moe_mlp_reference(
     return out
 
 
-LIB.define(
+define(
     f"moe_mlp(Tensor x, Tensor topk_weight, Tensor topk_idx, {SCHEMA}, bool save, str backend) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
 )
-LIB.define(
+define(
     f"moe_mlp_backward(Tensor dout, Tensor x, Tensor topk_weight, {SCHEMA}, Tensor z, Tensor "
     "expert_offsets, Tensor row_slot, bool[6] needs, str backend) -> (Tensor, Tensor, Tensor, "
     "Tensor, Tensor, Tensor)"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.native.library import cpp
+from moe_runtime.ops._torch_private import has_matrix_tiles
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
     Experts,
@@ -205,7 +206,7 @@ def few_rows(dtype: torch.dtype) -> int:
     """Return the rows of the largest expert up to which one call is used."""
     # for bfloat16 a CPU's matrix tiles are faster than its vector units
     variant = cpp.library().variant
-    if dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported():
+    if dtype == torch.bfloat16 and variant != "amx" and has_matrix_tiles():
         return FEW_OF_TILES
     return FEW.get(variant, FEW_ELSEWHERE)[dtype]
 

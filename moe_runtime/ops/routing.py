@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 
 
 class Routing(NamedTuple):
@@ -161,12 +161,12 @@ def route_reference(
     return Routing(weight, idx.int())
 
 
-LIB.define(
+define(
     "route(Tensor router_logits, Tensor? bias, int top_k, str gate, str backend) -> (Tensor, "
     "Tensor)"
 )
-LIB.define("route_to(Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
-LIB.define(
+define("route_to(Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
+define(
     "route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend, "
     "bool forced=False) -> Tensor"
 )

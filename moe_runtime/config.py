@@ -224,28 +224,6 @@ class MoEConfig:
         return self.top_k - self.has_shared_expert
 
 
-# the router of XFT: as the paper describes it (Sec. 3.1), and as the released code trains it
-# (docs/xft-official.md, X1 to X4)
-PRESETS = {
-    "xft-paper": {
-        "gate": "xft",
-        "router": "linear",
-        "noisy_gate": False,
-        "balance_loss": "none",
-        "balance_loss_coef": 0.0,
-        "load_quirk": False,
-    },
-    "xft-official": {
-        "gate": "xft",
-        "router": "mlp",
-        "noisy_gate": True,
-        "balance_loss": "cv2",
-        "balance_loss_coef": 0.01,
-        "load_quirk": True,
-    },
-}
-
-
 class Layer(NamedTuple):
     """Sizes of one MoE layer; experts and slots include a shared expert, which is expert 0 and
     processes every token.
@@ -266,17 +244,3 @@ class Layer(NamedTuple):
             raise ValueError(
                 f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}"
             )
-
-
-# of published models; the XFT ones as in its paper, or assumed where the paper gives no number of
-# experts
-LAYERS = {
-    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
-    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
-    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
-    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
-    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
-    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
-    "OLMoE": Layer(2048, 1024, 64, 8),
-    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
-}

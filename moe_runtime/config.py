@@ -155,7 +155,7 @@ class MoEConfig:
     shared: str = "group"
     recompute: bool = False  # save only x for the backward pass and recompute the pre-activation
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             check_positive(name, getattr(self, name))
         check_choice("gate", self.gate, GATES)

@@ -78,7 +78,7 @@ def _average_by_blocks(rows: Tensor, pull: float) -> None:
         part.copy_(torch.lerp(w, mean, pull))
 
 
-def _average_over_ranks(weight, pull: float) -> None:
+def _average_over_ranks(weight: Tensor, pull: float) -> None:
     """Average a DTensor sharded over experts or columns, or replicated; only means are
     exchanged.
     """
@@ -108,7 +108,13 @@ class EWAMLP(nn.Module):
     (preserve_rng_state) of the input's device.
     """
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.config = config
         self.experts = Experts(config, dtype=dtype, device=device)
@@ -149,7 +155,7 @@ class EWAMLP(nn.Module):
         )
 
 
-def random_partition(tokens: int, num_experts: int, device=None) -> Tensor:
+def random_partition(tokens: int, num_experts: int, device: torch.device | None = None) -> Tensor:
     """Return an expert for each token [T] int32, uniformly over all partitions into groups of equal
     size up to one token.
     """

@@ -10,7 +10,8 @@ caller of an experts module with adapters (hf.dropin.adapters) stores their fact
 for the duration of the call, and `take` returns them.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,10 +66,10 @@ def pair_of(adapters: list[Factors], count: int, dtype: torch.dtype, first: int 
 
 
 def experts_of(
-    names,
-    tensors,
+    names: Sequence[str],
+    tensors: Any,
     adapters: dict[str, list[Factors]],
-    activation,
+    activation: Any,
     dtype: torch.dtype,
     owners: Owners | None = None,
 ) -> FrozenExperts:

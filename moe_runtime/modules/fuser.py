@@ -7,7 +7,7 @@ z = g(h_1 : ... : h_S), which supports specialists with different hidden sizes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,12 @@ class FuserGate(nn.Module):
     """
 
     def __init__(
-        self, hidden_sizes: Sequence[int], *, kind: str = "mlp", joint: bool = False, device=None
+        self,
+        hidden_sizes: Sequence[int],
+        *,
+        kind: str = "mlp",
+        joint: bool = False,
+        device: torch.device | None = None,
     ):
         super().__init__()
         check_choice("kind", kind, GATES)
@@ -58,7 +63,7 @@ class FuserGate(nn.Module):
         self.up = nn.Linear(inputs, width, **like) if kind == "mlp" else None
         self.score = nn.Linear(width if kind == "mlp" else inputs, outputs, **like)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Any, recurse: bool = True) -> Tensor:
         """Keep the parameters float32 whatever the module is cast to, as gates are float32 end to
         end.
         """

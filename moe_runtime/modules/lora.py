@@ -48,7 +48,7 @@ class LoRAExperts(nn.Module):
         hidden_act: str = "silu",
         targets: tuple[str, ...] = TARGETS,
         recompute: bool = False,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive("num_experts", num_experts)
@@ -216,7 +216,7 @@ class LoRAMoE(MoE):
         *,
         alpha: float = 16.0,
         targets: tuple[str, ...] = TARGETS,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         nn.Module.__init__(self)  # MoE's own experts are full ones
         check_base(base)

@@ -44,7 +44,13 @@ class LoRALinear(nn.Module):
     """
 
     def __init__(
-        self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, dtype=None
+        self,
+        base: nn.Module,
+        config: MoEConfig,
+        rank: int = 8,
+        *,
+        alpha: float = 16.0,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive("rank", rank)
@@ -163,7 +169,7 @@ def add_experts(
     rank: int,
     alpha: float,
     targets: tuple[str, ...] = TARGETS,
-    dtype=None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Return the replacement of the MLP: a LoRAMoE over it (form "block"), or the MLP with
     LoRALinears in it ("linear").

@@ -5,7 +5,7 @@ The mixture changes once per optimizer step, so it is computed once per step and
 forward passes until the next one.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +48,8 @@ class MergedMLP(nn.Module):
         *,
         shared_rate: float = 0.75,
         soup: bool = False,
-        dtype=None,
-        device=None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ):
         super().__init__()
         check_shared_rate(shared_rate)
@@ -72,7 +72,7 @@ class MergedMLP(nn.Module):
             logits = torch.ones(self.mixing_logits.shape)
         self.mixing_logits.copy_(logits)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Any, recurse: bool = True) -> Tensor:
         """Keep the logits float32 whatever the module is cast to, as updates of 1e-5 are lost in
         bfloat16 near 1.
         """
@@ -81,7 +81,7 @@ class MergedMLP(nn.Module):
         self.mixing_logits.data = self.mixing_logits.data.float()
         return self
 
-    def __getstate__(self):
+    def __getstate__(self) -> Tensor:
         """Exclude the cached mixture from copies and pickles, as from state_dict."""
         return self.__dict__ | {"_mixture": None}
 
@@ -115,7 +115,7 @@ class MergedMLP(nn.Module):
         )
         return linear(h, "down_proj")
 
-    def _linear(self):
+    def _linear(self) -> Tensor:
         """Return a function of (x, name of a stack) that computes x W^T + b with the merged weight
         and bias of that name.
         """

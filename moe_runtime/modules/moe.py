@@ -5,7 +5,7 @@ The parameter names are those of transformers: `gate.weight`, `experts.gate_up_p
 shared one and the router has E - 1 rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,7 +52,13 @@ class Router(nn.Module):
     code).
     """
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         R = config.num_routed_experts
         H = config.hidden_size
@@ -104,7 +110,13 @@ class Experts(nn.Module):
     configured.
     """
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         E = config.num_experts
         H = config.hidden_size
@@ -169,7 +181,7 @@ def forward_experts(
     transposed: bool = False,
     shared: str = "group",
     recompute: bool = False,
-    run=None,
+    run: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run x [T, H] through the experts of `module` (ours or transformers') with `moe_mlp` on its
     parameters.
@@ -220,7 +232,7 @@ def forward_experts(
         shared = shared if owners is None else "group"
         experts = expert_rows.Experts(*stacks, activation=activation, shared=shared)
 
-    def run_here(x, topk_idx, topk_weight):
+    def run_here(x: Tensor, topk_idx: Tensor | None, topk_weight: Tensor) -> Tensor:
         if run is not None:
             return run(x, topk_idx, topk_weight, experts)
         if is_frozen:
@@ -285,7 +297,13 @@ class MoE(nn.Module):
     same dtype, no hook, wrapper or subclass on either, and no global hook.
     """
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.config = config
         self.gate = Router(config, dtype=dtype, device=device)

@@ -18,8 +18,8 @@ sharded by FSDP2, unchanged, for torch.distributed.checkpoint; `whole` gathers i
 
 import functools
 import json
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,17 +62,17 @@ class PackedParameter(nn.Parameter):
     # of the stack; an attribute of a class per shape, which copies by other packages keep
     ds_shape: torch.Size
 
-    def __new__(cls, data: Tensor, requires_grad: bool = False):
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Tensor:
         """Create the parameter; raises RuntimeError if it should require a gradient, as torch does
         for integers.
         """
         return super().__new__(cls, data, requires_grad)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> Tensor:
         """Copy the shape too."""
         return memo.setdefault(id(self), type(self)(self.data.clone()))
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         """Keep the shape in pickles."""
         return packed_parameter, (self.data, self.ds_shape)
 
@@ -82,7 +82,7 @@ def _class_of(shape: torch.Size) -> type[PackedParameter]:
     return type("PackedParameter", (PackedParameter,), {"ds_shape": shape, "__module__": __name__})
 
 
-def packed_parameter(data: Tensor, shape) -> nn.Parameter:
+def packed_parameter(data: Tensor, shape: Sequence[int]) -> nn.Parameter:
     """Return the parameter with the bytes `data` that replaces one of this shape; a DTensor stays
     one.
     """
@@ -110,7 +110,7 @@ def put(
     module: nn.Module,
     name: str,
     stack: Packed,
-    shape,
+    shape: Sequence[int],
     dtype: torch.dtype,
     spread: tuple | None = None,
 ) -> None:
@@ -220,7 +220,7 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     return Stack(data, [scale], "fp8_block", tuple(data.shape))
 
 
-def _save(module: nn.Module, state_dict, prefix: str, metadata) -> None:
+def _save(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
     for name, layout in layouts(module).items():
         scales = _buffers(layout, name)
         if not is_distributed(getattr(module, name)):
@@ -270,7 +270,11 @@ def bytes_of_saved(saved: Mapping[str, Tensor], name: str, form: str, shape: tor
 
 
 def from_saved(
-    name: str, form: str, shape, tensors: dict[str, Tensor], experts: int | None = None
+    name: str,
+    form: str,
+    shape: Sequence[int],
+    tensors: dict[str, Tensor],
+    experts: int | None = None,
 ) -> Packed:
     """Return the packed stack [E, P, Q] from the tensors of `to_saved`.
 
@@ -334,7 +338,7 @@ def as_read(key: str, scale: Tensor) -> Tensor:
     return scale
 
 
-def _offset_of(key: str, tensor: Tensor, shape) -> float:
+def _offset_of(key: str, tensor: Tensor, shape: Sequence[int]) -> float:
     """Return the offset in the JSON of NF4's state; raises ValueError if its fields are not those
     of our NF4.
     """
@@ -380,7 +384,14 @@ def _check_map(key: str, table: Tensor, expected: Tensor) -> None:
 
 
 def _load(
-    module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors
+    module: nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict: bool,
+    missing: list,
+    unexpected: list,
+    errors: list,
 ) -> None:
     for name, layout in layouts(module).items():
         names = [

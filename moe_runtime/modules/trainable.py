@@ -89,13 +89,20 @@ def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -
     setattr(module, SPLIT, Split(split.ids, split.places, before, hooks))
 
 
-def _note_ids(module: nn.Module, state_dict, prefix: str, metadata) -> None:
+def _note_ids(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
     split = split_of(module)
     metadata[SPLIT] = {"ids": split.ids, "places": split.places}
 
 
 def _check_ids(
-    module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors
+    module: nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict: bool,
+    missing: list,
+    unexpected: list,
+    errors: list,
 ) -> None:
     split = split_of(module)
     saved = metadata.get(SPLIT)

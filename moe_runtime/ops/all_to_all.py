@@ -18,7 +18,7 @@ would be n times as large as those of other parameters.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,13 +96,13 @@ class _Reduced(torch.autograd.Function):
     """Identity whose gradient is summed over replicas and scaled."""
 
     @staticmethod
-    def forward(ctx, part, groups, scale):
+    def forward(ctx: Any, part: Any, groups: list, scale: Tensor | None) -> Tensor:
         ctx.groups = groups
         ctx.scale = scale
         return part.view_as(part)
 
     @staticmethod
-    def backward(ctx, dpart):
+    def backward(ctx: Any, dpart: Tensor) -> tuple:
         dpart = dpart * ctx.scale  # a copy even for 1, as the incoming gradient may be shared
         for group in ctx.groups:
             dist.all_reduce(dpart, group=group)
@@ -111,18 +111,18 @@ class _Reduced(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, send, receive, group):
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
         ctx.send = send
         ctx.receive = receive
         ctx.group = group
         return _exchange(rows, send, receive, group)
 
     @staticmethod
-    def backward(ctx, drows):
+    def backward(ctx: Any, drows: Tensor) -> tuple:
         return _exchange(drows, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def _exchange(rows, send, receive, group):
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
     return received

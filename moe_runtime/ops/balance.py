@@ -23,6 +23,7 @@ another pair of 8 experts give 2, like balanced ones. The mean of the losses of 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,9 @@ def selection_mask(config: MoEConfig, topk_idx: Tensor) -> Tensor:
     return mask[:, int(config.has_shared_expert) :]
 
 
-def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> Tensor:
+def noisy_load(
+    router_logits: Tensor, noise: Tensor | None, scale: Tensor | None, k: int, quirk: bool
+) -> Tensor:
     """Compute the smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R]
     each; differentiable.
     """
@@ -63,7 +66,13 @@ def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> Tensor:
     return torch.special.ndtr(z).sum(0)
 
 
-def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> Tensor:
+def cv2_loss(
+    config: MoEConfig,
+    router_logits: Tensor,
+    topk_idx: Tensor | None,
+    noise: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """Compute cv2(importance) + cv2(load) of one layer, [], without its coefficient."""
     noisy = router_logits if noise is None else router_logits + noise
     mask = selection_mask(config, topk_idx)
@@ -79,7 +88,7 @@ def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None)
     return cv2(importance) + cv2(load)
 
 
-def switch_loss(config: MoEConfig, router_logits, topk_idx) -> Tensor:
+def switch_loss(config: MoEConfig, router_logits: Tensor, topk_idx: Tensor | None) -> Tensor:
     """Compute R sum_r f_r P_r of one layer, [], 1 when balanced; f has no gradient."""
     mask = selection_mask(config, topk_idx)
     router_logits = router_logits.to(wide_dtype(router_logits.dtype))
@@ -88,7 +97,11 @@ def switch_loss(config: MoEConfig, router_logits, topk_idx) -> Tensor:
 
 
 def balance_loss(
-    config: MoEConfig, router_logits, topk_idx, noise=None, scale=None
+    config: MoEConfig,
+    router_logits: Tensor,
+    topk_idx: Tensor | None,
+    noise: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor | None:
     """Return the layer's loss times its coefficient, []; None if config.balance_loss is "none" or
     there are no tokens.
@@ -137,7 +150,9 @@ def per_layer_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[Tensor, Tensor, Tensor]:
+def _top_k_sums(
+    router_logits: Tensor, top_k: int, token_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum over the tokens: the selections [E], the probabilities [E], and the number of
     tokens [].
     """
@@ -151,6 +166,6 @@ def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[Tensor, Tensor, 
     return (weight[:, None] * chosen).sum(0), (weight[:, None] * probability).sum(0), weight.sum()
 
 
-def _top_k_loss(choices, probability, tokens) -> Tensor:
+def _top_k_loss(choices: Any, probability: Any, tokens: int) -> Tensor:
     tokens = tokens.clamp(min=1)
     return len(choices) * ((choices / tokens) * (probability / tokens)).sum()

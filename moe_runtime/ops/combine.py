@@ -3,6 +3,8 @@
 out[t] = sum_k topk_weight[t, k] y[slot_row[t * K + k]]
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,22 +42,22 @@ class _GatherRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, row_token, slot_row):
+    def forward(x: Tensor, row_token: Tensor, slot_row: Tensor) -> Tensor:
         return x.index_select(0, row_token)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         x, row_token, slot_row = inputs
         ctx.save_for_backward(slot_row)
         ctx.save_for_forward(row_token)
         ctx.tokens = x.shape[0]
 
     @staticmethod
-    def jvp(ctx, dx, *_):
+    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
         return dx.index_select(0, *ctx.saved_tensors)
 
     @staticmethod
-    def backward(ctx, drows):
+    def backward(ctx: Any, drows: Tensor) -> tuple:
         (slot_row,) = ctx.saved_tensors
         ones = torch.ones(ctx.tokens, slot_row.numel() // max(ctx.tokens, 1), device=drows.device)
         return combine(drows, ones, slot_row), None, None
@@ -86,7 +88,7 @@ def weighted_sum(y: Tensor, topk_weight: Tensor | None, slot_row: Tensor) -> Ten
     return F.embedding_bag(slot_row, y, mode="sum", per_sample_weights=topk_weight)
 
 
-def _forward(y, topk_weight, slot_row, backend):
+def _forward(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.combine import combine_forward
 
@@ -98,7 +100,9 @@ def _forward(y, topk_weight, slot_row, backend):
     return weighted_sum(y.to(topk_weight.dtype), topk_weight.contiguous(), slot_row).to(y.dtype)
 
 
-def _backward(dout, y, topk_weight, slot_row, backend):
+def _backward(
+    dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str
+) -> tuple:
     if backend == "triton":
         from moe_runtime.kernels.combine import combine_backward
 
@@ -115,12 +119,12 @@ def _backward(dout, y, topk_weight, slot_row, backend):
     return dy, dweight.contiguous()
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     y, topk_weight, slot_row, ctx.backend = inputs
     ctx.save_for_backward(y, topk_weight, slot_row)
 
 
-def _autograd(ctx, dout):
+def _autograd(ctx: Any, dout: Tensor) -> tuple:
     return (
         *torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend),
         None,
@@ -128,11 +132,13 @@ def _autograd(ctx, dout):
     )
 
 
-def _fake(y, topk_weight, slot_row, backend):
+def _fake(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> Tensor:
     return y.new_empty(topk_weight.shape[0], y.shape[1])
 
 
-def _backward_fake(dout, y, topk_weight, slot_row, backend):
+def _backward_fake(
+    dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str
+) -> tuple:
     return y.new_empty(y.shape), topk_weight.new_empty(topk_weight.shape)
 
 

@@ -78,7 +78,7 @@ def live_weights(topk_weight: Tensor, topk_idx: Tensor, num_experts: int) -> Ten
     return topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), 0)
 
 
-def _dispatch(topk_idx, num_experts, backend):
+def _dispatch(topk_idx: Tensor | None, num_experts: int, backend: str) -> tuple:
     if backend == "triton":
         from moe_runtime.kernels.dispatch import dispatch_forward
 
@@ -94,7 +94,7 @@ def _dispatch(topk_idx, num_experts, backend):
     )
 
 
-def _fake(topk_idx, num_experts, backend):
+def _fake(topk_idx: Tensor | None, num_experts: int, backend: str) -> tuple:
     rows = [topk_idx.new_empty(topk_idx.numel(), dtype=torch.int32) for _ in range(3)]
     return (topk_idx.new_empty(num_experts + 1, dtype=torch.int32), *rows)
 

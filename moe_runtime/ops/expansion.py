@@ -16,6 +16,7 @@ any order of tensors, block size and device.
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,7 +224,7 @@ define(
 )
 
 
-def _gram(experts, base, backend):
+def _gram(experts: Any, base: Tensor, backend: str) -> Tensor:
     rows = experts if experts.stride(1) == 1 else experts.contiguous()
     base = None if base is None else base.contiguous()
     if backend == "triton":
@@ -235,7 +236,7 @@ def _gram(experts, base, backend):
     return (found + found.t()) / 2
 
 
-def _gram_by_blocks(rows, base):
+def _gram_by_blocks(rows: Tensor, base: Tensor) -> Tensor:
     n, P = rows.shape
     wide = wide_dtype(rows.dtype)
     total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
@@ -249,8 +250,17 @@ def _gram_by_blocks(rows, base):
 
 
 def _dare_merge(
-    first, second, base, seed, stream, threshold, first_scale, second_scale, backend, start=0
-):
+    first: int,
+    second: Tensor,
+    base: Tensor,
+    seed: int,
+    stream: int,
+    threshold: Any,
+    first_scale: Tensor | None,
+    second_scale: Tensor | None,
+    backend: str,
+    start: int = 0,
+) -> Tensor:
     first, second, base = (None if t is None else t.contiguous() for t in (first, second, base))
     if backend == "triton":
         from moe_runtime.kernels.expansion import dare_merge_forward
@@ -269,7 +279,15 @@ def _dare_merge(
     return out
 
 
-def _dare_merge_block(first, second, base, numbers, threshold, first_scale, second_scale):
+def _dare_merge_block(
+    first: int,
+    second: Tensor,
+    base: Tensor,
+    numbers: Any,
+    threshold: Any,
+    first_scale: Tensor | None,
+    second_scale: Tensor | None,
+) -> Tensor:
     wide = wide_dtype(first.dtype)
     origin = None if base is None else base.to(wide)
     total = None

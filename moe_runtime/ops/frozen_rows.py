@@ -1,5 +1,4 @@
-"""Common parts of the backends of `frozen_mlp`: frozen stacks (dense or packed), low-rank terms,
-and an expert's weight.
+"""Common parts of the backends of `frozen_mlp`: frozen stacks, low-rank terms, experts' weights.
 
 A stack is never converted as a whole: `weight_of` returns one expert's weight, as a view or in
 reused memory.
@@ -62,41 +61,28 @@ class FrozenExperts(NamedTuple):
 
     def pack(self) -> tuple:
         """Return the op arguments of SCHEMA."""
-        pairs = [half for pair in (self.up_lora, self.down_lora) for half in pair or (None, None)]
-        return (
-            *self.up.pack(),
-            *self.down.pack(),
-            self.up_bias,
-            self.down_bias,
-            *pairs,
-            *self.activation,
-        )
+        return *self.up.pack(), *self.down.pack(), *self.learned()[2:], *self.activation
 
     @classmethod
     def unpack(cls, arguments: Sequence) -> "FrozenExperts":
         """Return the experts of the op arguments of SCHEMA."""
         n = len(Stack._fields)
-        up_bias, down_bias, *rest = arguments[2 * n :]
-        pairs = [None if rest[at] is None else Pair(*rest[at : at + 2]) for at in (0, 2)]
-        return cls(
-            Stack(*arguments[:n]),
-            Stack(*arguments[n : 2 * n]),
-            up_bias,
-            down_bias,
-            *pairs,
-            Activation(*rest[4:]),
-        )
+        up = Stack(*arguments[:n])
+        down = Stack(*arguments[n : 2 * n])
+        up_bias, down_bias, up_a, up_b, down_a, down_b, *activation = arguments[2 * n :]
+        up_lora = None if up_a is None else Pair(up_a, up_b)
+        down_lora = None if down_a is None else Pair(down_a, down_b)
+        return cls(up, down, up_bias, down_bias, up_lora, down_lora, Activation(*activation))
 
     def learned(self) -> "FrozenGradients":
         """Return the tensors that may get a gradient."""
-        pairs = [half for pair in (self.up_lora, self.down_lora) for half in pair or (None, None)]
-        return FrozenGradients(None, None, self.up_bias, self.down_bias, *pairs)
+        up_a, up_b = self.up_lora or (None, None)
+        down_a, down_b = self.down_lora or (None, None)
+        return FrozenGradients(None, None, self.up_bias, self.down_bias, up_a, up_b, down_a, down_b)
 
 
 class FrozenGradients(NamedTuple):
-    """Gradients of `frozen_mlp`, None if the input is absent or needs none; as `needs`, flags of
-    the requested ones.
-    """
+    """Gradients of `frozen_mlp`, None if absent or not needed; as `needs`, the requested ones."""
 
     x: Tensor | None
     topk_weight: Tensor | None
@@ -121,8 +107,10 @@ def weight_of(
     library.
     """
     if stack.format:
-        shape = stack.shape[:0:-1] if stack.format.endswith(packed.TRANSPOSED) else stack.shape[1:]
-        out = scratch(name, tuple(shape), stack.data, dtype)
+        _, P, Q = stack.shape
+        if stack.format.endswith(packed.TRANSPOSED):
+            P, Q = Q, P
+        out = scratch(name, (P, Q), stack.data, dtype)
         return packed.unpack(stack.data, stack.scales, stack.format, e, dtype, out, backend)
     weight = stack.data[e]
     if weight.dtype == dtype:
@@ -133,9 +121,7 @@ def weight_of(
 
 
 def in_order_of(tensor: Tensor) -> Tensor:
-    """Allocate the gradient of a pair's `tensor` [E, r, n] in its memory order, which is [r, E, n]
-    for PEFT's B.
-    """
+    """Allocate the gradient of a pair's `tensor` [E, r, n] in its order, [r, E, n] for PEFT's B."""
     if tensor.dim() == 3 and tensor.stride(0) < tensor.stride(1):
         return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
     return tensor.new_empty(tensor.shape)

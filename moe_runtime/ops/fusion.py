@@ -20,6 +20,7 @@ torch's, whichever backend mixes the logits and computes their gradient.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ def kept(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def kernels_of(backend: str):
+def kernels_of(backend: str) -> Tensor:
     """Return the module with the functions that mix logits: the Triton kernels, else torch."""
     if backend != "triton":
         return fusion_torch
@@ -152,7 +153,12 @@ def mean_of(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
 
-def _check(hidden, heads, gate_weight, labels=None) -> None:
+def _check(
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    gate_weight: Tensor,
+    labels: Tensor | None = None,
+) -> None:
     """Raise ValueError for mismatched shapes, dtypes or devices."""
     shape = hidden[0].shape[:-1] if len(hidden) else ()
     want = (
@@ -185,7 +191,17 @@ def _check(hidden, heads, gate_weight, labels=None) -> None:
         )
 
 
-def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+def gradients(
+    gate: Tensor,
+    labels: Tensor,
+    scale: Tensor | None,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    ignore_index: int,
+    need_hidden: list[bool],
+    need_heads: list[bool],
+    backend: str,
+) -> tuple:
     """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's,
     heads'.
 
@@ -236,7 +252,7 @@ def _memory(name: str, like: Tensor) -> Tensor:
     return scratch(name, like.shape, like) if like.device.type == "cpu" else torch.empty_like(like)
 
 
-def _add_product(total, a, b) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a b to `total`, in its dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -272,7 +288,7 @@ NLLInputs = inputs_of("fused_nll")
 LossInputs = inputs_of("fused_loss")
 
 
-def check_labels(labels, ignore_index, V) -> None:
+def check_labels(labels: Tensor, ignore_index: int, V: int) -> None:
     """Raise ValueError for a label outside the common vocabulary; on the CPU only, as it would
     synchronize a GPU.
     """
@@ -285,7 +301,15 @@ def check_labels(labels, ignore_index, V) -> None:
             )
 
 
-def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
+def _nll(
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    ignore_index: int,
+    need_score: bool,
+    backend: str,
+) -> Tensor:
     V = common_vocabulary(heads)
     check_labels(labels, ignore_index, V)
     return kernels_of(backend).fused_loss_forward(
@@ -293,15 +317,23 @@ def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
     )
 
 
-def _nll_fake(gate, labels, hidden, heads, ignore_index, need_score, backend):
+def _nll_fake(
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    ignore_index: int,
+    need_score: bool,
+    backend: str,
+) -> tuple:
     return gate.new_empty(gate.shape[0]), gate.new_empty(gate.shape if need_score else 0)
 
 
-def _only(grads, needs) -> list:
+def _only(grads: Tensor, needs: list[bool]) -> list:
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
-def _nll_setup_context(ctx, inputs, output):
+def _nll_setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     i = NLLInputs(*inputs)
     score = output[1]
     ctx.mark_non_differentiable(score)
@@ -313,7 +345,7 @@ def _nll_setup_context(ctx, inputs, output):
     ctx.save_for_backward(i.gate, *(score,) if i.need_score else (i.labels, *i.hidden, *i.heads))
 
 
-def _nll_autograd(ctx, dnll, _):
+def _nll_autograd(ctx: Any, dnll: Tensor, _: Any) -> Tensor:
     S, (gate, *saved) = ctx.S, ctx.saved_tensors
     grads = NLLInputs(hidden=[None] * S, heads=[None] * S)
     if dnll is not None and ctx.need_score:
@@ -339,8 +371,16 @@ def _nll_autograd(ctx, dnll, _):
 
 
 def _nll_backward(
-    dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend
-):
+    dnll: Tensor,
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    ignore_index: int,
+    need_hidden: list[bool],
+    need_heads: list[bool],
+    backend: str,
+) -> tuple:
     scale = torch.where(labels != ignore_index, dnll, 0.0)
     _, *grads, sums = gradients(
         gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend
@@ -349,8 +389,16 @@ def _nll_backward(
 
 
 def _gradients_fake(
-    dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend
-):
+    dnll: Tensor,
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    ignore_index: int,
+    need_hidden: list[bool],
+    need_heads: list[bool],
+    backend: str,
+) -> tuple:
     pairs = zip((hidden, heads), (need_hidden, need_heads), strict=True)
     return torch.empty_like(gate), *(
         [
@@ -361,7 +409,16 @@ def _gradients_fake(
     )
 
 
-def _loss(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+def _loss(
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    ignore_index: int,
+    need_hidden: list[bool],
+    need_heads: list[bool],
+    backend: str,
+) -> tuple:
     check_labels(labels, ignore_index, common_vocabulary(heads))
     valid = (labels != ignore_index).to(gate.dtype)
     nll, *grads, sums = gradients(
@@ -374,14 +431,23 @@ def _loss(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, ba
     )
 
 
-def _loss_fake(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+def _loss_fake(
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    ignore_index: int,
+    need_hidden: list[bool],
+    need_heads: list[bool],
+    backend: str,
+) -> tuple:
     *grads, dheads = _gradients_fake(
         None, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend
     )
     return gate.new_empty(()), *grads, [grad.to(kept(grad.dtype)) for grad in dheads]
 
 
-def _loss_setup_context(ctx, inputs, output):
+def _loss_setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     i, (_, dgate, dhidden, dheads) = LossInputs(*inputs), output
     ctx.S = len(i.hidden)
     ctx.need_hidden = i.need_hidden
@@ -392,7 +458,7 @@ def _loss_setup_context(ctx, inputs, output):
     ctx.save_for_backward(dgate, i.gate, *dhidden, *dheads, *i.hidden, *i.heads)
 
 
-def _loss_autograd(ctx, dloss, *_):
+def _loss_autograd(ctx: Any, dloss: Tensor, *_: Any) -> Tensor:
     S = ctx.S
     if dloss is None:
         return tuple(LossInputs(hidden=[None] * S, heads=[None] * S))
@@ -418,11 +484,20 @@ def _loss_autograd(ctx, dloss, *_):
     return tuple(LossInputs(gate=dgate, hidden=dhidden, heads=dheads))
 
 
-def _scale_in_place(grad, dloss):
+def _scale_in_place(grad: Tensor, dloss: Tensor) -> Tensor:
     return torch.mul(grad, _factor(dloss, grad), out=grad)
 
 
-def _loss_backward(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
+def _loss_backward(
+    dloss: Tensor,
+    gate: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    dgate: Tensor,
+    dhidden: Sequence[Tensor],
+    dheads: Sequence[Tensor],
+    backend: str,
+) -> tuple:
     pairs = [([dgate], [gate]), (dhidden, hidden), (dheads, heads)]
     (dgate,), *rest = (
         [(grad * _factor(dloss, grad)).to(t.dtype) for grad, t in zip(*pair, strict=True)]
@@ -431,14 +506,23 @@ def _loss_backward(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
     return dgate, *rest
 
 
-def _factor(dloss, grad):
+def _factor(dloss: Tensor, grad: Tensor) -> Tensor:
     """Return `dloss` [] so that a product is rounded once; torch would convert a scalar to `grad`'s
     narrow dtype.
     """
     return dloss.view([1] * grad.dim())
 
 
-def _loss_backward_fake(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
+def _loss_backward_fake(
+    dloss: Tensor,
+    gate: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    dgate: Tensor,
+    dhidden: Sequence[Tensor],
+    dheads: Sequence[Tensor],
+    backend: str,
+) -> tuple:
     return torch.empty_like(dgate), *(
         [grad.new_empty(grad.shape, dtype=t.dtype) for grad, t in zip(*pair, strict=True)]
         for pair in ((dhidden, hidden), (dheads, heads))

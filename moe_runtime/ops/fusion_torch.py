@@ -6,8 +6,10 @@ functions have the signatures of those in kernels/fusion.py.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_runtime.ops.workspace import scratch
 
@@ -16,7 +18,15 @@ CACHED = 1 << 20  # logits of all specialists that fit into the cache
 ON_GPU = 1 << 26  # the same on a GPU, where a launch costs more than memory
 
 
-def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score):
+def fused_loss_forward(
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    V: int,
+    ignore_index: int,
+    need_score: bool,
+) -> tuple:
     """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T,
     S], else [0].
     """
@@ -43,7 +53,7 @@ def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score)
 class _Sums:
     """Online softmax of some tokens' mixed logits over blocks of the vocabulary."""
 
-    def __init__(self, gate, need_score):
+    def __init__(self, gate: Tensor, need_score: bool):
         T, S = gate.shape
         self.top, self.total = gate.new_full((T, 1), -math.inf), gate.new_zeros(T, 1)
         self.target = gate.new_full((T, 1), math.nan)  # stays NaN for a label that is in no block
@@ -53,7 +63,7 @@ class _Sums:
         else:
             self.mean, self.targets = (None, None)
 
-    def add(self, parts, gate, labels):
+    def add(self, parts: Tensor, gate: Tensor, labels: Tensor) -> None:
         """Add a block: `parts` [S, T, n] is overwritten, `labels` are relative to its first id."""
         n = parts.shape[2]
         mix = torch.mul(parts[0], gate[:, :1], out=scratch("fusion mix", parts.shape[1:], parts))
@@ -71,16 +81,16 @@ class _Sums:
             self.targets = torch.where(inside[:, 0], found, self.targets)
             self.mean = self.mean * shrink[:, 0] + parts.mul_(mix).sum(2)
 
-    def nll(self):
+    def nll(self) -> Tensor:
         """Return the loss of each token [T]; NaN if its label was not seen."""
         return (self.top + self.total.log() - self.target)[:, 0]
 
-    def score(self):
+    def score(self) -> Tensor:
         """Return its gradient in the gate's weights [T, S]: E_p[o_s] - o_s[y]."""
         return (self.mean / self.total[:, 0] - self.targets).t()
 
 
-def _parts(hidden, heads, ids, gate):
+def _parts(hidden: Sequence[Tensor], heads: Sequence[Tensor], ids: Tensor, gate: Tensor) -> Tensor:
     """Return each specialist's logits [S, T, n] of a slice of ids, in gate's dtype."""
     T = len(hidden[0])
     n = ids.stop - ids.start
@@ -93,7 +103,15 @@ def _parts(hidden, heads, ids, gate):
     return parts
 
 
-def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
+def fused_logits_backward(
+    gate: Tensor,
+    labels: Tensor,
+    scale: Tensor | None,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    V: int,
+    ignore_index: int,
+) -> tuple:
     """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed
     logits [T, V].
 
@@ -119,7 +137,7 @@ def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
     return torch.where(labels != ignore_index, nll, 0.0), dlogits
 
 
-def _mixed_logits(gate, hidden, heads, V):
+def _mixed_logits(gate: Tensor, hidden: Sequence[Tensor], heads: Sequence[Tensor], V: int) -> tuple:
     """Return the mixed logits [T, V] in gate's dtype, and memory for their gradient in hidden's
     dtype, possibly the same.
     """
@@ -144,13 +162,20 @@ def _mixed_logits(gate, hidden, heads, V):
     return logits, part
 
 
-def _cached_rows(T, V, device):
+def _cached_rows(T: int, V: int, device: torch.device) -> Tensor:
     """Return slices of rows of V numbers that fit into the caches; all rows on a GPU."""
     step = max((1 << 17) * torch.get_num_threads() // V, 1) if device.type == "cpu" else max(T, 1)
     return (slice(start, min(start + step, T)) for start in range(0, T, step))
 
 
-def fused_hidden_backward(dx, hidden, gate, dgate, dhidden, scaled):
+def fused_hidden_backward(
+    dx: Tensor,
+    hidden: Sequence[Tensor],
+    gate: Tensor,
+    dgate: Tensor,
+    dhidden: Sequence[Tensor],
+    scaled: Tensor,
+) -> None:
     """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into
     `scaled` [T, H].
     """

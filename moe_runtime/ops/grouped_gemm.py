@@ -8,6 +8,7 @@ if trainable[e] >= 0.
 """
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,14 +76,14 @@ define(
 Inputs = inputs_of("grouped_gemm")
 
 
-def _segments(expert_offsets: Tensor, R: int):
+def _segments(expert_offsets: Tensor, R: int) -> tuple:
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > R:
         raise ValueError(f"expert_offsets must ascend from 0 to at most R = {R}, but got {bounds}")
     return list(itertools.pairwise(bounds)), bounds[-1]
 
 
-def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
+def _tile(kernel: str, x: Tensor, out: int, length: int, E: int, expert_offsets: Tensor) -> tuple:
     """Return a launch config and its tile map."""
     from moe_runtime.kernels import dispatch, tiles
 
@@ -90,7 +91,7 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
     return tile, dispatch.tile_map(expert_offsets.int().contiguous(), x.shape[0], tile.BLOCK_M)
 
 
-def one_layout(stack: Tensor, separate: Tensor | None):
+def one_layout(stack: Tensor, separate: Tensor | None) -> tuple:
     """Return `stack` [E, N, K], copied unless contiguous in either order, and `separate` [n, N, K]
     with equal inner strides.
     """
@@ -103,7 +104,7 @@ def one_layout(stack: Tensor, separate: Tensor | None):
     return stack.contiguous(), separate.contiguous()
 
 
-def _separate(weight, trainable, trained):
+def _separate(weight: Tensor, trainable: Tensor | None, trained: Tensor | None) -> tuple:
     """Return the weights for the kernels: the stack, and the separate rows."""
     if trained is None:
         return weight, None
@@ -113,7 +114,14 @@ def _separate(weight, trainable, trained):
     return weight, Trained(trainable.contiguous(), trained)
 
 
-def _forward_triton(x, weight, expert_offsets, bias, trainable, trained):
+def _forward_triton(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+) -> Tensor:
     from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
 
     E, N, K = weight.shape
@@ -126,7 +134,15 @@ def _forward_triton(x, weight, expert_offsets, bias, trainable, trained):
     return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, trained, y=y)
 
 
-def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
+def _backward_triton(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    needs: list[bool],
+) -> tuple:
     from moe_runtime.kernels import tiles
     from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
     from moe_runtime.kernels.grouped_gemm_backward import bias_backward, weight_backward
@@ -157,7 +173,15 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     return dx, dweight, dbias
 
 
-def _forward(x, weight, expert_offsets, bias, trainable, trained, backend):
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    backend: str,
+) -> Tensor:
     if backend == "triton":
         return _forward_triton(x, weight, expert_offsets, bias, trainable, trained)
     segments, end = _segments(expert_offsets, x.shape[0])
@@ -172,11 +196,20 @@ def _forward(x, weight, expert_offsets, bias, trainable, trained, backend):
     return y
 
 
-def _shapes(x, weight, trained) -> tuple:
+def _shapes(x: Tensor, weight: Tensor, trained: Tensor | None) -> tuple:
     return x.shape, weight.shape if trained is None else trained.shape, weight.shape[:2]
 
 
-def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    needs: list[bool],
+    backend: str,
+) -> tuple:
     """Compute the gradients of x [R, in], weight [E, out, in] (or trained) and bias [E, out]; empty
     if not in `needs`.
     """
@@ -204,20 +237,29 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
     return dx, dweight, dbias
 
 
-def _backward_fake(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    needs: list[bool],
+    backend: str,
+) -> Tensor:
     shapes = _shapes(x, weight, trained)
     return tuple(
         x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)
     )
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     i = Inputs(*inputs)
     ctx.backend = i.backend
     ctx.save_for_backward(i.x, i.weight, i.expert_offsets, i.trainable, i.trained)
 
 
-def _autograd(ctx, dy):
+def _autograd(ctx: Any, dy: Tensor) -> Tensor:
     saved = ctx.saved_tensors
     needs = Inputs(*ctx.needs_input_grad)
     learned = "weight" if saved[-1] is None else "trained"
@@ -230,7 +272,15 @@ def _autograd(ctx, dy):
     )
 
 
-def _fake(x, weight, expert_offsets, bias, trainable, trained, backend):
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    backend: str,
+) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 

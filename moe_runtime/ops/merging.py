@@ -12,6 +12,7 @@ and dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never hold
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def soup_logits(num_experts: int, shared_rate: float) -> Tensor:
     return alpha.clamp_min(torch.finfo(torch.float32).tiny).log().float()
 
 
-def uniform_mixture(num_experts: int, device=None) -> Tensor:
+def uniform_mixture(num_experts: int, device: torch.device | None = None) -> Tensor:
     """Return alpha [E] float32 of the uniform mean."""
     return torch.full((num_experts,), 1 / num_experts, dtype=torch.float32, device=device)
 
@@ -91,7 +92,7 @@ def check_mixture(alpha: Tensor, place: str) -> Tensor:
     return alpha
 
 
-def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[Tensor]:
+def alpha_rows(alpha: Tensor, num_layers: int, num_experts: int) -> list[Tensor]:
     """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform"; raises ValueError
     unless each sums to 1.
     """
@@ -211,7 +212,9 @@ def merged_linear(
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
 
 
-def _check_linear(x, weight, alpha, merged, bias) -> None:
+def _check_linear(
+    x: Tensor, weight: Tensor, alpha: Tensor, merged: Tensor | None, bias: Tensor | None
+) -> None:
     fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
     if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
         got = f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
@@ -246,7 +249,7 @@ define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
 define("merge_experts_backward_alpha(Tensor dout, Tensor weight, str backend) -> Tensor")
 
 
-def _merge(weight, alpha, backend):
+def _merge(weight: Tensor, alpha: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.merging import merge_experts_forward
 
@@ -294,7 +297,7 @@ def blocks(one: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
-def _merge_cpp(weight, alpha):
+def _merge_cpp(weight: Tensor, alpha: Tensor) -> Tensor:
     """Run `merge_experts` with csrc/cpu/merging.h, which reads each expert once, bit-identical to
     the torch backend.
     """
@@ -314,7 +317,7 @@ def _merge_cpp(weight, alpha):
     return out.permute(sorted(range(out.dim()), key=order.__getitem__)).contiguous()
 
 
-def _merge_backward_alpha_cpp(dout, weight):
+def _merge_backward_alpha_cpp(dout: Tensor, weight: Tensor) -> Tensor:
     """Return <dout, weight[e]> [E] float32 for `dout` [...], `weight` [E, ...]."""
     stack, order = _as_stored(weight)
     dout = dout.permute(order).contiguous()
@@ -339,7 +342,7 @@ def _merge_backward_alpha_cpp(dout, weight):
     return dalpha
 
 
-def _as_stored(weight) -> tuple[Tensor, list[int]]:
+def _as_stored(weight: Tensor) -> tuple[Tensor, list[int]]:
     """Return the experts as contiguous blocks with their dims in memory order, and the permutation
     of the dims.
     """
@@ -350,7 +353,7 @@ def _as_stored(weight) -> tuple[Tensor, list[int]]:
     return stack, [dim - 1 for dim in order]
 
 
-def _merge_backward_alpha(dout, weight, backend):
+def _merge_backward_alpha(dout: Tensor, weight: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.merging import merge_experts_backward_alpha
 
@@ -378,12 +381,12 @@ def _merge_backward_alpha(dout, weight, backend):
     return dalpha
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     weight, alpha, ctx.backend = inputs
     ctx.save_for_backward(weight, alpha)
 
 
-def _autograd(ctx, dout):
+def _autograd(ctx: Any, dout: Tensor) -> tuple:
     weight, alpha = ctx.saved_tensors
     dweight = dalpha = None
     need_weight, need_alpha, _ = ctx.needs_input_grad
@@ -397,11 +400,11 @@ def _autograd(ctx, dout):
     return dweight, dalpha, None
 
 
-def _fake_alpha(dout, weight, backend):
+def _fake_alpha(dout: Tensor, weight: Tensor, backend: str) -> Tensor:
     return weight.new_empty(weight.shape[0], dtype=_alpha_dtype(dout, weight))
 
 
-def _alpha_dtype(dout, weight) -> torch.dtype:
+def _alpha_dtype(dout: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (dout.dtype, weight.dtype) else torch.float32
 
 
@@ -426,7 +429,14 @@ define(
 )
 
 
-def _linear_backward(dout, x, weight, merged, bias, backend):
+def _linear_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    merged: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+) -> tuple:
     """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`; empty
     tensors otherwise.
     """
@@ -443,7 +453,7 @@ def _linear_backward(dout, x, weight, merged, bias, backend):
     return dx, dalpha, dbias
 
 
-def _linear_backward_alpha(dout, x, weight, backend):
+def _linear_backward_alpha(dout: Tensor, x: Tensor, weight: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.merging import merged_linear_backward_alpha
 
@@ -451,7 +461,14 @@ def _linear_backward_alpha(dout, x, weight, backend):
     return _merge_backward_alpha(dout.t() @ x, weight, backend)
 
 
-def _linear_backward_fake(dout, x, weight, merged, bias, backend):
+def _linear_backward_fake(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    merged: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+) -> tuple:
     T = dout.shape[:-1].numel()
     return (
         dout.new_empty(0) if merged is None else dout.new_empty(T, merged.shape[1]),
@@ -460,7 +477,7 @@ def _linear_backward_fake(dout, x, weight, merged, bias, backend):
     )
 
 
-def _linear_setup_context(ctx, inputs, output):
+def _linear_setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, weight, alpha, merged, _, ctx.backend = inputs
     need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
     ctx.x_shape, ctx.kept = x.shape, getattr(merged, "kept", None)
@@ -470,7 +487,7 @@ def _linear_setup_context(ctx, inputs, output):
     )
 
 
-def _linear_autograd(ctx, dout):
+def _linear_autograd(ctx: Any, dout: Tensor) -> tuple:
     x, weight, alpha, merged = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         if merged is None or alpha is None:

@@ -141,7 +141,7 @@ def _up_grouped(
     return z if experts.up_bias is None else z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
 
 
-def _row_expert(offsets: Tensor, row_slot: Tensor):
+def _row_expert(offsets: Tensor, row_slot: Tensor) -> Tensor:
     """Return the expert of each row; the last one for rows of dropped slots."""
     rows = torch.arange(row_slot.numel(), device=row_slot.device)
     return torch.searchsorted(offsets[1:].long(), rows, right=True).clamp_max(offsets.numel() - 2)

@@ -19,7 +19,7 @@ as GPT-OSS stores its experts.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -268,7 +268,9 @@ def _pairs(name: str, device: torch.device) -> Tensor:
     return torch.stack([high, low] if name == "nf4" else [low, high], 1).to(device)
 
 
-def _is_for_library(fmt: Format, data, scales, out: Tensor, backend: str | None) -> bool:
+def _is_for_library(
+    fmt: Format, data: Tensor, scales: Sequence[Tensor], out: Tensor, backend: str | None
+) -> bool:
     """Return whether the compiled library unpacks this stack: it reads the scales' memory in the
     dtype of the format.
     """
@@ -283,7 +285,7 @@ def _is_for_library(fmt: Format, data, scales, out: Tensor, backend: str | None)
     )
 
 
-def _unpack_cpp(fmt: Format, data, scales, e: int, out: Tensor) -> None:
+def _unpack_cpp(fmt: Format, data: Tensor, scales: Sequence[Tensor], e: int, out: Tensor) -> None:
     _, P, q = data.shape
     offset = float(scales[3]) if fmt.number == 0 else 0.0
     first = int(scales[4]) if len(scales) > 4 else 0
@@ -311,7 +313,7 @@ def _unpack_cpp(fmt: Format, data, scales, e: int, out: Tensor) -> None:
     )
 
 
-def _weight(stack, e: int) -> Tensor:
+def _weight(stack: Tensor, e: int) -> Tensor:
     """Return the weight of expert e to be packed; raises ValueError for NaN and infinities."""
     weight = stack[e]
     if not torch.isfinite(weight).all():
@@ -344,7 +346,7 @@ def _nearest(x: Tensor, table: Tensor) -> Tensor:
     )
 
 
-def _pack_nf4(stack, double):
+def _pack_nf4(stack: Tensor, double: Any) -> tuple:
     E, P, Q = stack.shape
     data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
     largest = torch.empty(E, P * Q // 64, device=stack.device)
@@ -378,7 +380,7 @@ def nest(largest: Tensor) -> list[Tensor]:
     return [code.view(-1)[:n], top, table, mean.view(1)]
 
 
-def _scale_nf4(scales, data, first, last):
+def _scale_nf4(scales: Sequence[Tensor], data: Tensor, first: int, last: int) -> Tensor:
     absmax, nested, table, mean, *start = scales  # `start` stays on the device, to avoid a sync
     each = data[0].numel() // 32
     rows = absmax[first * each : last * each].int()
@@ -387,7 +389,7 @@ def _scale_nf4(scales, data, first, last):
     return (table[rows] * nested[block] + mean).view(last - first, data.shape[1], -1)
 
 
-def _pack_mxfp4(stack):
+def _pack_mxfp4(stack: Tensor) -> tuple:
     """Pack with scales rounded up, to avoid overflow, and ties away from zero, as in GPT-OSS's
     triton_kernels.
     """
@@ -409,13 +411,13 @@ def _pack_mxfp4(stack):
     return data, [scales]
 
 
-def _scale_mxfp4(scales, data, first, last):
+def _scale_mxfp4(scales: Sequence[Tensor], data: Tensor, first: int, last: int) -> Tensor:
     # E8M0 has no zero; 255 is NaN in its specification, but infinity in GPT-OSS's readers
     bits = scales[0][first:last].int() << 23
     return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
 
 
-def _pack_fp8(stack):
+def _pack_fp8(stack: Tensor) -> tuple:
     E, P, Q = stack.shape
     data = torch.empty(E, P, Q, dtype=torch.float8_e4m3fn, device=stack.device)
     inverse = torch.empty(E, -(-P // BLOCK), -(-Q // BLOCK), device=stack.device)
@@ -434,13 +436,13 @@ def _pack_fp8(stack):
     return data, [inverse]
 
 
-def _scale_fp8(scales, data, first, last):
+def _scale_fp8(scales: Sequence[Tensor], data: Tensor, first: int, last: int) -> Tensor:
     return (
         scales[0][first:last].float().repeat_interleave(BLOCK, 1)[:, : data.shape[1]].contiguous()
     )
 
 
-def _pack_int8(stack):
+def _pack_int8(stack: Tensor) -> tuple:
     E, P, Q = stack.shape
     data = torch.empty(E, P, Q, dtype=torch.int8, device=stack.device)
     top = torch.empty(E, P, device=stack.device)
@@ -451,11 +453,11 @@ def _pack_int8(stack):
     return data, [top]
 
 
-def _scale_int8(scales, data, first, last):
+def _scale_int8(scales: Sequence[Tensor], data: Tensor, first: int, last: int) -> Tensor:
     return (scales[0][first:last] / 127)[:, :, None]
 
 
-def _scales_nf4(E, P, Q):
+def _scales_nf4(E: int, P: int, Q: int) -> tuple:
     n = E * P * Q // 64
     return (
         ((n,), torch.uint8),
@@ -465,15 +467,15 @@ def _scales_nf4(E, P, Q):
     )
 
 
-def _scales_mxfp4(E, P, Q):
+def _scales_mxfp4(E: int, P: int, Q: int) -> Tensor:
     return [((E, P, Q // 32), torch.uint8)]
 
 
-def _scales_fp8(E, P, Q):
+def _scales_fp8(E: int, P: int, Q: int) -> Tensor:
     return [((E, -(-P // BLOCK), -(-Q // BLOCK)), torch.float32)]
 
 
-def _scales_int8(E, P, Q):
+def _scales_int8(E: int, P: int, Q: int) -> Tensor:
     return [((E, P), torch.float32)]
 
 

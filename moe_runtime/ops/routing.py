@@ -19,7 +19,7 @@ order, and s_max is that of the first one: passing the ids that `route` returned
 result. An expert may be given several times in a row; S then contains it as often.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,14 @@ def check_top_k(top_k: int, routed: int, gate: str) -> None:
         )
 
 
-def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
+def _check(
+    router_logits: Tensor,
+    top_k: int,
+    gate: str,
+    noise: Tensor | None,
+    bias: Tensor | None,
+    topk_idx: Tensor | None,
+) -> None:
     check_choice("gate", gate, GATES)
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
         raise ValueError(
@@ -176,7 +183,7 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(wide_dtype(logits.dtype))
 
 
-def _kernels(backend: str, router_logits: Tensor):
+def _kernels(backend: str, router_logits: Tensor) -> Tensor:
     """Return the module of the launchers; None if torch computes, also if the shared expert is the
     only one.
     """
@@ -189,7 +196,9 @@ def _kernels(backend: str, router_logits: Tensor):
     return routing
 
 
-def route_kernel(router_logits, bias, top_k, gate, backend):
+def route_kernel(
+    router_logits: Tensor, bias: Tensor | None, top_k: int, gate: str, backend: str
+) -> Tensor:
     """Run the op `route` without checks: `router_logits` [T, E or E - 1] -> topk_weight, topk_idx
     [T, K].
     """
@@ -198,13 +207,17 @@ def route_kernel(router_logits, bias, top_k, gate, backend):
     return tuple(t.contiguous() for t in route_reference(_wide(router_logits), top_k, gate, bias))
 
 
-def _route_fake(router_logits, bias, top_k, gate, backend):
+def _route_fake(
+    router_logits: Tensor, bias: Tensor | None, top_k: int, gate: str, backend: str
+) -> tuple:
     T = router_logits.shape[0]
     weight = router_logits.new_empty(T, top_k, dtype=wide_dtype(router_logits.dtype))
     return weight, router_logits.new_empty(T, top_k, dtype=torch.int32)
 
 
-def route_to_kernel(router_logits, topk_idx, gate, backend):
+def route_to_kernel(
+    router_logits: Tensor, topk_idx: Tensor | None, gate: str, backend: str
+) -> Tensor:
     """Return topk_weight [T, K] of the given experts `topk_idx` [T, K]."""
     K = topk_idx.shape[1]
     if kernels := _kernels(backend, router_logits):
@@ -216,7 +229,14 @@ def route_to_kernel(router_logits, topk_idx, gate, backend):
     ).topk_weight.contiguous()
 
 
-def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
+def route_backward_kernel(
+    dweight: Tensor,
+    router_logits: Tensor,
+    topk_idx: Tensor | None,
+    gate: str,
+    backend: str,
+    forced: bool = False,
+) -> Tensor:
     """Return the gradient of router_logits from `dweight` [T, K]; `forced` means that the caller
     passed `topk_idx`.
     """
@@ -227,14 +247,18 @@ def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, force
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 
-def _logits_gradient(dweight, router_logits, topk_idx, gate):
+def _logits_gradient(
+    dweight: Tensor, router_logits: Tensor, topk_idx: Tensor | None, gate: str
+) -> Tensor:
     """Compute the gradient of `route` in closed form, itself differentiable, for all logits
     including unselected ones.
     """
     return _wide_gradient(dweight, _wide(router_logits), topk_idx, gate).to(router_logits.dtype)
 
 
-def _wide_gradient(dweight, router_logits, topk_idx, gate):
+def _wide_gradient(
+    dweight: Tensor, router_logits: Tensor, topk_idx: Tensor | None, gate: str
+) -> Tensor:
     shared = int(gate in SHARED_GATES)
     k = topk_idx.shape[1] - shared
     idx = topk_idx[:, :k].long() - shared
@@ -264,18 +288,18 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
     return p * (dp - (dp * p).sum(-1, keepdim=True))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     router_logits, _, _, ctx.gate, ctx.backend = inputs
     ctx.save_for_backward(router_logits, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx, dweight, _):
+def _autograd(ctx: Any, dweight: Tensor, _: Any) -> tuple:
     return _dlogits(ctx, dweight, False), None, None, None, None
 
 
-def _dlogits(ctx, dweight, forced: bool):
+def _dlogits(ctx: Any, dweight: Tensor, forced: bool) -> Tensor:
     if dweight is None:
         return None
     router_logits, topk_idx = ctx.saved_tensors
@@ -286,7 +310,7 @@ def _dlogits(ctx, dweight, forced: bool):
     )
 
 
-def _setup_context_to(ctx, inputs, output):
+def _setup_context_to(ctx: Any, inputs: tuple, output: tuple) -> None:
     router_logits, topk_idx, ctx.gate, ctx.backend = inputs
     ctx.save_for_backward(router_logits, topk_idx)
 

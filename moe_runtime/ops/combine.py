@@ -16,17 +16,14 @@ from moe_runtime.ops.library import define, kind, register, register_backward, w
 
 
 def combine(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str | None = None) -> Tensor:
-    """Combine `y` [R, H] with `topk_weight` [T, K] and `slot_row` [R = T * K] or [T, K] of integers
-    -> [T, H] in y's dtype.
+    """Sum each token's rows of `y` [R, H], times their weights -> [T, H] in y's dtype.
 
-    Sums in float32, or float64 for float64 y. Differentiable in y and topk_weight. Raises
-    ValueError for mismatched shapes.
+    `topk_weight` is [T, K], `slot_row` [R = T * K] or [T, K] of integers. Sums in float32, or
+    float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for mismatched
+    shapes.
     """
-    fits = (
-        y.dim() == 2
-        and topk_weight.dim() == 2
-        and y.shape[0] == topk_weight.numel() == slot_row.numel()
-    )
+    fits = y.dim() == 2 and topk_weight.dim() == 2
+    fits = fits and y.shape[0] == topk_weight.numel() == slot_row.numel()
     if not fits or slot_row.dtype not in INTEGERS:
         got = f"y is {kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
         raise ValueError(
@@ -64,8 +61,9 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, row_token: Tensor, slot_row: Tensor) -> Tensor:
-    """Gather rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient sums each token's rows
-    `slot_row` [R], no scatter.
+    """Gather rows `row_token` [R] of `x` [T, H] -> [R, H].
+
+    The gradient sums each token's rows `slot_row` [R], without a scatter.
     """
     return _GatherRows.apply(x, row_token, slot_row)
 
@@ -78,9 +76,7 @@ define(
 
 
 def weighted_sum(y: Tensor, topk_weight: Tensor | None, slot_row: Tensor) -> Tensor:
-    """Sum rows of y by `slot_row` [T, K] -> [T, H] in y's dtype; weights must have y's dtype, None
-    means ones.
-    """
+    """Sum rows of y by `slot_row` [T, K] -> [T, H]; weights have y's dtype, None means ones."""
     if slot_row.numel() == 0 or y.shape[1] == 0:
         return y.new_zeros(slot_row.shape[0], y.shape[1])
     # one pass, parallel over tokens, float32 inside; a gather and a bmm are ten times slower on the
@@ -96,7 +92,8 @@ def _forward(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> 
     if backend == "cuda":
         return cuda_kernels.combine_forward(y, topk_weight, slot_row)
     slot_row = slot_row.reshape(topk_weight.shape)
-    slot_row = slot_row if slot_row.dtype in (torch.int32, torch.int64) else slot_row.int()
+    if slot_row.dtype not in (torch.int32, torch.int64):
+        slot_row = slot_row.int()
     return weighted_sum(y.to(topk_weight.dtype), topk_weight.contiguous(), slot_row).to(y.dtype)
 
 
@@ -125,11 +122,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _autograd(ctx: Any, dout: Tensor) -> tuple:
-    return (
-        *torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend),
-        None,
-        None,
-    )
+    grads = torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend)
+    return *grads, None, None
 
 
 def _fake(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> Tensor:

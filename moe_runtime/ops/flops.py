@@ -67,7 +67,7 @@ def _merged_linear_backward(i: Any) -> int:
 
 
 def _lora_halves(i: Any) -> list[int]:
-    """Count the product of each half: over all tokens on the H side, over their rows on the I side."""
+    """Count the product of each half: over all tokens on the H side, over rows on the I side."""
     tokens = i.x[0] * i.E
     rows = i.x[0] * min(i.topk_weight[1], i.E)
     halves = (i.gate_a, i.gate_b, i.up_a, i.up_b, i.down_a, i.down_b)

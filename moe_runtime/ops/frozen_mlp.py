@@ -105,8 +105,8 @@ def _check(x: Tensor, experts: FrozenExperts) -> None:
     E, Z, I = expert_sizes(down.shape, gated)
     if E == 0 or I == 0 or tuple(up.shape) != (E, Z, H) or tuple(down.shape) != (E, H, I):
         raise ValueError(
-            f"Expected up [E, {'2I' if gated else 'I'}, H], down [E, H, I] and x [T, H] with E >= 1 "
-            f"and I >= 1, but up is {tuple(up.shape)}, down {tuple(down.shape)}, x "
+            f"Expected up [E, {'2I' if gated else 'I'}, H], down [E, H, I] and x [T, H] with E >= "
+            f"1 and I >= 1, but up is {tuple(up.shape)}, down {tuple(down.shape)}, x "
             f"{tuple(x.shape)}"
         )
     up_rank, down_rank = _ranks(experts)

@@ -92,64 +92,71 @@ def check_mixture(alpha: Tensor, place: str) -> Tensor:
     return alpha
 
 
-def alpha_rows(alpha: Tensor, num_layers: int, num_experts: int) -> list[Tensor]:
-    """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform"; raises ValueError
-    unless each sums to 1.
+def alpha_rows(alpha: Any, num_layers: int, num_experts: int) -> list[Tensor]:
+    """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform".
+
+    Raises ValueError unless each sums to 1.
     """
     if isinstance(alpha, str):
         check_choice("alpha", alpha, ("uniform",))
         alpha = uniform_mixture(num_experts)
     alpha = torch.as_tensor(alpha, dtype=torch.float32)
-    alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
-    fits = alpha.shape == (num_layers, num_experts)
-    if not fits or not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
-        got = f"alpha sums to {alpha.sum(1).tolist()}" if fits else f"alpha is {tuple(alpha.shape)}"
-        want = (
-            f"alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in every layer"
+    if alpha.dim() == 1:
+        alpha = alpha.expand(num_layers, -1)
+    problem = None
+    if alpha.shape != (num_layers, num_experts):
+        problem = f"alpha is {tuple(alpha.shape)}"
+    elif not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
+        problem = f"alpha sums to {alpha.sum(1).tolist()}"
+    if problem is not None:
+        raise ValueError(
+            f"Expected alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in "
+            f"every layer, but {problem}"
         )
-        raise ValueError(f"Expected {want}, but {got}")
     return list(alpha)
 
 
 def merge_experts(weight: Tensor, alpha: Tensor, *, backend: str | None = None) -> Tensor:
-    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in
-    float32; differentiable in both.
+    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype.
+
+    Summed in float32. Differentiable in both.
     """
     if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
-        got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
-        raise ValueError(f"Expected alpha [E] and weight [E, ...] with E >= 1, but {got}")
+        raise ValueError(
+            "Expected alpha [E] and weight [E, ...] with E >= 1, but alpha is "
+            f"{tuple(alpha.shape)}, weight {tuple(weight.shape)}"
+        )
     alpha = alpha.to(wide_dtype(weight.dtype))
     if backends.portable() is not None:
-        return (
-            (alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype))
-            .sum(0)
-            .to(weight.dtype)
-        )
+        terms = alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype)
+        return terms.sum(0).to(weight.dtype)
     return torch.ops.moe_runtime.merge_experts(
         weight, alpha, backends.pick("merge_experts", weight, backend)
     )
 
 
 def merge_rows(rows: Iterable[Tensor], alpha: Tensor) -> Tensor:
-    """Compute Eq. (3) for experts given one by one: `rows` E of [...], overwritten, `alpha` [E] ->
-    [...]; not differentiable.
+    """Compute Eq. (3) for experts given one by one: `rows` E of [...], `alpha` [E] -> [...].
 
-    The result is bit-identical to `merge_experts` of the stack. Raises ValueError unless there are
-    as many rows as alphas.
+    The rows are overwritten; not differentiable. The result is bit-identical to `merge_experts` of
+    the stack. Raises ValueError unless there are as many rows as alphas.
     """
-    out = None
+    out: Tensor | None = None
     for row, a in zip(rows, alpha, strict=True):
         # same order and rounding as the torch backend
         part = row.to(wide_dtype(row.dtype)).mul_(a)
-        out = part if out is None else out.add_(part)
+        if out is None:
+            out = part
+        else:
+            out.add_(part)
+    assert out is not None
     return out.to(row.dtype)
 
 
 def remerge_experts(
     merged: Tensor, weight: Tensor, alpha: Tensor, seen: Tensor, backend: str = "triton"
 ) -> None:
-    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 differs from `seen`
-    [E], which is not changed.
+    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 is not `seen` [E].
 
     A kernel ("triton", "cuda") compares the two, so that the host does not synchronize. Not
     differentiable.
@@ -163,8 +170,9 @@ def remerge_experts(
 
 
 class Kept:
-    """The attribute `kept` of merged weights that are overwritten in place: their alpha, and the
-    number of overwrites.
+    """The attribute `kept` of merged weights that are overwritten in place.
+
+    It has their alpha, and the number of overwrites.
 
     Autograd's version counter is not used, as the host does not know whether alpha has changed. The
     backward pass of an older graph merges again with its own alpha.
@@ -204,7 +212,10 @@ def merged_linear(
         return F.linear(x, merge_experts(weight, alpha, backend=backend), bias)
     if merged is None:
         merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)
-    x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
+    x = x.to(compute_dtype(x))
+    merged = merged.to(compute_dtype(merged))
+    if bias is not None:
+        bias = bias.to(compute_dtype(bias))
     exact = x if x.dtype == torch.float64 else weight  # the other may be narrower
     alpha = alpha.to(wide_dtype(exact.dtype))
     # dalpha's two kernels alone would need the whole dW, so they are not a default
@@ -226,23 +237,21 @@ def _check_linear(
             "merged requires grad, but must be detached: alpha's gradient is computed from x and "
             "the experts"
         )
-    dtype = compute_dtype(x)
     shapes = {"merged": weight.shape[1:], "bias": weight.shape[1:2]}
     tensors = {"weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        shape = tuple(shapes.get(name, tensor.shape))
         # weight and alpha may have other dtypes, unless weight is merged here
-        own_dtype = name == "alpha" or (name == "weight" and merged is not None)
-        fits = tensor.shape == shapes.get(name, tensor.shape) and (
-            own_dtype or compute_dtype(tensor) == dtype
-        )
+        dtype = compute_dtype(x)
+        if name == "alpha" or (name == "weight" and merged is not None):
+            dtype = compute_dtype(tensor)
+        fits = tensor.shape == shape and compute_dtype(tensor) == dtype
         if not fits or tensor.device != x.device:
-            want = (
-                f"{tuple(shapes.get(name, tensor.shape))} {tensor.dtype if own_dtype else dtype} "
-                f"on {x.device}"
+            raise ValueError(
+                f"Expected {shape} {dtype} on {x.device}, as x, but {name} is {kind(tensor)}"
             )
-            raise ValueError(f"Expected {want}, as x, but {name} is {kind(tensor)}")
 
 
 define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
@@ -269,8 +278,10 @@ def _merge(weight: Tensor, alpha: Tensor, backend: str) -> Tensor:
         part = term[: block.stop - block.start]
         for e, row in enumerate(rows):
             scaled = acc if e == 0 else part
-            narrow = row.dtype != acc.dtype
-            torch.mul(scaled.copy_(row[block]) if narrow else row[block], alpha[e], out=scaled)
+            source = row[block]
+            if row.dtype != acc.dtype:
+                source = scaled.copy_(source)
+            torch.mul(source, alpha[e], out=scaled)
             if e:
                 acc.add_(scaled)
         flat[block] = acc
@@ -278,16 +289,11 @@ def _merge(weight: Tensor, alpha: Tensor, backend: str) -> Tensor:
 
 
 def block_size(one: Tensor) -> int:
-    """Return the number of elements of `one` expert to process at a time, which fit into each
-    core's cache.
-    """
-    return max(
-        min(
-            (1 << 15) * torch.get_num_threads() if one.device.type == "cpu" else 1 << 24,
-            one.numel(),
-        ),
-        1,
-    )
+    """Return how many elements of `one` expert to process at a time, to fit each core's cache."""
+    size = 1 << 24
+    if one.device.type == "cpu":
+        size = (1 << 15) * torch.get_num_threads()
+    return max(min(size, one.numel()), 1)
 
 
 def blocks(one: Tensor) -> Iterator[slice]:
@@ -298,9 +304,7 @@ def blocks(one: Tensor) -> Iterator[slice]:
 
 
 def _merge_cpp(weight: Tensor, alpha: Tensor) -> Tensor:
-    """Run `merge_experts` with csrc/cpu/merging.h, which reads each expert once, bit-identical to
-    the torch backend.
-    """
+    """Run `merge_experts` with csrc/cpu/merging.h, bit-identical to the torch backend."""
     stack, order = _as_stored(weight)
     alpha = alpha.contiguous()
     out = stack.new_empty(stack.shape[1:])
@@ -321,7 +325,8 @@ def _merge_backward_alpha_cpp(dout: Tensor, weight: Tensor) -> Tensor:
     """Return <dout, weight[e]> [E] float32 for `dout` [...], `weight` [E, ...]."""
     stack, order = _as_stored(weight)
     dout = dout.permute(order).contiguous()
-    dout = dout if dout.dtype in cpp.DTYPES else dout.float()
+    if dout.dtype not in cpp.DTYPES:
+        dout = dout.float()
     E = stack.shape[0]
     P = dout.numel()
     calls = cpp.library().handle
@@ -343,9 +348,7 @@ def _merge_backward_alpha_cpp(dout: Tensor, weight: Tensor) -> Tensor:
 
 
 def _as_stored(weight: Tensor) -> tuple[Tensor, list[int]]:
-    """Return the experts as contiguous blocks with their dims in memory order, and the permutation
-    of the dims.
-    """
+    """Return the experts as contiguous blocks in memory order, and the permutation of the dims."""
     order = sorted(range(1, weight.dim()), key=weight.stride, reverse=True)
     stack = weight.permute(0, *order)
     if not stack[0].is_contiguous():
@@ -388,7 +391,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _autograd(ctx: Any, dout: Tensor) -> tuple:
     weight, alpha = ctx.saved_tensors
-    dweight = dalpha = None
+    dweight = None
+    dalpha = None
     need_weight, need_alpha, _ = ctx.needs_input_grad
     if need_weight:
         dweight = (alpha.view(-1, *[1] * dout.dim()) * dout.to(alpha.dtype)).to(weight.dtype)
@@ -405,7 +409,9 @@ def _fake_alpha(dout: Tensor, weight: Tensor, backend: str) -> Tensor:
 
 
 def _alpha_dtype(dout: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (dout.dtype, weight.dtype) else torch.float32
+    if torch.float64 in (dout.dtype, weight.dtype):
+        return torch.float64
+    return torch.float32
 
 
 # contiguous, however the stack is stored
@@ -431,23 +437,23 @@ define(
 
 def _linear_backward(
     dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
     merged: Tensor | None,
-    bias: Tensor | None,
+    bias: bool,
     backend: str,
-) -> tuple:
-    """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`; empty
-    tensors otherwise.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`.
+
+    The others are empty.
     """
     dout = dout.reshape(dout.shape[:-1].numel(), dout.shape[-1])
     dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
     if merged is not None:
         dx = dout @ merged
-    if x is not None:
-        dalpha = _linear_backward_alpha(
-            dout, x.reshape(dout.shape[0], x.shape[-1]), weight, backend
-        )
+    if x is not None and weight is not None:
+        x = x.reshape(dout.shape[0], x.shape[-1])
+        dalpha = _linear_backward_alpha(dout, x, weight, backend)
     if bias:
         dbias = dout.sum(0)
     return dx, dalpha, dbias
@@ -463,51 +469,57 @@ def _linear_backward_alpha(dout: Tensor, x: Tensor, weight: Tensor, backend: str
 
 def _linear_backward_fake(
     dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
     merged: Tensor | None,
-    bias: Tensor | None,
+    bias: bool,
     backend: str,
-) -> tuple:
-    T = dout.shape[:-1].numel()
-    return (
-        dout.new_empty(0) if merged is None else dout.new_empty(T, merged.shape[1]),
-        dout.new_empty(0) if x is None else _fake_alpha(dout, weight, backend),
-        dout.new_empty(dout.shape[-1] if bias else 0),
-    )
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
+    if merged is not None:
+        dx = dout.new_empty(dout.shape[:-1].numel(), merged.shape[1])
+    if x is not None and weight is not None:
+        dalpha = _fake_alpha(dout, weight, backend)
+    if bias:
+        dbias = dout.new_empty(dout.shape[-1])
+    return dx, dalpha, dbias
 
 
-def _linear_setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _linear_setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, alpha, merged, _, ctx.backend = inputs
     need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
-    ctx.x_shape, ctx.kept = x.shape, getattr(merged, "kept", None)
+    ctx.x_shape = x.shape
+    ctx.kept = getattr(merged, "kept", None)
     ctx.times = ctx.kept and ctx.kept.times
-    ctx.save_for_backward(
-        *(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None
-    )
+    if not need_alpha:
+        x = weight = alpha = None
+    if not need_x:
+        merged = None
+    ctx.save_for_backward(x, weight, alpha, merged)
 
 
 def _linear_autograd(ctx: Any, dout: Tensor) -> tuple:
     x, weight, alpha, merged = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        if merged is None or alpha is None:
-            again = merged
-        else:
-            again = merge_experts(weight, alpha).to(dout.dtype)
-        dx, dalpha, dbias = _linear_backward(dout, x, weight, again, ctx.need_bias, "torch")
+        if merged is not None and alpha is not None:
+            merged = merge_experts(weight, alpha).to(dout.dtype)
+        dx, dalpha, dbias = _linear_backward(dout, x, weight, merged, ctx.need_bias, "torch")
     else:
-        if (
-            ctx.kept is not None
-            and ctx.kept.times != ctx.times
-            and merged is not None
-            and alpha is not None
-        ):
+        is_older = ctx.kept is not None and ctx.kept.times != ctx.times
+        if is_older and merged is not None and alpha is not None:
             ctx.kept.remerge(merged, weight, alpha)
         dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(
             dout, x, weight, merged, ctx.need_bias, ctx.backend
         )
-    dx = None if merged is None else dx.view(ctx.x_shape)
-    return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None
+    if merged is None:
+        dx = None
+    else:
+        dx = dx.view(ctx.x_shape)
+    if x is None:
+        dalpha = None
+    if not ctx.need_bias:
+        dbias = None
+    return dx, None, dalpha, None, dbias, None
 
 
 register(

@@ -75,7 +75,7 @@ def activate(experts: Experts, z: Tensor, weight: Tensor | None, h: Tensor) -> N
 def forward(
     x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets and row_slot int32."""
+    """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E, Z, H = experts.up.shape
     T, K = topk_idx.shape
     R = T * K

@@ -183,7 +183,8 @@ def route_plan(
         workspace,
         workspace_bytes,
     )
-    return offsets, *rows, maps
+    row_token, row_slot, slot_row = rows
+    return offsets, row_token, row_slot, slot_row, maps
 
 
 def tile_map(expert_offsets: Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> Tensor:

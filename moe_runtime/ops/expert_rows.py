@@ -48,8 +48,15 @@ def check_trained(
         return
     is_mask = trained is None and masks
     dtype = torch.bool if is_mask else torch.int32
-    fits = trainable is not None and trainable.shape == stack.shape[:1] and trainable.dtype == dtype
-    if not fits or trainable.device != stack.device or (trained is None and not masks):
+    fits = is_mask or trained is not None
+    if (
+        trainable is None
+        or trainable.dtype != dtype
+        or trainable.shape != stack.shape[:1]
+        or trainable.device != stack.device
+    ):
+        fits = False
+    if not fits:
         wanted = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
         if not is_mask:
             wanted += ", and trained with it"
@@ -113,7 +120,7 @@ class Experts(NamedTuple):
         """Build the experts from op arguments of SCHEMA, or from autograd's value for each."""
         *values, shared = arguments
         tensors = len(values) - len(Activation._fields)
-        return cls(*values[:tensors], Activation(*values[tensors:]), shared)
+        return cls._make((*values[:tensors], Activation(*values[tensors:]), shared))
 
     def requires_grad(self) -> bool:
         """Return whether any of the tensors requires a gradient."""
@@ -255,8 +262,10 @@ def accumulate_into_grad(parameters: Iterable[Tensor], enabled: bool = True) -> 
 _ACCUMULATES = "moe_runtime_accumulates"
 
 
-def accumulating(tensor: Tensor) -> Tensor | None:
+def accumulating(tensor: Tensor | None) -> Tensor | None:
     """Return the parameter of `accumulate_into_grad` that `tensor` is or transposes, if any."""
+    if tensor is None:
+        return None
     leaf = tensor if tensor.is_leaf else tensor._base
     if not getattr(leaf, _ACCUMULATES, False):
         return None
@@ -266,7 +275,7 @@ def accumulating(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def _same_view(a: Tensor, b: Tensor) -> bool:
+def _same_view(a: Tensor, b: Any) -> bool:
     """Return whether two views of one memory are equal; [E, 1, H] and [E, H, 1] share strides."""
     return a.shape == b.shape and a.stride() == b.stride()
 

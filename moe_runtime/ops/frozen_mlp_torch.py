@@ -39,7 +39,7 @@ class _Steps:
         self.E, self.Z, self.H = experts.up.shape
         self.R = self.T * self.K
         self.I = experts.down.shape[2]
-        self.experts = experts
+        self.activation = experts.activation
         self.weight = topk_weight
         self.row_slot = row_slot.long()
         self.row_token = self.row_slot // max(self.K, 1)
@@ -54,14 +54,16 @@ class _Steps:
         return moe_mlp_torch.gather(name, x, tokens, group.everyone)
 
     def activate(self, group: Group, z: Tensor, h: Tensor) -> None:
-        moe_mlp_torch.activate(self.experts, z, self.row_weight[group.start : group.end], h)
+        moe_mlp_torch.activate(self.activation, z, self.row_weight[group.start : group.end], h)
 
     def activate_backward(
         self, group: Group, z: Tensor, dh: Tensor, dz: Tensor, wh: Tensor, dweight: Tensor
     ) -> None:
         rows = slice(group.start, group.end)
         partial = self.row_weight.new_zeros(group.end - group.start)
-        moe_mlp_torch.activate_backward(self.experts, z, dh, self.row_weight[rows], dz, wh, partial)
+        moe_mlp_torch.activate_backward(
+            self.activation, z, dh, self.row_weight[rows], dz, wh, partial
+        )
         # rows of a later group at the end are overwritten later
         dweight[self.row_slot[rows]] = partial
 

@@ -281,7 +281,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(
-    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list[bool], *arguments: Any
+    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list, *arguments: Any
 ) -> tuple[Tensor, ...]:
     i = Inputs(*arguments)
     needs = Pairs(*flags)
@@ -355,7 +355,7 @@ def _slots(dweight: Tensor, topk_idx: Tensor | None, E: int) -> Tensor:
 
 
 def _backward_fake(
-    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list[bool], *arguments: Any
+    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list, *arguments: Any
 ) -> tuple[Tensor, ...]:
     i = Inputs(*arguments)
     inputs = (i.x, i.topk_weight, *_part(Pairs, i))

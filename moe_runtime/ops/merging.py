@@ -503,22 +503,17 @@ def _linear_autograd(ctx: Any, dout: Tensor) -> tuple:
     if torch.is_grad_enabled():  # create_graph=True
         if merged is not None and alpha is not None:
             merged = merge_experts(weight, alpha).to(dout.dtype)
-        dx, dalpha, dbias = _linear_backward(dout, x, weight, merged, ctx.need_bias, "torch")
+        grads = _linear_backward(dout, x, weight, merged, ctx.need_bias, "torch")
     else:
         is_older = ctx.kept is not None and ctx.kept.times != ctx.times
         if is_older and merged is not None and alpha is not None:
             ctx.kept.remerge(merged, weight, alpha)
-        dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(
+        grads = torch.ops.moe_runtime.merged_linear_backward(
             dout, x, weight, merged, ctx.need_bias, ctx.backend
         )
-    if merged is None:
-        dx = None
-    else:
-        dx = dx.view(ctx.x_shape)
-    if x is None:
-        dalpha = None
-    if not ctx.need_bias:
-        dbias = None
+    dx = None if merged is None else grads[0].view(ctx.x_shape)
+    dalpha = None if x is None else grads[1]
+    dbias = grads[2] if ctx.need_bias else None
     return dx, None, dalpha, None, dbias, None
 
 

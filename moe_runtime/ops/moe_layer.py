@@ -209,11 +209,11 @@ def _autograd(
     x, router_weight, *tensors, logits, weight, idx, z, offsets, row_slot = ctx.saved_tensors
     if dout is None:  # only a loss on the logits or the weights
         dout = x.new_zeros(ctx.shape)
-    experts = Experts(*tensors, ctx.activation, ctx.shared)
+    experts = Experts._make((*tensors, ctx.activation, ctx.shared))
     need_x, need_router, *flags, _, _, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, False, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)
-    op = torch.ops.moe_runtime.moe_layer_backward
+    op: Any = torch.ops.moe_runtime.moe_layer_backward
     if into is not NOWHERE:
         op = adding_to(into, _backward)
     drouter, *grads = op(

@@ -388,11 +388,11 @@ def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
         return (None,) * len(ctx.needs_input_grad)
     # read once, as checkpointing unpacks at every access
     x, topk_weight, *tensors, z, expert_offsets, row_slot = ctx.saved_tensors
-    experts = Experts(*tensors, ctx.activation, ctx.shared)
+    experts = Experts._make((*tensors, ctx.activation, ctx.shared))
     need_x, need_weight, _, *flags, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, need_weight, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)
-    op = torch.ops.moe_runtime.moe_mlp_backward
+    op: Any = torch.ops.moe_runtime.moe_mlp_backward
     if into is not NOWHERE:
         op = adding_to(into, _backward)
     grads = op(

@@ -9,6 +9,7 @@ and the weighted sum are one pass each, computed in float32.
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from moe_runtime.ops.expert_rows import (
     weight_at,
     weight_gradients,
 )
+from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
@@ -51,7 +53,12 @@ class Plan:
     folded = False  # routing weights are applied in the sum
 
     def __init__(
-        self, experts: Experts, x: Tensor, topk_weight: Tensor, offsets: Tensor, row_slot: Tensor
+        self,
+        experts: Experts | FrozenExperts,
+        x: Tensor,
+        topk_weight: Tensor,
+        offsets: Tensor,
+        row_slot: Tensor,
     ):
         self.T, self.K = topk_weight.shape
         self.E, self.Z, self.H = experts.up.shape
@@ -144,7 +151,7 @@ class Plan:
         return out
 
 
-def form_of(experts: Experts) -> tuple[int, int, float, float]:
+def form_of(experts: Experts | FrozenExperts) -> tuple[int, int, float, float]:
     """Return act, form, limit and up_offset as moert_cpu.h expects them."""
     form = experts.activation
     limit = math.inf if form.limit is None else form.limit
@@ -331,7 +338,7 @@ def backward(
     if plan.rows < plan.R:
         dweight.zero_()
     grads = new_gradients(experts, plan.bounds, trained, needs, into)
-    each = grads
+    each: Any = grads  # one tensor per expert
     if grads.up is not None:
         each = each._replace(up=grads.up.unbind(0))
     if grads.down is not None:

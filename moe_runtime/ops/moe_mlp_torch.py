@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_runtime.ops.activation import ACT, ACT_BACKWARD
+from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
 from moe_runtime.ops.combine import weighted_sum
 from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
 from moe_runtime.ops.expert_rows import (
@@ -48,15 +48,14 @@ def gather(name: str, x: Tensor, tokens: Tensor, everyone: bool) -> Tensor:
     return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), x.shape[1]), x))
 
 
-def activate(experts: Experts, z: Tensor, weight: Tensor | None, h: Tensor) -> None:
+def activate(activation: Activation, z: Tensor, weight: Tensor | None, h: Tensor) -> None:
     """Compute h = act(gate) * up [* weight] from z [n, 2I or I], in float32 between the passes."""
-    activation = experts.activation
     is_wide = z.dtype in (torch.float32, torch.float64)
     act = ACT[activation.act]
     for rows in _blocks(z.shape[0], h.shape[1]):
         gate, up = activation.split(z[rows])
         block = h[rows]
-        if activation.interleaved:  # strided by 2: one copy costs less than strided passes
+        if up is not None and activation.interleaved:  # a copy costs less than strided passes
             gate = gate.contiguous()
             up = up.contiguous()
         if not is_wide:
@@ -102,7 +101,7 @@ def forward(
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
         _up(group, experts, trained, rows, z)
         h = scratch("h", (b - a, I), x)
-        activate(experts, z, row_weight[a:b] if fold else None, h)
+        activate(experts.activation, z, row_weight[a:b] if fold else None, h)
         for member in group.members:
             e = member.expert
             out = member.wide(y[a:b])
@@ -163,7 +162,7 @@ def _forward_grouped(
     row_weight = topk_weight.reshape(-1)[row_slot] if fold else None
     z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
     h = scratch("h", (T * K, experts.down.shape[2]), x)
-    activate(experts, z, row_weight, h)
+    activate(experts.activation, z, row_weight, h)
     y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
     if experts.down_bias is not None:
         add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight)
@@ -252,7 +251,7 @@ def backward(
         for member in group.members:
             e = member.expert
             torch.mm(member.wide(dy), experts.at(e, trained[e])[1], out=member.wide(dh))
-        activate_backward(experts, z, dh, weight, dz, wh, dots)
+        activate_backward(experts.activation, z, dh, weight, dz, wh, dots)
         for member in group.members:
             e = member.expert
             if dx is not None:
@@ -286,13 +285,18 @@ def _up(group: Group, experts: Experts, trained: list[int], rows: Tensor, z: Ten
 
 
 def activate_backward(
-    experts: Experts, z: Tensor, dh: Tensor, weight: Tensor, dz: Tensor, wh: Tensor, dweight: Tensor
+    activation: Activation,
+    z: Tensor,
+    dh: Tensor,
+    weight: Tensor,
+    dz: Tensor,
+    wh: Tensor,
+    dweight: Tensor,
 ) -> None:
     """Compute the gradients of `activate` from z [n, 2I or I] and dh [n, I] = dy W_down.
 
     dweight = <dh, h>, wh = weight * h and dz = weight * dh * h'(z), in blocks of rows.
     """
-    activation = experts.activation
     act = ACT[activation.act]
     act_backward = ACT_BACKWARD[activation.act]
     limit = activation.limit
@@ -320,7 +324,7 @@ def activate_backward(
         else:
             wh[rows].copy_(value * w)
         grad = grad * w
-        if up is not None:
+        if up is not None and dup is not None:
             through = h.mul_(grad)
             if limit is not None:
                 through = torch.where(up.abs() <= limit, through, 0)

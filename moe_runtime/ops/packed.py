@@ -174,6 +174,7 @@ def pack(stack: Tensor, name: str, double: Callable | None = None) -> Packed:
     experts share NF4's second-level scales.
     """
     fmt = of_name(name)
+    reason: str | None
     if stack.dtype not in FLOATS:
         reason = f"it must be float16, bfloat16 or float32, but is {stack.dtype}"
     elif stack.dim() != 3:

@@ -1,9 +1,10 @@
 """The gate that mixes specialists per token, and the loss of the mixture.
 
-UltraFuser, Sec. 3 and App. A:  z_s = g(h_s),  g = Linear(H, H), ReLU, Linear(H, 1), one g for all specialists
+UltraFuser, Sec. 3 and App. A:  z_s = g(h_s),  g = Linear(H, H), ReLU, Linear(H, 1)
 UltraFuser, Eq. (1):            w = softmax_s(z),  o = sum_s w_s o_s
-The last bias shifts all z_s equally, so its gradient is 0. `joint` is a gate on all states at once,
-z = g(h_1 : ... : h_S), which supports specialists with different hidden sizes.
+
+All specialists share one g. The last bias shifts all z_s equally, so its gradient is 0. `joint` is
+a gate on all states at once, z = g(h_1 : ... : h_S), which supports different hidden sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +30,11 @@ GATES = ("mlp", "linear")
 
 
 class FuserGate(nn.Module):
-    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1, with
-    float32 parameters.
+    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1.
 
-    `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With `joint` each specialist has a
-    row of the last layer instead of sharing the gate. Raises ValueError for different hidden sizes
-    without it.
+    The parameters are float32. `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With
+    `joint` each specialist has a row of the last layer instead of sharing the gate. Raises
+    ValueError for different hidden sizes without it.
     """
 
     def __init__(
@@ -58,15 +58,17 @@ class FuserGate(nn.Module):
                 "Pass joint=True"
             )
         width = max(self.hidden_sizes)
-        inputs, outputs = (sum(self.hidden_sizes), len(self.hidden_sizes)) if joint else (width, 1)
-        like = {"dtype": torch.float32, "device": device}
+        inputs = width
+        outputs = 1
+        if joint:
+            inputs = sum(self.hidden_sizes)
+            outputs = len(self.hidden_sizes)
+        like: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self.up = nn.Linear(inputs, width, **like) if kind == "mlp" else None
         self.score = nn.Linear(width if kind == "mlp" else inputs, outputs, **like)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Tensor:
-        """Keep the parameters float32 whatever the module is cast to, as gates are float32 end to
-        end.
-        """
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Keep the parameters float32 in casts, as gates are float32 end to end."""
         super()._apply(fn, recurse)
         for parameter in self.parameters():
             parameter.data = parameter.data.float()
@@ -95,7 +97,9 @@ class FuserGate(nn.Module):
             return scores.softmax(-1, dtype=wide_dtype(dtype))
 
     def _scores(self, x: Tensor) -> Tensor:
-        return self.score(x if self.up is None else F.relu(self.up(x)))
+        if self.up is not None:
+            x = F.relu(self.up(x))
+        return self.score(x)
 
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
@@ -120,13 +124,13 @@ def fuser_loss(
     scales: Sequence[float] | None = None,
     backend: str | None = None,
 ) -> FuserLoss:
-    """Compute Eq. (2) for responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states
-    before each token, and `heads`.
+    """Compute Eq. (2) for responses `labels` [B, R] from states and heads.
 
-    `reduction`: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens,
-    the mean over samples. `scales` multiply the specialists' logits, as some families require.
-    Specialists whose states and heads need no gradient are frozen (stage 1): only the gate is
-    trained, without a matrix product in the backward pass.
+    `hidden` are S of [B, R, H_s], the states before each token. `reduction`: "mean" over tokens,
+    "sum", "none", or "sample", the paper's: the sum over tokens, the mean over samples. `scales`
+    multiply the specialists' logits, as some families require. Specialists whose states and heads
+    need no gradient are frozen (stage 1): only the gate is trained, without a matrix product in the
+    backward pass.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     weight = gate(hidden)
@@ -136,7 +140,9 @@ def fuser_loss(
     loss = fused_cross_entropy(
         hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend
     )
-    return FuserLoss(loss / labels.shape[0] if reduction == "sample" else loss, weight.detach())
+    if reduction == "sample":
+        loss = loss / labels.shape[0]
+    return FuserLoss(loss, weight.detach())
 
 
 Logits = Callable[[Tensor], Tensor]  # [..., H_s] -> [..., V_s], on a device of its own
@@ -152,14 +158,11 @@ def chunked_loss(
     ignore_index: int = -100,
     chunk: int | None = None,
 ) -> FuserLoss:
-    """Return `fuser_loss` for heads that are arbitrary functions from states to logits, on any
-    devices.
+    """Return `fuser_loss` for heads that are any functions from states to logits, on any devices.
 
-    `hidden` S times [..., H_s], `labels` [...] of the same tokens.
-
-    `chunk` tokens are processed at a time, by default as many as in ops.fusion's chunk on the CPU;
-    the backward pass recomputes their logits and then holds three or four copies of them per
-    specialist.
+    `hidden` are S of [..., H_s], `labels` [...] of the same tokens. `chunk` tokens are processed at
+    a time, by default as many as in ops.fusion's chunk on the CPU; the backward pass recomputes
+    their logits and then holds three or four copies of them per specialist.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     device = gate.score.weight.device
@@ -170,34 +173,33 @@ def chunked_loss(
     T = len(targets)
     if T and chunk is None:
         with torch.no_grad():
-            chunk = max(
-                CHUNK
-                // mix(
-                    (head(h[:1]) for h, head in zip(states, heads, strict=True)), flat[:1]
-                ).shape[-1],
-                1,
-            )
+            pairs = zip(states, heads, strict=True)
+            V = mix((head(h[:1]) for h, head in pairs), flat[:1]).shape[-1]
+        chunk = max(CHUNK // V, 1)
 
     def nll_of(target: Tensor, part: Tensor, *states: Tensor) -> Tensor:
-        logits = mix((head(h) for h, head in zip(states, heads, strict=True)), part)
+        pairs = zip(states, heads, strict=True)
+        logits = mix((head(h) for h, head in pairs), part)
         check_labels(target, ignore_index, logits.shape[-1])
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 
     parts = []
-    for start in range(0, T, chunk or 1):
-        rows = slice(start, start + chunk)
-        inputs = (targets[rows], flat[rows], *(h[rows] for h in states))
-        parts.append(
-            checkpoint(nll_of, *inputs, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else nll_of(*inputs)
-        )
+    step = chunk or 1
+    for start in range(0, T, step):
+        rows = slice(start, start + step)
+        inputs = (targets[rows], flat[rows], *[h[rows] for h in states])
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(nll_of, *inputs, use_reentrant=False))
+        else:
+            parts.append(nll_of(*inputs))
     nll = torch.cat(parts) if parts else flat.sum(-1)
     total = nll.sum()
     if reduction == "none":
         loss = nll.view(labels.shape)
     elif reduction == "mean":
         loss = mean_of(total, targets, ignore_index)
+    elif reduction == "sample":
+        loss = total / labels.shape[0]
     else:
-        loss = total / labels.shape[0] if reduction == "sample" else total
+        loss = total
     return FuserLoss(loss, weight.detach())

@@ -6,7 +6,7 @@ shared one and the router has E - 1 rows.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +44,11 @@ class RouterOutput(NamedTuple):
 
 
 class Router(nn.Module):
-    """Compute router logits, optional noise in training, and the top-k. `weight` [R, H], R = routed
-    experts.
+    """Compute router logits, optional noise in training, and the top-k.
 
-    router="mlp" computes weight_out tanh(weight x), weight_out [R, R]; noisy_gate adds
-    eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~ N(0, 1), while training (XFT, official
-    code).
+    `weight` is [R, H] for R routed experts. router="mlp" computes weight_out tanh(weight x),
+    weight_out [R, R]; noisy_gate adds eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~
+    N(0, 1), while training (XFT, official code).
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Router(nn.Module):
         super().__init__()
         R = config.num_routed_experts
         H = config.hidden_size
-        where = {"dtype": dtype, "device": device}
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
         self.config = config
         self.weight = nn.Parameter(torch.empty(R, H, **where))
         if config.router == "mlp":
@@ -80,10 +79,10 @@ class Router(nn.Module):
     def forward(
         self, x: Tensor, eps: Tensor | None = None, topk_idx: Tensor | None = None
     ) -> RouterOutput:
-        """Route `x` [T, H]; `topk_idx` [T, K] replaces the router's selection, with the router's
-        weights for these experts.
+        """Route `x` [T, H].
 
-        `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.
+        `topk_idx` [T, K] replaces the router's selection, with its weights for these experts. `eps`
+        [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.
         """
         config = self.config
         logits = F.linear(x, self.weight)
@@ -94,21 +93,21 @@ class Router(nn.Module):
                 f"Expected eps {tuple(logits.shape)} and noisy_gate=True, but eps is "
                 f"{tuple(eps.shape)} and noisy_gate is {config.noisy_gate}"
             )
-        noise = scale = None
+        noise = None
+        scale = None
         if config.noisy_gate and (self.training or eps is not None):
             wide = wide_dtype(logits.dtype)
             logits = logits.to(wide)
             scale = F.softplus(F.linear(x, self.noise_weight).to(wide)) + config.noise_epsilon
-            eps = torch.randn_like(scale) if eps is None else eps
+            if eps is None:
+                eps = torch.randn_like(scale)
             noise = eps * scale
         weight, idx = route(logits, config.top_k, config.gate, noise=noise, topk_idx=topk_idx)
         return RouterOutput(logits, weight, idx, balance_loss(config, logits, idx, noise, scale))
 
 
 class Experts(nn.Module):
-    """E stacked MLPs: act(gate x) * (up x), or act(up x) when not gated, then `down`; biases as
-    configured.
-    """
+    """E stacked MLPs: act(gate x) * (up x), or act(up x) when not gated, then `down`."""
 
     def __init__(
         self,
@@ -121,8 +120,9 @@ class Experts(nn.Module):
         E = config.num_experts
         H = config.hidden_size
         I = config.intermediate_size
-        where = {"dtype": dtype, "device": device}
-        up, rows = ("gate_up_proj", 2 * I) if config.gated else ("up_proj", I)
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        up = "gate_up_proj" if config.gated else "up_proj"
+        rows = I * (1 + config.gated)
         self.config = config
         self.up_name = up
         self.register_parameter(up, nn.Parameter(torch.empty(E, rows, H, **where)))
@@ -139,13 +139,13 @@ class Experts(nn.Module):
             if name.endswith("_bias"):
                 weight.zero_()
             else:
-                (weight.normal_(0.0, self.config.initializer_range, generator=generator))
+                weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
-        """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H],
-        `topk_idx`, `topk_weight` [T, K].
+        """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H].
 
-        Computes and returns the dtype of the weights or, under autocast, that of autocast.
+        `topk_idx` and `topk_weight` are [T, K]. Computes and returns the dtype of the weights or,
+        under autocast, that of autocast.
         """
         return forward_experts(
             self,
@@ -183,8 +183,7 @@ def forward_experts(
     recompute: bool = False,
     run: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run x [T, H] through the experts of `module` (ours or transformers') with `moe_mlp` on its
-    parameters.
+    """Run x [T, H] through the experts of `module`, ours or transformers', with `moe_mlp`.
 
     `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in,
     out]), then any biases. Trained experts may be stored separately (`modules.trainable`), and
@@ -208,31 +207,40 @@ def forward_experts(
         )
     # each is read once, as reading a parameter may compute it under FSDP, PEFT or tensor
     # parallelism
-    tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
-    stacks = [packed.stack_of(module, name, transposed) for name in names[: 2 * is_packed]]
-    if not is_packed:
+    tensors: list[Any] = [getattr(module, name) for name in names]
+    if rows:
+        tensors += [rows[name] for name in names]
+    packed_stacks = []
+    if is_packed:
+        packed_stacks = [packed.stack_of(module, name, transposed) for name in names[:2]]
+    else:
         check_floats(tensors, type(module).__name__)
-    if transposed and not is_packed:
-        tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
-    tensors, owners = all_to_all.local_parts(
-        tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean")
-    )
-    dtype = autocast_dtype(x) or (x.dtype if is_packed else tensors[1].dtype)
+        if transposed:
+            tensors = [t.transpose(1, 2) if t.dim() == 3 else t for t in tensors]
+    tensors, owners = _local_parts(module, tensors)
+    if is_packed:
+        dtype = autocast_dtype(x) or x.dtype
+        tensors = [*packed_stacks, *tensors[2:]]
+    else:
+        dtype = autocast_dtype(x) or tensors[1].dtype
     is_frozen = is_packed or bool(adapters)
     if not is_frozen:
         tensors = [tensor.to(dtype) for tensor in tensors]
-    stacks = [*stacks, *tensors[len(stacks) : len(names)]]
-    trained = tensors[len(names) :]
+    stacks = tensors[: len(names)]
+    experts: Any
     if is_frozen:
         experts = frozen.experts_of(names, stacks, adapters, activation, dtype, owners)
     elif rows:
-        experts = trainable.experts_of(module, stacks, trained, activation)
+        experts = trainable.experts_of(module, stacks, tensors[len(names) :], activation)
     else:
         # the shared expert's rows are not the first ones if they come from several ranks
-        shared = shared if owners is None else "group"
-        experts = expert_rows.Experts(*stacks, activation=activation, shared=shared)
+        if owners is not None:
+            shared = "group"
+        experts = expert_rows.Experts(*stacks)._replace(
+            activation=cast(Activation, activation), shared=shared
+        )
 
-    def run_here(x: Tensor, topk_idx: Tensor | None, topk_weight: Tensor) -> Tensor:
+    def run_here(x: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> tuple[Tensor, Tensor]:
         if run is not None:
             return run(x, topk_idx, topk_weight, experts)
         if is_frozen:
@@ -244,25 +252,27 @@ def forward_experts(
     return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run_here)
 
 
+def _local_parts(module: nn.Module, tensors: list) -> tuple[list[Any], all_to_all.Owners | None]:
+    gradients = module.__dict__.get(all_to_all.GRADIENTS_OF, "mean")
+    return all_to_all.local_parts(tensors, gradients)
+
+
 def is_quantized(tensor: Tensor) -> bool:
-    """Return whether a tensor is quantized: of integers, or of a subclass from another package such
-    as torchao.
-    """
+    """Return whether a tensor is quantized: of integers, or of a subclass such as torchao's."""
     kind = type(tensor)
-    return tensor.dtype not in FLOATS or (
-        hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch"
-    )
+    is_foreign = hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch"
+    return tensor.dtype not in FLOATS or is_foreign
 
 
 def check_floats(tensors: Sequence[Tensor], name: str) -> None:
     """Raise ValueError unless the parameters of the experts `name` are supported."""
-    found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
-    if found is not None:
-        raise ValueError(
-            f"The experts of {name} must be float16, bfloat16, float32 or float64, but are "
-            f"{named(found)}. Load them without that quantization, then use "
-            "moe_runtime.quantize_experts, or load with moe_runtime.load_quantized"
-        )
+    for tensor in tensors:
+        if is_quantized(tensor):
+            raise ValueError(
+                f"The experts of {name} must be float16, bfloat16, float32 or float64, but are "
+                f"{named(tensor)}. Load them without that quantization, then use "
+                "moe_runtime.quantize_experts, or load with moe_runtime.load_quantized"
+            )
 
 
 def named(tensor: Tensor) -> str:
@@ -323,9 +333,9 @@ class MoE(nn.Module):
         config = self.config
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
-        if has_global_hooks() or not (
-            is_plain(self.gate, Router) and is_plain(self.experts, Experts)
-        ):
+        if has_global_hooks():
+            return False
+        if not is_plain(self.gate, Router) or not is_plain(self.experts, Experts):
             return False
         if all_to_all.is_distributed(self.experts.down_proj) or trainable.split_of(self.experts):
             return False
@@ -337,9 +347,9 @@ class MoE(nn.Module):
     def _forward_whole(self, x: Tensor) -> Tensor:
         config = self.config
         dtype = autocast_dtype(x) or x.dtype
-        stacks = (getattr(self.experts, name).to(dtype) for name in self.experts.stacks())
-        experts = expert_rows.Experts(
-            *stacks, activation=self.experts.activation(), shared=config.shared
+        stacks = [getattr(self.experts, name).to(dtype) for name in self.experts.stacks()]
+        experts = expert_rows.Experts(*stacks)._replace(
+            activation=self.experts.activation(), shared=config.shared
         )
         weight = self.gate.weight.to(dtype)
         output = moe_layer(

@@ -1,5 +1,6 @@
-"""Packed stacks of an experts module: their parameter and buffers, and their saved form
-(`ops.packed` has the formats).
+"""Packed stacks of an experts module: their parameter and buffers, and their saved form.
+
+`ops.packed` has the formats.
 
 A packed stack keeps its name. Its bytes are a parameter that cannot be trained, its scales are
 buffers of bytes, which casts of the module do not change. `ds_shape` of the parameter is the shape
@@ -8,7 +9,8 @@ state_dict has the names of the library that defines the format:
 
     nf4        bitsandbytes: <name>, .absmax, .nested_absmax, .nested_quant_map, .quant_map,
                .quant_state.bitsandbytes__nf4
-    mxfp4      GPT-OSS: <name>_blocks, <name>_scales          fp8_block   FP8Experts: <name>, <name>_scale_inv
+    mxfp4      GPT-OSS: <name>_blocks, <name>_scales
+    fp8_block  FP8Experts: <name>, <name>_scale_inv
     int8       <name>, and <name>.SCB, bitsandbytes' name of the largest values
 
 If experts are sharded over ranks (hf.dropin.parallel), the bytes are a DTensor, and each rank has
@@ -45,7 +47,7 @@ class Layout(NamedTuple):
     """The format of a packed stack and the parameter that it replaces."""
 
     format: str  # the ops' name of it
-    shape: tuple[int, ...]  # of the stack's parameter
+    shape: tuple[int, int, int]  # of the stack's parameter
     dtype: torch.dtype
     scales: tuple[torch.dtype, ...]
     spread: tuple | None = None  # mesh and placements, if experts are sharded over ranks
@@ -53,7 +55,9 @@ class Layout(NamedTuple):
     def logical(self, transposed: bool) -> tuple[int, int, int]:
         """Return E, out, in."""
         E, a, b = self.shape
-        return (E, b, a) if transposed else (E, a, b)
+        if transposed:
+            return E, b, a
+        return E, a, b
 
 
 class PackedParameter(nn.Parameter):
@@ -62,10 +66,8 @@ class PackedParameter(nn.Parameter):
     # of the stack; an attribute of a class per shape, which copies by other packages keep
     ds_shape: torch.Size
 
-    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Tensor:
-        """Create the parameter; raises RuntimeError if it should require a gradient, as torch does
-        for integers.
-        """
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Any:
+        """Create the parameter; integers that require a gradient raise torch's RuntimeError."""
         return super().__new__(cls, data, requires_grad)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
@@ -83,13 +85,11 @@ def _class_of(shape: torch.Size) -> type[PackedParameter]:
 
 
 def packed_parameter(data: Tensor, shape: Sequence[int]) -> nn.Parameter:
-    """Return the parameter with the bytes `data` that replaces one of this shape; a DTensor stays
-    one.
-    """
-    shape = torch.Size(shape)
-    parameter = _class_of(shape)(data)
+    """Return the parameter of the bytes `data` for one of this shape; a DTensor stays one."""
+    size = torch.Size(shape)
+    parameter = _class_of(size)(data)
     if not isinstance(parameter, PackedParameter):
-        parameter.ds_shape = shape
+        parameter.ds_shape = size
     return parameter
 
 
@@ -100,10 +100,9 @@ def layouts(module: nn.Module) -> dict[str, Layout]:
 
 def is_packed(module: nn.Module, name: str) -> bool:
     """Return whether the stack `name` is packed, by us or by transformers' FP8Experts."""
-    return (
-        name in layouts(module)
-        or getattr(getattr(module, name, None), "dtype", None) == torch.float8_e4m3fn
-    )
+    if name in layouts(module):
+        return True
+    return getattr(getattr(module, name, None), "dtype", None) == torch.float8_e4m3fn
 
 
 def put(
@@ -119,19 +118,18 @@ def put(
     With `spread`, a mesh and placements, `stack` holds only this rank's experts; the shape is that
     of all.
     """
-    layout = Layout(
-        stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales), spread
-    )
+    E, P, Q = shape
+    dtypes = tuple(scale.dtype for scale in stack.scales)
+    layout = Layout(stack.format, (E, P, Q), dtype, dtypes, spread)
     module._parameters.pop(name, None)
     data = stack.data.view(torch.uint8)
-    module.register_parameter(
-        name, packed_parameter(data if spread is None else _spread(data, spread), shape)
-    )
+    if spread is not None:
+        data = _spread(data, spread)
+    module.register_parameter(name, packed_parameter(data, shape))
     for i, scale in enumerate(stack.scales):
+        codes = scale.contiguous().view(torch.uint8)
         # NF4's fifth tensor differs between ranks, so checkpoints omit it
-        module.register_buffer(
-            f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4
-        )
+        module.register_buffer(f"{name}_packed{i}", codes, persistent=i < 4)
     if not layouts(module):
         module.__dict__[PACKED] = {}
         module.register_state_dict_post_hook(_save)
@@ -139,16 +137,14 @@ def put(
     module.__dict__[PACKED][name] = layout
 
 
-def _spread(local: Tensor, spread: tuple) -> Tensor:
+def _spread(local: Tensor, spread: tuple) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(local, *spread, run_check=False)
 
 
 def pack(stack: Tensor, format: str, spread: tuple | None = None) -> Packed:
-    """Pack a stack as `ops.packed.pack` does; with `spread`, this rank's experts are packed as if
-    one process packed all.
-    """
+    """Pack a stack as `ops.packed.pack` does; with `spread`, this rank's experts, as if of all."""
     if spread is None:
         return packed.pack(stack, format)
     mesh = spread[0]
@@ -159,9 +155,9 @@ def pack(stack: Tensor, format: str, spread: tuple | None = None) -> Packed:
 
     # every rank computes the second-level scales of all experts
     def double(largest: Tensor) -> list[Tensor]:
-        own = largest.to(mesh.device_type)
-        everyone = [torch.empty_like(own) for _ in range(n)]
-        dist.all_gather(everyone, own, group=group)
+        part = largest.to(mesh.device_type)
+        everyone = [torch.empty_like(part) for _ in range(n)]
+        dist.all_gather(everyone, part, group=group)
         scales = packed.nest(torch.cat(everyone).to(largest.device))
         return packed.part_of_scales(scales, n * count, rank * count, (rank + 1) * count)
 
@@ -172,34 +168,27 @@ def get(module: nn.Module, name: str) -> Packed:
     """Return views of the packed stack `name` for the ops, with this rank's experts."""
     layout = layouts(module)[name]
     data = getattr(module, name)
-    data = (data.to_local() if is_distributed(data) else data.data).view(
-        packed.of_name(layout.format).dtype
-    )
-    scales = [
-        getattr(module, f"{name}_packed{i}").view(dtype) for i, dtype in enumerate(layout.scales)
-    ]
-    return Packed(data, scales, layout.format)
+    data = data.to_local() if is_distributed(data) else data.data
+    scales = []
+    for i, dtype in enumerate(layout.scales):
+        scales.append(getattr(module, f"{name}_packed{i}").view(dtype))
+    return Packed(data.view(packed.of_name(layout.format).dtype), scales, layout.format)
 
 
 def whole(module: nn.Module, name: str) -> Packed:
-    """Return the packed stack `name` with all of its experts; if it is sharded, every rank must
-    call this.
-    """
-    layout, data, (own, (head, *rest), form) = (
-        layouts(module)[name],
-        getattr(module, name),
-        get(module, name),
-    )
+    """Return the packed stack `name` with all experts; all ranks call this if it is sharded."""
+    layout = layouts(module)[name]
+    parameter = getattr(module, name)
+    data, (head, *rest), form = get(module, name)
     if layout.spread is not None:
         head = _spread(head.view(torch.uint8), layout.spread).full_tensor().view(head.dtype)
-    if is_distributed(data):
-        own = data.full_tensor().view(own.dtype)
-    return Packed(own, [head, *rest[:3]], form)
+    if is_distributed(parameter):
+        data = parameter.full_tensor().view(data.dtype)
+    return Packed(data, [head, *rest[:3]], form)
 
 
 def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
-    """Return the packed stack `name` [E, out, in] for `frozen_mlp`: one of ours, or FP8Experts' own
-    parameters.
+    """Return the packed stack `name` [E, out, in] for `frozen_mlp`, ours or that of FP8Experts.
 
     With sharded experts it holds this rank's. Raises ValueError for a stack that is distributed in
     another way.
@@ -211,8 +200,9 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
             "or experts distributed by parallel.shard_experts (FSDP2: shard the layer)"
         )
     if layout is not None:
-        stack = get(module, name)
-        return Stack(*stack, (stack.data.shape[0], *layout.logical(transposed)[1:]))
+        codes, scales, form = get(module, name)
+        _, out, size = layout.logical(transposed)
+        return Stack(codes, scales, form, (codes.shape[0], out, size))
     data = getattr(module, name).detach()
     # transformers' scales may be powers of two in 8 bits, or in 16 bits after a cast of the model;
     # the kernels read float32
@@ -226,8 +216,8 @@ def _save(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> N
         if not is_distributed(getattr(module, name)):
             for key in (name, *scales):
                 del state_dict[prefix + key]
-            saved = to_saved(get(module, name), name, layout)
-            state_dict.update({prefix + key: tensor for key, tensor in saved.items()})
+            for key, tensor in to_saved(get(module, name), name, layout).items():
+                state_dict[prefix + key] = tensor
         elif layout.spread is not None:
             state_dict[prefix + scales[0]] = _spread(getattr(module, scales[0]), layout.spread)
 
@@ -242,11 +232,11 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, Tensor]:
     form = form.removesuffix(packed.TRANSPOSED)
     if form == "mxfp4":
         data = data.view(*scales[0].shape, 16)
+    if form == "nf4":
+        data = data.view(-1, 1)
+    saved = {name + suffix: tensor for suffix, tensor in zip(KEYS[form], (data, *scales))}
     if form != "nf4":
-        return {f"{name}{suffix}": tensor for suffix, tensor in zip(KEYS[form], (data, *scales))}
-    saved = {
-        f"{name}{suffix}": tensor for suffix, tensor in zip(KEYS[form], (data.view(-1, 1), *scales))
-    }
+        return saved
     state = {
         "quant_type": "nf4",
         "blocksize": 64,
@@ -262,9 +252,7 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, Tensor]:
 
 
 def bytes_of_saved(saved: Mapping[str, Tensor], name: str, form: str, shape: torch.Size) -> Tensor:
-    """Return the stack `name` of a state_dict as the bytes of its parameter, which has this
-    shape.
-    """
+    """Return the stack `name` of a state_dict as the bytes of its parameter of this shape."""
     key = name + KEYS[form.removesuffix(packed.TRANSPOSED)][0]
     return saved[key].contiguous().view(torch.uint8).view(shape)
 
@@ -282,8 +270,12 @@ def from_saved(
     always those of all. Raises ValueError, with the name of the tensor, if one is missing or does
     not fit format and shape.
     """
-    base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
-    keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
+    base = form.removesuffix(packed.TRANSPOSED)
+    all_experts, P, Q = shape
+    E = experts or all_experts
+    keys = [name + suffix for suffix in KEYS[base]]
+    if base == "nf4":
+        keys.append(name + STATE)
     if name in tensors and tensors[name].dtype in (*packed.FLOATS, torch.float64):
         raise ValueError(
             f"{name} must be packed as {base}, but is {list(tensors[name].shape)} "
@@ -302,35 +294,31 @@ def from_saved(
         if f"{name}.quant_map" in tensors:
             _check_map(f"{name}.quant_map", tensors[f"{name}.quant_map"], torch.tensor(packed.NF4))
     fmt = packed.of_name(base)
-    E = experts or E
     width = Q * fmt.data_bits // 8
     if data.numel() != E * P * width or data.dtype != fmt.dtype:
         expected = f"{E * P * width} elements of {fmt.dtype} for {[E, P, Q]}"
         raise ValueError(f"{keys[0]} must have {expected}, but is {list(data.shape)} {data.dtype}")
     stack = Packed(data.reshape(E, P, width), [scale.contiguous() for scale in scales], form)
-    if shape[0] > E and base == "nf4":
-        whole = stack.scales[1]
-        if whole.numel() != -(-shape[0] * P * Q // 64 // packed.NESTED):
+    checked = stack.scales
+    if all_experts > E and base == "nf4":
+        nested = stack.scales[1].numel()
+        if nested != -(-all_experts * P * Q // 64 // packed.NESTED):
             raise ValueError(
-                f"{keys[2]} must be that of {shape[0]} experts, but has {whole.numel()} elements"
+                f"{keys[2]} must be that of {all_experts} experts, but has {nested} elements"
             )
-        wrong = packed.wrong_tensor(
-            *stack._replace(scales=[*stack.scales, torch.zeros(1, dtype=torch.int64)])
-        )
-    else:
-        wrong = packed.wrong_tensor(*stack)
+        checked = [*checked, torch.zeros(1, dtype=torch.int64)]
+    wrong = packed.wrong_tensor(stack.data, checked, form)
     if wrong is not None:
-        raise ValueError(f"{keys[wrong[0]]} {wrong[1]}")
-    return stack._replace(
-        scales=[as_read(key, scale) for key, scale in zip(keys[1:], stack.scales)]
-    )
+        at, problem = wrong
+        raise ValueError(f"{keys[at]} {problem}")
+    scales = [as_read(key, scale) for key, scale in zip(keys[1:], stack.scales)]
+    return stack._replace(scales=scales)
 
 
 def as_read(key: str, scale: Tensor) -> Tensor:
-    """Return scales as the kernels read them: float32, or bytes; raises ValueError if one is NaN or
-    infinite.
-    """
-    scale = scale if scale.dtype == torch.uint8 else scale.float()
+    """Return scales as the kernels read them, float32 or bytes; ValueError for NaN and infinity."""
+    if scale.dtype != torch.uint8:
+        scale = scale.float()
     if scale.is_floating_point() and not scale.isfinite().all():
         raise ValueError(
             f"{key} has elements that are NaN or infinite. Download or quantize the model again"
@@ -339,9 +327,7 @@ def as_read(key: str, scale: Tensor) -> Tensor:
 
 
 def _offset_of(key: str, tensor: Tensor, shape: Sequence[int]) -> float:
-    """Return the offset in the JSON of NF4's state; raises ValueError if its fields are not those
-    of our NF4.
-    """
+    """Return the offset in the JSON of NF4's state; raises ValueError for other formats' fields."""
     expected = {
         "quant_type": "nf4",
         "blocksize": 64,
@@ -357,20 +343,20 @@ def _offset_of(key: str, tensor: Tensor, shape: Sequence[int]) -> float:
             f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}"
         ) from error
     offset = fields["nested_offset"]
-    known = {str(dtype).removeprefix("torch.") for dtype in packed.FLOATS}
-    fits = {
-        field: json.dumps(fields[field]) == json.dumps(value) for field, value in expected.items()
-    }
-    fits["nested_offset"] = (
-        type(offset) in (int, float) and abs(offset) <= torch.finfo(torch.float32).max
-    )
-    fits["dtype"] = isinstance(fields["dtype"], str) and fields["dtype"] in known
-    for field, fit in fits.items():
-        if not fit:
-            valid = expected.get(
-                field, "a finite number" if field == "nested_offset" else f"one of {sorted(known)}"
-            )
-            raise ValueError(f"{field} in {key} must be {valid}, but is {shown(fields[field])}")
+    known = sorted(str(dtype).removeprefix("torch.") for dtype in packed.FLOATS)
+    problem = None
+    for field, value in expected.items():
+        if json.dumps(fields[field]) != json.dumps(value):
+            problem = (field, value)
+            break
+    largest = torch.finfo(torch.float32).max
+    if problem is None and (type(offset) not in (int, float) or not abs(offset) <= largest):
+        problem = ("nested_offset", "a finite number")
+    if problem is None and fields["dtype"] not in known:
+        problem = ("dtype", f"one of {known}")
+    if problem is not None:
+        field, valid = problem
+        raise ValueError(f"{field} in {key} must be {valid}, but is {shown(fields[field])}")
     return float(offset)
 
 
@@ -394,34 +380,25 @@ def _load(
     errors: list,
 ) -> None:
     for name, layout in layouts(module).items():
-        names = [
-            key
-            for key in state_dict
-            if key.startswith(prefix + name) and not key.startswith(prefix + name + "_bias")
-        ]
-        given = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
-        tensors = {name: getattr(module, name).data} | {
-            key: getattr(module, key) for key in _buffers(layout, name)
-        }
+        given = {}
+        for key in list(state_dict):
+            if key.startswith(prefix + name) and not key.startswith(prefix + name + "_bias"):
+                given[key.removeprefix(prefix)] = state_dict.pop(key)
+        tensors = {name: getattr(module, name).data}
+        for key in _buffers(layout, name):
+            tensors[key] = getattr(module, key)
         try:
             # DTensors with a stack's bytes are loaded like any others
             if is_distributed(tensors[name]):
-                here = {
-                    key: t.to_local() if key != name and is_distributed(t) else t
-                    for key, t in given.items()
-                }
-                tensors |= {key: here[key] for key in tensors if given}
+                if given:
+                    tensors = {key: _local_unless(key == name, given[key]) for key in tensors}
             elif given:
-                shape = packed.shape_of(
-                    get(module, name).data, layout.format.removesuffix(packed.TRANSPOSED)
-                )
+                base = layout.format.removesuffix(packed.TRANSPOSED)
+                shape = packed.shape_of(get(module, name).data, base)
                 stack = from_saved(name, layout.format, shape, given)
-                tensors = dict(
-                    zip(
-                        tensors,
-                        (tensor.view(torch.uint8) for tensor in (stack.data, *stack.scales)),
-                    )
-                )
+                tensors[name] = stack.data.view(torch.uint8)
+                for key, scale in zip(_buffers(layout, name), stack.scales):
+                    tensors[key] = scale.view(torch.uint8)
             else:  # left to strict=True to report
                 continue
         except KeyError as error:
@@ -432,3 +409,10 @@ def _load(
         except ValueError as error:
             errors.append(f"{prefix}{error}")
         state_dict.update({prefix + key: tensor for key, tensor in tensors.items()})
+
+
+def _local_unless(is_stack: bool, tensor: Any) -> Tensor:
+    """Return this rank's part of the scales, or a whole stack, as it is saved."""
+    if is_distributed(tensor) and not is_stack:
+        return tensor.to_local()
+    return tensor

@@ -282,7 +282,7 @@ def _same_view(a: Tensor, b: Any) -> bool:
 
 def gradients_so_far(learned: Gradients, leaves: Sequence[Tensor | None]) -> Gradients:
     """Return the existing gradients of `leaves`, the parameters of up and down; NOWHERE if none."""
-    so_far: list[Tensor | None] = []
+    so_far = []
     for tensor, leaf in zip((learned.up, learned.down), leaves, strict=True):
         grad = None
         if leaf is not None and not torch.is_grad_enabled():
@@ -290,9 +290,10 @@ def gradients_so_far(learned: Gradients, leaves: Sequence[Tensor | None]) -> Gra
             if grad is not None and not _same_view(leaf, tensor):
                 grad = grad.transpose(1, 2)
         so_far.append(grad)
-    if so_far == [None, None]:
+    up, down = so_far
+    if up is None and down is None:
         return NOWHERE
-    return NOWHERE._replace(up=so_far[0], down=so_far[1])
+    return NOWHERE._replace(up=up, down=down)
 
 
 def new_gradients(

@@ -350,8 +350,7 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     *experts, _, _, _, needs, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
-    # the kernels always return that of the weights
-    needs = Gradients(*needs)._replace(topk_weight=topk_weight)
+    needs = Gradients(*needs[:3], True, *needs[4:])  # the kernels always return the weights' one
     return fake_gradients(inputs.only(needs), x)
 
 

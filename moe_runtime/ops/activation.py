@@ -100,4 +100,6 @@ class Activation(NamedTuple):
         """Apply the activation to the pre-activation `z` [..., 2I or I] -> [..., I]."""
         gate, up = self.split(z)
         h = ACT[self.act](self.below(gate))
-        return h if up is None else h * self.shifted(up)
+        if up is not None:
+            h = h * self.shifted(up)
+        return h

@@ -109,7 +109,8 @@ def route_backward(
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E],
     in their dtype.
     """
-    (T, E), K = router_logits.shape, topk_idx.shape[1]
+    T, E = router_logits.shape
+    K = topk_idx.shape[1]
     router_logits = _rows(router_logits)
     dweight = dweight.contiguous()
     dlogits = router_logits.new_empty(T, E)
@@ -213,7 +214,8 @@ def merge_experts_forward(
     synchronizing with the host.
     """
     weight, stride_e, P = _experts(weight)
-    out = weight.new_empty(weight.shape[1:]) if out is None else out
+    if out is None:
+        out = weight.new_empty(weight.shape[1:])
     cuda.launch(
         "moert_merge_forward",
         weight,
@@ -264,8 +266,11 @@ def combine_forward(
     `num_rows` [1] int32 is read on the device: slots whose row is not below it contribute nothing,
     whatever their values.
     """
-    (T, K), H = topk_weight.shape, y.shape[1]
-    y, (slot_row, row_bytes), out = y.contiguous(), _index(slot_row), y.new_empty(T, H)
+    T, K = topk_weight.shape
+    H = y.shape[1]
+    y = y.contiguous()
+    slot_row, row_bytes = _index(slot_row)
+    out = y.new_empty(T, H)
     weight = topk_weight.contiguous()
     cuda.launch(
         "moert_combine_forward",
@@ -293,13 +298,12 @@ def combine_backward(
     if dout.dtype != y.dtype:  # autograd passes y's dtype
         dy, dweight = combine_backward(dout.float(), y.float(), topk_weight, slot_row)
         return dy.to(y.dtype), dweight
-    (T, K), H = topk_weight.shape, y.shape[1]
-    dout, y, (slot_row, row_bytes), weight = (
-        dout.contiguous(),
-        y.contiguous(),
-        _index(slot_row),
-        topk_weight.contiguous(),
-    )
+    T, K = topk_weight.shape
+    H = y.shape[1]
+    dout = dout.contiguous()
+    y = y.contiguous()
+    slot_row, row_bytes = _index(slot_row)
+    weight = topk_weight.contiguous()
     dy = y.new_empty(y.shape)
     dweight = weight.new_empty(T, K)
     cuda.launch(
@@ -332,13 +336,16 @@ def _index(index: Tensor) -> tuple[Tensor, int]:
     """Return `index` as contiguous int32 or int64, widened if narrower, and its item size
     in bytes.
     """
-    index = index if index.dtype in (torch.int32, torch.int64) else index.int()
+    if index.dtype not in (torch.int32, torch.int64):
+        index = index.int()
     return index.contiguous(), index.element_size()
 
 
 def _rows(logits: Tensor) -> Tensor:
     """Return `logits` with contiguous rows; the row stride is arbitrary."""
-    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+    if logits.stride(1) == 1 or logits.shape[1] == 1:
+        return logits
+    return logits.contiguous()
 
 
 def _experts(weight: Tensor) -> tuple[Tensor, int, int]:

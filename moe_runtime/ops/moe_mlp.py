@@ -350,7 +350,8 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     *experts, _, _, _, needs, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
-    needs = Gradients(*needs[:3], True, *needs[4:])  # the kernels always return the weights' one
+    # the kernels always return the gradient of the weights
+    needs = Gradients._make((*needs[:3], True, *needs[4:]))
     return fake_gradients(inputs.only(needs), x)
 
 

@@ -154,7 +154,9 @@ class Plan:
 def form_of(experts: Experts | FrozenExperts) -> tuple[int, int, float, float]:
     """Return act, form, limit and up_offset as moert_cpu.h expects them."""
     form = experts.activation
-    limit = math.inf if form.limit is None else form.limit
+    limit = form.limit
+    if limit is None:
+        limit = math.inf
     return cpp.ACTS[form.act], form.gated + form.interleaved, limit, form.up_offset
 
 
@@ -253,8 +255,12 @@ def _one_call(
     I = experts.down.shape[2]
     up = experts.up
     down = experts.down
-    up_bias = None if experts.up_bias is None else experts.up_bias.contiguous()
-    down_bias = None if experts.down_bias is None else experts.down_bias.contiguous()
+    up_bias = experts.up_bias
+    down_bias = experts.down_bias
+    if up_bias is not None:
+        up_bias = up_bias.contiguous()
+    if down_bias is not None:
+        down_bias = down_bias.contiguous()
     size = one_call_bytes(x.dtype, T, H, I, E, K, out is None)
     space = scratch("one call", (size,), x, torch.uint8)
     cpp.library().handle.moert_cpu_experts(
@@ -343,13 +349,15 @@ def backward(
         each = each._replace(up=grads.up.unbind(0))
     if grads.down is not None:
         each = each._replace(down=grads.down.unbind(0))
-    row_weight = None if grads.down_bias is None else topk_weight.reshape(-1)[row_slot]
+    row_weight = topk_weight.reshape(-1)[row_slot]
     up = _weights(experts, "up")
     down = _weights(experts, "down")
     saved = z_all.shape[0] > 0
     most = max((b - a for a, b in itertools.pairwise(plan.bounds)), default=0)
     one_call = not saved and _in_one_call(experts, most)
-    transposed = [] if saved or one_call else _transposed(experts, "up")
+    transposed = []
+    if not saved and not one_call:
+        transposed = _transposed(experts, "up")
     dx = scratch("y", (plan.R, plan.H), x) if needs.x else None
     for group in plan.groups:
         a = group.start
@@ -373,8 +381,7 @@ def backward(
             if dx is not None:
                 torch.mm(member.wide(dz), up[e], out=member.wide(dx[a:b]))
             if trained[e] >= 0:
-                weight = None if row_weight is None else row_weight[a:b]
-                weight_gradients(each, member, trained[e], dy, wh, dz, rows, weight, into)
+                weight_gradients(each, member, trained[e], dy, wh, dz, rows, row_weight[a:b], into)
             if experts.down_bias is not None:
                 slots = row_slot[a + member.start : a + member.end]
                 dots = (member.own(dy).float() * experts.down_bias[e].float()).sum(1)
@@ -421,7 +428,8 @@ def one_call_back_bytes(
 
     `form` 0 is not gated, `offsets` is an address.
     """
-    group = max(BACK_ELEMENTS // (I * (3 if form else 2)), 1)
+    columns = 3 * I if form else 2 * I
+    group = max(BACK_ELEMENTS // columns, 1)
     return cpp.library().handle.moert_cpu_experts_backward_bytes(
         cpp.DTYPES[dtype], form, offsets, T, H, I, E, K, group, recompute, torch.get_num_threads()
     )
@@ -455,7 +463,9 @@ def _one_call_back(
     bounds = offsets.tolist()
     trained = experts.rows()
     grads = new_gradients(experts, bounds, trained, needs, into)
-    dx = x.new_empty(T, H) if needs.x else None
+    dx = None
+    if needs.x:
+        dx = x.new_empty(T, H)
     dweight = topk_weight.new_empty(T * K)
     if bounds[-1] < T * K:
         dweight.zero_()

@@ -137,7 +137,9 @@ def _up_grouped(
 ) -> Tensor:
     """Return z [R, 2I or I] of all rows."""
     z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
-    return z if experts.up_bias is None else z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
+    if experts.up_bias is not None:
+        z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
+    return z
 
 
 def _row_expert(offsets: Tensor, row_slot: Tensor) -> Tensor:

@@ -237,7 +237,9 @@ def unpack(
             value = value.double()
         scale = fmt.scale(scales, data, e, e + 1)[0].repeat_interleave(fmt.group or shape[1], 1)
         out.copy_(value.mul_(scale[:, : shape[1]]))  # the last block may be narrower
-    return out.t() if name.endswith(TRANSPOSED) else out
+    if name.endswith(TRANSPOSED):
+        return out.t()
+    return out
 
 
 def reference(data: Tensor, scales: Sequence[Tensor], name: str) -> Tensor:

@@ -227,22 +227,22 @@ BUGS = [
     Bug(
         "a stale mixture is used after the logits moved",
         f"{MODULES}/merged.py",
-        "elif kept is None or not torch.equal(alpha, kept.seen):",
-        "elif kept is None:",
+        "elif mixture is None or not torch.equal(alpha, mixture.seen):",
+        "elif mixture is None:",
         "modules/test_merged_kept.py modules/test_merged.py",
     ),
     Bug(
         "the fuser's sample loss is divided by tokens",
         f"{MODULES}/fuser.py",
-        'loss / labels.shape[0] if reduction == "sample" else loss',
-        'loss / labels.numel() if reduction == "sample" else loss',
+        "loss = loss / labels.shape[0]",
+        "loss = loss / labels.numel()",
         "modules/test_fuser.py",
     ),
     Bug(
         "trained rows fold into other experts",
         f"{MODULES}/trainable.py",
-        "stack.index_copy_(0, index, rows",
-        "stack.index_copy_(0, index.flip(0), rows",
+        "stack.index_copy_(0, index, _local(rows)",
+        "stack.index_copy_(0, index.flip(0), _local(rows)",
         "modules/test_trainable.py",
     ),
     # hf

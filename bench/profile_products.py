@@ -11,9 +11,9 @@ import sys
 
 import torch
 
-from moe_runtime.config import LAYERS
 from moe_runtime.kernels import tiles
 from moe_runtime.tools import tune
+from moe_runtime.tools.layer_shapes import LAYERS
 
 
 def main(arguments: list[str]) -> None:

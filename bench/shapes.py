@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.config import LAYERS
+from moe_runtime.tools.layer_shapes import LAYERS
 
 
 class Shape(NamedTuple):

@@ -8,8 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_runtime.config import LAYERS, check_choice
+from moe_runtime.config import check_choice
 from moe_runtime.tools import tune
+from moe_runtime.tools.layer_shapes import LAYERS
 
 
 def main(arguments: list[str]) -> int:
@@ -18,7 +19,9 @@ def main(arguments: list[str]) -> int:
         prog="python -m moe_runtime.bench.tune_layers", description=__doc__.splitlines()[0]
     )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--shape", default="all", help="names of moe_runtime.config.LAYERS, or all")
+    parser.add_argument(
+        "--shape", default="all", help="names of moe_runtime.tools.layer_shapes, or all"
+    )
     parser.add_argument("--tokens", default="16384,4096")
     parser.add_argument("--seconds", type=float, help="after which nothing new begins")
     given = parser.parse_args(arguments)

@@ -7,12 +7,17 @@ import functools
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from moe_runtime.config import check_choice
 from moe_runtime.native.library import cpp, cuda
+
+Function = TypeVar("Function", bound=Callable)
 
 BACKENDS = ("torch", "triton", "cuda", "cpp")
 AT_RUN_TIME = "auto"  # what an exported graph holds: its op chooses where it runs
@@ -56,13 +61,19 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def constant_in_graphs(function: Function) -> Function:
+    """Make torch.compile call `function` while it traces, instead of breaking the graph.
+
+    This sets the attribute of torch.compiler.assume_constant_result, which would import the
+    compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-# the attribute that torch.compiler.assume_constant_result sets; calling that here would import the
-# compiler. Without it the graph would break
-_capability._dynamo_marked_constant = True
 
 
 def why_not(backend: str, op: str, device: torch.device) -> str | None:
@@ -88,51 +99,45 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
         return f"the tensor is on {device.type}, not on cuda"
     if torch.version.hip:
         return "the GPU is an AMD one, and the launch configs are for NVIDIA GPUs only"
-    capability = _capability(device)
-    if capability < MIN_CAPABILITY:
-        own, least = (f"sm_{major}{minor}" for major, minor in (capability, MIN_CAPABILITY))
-        return f"the GPU is {own}, but {least} or newer is required"
+    major, minor = _capability(device)
+    if (major, minor) < MIN_CAPABILITY:
+        least = "sm_{}{}".format(*MIN_CAPABILITY)
+        return f"the GPU is sm_{major}{minor}, but {least} or newer is required"
     return None
 
 
 @functools.cache
 def measured_faster() -> frozenset[tuple[str, str]]:
     """Return the (op, device name) pairs listed in CUDA_TABLE."""
-    return frozenset(
-        (row["op"], row["device"]) for row in json.loads(CUDA_TABLE.read_text())["measured"]
-    )
+    rows = json.loads(CUDA_TABLE.read_text())["measured"]
+    return frozenset((row["op"], row["device"]) for row in rows)
 
 
+@constant_in_graphs
 def _cuda_is_faster(op: str, device: torch.device) -> bool:
     table = measured_faster()
     return bool(table) and (op, torch.cuda.get_device_name(device)) in table
 
 
-_cuda_is_faster._dynamo_marked_constant = True
-
-
-def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
-    """Return the default backend of `op`: the fastest kernel that the device supports, else
-    "torch".
-    """
+def _default(op: str, x: Tensor, cuda_fits: bool) -> str:
+    """Return the fastest backend of `op` that the device supports."""
     if not x.is_cuda:
-        fits = op in CPP_OPS and x.dtype in cpp.DTYPES
-        return "cpp" if fits and why_not("cpp", op, x.device) is None else "torch"
+        if op in CPP_OPS and x.dtype in cpp.DTYPES and why_not("cpp", op, x.device) is None:
+            return "cpp"
+        return "torch"
     # dispatch accepts every integer dtype
     cuda_fits = cuda_fits and (op == "dispatch" or x.dtype in cuda.DTYPES)
     if cuda_fits and _cuda_is_faster(op, x.device) and why_not("cuda", op, x.device) is None:
         return "cuda"
-    return "triton" if why_not("triton", op, x.device) is None else "torch"
+    if why_not("triton", op, x.device) is None:
+        return "triton"
+    return "torch"
 
 
+@constant_in_graphs  # torch.compile would evaluate is_exporting() to True
 def exporting() -> bool:
-    """Return whether a graph is being exported: it then names no backend and saves nothing for a
-    backward pass.
-    """
-    return torch.compiler.is_exporting() or torch._C._is_tracing()
-
-
-exporting._dynamo_marked_constant = True  # torch.compile would evaluate is_exporting() to True
+    """Return whether a graph is being exported, which names no backend and has no backward pass."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 # the experts implementation for exports to runtimes that do not know our ops; set by
@@ -140,6 +145,7 @@ exporting._dynamo_marked_constant = True  # torch.compile would evaluate is_expo
 foreign_experts: str | None = None
 
 
+@constant_in_graphs
 def portable() -> str | None:
     """Return the experts implementation for a foreign runtime, "batched_mm" in torch.onnx.export;
     None if torch runs the graph.
@@ -148,67 +154,58 @@ def portable() -> str | None:
     """
     if not exporting():
         return None
-    return "batched_mm" if torch.onnx.is_in_onnx_export() else foreign_experts
+    if torch.onnx.is_in_onnx_export():
+        return "batched_mm"
+    return foreign_experts
 
 
-portable._dynamo_marked_constant = True
-
-
-def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
-    """Return AT_RUN_TIME if no backend is requested and the graph is being exported, else what
-    `choose` returns.
-    """
-    return AT_RUN_TIME if backend is None and exporting() else choose(op, x, backend, cuda_fits)
+def pick(op: str, x: Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
+    """Return what `choose` returns, or AT_RUN_TIME for an exported graph that names no backend."""
+    if backend is None and exporting():
+        return AT_RUN_TIME
+    return choose(op, x, backend, cuda_fits)
 
 
 def requested(backend: str | None = None) -> str | None:
-    """Return the backend that an argument or, without one, MOE_RUNTIME_BACKEND requests; None for
-    the default.
-    """
-    return (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
+    """Return the backend that an argument or else MOE_RUNTIME_BACKEND requests; None if neither."""
+    if backend is not None:
+        return backend
+    return os.environ.get("MOE_RUNTIME_BACKEND") or None
 
 
-def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
-    """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default
-    for x's sizes.
+def choose(op: str, x: Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
+    """Return the backend that runs `op` on `x`.
 
     An explicit `backend` is used or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND
     applies to the ops that have a kernel of that backend and leaves the others on their default.
-    The default on a supported GPU is "triton", or "cuda" where CUDA_TABLE lists it as faster; on a
-    CPU it is "cpp" if its library is built and the op has a kernel there; else "torch".
+    The default on a supported GPU is "triton", or "cuda" where CUDA_TABLE lists it as faster and
+    `cuda_fits`, as it does not for every size of x; on a CPU it is "cpp" if its library is built
+    and the op has a kernel there; else "torch".
     """
-    asked = requested(backend)
     if x.dtype == torch.float64:  # the kernels sum in float32
         if backend not in (None, "torch"):
             raise ValueError(
-                f"backend {backend!r} cannot run {op}: the "
-                "tensor "
-                "is "
-                f"{x.dtype}. "
-                "Use "
-                "backend "
+                f"backend {backend!r} cannot run {op}: the tensor is {x.dtype}. Use backend "
                 "'torch' for float64"
             )
         return "torch"
-    if asked is None:
+    name = requested(backend)
+    if name is None:
         return _default(op, x, cuda_fits)
-    check_choice("backend", asked, BACKENDS)
-    reason = why_not(asked, op, x.device)
-    kernels = KERNELS[asked]
-    if backend is None and kernels and op not in kernels:
+    check_choice("backend", name, BACKENDS)
+    if backend is None and op not in KERNELS[name]:
         return _default(op, x, cuda_fits)
-    if (
-        reason is None
-        and asked == "triton"
-        and x.dtype == torch.bfloat16
-        and x.device.type == "cpu"
-    ):
-        if interpreter_knows_bfloat16:
-            reason = None
-        else:
-            reason = "Triton's interpreter computes bfloat16 wrongly. Use float32"
-    if reason is None and asked == "cpp" and x.dtype not in cpp.DTYPES:
-        reason = f"the tensor is {x.dtype}, but float32 or bfloat16 is required"
+    reason = why_not(name, op, x.device) or _dtype_problem(name, x)
     if reason is not None:
-        raise ValueError(f"backend {asked!r} cannot run {op}: {reason}")
-    return asked
+        raise ValueError(f"backend {name!r} cannot run {op}: {reason}")
+    return name
+
+
+def _dtype_problem(backend: str, x: Tensor) -> str | None:
+    """Return why `backend` cannot compute in the dtype of `x`, or None if it can."""
+    if backend == "cpp" and x.dtype not in cpp.DTYPES:
+        return f"the tensor is {x.dtype}, but float32 or bfloat16 is required"
+    interpreted_bfloat16 = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    if backend == "triton" and interpreted_bfloat16 and not interpreter_knows_bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly. Use float32"
+    return None

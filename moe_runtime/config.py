@@ -1,6 +1,4 @@
-"""User settings: frozen, keyword-only dataclasses that are checked on construction and convert to
-one JSON object each.
-"""
+"""User settings: frozen dataclasses, checked on construction, that convert to a JSON object."""
 
 import sys
 from collections.abc import Mapping
@@ -28,17 +26,20 @@ STOCK_FAMILIES = (
 
 def shown(value: object, width: int = 200) -> str:
     """Format a value for an error message: its repr, truncated to `width` characters."""
-    text = repr(value)
-    return text if len(text) <= width else text[: width - 3] + "..."
+    return _truncated(repr(value), width)
+
+
+def _truncated(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    return text[: width - 3] + "..."
 
 
 def one_line(text: object, width: int = 500) -> str:
-    """Format foreign text for an error message: on one line, control characters escaped, truncated
-    to `width` characters.
-    """
+    """Format foreign text for an error message: one line of `width`, control characters escaped."""
     words = " ".join(str(text)[: 4 * width].split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
-    return line if len(line) <= width else line[: width - 3] + "..."
+    return _truncated(line, width)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -57,15 +58,8 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
     """Raise ValueError unless `value` is a finite number of 0 or more, or above 0 if `positive`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= sys.float_info.max or (positive and value == 0):
-        raise ValueError(
-            f"{name} must be "
-            "a "
-            "number "
-            f"{'above 0' if positive else 'of at least 0'}, "
-            "but "
-            "got "
-            f"{shown(value)}"
-        )
+        bounds = "above 0" if positive else "of at least 0"
+        raise ValueError(f"{name} must be a number {bounds}, but got {shown(value)}")
 
 
 def check_numbers(
@@ -75,19 +69,21 @@ def check_numbers(
     finite: bool = True,
     most: float = sys.float_info.max,
 ) -> None:
-    """Raise ValueError unless `values` are nested lists of numbers of `shape` (None: any length);
-    NaN only if not `finite`.
+    """Raise ValueError unless `values` are nested lists of numbers of `shape` (None: any length).
+
+    NaN is accepted only if not `finite`.
     """
     if not _are_numbers(values, shape, finite, most):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        kind = f"{'finite ' if finite else ''}numbers of shape [{sizes}]"
-        raise ValueError(f"{name} must be {kind}, but got {shown(values)}")
+        kind = "finite numbers" if finite else "numbers"
+        raise ValueError(f"{name} must be {kind} of shape [{sizes}], but got {shown(values)}")
 
 
 def _are_numbers(values: object, shape: tuple[int | None, ...], finite: bool, most: float) -> bool:
     if not shape:
-        is_number = isinstance(values, int | float) and not isinstance(values, bool)
-        return is_number and (abs(values) <= most or (not finite and isinstance(values, float)))
+        if not isinstance(values, int | float) or isinstance(values, bool):
+            return False
+        return abs(values) <= most or (not finite and isinstance(values, float))
     if not isinstance(values, list | tuple) or shape[0] not in (None, len(values)):
         return False
     return all(_are_numbers(one, shape[1:], finite, most) for one in values)
@@ -96,31 +92,25 @@ def _are_numbers(values: object, shape: tuple[int | None, ...], finite: bool, mo
 def check_fraction(
     name: str, value: float, meaning: str = "", *, zero: bool = True, one: bool = True
 ) -> None:
-    """Raise ValueError unless `value` is a number from 0 to 1; `zero` and `one` say whether the
-    ends are allowed.
-    """
+    """Raise ValueError unless `value` is a number from 0 to 1, without `zero` or `one` if False."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1 or (value == 0 and not zero) or (value == 1 and not one):
         if zero:
             bounds = "from 0 to 1" if one else "from 0 to below 1"
         else:
             bounds = "above 0 and at most 1" if one else "above 0 and below 1"
-        raise ValueError(
-            f"{name} must be {bounds}{f' ({meaning})' if meaning else ''}, but got {shown(value)}"
-        )
+        if meaning:
+            bounds = f"{bounds} ({meaning})"
+        raise ValueError(f"{name} must be {bounds}, but got {shown(value)}")
 
 
 def check_shared_rate(shared_rate: float, name: str = "shared_rate") -> None:
-    """Raise ValueError, which calls the value `name`, unless `shared_rate` is a number from
-    0 to 1.
-    """
+    """Raise ValueError unless `shared_rate`, called `name`, is a number from 0 to 1."""
     check_fraction(name, shared_rate, "the shared expert's mixing coefficient")
 
 
 def check_seed(name: str, value: int) -> None:
-    """Raise ValueError unless `value` is an integer from 0 to 2^63 - 1, as a random seed
-    must be.
-    """
+    """Raise ValueError unless `value` is an integer from 0 to 2^63 - 1, as seeds must be."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise ValueError(f"{name} must be an integer from 0 to 2^63 - 1, but got {shown(value)}")
 
@@ -160,7 +150,7 @@ class MoEConfig:
     shared: str = "group"
     recompute: bool = False  # save only x for the backward pass and recompute the pre-activation
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             check_positive(name, getattr(self, name))
         check_choice("gate", self.gate, GATES)
@@ -170,12 +160,7 @@ class MoEConfig:
         check_choice("shared", self.shared, SHARED_MODES)
         if self.shared == "dense" and self.gate not in SHARED_GATES:
             raise ValueError(
-                "shared='dense' requires gate to be "
-                "one "
-                "of "
-                f"{', '.join(SHARED_GATES)}, "
-                "but "
-                "got "
+                f"shared='dense' requires gate to be one of {', '.join(SHARED_GATES)}, but got "
                 f"{self.gate!r}"
             )
         if self.top_k > self.num_experts:
@@ -184,12 +169,7 @@ class MoEConfig:
             )
         if self.gate in SHARED_GATES and self.num_experts > 1 and self.top_k < 2:
             raise ValueError(
-                f"top_k must be at least 2 for gate {self.gate!r} (the "
-                "shared "
-                "expert "
-                "and "
-                "a "
-                "routed "
+                f"top_k must be at least 2 for gate {self.gate!r} (the shared expert and a routed "
                 f"one), but got {self.top_k}"
             )
         check_number("balance_loss_coef", self.balance_loss_coef)
@@ -204,23 +184,17 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "MoEConfig":
-        """Build the config from the output of `to_dict`; raises ValueError for unknown and missing
-        keys.
-        """
-        known = {field.name for field in fields(cls)}
+        """Build the config from the output of `to_dict`; raises ValueError for other keys."""
+        required = {field.name: field.default is MISSING for field in fields(cls)}
         problem = None
         if not isinstance(values, Mapping):
             problem = f"must be an object, but got {shown(values)}"
-        elif unknown := sorted(str(key) for key in set(values) - known):
+        elif unknown := sorted(str(key) for key in values if key not in required):
             problem = f"has no field {one_line(', '.join(unknown), 200)}"
-        elif missing := [
-            field.name
-            for field in fields(cls)
-            if field.default is MISSING and field.name not in values
-        ]:
+        elif missing := [name for name, must in required.items() if must and name not in values]:
             problem = f"lacks {', '.join(missing)}"
         if problem is not None:
-            raise ValueError(f"MoEConfig {problem}. Its fields are {', '.join(sorted(known))}")
+            raise ValueError(f"MoEConfig {problem}. Its fields are {', '.join(sorted(required))}")
         return cls(**values)
 
     @property
@@ -237,28 +211,6 @@ class MoEConfig:
     def num_routed_per_token(self) -> int:
         """Number of experts that the router selects for each token."""
         return self.top_k - self.has_shared_expert
-
-
-# the router of XFT: as the paper describes it (Sec. 3.1), and as the released code trains it
-# (docs/xft-official.md, X1 to X4)
-PRESETS = {
-    "xft-paper": {
-        "gate": "xft",
-        "router": "linear",
-        "noisy_gate": False,
-        "balance_loss": "none",
-        "balance_loss_coef": 0.0,
-        "load_quirk": False,
-    },
-    "xft-official": {
-        "gate": "xft",
-        "router": "mlp",
-        "noisy_gate": True,
-        "balance_loss": "cv2",
-        "balance_loss_coef": 0.01,
-        "load_quirk": True,
-    },
-}
 
 
 class Layer(NamedTuple):
@@ -281,17 +233,3 @@ class Layer(NamedTuple):
             raise ValueError(
                 f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}"
             )
-
-
-# of published models; the XFT ones as in its paper, or assumed where the paper gives no number of
-# experts
-LAYERS = {
-    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
-    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
-    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
-    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
-    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
-    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
-    "OLMoE": Layer(2048, 1024, 64, 8),
-    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
-}

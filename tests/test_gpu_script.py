@@ -20,7 +20,8 @@ import torch
 from moe_runtime import backends
 from moe_runtime.bench import device_check, goals, machine, report, shapes
 from moe_runtime.bench.records import LOST, Records
-from moe_runtime.config import LAYERS, Layer
+from moe_runtime.config import Layer
+from moe_runtime.tools.layer_shapes import LAYERS
 from tests.support import dry_run, outcomes
 from tests.support.patience import PATIENCE
 

@@ -309,7 +309,8 @@ def tune(
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     """Return name -> Layer of --shape, or of --model and the given sizes."""
-    from moe_runtime.config import LAYERS, Layer, check_choice
+    from moe_runtime.config import Layer, check_choice
+    from moe_runtime.tools.layer_shapes import LAYERS
 
     if shape is not None and model is None and not sizes:
         known = {name.lower(): name for name in LAYERS}

@@ -45,7 +45,7 @@ def upcycle(
         int | None, option("Experts per token, including the shared one (default: 6).")
     ] = None,
     for_: Annotated[str | None, option(FOR, "--for", words=config.STOCK_FAMILIES)] = None,
-    preset: Annotated[str, option(PRESET, words=tuple(config.PRESETS))] = "xft-paper",
+    preset: Annotated[str, option(PRESET, words=("xft-paper", "xft-official"))] = "xft-paper",
     gate: Annotated[str | None, option(GATE, words=config.GATES)] = None,
     router: Annotated[str | None, option("linear or mlp.", words=config.ROUTERS)] = None,
     noisy_gate: Annotated[bool | None, option("Noise on the router logits in training.")] = None,
@@ -62,9 +62,10 @@ def upcycle(
     overwrite: Overwrite = False,
 ):
     """Upcycle a dense model to an MoE model: copies of every MLP become experts with a router."""
-    from moe_runtime.config import PRESETS, check_choice
+    from moe_runtime.config import check_choice
     from moe_runtime.hf.models import stock
     from moe_runtime.methods.xft import folders
+    from moe_runtime.methods.xft.presets import PRESETS
 
     check_choice("preset", preset, tuple(PRESETS))
     if num_experts == 1:

@@ -1,5 +1,4 @@
-"""EWA (arXiv 2308.06093), a baseline of XFT: experts without a router that are pulled towards their
-mean after each step.
+"""EWA (arXiv 2308.06093), a baseline: experts without a router, pulled to their mean after a step.
 
 `EWAMLP`, the layer: in training, the batch's tokens are randomly divided into equal parts, one per
 expert; in eval mode a single expert runs, whose weights are the experts' mean.
@@ -14,10 +13,12 @@ experts stay unchanged and c = 1 makes them equal, bit by bit. For a DTensor m i
 divided by E, equal up to float32 rounding.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import MoEConfig, check_fraction
 from moe_runtime.modules.moe import Experts
@@ -26,7 +27,7 @@ from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 
 @torch.no_grad()
-def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
+def average_experts_(weight: Any, share: float) -> Tensor:
     """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it. Not
     differentiable.
 
@@ -35,12 +36,11 @@ def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
     partitioned.
     """
     check_share(share)
-    if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(
-        weight, "ds_numel", weight.numel()
-    ):
-        got = f"weight is {tuple(weight.shape)} of DeepSpeed's {tuple(weight.ds_shape)}"
+    is_deepspeeds = getattr(weight, "ds_id", None) is not None
+    if is_deepspeeds and weight.numel() != getattr(weight, "ds_numel", weight.numel()):
         raise ValueError(
-            f"Expected the whole stack, but {got}. Train with FSDP2 or DDP instead of ZeRO-3"
+            f"Expected the whole stack, but weight is {tuple(weight.shape)} of DeepSpeed's "
+            f"{tuple(weight.ds_shape)}. Train with FSDP2 or DDP instead of ZeRO-3"
         )
     E = weight.shape[0]
     pull = 0.0 if E == 1 else share * E / (E - 1)
@@ -66,11 +66,12 @@ def check_share(share: float) -> None:
     check_fraction("share", share, "how much of an expert the others give")
 
 
-def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
+def _average_by_blocks(rows: Tensor, pull: float) -> None:
     """Average `rows` [E, P] in blocks over all experts, without a float32 copy of the stack."""
     E, P = rows.shape
-    # a compiler chooses the blocks itself
-    step = P if torch.compiler.is_compiling() else max(block_size(rows[0]) // E, 1)
+    step = P  # a compiler chooses the blocks itself
+    if not torch.compiler.is_compiling():
+        step = max(block_size(rows[0]) // E, 1)
     for start in range(0, P, step):
         part = rows[:, start : start + step]
         w = part.to(wide_dtype(part.dtype))
@@ -78,10 +79,8 @@ def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
         part.copy_(torch.lerp(w, mean, pull))
 
 
-def _average_over_ranks(weight, pull: float) -> None:
-    """Average a DTensor sharded over experts or columns, or replicated; only means are
-    exchanged.
-    """
+def _average_over_ranks(weight: Any, pull: float) -> None:
+    """Average a DTensor sharded over experts or columns, or replicated; means are exchanged."""
     from torch.distributed.tensor import Partial
 
     if any(isinstance(placement, Partial) for placement in weight.placements):
@@ -108,16 +107,22 @@ class EWAMLP(nn.Module):
     (preserve_rng_state) of the input's device.
     """
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.config = config
         self.experts = Experts(config, dtype=dtype, device=device)
 
-    def alpha(self) -> torch.Tensor:
+    def alpha(self) -> Tensor:
         """Return the mean's coefficients [E] float32: 1 / E each."""
         return uniform_mixture(self.config.num_experts, self.experts.down_proj.device)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
         if not self.training:
             return self._mean(hidden_states)
@@ -126,16 +131,14 @@ class EWAMLP(nn.Module):
         one = torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
         return self.experts(x, idx, one).view_as(hidden_states)
 
-    def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the mean expert, recomputed in each call, so that it is never stale after an
-        optimizer step.
-        """
+    def _mean(self, x: Tensor) -> Tensor:
+        """Run the mean expert, recomputed in each call, so that it is never stale."""
         alpha = self.alpha()
         up = self.experts.up_name
-        mean = {
-            name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()
-        }
-        mean = {name: weight.to(compute_dtype(weight)) for name, weight in mean.items()}
+        mean = {}
+        for name, stack in self.experts.named_parameters():
+            weight = merge_experts(stack, alpha)
+            mean[name] = weight.to(compute_dtype(weight))
         z = F.linear(x.to(compute_dtype(x)), mean[up], mean.get(f"{up}_bias"))
         h = self.experts.activation().apply(z)
         return F.linear(h, mean["down_proj"], mean.get("down_proj_bias"))
@@ -144,15 +147,15 @@ class EWAMLP(nn.Module):
         """Show the sizes in print(model)."""
         c = self.config
         return (
-            f"num_experts={c.num_experts}, "
-            f"hidden_size={c.hidden_size}, "
+            f"num_experts={c.num_experts}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}"
         )
 
 
-def random_partition(tokens: int, num_experts: int, device=None) -> torch.Tensor:
-    """Return an expert for each token [T] int32, uniformly over all partitions into groups of equal
-    size up to one token.
+def random_partition(tokens: int, num_experts: int, device: torch.device | None = None) -> Tensor:
+    """Return an expert for each token [T] int32, uniform over partitions into equal groups.
+
+    The sizes of the groups differ by one token at most.
     """
     # also draw which experts get one more token; otherwise the last ones would never train with
     # fewer tokens than experts

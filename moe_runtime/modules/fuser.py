@@ -1,17 +1,18 @@
 """The gate that mixes specialists per token, and the loss of the mixture.
 
-UltraFuser, Sec. 3 and App. A:  z_s = g(h_s),  g = Linear(H, H), ReLU, Linear(H, 1), one g for all specialists
+UltraFuser, Sec. 3 and App. A:  z_s = g(h_s),  g = Linear(H, H), ReLU, Linear(H, 1)
 UltraFuser, Eq. (1):            w = softmax_s(z),  o = sum_s w_s o_s
-The last bias shifts all z_s equally, so its gradient is 0. `joint` is a gate on all states at once,
-z = g(h_1 : ... : h_S), which supports specialists with different hidden sizes.
+
+All specialists share one g. The last bias shifts all z_s equally, so its gradient is 0. `joint` is
+a gate on all states at once, z = g(h_1 : ... : h_S), which supports different hidden sizes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
@@ -29,16 +30,20 @@ GATES = ("mlp", "linear")
 
 
 class FuserGate(nn.Module):
-    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1, with
-    float32 parameters.
+    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1.
 
-    `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With `joint` each specialist has a
-    row of the last layer instead of sharing the gate. Raises ValueError for different hidden sizes
-    without it.
+    The parameters are float32. `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With
+    `joint` each specialist has a row of the last layer instead of sharing the gate. Raises
+    ValueError for different hidden sizes without it.
     """
 
     def __init__(
-        self, hidden_sizes: Sequence[int], *, kind: str = "mlp", joint: bool = False, device=None
+        self,
+        hidden_sizes: Sequence[int],
+        *,
+        kind: str = "mlp",
+        joint: bool = False,
+        device: torch.device | None = None,
     ):
         super().__init__()
         check_choice("kind", kind, GATES)
@@ -49,30 +54,27 @@ class FuserGate(nn.Module):
         self.joint = joint
         if not self.hidden_sizes or (not joint and len(set(self.hidden_sizes)) > 1):
             raise ValueError(
-                "hidden_sizes must be the same for "
-                "all "
-                "specialists, "
-                "but "
-                "got "
-                f"{self.hidden_sizes}. "
+                f"hidden_sizes must be the same for all specialists, but got {self.hidden_sizes}. "
                 "Pass joint=True"
             )
         width = max(self.hidden_sizes)
-        inputs, outputs = (sum(self.hidden_sizes), len(self.hidden_sizes)) if joint else (width, 1)
-        like = {"dtype": torch.float32, "device": device}
+        inputs = width
+        outputs = 1
+        if joint:
+            inputs = sum(self.hidden_sizes)
+            outputs = len(self.hidden_sizes)
+        like: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self.up = nn.Linear(inputs, width, **like) if kind == "mlp" else None
         self.score = nn.Linear(width if kind == "mlp" else inputs, outputs, **like)
 
-    def _apply(self, fn, recurse=True):
-        """Keep the parameters float32 whatever the module is cast to, as gates are float32 end to
-        end.
-        """
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Keep the parameters float32 in casts, as gates are float32 end to end."""
         super()._apply(fn, recurse)
         for parameter in self.parameters():
             parameter.data = parameter.data.float()
         return self
 
-    def forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(self, hidden: Sequence[Tensor]) -> Tensor:
         """Compute [..., S] from `hidden` S of [..., H_s] of any float dtype, not affected by
         autocast.
 
@@ -81,13 +83,8 @@ class FuserGate(nn.Module):
         sizes = tuple(h.shape[-1] for h in hidden)
         if sizes != self.hidden_sizes:
             raise ValueError(
-                "Expected hidden states of sizes "
-                f"{self.hidden_sizes}, "
-                "one "
-                "per "
-                "specialist, "
-                "but "
-                f"got {sizes}"
+                f"Expected hidden states of sizes {self.hidden_sizes}, one per specialist, but got "
+                f"{sizes}"
             )
         dtype = self.score.weight.dtype
         with torch.autocast(self.score.weight.device.type, enabled=False):
@@ -99,8 +96,10 @@ class FuserGate(nn.Module):
             # float32 at least: FSDP2 may gather the parameters in bfloat16
             return scores.softmax(-1, dtype=wide_dtype(dtype))
 
-    def _scores(self, x: torch.Tensor) -> torch.Tensor:
-        return self.score(x if self.up is None else F.relu(self.up(x)))
+    def _scores(self, x: Tensor) -> Tensor:
+        if self.up is not None:
+            x = F.relu(self.up(x))
+        return self.score(x)
 
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
@@ -110,28 +109,28 @@ class FuserGate(nn.Module):
 class FuserLoss(NamedTuple):
     """Loss and statistics of a training step."""
 
-    loss: torch.Tensor  # [], or [B, R] with reduction "none"; float32
-    weight: torch.Tensor  # [B, R, S] float32: the gate's, without a gradient
+    loss: Tensor  # [], or [B, R] with reduction "none"; float32
+    weight: Tensor  # [B, R, S] float32: the gate's, without a gradient
 
 
 def fuser_loss(
     gate: FuserGate,
-    hidden: Sequence[torch.Tensor],
-    heads: Sequence[torch.Tensor],
-    labels: torch.Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    labels: Tensor,
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
     scales: Sequence[float] | None = None,
     backend: str | None = None,
 ) -> FuserLoss:
-    """Compute Eq. (2) for responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states
-    before each token, and `heads`.
+    """Compute Eq. (2) for responses `labels` [B, R] from states and heads.
 
-    `reduction`: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens,
-    the mean over samples. `scales` multiply the specialists' logits, as some families require.
-    Specialists whose states and heads need no gradient are frozen (stage 1): only the gate is
-    trained, without a matrix product in the backward pass.
+    `hidden` are S of [B, R, H_s], the states before each token. `reduction`: "mean" over tokens,
+    "sum", "none", or "sample", the paper's: the sum over tokens, the mean over samples. `scales`
+    multiply the specialists' logits, as some families require. Specialists whose states and heads
+    need no gradient are frozen (stage 1): only the gate is trained, without a matrix product in the
+    backward pass.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     weight = gate(hidden)
@@ -141,30 +140,29 @@ def fuser_loss(
     loss = fused_cross_entropy(
         hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend
     )
-    return FuserLoss(loss / labels.shape[0] if reduction == "sample" else loss, weight.detach())
+    if reduction == "sample":
+        loss = loss / labels.shape[0]
+    return FuserLoss(loss, weight.detach())
 
 
-Logits = Callable[[torch.Tensor], torch.Tensor]  # [..., H_s] -> [..., V_s], on a device of its own
+Logits = Callable[[Tensor], Tensor]  # [..., H_s] -> [..., V_s], on a device of its own
 
 
 def chunked_loss(
     gate: FuserGate,
-    hidden: Sequence[torch.Tensor],
+    hidden: Sequence[Tensor],
     heads: Sequence[Logits],
-    labels: torch.Tensor,
+    labels: Tensor,
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
     chunk: int | None = None,
 ) -> FuserLoss:
-    """Return `fuser_loss` for heads that are arbitrary functions from states to logits, on any
-    devices.
+    """Return `fuser_loss` for heads that are any functions from states to logits, on any devices.
 
-    `hidden` S times [..., H_s], `labels` [...] of the same tokens.
-
-    `chunk` tokens are processed at a time, by default as many as in ops.fusion's chunk on the CPU;
-    the backward pass recomputes their logits and then holds three or four copies of them per
-    specialist.
+    `hidden` are S of [..., H_s], `labels` [...] of the same tokens. `chunk` tokens are processed at
+    a time, by default as many as in ops.fusion's chunk on the CPU; the backward pass recomputes
+    their logits and then holds three or four copies of them per specialist.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     device = gate.score.weight.device
@@ -175,34 +173,33 @@ def chunked_loss(
     T = len(targets)
     if T and chunk is None:
         with torch.no_grad():
-            chunk = max(
-                CHUNK
-                // mix(
-                    (head(h[:1]) for h, head in zip(states, heads, strict=True)), flat[:1]
-                ).shape[-1],
-                1,
-            )
+            pairs = zip(states, heads, strict=True)
+            V = mix((head(h[:1]) for h, head in pairs), flat[:1]).shape[-1]
+        chunk = max(CHUNK // V, 1)
 
-    def nll_of(target: torch.Tensor, part: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-        logits = mix((head(h) for h, head in zip(states, heads, strict=True)), part)
+    def nll_of(target: Tensor, part: Tensor, *states: Tensor) -> Tensor:
+        pairs = zip(states, heads, strict=True)
+        logits = mix((head(h) for h, head in pairs), part)
         check_labels(target, ignore_index, logits.shape[-1])
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 
     parts = []
-    for start in range(0, T, chunk or 1):
-        rows = slice(start, start + chunk)
-        inputs = (targets[rows], flat[rows], *(h[rows] for h in states))
-        parts.append(
-            checkpoint(nll_of, *inputs, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else nll_of(*inputs)
-        )
+    step = chunk or 1
+    for start in range(0, T, step):
+        rows = slice(start, start + step)
+        inputs = (targets[rows], flat[rows], *[h[rows] for h in states])
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(nll_of, *inputs, use_reentrant=False))
+        else:
+            parts.append(nll_of(*inputs))
     nll = torch.cat(parts) if parts else flat.sum(-1)
     total = nll.sum()
     if reduction == "none":
         loss = nll.view(labels.shape)
     elif reduction == "mean":
         loss = mean_of(total, targets, ignore_index)
+    elif reduction == "sample":
+        loss = total / labels.shape[0]
     else:
-        loss = total / labels.shape[0] if reduction == "sample" else total
+        loss = total
     return FuserLoss(loss, weight.detach())

@@ -6,9 +6,10 @@ once per token, see `moe_runtime.ops.lora`.
 """
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import ACTIVATIONS, MoEConfig, check_choice, check_number, check_positive
 from moe_runtime.modules.moe import MoE, Router, is_plain
@@ -40,7 +41,7 @@ class LoRAExperts(nn.Module):
 
     def __init__(
         self,
-        base: nn.Module,
+        base: Any,
         num_experts: int,
         rank: int = 8,
         *,
@@ -48,7 +49,7 @@ class LoRAExperts(nn.Module):
         hidden_act: str = "silu",
         targets: tuple[str, ...] = TARGETS,
         recompute: bool = False,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive("num_experts", num_experts)
@@ -65,10 +66,11 @@ class LoRAExperts(nn.Module):
         self.hidden_act = hidden_act
         self.recompute = recompute
         self.targets = tuple(target for target in TARGETS if target in targets)
-        self.lora_a, self.lora_b = DrawnHalves(), ZeroHalves()
+        self.lora_a = DrawnHalves()
+        self.lora_b = ZeroHalves()
         for target in self.targets:
             weight = self._weight(target)
-            where = {"dtype": dtype or weight.dtype, "device": weight.device}
+            where: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": weight.device}
             out, size = weight.shape
             self.lora_a[target] = nn.Parameter(torch.empty(num_experts, rank, size, **where))
             self.lora_b[target] = nn.Parameter(torch.empty(num_experts, rank, out, **where))
@@ -76,8 +78,7 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw every a from U(-1, 1) / sqrt(in), the distribution of nn.Linear, and set every b to
-        zero.
+        """Draw every a from U(-1, 1) / sqrt(in), as nn.Linear does, and set every b to zero.
 
         A `generator` draws in float32 on its device, so that the numbers do not depend on the
         layer's device and dtype.
@@ -100,87 +101,81 @@ class LoRAExperts(nn.Module):
         check_plain(linear, target)
         return linear
 
-    def _weight(self, target: str) -> torch.Tensor:
+    def _weight(self, target: str) -> Tensor:
         return self._linear(target).weight
 
-    def forward(
-        self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Sum topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) over k: `x` [T, H], `topk_idx`,
-        `topk_weight` [T, K].
+    def forward(self, x: Tensor, topk_idx: Tensor | None, topk_weight: Tensor) -> Tensor:
+        """Sum topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) over k for `x` [T, H].
 
-        With `topk_idx` None every expert runs, with weights [T, E]. Computes in the base's or
-        autocast's dtype.
+        `topk_idx` and `topk_weight` are [T, K]. With `topk_idx` None every expert runs, with
+        weights [T, E]. Computes in the base's or autocast's dtype.
         """
-        linears = [self._linear(target) for target in TARGETS]
-        dtype = autocast_dtype(x) or linears[-1].weight.dtype
-        weights = [linear.weight.to(dtype) for linear in linears]
-        gate_bias, up_bias, down_bias = (
-            None if lin.bias is None else lin.bias.to(dtype) for lin in linears
-        )
-        pairs = {
-            target.removesuffix("_proj"): LoRA(
-                self.lora_a[target].to(dtype), self.lora_b[target].to(dtype)
-            )
-            for target in self.targets
-        }
+        gate, up, down = (self._linear(target) for target in TARGETS)
+        dtype = autocast_dtype(x) or down.weight.dtype
+        pairs: dict[str, LoRA | None] = dict.fromkeys(TARGETS)
+        for target in self.targets:
+            pairs[target] = LoRA(self.lora_a[target].to(dtype), self.lora_b[target].to(dtype))
         return lora_mlp(
             x.to(dtype),
-            *weights,
+            gate.weight.to(dtype),
+            up.weight.to(dtype),
+            down.weight.to(dtype),
             topk_weight,
             topk_idx,
-            **pairs,
+            gate=pairs["gate_proj"],
+            up=pairs["up_proj"],
+            down=pairs["down_proj"],
             scaling=self.scaling,
             act=self.hidden_act,
-            gate_bias=gate_bias,
-            up_bias=up_bias,
-            down_bias=down_bias,
+            gate_bias=None if gate.bias is None else gate.bias.to(dtype),
+            up_bias=None if up.bias is None else up.bias.to(dtype),
+            down_bias=None if down.bias is None else down.bias.to(dtype),
             recompute=self.recompute,
         )
 
     @torch.no_grad()
-    def whole_weight(self, target: str, expert: int) -> torch.Tensor:
-        """Return the weight [out, in] of `expert` in the projection `target`, summed in float32, in
-        the base's dtype.
+    def whole_weight(self, target: str, expert: int) -> Tensor:
+        """Return the weight [out, in] of `expert` in the projection `target`, in the base's dtype.
 
-        Raises ValueError for an expert out of range.
+        It is summed in float32. Raises ValueError for an expert out of range.
         """
         check_expert(expert, self.num_experts)
         weight = self._weight(target)
         if target not in self.targets:
             return weight.clone()
-        a, b = (half[target][expert : expert + 1] for half in (self.lora_a, self.lora_b))
+        a = self.lora_a[target][expert : expert + 1]
+        b = self.lora_b[target][expert : expert + 1]
         return add_pairs(weight, a, b, torch.tensor([self.scaling]))
 
     @torch.no_grad()
-    def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
-        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in
-        the base's dtype.
-        """
+    def merged_weight(self, target: str, alpha: Tensor) -> Tensor:
+        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in] in the base's dtype, `alpha` [E]."""
         weight = self._weight(target)
         if target not in self.targets:
             return weight.clone()
         return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
 
     @torch.no_grad()
-    def merged_experts(self) -> dict[str, torch.Tensor]:
-        """Return whole experts with the names of `modules.moe.Experts`: gate_up_proj [E, 2I, H],
-        down_proj [E, H, I].
+    def merged_experts(self) -> dict[str, Tensor]:
+        """Return whole experts with the names and shapes of `modules.moe.Experts`.
 
-        If the base has biases, each expert gets a copy: gate_up_proj_bias [E, 2I], down_proj_bias
-        [E, H].
+        gate_up_proj [E, 2I, H], down_proj [E, H, I], and a copy of the base's biases for each
+        expert: gate_up_proj_bias [E, 2I], down_proj_bias [E, H].
         """
-        gate, _, down = (self._weight(target) for target in TARGETS)
-        (I, H), E = gate.shape, self.num_experts
-        stacks = {"gate_up_proj": gate.new_empty(E, 2 * I, H), "down_proj": down.new_empty(E, H, I)}
+        gate = self._weight("gate_proj")
+        I, H = gate.shape
+        E = self.num_experts
+        up = gate.new_empty(E, 2 * I, H)
+        down = self._weight("down_proj").new_empty(E, H, I)
         for e in range(E):
-            stacks["gate_up_proj"][e, :I] = self.whole_weight("gate_proj", e)
-            stacks["gate_up_proj"][e, I:] = self.whole_weight("up_proj", e)
-            stacks["down_proj"][e] = self.whole_weight("down_proj", e)
+            up[e, :I] = self.whole_weight("gate_proj", e)
+            up[e, I:] = self.whole_weight("up_proj", e)
+            down[e] = self.whole_weight("down_proj", e)
+        stacks = {"gate_up_proj": up, "down_proj": down}
         if self.has_bias():
-            gate, up, down = (_bias(self._linear(target)) for target in TARGETS)
-            stacks["gate_up_proj_bias"] = torch.cat([gate, up]).repeat(E, 1)
-            stacks["down_proj_bias"] = down.repeat(E, 1)
+            gate_bias, up_bias, down_bias = (_bias(self._linear(target)) for target in TARGETS)
+            stacks["gate_up_proj_bias"] = torch.cat([gate_bias, up_bias]).repeat(E, 1)
+            stacks["down_proj_bias"] = down_bias.repeat(E, 1)
         return stacks
 
     def has_bias(self) -> bool:
@@ -190,9 +185,7 @@ class LoRAExperts(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
         return (
-            f"num_experts={self.num_experts}, "
-            f"rank={self.rank}, "
-            f"alpha={self.alpha}, "
+            f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, "
             f"targets={', '.join(self.targets)}"
         )
 
@@ -204,8 +197,7 @@ def check_expert(expert: int, num_experts: int) -> None:
 
 
 class LoRAMoE(MoE):
-    """A router and LoRA experts that replace the dense MLP `base`, with the same inputs and
-    outputs.
+    """A router and LoRA experts that replace the dense MLP `base`.
 
     `config.top_k` experts process each token; with gate="softmax_topk" and top_k = num_experts all
     do, weighted by the softmax (LoRAMoE). The sizes and the activation of `config` are those of the
@@ -214,32 +206,27 @@ class LoRAMoE(MoE):
 
     def __init__(
         self,
-        base: nn.Module,
+        base: Any,
         config: MoEConfig,
         rank: int = 8,
         *,
         alpha: float = 16.0,
         targets: tuple[str, ...] = TARGETS,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         nn.Module.__init__(self)  # MoE's own experts are full ones
         check_base(base)
         sizes = (config.intermediate_size, config.hidden_size)
         if base.gate_proj.weight.shape != sizes or not config.gated:
             raise ValueError(
-                "Expected a gated config of "
-                "base's "
-                "sizes, "
-                "but "
-                "gate_proj "
-                "is "
-                f"{tuple(base.gate_proj.weight.shape)} and the "
-                f"config has {sizes}, gated={config.gated}"
+                "Expected a gated config of base's sizes, but gate_proj is "
+                f"{tuple(base.gate_proj.weight.shape)} and the config has {sizes}, "
+                f"gated={config.gated}"
             )
         weight = base.gate_proj.weight
         self.config = config
         self.gate = Router(config, dtype=weight.dtype, device=weight.device)
-        self.experts = LoRAExperts(
+        self.experts: Any = LoRAExperts(
             base,
             config.num_experts,
             rank,
@@ -251,12 +238,10 @@ class LoRAMoE(MoE):
         )
         self.records = None
         # [B] the single expert of each row of a batch, instead of the router's
-        self.forced: torch.Tensor | None = None
+        self.forced: Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute [..., H] from `hidden_states` [..., H]; with `forced`, row b of [B, ..., H] uses
-        expert forced[b].
-        """
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Compute [..., H]; with `forced`, row b of `hidden_states` [B, ..., H] uses forced[b]."""
         if self.forced is None:
             return super().forward(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -264,9 +249,7 @@ class LoRAMoE(MoE):
 
     @torch.no_grad()
     def to_moe(self) -> MoE:
-        """Return an equivalent layer (up to rounding) with whole experts and a copy of the
-        router.
-        """
+        """Return an equivalent layer (up to rounding) with whole experts and a copied router."""
         config = MoEConfig.from_dict(self.config.to_dict() | {"bias": self.experts.has_bias()})
         weight = self.experts.base.down_proj.weight
         with torch.device("meta"):
@@ -277,10 +260,8 @@ class LoRAMoE(MoE):
         return moe.train(self.training)
 
 
-def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """Fill `weight` [..., in] from U(-1, 1) / sqrt(in), in float32 on the generator's device if
-    there is one.
-    """
+def draw_as_linear(weight: Tensor, generator: torch.Generator | None = None) -> None:
+    """Fill `weight` [..., in] from U(-1, 1) / sqrt(in), in float32 with a generator."""
     bound = 1 / math.sqrt(weight.shape[-1])
     if generator is None:
         weight.uniform_(-bound, bound)
@@ -289,23 +270,19 @@ def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = Non
         weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
 
-def add_pairs(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype; a
-    [E, r, in], b [E, r, out].
+def add_pairs(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype.
+
+    `a` is [E, r, in], `b` [E, r, out].
     """
     wide = wide_dtype(weight.dtype)
     scaled = b.to(wide) * scale.to(device=weight.device, dtype=wide)[:, None, None]
-    return torch.addmm(weight.to(wide), scaled.flatten(0, 1).t(), a.to(wide).flatten(0, 1)).to(
-        weight.dtype
-    )
+    total = torch.addmm(weight.to(wide), scaled.flatten(0, 1).t(), a.to(wide).flatten(0, 1))
+    return total.to(weight.dtype)
 
 
-def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return topk_idx, topk_weight [T, 1] that send every token of row b of `x` [B, ..., H] to
-    expert forced[b], weight 1.
-    """
+def forced_slots(forced: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return topk_idx, topk_weight [T, 1]: row b of `x` [B, ..., H] uses expert forced[b] alone."""
     if x.shape[0] != forced.shape[0]:
         raise ValueError(
             f"forced must have one expert for each of {x.shape[0]} rows, but has {forced.shape[0]}"
@@ -315,81 +292,50 @@ def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, t
     return idx, torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
 
 
-def check_base(base: nn.Module) -> None:
-    """Raise ValueError unless `base` is a gated MLP of plain linear layers, of one dtype on one
-    device.
-    """
-    layers = [getattr(base, target, None) for target in TARGETS]
+def check_base(base: Any) -> None:
+    """Raise ValueError unless `base` is a gated MLP of plain linears of one dtype and device."""
+    layers: list[Any] = [getattr(base, target, None) for target in TARGETS]
     weights = [getattr(layer, "weight", None) for layer in layers]
-    shapes = [
-        tuple(weight.shape) if isinstance(weight, torch.Tensor) else None for weight in weights
-    ]
-    if (
-        None in shapes
-        or shapes[0] != shapes[1]
-        or shapes[0] != shapes[2][::-1]
-        or len(shapes[0]) != 2
-    ):
+    shapes = []
+    for weight in weights:
+        shapes.append(tuple(weight.shape) if isinstance(weight, Tensor) else ())
+    gate, up, down = shapes
+    if len(gate) != 2 or gate != up or gate != down[::-1]:
         raise ValueError(
-            f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, "
-            "H], "
-            "[H, "
-            "I], "
-            "but "
-            "got "
-            f"{shapes}"
+            f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, H], [H, I], but got "
+            f"{[shape or None for shape in shapes]}"
         )
-    if (
-        len({(weight.dtype, weight.device) for weight in weights}) != 1
-        or not weights[0].is_floating_point()
-    ):
-        kinds = [f"{weight.dtype} on {weight.device}" for weight in weights]
+    kinds = [f"{layer.weight.dtype} on {layer.weight.device}" for layer in layers]
+    if len(set(kinds)) != 1 or not layers[0].weight.is_floating_point():
         raise ValueError(
-            "The weights of base must have one floating dtype "
-            "and "
-            "one "
-            "device, "
-            "but "
-            "are "
+            "The weights of base must have one floating dtype and one device, but are "
             f"{', '.join(kinds)}"
         )
     for layer, target in zip(layers, TARGETS):
         check_plain(layer, target)
 
 
-def check_plain(linear: nn.Module, name: str) -> None:
-    """Raise ValueError unless `linear` is exactly an nn.Linear without hooks, so that its weight
-    and bias define its output.
+def check_plain(linear: Any, name: str) -> None:
+    """Raise ValueError unless `linear` is exactly an nn.Linear without hooks.
 
-    accelerate's hooks are allowed if they do not move the weights (a device_map over several GPUs).
+    Its weight and bias then define its output. accelerate's hooks are allowed if they do not move
+    the weights (a device_map over several GPUs).
     """
     if is_plain(linear, nn.Linear):
         return
-    hooks = linear._forward_hooks or linear._forward_pre_hooks
-    if (
-        type(linear) is nn.Linear
-        and hasattr(linear, "_hf_hook")
-        and not (linear.weight.is_meta or hooks)
-    ):
-        return
     kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+    if type(linear) is nn.Linear:
+        hooks = linear._forward_hooks or linear._forward_pre_hooks
+        if hasattr(linear, "_hf_hook") and not linear.weight.is_meta and not hooks:
+            return
+        kind += " with hooks"
     raise ValueError(
-        f"{name} of base must be a plain torch.nn.Linear without hooks, "
-        "as "
-        "its "
-        "weights "
-        "are "
-        "read "
-        f"directly, but is {kind}"
-        f"{' with hooks' if type(linear) is nn.Linear else ''}. "
-        "Merge "
-        "adapters "
-        "(merge_and_unload) "
-        "or exclude the MLPs"
+        f"{name} of base must be a plain torch.nn.Linear without hooks, as its weights are read "
+        f"directly, but is {kind}. Merge adapters (merge_and_unload) or exclude the MLPs"
     )
 
 
-def _bias(linear: nn.Linear) -> torch.Tensor:
+def _bias(linear: nn.Linear) -> Tensor:
     """Return the layer's bias, zeros if it has none."""
     if linear.bias is None:
         return linear.weight.new_zeros(linear.weight.shape[0])

@@ -1,5 +1,4 @@
-"""LoRA experts of one linear layer with a separate router, as in LoRAMoE (arXiv 2312.09979, Eq. (5)
-and its code).
+"""LoRA experts of one linear layer with a separate router: LoRAMoE (arXiv 2312.09979, Eq. (5)).
 
     y = W x + s sum_i w_i(x) B_i A_i x,   w(x) = softmax(G x) over all experts,   s = alpha / r
 
@@ -14,10 +13,11 @@ all routers.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
 from moe_runtime.modules.lora import (
@@ -35,8 +35,7 @@ FORMS = ("block", "linear")
 
 
 class LoRALinear(nn.Module):
-    """A frozen nn.Linear `base`, kept by reference, and E low-rank changes of it that are weighted
-    by a router.
+    """A frozen nn.Linear `base` and E low-rank changes of it that are weighted by a router.
 
     `lora_a` [E, r, in], `lora_b` [E, r, out]. Same inputs and outputs as `base`. Only the router
     settings of `config` are used; its hidden_size is replaced by the layer's in_features. `records`
@@ -44,35 +43,38 @@ class LoRALinear(nn.Module):
     """
 
     def __init__(
-        self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, dtype=None
+        self,
+        base: nn.Module,
+        config: MoEConfig,
+        rank: int = 8,
+        *,
+        alpha: float = 16.0,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive("rank", rank)
         check_number("alpha", alpha, positive=True)
-        weight = getattr(base, "weight", None)
-        if not isinstance(base, nn.Linear) or not weight.is_floating_point():
+        if not isinstance(base, nn.Linear) or not base.weight.is_floating_point():
             raise ValueError(
                 f"base must be an nn.Linear of a floating dtype, but is a {type(base).__name__}"
             )
+        weight = base.weight
         self.config = dataclasses.replace(config, hidden_size=base.in_features)
         self.base = base.requires_grad_(False)
         self.rank = rank
         self.alpha = alpha
         self.gate = Router(self.config, dtype=weight.dtype, device=weight.device)
-        where = {"dtype": dtype or weight.dtype, "device": weight.device}
-        self.lora_a = nn.Parameter(torch.empty(config.num_experts, rank, base.in_features, **where))
-        self.lora_b = nn.Parameter(
-            torch.empty(config.num_experts, rank, base.out_features, **where)
-        )
+        E = config.num_experts
+        where: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": weight.device}
+        self.lora_a = nn.Parameter(torch.empty(E, rank, base.in_features, **where))
+        self.lora_b = nn.Parameter(torch.empty(E, rank, base.out_features, **where))
         self.records: list[RouterOutput] | None = None
-        self.forced: torch.Tensor | None = None
+        self.forced: Tensor | None = None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the router and every a from U(-1, 1) / sqrt(in); set every b to zero. `generator` as
-        LoRAExperts'.
-        """
+        """Draw the router and every a from U(-1, 1) / sqrt(in), and set every b to zero."""
         for weight in (*self.gate.parameters(), self.lora_a):
             draw_as_linear(weight, generator)
         self.lora_b.zero_()
@@ -86,7 +88,7 @@ class LoRALinear(nn.Module):
         """The factor of b^T a: alpha / rank."""
         return self.alpha / self.rank
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Compute [..., out] from `x` [..., in], in the dtype in which `base` computes."""
         out = self.base(x)
         rows = x.reshape(-1, x.shape[-1])
@@ -98,12 +100,14 @@ class LoRALinear(nn.Module):
         low = (low * (weight * self.scaling)[:, :, None]).to(dtype)
         return out + (low.flatten(1) @ self.lora_b.to(dtype).flatten(0, 1)).view_as(out)
 
-    def _weights(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _weights(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return each token's weight for each expert, [T, E]."""
         if self.forced is not None:
             idx, weight = forced_slots(self.forced, x)
         else:
-            _, weight, idx, _ = routing = self.gate(rows)
+            routing = self.gate(rows)
+            idx = routing.topk_idx
+            weight = routing.topk_weight
             if self.records is not None:
                 self.records.append(routing.widened())
         return mixed_weight(weight, idx, self.config.num_experts)
@@ -112,24 +116,20 @@ class LoRALinear(nn.Module):
         """Show the sizes in print(model)."""
         c = self.config
         return (
-            f"num_experts={c.num_experts}, "
-            f"top_k={c.top_k}, "
-            f"gate={c.gate}, "
-            f"rank={self.rank}, "
+            f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, rank={self.rank}, "
             f"alpha={self.alpha}"
         )
 
 
 class LinearExperts:
-    """The LoRALinears of one MLP with the interface of LoRAExperts: by target, a [E, r, in] and b
-    [E, r, out].
-    """
+    """The LoRALinears of one MLP with the interface of LoRAExperts."""
 
     def __init__(self, mlp: nn.Module):
         self.base = mlp
-        self.linears = {
-            name: module for name, module in mlp.named_children() if isinstance(module, LoRALinear)
-        }
+        self.linears: dict[str, LoRALinear] = {}
+        for name, module in mlp.named_children():
+            if isinstance(module, LoRALinear):
+                self.linears[name] = module
         if not self.linears:
             raise ValueError(
                 f"mlp must have LoRALinear layers, but is a {type(mlp).__name__} without any"
@@ -138,15 +138,14 @@ class LinearExperts:
         self.num_experts = first.config.num_experts
         self.rank = first.rank
         self.alpha = first.alpha
-        self.scaling, self.targets = first.scaling, tuple(self.linears)
+        self.scaling = first.scaling
+        self.targets = tuple(self.linears)
         self.lora_a = {name: linear.lora_a for name, linear in self.linears.items()}
         self.lora_b = {name: linear.lora_b for name, linear in self.linears.items()}
 
     @torch.no_grad()
-    def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
-        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in
-        the base's dtype.
-        """
+    def merged_weight(self, target: str, alpha: Tensor) -> Tensor:
+        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in] in the base's dtype, `alpha` [E]."""
         check_plain(self.linears[target].base, target)
         weight = self.linears[target].base.weight
         return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
@@ -166,16 +165,13 @@ def add_experts(
     rank: int,
     alpha: float,
     targets: tuple[str, ...] = TARGETS,
-    dtype=None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the replacement of the MLP: a LoRAMoE over it (form "block"), or the MLP with
-    LoRALinears in it ("linear").
-    """
+    """Return a LoRAMoE over the MLP (form "block"), or the MLP with LoRALinears ("linear")."""
     check_choice("form", form, FORMS)
     if form == "block":
         return LoRAMoE(mlp, config, rank, alpha=alpha, targets=targets, dtype=dtype)
     for target in targets:
-        mlp.set_submodule(
-            target, LoRALinear(getattr(mlp, target), config, rank, alpha=alpha, dtype=dtype)
-        )
+        linear = LoRALinear(getattr(mlp, target), config, rank, alpha=alpha, dtype=dtype)
+        mlp.set_submodule(target, linear)
     return mlp

@@ -5,17 +5,17 @@ The parameter names are those of transformers: `gate.weight`, `experts.gate_up_p
 shared one and the router has E - 1 rows.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch import Tensor, nn
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules import frozen, packed, trainable
 from moe_runtime.ops import all_to_all, expert_rows
+from moe_runtime.ops._torch_private import has_global_hooks
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.balance import balance_loss
 from moe_runtime.ops.frozen_mlp import frozen_mlp
@@ -31,11 +31,11 @@ class RouterOutput(NamedTuple):
     """Output of a router; the first three fields are in the order of transformers' routers."""
 
     # [T, E or E - 1], before noise, in the router's dtype; float32 in MoE.records
-    router_logits: torch.Tensor
-    topk_weight: torch.Tensor  # [T, K] float32
-    topk_idx: torch.Tensor  # [T, K] int32
+    router_logits: Tensor
+    topk_weight: Tensor  # [T, K] float32
+    topk_idx: Tensor  # [T, K] int32
     # [] float32, times its coefficient; None without a balance loss
-    balance_loss: torch.Tensor | None
+    balance_loss: Tensor | None
 
     def widened(self) -> "RouterOutput":
         """Return a copy with logits in float32 or wider."""
@@ -44,19 +44,24 @@ class RouterOutput(NamedTuple):
 
 
 class Router(nn.Module):
-    """Compute router logits, optional noise in training, and the top-k. `weight` [R, H], R = routed
-    experts.
+    """Compute router logits, optional noise in training, and the top-k.
 
-    router="mlp" computes weight_out tanh(weight x), weight_out [R, R]; noisy_gate adds
-    eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~ N(0, 1), while training (XFT, official
-    code).
+    `weight` is [R, H] for R routed experts. router="mlp" computes weight_out tanh(weight x),
+    weight_out [R, R]; noisy_gate adds eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~
+    N(0, 1), while training (XFT, official code).
     """
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         R = config.num_routed_experts
         H = config.hidden_size
-        where = {"dtype": dtype, "device": device}
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
         self.config = config
         self.weight = nn.Parameter(torch.empty(R, H, **where))
         if config.router == "mlp":
@@ -72,12 +77,12 @@ class Router(nn.Module):
             weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def forward(
-        self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+        self, x: Tensor, eps: Tensor | None = None, topk_idx: Tensor | None = None
     ) -> RouterOutput:
-        """Route `x` [T, H]; `topk_idx` [T, K] replaces the router's selection, with the router's
-        weights for these experts.
+        """Route `x` [T, H].
 
-        `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.
+        `topk_idx` [T, K] replaces the router's selection, with its weights for these experts. `eps`
+        [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.
         """
         config = self.config
         logits = F.linear(x, self.weight)
@@ -85,38 +90,39 @@ class Router(nn.Module):
             logits = F.linear(torch.tanh(logits), self.weight_out)
         if eps is not None and not (config.noisy_gate and eps.shape == logits.shape):
             raise ValueError(
-                f"Expected eps {tuple(logits.shape)} "
-                "and "
-                "noisy_gate=True, "
-                "but "
-                "eps "
-                "is "
-                f"{tuple(eps.shape)} and noisy_gate is "
-                f"{config.noisy_gate}"
+                f"Expected eps {tuple(logits.shape)} and noisy_gate=True, but eps is "
+                f"{tuple(eps.shape)} and noisy_gate is {config.noisy_gate}"
             )
-        noise = scale = None
+        noise = None
+        scale = None
         if config.noisy_gate and (self.training or eps is not None):
             wide = wide_dtype(logits.dtype)
             logits = logits.to(wide)
             scale = F.softplus(F.linear(x, self.noise_weight).to(wide)) + config.noise_epsilon
-            eps = torch.randn_like(scale) if eps is None else eps
+            if eps is None:
+                eps = torch.randn_like(scale)
             noise = eps * scale
         weight, idx = route(logits, config.top_k, config.gate, noise=noise, topk_idx=topk_idx)
         return RouterOutput(logits, weight, idx, balance_loss(config, logits, idx, noise, scale))
 
 
 class Experts(nn.Module):
-    """E stacked MLPs: act(gate x) * (up x), or act(up x) when not gated, then `down`; biases as
-    configured.
-    """
+    """E stacked MLPs: act(gate x) * (up x), or act(up x) when not gated, then `down`."""
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         E = config.num_experts
         H = config.hidden_size
         I = config.intermediate_size
-        where = {"dtype": dtype, "device": device}
-        up, rows = ("gate_up_proj", 2 * I) if config.gated else ("up_proj", I)
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        up = "gate_up_proj" if config.gated else "up_proj"
+        rows = I * (1 + config.gated)
         self.config = config
         self.up_name = up
         self.register_parameter(up, nn.Parameter(torch.empty(E, rows, H, **where)))
@@ -133,15 +139,13 @@ class Experts(nn.Module):
             if name.endswith("_bias"):
                 weight.zero_()
             else:
-                (weight.normal_(0.0, self.config.initializer_range, generator=generator))
+                weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
-    def forward(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H],
-        `topk_idx`, `topk_weight` [T, K].
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
+        """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H].
 
-        Computes and returns the dtype of the weights or, under autocast, that of autocast.
+        `topk_idx` and `topk_weight` are [T, K]. Computes and returns the dtype of the weights or,
+        under autocast, that of autocast.
         """
         return forward_experts(
             self,
@@ -168,19 +172,18 @@ class Experts(nn.Module):
 
 def forward_experts(
     module: nn.Module,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weight: torch.Tensor,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weight: Tensor,
     names: Sequence[str],
     activation: Activation | None,
     *,
     transposed: bool = False,
     shared: str = "group",
     recompute: bool = False,
-    run=None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run x [T, H] through the experts of `module` (ours or transformers') with `moe_mlp` on its
-    parameters.
+    run: Callable | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run x [T, H] through the experts of `module`, ours or transformers', with `moe_mlp`.
 
     `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in,
     out]), then any biases. Trained experts may be stored separately (`modules.trainable`), and
@@ -193,52 +196,51 @@ def forward_experts(
     rows = trainable.trained_parameters(module)
     if adapters and rows:
         raise ValueError(
-            f"{type(module).__name__} has both adapters "
-            "and "
-            "separately "
-            "trained "
-            "experts. "
-            "Call "
+            f"{type(module).__name__} has both adapters and separately trained experts. Call "
             "fold_rows(model)"
         )
     is_packed = packed.is_packed(module, names[0])
     if is_packed and activation is None:
         raise ValueError(
-            f"{type(module).__name__} is packed and "
-            "has "
-            "an "
-            "unknown "
-            "activation. "
-            "Call "
+            f"{type(module).__name__} is packed and has an unknown activation. Call "
             "moe_runtime.patch(model)"
         )
     # each is read once, as reading a parameter may compute it under FSDP, PEFT or tensor
     # parallelism
-    tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
-    stacks = [packed.stack_of(module, name, transposed) for name in names[: 2 * is_packed]]
-    if not is_packed:
+    tensors: list[Any] = [getattr(module, name) for name in names]
+    if rows:
+        tensors += [rows[name] for name in names]
+    packed_stacks = []
+    if is_packed:
+        packed_stacks = [packed.stack_of(module, name, transposed) for name in names[:2]]
+    else:
         check_floats(tensors, type(module).__name__)
-    if transposed and not is_packed:
-        tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
-    tensors, owners = all_to_all.local_parts(
-        tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean")
-    )
-    dtype = autocast_dtype(x) or (x.dtype if is_packed else tensors[1].dtype)
+        if transposed:
+            tensors = [t.transpose(1, 2) if t.dim() == 3 else t for t in tensors]
+    tensors, owners = _local_parts(module, tensors)
+    if is_packed:
+        dtype = autocast_dtype(x) or x.dtype
+        tensors = [*packed_stacks, *tensors[2:]]
+    else:
+        dtype = autocast_dtype(x) or tensors[1].dtype
     is_frozen = is_packed or bool(adapters)
     if not is_frozen:
         tensors = [tensor.to(dtype) for tensor in tensors]
-    stacks = [*stacks, *tensors[len(stacks) : len(names)]]
-    trained = tensors[len(names) :]
+    stacks = tensors[: len(names)]
+    experts: Any
     if is_frozen:
         experts = frozen.experts_of(names, stacks, adapters, activation, dtype, owners)
     elif rows:
-        experts = trainable.experts_of(module, stacks, trained, activation)
+        experts = trainable.experts_of(module, stacks, tensors[len(names) :], activation)
     else:
         # the shared expert's rows are not the first ones if they come from several ranks
-        shared = shared if owners is None else "group"
-        experts = expert_rows.Experts(*stacks, activation=activation, shared=shared)
+        if owners is not None:
+            shared = "group"
+        experts = expert_rows.Experts(*stacks)._replace(
+            activation=cast(Activation, activation), shared=shared
+        )
 
-    def run_here(x, topk_idx, topk_weight):
+    def run_here(x: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> tuple[Tensor, Tensor]:
         if run is not None:
             return run(x, topk_idx, topk_weight, experts)
         if is_frozen:
@@ -250,39 +252,30 @@ def forward_experts(
     return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run_here)
 
 
-def is_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is quantized: of integers, or of a subclass from another package such
-    as torchao.
-    """
+def _local_parts(module: nn.Module, tensors: list) -> tuple[list[Any], all_to_all.Owners | None]:
+    gradients = module.__dict__.get(all_to_all.GRADIENTS_OF, "mean")
+    return all_to_all.local_parts(tensors, gradients)
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Return whether a tensor is quantized: of integers, or of a subclass such as torchao's."""
     kind = type(tensor)
-    return tensor.dtype not in FLOATS or (
-        hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch"
-    )
+    is_foreign = hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch"
+    return tensor.dtype not in FLOATS or is_foreign
 
 
-def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
+def check_floats(tensors: Sequence[Tensor], name: str) -> None:
     """Raise ValueError unless the parameters of the experts `name` are supported."""
-    found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
-    if found is not None:
-        raise ValueError(
-            f"The experts of {name} must be float16, bfloat16, "
-            "float32 "
-            "or "
-            "float64, "
-            "but "
-            "are "
-            f"{named(found)}. Load them without "
-            "that quantization, then "
-            "use "
-            "moe_runtime.quantize_experts, "
-            "or "
-            "load "
-            "with "
-            "moe_runtime.load_quantized"
-        )
+    for tensor in tensors:
+        if is_quantized(tensor):
+            raise ValueError(
+                f"The experts of {name} must be float16, bfloat16, float32 or float64, but are "
+                f"{named(tensor)}. Load them without that quantization, then use "
+                "moe_runtime.quantize_experts, or load with moe_runtime.load_quantized"
+            )
 
 
-def named(tensor: torch.Tensor) -> str:
+def named(tensor: Tensor) -> str:
     """Return a tensor's dtype, preceded by its class if that is not from torch."""
     kind = type(tensor)
     if _package(kind) != "torch":
@@ -314,14 +307,20 @@ class MoE(nn.Module):
     same dtype, no hook, wrapper or subclass on either, and no global hook.
     """
 
-    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.config = config
         self.gate = Router(config, dtype=dtype, device=device)
         self.experts = Experts(config, dtype=dtype, device=device)
         self.records: list[RouterOutput] | None = None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self._is_whole(x):
@@ -330,13 +329,13 @@ class MoE(nn.Module):
         self._record(routing)
         return self.experts(x, routing.topk_idx, routing.topk_weight).view_as(hidden_states)
 
-    def _is_whole(self, x: torch.Tensor) -> bool:
+    def _is_whole(self, x: Tensor) -> bool:
         config = self.config
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
-        if _has_any_global_hook() or not (
-            is_plain(self.gate, Router) and is_plain(self.experts, Experts)
-        ):
+        if has_global_hooks():
+            return False
+        if not is_plain(self.gate, Router) or not is_plain(self.experts, Experts):
             return False
         if all_to_all.is_distributed(self.experts.down_proj) or trainable.split_of(self.experts):
             return False
@@ -345,12 +344,12 @@ class MoE(nn.Module):
         dtypes = {x.dtype, self.gate.weight.dtype, self.experts.down_proj.dtype}
         return len(dtypes) == 1 or autocast_dtype(x) is not None
 
-    def _forward_whole(self, x: torch.Tensor) -> torch.Tensor:
+    def _forward_whole(self, x: Tensor) -> Tensor:
         config = self.config
         dtype = autocast_dtype(x) or x.dtype
-        stacks = (getattr(self.experts, name).to(dtype) for name in self.experts.stacks())
-        experts = expert_rows.Experts(
-            *stacks, activation=self.experts.activation(), shared=config.shared
+        stacks = [getattr(self.experts, name).to(dtype) for name in self.experts.stacks()]
+        experts = expert_rows.Experts(*stacks)._replace(
+            activation=self.experts.activation(), shared=config.shared
         )
         weight = self.gate.weight.to(dtype)
         output = moe_layer(

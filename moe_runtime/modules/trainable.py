@@ -15,11 +15,12 @@ their rows are loaded in order.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.all_to_all import is_distributed
 from moe_runtime.ops.expert_rows import Experts
 
 PREFIX = "trained_"
@@ -49,9 +50,7 @@ def split_of(module: nn.Module) -> Split | None:
 def split_rows(
     module: nn.Module, names: Iterable[str], ids: Sequence[int], dtype: torch.dtype | None = None
 ) -> None:
-    """Copy the rows `ids` of the stacks `names` to separate parameters, in `dtype` or the stack's,
-    and freeze the stacks.
-    """
+    """Copy rows `ids` of the stacks `names` to parameters in `dtype`; freeze the stacks."""
     stacks = {name: getattr(module, name) for name in names}
     first = next(iter(stacks.values()))
     index = torch.tensor(ids, dtype=torch.int64, device=first.device)
@@ -67,10 +66,8 @@ def split_rows(
     remember(module, stacks, Split(tuple(ids), tuple(range(len(ids))), {}))
 
 
-def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> None:
-    """Register the row numbers of the experts `index` [n] int64 as non-persistent buffers, both or
-    none.
-    """
+def register_maps(module: nn.Module, num_experts: int, index: Tensor) -> None:
+    """Register the row numbers of the experts `index` [n] int64 as non-persistent buffers."""
     row = torch.full((num_experts,), -1, dtype=torch.int32, device=index.device)
     row[index] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
     module.register_buffer(ROW, row, persistent=False)
@@ -89,33 +86,32 @@ def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -
     setattr(module, SPLIT, Split(split.ids, split.places, before, hooks))
 
 
-def _note_ids(module: nn.Module, state_dict, prefix: str, metadata) -> None:
-    split = split_of(module)
+def _note_ids(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
+    split = module.__dict__[SPLIT]
     metadata[SPLIT] = {"ids": split.ids, "places": split.places}
 
 
 def _check_ids(
-    module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors
+    module: nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict: bool,
+    missing: list,
+    unexpected: list,
+    errors: list,
 ) -> None:
-    split = split_of(module)
+    split = module.__dict__[SPLIT]
     saved = metadata.get(SPLIT)
     if saved is not None and saved != {"ids": split.ids, "places": split.places}:
         errors.append(
-            f"{prefix[:-1]}: state_dict must have the "
-            "experts "
-            f"{list(split.ids)}, "
-            "in "
-            "this "
-            "order, "
-            f"but has {list(saved['ids'])}. "
-            "Call train_rows with the same experts"
+            f"{prefix[:-1]}: state_dict must have the experts {list(split.ids)}, in this order, "
+            f"but has {list(saved['ids'])}. Call train_rows with the same experts"
         )
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the trained experts by the names of their stacks; {} if there are
-    none.
-    """
+    """Return the parameters of the trained experts by the names of their stacks, if any."""
     split = split_of(module)
     if split is None:
         return {}
@@ -140,29 +136,32 @@ def fold_rows(module: nn.Module) -> None:
     """Write the separate rows into their stacks, rounded to the stacks' dtype, and remove them."""
     index = getattr(module, EXPERT)
     for name, rows in trained_parameters(module).items():
-        stack, rows = (
-            tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            for tensor in (getattr(module, name), rows)
-        )
-        stack.index_copy_(0, index, rows[: index.numel()].to(stack.dtype))
+        stack = _local(getattr(module, name))
+        stack.index_copy_(0, index, _local(rows)[: index.numel()].to(stack.dtype))
     drop_rows(module)
 
 
-def experts_of(
-    module: nn.Module, stacks: Sequence, trained: Sequence, activation: Activation | None
-) -> Experts:
-    """Return the experts for `moe_mlp` from the frozen `stacks` [E, ...] (up, down and any biases)
-    and the trained rows.
+def _local(tensor: Any) -> Tensor:
+    if is_distributed(tensor):
+        return tensor.to_local()
+    return tensor
 
-    `trained` [n, ...] or longer are in the order of `stacks`. Each pair of biases becomes one [E,
-    ...], differentiable in the trained rows.
+
+def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activation: Any) -> Experts:
+    """Return the experts for `moe_mlp` from the frozen `stacks` [E, ...] and the trained rows.
+
+    The stacks are up, down and any biases. `trained` [n, ...] or longer are in the order of
+    `stacks`. Each pair of biases becomes one [E, ...], differentiable in the trained rows.
     """
     index = getattr(module, EXPERT)
     n = index.numel()
     # on a rank with fewer trained experts than others, the last rows belong to no expert
-    up, down, *biases = (part if part.shape[0] == n else part[:n] for part in trained)
-    biases = [stack.index_copy(0, index, bias) for stack, bias in zip(stacks[2:], biases)] or [
-        None,
-        None,
-    ]
-    return Experts(*stacks[:2], *biases, getattr(module, ROW), up, down, activation)
+    up, down, *rows = (part if part.shape[0] == n else part[:n] for part in trained)
+    up_bias = None
+    down_bias = None
+    if rows:
+        up_bias = stacks[2].index_copy(0, index, rows[0])
+        down_bias = stacks[3].index_copy(0, index, rows[1])
+    return Experts(
+        stacks[0], stacks[1], up_bias, down_bias, getattr(module, ROW), up, down, activation
+    )

@@ -1,23 +1,26 @@
 """Activations, their derivatives and gated products between the two matrix products of an expert.
 
-gated      h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset),   z = [gate; up] [R, 2I]
-otherwise  h = act(z),                                                           z [R, I]
+gated      z = [gate; up] [R, 2I]
+           h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+otherwise  z [R, I],  h = act(z)
 
 Without a limit nothing is clamped. With `interleaved`, z is gate_0, up_0, gate_1, up_1, ... The
 gradient of a clamp is 1 up to and at the limit, and 0 beyond it.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime.config import ACTIVATIONS, check_choice
 
 QUICK = 1.702  # x sigmoid(1.702 x): Hendrycks and Gimpel, Gaussian error linear units, section 2
 
-ACT = {
+ACT: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -26,7 +29,7 @@ ACT = {
     "relu2": lambda x: F.relu(x).square(),
 }
 aten = torch.ops.aten
-ACT_BACKWARD = {  # d act(x) / dx times grad
+ACT_BACKWARD: dict[str, Callable[..., Tensor]] = {  # d act(x) / dx times grad
     "silu": aten.silu_backward,
     "gelu": aten.gelu_backward,
     "gelu_tanh": lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
@@ -54,50 +57,49 @@ class Activation(NamedTuple):
         """Raise ValueError for an unknown act or invalid parameters."""
         check_choice("act", self.act, ACTIVATIONS)
         # math.isfinite would break the graph for a number that dynamo treats as a variable
-        if (
-            self.limit is not None and not 0 < self.limit < math.inf
-        ) or not -math.inf < self.up_offset < math.inf:
-            got = f"limit is {self.limit} and up_offset is {self.up_offset}"
+        fits = self.limit is None or 0 < self.limit < math.inf
+        if not fits or not -math.inf < self.up_offset < math.inf:
             raise ValueError(
-                f"Expected a finite limit above 0 or None, and a finite up_offset, but {got}"
+                "Expected a finite limit above 0 or None, and a finite up_offset, but limit is "
+                f"{self.limit} and up_offset is {self.up_offset}"
             )
         if not self.gated and (self.limit or self.up_offset or self.interleaved):
             raise ValueError(
-                "limit, up_offset and interleaved require gated experts, "
-                "but "
-                "gated "
-                "is "
-                "False "
-                "in "
+                "limit, up_offset and interleaved require gated experts, but gated is False in "
                 f"{self}"
             )
 
     def gate_form(self) -> dict[str, object]:
-        """Return the parameters other than act and gated, which the launchers accept as
-        keywords.
-        """
+        """Return the parameters other than act and gated, keywords of the launchers."""
         return dict(zip(self._fields[2:], self[2:]))
 
-    def split(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def split(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return views of gate and up in z [..., 2I], or z and None if not gated."""
         if not self.gated:
             return z, None
-        return (z[..., ::2], z[..., 1::2]) if self.interleaved else z.chunk(2, -1)
+        if self.interleaved:
+            return z[..., ::2], z[..., 1::2]
+        gate, up = z.chunk(2, -1)
+        return gate, up
 
-    def below(self, gate: torch.Tensor) -> torch.Tensor:
+    def below(self, gate: Tensor) -> Tensor:
         """Return min(gate, limit) of `gate` [..., I], or the gate itself without a limit."""
-        return gate if self.limit is None else gate.clamp(max=self.limit)
+        if self.limit is None:
+            return gate
+        return gate.clamp(max=self.limit)
 
-    def shifted(self, up: torch.Tensor) -> torch.Tensor:
-        """Return clamp(up, -limit, limit) + up_offset of `up` [..., I], or up itself with
-        neither.
-        """
+    def shifted(self, up: Tensor) -> Tensor:
+        """Return clamp(up, -limit, limit) + up_offset of `up` [..., I]."""
         if self.limit is not None:
             up = up.clamp(-self.limit, self.limit)
-        return up + self.up_offset if self.up_offset else up
+        if self.up_offset:
+            up = up + self.up_offset
+        return up
 
-    def apply(self, z: torch.Tensor) -> torch.Tensor:
+    def apply(self, z: Tensor) -> Tensor:
         """Apply the activation to the pre-activation `z` [..., 2I or I] -> [..., I]."""
         gate, up = self.split(z)
         h = ACT[self.act](self.below(gate))
-        return h if up is None else h * self.shifted(up)
+        if up is not None:
+            h = h * self.shifted(up)
+        return h

@@ -3,8 +3,9 @@
 Rank r of n holds the experts e with e // (E / n) = r, so slots in expert order are also in the
 order of their owners:
 
-    there[i] = x[row_token[i]]                                  i over this rank's slots, sent to the owner of their expert
-    out[t] = sum_k topk_weight[t, k] back[slot_row[t * K + k]]  back = outputs of the owners' experts for `there`
+    there[i] = x[row_token[i]],  i over this rank's slots, sent to the owner of their expert
+    back     = outputs of the owners' experts for `there`
+    out[t]   = sum_k topk_weight[t, k] back[slot_row[t * K + k]]
 
 The routing weights stay on the sender, in float32. Every slot on another rank sends a row of H
 there and back, and the same for the gradients: T K H (n - 1) / n elements per rank and direction if
@@ -18,12 +19,14 @@ would be n times as large as those of other parameters.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
+from moe_runtime.ops._torch_private import disable_dynamo
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.library import wide_dtype
@@ -31,7 +34,7 @@ from moe_runtime.ops.library import wide_dtype
 GRADIENTS = ("mean", "sum")
 GRADIENTS_OF = "moe_runtime_expert_gradients"  # attribute of an experts module: "mean" or "sum"
 # x [N, H], ids [N, K], weights [N, K] float32 -> out [N, H], expert_offsets
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Owners(NamedTuple):
@@ -41,24 +44,22 @@ class Owners(NamedTuple):
     num_experts: int  # over all ranks
 
 
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, without importing the class, which takes half a
-    second.
-    """
+def is_distributed(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a DTensor, whose class takes half a second to import."""
     return hasattr(tensor, "placements")
 
 
 def local_parts(
-    tensors: list[torch.Tensor | None], gradients: str = "mean"
-) -> tuple[list[torch.Tensor | None], Owners | None]:
-    """Return this rank's experts of the stacks `tensors` [E, ...], and the owners of all; None if
-    nothing is sharded.
+    tensors: list[Tensor | None], gradients: str = "mean"
+) -> tuple[list[Tensor | None], Owners | None]:
+    """Return this rank's experts of the stacks `tensors` [E, ...], and the owners of all.
 
-    Stacks are DTensors with Shard(0) on one dimension of their mesh and Replicate on the others.
-    Their gradients are averaged over all ranks of the mesh, or summed with gradients="sum". Raises
-    ValueError for other placements.
+    The owners are None if nothing is sharded. Stacks are DTensors with Shard(0) on one dimension of
+    their mesh and Replicate on the others. Their gradients are averaged over all ranks of the mesh,
+    or summed with gradients="sum". Raises ValueError for other placements.
     """
-    spread = [tensor for tensor in tensors if tensor is not None and is_distributed(tensor)]
+    given = [tensor for tensor in tensors if tensor is not None]
+    spread: list[Any] = [tensor for tensor in given if is_distributed(tensor)]
     if not spread:
         return tensors, None
     mesh = spread[0].device_mesh
@@ -67,45 +68,50 @@ def local_parts(
     others = [dim for dim in range(mesh.ndim) if dim not in shards]
     if len(shards) > 1 or not all(placements[dim].is_replicate() for dim in others):
         raise ValueError(
-            "Experts must be Shard(0) on one dimension and Replicate "
-            "on "
-            "the "
-            "others, "
-            "but "
-            "are "
+            "Experts must be Shard(0) on one dimension and Replicate on the others, but are "
             f"{placements}"
         )
     alike = all(
         tensor.device_mesh == mesh and tuple(tensor.placements) == placements for tensor in spread
     )
-    if not alike or len(spread) < sum(tensor is not None for tensor in tensors):
+    if not alike or len(spread) < len(given):
         raise ValueError(
             "All stacks of a layer must have the same placements, but they are placed differently"
         )
-    local = [None if tensor is None else tensor.to_local() for tensor in tensors]
-    if not shards:
-        return local, None
-    E = spread[0].shape[0]
-    n = mesh.size(shards[0])
-    if E % n:
-        raise ValueError(f"Expected num_experts to be divisible by the {n} ranks, but got {E}")
-    groups = [mesh.get_group(dim) for dim in others if mesh.size(dim) > 1]
-    scale = 1 / mesh.size() if gradients == "mean" else 1.0
-    local = [None if part is None else _Reduced.apply(part, groups, scale) for part in local]
-    return local, Owners(mesh.get_group(shards[0]), E)
+    owners = None
+    groups = []
+    scale = 1.0
+    if shards:
+        E = spread[0].shape[0]
+        n = mesh.size(shards[0])
+        if E % n:
+            raise ValueError(f"Expected num_experts to be divisible by the {n} ranks, but got {E}")
+        owners = Owners(mesh.get_group(shards[0]), E)
+        groups = [mesh.get_group(dim) for dim in others if mesh.size(dim) > 1]
+        if gradients == "mean":
+            scale = 1 / mesh.size()
+    local: list[Tensor | None] = []
+    for tensor in tensors:
+        part: Any = None
+        if tensor is not None:
+            part = cast(Any, tensor).to_local()
+            if shards:
+                part = _Reduced.apply(part, groups, scale)
+        local.append(part)
+    return local, owners
 
 
 class _Reduced(torch.autograd.Function):
     """Identity whose gradient is summed over replicas and scaled."""
 
     @staticmethod
-    def forward(ctx, part, groups, scale):
+    def forward(ctx: Any, part: Any, groups: list, scale: Tensor | None) -> Tensor:
         ctx.groups = groups
         ctx.scale = scale
         return part.view_as(part)
 
     @staticmethod
-    def backward(ctx, dpart):
+    def backward(ctx: Any, dpart: Tensor) -> tuple:
         dpart = dpart * ctx.scale  # a copy even for 1, as the incoming gradient may be shared
         for group in ctx.groups:
             dist.all_reduce(dpart, group=group)
@@ -114,50 +120,51 @@ class _Reduced(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, send, receive, group):
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
         ctx.send = send
         ctx.receive = receive
         ctx.group = group
         return _exchange(rows, send, receive, group)
 
     @staticmethod
-    def backward(ctx, drows):
+    def backward(ctx: Any, drows: Tensor) -> tuple:
         return _exchange(drows, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def _exchange(rows, send, receive, group):
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
     return received
 
 
 def all_to_all(
-    rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send the first send[0] of `rows` [sum(send), ...] to rank 0 and so on -> [sum(receive), ...]
-    in the senders' order.
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send the first send[0] of `rows` to rank 0 and so on -> [sum(receive), ...].
 
-    Differentiable: the gradient is sent back by the reverse all-to-all.
+    The result is in the senders' order. Differentiable: the gradient is sent back by the reverse
+    all-to-all.
     """
     return _AllToAll.apply(rows, send, receive, group)
 
 
-def _split_sizes(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+def _split_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
     """Sum the counts [n, E / n] per rank on the host, with a single synchronization."""
-    return tuple(torch.stack((sent.sum(1), received.sum(1))).tolist())
+    send, receive = torch.stack((sent.sum(1), received.sum(1))).tolist()
+    return send, receive
 
 
 # the split sizes are data-dependent, which a graph cannot hold; torch.compiler.disable would import
 # the compiler (one second)
-@torch._disable_dynamo
+@disable_dynamo
 def run_at_owners(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor, owners: Owners, run: Run
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run x [T, H] through the experts topk_idx [T, K] of all ranks -> out [T, H], this rank's
-    expert_offsets [E + 1].
+    x: Tensor, topk_idx: Tensor, topk_weight: Tensor, owners: Owners, run: Run
+) -> tuple[Tensor, Tensor]:
+    """Run x [T, H] through the experts topk_idx [T, K] of all ranks -> out [T, H], expert_offsets.
 
-    `run` computes rows with this rank's experts by their local ids. Slots with ids outside 0..E-1
-    are not sent and contribute nothing. Differentiable in x, topk_weight and in whatever `run` is.
+    The offsets [E + 1] are those of this rank's slots. `run` computes rows with this rank's experts
+    by their local ids. Slots with ids outside 0..E-1 are not sent and contribute nothing.
+    Differentiable in x, topk_weight and in whatever `run` is.
     """
     group, E = owners
     n = dist.get_world_size(group)
@@ -177,6 +184,6 @@ def run_at_owners(
     ones = torch.ones(sum(receive), 1, dtype=wide_dtype(x.dtype), device=x.device)
     y, _ = run(rows, experts[:, None], ones)
     y = all_to_all(y, receive, send, group)
-    return combine(
-        F.pad(y, (0, 0, 0, dropped)) if dropped else y, topk_weight, slot_row
-    ), expert_offsets
+    if dropped:
+        y = F.pad(y, (0, 0, 0, dropped))
+    return combine(y, topk_weight, slot_row), expert_offsets

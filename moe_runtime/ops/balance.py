@@ -1,14 +1,18 @@
 """Balance losses of a router, computed per layer and returned.
 
-    cv2      cv2(importance) + cv2(load),  cv2(v) = var(v) / (mean(v)^2 + 1e-10)       Shazeer et al. 2017; XFT, code
-    switch   R sum_r f_r P_r,  f_r = share of slots sent to r, P_r = mean_t softmax(router_logits)[t, r]     Switch; UpIT
-    top_k    E sum_e F_e P_e,  F_e = mean_t [e is among the top_k of token t] = top_k f_e    stock models of transformers
+    cv2      cv2(importance) + cv2(load),  cv2(v) = var(v) / (mean(v)^2 + 1e-10)
+             Shazeer et al. 2017; XFT, code
+    switch   R sum_r f_r P_r,  f_r = share of slots sent to r,
+             P_r = mean_t softmax(router_logits)[t, r]                                Switch; UpIT
+    top_k    E sum_e F_e P_e,  F_e = mean_t [e is among the top_k of token t] = top_k f_e
+             stock models of transformers
 
 importance_r = sum of the softmax probabilities of the tokens that selected r; with topk_softmax, of
 their weights, whose softmax runs over the selected. load_r is the number of those tokens or, with
 noise, the sum over all tokens of the probability that a new draw of the noise selects r:
 
-    P = Phi((clean - (k+1)-th noisy logit) / scale)  if r is among the selected,  else Phi((clean - k-th) / scale)
+    P = Phi((clean - (k+1)-th noisy logit) / scale)   if r is among the selected
+    P = Phi((clean - k-th noisy logit) / scale)       otherwise
 
 The official code decides "is among the selected" by comparing the noise (not the noisy logit) with
 the (k+1)-th noisy logit: `load_quirk=True`. cv2 and switch do not mask padding, as in the official
@@ -25,33 +29,32 @@ another pair of 8 experts give 2, like balanced ones. The mean of the losses of 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.ops.library import wide_dtype
 
 
-def cv2(v: torch.Tensor) -> torch.Tensor:
-    """Compute the squared coefficient of variation of `v` [R] with the unbiased variance; 0 for R =
-    1.
-    """
+def cv2(v: Tensor) -> Tensor:
+    """Compute the squared coefficient of variation of `v` [R], unbiased; 0 for R = 1."""
     v = v.to(wide_dtype(v.dtype))
-    return v.new_zeros(()) if v.numel() < 2 else v.var() / (v.mean().square() + 1e-10)
+    if v.numel() < 2:
+        return v.new_zeros(())
+    return v.var() / (v.mean().square() + 1e-10)
 
 
-def selection_mask(config: MoEConfig, topk_idx: torch.Tensor) -> torch.Tensor:
-    """Return which routed experts each token selected, [T, R] bool without the shared expert, from
-    `topk_idx` [T, K].
-    """
-    mask = torch.zeros(
-        topk_idx.shape[0], config.num_experts, dtype=torch.bool, device=topk_idx.device
-    )
+def selection_mask(config: MoEConfig, topk_idx: Tensor) -> Tensor:
+    """Return which routed experts each token selected, [T, R] bool, from `topk_idx` [T, K]."""
+    shape = (topk_idx.shape[0], config.num_experts)
+    mask = torch.zeros(shape, dtype=torch.bool, device=topk_idx.device)
     mask.scatter_(1, topk_idx.long(), True)
     return mask[:, int(config.has_shared_expert) :]
 
 
-def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor:
-    """Compute the smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R]
-    each; differentiable.
+def noisy_load(router_logits: Tensor, noise: Tensor, scale: Tensor, k: int, quirk: bool) -> Tensor:
+    """Compute the smooth load [R] of k of R experts; differentiable.
+
+    Clean logits, noise and its scale are [T, R].
     """
     noisy = router_logits + noise
     top = noisy.topk(k + 1, -1).values
@@ -62,7 +65,13 @@ def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor
     return torch.special.ndtr(z).sum(0)
 
 
-def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor:
+def cv2_loss(
+    config: MoEConfig,
+    router_logits: Tensor,
+    topk_idx: Tensor,
+    noise: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """Compute cv2(importance) + cv2(load) of one layer, [], without its coefficient."""
     noisy = router_logits if noise is None else router_logits + noise
     mask = selection_mask(config, topk_idx)
@@ -71,14 +80,14 @@ def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None)
         scores = scores.masked_fill(~mask, float("-inf"))
     importance = (scores.softmax(-1) * mask).sum(0)
     k = config.num_routed_per_token
-    if noise is not None and k < config.num_routed_experts:
+    if noise is not None and scale is not None and k < config.num_routed_experts:
         load = noisy_load(router_logits, noise, scale, k, config.load_quirk)
     else:
         load = mask.sum(0, dtype=scores.dtype)
     return cv2(importance) + cv2(load)
 
 
-def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
+def switch_loss(config: MoEConfig, router_logits: Tensor, topk_idx: Tensor) -> Tensor:
     """Compute R sum_r f_r P_r of one layer, [], 1 when balanced; f has no gradient."""
     mask = selection_mask(config, topk_idx)
     router_logits = router_logits.to(wide_dtype(router_logits.dtype))
@@ -87,16 +96,14 @@ def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
 
 
 def balance_loss(
-    config: MoEConfig, router_logits, topk_idx, noise=None, scale=None
-) -> torch.Tensor | None:
-    """Return the layer's loss times its coefficient, []; None if config.balance_loss is "none" or
-    there are no tokens.
-    """
-    if (
-        config.balance_loss == "none"
-        or config.num_routed_experts == 0
-        or router_logits.shape[0] == 0
-    ):
+    config: MoEConfig,
+    router_logits: Tensor,
+    topk_idx: Tensor,
+    noise: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor | None:
+    """Return the layer's loss times its coefficient, []; None without a loss or tokens."""
+    if config.balance_loss == "none" or 0 in router_logits.shape:
         return None
     if config.balance_loss == "switch":
         loss = switch_loss(config, router_logits, topk_idx)
@@ -105,45 +112,40 @@ def balance_loss(
     return config.balance_loss_coef * loss
 
 
-def top_k_loss(
-    router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute E sum_e F_e P_e of `router_logits` [T, E], []; tokens with `token_mask` [T] 0 are
-    excluded from both means.
+def top_k_loss(router_logits: Tensor, top_k: int, token_mask: Tensor | None = None) -> Tensor:
+    """Compute E sum_e F_e P_e of `router_logits` [T, E], [].
 
-    Differentiable through P; 0 without tokens.
+    Tokens with `token_mask` [T] 0 are excluded from both means. Differentiable through P; 0 without
+    tokens.
     """
     return _top_k_loss(*_top_k_sums(router_logits, top_k, token_mask))
 
 
 def pooled_loss(
-    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute `top_k_loss` over the tokens of all layers together, `router_logits` L of [T, E],
-    `token_mask` [T] -> [].
-    """
-    sums = [_top_k_sums(logits, top_k, token_mask) for logits in router_logits]
-    return _top_k_loss(
-        *(sum(part.to(sums[0][0].device) for part in parts) for parts in zip(*sums, strict=True))
-    )
+    router_logits: Sequence[Tensor], top_k: int, token_mask: Tensor | None = None
+) -> Tensor:
+    """Compute `top_k_loss` over all layers' tokens together: L of [T, E], mask [T] -> []."""
+    layers = [_top_k_sums(logits, top_k, token_mask) for logits in router_logits]
+    choices, probability, tokens = layers[0]
+    for layer in layers[1:]:
+        choices = choices + layer[0].to(choices.device)
+        probability = probability + layer[1].to(choices.device)
+        tokens = tokens + layer[2].to(choices.device)
+    return _top_k_loss(choices, probability, tokens)
 
 
 def per_layer_loss(
-    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute the mean of the layers' `top_k_loss`, `router_logits` L of [T, E], `token_mask` [T]
-    -> [].
-    """
+    router_logits: Sequence[Tensor], top_k: int, token_mask: Tensor | None = None
+) -> Tensor:
+    """Compute the mean of the layers' `top_k_loss`: L of [T, E], mask [T] -> []."""
     losses = [top_k_loss(logits, top_k, token_mask) for logits in router_logits]
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
 def _top_k_sums(
-    router_logits, top_k: int, token_mask
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum over the tokens: the selections [E], the probabilities [E], and the number of
-    tokens [].
-    """
+    router_logits: Tensor, top_k: int, token_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over tokens of selections [E], probabilities [E] and ones []."""
     probability = router_logits.to(wide_dtype(router_logits.dtype)).softmax(-1)
     chosen = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)
     if token_mask is None:
@@ -154,6 +156,6 @@ def _top_k_sums(
     return (weight[:, None] * chosen).sum(0), (weight[:, None] * probability).sum(0), weight.sum()
 
 
-def _top_k_loss(choices, probability, tokens) -> torch.Tensor:
+def _top_k_loss(choices: Tensor, probability: Tensor, tokens: Tensor) -> Tensor:
     tokens = tokens.clamp(min=1)
     return len(choices) * ((choices / tokens) * (probability / tokens)).sum()

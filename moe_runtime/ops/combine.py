@@ -3,29 +3,27 @@
 out[t] = sum_k topk_weight[t, k] y[slot_row[t * K + k]]
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 
 
-def combine(
-    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None
-) -> torch.Tensor:
-    """Combine `y` [R, H] with `topk_weight` [T, K] and `slot_row` [R = T * K] or [T, K] of integers
-    -> [T, H] in y's dtype.
+def combine(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str | None = None) -> Tensor:
+    """Sum each token's rows of `y` [R, H], times their weights -> [T, H] in y's dtype.
 
-    Sums in float32, or float64 for float64 y. Differentiable in y and topk_weight. Raises
-    ValueError for mismatched shapes.
+    `topk_weight` is [T, K], `slot_row` [R = T * K] or [T, K] of integers. Sums in float32, or
+    float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for mismatched
+    shapes.
     """
-    fits = (
-        y.dim() == 2
-        and topk_weight.dim() == 2
-        and y.shape[0] == topk_weight.numel() == slot_row.numel()
-    )
+    fits = y.dim() == 2 and topk_weight.dim() == 2
+    fits = fits and y.shape[0] == topk_weight.numel() == slot_row.numel()
     if not fits or slot_row.dtype not in INTEGERS:
         got = f"y is {kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
         raise ValueError(
@@ -41,52 +39,44 @@ class _GatherRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, row_token, slot_row):
+    def forward(x: Tensor, row_token: Tensor, slot_row: Tensor) -> Tensor:
         return x.index_select(0, row_token)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         x, row_token, slot_row = inputs
         ctx.save_for_backward(slot_row)
         ctx.save_for_forward(row_token)
         ctx.tokens = x.shape[0]
 
     @staticmethod
-    def jvp(ctx, dx, *_):
+    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
         return dx.index_select(0, *ctx.saved_tensors)
 
     @staticmethod
-    def backward(ctx, drows):
+    def backward(ctx: Any, drows: Tensor) -> tuple:
         (slot_row,) = ctx.saved_tensors
         ones = torch.ones(ctx.tokens, slot_row.numel() // max(ctx.tokens, 1), device=drows.device)
         return combine(drows, ones, slot_row), None, None
 
 
-def gather_rows(x: torch.Tensor, row_token: torch.Tensor, slot_row: torch.Tensor) -> torch.Tensor:
-    """Gather rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient sums each token's rows
-    `slot_row` [R], no scatter.
+def gather_rows(x: Tensor, row_token: Tensor, slot_row: Tensor) -> Tensor:
+    """Gather rows `row_token` [R] of `x` [T, H] -> [R, H].
+
+    The gradient sums each token's rows `slot_row` [R], without a scatter.
     """
     return _GatherRows.apply(x, row_token, slot_row)
 
 
-LIB.define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
-LIB.define(
-    "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, "
-    "Tensor "
-    "slot_row, "
-    "str "
-    "backend) "
-    "-> "
+define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
+define(
+    "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> "
     "(Tensor, Tensor)"
 )
 
 
-def weighted_sum(
-    y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor
-) -> torch.Tensor:
-    """Sum rows of y by `slot_row` [T, K] -> [T, H] in y's dtype; weights must have y's dtype, None
-    means ones.
-    """
+def weighted_sum(y: Tensor, topk_weight: Tensor | None, slot_row: Tensor) -> Tensor:
+    """Sum rows of y by `slot_row` [T, K] -> [T, H]; weights have y's dtype, None means ones."""
     if slot_row.numel() == 0 or y.shape[1] == 0:
         return y.new_zeros(slot_row.shape[0], y.shape[1])
     # one pass, parallel over tokens, float32 inside; a gather and a bmm are ten times slower on the
@@ -94,7 +84,7 @@ def weighted_sum(
     return F.embedding_bag(slot_row, y, mode="sum", per_sample_weights=topk_weight)
 
 
-def _forward(y, topk_weight, slot_row, backend):
+def _forward(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.combine import combine_forward
 
@@ -102,11 +92,14 @@ def _forward(y, topk_weight, slot_row, backend):
     if backend == "cuda":
         return cuda_kernels.combine_forward(y, topk_weight, slot_row)
     slot_row = slot_row.reshape(topk_weight.shape)
-    slot_row = slot_row if slot_row.dtype in (torch.int32, torch.int64) else slot_row.int()
+    if slot_row.dtype not in (torch.int32, torch.int64):
+        slot_row = slot_row.int()
     return weighted_sum(y.to(topk_weight.dtype), topk_weight.contiguous(), slot_row).to(y.dtype)
 
 
-def _backward(dout, y, topk_weight, slot_row, backend):
+def _backward(
+    dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str
+) -> tuple:
     if backend == "triton":
         from moe_runtime.kernels.combine import combine_backward
 
@@ -123,24 +116,23 @@ def _backward(dout, y, topk_weight, slot_row, backend):
     return dy, dweight.contiguous()
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     y, topk_weight, slot_row, ctx.backend = inputs
     ctx.save_for_backward(y, topk_weight, slot_row)
 
 
-def _autograd(ctx, dout):
-    return (
-        *torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend),
-        None,
-        None,
-    )
+def _autograd(ctx: Any, dout: Tensor) -> tuple:
+    grads = torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend)
+    return *grads, None, None
 
 
-def _fake(y, topk_weight, slot_row, backend):
+def _fake(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> Tensor:
     return y.new_empty(topk_weight.shape[0], y.shape[1])
 
 
-def _backward_fake(dout, y, topk_weight, slot_row, backend):
+def _backward_fake(
+    dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str
+) -> tuple:
     return y.new_empty(y.shape), topk_weight.new_empty(topk_weight.shape)
 
 

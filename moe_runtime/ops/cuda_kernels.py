@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_runtime.config import GATES
 from moe_runtime.native.library import cuda
@@ -41,14 +42,14 @@ def check_experts(num_experts: int) -> None:
 
 
 def route_forward(
-    router_logits: torch.Tensor,
-    bias: torch.Tensor | None,
+    router_logits: Tensor,
+    bias: Tensor | None,
     top_k: int,
     gate: str,
     shared: int,
-    topk_idx: torch.Tensor | None = None,
-    block_count: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    topk_idx: Tensor | None = None,
+    block_count: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Route `router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32;
     `shared` is 0 or 1.
 
@@ -84,7 +85,7 @@ def route_forward(
     return weight, idx
 
 
-def new_block_count(router_logits: torch.Tensor, shared: int) -> torch.Tensor:
+def new_block_count(router_logits: Tensor, shared: int) -> Tensor:
     """Return an uninitialized [blocks of tokens, E + shared] int32 for `route_forward` of these
     logits.
     """
@@ -98,17 +99,18 @@ def block_tokens(T: int, E: int) -> int:
 
 
 def route_backward(
-    dweight: torch.Tensor,
-    router_logits: torch.Tensor,
-    topk_idx: torch.Tensor,
+    dweight: Tensor,
+    router_logits: Tensor,
+    topk_idx: Tensor,
     gate: str,
     shared: int,
     is_forced: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E],
     in their dtype.
     """
-    (T, E), K = router_logits.shape, topk_idx.shape[1]
+    T, E = router_logits.shape
+    K = topk_idx.shape[1]
     router_logits = _rows(router_logits)
     dweight = dweight.contiguous()
     dlogits = router_logits.new_empty(T, E)
@@ -131,9 +133,7 @@ def route_backward(
     return dlogits
 
 
-def dispatch_forward(
-    topk_idx: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def dispatch_forward(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R],
     slot_row [R], all int32.
     """
@@ -141,13 +141,13 @@ def dispatch_forward(
 
 
 def route_plan(
-    topk_idx: torch.Tensor,
+    topk_idx: Tensor,
     num_experts: int,
     block_rows: Sequence[int] = (),
     first_expert: int = 0,
-    block_count: torch.Tensor | None = None,
+    block_count: Tensor | None = None,
     count_tokens: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute `dispatch_forward` and the `tile_map` of each of up to 4 `block_rows` in a single
     launch.
 
@@ -184,12 +184,11 @@ def route_plan(
         workspace,
         workspace_bytes,
     )
-    return offsets, *rows, maps
+    row_token, row_slot, slot_row = rows
+    return offsets, row_token, row_slot, slot_row, maps
 
 
-def tile_map(
-    expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0
-) -> torch.Tensor:
+def tile_map(expert_offsets: Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> Tensor:
     """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its
     expert's end row.
 
@@ -206,11 +205,8 @@ def tile_map(
 
 
 def merge_experts_forward(
-    weight: torch.Tensor,
-    alpha: torch.Tensor,
-    out: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-) -> torch.Tensor:
+    weight: Tensor, alpha: Tensor, out: Tensor | None = None, seen: Tensor | None = None
+) -> Tensor:
     """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's
     dtype unless given.
 
@@ -218,7 +214,8 @@ def merge_experts_forward(
     synchronizing with the host.
     """
     weight, stride_e, P = _experts(weight)
-    out = weight.new_empty(weight.shape[1:]) if out is None else out
+    if out is None:
+        out = weight.new_empty(weight.shape[1:])
     cuda.launch(
         "moert_merge_forward",
         weight,
@@ -235,7 +232,7 @@ def merge_experts_forward(
     return out
 
 
-def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def merge_experts_backward_alpha(dout: Tensor, weight: Tensor) -> Tensor:
     """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32."""
     weight, stride_e, P = _experts(weight)
     dout = dout.contiguous()
@@ -261,19 +258,19 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
 
 
 def combine_forward(
-    y: torch.Tensor,
-    topk_weight: torch.Tensor,
-    slot_row: torch.Tensor,
-    num_rows: torch.Tensor | None = None,
-) -> torch.Tensor:
+    y: Tensor, topk_weight: Tensor, slot_row: Tensor, num_rows: Tensor | None = None
+) -> Tensor:
     """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's
     dtype.
 
     `num_rows` [1] int32 is read on the device: slots whose row is not below it contribute nothing,
     whatever their values.
     """
-    (T, K), H = topk_weight.shape, y.shape[1]
-    y, (slot_row, row_bytes), out = y.contiguous(), _index(slot_row), y.new_empty(T, H)
+    T, K = topk_weight.shape
+    H = y.shape[1]
+    y = y.contiguous()
+    slot_row, row_bytes = _index(slot_row)
+    out = y.new_empty(T, H)
     weight = topk_weight.contiguous()
     cuda.launch(
         "moert_combine_forward",
@@ -293,21 +290,20 @@ def combine_forward(
 
 
 def combine_backward(
-    dout: torch.Tensor, y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of
     `combine_forward`.
     """
     if dout.dtype != y.dtype:  # autograd passes y's dtype
         dy, dweight = combine_backward(dout.float(), y.float(), topk_weight, slot_row)
         return dy.to(y.dtype), dweight
-    (T, K), H = topk_weight.shape, y.shape[1]
-    dout, y, (slot_row, row_bytes), weight = (
-        dout.contiguous(),
-        y.contiguous(),
-        _index(slot_row),
-        topk_weight.contiguous(),
-    )
+    T, K = topk_weight.shape
+    H = y.shape[1]
+    dout = dout.contiguous()
+    y = y.contiguous()
+    slot_row, row_bytes = _index(slot_row)
+    weight = topk_weight.contiguous()
     dy = y.new_empty(y.shape)
     dweight = weight.new_empty(T, K)
     cuda.launch(
@@ -328,7 +324,7 @@ def combine_backward(
     return dy, dweight
 
 
-def _dtype(tensor: torch.Tensor) -> int:
+def _dtype(tensor: Tensor) -> int:
     if tensor.dtype not in cuda.DTYPES:
         raise ValueError(
             f"dtype must be float32, float16 or bfloat16 for backend 'cuda', but got {tensor.dtype}"
@@ -336,32 +332,35 @@ def _dtype(tensor: torch.Tensor) -> int:
     return cuda.DTYPES[tensor.dtype]
 
 
-def _index(index: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _index(index: Tensor) -> tuple[Tensor, int]:
     """Return `index` as contiguous int32 or int64, widened if narrower, and its item size
     in bytes.
     """
-    index = index if index.dtype in (torch.int32, torch.int64) else index.int()
+    if index.dtype not in (torch.int32, torch.int64):
+        index = index.int()
     return index.contiguous(), index.element_size()
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
+def _rows(logits: Tensor) -> Tensor:
     """Return `logits` with contiguous rows; the row stride is arbitrary."""
-    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+    if logits.stride(1) == 1 or logits.shape[1] == 1:
+        return logits
+    return logits.contiguous()
 
 
-def _experts(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+def _experts(weight: Tensor) -> tuple[Tensor, int, int]:
     """Return `weight` with contiguous experts; the stride between experts is arbitrary, even 0."""
     if not weight[0].is_contiguous():
         weight = weight.contiguous()
     return weight, weight.stride(0), weight[0].numel()
 
 
-def _new_maps(like: torch.Tensor, R: int, block_rows: Sequence[int]) -> list[torch.Tensor]:
+def _new_maps(like: Tensor, R: int, block_rows: Sequence[int]) -> list[Tensor]:
     E = like.numel() - 1
     return [like.new_empty(3, R // rows + min(E, R)) for rows in block_rows]
 
 
-def _tiles(maps: list[torch.Tensor], block_rows: Sequence[int], first_expert: int) -> ctypes.Array:
+def _tiles(maps: list[Tensor], block_rows: Sequence[int], first_expert: int) -> ctypes.Array:
     tiles = zip(maps, block_rows, strict=True)
     return (_Tiles * len(maps))(
         *(_Tiles(out.data_ptr(), rows, first_expert) for out, rows in tiles)

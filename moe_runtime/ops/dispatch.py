@@ -13,10 +13,11 @@ no expert owns its row.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, kind, register
+from moe_runtime.ops.library import define, kind, register
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -24,15 +25,16 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 class Dispatch(NamedTuple):
     """Index arrays between slots and rows, named <from>_<to>."""
 
-    expert_offsets: torch.Tensor  # [E + 1] int32
-    row_token: torch.Tensor  # [R] int32
-    row_slot: torch.Tensor  # [R] int32
-    slot_row: torch.Tensor  # [R] int32
+    expert_offsets: Tensor  # [E + 1] int32
+    row_token: Tensor  # [R] int32
+    row_slot: Tensor  # [R] int32
+    slot_row: Tensor  # [R] int32
 
 
-def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
-    """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a
-    bad shape or dtype.
+def dispatch(topk_idx: Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
+    """Sort the slots of `topk_idx` [T, K] of integers by expert.
+
+    Raises ValueError for a bad shape or dtype.
     """
     if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS or num_experts < 1:
         got = f"topk_idx is {kind(topk_idx)}, num_experts is {num_experts}"
@@ -45,41 +47,37 @@ def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = Non
     return Dispatch(*torch.ops.moe_runtime.dispatch(topk_idx, num_experts, chosen))
 
 
-LIB.define(
+define(
     "dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_slots(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return expert_offsets [E + 1] int32 and row_slot [R] int64."""
     # a narrower dtype might not hold num_experts, the marker of a dropped slot
     expert = topk_idx.reshape(-1).long()
     expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)
-    # 16-bit keys halve the radix sort's work
-    expert, row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(
-        stable=True
-    )
+    if num_experts < 32767:  # 16-bit keys halve the radix sort's work
+        expert = expert.to(torch.int16)
+    else:
+        expert = expert.to(torch.int32)
+    expert, row_slot = expert.sort(stable=True)
     experts = torch.arange(num_experts + 1, dtype=expert.dtype, device=expert.device)
     return torch.searchsorted(expert, experts, out_int32=True), row_slot
 
 
-def invert(row_slot: torch.Tensor) -> torch.Tensor:
+def invert(row_slot: Tensor) -> Tensor:
     """Return slot_row, the inverse permutation of `row_slot` [R], in its dtype."""
-    return torch.empty_like(row_slot).scatter_(
-        0, row_slot, torch.arange(row_slot.numel(), device=row_slot.device)
-    )
+    rows = torch.arange(row_slot.numel(), device=row_slot.device)
+    return torch.empty_like(row_slot).scatter_(0, row_slot, rows)
 
 
-def live_weights(
-    topk_weight: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
-) -> torch.Tensor:
-    """Return `topk_weight` [T, K] with zeros for dropped slots (ids outside 0..E-1), whose weights
-    may be arbitrary.
-    """
+def live_weights(topk_weight: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
+    """Return `topk_weight` [T, K] with zeros for dropped slots, whose weights may be arbitrary."""
     return topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), 0)
 
 
-def _dispatch(topk_idx, num_experts, backend):
+def _dispatch(topk_idx: Tensor, num_experts: int, backend: str) -> tuple:
     if backend == "triton":
         from moe_runtime.kernels.dispatch import dispatch_forward
 
@@ -87,17 +85,13 @@ def _dispatch(topk_idx, num_experts, backend):
     if backend == "cuda":
         return cuda_kernels.dispatch_forward(topk_idx, num_experts)
     offsets, row_slot = sort_slots(topk_idx, num_experts)
-    return (
-        offsets,
-        (row_slot // max(topk_idx.shape[1], 1)).int(),
-        row_slot.int(),
-        invert(row_slot).int(),
-    )
+    row_token = row_slot // max(topk_idx.shape[1], 1)
+    return offsets, row_token.int(), row_slot.int(), invert(row_slot).int()
 
 
-def _fake(topk_idx, num_experts, backend):
-    rows = [topk_idx.new_empty(topk_idx.numel(), dtype=torch.int32) for _ in range(3)]
-    return (topk_idx.new_empty(num_experts + 1, dtype=torch.int32), *rows)
+def _fake(topk_idx: Tensor, num_experts: int, backend: str) -> tuple:
+    R = topk_idx.numel()
+    return tuple(topk_idx.new_empty(n, dtype=torch.int32) for n in (num_experts + 1, R, R, R))
 
 
 register("dispatch", _dispatch, _fake)

@@ -1,11 +1,12 @@
 """Create more experts from a few: find the two that differ most, and merge them into a child.
 
 UpIT, Algorithm 2 (the paper omits its body; every assumption is an option of the caller):
-    G_ij = <d_i, d_j>,  d_i = W_i - W_base over all tensors       distance: cosine 1 - G_ij / sqrt(G_ii G_jj),
-                                                                  l2 sqrt(G_ii + G_jj - 2 G_ij)
+    G_ij = <d_i, d_j>,  d_i = W_i - W_base over all tensors
+    distance:  cosine 1 - G_ij / sqrt(G_ii G_jj),  l2 sqrt(G_ii + G_jj - 2 G_ij)
     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  (j, k) the farthest pair, a + b = 1
-DARE (arXiv 2311.03099, Eq. 1):  D(d) = (1 - m) d / (1 - p),  m ~ Bernoulli(p) for each element;  D(d) = 0 for p = 1;
-                                 without rescaling  D(d) = (1 - m) d
+DARE (arXiv 2311.03099, Eq. 1):
+    D(d) = (1 - m) d / (1 - p),  m ~ Bernoulli(p) for each element;  D(d) = 0 for p = 1
+    D(d) = (1 - m) d             without rescaling
 
 Element i of a tensor has one 64-bit number of Philox 4x64-10 (Salmon et al., 2011): output i % 4 at
 the counter (i // 4 + 1, 0, 0, 0) with the key (seed, stream), one stream per tensor. The low 32
@@ -15,14 +16,17 @@ any order of tensors, block size and device.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice, check_fraction, check_seed
-from moe_runtime.ops.library import LIB, kind, register, wide_dtype
+from moe_runtime.ops.expert_rows import matches
+from moe_runtime.ops.library import define, kind, register, wide_dtype
 
 METRICS = ("cosine", "l2")
 FEW = 64  # experts whose products are computed together
@@ -32,59 +36,58 @@ WHOLE = 1 << 24  # the same on a GPU, where separate experts are stacked first
 
 @torch.no_grad()
 def gram(
-    experts: torch.Tensor | Sequence[torch.Tensor],
-    base: torch.Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...]; each
-    is read once.
+    experts: Tensor | Sequence[Tensor], base: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...].
 
-    Products and short sums are in float32, long sums in float64 (everything for float64). Add the
-    results of a model's tensors to compare whole experts. A sequence of more than FEW tensors is
-    read several times. Not differentiable. Raises ValueError for different shapes, dtypes or
-    devices.
+    Each is read once. Products and short sums are in float32, long sums in float64 (everything for
+    float64). Add the results of a model's tensors to compare whole experts. A sequence of more than
+    FEW tensors is read several times. Not differentiable. Raises ValueError for different shapes,
+    dtypes or devices.
     """
-    is_stack = isinstance(experts, torch.Tensor)
-    if len(experts) > FEW and not is_stack:
+    n = len(experts)
+    if n > FEW and not isinstance(experts, Tensor):
         return _gram_of_many(experts, base, backend)
-    if not 0 < len(experts) <= FEW:
-        raise ValueError(f"Expected 1 to {FEW} experts, but got {len(experts)}")
+    if not 0 < n <= FEW:
+        raise ValueError(f"Expected 1 to {FEW} experts, but got {n}")
     first = experts[0]
-    for tensor in (first,) if is_stack else experts:
-        _check_like("experts", tensor, first, "as the first expert")
+    if isinstance(experts, Tensor):
+        _check_like("experts", first, first, "as the first expert")
+    else:
+        for tensor in experts:
+            _check_like("experts", tensor, first, "as the first expert")
     if base is not None:
         _check_like("base", base, first, "as the first expert")
+        base = base.reshape(-1)
     chosen = backends.pick("gram", first, backend)
-    base = None if base is None else base.reshape(-1)
-    if is_stack:
-        return torch.ops.moe_runtime.gram(
-            experts.reshape(len(experts), first.numel()), base, chosen
-        )
+    if isinstance(experts, Tensor):
+        return torch.ops.moe_runtime.gram(experts.reshape(n, first.numel()), base, chosen)
     rows = [tensor.reshape(-1) for tensor in experts]
-    step = WHOLE if first.device.type != "cpu" else max(BLOCK // len(rows), 1024)
-    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=first.device)
-    for start in range(0, first.numel(), step):
-        part = slice(start, start + step)
+    total = torch.zeros(n, n, dtype=torch.float64, device=first.device)
+    for part in _parts(first, n):
         stack = torch.stack([row[part] for row in rows])
-        total += torch.ops.moe_runtime.gram(stack, None if base is None else base[part], chosen)
+        base_part = None if base is None else base[part]
+        total += torch.ops.moe_runtime.gram(stack, base_part, chosen)
     return total
 
 
-def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor, how: str) -> None:
-    """Raise ValueError unless `tensor` has the shape, the floating dtype and the device of
-    `first`.
-    """
-    wanted = (first.shape, first.dtype, first.device)
-    if (tensor.shape, tensor.dtype, tensor.device) != wanted or not first.is_floating_point():
+def _parts(tensor: Tensor, count: int) -> Iterator[slice]:
+    """Return slices of a tensor's elements, of which `count` tensors are stacked at a time."""
+    step = WHOLE
+    if tensor.device.type == "cpu":
+        step = max(BLOCK // count, 1024)
+    return (slice(start, start + step) for start in range(0, tensor.numel(), step))
+
+
+def _check_like(name: str, tensor: Tensor, first: Tensor, how: str) -> None:
+    """Raise ValueError unless `tensor` has the shape, floating dtype and device of `first`."""
+    if not matches(tensor, first.shape, first) or not first.is_floating_point():
         raise ValueError(
             f"Expected {kind(first)}, {how}, of a floating dtype, but {name} is {kind(tensor)}"
         )
 
 
-def _gram_of_many(
-    experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None
-) -> torch.Tensor:
+def _gram_of_many(experts: Sequence[Tensor], base: Tensor | None, backend: str | None) -> Tensor:
     """Return G of more than FEW experts, computed for every two groups of them."""
     n = len(experts)
     size = FEW // 2
@@ -92,54 +95,51 @@ def _gram_of_many(
     total = torch.zeros(n, n, dtype=torch.float64, device=experts[0].device)
     for i, rows in enumerate(groups):
         for columns in groups[i + 1 :]:
-            places = [*rows, *columns]
-            total[torch.tensor(places)[:, None], places] = gram(
-                [experts[e] for e in places], base, backend=backend
-            )
+            ids = [*rows, *columns]
+            some = gram([experts[e] for e in ids], base, backend=backend)
+            total[torch.tensor(ids)[:, None], ids] = some
     return total
 
 
 @torch.no_grad()
-def gram_row(
-    experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the last row [n + 1] float64 of G of the n `experts` and of `child`, all [...], in the
-    precision of `gram`.
+def gram_row(experts: Sequence[Tensor], child: Tensor, base: Tensor | None = None) -> Tensor:
+    """Return the last row [n + 1] float64 of G of the n `experts` and of `child`, all [...].
 
-    Each is read once. Runs in torch on any device. Not differentiable.
+    It has the precision of `gram`. Each is read once. Runs in torch on any device. Not
+    differentiable.
     """
     rows = [tensor.reshape(-1) for tensor in (*experts, child)]
-    origin = None if base is None else base.reshape(-1)
     wide = wide_dtype(child.dtype)
-    step = WHOLE if child.device.type != "cpu" else max(BLOCK // len(rows), 1024)
     total = torch.zeros(len(rows), dtype=torch.float64, device=child.device)
-    for start in range(0, child.numel(), step):
-        part = torch.stack([row[start : start + step] for row in rows]).to(wide)
-        if origin is not None:
-            part -= origin[start : start + step].to(wide)
-        total += (part @ part[-1]).double()
+    for part in _parts(child, len(rows)):
+        stack = torch.stack([row[part] for row in rows]).to(wide)
+        if base is not None:
+            stack -= base.reshape(-1)[part].to(wide)
+        total += (stack @ stack[-1]).double()
     return total
 
 
-def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
-    """Return the distances [n, n] float64 of all pairs, 0 on the diagonal. A zero vector has cosine
-    distance 1 to others.
+def distances(gram: Tensor, metric: str = "cosine") -> Tensor:
+    """Return the distances [n, n] float64 of all pairs, 0 on the diagonal.
+
+    A zero vector has cosine distance 1 to others.
     """
     check_choice("metric", metric, METRICS)
     gram = gram.double()
     square = gram.diagonal().clamp_min(0)
     if metric == "l2":
-        found = (square[:, None] + square[None, :] - 2 * gram).clamp_min(0).sqrt()
+        distance = (square[:, None] + square[None, :] - 2 * gram).clamp_min(0).sqrt()
     else:
         norm = square.sqrt()
         norm = norm[:, None] * norm[None, :]
-        found = 1 - torch.where(norm > 0, gram / norm, 0).clamp(-1, 1)
-    return found.fill_diagonal_(0)
+        distance = 1 - torch.where(norm > 0, gram / norm, 0).clamp(-1, 1)
+    return distance.fill_diagonal_(0)
 
 
-def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
-    """Return the pair i < j with the largest `distance` [n, n], the first of equals; raises
-    ValueError for NaN.
+def farthest_pair(distance: Tensor) -> tuple[int, int]:
+    """Return the pair i < j with the largest `distance` [n, n], the first of equals.
+
+    Raises ValueError for NaN.
     """
     values = distance.detach().double().cpu().numpy()
     i, j = np.triu_indices(len(values), 1)
@@ -158,9 +158,9 @@ def check_drop(drop: float) -> None:
 
 @torch.no_grad()
 def dare_merge(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    base: torch.Tensor | None = None,
+    first: Tensor,
+    second: Tensor,
+    base: Tensor | None = None,
     *,
     weights: tuple[float, float],
     drop: float = 0.5,
@@ -169,85 +169,78 @@ def dare_merge(
     tensor: str | int,
     start: int = 0,
     backend: str | None = None,
-) -> torch.Tensor:
-    """Return the child [...] of `first` and `second` [...], which were trained from `base` (None:
-    zero, as for LoRA matrices).
+) -> Tensor:
+    """Return the child [...] of `first` and `second` [...], which were trained from `base`.
 
-    `weights` are a and b, `drop` is p. `tensor` selects the stream of random numbers for `seed`: a
-    tensor's name or any number. A part of a tensor that begins at its element `start`, a multiple
-    of 4, gets that part of the child. Computed in float32 (float64 for float64) and rounded once.
-    Not differentiable. Raises ValueError for different shapes, dtypes or devices, and for numbers
-    out of range.
+    Without `base` they start from zero, as LoRA matrices do. `weights` are a and b, `drop` is p.
+    `tensor` selects the stream of random numbers for `seed`: a tensor's name or any number. A part
+    of a tensor that begins at its element `start`, a multiple of 4, gets that part of the child.
+    Computed in float32 (float64 for float64) and rounded once. Not differentiable. Raises
+    ValueError for different shapes, dtypes or devices, and for numbers out of range.
     """
-    for name, other in (("second", second), ("base", first if base is None else base)):
-        _check_like(name, other, first, "as first")
+    _check_like("second", second, first, "as first")
+    if base is not None:
+        _check_like("base", base, first, "as first")
     check_drop(drop)
     if len(weights) != 2 or not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights must be two finite numbers, but got {weights!r}")
     stream = stream_of(tensor)
-    for name, number in (("seed", seed), ("tensor", stream)):
-        check_seed(name, number)
+    check_seed("seed", seed)
+    check_seed("tensor", stream)
     if start < 0 or start % 4:
         raise ValueError(
             f"start (the first element of this part) must be a multiple of 4, but got {start}"
         )
     threshold = round(drop * (1 << 32))
-    scale = 1.0 if drop == 1 or not rescale else 1 / (1 - drop)
-    scales = [weight * scale for weight in weights]
+    scale = 1.0
+    if rescale and drop < 1:
+        scale = 1 / (1 - drop)
+    first_scale = weights[0] * scale
+    second_scale = weights[1] * scale
     backend = backends.pick("dare_merge", first, backend)
     return torch.ops.moe_runtime.dare_merge(
-        first, second, base, seed, stream, threshold, *scales, backend, start
+        first, second, base, seed, stream, threshold, first_scale, second_scale, backend, start
     )
 
 
 def stream_of(tensor: str | int) -> int:
-    """Return the number of a tensor's stream: the number itself, or 63 bits of the BLAKE2b hash of
-    its name.
-    """
+    """Return the number of a tensor's stream: itself, or 63 bits of its name's BLAKE2b hash."""
     if not isinstance(tensor, str):
         return tensor
     return int.from_bytes(hashlib.blake2b(tensor.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def draws(seed: int, stream: int, start: int, count: int) -> np.ndarray:
-    """Return the random numbers [count, 2] uint32 of elements [start, start + count), for both
-    parents; 4 divides `start`.
+    """Return the random numbers [count, 2] uint32 of elements from `start` on, for both parents.
+
+    `start` is a multiple of 4.
     """
     bits = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=[start // 4, 0, 0, 0])
-    return (
-        bits.random_raw(-(-count // 4) * 4)[:count]
-        .astype("<u8", copy=False)
-        .view("<u4")
-        .reshape(count, 2)
-    )
+    raw = bits.random_raw(-(-count // 4) * 4)[:count]
+    return raw.astype("<u8", copy=False).view("<u4").reshape(count, 2)
 
 
-LIB.define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
-LIB.define(
-    "dare_merge(Tensor first, Tensor second, Tensor? base, int "
-    "seed, "
-    "int "
-    "stream, "
-    "int "
-    "threshold, "
-    "float first_scale, "
-    "float second_scale, str backend, int start=0) -> Tensor"
+define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
+define(
+    "dare_merge(Tensor first, Tensor second, Tensor? base, int seed, int stream, int threshold, "
+    "float first_scale, float second_scale, str backend, int start=0) -> Tensor"
 )
 
 
-def _gram(experts, base, backend):
+def _gram(experts: Tensor, base: Tensor | None, backend: str) -> Tensor:
     rows = experts if experts.stride(1) == 1 else experts.contiguous()
-    base = None if base is None else base.contiguous()
+    if base is not None:
+        base = base.contiguous()
     if backend == "triton":
         from moe_runtime.kernels.expansion import gram_forward
 
-        found = gram_forward(rows, base)
+        products = gram_forward(rows, base)
     else:
-        found = _gram_by_blocks(rows, base)
-    return (found + found.t()) / 2
+        products = _gram_by_blocks(rows, base)
+    return (products + products.t()) / 2
 
 
-def _gram_by_blocks(rows, base):
+def _gram_by_blocks(rows: Tensor, base: Tensor | None) -> Tensor:
     n, P = rows.shape
     wide = wide_dtype(rows.dtype)
     total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
@@ -260,10 +253,26 @@ def _gram_by_blocks(rows, base):
     return total
 
 
+def _gram_fake(experts: Tensor, *_: Any) -> Tensor:
+    return experts.new_empty(len(experts), len(experts), dtype=torch.float64)
+
+
 def _dare_merge(
-    first, second, base, seed, stream, threshold, first_scale, second_scale, backend, start=0
-):
-    first, second, base = (None if t is None else t.contiguous() for t in (first, second, base))
+    first: Tensor,
+    second: Tensor,
+    base: Tensor | None,
+    seed: int,
+    stream: int,
+    threshold: int,
+    first_scale: float,
+    second_scale: float,
+    backend: str,
+    start: int = 0,
+) -> Tensor:
+    first = first.contiguous()
+    second = second.contiguous()
+    if base is not None:
+        base = base.contiguous()
     if backend == "triton":
         from moe_runtime.kernels.expansion import dare_merge_forward
 
@@ -271,32 +280,29 @@ def _dare_merge(
             first, second, base, seed, stream, threshold, first_scale, second_scale, start
         )
     out = torch.empty_like(first)
-    flat = [None if t is None else t.view(-1) for t in (first, second, base)]
     for at in range(0, first.numel(), BLOCK):
-        part = [None if t is None else t[at : at + BLOCK] for t in flat]
-        numbers = draws(seed, stream, start + at, part[0].numel())
-        out.view(-1)[at : at + BLOCK] = _dare_merge_block(
-            *part, numbers, threshold, first_scale, second_scale
-        )
+        block = slice(at, min(at + BLOCK, first.numel()))
+        drop = draws(seed, stream, start + at, block.stop - at) < threshold
+        origin = None if base is None else base.view(-1)[block]
+        child = _difference(first.view(-1)[block], origin, first_scale, drop[:, 0])
+        child.add_(_difference(second.view(-1)[block], origin, second_scale, drop[:, 1]))
+        if origin is not None:
+            child.add_(origin.to(child.dtype))
+        out.view(-1)[block] = child
     return out
 
 
-def _dare_merge_block(first, second, base, numbers, threshold, first_scale, second_scale):
-    wide = wide_dtype(first.dtype)
-    origin = None if base is None else base.to(wide)
-    total = None
-    for parent, column, scale in ((first, 0, first_scale), (second, 1, second_scale)):
-        delta = parent.to(wide, copy=True)
-        delta = (delta if origin is None else delta.sub_(origin)).mul_(scale)
-        drop = torch.from_numpy(numbers[:, column] < threshold).to(delta.device)
-        delta.masked_fill_(drop, 0.0)
-        total = delta if total is None else total.add_(delta)
-    return total if origin is None else total.add_(origin)
+def _difference(parent: Tensor, origin: Tensor | None, scale: float, drop: np.ndarray) -> Tensor:
+    """Return scale times the difference of a block [n] from `origin`, 0 where `drop` [n]."""
+    delta = parent.to(wide_dtype(parent.dtype), copy=True)
+    if origin is not None:
+        delta.sub_(origin.to(delta.dtype))
+    return delta.mul_(scale).masked_fill_(torch.from_numpy(drop).to(delta.device), 0.0)
 
 
-register(
-    "gram",
-    _gram,
-    lambda experts, *_: experts.new_empty(len(experts), len(experts), dtype=torch.float64),
-)
-register("dare_merge", _dare_merge, lambda first, *_: first.new_empty(first.shape))
+def _dare_merge_fake(first: Tensor, *_: Any) -> Tensor:
+    return first.new_empty(first.shape)
+
+
+register("gram", _gram, _gram_fake)
+register("dare_merge", _dare_merge, _dare_merge_fake)

@@ -1,18 +1,20 @@
-"""Common parts of the backends of `moe_mlp`: the experts' weights, their rows in expert order, and
-their gradients.
+"""Common parts of the backends of `moe_mlp`: weights of experts, rows in expert order, gradients.
 
-    rows of expert e: expert_offsets[e] <= r < expert_offsets[e + 1];  d down_e = dy^T wh,  d gate_up_e = dz^T x  over them
+    rows of expert e: expert_offsets[e] <= r < expert_offsets[e + 1]
+    over them: d down_e = dy^T wh,  d gate_up_e = dz^T x
 
 The weights of trained experts may be stored separately from the stack, as in `grouped_gemm`:
 
     weight of e = trained[trainable[e]] where trainable[e] >= 0, else stack[e]
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.library import kind
@@ -24,47 +26,55 @@ PADDED_FROM = 4  # rows; fewer use matrix-vector products, which are faster
 GROUP_ELEMENTS = 1 << 19  # rows of the experts in a group times the columns of the widest buffer
 
 
-def check_trained(
-    stack: torch.Tensor, trainable, trained, name: str = "trained", masks: bool = True
-) -> None:
-    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, match
-    the frozen `stack` [E, ...].
+def matches(tensor: Tensor, shape: Sequence[int], like: Tensor) -> bool:
+    """Return whether `tensor` has this shape, and dtype and device of `like`."""
+    is_alike = tensor.dtype == like.dtype and tensor.device == like.device
+    return is_alike and tuple(tensor.shape) == tuple(shape)
 
-    Without `trained`, `trainable` is a mask [E] bool if the op supports `masks`.
+
+def check_trained(
+    stack: Tensor,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    name: str = "trained",
+    masks: bool = True,
+) -> None:
+    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...] match `stack` [E, ...].
+
+    Without `trained`, `trainable` is a mask [E] bool if the op supports `masks`. `name` is what the
+    caller calls `trained`. The stack must be frozen.
     """
     if trainable is None and trained is None:
         return
-    dtype = torch.bool if trained is None and masks else torch.int32
-    fits = trainable is not None and trainable.shape == stack.shape[:1] and trainable.dtype == dtype
-    if not fits or trainable.device != stack.device or (trained is None and not masks):
+    is_mask = trained is None and masks
+    dtype = torch.bool if is_mask else torch.int32
+    fits = is_mask or trained is not None
+    if (
+        trainable is None
+        or trainable.dtype != dtype
+        or trainable.shape != stack.shape[:1]
+        or trainable.device != stack.device
+    ):
+        fits = False
+    if not fits:
         wanted = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
-        wanted += "" if dtype == torch.bool else ", and trained with it"
+        if not is_mask:
+            wanted += ", and trained with it"
         raise ValueError(f"Expected {wanted}, but trainable is {kind(trainable)}")
     if trained is None:
         return
-    if (
-        trained.shape[1:] != stack.shape[1:]
-        or trained.dtype != stack.dtype
-        or trained.device != stack.device
-    ):
+    if not matches(trained, (*trained.shape[:1], *stack.shape[1:]), stack):
         wanted = f"[n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}"
         raise ValueError(f"Expected {wanted}, but {name} is {kind(trained)}")
     if stack.requires_grad:
         raise ValueError(
-            f"The stack of {name} must be frozen, as only `trained` is "
-            "trained, "
-            "but "
-            "it "
-            "requires "
-            "a "
+            f"The stack of {name} must be frozen, as only `trained` is trained, but it requires a "
             "gradient"
         )
 
 
-def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
-    """Return each expert's row in the trained weights, -1 if it is frozen; `trainable` [E] is bools
-    or such rows.
-    """
+def trained_rows(E: int, trainable: Tensor | None) -> list[int]:
+    """Return each expert's row in the trained weights, or -1; `trainable` [E] is bools or rows."""
     if trainable is None:
         return list(range(E))
     if trainable.dtype == torch.bool:
@@ -72,42 +82,31 @@ def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
     return trainable.tolist()
 
 
-def weight_at(e: int, row: int, stack: torch.Tensor, separate: torch.Tensor | None) -> torch.Tensor:
-    """Return expert e's weight [out, in]: `row` of `separate` [n, out, in] if trained there, else
-    from `stack` [E, out, in].
-    """
-    return stack[e] if separate is None or row < 0 else separate[row]
+def weight_at(e: int, row: int, stack: Tensor, separate: Tensor | None) -> Tensor:
+    """Return expert e's weight: `row` of `separate` [n, out, in], or e of `stack` [E, out, in]."""
+    if separate is None or row < 0:
+        return stack[e]
+    return separate[row]
 
 
 # schema of an `Experts` in the ops
 SCHEMA = (
-    "Tensor up, Tensor down, Tensor? up_bias, "
-    "Tensor? "
-    "down_bias, "
-    "Tensor? "
-    "trainable, "
-    "Tensor? "
-    "up_trained, Tensor? down_trained, "
-    f"{FORM}, str shared"
+    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? "
+    f"up_trained, Tensor? down_trained, {FORM}, str shared"
 )
 
 
-_NONE = Activation(*[None] * len(Activation._fields))  # the gradient of an activation
-
-
 class Experts(NamedTuple):
-    """The experts of a layer, passed from the public function through the ops to the kernels, in
-    the order of SCHEMA.
-    """
+    """The experts of a layer, from the public function to the kernels, in the order of SCHEMA."""
 
-    up: torch.Tensor  # [E, 2I or I, H]
-    down: torch.Tensor  # [E, H, I]
-    up_bias: torch.Tensor | None = None  # [E, 2I or I]
-    down_bias: torch.Tensor | None = None  # [E, H]
+    up: Tensor  # [E, 2I or I, H]
+    down: Tensor  # [E, H, I]
+    up_bias: Tensor | None = None  # [E, 2I or I]
+    down_bias: Tensor | None = None  # [E, H]
     # [E] bool; with the two below int32: the expert's row in them, or -1
-    trainable: torch.Tensor | None = None
-    up_trained: torch.Tensor | None = None  # [n, 2I or I, H]
-    down_trained: torch.Tensor | None = None  # [n, H, I]
+    trainable: Tensor | None = None
+    up_trained: Tensor | None = None  # [n, 2I or I, H]
+    down_trained: Tensor | None = None  # [n, H, I]
     activation: Activation = Activation()
     shared: str = "group"  # "dense": the Triton backend computes expert 0 with torch's matmuls
 
@@ -118,70 +117,61 @@ class Experts(NamedTuple):
 
     @classmethod
     def unpack(cls, arguments: Sequence) -> "Experts":
-        """Build the experts from the op arguments of SCHEMA, or from one value of autograd per
-        argument.
-        """
+        """Build the experts from op arguments of SCHEMA, or from autograd's value for each."""
         *values, shared = arguments
         tensors = len(values) - len(Activation._fields)
-        return cls(*values[:tensors], Activation(*values[tensors:]), shared)
+        return cls._make((*values[:tensors], Activation(*values[tensors:]), shared))
 
     def requires_grad(self) -> bool:
         """Return whether any of the tensors requires a gradient."""
-        *tensors, _, _ = self
-        return any([t.requires_grad for t in tensors if t is not None])
+        return any([t.requires_grad for t in self[:-2] if t is not None])
 
     def learned(self) -> "Gradients":
-        """Return the tensors that may get a gradient; of weights stored in two places, only the
-        trained ones.
-        """
+        """Return the tensors that may get a gradient: the trained ones, or else the stacks."""
         if self.up_trained is None:
-            up, down = (self.up, self.down)
-        else:
-            up, down = (self.up_trained, self.down_trained)
-        return Gradients(None, up, down, None, self.up_bias, self.down_bias)
+            return Gradients(None, self.up, self.down, None, self.up_bias, self.down_bias)
+        return Gradients(
+            None, self.up_trained, self.down_trained, None, self.up_bias, self.down_bias
+        )
 
-    def needs(self, x: bool, topk_weight: bool, flags: Sequence) -> "Gradients":
-        """Return which of x, topk_weight and `learned` need a gradient, from autograd's flag for
-        each op argument of SCHEMA.
+    def needs(self, x: Any, topk_weight: Any, flags: Sequence) -> "Gradients":
+        """Return which of x, topk_weight and `learned` need a gradient.
+
+        `flags` are autograd's, one for each op argument of SCHEMA.
         """
         of = Experts.unpack(flags)
-        up, down = (of.up, of.down) if self.up_trained is None else (of.up_trained, of.down_trained)
-        return Gradients(x, up, down, topk_weight, of.up_bias, of.down_bias)
+        if self.up_trained is None:
+            return Gradients(x, of.up, of.down, topk_weight, of.up_bias, of.down_bias)
+        return Gradients(x, of.up_trained, of.down_trained, topk_weight, of.up_bias, of.down_bias)
 
     def in_place(self, grads: "Gradients") -> tuple:
-        """Return `grads` in the positions of the op arguments of SCHEMA."""
-        biases = {
-            "up_bias": grads.up_bias,
-            "down_bias": grads.down_bias,
-            "activation": _NONE,
-            "shared": None,
-        }
+        """Return `grads` in the positions of the op arguments of SCHEMA, None for the others."""
+        stacks = (grads.up, grads.down)
+        biases = (grads.up_bias, grads.down_bias)
+        rest = (None,) * (len(Activation._fields) + 1)
         if self.up_trained is None:
-            return Experts(grads.up, grads.down, **biases).pack()
-        return Experts(None, None, up_trained=grads.up, down_trained=grads.down, **biases).pack()
+            return *stacks, *biases, None, None, None, *rest
+        return None, None, *biases, None, *stacks, *rest
 
     def rows(self) -> list[int]:
         """Return each expert's row in the trained weights, -1 for a frozen expert."""
         return trained_rows(self.up.shape[0], self.trainable)
 
-    def at(self, e: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, e: int, row: int) -> tuple[Tensor, Tensor]:
         """Return up and down of expert e, whose row in the trained weights is `row`."""
-        return weight_at(e, row, self.up, self.up_trained), weight_at(
-            e, row, self.down, self.down_trained
-        )
+        up = weight_at(e, row, self.up, self.up_trained)
+        return up, weight_at(e, row, self.down, self.down_trained)
 
 
 class Gradients(NamedTuple):
-    """Gradients of `moe_mlp`, None if the input is absent or needs none; as `needs`, flags of the
-    requested ones.
-    """
+    """Gradients of `moe_mlp`, None if absent or not needed; as `needs`, the requested ones."""
 
-    x: torch.Tensor | None
-    up: torch.Tensor | None
-    down: torch.Tensor | None
-    topk_weight: torch.Tensor
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
+    x: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    topk_weight: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
 
     def only(self, needs: "Gradients") -> "Gradients":
         """Return the gradients requested by `needs`, None for the others."""
@@ -200,11 +190,11 @@ class Member(NamedTuple):
     end: int
     padded: int  # the end, padded to a multiple of ROWS rows if there are as many
 
-    def own(self, rows: torch.Tensor) -> torch.Tensor:
+    def own(self, rows: Tensor) -> Tensor:
         """Return a view of its rows within a group's, [rows, ...]."""
         return rows[self.start : self.end]
 
-    def wide(self, rows: torch.Tensor) -> torch.Tensor:
+    def wide(self, rows: Tensor) -> Tensor:
         """Return a view of its rows up to the padded end, [rows, ...].
 
         Results for rows of later experts are overwritten when these are computed, as experts are
@@ -222,11 +212,16 @@ class Group(NamedTuple):
     everyone: bool  # a single expert that processes every token once, in order
 
 
-def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
-    """Yield groups of experts with rows, limited by GROUP_ELEMENTS; `everyone` marks experts that
-    process every token.
+# dweight [T, K] -> dlogits [T, R] and the router's weight [R, H]; their product is added to dx
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def groups(bounds: list[int], everyone: list[bool], R: int, width: int) -> Iterator[Group]:
+    """Yield groups of experts with rows, limited by GROUP_ELEMENTS.
+
+    `everyone` marks experts that process every token.
     """
-    members = []
+    members: list[Member] = []
     start = 0
     for e, (a, b) in enumerate(itertools.pairwise(bounds)):
         if a == b:
@@ -237,8 +232,11 @@ def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
         if everyone[e]:
             yield Group(a, b, [Member(e, 0, b - a, b - a)], True)
             continue
-        start = start if members else a
-        padded = min(a + -(-(b - a) // ROWS) * ROWS, R) if b - a > PADDED_FROM else b
+        if not members:
+            start = a
+        padded = b
+        if b - a > PADDED_FROM:
+            padded = min(a + -(-(b - a) // ROWS) * ROWS, R)
         members.append(Member(e, a - start, b - start, padded - start))
     if members:
         yield Group(start, start + members[-1].padded, members, False)
@@ -247,9 +245,8 @@ def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
 NOWHERE = Gradients(*[None] * len(Gradients._fields))
 
 
-def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = True) -> None:
-    """Make the backward pass add to the `.grad` (or `main_grad`) of the stacks [E, ., .] among
-    `parameters` in place.
+def accumulate_into_grad(parameters: Iterable[Tensor], enabled: bool = True) -> None:
+    """Make the backward pass add to the `.grad` (or `main_grad`) of stacks [E, ., .] in place.
 
     From the second micro-batch on, no separate gradient of a stack's size is allocated. The result
     equals autograd's sum up to one rounding of each element. Autograd then sees no gradient and
@@ -265,37 +262,38 @@ def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = Tru
 _ACCUMULATES = "moe_runtime_accumulates"
 
 
-def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter of `accumulate_into_grad` that `tensor` is or transposes; None for any
-    other tensor.
-    """
+def accumulating(tensor: Tensor | None) -> Tensor | None:
+    """Return the parameter of `accumulate_into_grad` that `tensor` is or transposes, if any."""
+    if tensor is None:
+        return None
     leaf = tensor if tensor.is_leaf else tensor._base
     if not getattr(leaf, _ACCUMULATES, False):
         return None
-    return leaf if _same_view(leaf, tensor) or _same_view(leaf.transpose(1, 2), tensor) else None
+    assert leaf is not None
+    if _same_view(leaf, tensor) or _same_view(leaf.transpose(1, 2), tensor):
+        return leaf
+    return None
 
 
-def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two views of the same memory are equal; strides alone do not tell [E, 1, H]
-    from [E, H, 1].
-    """
+def _same_view(a: Tensor, b: Any) -> bool:
+    """Return whether two views of one memory are equal; [E, 1, H] and [E, H, 1] share strides."""
     return a.shape == b.shape and a.stride() == b.stride()
 
 
-def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) -> Gradients:
-    """Return the existing gradients of `leaves`, the parameters of up and down; NOWHERE if there
-    are none yet.
-    """
-    found = []
+def gradients_so_far(learned: Gradients, leaves: Sequence[Tensor | None]) -> Gradients:
+    """Return the existing gradients of `leaves`, the parameters of up and down; NOWHERE if none."""
+    so_far = []
     for tensor, leaf in zip((learned.up, learned.down), leaves, strict=True):
-        if leaf is None or torch.is_grad_enabled():
-            grad = None
-        else:
+        grad = None
+        if leaf is not None and not torch.is_grad_enabled():
             grad = getattr(leaf, "main_grad", leaf.grad)
-        found.append(grad if grad is None or _same_view(leaf, tensor) else grad.transpose(1, 2))
-    if all(grad is None for grad in found):
+            if grad is not None and not _same_view(leaf, tensor):
+                grad = grad.transpose(1, 2)
+        so_far.append(grad)
+    up, down = so_far
+    if up is None and down is None:
         return NOWHERE
-    return NOWHERE._replace(up=found[0], down=found[1])
+    return NOWHERE._replace(up=up, down=down)
 
 
 def new_gradients(
@@ -305,47 +303,45 @@ def new_gradients(
     needs: Gradients,
     into: Gradients = NOWHERE,
 ) -> Gradients:
-    """Allocate the gradients of the weights and biases requested by `needs`; zeros for experts
-    without rows.
+    """Allocate the requested gradients of weights and biases; zeros for experts without rows.
 
     `into` contains the gradients that are accumulated in place.
     """
-    learned = experts.learned().only(needs)
-    # page faults of fresh memory would take a sixth of the time of a pass with 64 experts
-    grads = Gradients(
-        *(
-            old
-            if t is None or old is not None
-            else in_layout_of(t, lambda shape, t=t: lease(shape, t))
-            for t, old in zip(learned, into)
-        )
-    )
-    E = len(trained)
-    idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
-    # rows of trained weights that belong to no expert also get zeros
-    busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
-    unused = set(range(experts.learned().up.shape[0])).difference(busy)
-    for part, rows in (
-        (grads.up, unused),
-        (grads.down, unused),
-        (grads.up_bias, idle),
-        (grads.down_bias, idle),
-    ):
-        for row in (
-            rows if part is not None and part is not into.up and part is not into.down else ()
-        ):
-            part[row].zero_()
-    return grads
+    grads = []
+    for t, old in zip(experts.learned().only(needs), into):
+        if t is None or old is not None:
+            grads.append(old)
+        else:
+            # page faults of fresh memory would take a sixth of a pass with 64 experts
+            grads.append(in_layout_of(t, functools.partial(lease, like=t)))
+    made = Gradients(*grads)
+    idle = [e for e, row in enumerate(trained) if bounds[e] == bounds[e + 1] or row < 0]
+    if experts.up_trained is None:
+        unused = idle
+    else:  # rows of trained weights that belong to no expert also get zeros
+        busy = {row for e, row in enumerate(trained) if e not in idle}
+        unused = [row for row in range(experts.up_trained.shape[0]) if row not in busy]
+    if into.up is None:
+        _zero_rows(made.up, unused)
+    if into.down is None:
+        _zero_rows(made.down, unused)
+    _zero_rows(made.up_bias, idle)
+    _zero_rows(made.down_bias, idle)
+    return made
 
 
-def is_transposed(tensor: torch.Tensor) -> bool:
+def _zero_rows(tensor: Tensor | None, rows: list[int]) -> None:
+    if tensor is not None:
+        for row in rows:
+            tensor[row].zero_()
+
+
+def is_transposed(tensor: Tensor) -> bool:
     """Return whether this is a stack [E, out, in] that is stored as [E, in, out], as in GPT-OSS."""
     return tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
 
 
-def in_layout_of(
-    tensor: torch.Tensor, new: Callable[[tuple[int, ...]], torch.Tensor]
-) -> torch.Tensor:
+def in_layout_of(tensor: Tensor, new: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
     """Return a tensor of this shape, allocated by `new`, with the memory order of `tensor` [...].
 
     Autograd uses a gradient in its parameter's layout as `.grad` directly, and copies any other.
@@ -356,16 +352,26 @@ def in_layout_of(
     return new(shape)
 
 
-def add_product(dy, x, out, adds: bool) -> None:
+def add_product(dy: Tensor, x: Tensor, out: Tensor, adds: bool) -> None:
     """Write dy^T x [out, in] to `out`, or add it as autograd would."""
-    out.add_(torch.mm(dy.t(), x)) if adds else torch.mm(dy.t(), x, out=out)
+    if adds:
+        out.add_(torch.mm(dy.t(), x))
+    else:
+        torch.mm(dy.t(), x, out=out)
 
 
 def weight_gradients(
-    grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight, into=NOWHERE
+    grads: Gradients,
+    member: Member,
+    row: int,
+    dy: Tensor,
+    wh: Tensor,
+    dz: Tensor,
+    rows: Tensor,
+    row_weight: Tensor | None,
+    into: Gradients = NOWHERE,
 ) -> None:
-    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the
-    rows.
+    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x, and sums for biases.
 
     Gradients in `into` are accumulated.
     """
@@ -379,5 +385,6 @@ def weight_gradients(
     if grads.up_bias is not None:
         grads.up_bias[e].copy_(dz.sum(0))
     if grads.down_bias is not None:
+        assert row_weight is not None
         weight = member.own(row_weight)
         grads.down_bias[e].copy_(weight @ dy.to(weight.dtype))

@@ -1,13 +1,16 @@
-"""The torch backend of `moe_runtime.ops.fusion`: the loss is computed over blocks of the
-vocabulary, gradients per chunk of tokens.
+"""The torch backend of `moe_runtime.ops.fusion`.
+
+The loss is computed over blocks of the vocabulary, gradients per chunk of tokens.
 
 Products are written to reused memory; elementwise ops run on pieces that stay in the cache. The
 functions have the signatures of those in kernels/fusion.py.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from moe_runtime.ops.workspace import scratch
 
@@ -16,16 +19,27 @@ CACHED = 1 << 20  # logits of all specialists that fit into the cache
 ON_GPU = 1 << 26  # the same on a GPU, where a launch costs more than memory
 
 
-def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score):
-    """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T,
-    S], else [0].
-    """
+def fused_loss_forward(
+    gate: Tensor,
+    labels: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    V: int,
+    ignore_index: int,
+    need_score: bool,
+) -> tuple:
+    """Return each token's loss [T] and its gradient in the gate's weights [T, S], or else [0]."""
     T, S = gate.shape
     nll = gate.new_empty(T)
     score = gate.new_empty((T, S) if need_score else 0)
     on_cpu = gate.device.type == "cpu"
-    step = ROWS if on_cpu else max(ON_GPU // (S * 1024), 1)
-    width = max((CACHED if on_cpu else ON_GPU) // (S * step) // 64 * 64, 64)
+    if on_cpu:
+        step = ROWS
+        logits = CACHED
+    else:
+        step = max(ON_GPU // (S * 1024), 1)
+        logits = ON_GPU
+    width = max(logits // (S * step) // 64 * 64, 64)
     for start in range(0, T, step):
         rows = slice(start, start + step)
         sums = _Sums(gate[rows], need_score)
@@ -43,17 +57,17 @@ def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score)
 class _Sums:
     """Online softmax of some tokens' mixed logits over blocks of the vocabulary."""
 
-    def __init__(self, gate, need_score):
+    def __init__(self, gate: Tensor, need_score: bool):
         T, S = gate.shape
-        self.top, self.total = gate.new_full((T, 1), -math.inf), gate.new_zeros(T, 1)
+        self.top = gate.new_full((T, 1), -math.inf)
+        self.total = gate.new_zeros(T, 1)
         self.target = gate.new_full((T, 1), math.nan)  # stays NaN for a label that is in no block
-        # E_p[o_s] times the total, and o_s of the label
-        if need_score:
-            self.mean, self.targets = (gate.new_zeros(S, T), gate.new_full((S, T), math.nan))
-        else:
-            self.mean, self.targets = (None, None)
+        self.need_score = need_score
+        if need_score:  # E_p[o_s] times the total, and o_s of the label
+            self.mean = gate.new_zeros(S, T)
+            self.targets = gate.new_full((S, T), math.nan)
 
-    def add(self, parts, gate, labels):
+    def add(self, parts: Tensor, gate: Tensor, labels: Tensor) -> None:
         """Add a block: `parts` [S, T, n] is overwritten, `labels` are relative to its first id."""
         n = parts.shape[2]
         mix = torch.mul(parts[0], gate[:, :1], out=scratch("fusion mix", parts.shape[1:], parts))
@@ -65,22 +79,23 @@ class _Sums:
         top = torch.maximum(self.top, mix.amax(1, keepdim=True))
         shrink = torch.exp(self.top - top)
         mix.sub_(top).exp_()
-        self.top, self.total = top, self.total * shrink + mix.sum(1, keepdim=True)
-        if self.mean is not None:
-            found = parts.gather(2, label.expand(len(parts), *label.shape))[:, :, 0]
-            self.targets = torch.where(inside[:, 0], found, self.targets)
+        self.top = top
+        self.total = self.total * shrink + mix.sum(1, keepdim=True)
+        if self.need_score:
+            logits = parts.gather(2, label.expand(len(parts), *label.shape))[:, :, 0]
+            self.targets = torch.where(inside[:, 0], logits, self.targets)
             self.mean = self.mean * shrink[:, 0] + parts.mul_(mix).sum(2)
 
-    def nll(self):
+    def nll(self) -> Tensor:
         """Return the loss of each token [T]; NaN if its label was not seen."""
         return (self.top + self.total.log() - self.target)[:, 0]
 
-    def score(self):
+    def score(self) -> Tensor:
         """Return its gradient in the gate's weights [T, S]: E_p[o_s] - o_s[y]."""
         return (self.mean / self.total[:, 0] - self.targets).t()
 
 
-def _parts(hidden, heads, ids, gate):
+def _parts(hidden: Sequence[Tensor], heads: Sequence[Tensor], ids: slice, gate: Tensor) -> Tensor:
     """Return each specialist's logits [S, T, n] of a slice of ids, in gate's dtype."""
     T = len(hidden[0])
     n = ids.stop - ids.start
@@ -93,11 +108,18 @@ def _parts(hidden, heads, ids, gate):
     return parts
 
 
-def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
-    """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed
-    logits [T, V].
+def fused_logits_backward(
+    gate: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    V: int,
+    ignore_index: int,
+) -> tuple:
+    """Return each token's loss [T], and the gradient of `scale` [T] times it in the mixed logits.
 
-    The gradient has hidden's dtype and is scratch memory, which the next call overwrites.
+    The gradient [T, V] has hidden's dtype and is scratch memory, which the next call overwrites.
     """
     T = len(labels)
     logits, dlogits = _mixed_logits(gate, hidden, heads, V)
@@ -119,16 +141,17 @@ def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
     return torch.where(labels != ignore_index, nll, 0.0), dlogits
 
 
-def _mixed_logits(gate, hidden, heads, V):
-    """Return the mixed logits [T, V] in gate's dtype, and memory for their gradient in hidden's
-    dtype, possibly the same.
+def _mixed_logits(gate: Tensor, hidden: Sequence[Tensor], heads: Sequence[Tensor], V: int) -> tuple:
+    """Return the mixed logits [T, V] in gate's dtype, and memory for their gradient in hidden's.
+
+    The two may be the same.
     """
     T = len(gate)
     logits = scratch("fusion logits", (T, V), gate)
     if hidden[0].dtype == logits.dtype:
         for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
             x = torch.mul(h, gate[:, s : s + 1], out=scratch("fusion x", h.shape, h))
-            torch.addmm(logits, x, head[:V].t(), beta=0 if s == 0 else 1, out=logits)
+            torch.addmm(logits, x, head[:V].t(), beta=min(s, 1), out=logits)
         return logits, logits
     part = scratch("fusion dlogits", (T, V), hidden[0])
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
@@ -144,15 +167,25 @@ def _mixed_logits(gate, hidden, heads, V):
     return logits, part
 
 
-def _cached_rows(T, V, device):
+def _cached_rows(T: int, V: int, device: torch.device) -> Iterator[slice]:
     """Return slices of rows of V numbers that fit into the caches; all rows on a GPU."""
-    step = max((1 << 17) * torch.get_num_threads() // V, 1) if device.type == "cpu" else max(T, 1)
+    step = max(T, 1)
+    if device.type == "cpu":
+        step = max((1 << 17) * torch.get_num_threads() // V, 1)
     return (slice(start, min(start + step, T)) for start in range(0, T, step))
 
 
-def fused_hidden_backward(dx, hidden, gate, dgate, dhidden, scaled):
-    """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into
-    `scaled` [T, H].
+def fused_hidden_backward(
+    dx: Tensor,
+    hidden: Tensor,
+    gate: Tensor,
+    dgate: Tensor,
+    dhidden: Tensor | None,
+    scaled: Tensor | None,
+) -> None:
+    """Write the gradients of one specialist's logits from `dx` [T, H] = do W.
+
+    <dx, hidden> into `dgate` [T], gate * dx into `dhidden`, gate * hidden into `scaled` [T, H].
     """
     product = scratch("fusion product", dx.shape, gate).copy_(dx)
     torch.sum(product.mul_(hidden), 1, out=dgate)

@@ -1,6 +1,7 @@
 """One matrix product per expert over rows in expert order.
 
-    y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 after the last expert
+    y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1]
+    y[r] = 0                          after the last expert
 
 The building block of `moe_mlp`, for other computations between dispatch and combine. Also here the
 weights of trained experts may be stored separately: trained[trainable[e]] is then the weight of e
@@ -8,57 +9,49 @@ if trainable[e] >= 0.
 """
 
 import itertools
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
-from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
+from moe_runtime.ops.library import define, inputs_of, kind, register, register_backward
 
 
 def grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None = None,
     backend: str | None = None,
     *,
-    trainable: torch.Tensor | None = None,
-    trained: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Multiply `x` [R, in] by `weight` [E, out, in] with `expert_offsets` [E + 1] of integers and
-    `bias` [E, out] -> [R, out].
+    trainable: Tensor | None = None,
+    trained: Tensor | None = None,
+) -> Tensor:
+    """Multiply rows of `x` [R, in] by their expert's `weight` [E, out, in] -> [R, out].
 
-    Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32 (an
-    expert's row there, or -1) it is differentiable in trained instead of weight, and a frozen
-    expert's bias gets a zero gradient. Raises ValueError for mismatched shapes and dtypes. Offsets
-    that do not ascend from 0 to at most R are detected by the torch backend only, as the kernels do
-    not synchronize with the GPU.
+    `expert_offsets` is [E + 1] of integers, `bias` [E, out]. Differentiable in x, weight and bias.
+    With `trained` [n, out, in] and `trainable` [E] int32 (an expert's row there, or -1) it is
+    differentiable in trained instead of weight, and a frozen expert's bias gets a zero gradient.
+    Raises ValueError for mismatched shapes and dtypes. Offsets that do not ascend from 0 to at most
+    R are detected by the torch backend only, as the kernels do not synchronize with the GPU.
     """
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
     if not fits or weight.dtype != x.dtype or weight.device != x.device:
-        want = "x [R, in] and weight [E, out, in] of the same dtype and device"
-        raise ValueError(f"Expected {want}, but x is {kind(x)} and weight is {kind(weight)}")
+        raise ValueError(
+            "Expected x [R, in] and weight [E, out, in] of the same dtype and device, but x is "
+            f"{kind(x)} and weight is {kind(weight)}"
+        )
     fits = expert_offsets.shape == (weight.shape[0] + 1,) and not expert_offsets.is_floating_point()
-    if not fits or (bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype)):
-        got = (
-            "expert_offsets "
-            "is "
-            f"{kind(expert_offsets)}, "
-            "bias "
-            "is "
-            f"{bias if bias is None else kind(bias)}"
+    if bias is not None:
+        fits = fits and bias.shape == weight.shape[:2] and bias.dtype == x.dtype
+    if not fits:
+        raise ValueError(
+            f"Expected expert_offsets [{weight.shape[0] + 1}] of integers and bias "
+            f"{tuple(weight.shape[:2])} {x.dtype} or None, but expert_offsets is "
+            f"{kind(expert_offsets)}, bias is {kind(bias)}"
         )
-        want = (
-            "expert_offsets "
-            f"[{weight.shape[0] + 1}] "
-            "of "
-            "integers "
-            "and "
-            "bias "
-            f"{tuple(weight.shape[:2])} {x.dtype} or None"
-        )
-        raise ValueError(f"Expected {want}, but {got}")
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x,
@@ -72,36 +65,26 @@ def grouped_gemm(
 
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
-LIB.define(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor "
-    "expert_offsets, "
-    "Tensor? "
-    "bias, "
-    f"{_TRAINED}, "
-    "str "
+define(
+    f"grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, {_TRAINED}, str "
     "backend) -> Tensor"
 )
-LIB.define(
-    "grouped_gemm_backward(Tensor dy, Tensor "
-    "x, "
-    "Tensor "
-    "weight, "
-    "Tensor "
-    "expert_offsets, "
-    f"{_TRAINED}, bool[3] needs, str backend) "
-    "-> (Tensor, Tensor, Tensor)"
+define(
+    f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, "
+    "bool[3] needs, str backend) -> (Tensor, Tensor, Tensor)"
 )
 Inputs = inputs_of("grouped_gemm")
 
 
-def _segments(expert_offsets: torch.Tensor, R: int):
+def _segments(expert_offsets: Tensor, R: int) -> tuple[list[tuple[int, int]], int]:
+    """Return the first row and the end of each expert, and the end of the last one."""
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > R:
         raise ValueError(f"expert_offsets must ascend from 0 to at most R = {R}, but got {bounds}")
     return list(itertools.pairwise(bounds)), bounds[-1]
 
 
-def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
+def _tile(kernel: str, x: Tensor, out: int, length: int, E: int, expert_offsets: Tensor) -> tuple:
     """Return a launch config and its tile map."""
     from moe_runtime.kernels import dispatch, tiles
 
@@ -109,9 +92,10 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
     return tile, dispatch.tile_map(expert_offsets.int().contiguous(), x.shape[0], tile.BLOCK_M)
 
 
-def one_layout(stack: torch.Tensor, separate: torch.Tensor | None):
-    """Return `stack` [E, N, K], copied unless contiguous in either order, and `separate` [n, N, K]
-    with equal inner strides.
+def one_layout(stack: Tensor, separate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return `stack` [E, N, K] and `separate` [n, N, K] with equal inner strides.
+
+    `stack` is copied unless it is contiguous in either order.
     """
     if separate is None or separate.stride()[1:] == stack.stride()[1:]:
         return stack, separate
@@ -122,9 +106,9 @@ def one_layout(stack: torch.Tensor, separate: torch.Tensor | None):
     return stack.contiguous(), separate.contiguous()
 
 
-def _separate(weight, trainable, trained):
+def _separate(weight: Tensor, trainable: Tensor | None, trained: Tensor | None) -> tuple:
     """Return the weights for the kernels: the stack, and the separate rows."""
-    if trained is None:
+    if trained is None or trainable is None:
         return weight, None
     from moe_runtime.kernels.operands import Trained
 
@@ -132,27 +116,46 @@ def _separate(weight, trainable, trained):
     return weight, Trained(trainable.contiguous(), trained)
 
 
-def _forward_triton(x, weight, expert_offsets, bias, trainable, trained):
+def _forward_triton(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+) -> Tensor:
     from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
 
     E, N, K = weight.shape
     tile, tile_map = _tile("down", x, N, K, E, expert_offsets)
-    bias, (weight, trained) = (
-        None if bias is None else bias.contiguous(),
-        _separate(weight, trainable, trained),
-    )
+    weight, separate = _separate(weight, trainable, trained)
+    if bias is not None:
+        bias = bias.contiguous()
     y = x.new_zeros(x.shape[0], N)
-    return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, trained, y=y)
+    return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, separate, y=y)
 
 
-def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
+def _backward_triton(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     from moe_runtime.kernels import tiles
     from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
     from moe_runtime.kernels.grouped_gemm_backward import bias_backward, weight_backward
 
-    (R, K), (E, N, _) = x.shape, weight.shape
+    R, K = x.shape
+    E, N, _ = weight.shape
     weight, separate = _separate(weight, trainable, trained)
-    place, n = (None, None) if separate is None else (separate.index, trained.shape[0])
+    place = None
+    n = None
+    if separate is not None and trained is not None:
+        place = separate.index
+        n = trained.shape[0]
     dy = dy.contiguous()
     x = x.contiguous()
     offsets = expert_offsets.int().contiguous()
@@ -176,7 +179,15 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     return dx, dweight, dbias
 
 
-def _forward(x, weight, expert_offsets, bias, trainable, trained, backend):
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    backend: str,
+) -> Tensor:
     if backend == "triton":
         return _forward_triton(x, weight, expert_offsets, bias, trainable, trained)
     segments, end = _segments(expert_offsets, x.shape[0])
@@ -191,23 +202,32 @@ def _forward(x, weight, expert_offsets, bias, trainable, trained, backend):
     return y
 
 
-def _shapes(x, weight, trained) -> tuple:
-    return x.shape, weight.shape if trained is None else trained.shape, weight.shape[:2]
+def _new_gradients(
+    x: Tensor, weight: Tensor, trained: Tensor | None, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    """Allocate the gradients of x, the trained weights and bias; empty if not in `needs`."""
+    learned = weight if trained is None else trained
+    shapes = (x.shape, learned.shape, weight.shape[:2])
+    return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs))
 
 
-def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
-    """Compute the gradients of x [R, in], weight [E, out, in] (or trained) and bias [E, out]; empty
-    if not in `needs`.
-    """
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    needs: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of x, of weight or trained, and of bias; empty if not in `needs`."""
     if backend == "triton":
         return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
     need_x, need_weight, need_bias = needs
     segments, end = _segments(expert_offsets, x.shape[0])
-    shapes = _shapes(x, weight, trained)
     rows = trained_rows(weight.shape[0], trainable)
-    dx, dweight, dbias = (
-        x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)
-    )
+    dx, dweight, dbias = _new_gradients(x, weight, trained, needs)
     for row in set(range(dweight.shape[0])).difference(rows):  # rows of no expert
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
@@ -215,41 +235,51 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
         if need_x and a < b:
             torch.mm(dy[a:b], weight_at(e, row, weight, trained), out=dx[a:b])
         if need_weight and row >= 0:
-            dweight[row].zero_() if a == b else torch.mm(dy[a:b].t(), x[a:b], out=dweight[row])
+            if a == b:
+                dweight[row].zero_()
+            else:
+                torch.mm(dy[a:b].t(), x[a:b], out=dweight[row])
         if need_bias:
-            dbias[e].zero_() if row < 0 else dbias[e].copy_(dy[a:b].sum(0))
+            if row < 0:
+                dbias[e].zero_()
+            else:
+                dbias[e].copy_(dy[a:b].sum(0))
     if need_x:
         dx[end:].zero_()
     return dx, dweight, dbias
 
 
-def _backward_fake(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
-    shapes = _shapes(x, weight, trained)
-    return tuple(
-        x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)
-    )
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    trainable: Tensor | None,
+    trained: Tensor | None,
+    needs: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    return _new_gradients(x, weight, trained, needs)
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     i = Inputs(*inputs)
     ctx.backend = i.backend
     ctx.save_for_backward(i.x, i.weight, i.expert_offsets, i.trainable, i.trained)
 
 
-def _autograd(ctx, dy):
+def _autograd(ctx: Any, dy: Tensor) -> tuple:
     saved = ctx.saved_tensors
-    needs = Inputs(*ctx.needs_input_grad)
+    flags = Inputs(*ctx.needs_input_grad)
     learned = "weight" if saved[-1] is None else "trained"
-    wanted = {name: getattr(needs, name) for name in ("x", learned, "bias")}
-    grads = torch.ops.moe_runtime.grouped_gemm_backward(
-        dy, *saved, list(wanted.values()), ctx.backend
-    )
-    return tuple(
-        Inputs(**{name: grad for (name, need), grad in zip(wanted.items(), grads) if need})
-    )
+    names = ("x", learned, "bias")
+    needs = [getattr(flags, name) for name in names]
+    made = torch.ops.moe_runtime.grouped_gemm_backward(dy, *saved, needs, ctx.backend)
+    grads = {name: grad for name, need, grad in zip(names, needs, made) if need}
+    return tuple(Inputs(**grads))
 
 
-def _fake(x, weight, expert_offsets, bias, trainable, trained, backend):
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 

@@ -1,147 +1,138 @@
-"""The `torch.ops.moe_runtime` library: registration of kernels, fakes, gradients and FLOP counts of
-the ops.
+"""The `torch.ops.moe_runtime` library: registration of kernels, fakes, gradients and FLOP counts.
 
 `compute_dtype` returns autocast's dtype of an op's arguments, which are cast before the op is
 called. `Library.define` / `impl` cost 3 us a call where the `custom_op` decorator costs 15 to 26
-(CPU, torch 2.13, 2026-11-20). `torch.library.register_autograd` costs 100 us more than `_autograd`
-for the 24 arguments of moe_mlp (same, 2026-11-22).
+(CPU, torch 2.13, 2026-11-20).
 """
 
 import functools
+import re
+import sys
 from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch._functorch.utils import unwrap_dead_wrappers
-from torch._library.autograd import supports_tensorlist
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils._pytree import tree_leaves
 
 from moe_runtime import backends
-from moe_runtime.ops import flops
+from moe_runtime.ops import _torch_private
+from moe_runtime.ops.flops import FORMULAS
 
 LIB = torch.library.Library("moe_runtime", "DEF")
+ARGUMENTS: dict[str, list[str]] = {}  # of each op, in order
+KERNELS: dict[str, Callable] = {}  # what an op runs on every device
 
 
-def register(name: str, kernel, fake, backward=None, setup_context=None) -> None:
-    """Register the kernel for every device, the fake and the gradient of the op `name`, which is
-    already defined in LIB.
-    """
+def define(schema: str) -> None:
+    """Define the op of `schema`, "name(Tensor x, ...) -> Tensor"."""
+    LIB.define(schema)
+    name, _, rest = schema.partition("(")
+    arguments = rest.partition(") ->")[0]
+    ARGUMENTS[name] = re.findall(r"(\w+)(?:=\w+)?(?:,|$)", arguments)
+
+
+def register(
+    name: str,
+    kernel: Callable,
+    fake: Callable,
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+) -> None:
+    """Register the kernel for every device, the fake and the gradient of the defined op `name`."""
     op = getattr(torch.ops.moe_runtime, name).default
-    LIB.impl(name, _kernel(op, kernel), "CompositeExplicitAutograd")
+    KERNELS[name] = _kernel(name, kernel)
+    check = functools.partial(_refuse_tangents, name)
+    if _torch_private.HAS_AUTOGRAD_KERNEL:
+        LIB.impl(name, KERNELS[name], "CompositeExplicitAutograd")
+        autograd = _torch_private.autograd_kernel(op, backward, setup_context, check)
+        LIB.impl(name, autograd, "Autograd", with_keyset=True)
+    else:
+        LIB.impl(name, _checked(KERNELS[name], check), "CompositeExplicitAutograd")
+        if backward is not None:
+            torch.library.register_autograd(
+                f"moe_runtime::{name}", backward, setup_context=setup_context, lib=LIB
+            )
     torch.library.register_fake(f"moe_runtime::{name}", fake, lib=LIB)
-    LIB.impl(name, _autograd(op, backward, setup_context), "Autograd", with_keyset=True)
-    op.decompose = flops.announce
+    op.decompose = _announce
 
 
-def register_backward(name: str, kernel, fake) -> None:
-    """Register the gradient `name` of an op; differentiating it again raises RuntimeError instead
-    of returning 0.
-    """
+def register_backward(name: str, kernel: Callable, fake: Callable) -> None:
+    """Register the gradient `name` of an op; a second derivative raises RuntimeError, not 0."""
     op = name.partition("_backward")[0]
 
-    def refuse(ctx, *grads):
+    def refuse(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(f"moe_runtime::{op} has no second derivative. Pass create_graph=False")
 
     register(name, kernel, fake, refuse)
 
 
-def _autograd(op: torch._ops.OpOverload, backward, setup_context):
-    """Return what autograd runs for `op`: a node that calls it, or `op` itself if nothing requires
-    a gradient.
-    """
-    # no kernel returns a view, and tracking the views inside costs 60 % of a grouped_mm of few rows
-    # (CPU, 2026-11-23)
-    below = torch._C._AutoDispatchBelowADInplaceOrView
-    after = torch._C._after_ADInplaceOrView_keyset
+def _checked(kernel: Callable, check: Callable[[tuple], None]) -> Callable:
+    """Return `kernel` with `check` of its arguments inside a level of forward mode."""
 
-    def forward(ctx, *args):
-        *args, keyset = args
-        # outer levels of torch.func also need gradients and tangents, which autograd.Function has
-        # switched off
-        outer = torch._C._are_functorch_transforms_active()
-        with below(), torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
-            output = op.redispatch(keyset & after, *args)
-            if setup_context is not None:
-                setup_context(ctx, args, output)
-        return output
-
-    def through(ctx, *grads):
-        needs = ctx.needs_input_grad
-        ctx.needs_input_grad = needs[:-1]
-        try:
-            return *backward(ctx, *grads), None
-        finally:
-            ctx.needs_input_grad = needs
-
-    def apply(cls, *args):
-        call = super(_SingleLevelFunction, cls).apply
-        if not torch._C._are_functorch_transforms_active():
-            return call(*unwrap_dead_wrappers(args))
-        # Function.apply would start at the outermost transform again; here torch.func.grad has
-        # already reached its level
-        with enable_single_level_autograd_function():
-            return call(*args)
-
-    methods = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(through),
-        "apply": classmethod(apply),
-    }
-    node = type(f"{op._opname}_node", (_SingleLevelFunction,), methods)
-    if any("List[Tensor]" in str(a.type) for a in (*op._schema.arguments, *op._schema.returns)):
-        node = supports_tensorlist(node)
-
-    def run(keyset, *args):
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(op, args)
-        if (
-            backward is not None
-            and torch._C.is_grad_enabled()
-            and torch._C._any_requires_grad(*args)
-        ):
-            return node.apply(*args, keyset)
-        with below():
-            return op.redispatch(keyset & after, *args)
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        if _torch_private.has_dual_level():
+            check(args)
+        return kernel(*args)
 
     return run
 
 
-def _refuse_tangents(op: torch._ops.OpOverload, args) -> None:
-    """Raise if an argument has a forward-mode tangent, which the op would drop, so that derivatives
-    would be zero.
+def _refuse_tangents(name: str, args: tuple) -> None:
+    """Raise if an argument has a forward-mode tangent: the op would drop it and return zeros."""
+    for tensor in _torch_private.tensors_in(args):
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"moe_runtime::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual "
+                "tensors). Use torch.func.vjp or jacrev, or run the experts in transformers with "
+                "set_experts_implementation('eager')"
+            )
+
+
+def _announce(*_: Any, **__: Any) -> Any:
+    """Register the FLOP formulas with torch's counter; return that an op does not decompose.
+
+    The counter asks each op whether it decomposes before it looks for a formula. At import it would
+    be too early, as its module imports triton (130 ms).
     """
-    tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise NotImplementedError(
-            f"{op.name()} has no forward-mode "
-            "derivative "
-            "(torch.func.jvp, "
-            "jacfwd, "
-            "dual "
-            "tensors). "
-            "Use torch.func.vjp or jacrev, "
-            "or run the experts in transformers with set_experts_implementation('eager')"
-        )
+    counter: Any = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return NotImplemented
+    formulas = {}
+    for name, formula in FORMULAS.items():
+        if name in ARGUMENTS:
+            op = getattr(torch.ops.moe_runtime, name)
+            formulas[op] = counter.shape_wrapper(functools.partial(_count, name, formula))
+    counter.flop_registry |= formulas
+    # a counter copies the registry when it is created
+    for mode in _torch_private.dispatch_modes():
+        if isinstance(mode, counter._FlopCounterMode):
+            mode.counter.flop_registry |= formulas
+    return NotImplemented
 
 
-def kind(tensor: torch.Tensor | None) -> str:
+def _count(name: str, formula: Callable[[Any], int], *args: Any, **_: Any) -> int:
+    return formula(SimpleNamespace(**dict(zip(ARGUMENTS[name], args))))
+
+
+def kind(tensor: Tensor | None) -> str:
     """Format a tensor's shape, dtype and device for an error message."""
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def inputs_of(op: str) -> type:
-    """Return a named tuple type for the op's arguments: values, autograd's flags, or gradients,
-    None by default.
+def inputs_of(op: str) -> Any:
+    """Return a named tuple type for the op's arguments, or what autograd has for each of them.
+
+    Its fields are None by default: values, flags or gradients.
     """
-    names = [
-        argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments
-    ]
+    names = ARGUMENTS[op]
     return namedtuple(f"{op}_inputs", names, defaults=[None] * len(names))
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return autocast's dtype for `tensor`; None if autocast is off, and for float64, which it does
     not change.
     """
@@ -157,7 +148,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which F.linear would use `tensor`: autocast's or its own."""
     return autocast_dtype(tensor) or tensor.dtype
 
@@ -172,26 +163,21 @@ BACKEND_OF = {
 }
 
 
-def _kernel(op: torch._ops.OpOverload, kernel):
-    """Wrap `kernel` to run outside of autocast, which would round its matmuls, and with a backend
-    of this machine.
+def _kernel(op: str, kernel: Callable) -> Callable:
+    """Return `kernel` outside of autocast, which would round its matmuls, with a backend.
 
     An op's dtypes are those of its arguments; an exported graph does not fix the backend.
     """
-    at = [argument.name for argument in op._schema.arguments].index("backend") - 1
-    name = op._opname.partition("_backward")[0]
+    at = ARGUMENTS[op].index("backend") - 1
+    name = op.partition("_backward")[0]
     name = BACKEND_OF.get(name, name)
 
     @functools.wraps(kernel)
-    def run(tensor, *args):
+    def run(tensor: Tensor, *args: Any) -> Any:
         if args[at] == backends.AT_RUN_TIME:
-            # merged_linear_backward uses the experts' dtype if it differs
-            own = (
-                op._opname == "merged_linear_backward"
-                and args[1] is not None
-                and tensor.dtype != torch.float64
-            )
-            by = args[1] if own else tensor
+            by = tensor
+            if op == "merged_linear_backward" and tensor.dtype != torch.float64:
+                by = tensor if args[1] is None else args[1]  # the experts, whose dtype may differ
             args = (*args[:at], backends.choose(name, by, None, False), *args[at + 1 :])
         device = tensor.device.type
         if device == "meta" or not torch.is_autocast_enabled(device):

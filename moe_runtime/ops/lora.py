@@ -1,63 +1,67 @@
 """LoRA experts over one frozen MLP, the base, which runs once per token.
 
-    out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t]),   FFN_e = W_down_e (act(W_gate_e x) * (W_up_e x))
-    W_gate_e = W_gate + s B_gate_e^T A_gate_e, and so W_up_e, W_down_e;   s = alpha / r       (LoRA, arXiv 2106.09685, Sec. 4.1)
+    out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t])
+    FFN_e = W_down_e (act(W_gate_e x) * (W_up_e x))
+    W_gate_e = W_gate + s B_gate_e^T A_gate_e, and so W_up_e, W_down_e
+    s = alpha / r                                            (LoRA, arXiv 2106.09685, Sec. 4.1)
 
 These are UpIT's LoRA experts, and LoRAMoE's (arXiv 2312.09979) if every expert is selected. As the
 base is the same for all,
 
     z0 = [W_gate; W_up] x, once per token;   z_e = z0 + s [B_gate_e^T A_gate_e; B_up_e^T A_up_e] x
-    h = sum_e w_e a_e,  a_e = act(gate_e) * up_e;   q_e = w_e A_down_e a_e;   out = W_down h + s sum_e B_down_e^T q_e
+    h = sum_e w_e a_e,  a_e = act(gate_e) * up_e;   q_e = w_e A_down_e a_e
+    out = W_down h + s sum_e B_down_e^T q_e
 
 gives the same result with one base MLP per token instead of K. w_e is the sum of the token's
 weights for e; A [E, r, in] and B [E, r, out] are laid out so that x A^T and q B of all experts are
 one plain product each. x, z0, x A^T and q are saved.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.expert_rows import matches
+from moe_runtime.ops.library import define, inputs_of, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
+from moe_runtime.ops.moe_mlp import absent_as_empty
 
 
 class LoRA(NamedTuple):
-    """Low-rank pairs of one projection, one per expert: scaling * b[e]^T a[e] is added to the
-    weight.
-    """
+    """Low-rank pairs of one projection: scaling * b[e]^T a[e] is added to expert e's weight."""
 
-    a: torch.Tensor  # [E, r, in]
-    b: torch.Tensor  # [E, r, out]
+    a: Tensor  # [E, r, in]
+    b: Tensor  # [E, r, out]
 
 
 def lora_mlp(
-    x: torch.Tensor,
-    gate_proj: torch.Tensor,
-    up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor | None = None,
+    x: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor | None = None,
     *,
     gate: LoRA | None = None,
     up: LoRA | None = None,
     down: LoRA | None = None,
     scaling: float = 1.0,
     act: str = "silu",
-    gate_bias: torch.Tensor | None = None,
-    up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     recompute: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
-    """Run x [T, H] through its LoRA experts -> [T, H] in x's dtype, which is that of all weights
-    too.
+) -> Tensor:
+    """Run x [T, H] through its LoRA experts -> [T, H] in x's dtype, as are all weights.
 
     `gate_proj`, `up_proj` [I, H], `down_proj` [H, I] and the biases belong to the frozen base. Each
     of `gate`, `up`, `down` may be None, so that all experts share the base's projection.
@@ -75,145 +79,130 @@ def lora_mlp(
     _check_slots(x, topk_weight, topk_idx, E)
     topk_weight = topk_weight.to(wide_dtype(x.dtype))
     if backends.portable() is not None:
-        halves = {"gate": gate, "up": up, "down": down}
-        biases = dict(zip(("gate_bias", "up_bias", "down_bias"), base[3:]))
         return lora_mlp_reference(
-            x, *base[:3], topk_weight, topk_idx, **halves, scaling=scaling, act=act, **biases
+            x,
+            gate_proj,
+            up_proj,
+            down_proj,
+            topk_weight,
+            topk_idx,
+            gate=gate,
+            up=up,
+            down=down,
+            scaling=scaling,
+            act=act,
+            gate_bias=gate_bias,
+            up_bias=up_bias,
+            down_bias=down_bias,
         )
-    halves = [t for pair in pairs for t in (pair or (None, None))]
+    halves: list[Tensor | None] = []
+    for pair in pairs:
+        halves += pair or (None, None)
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
-    save = save and any(t is not None and t.requires_grad for t in (x, topk_weight, *halves))
+    save = save and any([t is not None and t.requires_grad for t in (x, topk_weight, *halves)])
     backend = backends.pick("lora_mlp", x, backend)
     out, _, _ = torch.ops.moe_runtime.lora_mlp(
         x, *base[:5], topk_weight, topk_idx, *halves, E, scaling, act, save, backend
     )
     if down_bias is not None:
-        out = (
-            out
-            + mixed_weight(topk_weight, topk_idx, E).sum(1, keepdim=True).to(x.dtype) * down_bias
-        )
+        weight = mixed_weight(topk_weight, topk_idx, E).sum(1, keepdim=True)
+        out = out + weight.to(x.dtype) * down_bias
     return out
 
 
-def _check_base(x, base) -> None:
+_BASE = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
+
+
+def _check_base(x: Tensor, base: Sequence[Tensor | None]) -> None:
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
-    H = x.shape[1]
     down = base[2]
+    assert down is not None
+    H = x.shape[1]
     I = down.shape[-1]
-    names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
-    for name, tensor, shape in zip(names, base, ((I, H), (I, H), (H, I), (I,), (I,), (H,))):
-        if tensor is None and name.endswith("bias"):
+    shapes = ((I, H), (I, H), (H, I), (I,), (I,), (H,))
+    for name, tensor, shape in zip(_BASE, base, shapes):
+        if tensor is None:
             continue
-        if (
-            tensor.requires_grad
-            or tensor.shape != shape
-            or tensor.dtype != x.dtype
-            or tensor.device != x.device
-        ):
-            want = (
-                f"{shape} {x.dtype} on {x.device} "
-                "for "
-                "x "
-                f"{tuple(x.shape)} "
-                "and "
-                "down_proj "
-                f"{tuple(down.shape)}"
-            )
-            frozen = (
-                f"{name} requires a gradient, but the "
-                "base "
-                "must "
-                "be "
-                "frozen. "
-                "Call "
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, but the base must be frozen. Call "
                 "requires_grad_(False) on it"
             )
+        if not matches(tensor, shape, x):
             raise ValueError(
-                frozen if tensor.requires_grad else f"Expected {want}, but {name} is {kind(tensor)}"
+                f"Expected {shape} {x.dtype} on {x.device} for x {tuple(x.shape)} and down_proj "
+                f"{tuple(down.shape)}, but {name} is {kind(tensor)}"
             )
 
 
-def _check_pairs(x, down, pairs) -> int:
+def _check_pairs(x: Tensor, down: Tensor, pairs: Sequence[LoRA | None]) -> int:
     """Return the number of experts."""
     given = [pair for pair in pairs if pair is not None]
     if not given or given[0].a.dim() != 3 or 0 in given[0].a.shape[:2]:
-        got = f"a is {tuple(given[0].a.shape)}" if given else "gate, up and down are None"
+        problem = "gate, up and down are None"
+        if given:
+            problem = f"a is {tuple(given[0].a.shape)}"
         raise ValueError(
-            "Expected the pairs of at least one projection, a [E, r, in] with E >= "
-            "1 "
-            "and "
-            "r "
-            ">= "
-            "1, "
-            f"but {got}"
+            "Expected the pairs of at least one projection, a [E, r, in] with E >= 1 and r >= 1, "
+            f"but {problem}"
         )
-    (E, r, _), (H, I) = given[0].a.shape, down.shape
+    E, r, _ = given[0].a.shape
+    H, I = down.shape
     for name, pair, sizes in zip(("gate", "up", "down"), pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
-            if tensor.shape != (E, r, size) or tensor.dtype != x.dtype or tensor.device != x.device:
+            if not matches(tensor, (E, r, size), x):
                 raise ValueError(
-                    f"Expected {(E, r, size)} {x.dtype} "
-                    "on "
-                    f"{x.device}, "
-                    "but "
-                    f"{name}.{part} "
-                    "is "
+                    f"Expected {(E, r, size)} {x.dtype} on {x.device}, but {name}.{part} is "
                     f"{kind(tensor)}"
                 )
     return E
 
 
-def _check_slots(x, topk_weight, topk_idx, E: int) -> None:
+def _check_slots(x: Tensor, topk_weight: Tensor, topk_idx: Tensor | None, E: int) -> None:
     T = x.shape[0]
     K = E if topk_idx is None else topk_idx.shape[-1]
-    fits = (
-        topk_weight.shape == (T, K)
-        and topk_weight.is_floating_point()
-        and topk_weight.device == x.device
-    )
+    fits = topk_weight.shape == (T, K) and topk_weight.is_floating_point()
+    fits = fits and topk_weight.device == x.device
     if topk_idx is not None:
-        fits = (
-            fits
-            and topk_idx.shape == (T, K)
-            and topk_idx.dtype in INTEGERS
-            and topk_idx.device == x.device
-        )
+        fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS
+        fits = fits and topk_idx.device == x.device
     if not fits:  # formatted only here, as torch.compile specializes on a number in a string
+        shapes = f"[{T}, K] both, topk_idx integers"
         if topk_idx is None:
-            want = f"{(T, E)} without topk_idx"
-        else:
-            want = f"[{T}, K] both, topk_idx integers"
-        got = f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}"
-        raise ValueError(f"Expected {want}, floats on {x.device}, but {got}")
+            shapes = f"{(T, E)} without topk_idx"
+        raise ValueError(
+            f"Expected {shapes}, floats on {x.device}, but topk_weight is {kind(topk_weight)}, "
+            f"topk_idx {kind(topk_idx)}"
+        )
 
 
 def lora_mlp_reference(
-    x,
-    gate_proj,
-    up_proj,
-    down_proj,
-    topk_weight,
-    topk_idx=None,
+    x: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor | None = None,
     *,
-    gate=None,
-    up=None,
-    down=None,
-    scaling=1.0,
-    act="silu",
-    gate_bias=None,
-    up_bias=None,
-    down_bias=None,
-):
-    """Compute the first equation as a sum over experts with materialized weights, in the inputs'
-    dtype, with autograd.
-    """
+    gate: LoRA | None = None,
+    up: LoRA | None = None,
+    down: LoRA | None = None,
+    scaling: float = 1.0,
+    act: str = "silu",
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """Compute the first equation as a sum over experts with materialized weights, with autograd."""
     E = next(pair for pair in (gate, up, down) if pair is not None).a.shape[0]
 
-    def linear(rows, weight, pair, bias, e):
-        return F.linear(
-            rows, weight if pair is None else weight + scaling * pair.b[e].t() @ pair.a[e], bias
-        )
+    def linear(
+        rows: Tensor, weight: Tensor, pair: LoRA | None, bias: Tensor | None, e: int
+    ) -> Tensor:
+        if pair is not None:
+            weight = weight + scaling * pair.b[e].t() @ pair.a[e]
+        return F.linear(rows, weight, bias)
 
     out = torch.zeros_like(x)
     weight = mixed_weight(topk_weight, topk_idx, E)
@@ -224,24 +213,12 @@ def lora_mlp_reference(
 
 
 _SCHEMA = (
-    "Tensor x, Tensor gate, Tensor up, Tensor down, "
-    "Tensor? "
-    "gate_bias, "
-    "Tensor? "
-    "up_bias, "
-    "Tensor "
-    "topk_weight, "
-    "Tensor? topk_idx, Tensor? gate_a, Tensor? gate_b, "
-    "Tensor? "
-    "up_a, "
-    "Tensor? "
-    "up_b, "
-    "Tensor? "
-    "down_a, Tensor? down_b, int E, "
-    "float scaling, str act, bool save, str backend"
+    "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor "
+    "topk_weight, Tensor? topk_idx, Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, "
+    "Tensor? down_a, Tensor? down_b, int E, float scaling, str act, bool save, str backend"
 )
-LIB.define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
-LIB.define(
+define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
+define(
     f"lora_mlp_backward(Tensor dout, Tensor z, Tensor low, bool need_x, bool[6] needs, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -249,12 +226,12 @@ LIB.define(
 Inputs = inputs_of("lora_mlp")
 
 
-def _part(group: type, i: Inputs):
+def _part(group: type, i: Any) -> Any:
     """Return the inputs of a Base or Pairs, or autograd's value for each of them."""
-    return group(*(getattr(i, name) for name in group._fields))
+    return group(*[getattr(i, name) for name in group._fields])  # type: ignore[attr-defined]
 
 
-def _forward(*arguments):
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     i = Inputs(*arguments)
     pairs = _part(Pairs, i).in_order()
     x = i.x.contiguous()
@@ -270,29 +247,32 @@ def _forward(*arguments):
 
 
 def _mixed_triton(
-    x,
+    x: Tensor,
     base: Base,
     pairs: Pairs,
-    low,
-    topk_weight,
-    topk_idx,
+    low: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor | None,
     E: int,
     scaling: float,
     act: str,
     save: bool,
-):
-    """Compute `lora_torch.mixed` with one library product and one kernel, without materializing
-    rows of single experts.
+) -> tuple[Tensor, Tensor]:
+    """Compute `lora_torch.mixed` with one library product and one kernel.
+
+    Rows of single experts are not materialized.
     """
     from moe_runtime.kernels.lora import lora_forward
 
     z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))
     weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
     h = lora_forward(z, low, weight, pairs.gate_b, pairs.up_b, pairs.down_a, act, scaling)
-    return (z if save else z.new_empty(0, z.shape[1])), h
+    if not save:
+        z = z.new_empty(0, z.shape[1])
+    return z, h
 
 
-def _forward_fake(*arguments):
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     i = Inputs(*arguments)
     T = i.x.shape[0]
     rank = next(t for t in _part(Pairs, i) if t is not None).shape[1]
@@ -300,83 +280,94 @@ def _forward_fake(*arguments):
     return i.x.new_empty(i.x.shape), z, i.x.new_empty(3, T, i.E * rank)
 
 
-def _backward(dout, z, low, need_x, needs, *arguments):
+def _backward(
+    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list, *arguments: Any
+) -> tuple[Tensor, ...]:
     i = Inputs(*arguments)
-    needs = Pairs(*needs)
+    needs = Pairs(*flags)
     dout = dout.contiguous()
     base = _part(Base, i)
     pairs = _part(Pairs, i).in_order()
     x = i.x.contiguous()
     if z.shape[0] != x.shape[0]:
         z = base.first(x, x.new_empty(x.shape[0], 2 * i.gate.shape[0]))
-    dq = None if pairs.down_b is None else torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
+    dq = None
+    if pairs.down_b is not None:
+        dq = torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
     mixed_backward = _mixed_backward_triton if i.backend == "triton" else lora_torch.mixed_backward
     mixed = mixed_backward(
         dout @ i.down, dq, z, pairs, low, i.topk_weight, i.topk_idx, needs, i.E, i.scaling, i.act
     )
     dgate, dup = mixed.dlow
     dx = base.first_backward(mixed.dz) if need_x else None
-    if dx is not None:
-        for dplane, a in ((dgate, pairs.gate_a), (dup, pairs.up_a)):
-            if a is not None:
-                dx.addmm_(dplane, flat(a))
-    wanted = Pairs(*(half if need else None for half, need in zip(pairs, needs)))
-    grads = Pairs(
-        gate_a=None if wanted.gate_a is None else torch.mm(dgate.t(), x).view(wanted.gate_a.shape),
-        gate_b=mixed.gate_b,
-        up_a=None if wanted.up_a is None else torch.mm(dup.t(), x).view(wanted.up_a.shape),
-        up_b=mixed.up_b,
-        down_a=mixed.down_a,
-        down_b=None
-        if wanted.down_b is None
-        else torch.mm(low[2].t(), dout).mul_(i.scaling).view(wanted.down_b.shape),
-    )
+    grads = Pairs(None, mixed.gate_b, None, mixed.up_b, mixed.down_a, None)
+    if pairs.gate_a is not None:
+        if dx is not None:
+            dx.addmm_(dgate, flat(pairs.gate_a))
+        if needs.gate_a:
+            grads = grads._replace(gate_a=torch.mm(dgate.t(), x).view(pairs.gate_a.shape))
+    if pairs.up_a is not None:
+        if dx is not None:
+            dx.addmm_(dup, flat(pairs.up_a))
+        if needs.up_a:
+            grads = grads._replace(up_a=torch.mm(dup.t(), x).view(pairs.up_a.shape))
+    if pairs.down_b is not None and needs.down_b:
+        ddown_b = torch.mm(low[2].t(), dout).mul_(i.scaling)
+        grads = grads._replace(down_b=ddown_b.view(pairs.down_b.shape))
     dweight = _slots(mixed.dweight, i.topk_idx, i.E)
-    return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, dweight, *grads))
+    return absent_as_empty((dx, dweight, *grads), x)
 
 
 def _mixed_backward_triton(
-    dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling, act: str
-):
+    dh: Tensor,
+    dq: Tensor | None,
+    z: Tensor,
+    pairs: Pairs,
+    low: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor | None,
+    needs: Pairs,
+    E: int,
+    scaling: float,
+    act: str,
+) -> Gradients:
     """Compute `lora_torch.mixed_backward` in three kernels."""
     from moe_runtime.kernels import lora_backward
 
     weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
     shared = (dh, dq, z, low, weight, pairs.gate_b, pairs.up_b, pairs.down_a)
     dz, dlow, dweight = lora_backward.lora_backward(*shared, act, scaling)
-    wanted = [
-        half is not None and need
-        for half, need in (
-            (pairs.gate_b, needs.gate_b),
-            (pairs.up_b, needs.up_b),
-            (pairs.down_a, needs.down_a),
-        )
+    needed = [
+        pairs.gate_b is not None and needs.gate_b,
+        pairs.up_b is not None and needs.up_b,
+        pairs.down_a is not None and needs.down_a,
     ]
-    return Gradients(
-        dz, dlow, dweight, *lora_backward.lora_backward_w(*shared, wanted, act, scaling)
-    )
+    halves = lora_backward.lora_backward_w(*shared, needed, act, scaling)
+    return Gradients(dz, dlow, dweight, *halves)
 
 
-def _slots(dweight, topk_idx, E: int):
-    """Return the gradient of each slot's weight from that of each token's weight for each
-    expert.
-    """
+def _slots(dweight: Tensor, topk_idx: Tensor | None, E: int) -> Tensor:
+    """Return the gradient of each slot's weight from that of each token's weight per expert."""
     if topk_idx is None:
         return dweight
     idx = topk_idx.long()
     return torch.where((idx >= 0) & (idx < E), dweight.gather(1, idx.clamp(0, E - 1)), 0)
 
 
-def _backward_fake(dout, z, low, need_x, needs, *arguments):
+def _backward_fake(
+    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list, *arguments: Any
+) -> tuple[Tensor, ...]:
     i = Inputs(*arguments)
-    wanted = zip((i.x, i.topk_weight, *_part(Pairs, i)), (need_x, True, *needs))
-    return tuple(
-        i.x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in wanted
-    )
+    inputs = (i.x, i.topk_weight, *_part(Pairs, i))
+    made = []
+    for tensor, need in zip(inputs, (need_x, True, *flags)):
+        made.append(tensor.new_empty(tensor.shape) if need and tensor is not None else None)
+    return absent_as_empty(made, i.x)
 
 
-def _setup_context(ctx, inputs, output):
-    i, (_, z, low) = Inputs(*inputs), output
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    i = Inputs(*inputs)
+    _, z, low = output
     ctx.mark_non_differentiable(z, low)
     # otherwise autograd would fill a gradient of z's size with zeros
     ctx.set_materialize_grads(False)
@@ -384,20 +375,16 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(z, low, *inputs[: -len(ctx.settings)])
 
 
-def _autograd(ctx, dout, *_):
-    needs = Inputs(*ctx.needs_input_grad)
+def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     if dout is None:
         return tuple(Inputs())
+    needs = Inputs(*ctx.needs_input_grad)
     z, low, *tensors = ctx.saved_tensors
     dx, dweight, *dpairs = torch.ops.moe_runtime.lora_mlp_backward(
         dout, z, low, needs.x, _part(Pairs, needs), *tensors, *ctx.settings
     )
-    wanted = {name: grad for name, grad in zip(Pairs._fields, dpairs) if getattr(needs, name)}
-    return tuple(
-        Inputs(
-            x=dx if needs.x else None, topk_weight=dweight if needs.topk_weight else None, **wanted
-        )
-    )
+    grads = {"x": dx, "topk_weight": dweight, **dict(zip(Pairs._fields, dpairs))}
+    return tuple(Inputs(**{name: grad for name, grad in grads.items() if getattr(needs, name)}))
 
 
 register("lora_mlp", _forward, _forward_fake, _autograd, _setup_context)

@@ -12,17 +12,19 @@ and dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never hold
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import (
-    LIB,
     compute_dtype,
+    define,
     kind,
     register,
     register_backward,
@@ -31,7 +33,7 @@ from moe_runtime.ops.library import (
 from moe_runtime.ops.workspace import scratch
 
 
-def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
+def mixing(logits: Tensor, shared_rate: float | None) -> Tensor:
     """Compute Eq. (5): `logits` [E - 1] of the routed experts -> alpha [E] float32 (or float64),
     shared expert first, sum 1.
 
@@ -51,7 +53,7 @@ def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
     return torch.cat([logits.new_full((1,), shared_rate), (1 - shared_rate) * logits.softmax(-1)])
 
 
-def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
+def soup_logits(num_experts: int, shared_rate: float) -> Tensor:
     """Return logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...], to
     initialize a learned soup.
     """
@@ -62,12 +64,12 @@ def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
     return alpha.clamp_min(torch.finfo(torch.float32).tiny).log().float()
 
 
-def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
+def uniform_mixture(num_experts: int, device: torch.device | None = None) -> Tensor:
     """Return alpha [E] float32 of the uniform mean."""
     return torch.full((num_experts,), 1 / num_experts, dtype=torch.float32, device=device)
 
 
-def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
+def init_mixture(config: MoEConfig, shared_rate: float) -> Tensor:
     """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs
     a shared expert.
     """
@@ -78,87 +80,83 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
     return mixing(torch.ones(config.num_experts - 1), shared_rate)
 
 
-def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
+def check_mixture(alpha: Tensor, place: str) -> Tensor:
     """Return the learned coefficients `alpha` [E]; raises a ValueError that names the layer if any
     is not finite.
     """
     if not alpha.isfinite().all():
         raise ValueError(
-            f"alpha of {place} must be finite, but is "
-            f"{alpha.tolist()}. "
-            "Train "
-            "the "
-            "mixing "
-            "logits "
+            f"alpha of {place} must be finite, but is {alpha.tolist()}. Train the mixing logits "
             "again"
         )
     return alpha
 
 
-def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
-    """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform"; raises ValueError
-    unless each sums to 1.
+def alpha_rows(alpha: Any, num_layers: int, num_experts: int) -> list[Tensor]:
+    """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform".
+
+    Raises ValueError unless each sums to 1.
     """
     if isinstance(alpha, str):
         check_choice("alpha", alpha, ("uniform",))
         alpha = uniform_mixture(num_experts)
     alpha = torch.as_tensor(alpha, dtype=torch.float32)
-    alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
-    fits = alpha.shape == (num_layers, num_experts)
-    if not fits or not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
-        got = f"alpha sums to {alpha.sum(1).tolist()}" if fits else f"alpha is {tuple(alpha.shape)}"
-        want = (
-            f"alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in every layer"
+    if alpha.dim() == 1:
+        alpha = alpha.expand(num_layers, -1)
+    problem = None
+    if alpha.shape != (num_layers, num_experts):
+        problem = f"alpha is {tuple(alpha.shape)}"
+    elif not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
+        problem = f"alpha sums to {alpha.sum(1).tolist()}"
+    if problem is not None:
+        raise ValueError(
+            f"Expected alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in "
+            f"every layer, but {problem}"
         )
-        raise ValueError(f"Expected {want}, but {got}")
     return list(alpha)
 
 
-def merge_experts(
-    weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None
-) -> torch.Tensor:
-    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in
-    float32; differentiable in both.
+def merge_experts(weight: Tensor, alpha: Tensor, *, backend: str | None = None) -> Tensor:
+    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype.
+
+    Summed in float32. Differentiable in both.
     """
     if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
-        got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
-        raise ValueError(f"Expected alpha [E] and weight [E, ...] with E >= 1, but {got}")
+        raise ValueError(
+            "Expected alpha [E] and weight [E, ...] with E >= 1, but alpha is "
+            f"{tuple(alpha.shape)}, weight {tuple(weight.shape)}"
+        )
     alpha = alpha.to(wide_dtype(weight.dtype))
     if backends.portable() is not None:
-        return (
-            (alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype))
-            .sum(0)
-            .to(weight.dtype)
-        )
+        terms = alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype)
+        return terms.sum(0).to(weight.dtype)
     return torch.ops.moe_runtime.merge_experts(
         weight, alpha, backends.pick("merge_experts", weight, backend)
     )
 
 
-def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tensor:
-    """Compute Eq. (3) for experts given one by one: `rows` E of [...], overwritten, `alpha` [E] ->
-    [...]; not differentiable.
+def merge_rows(rows: Iterable[Tensor], alpha: Tensor) -> Tensor:
+    """Compute Eq. (3) for experts given one by one: `rows` E of [...], `alpha` [E] -> [...].
 
-    The result is bit-identical to `merge_experts` of the stack. Raises ValueError unless there are
-    as many rows as alphas.
+    The rows are overwritten; not differentiable. The result is bit-identical to `merge_experts` of
+    the stack. Raises ValueError unless there are as many rows as alphas.
     """
-    out = None
+    out: Tensor | None = None
     for row, a in zip(rows, alpha, strict=True):
         # same order and rounding as the torch backend
         part = row.to(wide_dtype(row.dtype)).mul_(a)
-        out = part if out is None else out.add_(part)
+        if out is None:
+            out = part
+        else:
+            out.add_(part)
+    assert out is not None
     return out.to(row.dtype)
 
 
 def remerge_experts(
-    merged: torch.Tensor,
-    weight: torch.Tensor,
-    alpha: torch.Tensor,
-    seen: torch.Tensor,
-    backend: str = "triton",
+    merged: Tensor, weight: Tensor, alpha: Tensor, seen: Tensor, backend: str = "triton"
 ) -> None:
-    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 differs from `seen`
-    [E], which is not changed.
+    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 is not `seen` [E].
 
     A kernel ("triton", "cuda") compares the two, so that the host does not synchronize. Not
     differentiable.
@@ -174,19 +172,20 @@ def remerge_experts(
 
 
 class Kept:
-    """The attribute `kept` of merged weights that are overwritten in place: their alpha, and the
-    number of overwrites.
+    """The attribute `kept` of merged weights that are overwritten in place.
+
+    It has their alpha, and the number of overwrites.
 
     Autograd's version counter is not used, as the host does not know whether alpha has changed. The
     backward pass of an older graph merges again with its own alpha.
     """
 
-    def __init__(self, seen: torch.Tensor, backend: str):
+    def __init__(self, seen: Tensor, backend: str):
         self.seen = seen
         self.backend = backend
         self.times = 0
 
-    def remerge(self, merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor) -> None:
+    def remerge(self, merged: Tensor, weight: Tensor, alpha: Tensor) -> None:
         """Update `merged`, which has this attribute, to the mixture of `alpha`."""
         remerge_experts(merged, weight, alpha, self.seen, self.backend)
         self.seen.copy_(alpha)
@@ -194,14 +193,14 @@ class Kept:
 
 
 def merged_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    alpha: torch.Tensor,
-    merged: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    alpha: Tensor,
+    merged: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute x merged^T + bias [..., out] of `x` [..., in], experts `weight` [E, out, in] and
     `alpha` [E].
 
@@ -215,7 +214,10 @@ def merged_linear(
         return F.linear(x, merge_experts(weight, alpha, backend=backend), bias)
     if merged is None:
         merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)
-    x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
+    x = x.to(compute_dtype(x))
+    merged = merged.to(compute_dtype(merged))
+    if bias is not None:
+        bias = bias.to(compute_dtype(bias))
     exact = x if x.dtype == torch.float64 else weight  # the other may be narrower
     alpha = alpha.to(wide_dtype(exact.dtype))
     # dalpha's two kernels alone would need the whole dW, so they are not a default
@@ -223,7 +225,9 @@ def merged_linear(
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
 
 
-def _check_linear(x, weight, alpha, merged, bias) -> None:
+def _check_linear(
+    x: Tensor, weight: Tensor, alpha: Tensor, merged: Tensor | None, bias: Tensor | None
+) -> None:
     fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
     if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
         got = f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
@@ -232,38 +236,31 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
         )
     if merged is not None and merged.requires_grad:
         raise ValueError(
-            "merged requires grad, but must be detached: alpha's gradient "
-            "is "
-            "computed "
-            "from "
-            "x "
-            "and "
+            "merged requires grad, but must be detached: alpha's gradient is computed from x and "
             "the experts"
         )
-    dtype = compute_dtype(x)
     shapes = {"merged": weight.shape[1:], "bias": weight.shape[1:2]}
     tensors = {"weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        shape = tuple(shapes.get(name, tensor.shape))
         # weight and alpha may have other dtypes, unless weight is merged here
-        own_dtype = name == "alpha" or (name == "weight" and merged is not None)
-        fits = tensor.shape == shapes.get(name, tensor.shape) and (
-            own_dtype or compute_dtype(tensor) == dtype
-        )
+        dtype = compute_dtype(x)
+        if name == "alpha" or (name == "weight" and merged is not None):
+            dtype = compute_dtype(tensor)
+        fits = tensor.shape == shape and compute_dtype(tensor) == dtype
         if not fits or tensor.device != x.device:
-            want = (
-                f"{tuple(shapes.get(name, tensor.shape))} "
-                f"{tensor.dtype if own_dtype else dtype} on {x.device}"
+            raise ValueError(
+                f"Expected {shape} {dtype} on {x.device}, as x, but {name} is {kind(tensor)}"
             )
-            raise ValueError(f"Expected {want}, as x, but {name} is {kind(tensor)}")
 
 
-LIB.define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
-LIB.define("merge_experts_backward_alpha(Tensor dout, Tensor weight, str backend) -> Tensor")
+define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
+define("merge_experts_backward_alpha(Tensor dout, Tensor weight, str backend) -> Tensor")
 
 
-def _merge(weight, alpha, backend):
+def _merge(weight: Tensor, alpha: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.merging import merge_experts_forward
 
@@ -283,38 +280,33 @@ def _merge(weight, alpha, backend):
         part = term[: block.stop - block.start]
         for e, row in enumerate(rows):
             scaled = acc if e == 0 else part
-            narrow = row.dtype != acc.dtype
-            torch.mul(scaled.copy_(row[block]) if narrow else row[block], alpha[e], out=scaled)
+            source = row[block]
+            if row.dtype != acc.dtype:
+                source = scaled.copy_(source)
+            torch.mul(source, alpha[e], out=scaled)
             if e:
                 acc.add_(scaled)
         flat[block] = acc
     return out
 
 
-def block_size(one: torch.Tensor) -> int:
-    """Return the number of elements of `one` expert to process at a time, which fit into each
-    core's cache.
-    """
-    return max(
-        min(
-            (1 << 15) * torch.get_num_threads() if one.device.type == "cpu" else 1 << 24,
-            one.numel(),
-        ),
-        1,
-    )
+def block_size(one: Tensor) -> int:
+    """Return how many elements of `one` expert to process at a time, to fit each core's cache."""
+    size = 1 << 24
+    if one.device.type == "cpu":
+        size = (1 << 15) * torch.get_num_threads()
+    return max(min(size, one.numel()), 1)
 
 
-def blocks(one: torch.Tensor) -> Iterator[slice]:
+def blocks(one: Tensor) -> Iterator[slice]:
     """Return slices of `block_size` that cover one expert's elements."""
     step = block_size(one)
     size = one.numel()
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
-def _merge_cpp(weight, alpha):
-    """Run `merge_experts` with csrc/cpu/merging.h, which reads each expert once, bit-identical to
-    the torch backend.
-    """
+def _merge_cpp(weight: Tensor, alpha: Tensor) -> Tensor:
+    """Run `merge_experts` with csrc/cpu/merging.h, bit-identical to the torch backend."""
     stack, order = _as_stored(weight)
     alpha = alpha.contiguous()
     out = stack.new_empty(stack.shape[1:])
@@ -331,11 +323,12 @@ def _merge_cpp(weight, alpha):
     return out.permute(sorted(range(out.dim()), key=order.__getitem__)).contiguous()
 
 
-def _merge_backward_alpha_cpp(dout, weight):
+def _merge_backward_alpha_cpp(dout: Tensor, weight: Tensor) -> Tensor:
     """Return <dout, weight[e]> [E] float32 for `dout` [...], `weight` [E, ...]."""
     stack, order = _as_stored(weight)
     dout = dout.permute(order).contiguous()
-    dout = dout if dout.dtype in cpp.DTYPES else dout.float()
+    if dout.dtype not in cpp.DTYPES:
+        dout = dout.float()
     E = stack.shape[0]
     P = dout.numel()
     calls = cpp.library().handle
@@ -356,10 +349,8 @@ def _merge_backward_alpha_cpp(dout, weight):
     return dalpha
 
 
-def _as_stored(weight) -> tuple[torch.Tensor, list[int]]:
-    """Return the experts as contiguous blocks with their dims in memory order, and the permutation
-    of the dims.
-    """
+def _as_stored(weight: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the experts as contiguous blocks in memory order, and the permutation of the dims."""
     order = sorted(range(1, weight.dim()), key=weight.stride, reverse=True)
     stack = weight.permute(0, *order)
     if not stack[0].is_contiguous():
@@ -367,7 +358,7 @@ def _as_stored(weight) -> tuple[torch.Tensor, list[int]]:
     return stack, [dim - 1 for dim in order]
 
 
-def _merge_backward_alpha(dout, weight, backend):
+def _merge_backward_alpha(dout: Tensor, weight: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.merging import merge_experts_backward_alpha
 
@@ -395,14 +386,15 @@ def _merge_backward_alpha(dout, weight, backend):
     return dalpha
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     weight, alpha, ctx.backend = inputs
     ctx.save_for_backward(weight, alpha)
 
 
-def _autograd(ctx, dout):
+def _autograd(ctx: Any, dout: Tensor) -> tuple:
     weight, alpha = ctx.saved_tensors
-    dweight = dalpha = None
+    dweight = None
+    dalpha = None
     need_weight, need_alpha, _ = ctx.needs_input_grad
     if need_weight:
         dweight = (alpha.view(-1, *[1] * dout.dim()) * dout.to(alpha.dtype)).to(weight.dtype)
@@ -414,12 +406,14 @@ def _autograd(ctx, dout):
     return dweight, dalpha, None
 
 
-def _fake_alpha(dout, weight, backend):
+def _fake_alpha(dout: Tensor, weight: Tensor, backend: str) -> Tensor:
     return weight.new_empty(weight.shape[0], dtype=_alpha_dtype(dout, weight))
 
 
-def _alpha_dtype(dout, weight) -> torch.dtype:
-    return torch.float64 if torch.float64 in (dout.dtype, weight.dtype) else torch.float32
+def _alpha_dtype(dout: Tensor, weight: Tensor) -> torch.dtype:
+    if torch.float64 in (dout.dtype, weight.dtype):
+        return torch.float64
+    return torch.float32
 
 
 # contiguous, however the stack is stored
@@ -433,45 +427,41 @@ register(
 register_backward("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
 
 
-LIB.define(
-    "merged_linear(Tensor x, Tensor weight, Tensor alpha, "
-    "Tensor "
-    "merged, "
-    "Tensor? "
-    "bias, "
-    "str "
+define(
+    "merged_linear(Tensor x, Tensor weight, Tensor alpha, Tensor merged, Tensor? bias, str "
     "backend) -> Tensor"
 )
-LIB.define(
-    "merged_linear_backward(Tensor dout, Tensor? x, Tensor? "
-    "weight, "
-    "Tensor? "
-    "merged, "
-    "bool "
-    "bias, "
-    "str backend) "
-    "-> (Tensor, Tensor, Tensor)"
+define(
+    "merged_linear_backward(Tensor dout, Tensor? x, Tensor? weight, Tensor? merged, bool bias, "
+    "str backend) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def _linear_backward(dout, x, weight, merged, bias, backend):
-    """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`; empty
-    tensors otherwise.
+def _linear_backward(
+    dout: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    merged: Tensor | None,
+    bias: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`.
+
+    The others are empty.
     """
     dout = dout.reshape(dout.shape[:-1].numel(), dout.shape[-1])
     dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
     if merged is not None:
         dx = dout @ merged
-    if x is not None:
-        dalpha = _linear_backward_alpha(
-            dout, x.reshape(dout.shape[0], x.shape[-1]), weight, backend
-        )
+    if x is not None and weight is not None:
+        x = x.reshape(dout.shape[0], x.shape[-1])
+        dalpha = _linear_backward_alpha(dout, x, weight, backend)
     if bias:
         dbias = dout.sum(0)
     return dx, dalpha, dbias
 
 
-def _linear_backward_alpha(dout, x, weight, backend):
+def _linear_backward_alpha(dout: Tensor, x: Tensor, weight: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from moe_runtime.kernels.merging import merged_linear_backward_alpha
 
@@ -479,46 +469,54 @@ def _linear_backward_alpha(dout, x, weight, backend):
     return _merge_backward_alpha(dout.t() @ x, weight, backend)
 
 
-def _linear_backward_fake(dout, x, weight, merged, bias, backend):
-    T = dout.shape[:-1].numel()
-    return (
-        dout.new_empty(0) if merged is None else dout.new_empty(T, merged.shape[1]),
-        dout.new_empty(0) if x is None else _fake_alpha(dout, weight, backend),
-        dout.new_empty(dout.shape[-1] if bias else 0),
-    )
+def _linear_backward_fake(
+    dout: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    merged: Tensor | None,
+    bias: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
+    if merged is not None:
+        dx = dout.new_empty(dout.shape[:-1].numel(), merged.shape[1])
+    if x is not None and weight is not None:
+        dalpha = _fake_alpha(dout, weight, backend)
+    if bias:
+        dbias = dout.new_empty(dout.shape[-1])
+    return dx, dalpha, dbias
 
 
-def _linear_setup_context(ctx, inputs, output):
+def _linear_setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, alpha, merged, _, ctx.backend = inputs
     need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
-    ctx.x_shape, ctx.kept = x.shape, getattr(merged, "kept", None)
+    ctx.x_shape = x.shape
+    ctx.kept = getattr(merged, "kept", None)
     ctx.times = ctx.kept and ctx.kept.times
-    ctx.save_for_backward(
-        *(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None
-    )
+    if not need_alpha:
+        x = weight = alpha = None
+    if not need_x:
+        merged = None
+    ctx.save_for_backward(x, weight, alpha, merged)
 
 
-def _linear_autograd(ctx, dout):
+def _linear_autograd(ctx: Any, dout: Tensor) -> tuple:
     x, weight, alpha, merged = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        if merged is None or alpha is None:
-            again = merged
-        else:
-            again = merge_experts(weight, alpha).to(dout.dtype)
-        dx, dalpha, dbias = _linear_backward(dout, x, weight, again, ctx.need_bias, "torch")
+        if merged is not None and alpha is not None:
+            merged = merge_experts(weight, alpha).to(dout.dtype)
+        grads = _linear_backward(dout, x, weight, merged, ctx.need_bias, "torch")
     else:
-        if (
-            ctx.kept is not None
-            and ctx.kept.times != ctx.times
-            and merged is not None
-            and alpha is not None
-        ):
+        is_older = ctx.kept is not None and ctx.kept.times != ctx.times
+        if is_older and merged is not None and alpha is not None:
             ctx.kept.remerge(merged, weight, alpha)
-        dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(
+        grads = torch.ops.moe_runtime.merged_linear_backward(
             dout, x, weight, merged, ctx.need_bias, ctx.backend
         )
-    dx = None if merged is None else dx.view(ctx.x_shape)
-    return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None
+    dx = None if merged is None else grads[0].view(ctx.x_shape)
+    dalpha = None if x is None else grads[1]
+    dbias = grads[2] if ctx.need_bias else None
+    return dx, None, dalpha, None, dbias, None
 
 
 register(

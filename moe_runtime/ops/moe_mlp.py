@@ -1,17 +1,21 @@
 """The experts of one MoE layer, dropless.
 
     out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t])
-    FFN_e(x) = W_down_e h + b_down_e,  h = act(gate) * up,  [gate; up] = W_gate_up_e x + b_gate_up_e     (gated)
-                                       h = act(W_up_e x + b_up_e)                                        (otherwise)
-    gate-up forms of later models:     h = act(min(gate, limit)) * (clamp(up, -limit, limit) +
-                                       up_offset)
+    FFN_e(x) = W_down_e h + b_down_e
+    gated:          h = act(gate) * up,  [gate; up] = W_gate_up_e x + b_gate_up_e
+    otherwise:      h = act(W_up_e x + b_up_e)
+    later models:   h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
 
 XFT, Eq. (2), UpIT, ESFT: the sum over the selected experts, whose outputs are multiplied by the
 weights. A slot with an id outside 0..E-1 contributes nothing. Only x, the pre-activation, weights
 and indices are saved for the backward pass.
 """
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import SHARED_MODES, check_choice
@@ -27,32 +31,33 @@ from moe_runtime.ops.expert_rows import (
     check_trained,
     gradients_so_far,
     in_layout_of,
+    matches,
 )
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 
 def moe_mlp(
-    x: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     *,
     act: str = "silu",
     gated: bool = True,
     limit: float | None = None,
     up_offset: float = 0.0,
     interleaved: bool = False,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    trainable: torch.Tensor | None = None,
-    trained: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    trainable: Tensor | None = None,
+    trained: tuple[Tensor, Tensor] | None = None,
     shared: str = "group",
     recompute: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which must be that of the weights.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I],
@@ -73,7 +78,10 @@ def moe_mlp(
     `shared="dense"` (Triton) runs expert 0 with torch's matmul. It must be in the last slot of
     every token and in no other. Raises ValueError for mismatched shapes, dtypes or devices.
     """
-    up_trained, down_trained = trained or (None, None)
+    up_trained = None
+    down_trained = None
+    if trained is not None:
+        up_trained, down_trained = trained
     activation = Activation(act, gated, limit, up_offset, interleaved)
     experts = Experts(
         gate_up_proj,
@@ -90,28 +98,31 @@ def moe_mlp(
 
 
 def run_experts(
-    x: torch.Tensor,
+    x: Tensor,
     experts: Experts,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     *,
-    recompute=False,
-    backend=None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `moe_mlp` with `experts` and return out [T, H] and its dispatch's expert_offsets [E + 1]
-    int32.
-    """
+    recompute: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run `moe_mlp` with `experts`; return out [T, H] and expert_offsets [E + 1] int32."""
     check_experts(x, experts)
     check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
     topk_weight = topk_weight.to(wide_dtype(x.dtype))
     if backends.portable() is not None:
-        up, down = (_whole(experts, name) for name in ("up", "down"))
-        biases = {"gate_up_bias": experts.up_bias, "down_bias": experts.down_bias}
         out = moe_mlp_reference(
-            x, up, down, topk_weight, topk_idx, **biases, **experts.activation._asdict()
+            x,
+            _whole(experts.up, experts.up_trained, experts.trainable),
+            _whole(experts.down, experts.down_trained, experts.trainable),
+            topk_weight,
+            topk_idx,
+            gate_up_bias=experts.up_bias,
+            down_bias=experts.down_bias,
+            **experts.activation._asdict(),
         )
-        return out, x.new_zeros(up.shape[0] + 1, dtype=torch.int32)
+        return out, x.new_zeros(experts.up.shape[0] + 1, dtype=torch.int32)
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
@@ -122,24 +133,22 @@ def run_experts(
 
 
 def pick(
-    x: torch.Tensor,
-    num_experts: int,
-    backend: str | None,
-    ops: tuple[str, ...] = ("dispatch", "combine"),
+    x: Tensor, num_experts: int, backend: str | None, ops: tuple[str, ...] = ("dispatch", "combine")
 ) -> str:
-    """Return the backend of the experts; "cuda" means Triton's products with csrc/'s `ops` around
-    them.
+    """Return the backend of the experts.
 
-    It cannot be requested: it is used if no backend is named and "cuda" is the default of each of
-    `ops`.
+    "cuda" means Triton's products with csrc/'s `ops` around them. It cannot be requested: it is
+    used if no backend is named and "cuda" is the default of each of `ops`.
     """
     chosen = backends.pick("moe_mlp", x, backend)
     if backend is not None or chosen != "triton" or not cuda_kernels.fits(num_experts):
         return chosen
-    return "cuda" if all(backends.pick(op, x) == "cuda" for op in ops) else chosen
+    if all(backends.pick(op, x) == "cuda" for op in ops):
+        return "cuda"
+    return chosen
 
 
-def check_experts(x: torch.Tensor, experts: Experts) -> None:
+def check_experts(x: Tensor, experts: Experts) -> None:
     """Raise ValueError unless x [T, H] and the experts' tensors match."""
     experts.activation.check()
     check_choice("shared", experts.shared, SHARED_MODES)
@@ -147,160 +156,128 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
         raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
     up = experts.up
     down = experts.down
-    gated = experts.activation.gated
     H = x.shape[1]
-    E, _, I = down.shape if down.dim() == 3 else (0, 0, 0)
-    Z = I * (1 + gated)
+    E, Z, I = expert_sizes(down.shape, experts.activation.gated)
     if E == 0 or I == 0 or up.shape != (E, Z, H) or down.shape != (E, H, I):
-        got = (
-            f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}"
+        rows = "2I" if experts.activation.gated else "I"
+        raise ValueError(
+            f"Expected gate_up_proj [E, {rows}, H], down_proj [E, H, I] and x [T, H] with E >= 1 "
+            f"and I >= 1, but gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x "
+            f"{tuple(x.shape)}"
         )
-        want = (
-            f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, "
-            "I] "
-            "and "
-            "x "
-            "[T, "
-            "H] "
-            "with E >= 1 and I >= 1"
-        )
-        raise ValueError(f"Expected {want}, but {got}")
-    dtype = x.dtype
-    device = x.device
-    biases = ((experts.up_bias, (E, Z)), (experts.down_bias, (E, H)))
-    for name, (tensor, shape) in zip(_NAMES, ((up, None), (down, None), *biases)):
-        if tensor is None:
-            continue
-        if (
-            tensor.dtype != dtype
-            or tensor.device != device
-            or (shape is not None and tensor.shape != shape)
-        ):
+    shapes = ((E, Z, H), (E, H, I), (E, Z), (E, H))
+    for name, tensor, shape in zip(_NAMES, experts[:4], shapes):
+        if tensor is not None and not matches(tensor, shape, x):
             raise ValueError(
-                f"Expected {shape or tuple(tensor.shape)} {dtype} on "
-                f"{device}, "
-                "as "
-                "x, "
-                "but "
-                f"{name} "
-                f"is {kind(tensor)}"
+                f"Expected {shape} {x.dtype} on {x.device}, as x, but {name} is {kind(tensor)}"
             )
-    if experts.trainable is None and experts.up_trained is None:
-        return
     check_trained(up, experts.trainable, experts.up_trained, "trained gate_up")
     check_trained(down, experts.trainable, experts.down_trained, "trained down")
-    if (
-        experts.up_trained is not None
-        and experts.up_trained.shape[0] != experts.down_trained.shape[0]
-    ):
-        got = (
-            "trained "
-            "gate_up "
-            "is "
-            f"{tuple(experts.up_trained.shape)}, "
-            "trained "
-            "down "
-            f"{tuple(experts.down_trained.shape)}"
+    up_rows = experts.up_trained
+    down_rows = experts.down_trained
+    if up_rows is not None and down_rows is not None and up_rows.shape[0] != down_rows.shape[0]:
+        raise ValueError(
+            "Expected the same number of trained experts in both stacks, but trained gate_up is "
+            f"{tuple(up_rows.shape)}, trained down {tuple(down_rows.shape)}"
         )
-        raise ValueError(f"Expected the same number of trained experts in both stacks, but {got}")
 
 
-def _whole(experts: Experts, name: str) -> torch.Tensor:
-    """Return the stack `name` with the rows of the trained experts inserted."""
-    stack = getattr(experts, name)
-    trained = getattr(experts, f"{name}_trained")
-    if trained is None:
+def expert_sizes(down: Sequence[int], gated: bool) -> tuple[int, int, int]:
+    """Return E, Z (2I if gated, else I) and I of a down stack [E, H, I]; zeros for another rank."""
+    if len(down) != 3:
+        return 0, 0, 0
+    E, _, I = down
+    return E, I * (1 + gated), I
+
+
+def _whole(stack: Tensor, trained: Tensor | None, trainable: Tensor | None) -> Tensor:
+    """Return `stack` with the rows of the trained experts inserted."""
+    if trained is None or trainable is None:
         return stack
-    row = experts.trainable.long()
+    row = trainable.long()
     return torch.where(row.view(-1, 1, 1) < 0, stack, trained[row.clamp_min(0)])
 
 
-def check_slots(x, topk_weight, topk_idx) -> None:
+def check_slots(x: Tensor, topk_weight: Tensor, topk_idx: Tensor) -> None:
     """Raise ValueError unless weights and ids [T, K] match x [T, H]."""
-    fits = (
-        topk_idx.dim() == 2
-        and topk_weight.shape == topk_idx.shape
-        and topk_idx.shape[0] == x.shape[0]
-    )
+    fits = topk_idx.dim() == 2 and topk_idx.shape[0] == x.shape[0]
+    fits = fits and topk_weight.shape == topk_idx.shape
     fits = fits and topk_idx.dtype in INTEGERS and topk_weight.is_floating_point()
     if not fits or not x.device == topk_weight.device == topk_idx.device:
-        want = f"[{x.shape[0]}, K] floats and integers on {x.device}"
         raise ValueError(
-            f"Expected {want}, but topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}"
+            f"Expected [{x.shape[0]}, K] floats and integers on {x.device}, but topk_weight is "
+            f"{kind(topk_weight)}, topk_idx {kind(topk_idx)}"
         )
 
 
-def _check_shared(experts: Experts, topk_idx) -> None:
+def _check_shared(experts: Experts, topk_idx: Tensor) -> None:
     if experts.shared == "group":
         return
-    # not checked on a GPU, as it would synchronize
-    knows = topk_idx.device.type == "cpu" and not torch.compiler.is_compiling()
-    is_shared = topk_idx == 0 if knows and topk_idx.shape[1] else None
-    misplaced = topk_idx.shape[1] == 0 or (
-        knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0])
-    )
-    if experts.trainable is not None or misplaced:
-        got = (
-            f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in "
-            "the "
-            "last "
-            "slot "
-            "of "
-            "every "
-            "token and in no other"
+    problem = None
+    if experts.trainable is not None:
+        problem = "trainable must be None"
+    elif topk_idx.shape[1] == 0 or not _shared_is_last(topk_idx):
+        problem = (
+            f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in the last slot of every token "
+            "and in no other"
         )
-        got = got if experts.trainable is None else "trainable must be None"
-        raise ValueError(f"With shared='dense', {got}. Use shared='group'")
+    if problem is not None:
+        raise ValueError(f"With shared='dense', {problem}. Use shared='group'")
+
+
+def _shared_is_last(topk_idx: Tensor) -> bool:
+    """Return whether expert 0 is in the last slot of every token and in no other.
+
+    True on a GPU, where the check would synchronize, and in torch.compile.
+    """
+    if topk_idx.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    is_shared = topk_idx == 0
+    return bool(is_shared[:, -1].all()) and int(is_shared.sum()) == topk_idx.shape[0]
 
 
 def moe_mlp_reference(
-    x,
-    gate_up_proj,
-    down_proj,
-    topk_weight,
-    topk_idx,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     *,
-    gate_up_bias=None,
-    down_bias=None,
-    **activation,
-):
-    """Compute the equation above as a sum over experts, in the inputs' dtype, with autograd;
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **activation: Any,
+) -> Tensor:
+    """Compute the equation above as a sum over experts, in the inputs' dtype, with autograd.
+
     `activation` as in `moe_mlp`.
     """
+    form = Activation(**activation)
     out = torch.zeros_like(x)
     for e in range(gate_up_proj.shape[0]):
         z = x @ gate_up_proj[e].t()
-        z = z if gate_up_bias is None else z + gate_up_bias[e]
-        y = Activation(**activation).apply(z) @ down_proj[e].t()
-        y = y if down_bias is None else y + down_bias[e]
+        if gate_up_bias is not None:
+            z = z + gate_up_bias[e]
+        y = form.apply(z) @ down_proj[e].t()
+        if down_bias is not None:
+            y = y + down_bias[e]
         # where instead of a product with zero, as unused weights may have any value
-        out = out + torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True).to(x.dtype) * y
+        weight = torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True)
+        out = out + weight.to(x.dtype) * y
     return out
 
 
-LIB.define(
+define(
     f"moe_mlp(Tensor x, Tensor topk_weight, Tensor topk_idx, {SCHEMA}, bool save, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-LIB.define(
-    "moe_mlp_backward(Tensor dout, Tensor x, Tensor "
-    "topk_weight, "
-    f"{SCHEMA}, "
-    "Tensor "
-    "z, "
-    "Tensor "
-    "expert_offsets, "
-    "Tensor row_slot, bool[6] needs, str backend) -> "
-    "(Tensor, "
-    "Tensor, "
-    "Tensor, "
-    "Tensor, "
-    "Tensor, "
-    "Tensor)"
+define(
+    f"moe_mlp_backward(Tensor dout, Tensor x, Tensor topk_weight, {SCHEMA}, Tensor z, Tensor "
+    "expert_offsets, Tensor row_slot, bool[6] needs, str backend) -> (Tensor, Tensor, Tensor, "
+    "Tensor, Tensor, Tensor)"
 )
 
 
-def kernels_of(backend: str):
+def kernels_of(backend: str) -> Any:
     """Return the module with `forward` and `backward` of a backend; Triton is imported lazily."""
     if backend == "torch":
         return moe_mlp_torch
@@ -308,13 +285,16 @@ def kernels_of(backend: str):
         return moe_mlp_cpp
     from moe_runtime.ops import moe_mlp_triton
 
-    return moe_mlp_triton.BESIDE_CUDA if backend == "cuda" else moe_mlp_triton
+    if backend == "cuda":
+        return moe_mlp_triton.BESIDE_CUDA
+    return moe_mlp_triton
 
 
-def _forward(x, topk_weight, topk_idx, *arguments):
+def _forward(
+    x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
     *experts, save, backend = arguments
-    run = kernels_of(backend).forward
-    return run(
+    return kernels_of(backend).forward(
         x.contiguous(),
         Experts.unpack(experts),
         topk_weight.contiguous(),
@@ -323,9 +303,12 @@ def _forward(x, topk_weight, topk_idx, *arguments):
     )
 
 
-def _forward_fake(x, topk_weight, topk_idx, *arguments):
+def _forward_fake(
+    x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
     *experts, save, _ = arguments
-    (E, Z, _), R = experts[0].shape, topk_idx.shape[0] * topk_idx.shape[1]
+    E, Z, _ = experts[0].shape
+    R = topk_idx.shape[0] * topk_idx.shape[1]
     return (
         x.new_empty(x.shape),
         x.new_empty(R if save else 0, Z),
@@ -334,19 +317,19 @@ def _forward_fake(x, topk_weight, topk_idx, *arguments):
     )
 
 
-def adding_to(into: Gradients, backward):
-    """Return the kernel `backward` of an op with the op's arguments, which adds to `into` in place,
-    as ops cannot do.
-    """
+def adding_to(into: Gradients, backward: Callable) -> Callable:
+    """Return an op's kernel `backward` that adds to `into` in place, as ops cannot do."""
 
-    def run(dout, *args):
+    def run(dout: Tensor, *args: Any) -> tuple[Tensor, ...]:
         with torch.autocast(dout.device.type, enabled=False):
             return backward(dout, *args, into=into)
 
     return run
 
 
-def _backward(dout, x, topk_weight, *arguments, into: Gradients = NOWHERE):
+def _backward(
+    dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any, into: Gradients = NOWHERE
+) -> tuple[Tensor, ...]:
     *experts, z, expert_offsets, row_slot, needs, backend = arguments
     grads = kernels_of(backend).backward(
         dout.contiguous(),
@@ -362,42 +345,56 @@ def _backward(dout, x, topk_weight, *arguments, into: Gradients = NOWHERE):
     return absent_as_empty(grads, x)
 
 
-def _backward_fake(dout, x, topk_weight, *arguments):
+def _backward_fake(
+    dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
     *experts, _, _, _, needs, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
-    needs = Gradients(*needs)._replace(topk_weight=True)
-    return absent_as_empty(
-        [None if t is None else in_layout_of(t, t.new_empty) for t in inputs.only(needs)], x
-    )
+    # the kernels always return the gradient of the weights
+    needs = Gradients._make((*needs[:3], True, *needs[4:]))
+    return fake_gradients(inputs.only(needs), x)
 
 
-def absent_as_empty(grads, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def fake_gradients(inputs: Iterable[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors like the gradients of `inputs`, empty ones for None."""
+    return absent_as_empty([None if t is None else in_layout_of(t, t.new_empty) for t in inputs], x)
+
+
+def absent_as_empty(grads: Iterable[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
     """Return `grads` with an empty tensor for each None, which an op cannot return."""
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _setup_context(ctx, inputs, output):
-    x, topk_weight, _, *experts, _, ctx.backend = inputs
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, topk_weight, _, *arguments, _, ctx.backend = inputs
     _, z, expert_offsets, row_slot = output
     ctx.mark_non_differentiable(z, expert_offsets, row_slot)
     # otherwise autograd would fill a gradient of z's size with zeros
     ctx.set_materialize_grads(False)
-    experts = Experts.unpack(experts)
-    ctx.accumulating = tuple(map(accumulating, experts.learned()[1:3]))
-    *tensors, ctx.activation, ctx.shared = experts
+    *tensors, ctx.activation, ctx.shared = remember_leaves(ctx, arguments)
     ctx.save_for_backward(x, topk_weight, *tensors, z, expert_offsets, row_slot)
 
 
-def _autograd(ctx, dout, *_):
+def remember_leaves(ctx: Any, arguments: Sequence) -> Experts:
+    """Return the experts of an op; keep the parameters of `accumulate_into_grad` in `ctx`."""
+    experts = Experts.unpack(arguments)
+    learned = experts.learned()
+    ctx.accumulating = (accumulating(learned.up), accumulating(learned.down))
+    return experts
+
+
+def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     if dout is None:
         return (None,) * len(ctx.needs_input_grad)
     # read once, as checkpointing unpacks at every access
     x, topk_weight, *tensors, z, expert_offsets, row_slot = ctx.saved_tensors
-    experts = Experts(*tensors, ctx.activation, ctx.shared)
+    experts = Experts._make((*tensors, ctx.activation, ctx.shared))
     need_x, need_weight, _, *flags, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, need_weight, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)
-    op = torch.ops.moe_runtime.moe_mlp_backward if into is NOWHERE else adding_to(into, _backward)
+    op: Any = torch.ops.moe_runtime.moe_mlp_backward
+    if into is not NOWHERE:
+        op = adding_to(into, _backward)
     grads = op(
         dout, x, topk_weight, *experts.pack(), z, expert_offsets, row_slot, needs, ctx.backend
     )

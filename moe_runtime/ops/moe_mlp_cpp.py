@@ -9,19 +9,25 @@ and the weighted sum are one pass each, computed in float32.
 
 import itertools
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_runtime.native.library import cpp
+from moe_runtime.ops._torch_private import has_matrix_tiles
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
     Experts,
     Gradients,
+    Group,
+    Router,
     groups,
     new_gradients,
     weight_at,
     weight_gradients,
 )
+from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
@@ -46,15 +52,23 @@ class Plan:
 
     folded = False  # routing weights are applied in the sum
 
-    def __init__(self, experts: Experts, x, topk_weight, offsets, row_slot):
-        (self.T, self.K), (self.E, self.Z, self.H) = topk_weight.shape, experts.up.shape
-        self.R, self.I = self.T * self.K, experts.down.shape[2]
-        self.calls, self.threads, self.weight = (
-            cpp.library().handle,
-            torch.get_num_threads(),
-            topk_weight,
-        )
-        self.dtype, self.form = cpp.DTYPES[x.dtype], form_of(experts)
+    def __init__(
+        self,
+        experts: Experts | FrozenExperts,
+        x: Tensor,
+        topk_weight: Tensor,
+        offsets: Tensor,
+        row_slot: Tensor,
+    ):
+        self.T, self.K = topk_weight.shape
+        self.E, self.Z, self.H = experts.up.shape
+        self.R = self.T * self.K
+        self.I = experts.down.shape[2]
+        self.calls = cpp.library().handle
+        self.threads = torch.get_num_threads()
+        self.weight = topk_weight
+        self.dtype = cpp.DTYPES[x.dtype]
+        self.form = form_of(experts)
         self.row_slot = row_slot
         self.row_token = scratch("row_token", (self.R,), row_slot)
         self.slot_row = scratch("slot_row", (self.R,), row_slot)
@@ -69,14 +83,12 @@ class Plan:
             self.slot_row.data_ptr(),
             everyone.data_ptr(),
         )
-        self.bounds = offsets.tolist()
+        self.bounds: list[int] = offsets.tolist()
         self.rows = self.bounds[-1]  # rows of experts; those of dropped slots follow
         self.groups = list(groups(self.bounds, everyone.tolist(), self.R, max(self.Z, self.H)))
 
-    def gather(self, name: str, x, group):
-        """Return the rows of `group` of x in scratch memory, or x itself if the expert processes
-        every token once, in order.
-        """
+    def gather(self, name: str, x: Tensor, group: Group) -> Tensor:
+        """Return the rows of `group` of x in scratch memory, or x itself if these are all."""
         if group.everyone:
             return x
         rows = scratch(name, (group.end - group.start, self.H), x)
@@ -90,7 +102,7 @@ class Plan:
         )
         return rows
 
-    def activate(self, group, z, h):
+    def activate(self, group: Group, z: Tensor, h: Tensor) -> None:
         """Write h for the rows of `group`."""
         self.calls.moert_cpu_activate(
             self.dtype,
@@ -102,10 +114,10 @@ class Plan:
             self.threads,
         )
 
-    def activate_backward(self, group, z, dh, dz, wh, dweight):
-        """Write dz and weight * h for the rows of `group`, and the gradients of their slots'
-        weights.
-        """
+    def activate_backward(
+        self, group: Group, z: Tensor, dh: Tensor, dz: Tensor, wh: Tensor, dweight: Tensor
+    ) -> None:
+        """Write dz, weight * h and the gradient of the slots' weights for the rows of `group`."""
         self.calls.moert_cpu_activate_backward(
             self.dtype,
             *self.form,
@@ -121,7 +133,7 @@ class Plan:
             self.threads,
         )
 
-    def combine(self, y, weighted: bool):
+    def combine(self, y: Tensor, weighted: bool) -> Tensor:
         """Return the sum of each token's rows of y, times their weights if `weighted`."""
         out = y.new_empty(self.T, self.H)
         self.calls.moert_cpu_combine(
@@ -139,21 +151,24 @@ class Plan:
         return out
 
 
-def form_of(experts: Experts) -> tuple[int, int, float, float]:
+def form_of(experts: Experts | FrozenExperts) -> tuple[int, int, float, float]:
     """Return act, form, limit and up_offset as moert_cpu.h expects them."""
     form = experts.activation
-    limit = math.inf if form.limit is None else form.limit
+    limit = form.limit
+    if limit is None:
+        limit = math.inf
     return cpp.ACTS[form.act], form.gated + form.interleaved, limit, form.up_offset
 
 
-def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
-    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
-    int32.
-    """
+def forward(
+    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E, Z, H = experts.up.shape
     R = topk_idx.numel()
     I = experts.down.shape[2]
-    offsets, row_slot = (topk_idx.new_empty(n, dtype=torch.int32) for n in (E + 1, R))
+    offsets = topk_idx.new_empty(E + 1, dtype=torch.int32)
+    row_slot = topk_idx.new_empty(R, dtype=torch.int32)
     most = cpp.library().handle.moert_cpu_sort(
         topk_idx.data_ptr(),
         cpp.IDX_KINDS[topk_idx.dtype],
@@ -163,10 +178,14 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         row_slot.data_ptr(),
         None,
     )
-    z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
+    if save:
+        z_all = lease((R, Z), x)
+    else:
+        z_all = x.new_empty(0, Z)
     if _in_one_call(experts, most):
         out = x.new_empty(x.shape)
-        _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_all if save else None, out)
+        z_out = z_all if save else None
+        _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_out, out)
         return out, z_all, offsets, row_slot
     plan = Plan(experts, x, topk_weight, offsets, row_slot)
     y = scratch("y", (R, H), x)
@@ -181,19 +200,15 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         h = scratch("h", (b - a, I), x)
         plan.activate(group, z, h)
         for member in group.members:
-            _mm(
-                member.wide(h),
-                down[member.expert],
-                experts.down_bias,
-                member.expert,
-                member.wide(y[a:b]),
-            )
+            e = member.expert
+            _mm(member.wide(h), down[e], experts.down_bias, e, member.wide(y[a:b]))
     return plan.combine(y, weighted=True), z_all, offsets, row_slot
 
 
 def _in_one_call(experts: Experts, most: int) -> bool:
-    """Return whether to use one call, by the `most` rows of an expert; requires stacks with
-    contiguous rows.
+    """Return whether one call is used for at most `most` rows of an expert.
+
+    It requires stacks with contiguous rows.
     """
     if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
         return False
@@ -204,7 +219,7 @@ def few_rows(dtype: torch.dtype) -> int:
     """Return the rows of the largest expert up to which one call is used."""
     # for bfloat16 a CPU's matrix tiles are faster than its vector units
     variant = cpp.library().variant
-    if dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported():
+    if dtype == torch.bfloat16 and variant != "amx" and has_matrix_tiles():
         return FEW_OF_TILES
     return FEW.get(variant, FEW_ELSEWHERE)[dtype]
 
@@ -212,34 +227,44 @@ def few_rows(dtype: torch.dtype) -> int:
 def one_call_bytes(
     dtype: torch.dtype, T: int, H: int, I: int, E: int, K: int, z_alone: bool = False
 ) -> int:
-    """Return the bytes of scratch memory of one call, only up to the pre-activation if
-    `z_alone`.
-    """
+    """Return the bytes of scratch memory of one call, or of its pre-activation if `z_alone`."""
     threads = torch.get_num_threads()
     return cpp.library().handle.moert_cpu_experts_bytes(
         cpp.DTYPES[dtype], T, H, I, E, K, z_alone, threads
     )
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    """Return where a contiguous tensor starts; None without one."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _one_call(
-    x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out
+    x: Tensor,
+    experts: Experts,
+    topk_weight: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
+    part: tuple[int, int],
+    z: Tensor | None,
+    out: Tensor | None,
 ) -> None:
-    """Write out [T, H], the sum over the experts in `part`, and their rows of z; either may be
-    None.
-    """
-    (T, K), (E, _, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
-    calls = cpp.library().handle
-    dtype = cpp.DTYPES[x.dtype]
+    """Write out [T, H], the sum over the experts in `part`, and z, their rows; both optional."""
+    T, K = topk_weight.shape
+    E, _, H = experts.up.shape
+    I = experts.down.shape[2]
     up = experts.up
     down = experts.down
-    threads = torch.get_num_threads()
+    up_bias = experts.up_bias
+    down_bias = experts.down_bias
+    if up_bias is not None:
+        up_bias = up_bias.contiguous()
+    if down_bias is not None:
+        down_bias = down_bias.contiguous()
     size = one_call_bytes(x.dtype, T, H, I, E, K, out is None)
     space = scratch("one call", (size,), x, torch.uint8)
-    biases = [
-        None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias)
-    ]
-    calls.moert_cpu_experts(
-        dtype,
+    cpp.library().handle.moert_cpu_experts(
+        cpp.DTYPES[x.dtype],
         *form_of(experts),
         x.data_ptr(),
         up.data_ptr(),
@@ -248,7 +273,8 @@ def _one_call(
         down.data_ptr(),
         down.stride(0),
         down.stride(1),
-        *(None if bias is None else bias.data_ptr() for bias in biases),
+        _address(up_bias),
+        _address(down_bias),
         topk_weight.data_ptr(),
         offsets.data_ptr(),
         row_slot.data_ptr(),
@@ -259,12 +285,13 @@ def _one_call(
         K,
         *part,
         space.data_ptr(),
-        *(None if tensor is None else tensor.data_ptr() for tensor in (z, out)),
-        threads,
+        _address(z),
+        _address(out),
+        torch.get_num_threads(),
     )
 
 
-def _weights(experts: Experts, name: str) -> list[torch.Tensor]:
+def _weights(experts: Experts, name: str) -> list[Tensor]:
     """Return the stack `name`, "up" or "down", expert by expert."""
     stack = getattr(experts, name)
     trained = getattr(experts, f"{name}_trained")
@@ -273,32 +300,35 @@ def _weights(experts: Experts, name: str) -> list[torch.Tensor]:
     return [weight_at(e, row, stack, trained) for e, row in enumerate(experts.rows())]
 
 
-def _transposed(experts: Experts, name: str) -> list[torch.Tensor]:
+def _transposed(experts: Experts, name: str) -> list[Tensor]:
     if experts.up_trained is None:
         return getattr(experts, name).transpose(1, 2).unbind(0)
     return [weight.t() for weight in _weights(experts, name)]
 
 
-def _mm(rows, weight, bias, e: int, out) -> None:
-    torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias[e], rows, weight, out=out)
+def _mm(rows: Tensor, weight: Tensor, bias: Tensor | None, e: int, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(rows, weight, out=out)
+    else:
+        torch.addmm(bias[e], rows, weight, out=out)
 
 
-def _up(group, experts: Experts, up: list, rows, z) -> None:
+def _up(group: Group, experts: Experts, up: list[Tensor], rows: Tensor, z: Tensor) -> None:
     """Write the pre-activation of a group's `rows` into z."""
     for member in group.members:
         _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
 
 
 def backward(
-    dout,
-    x,
+    dout: Tensor,
+    x: Tensor,
     experts: Experts,
-    topk_weight,
-    z_all,
-    offsets,
-    row_slot,
+    topk_weight: Tensor,
+    z_all: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
     needs: Gradients,
-    router=None,
+    router: Router | None = None,
     into: Gradients = NOWHERE,
 ) -> Gradients:
     """Like `moe_mlp_torch.backward`."""
@@ -308,32 +338,27 @@ def backward(
         )
         return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
     plan = Plan(experts, x, topk_weight, offsets, row_slot)
-    T = plan.T
-    K = plan.K
-    R = plan.R
-    I = plan.I
     Z = plan.Z
-    H = plan.H
     trained = experts.rows()
-    dweight = topk_weight.new_empty(R)
-    if plan.rows < R:
+    dweight = topk_weight.new_empty(plan.R)
+    if plan.rows < plan.R:
         dweight.zero_()
     grads = new_gradients(experts, plan.bounds, trained, needs, into)
-    each = grads._replace(
-        **{
-            name: grad.unbind(0)
-            for name in ("up", "down")
-            if (grad := getattr(grads, name)) is not None
-        }
-    )
-    row_weight = None if grads.down_bias is None else topk_weight.reshape(-1)[row_slot]
+    each: Any = grads  # one tensor per expert
+    if grads.up is not None:
+        each = each._replace(up=grads.up.unbind(0))
+    if grads.down is not None:
+        each = each._replace(down=grads.down.unbind(0))
+    row_weight = topk_weight.reshape(-1)[row_slot]
     up = _weights(experts, "up")
     down = _weights(experts, "down")
     saved = z_all.shape[0] > 0
     most = max((b - a for a, b in itertools.pairwise(plan.bounds)), default=0)
     one_call = not saved and _in_one_call(experts, most)
-    transposed = None if saved or one_call else _transposed(experts, "up")
-    dx = scratch("y", (R, H), x) if needs.x else None
+    transposed = []
+    if not saved and not one_call:
+        transposed = _transposed(experts, "up")
+    dx = scratch("y", (plan.R, plan.H), x) if needs.x else None
     for group in plan.groups:
         a = group.start
         b = group.end
@@ -345,7 +370,9 @@ def backward(
             _one_call(x, experts, topk_weight, offsets, row_slot, part, z, None)
         elif not saved:
             _up(group, experts, transposed, rows, z)
-        dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
+        dh = scratch("dh", (b - a, plan.I), x)
+        dz = scratch("dz", (b - a, Z), x)
+        wh = scratch("h", (b - a, plan.I), x)
         for member in group.members:
             torch.mm(member.wide(dy), down[member.expert], out=member.wide(dh))
         plan.activate_backward(group, z, dh, dz, wh, dweight)
@@ -354,94 +381,109 @@ def backward(
             if dx is not None:
                 torch.mm(member.wide(dz), up[e], out=member.wide(dx[a:b]))
             if trained[e] >= 0:
-                own = None if row_weight is None else row_weight[a:b]
-                weight_gradients(each, member, trained[e], dy, wh, dz, rows, own, into)
+                weight_gradients(each, member, trained[e], dy, wh, dz, rows, row_weight[a:b], into)
             if experts.down_bias is not None:
-                slots = plan.row_slot[a + member.start : a + member.end]
-                dweight.index_add_(
-                    0, slots, (member.own(dy).float() * experts.down_bias[e].float()).sum(1)
-                )
-    dx = None if dx is None else plan.combine(dx, weighted=False)
-    return _with_router(grads, dx, dweight.view(T, K), router)
+                slots = row_slot[a + member.start : a + member.end]
+                dots = (member.own(dy).float() * experts.down_bias[e].float()).sum(1)
+                dweight.index_add_(0, slots, dots)
+    if dx is not None:
+        dx = plan.combine(dx, weighted=False)
+    return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
 
 
-def _with_router(grads: Gradients, dx, dweight, router) -> Gradients:
+def _with_router(
+    grads: Gradients, dx: Tensor | None, dweight: Tensor, router: Router | None
+) -> Gradients:
     if router is not None:
         dlogits, weight = router(dweight)
-        dx = None if dx is None else dx.addmm_(dlogits, weight)
+        if dx is not None:
+            dx.addmm_(dlogits, weight)
     return grads._replace(x=dx, topk_weight=dweight)
 
 
-def _back_in_one_call(experts: Experts, offsets, into: Gradients) -> bool:
-    """Return whether to use one call for the backward pass: as for the forward pass, but without
-    biases.
-    """
+def _back_in_one_call(experts: Experts, offsets: Tensor, into: Gradients) -> bool:
+    """Return whether the backward pass is one call: as the forward pass, but without biases."""
     rows = offsets.diff()
     has_bias = experts.up_bias is not None or experts.down_bias is not None
     if has_bias or not rows.numel() or not _in_one_call(experts, int(rows.max())):
         return False
-    return all(
-        old is None or (old.dtype == experts.up.dtype and old.stride(2) == 1)
-        for old in (into.up, into.down)
-    )
+    for old in (into.up, into.down):
+        if old is not None and (old.dtype != experts.up.dtype or old.stride(2) != 1):
+            return False
+    return True
 
 
 def one_call_back_bytes(
-    dtype: torch.dtype, form: int, offsets: int, T: int, H: int, I: int, E: int, K: int, recompute
+    dtype: torch.dtype,
+    form: int,
+    offsets: int,
+    T: int,
+    H: int,
+    I: int,
+    E: int,
+    K: int,
+    recompute: bool,
 ) -> int:
-    """Return the bytes of scratch memory of a backward pass in one call; `form` 0 is not gated,
-    `offsets` is an address.
+    """Return the bytes of scratch memory of a backward pass in one call.
+
+    `form` 0 is not gated, `offsets` is an address.
     """
-    group = max(BACK_ELEMENTS // (I * (3 if form else 2)), 1)
+    columns = 3 * I if form else 2 * I
+    group = max(BACK_ELEMENTS // columns, 1)
     return cpp.library().handle.moert_cpu_experts_backward_bytes(
         cpp.DTYPES[dtype], form, offsets, T, H, I, E, K, group, recompute, torch.get_num_threads()
     )
 
 
+def _gradient_arguments(grad: Tensor | None, old: Tensor | None) -> tuple:
+    """Return a stack's gradient for the library: address, two strides, and whether it is added."""
+    if grad is None:
+        return None, 0, 0, 0
+    return grad.data_ptr(), grad.stride(0), grad.stride(1), old is not None
+
+
 def _one_call_back(
-    dout,
-    x,
+    dout: Tensor,
+    x: Tensor,
     experts: Experts,
-    topk_weight,
-    z_all,
-    offsets,
-    row_slot,
+    topk_weight: Tensor,
+    z_all: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
     needs: Gradients,
     into: Gradients,
-):
+) -> tuple[Tensor | None, Tensor, Gradients]:
     """Return dx [T, H] or None, dweight [T * K] and the gradients of the weights."""
-    (T, K), (E, Z, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
-    calls = cpp.library().handle
-    dtype = cpp.DTYPES[x.dtype]
+    T, K = topk_weight.shape
+    E, Z, H = experts.up.shape
+    I = experts.down.shape[2]
+    up = experts.up
+    down = experts.down
     form = form_of(experts)
-    threads = torch.get_num_threads()
     bounds = offsets.tolist()
     trained = experts.rows()
     grads = new_gradients(experts, bounds, trained, needs, into)
-    dx = x.new_empty(T, H) if needs.x else None
-    dweight = topk_weight.new_zeros(T * K) if bounds[-1] < T * K else topk_weight.new_empty(T * K)
+    dx = None
+    if needs.x:
+        dx = x.new_empty(T, H)
+    dweight = topk_weight.new_empty(T * K)
+    if bounds[-1] < T * K:
+        dweight.zero_()
     trains = torch.tensor([row >= 0 for row in trained], dtype=torch.uint8)
     saved = z_all.shape[0] > 0
-    group = max(BACK_ELEMENTS // (Z + I), 1)
     size = one_call_back_bytes(x.dtype, form[1], offsets.data_ptr(), T, H, I, E, K, not saved)
     space = scratch("one call", (size,), x, torch.uint8)
-    weights = []
-    made = []
-    for stack, grad, old in (
-        (experts.up, grads.up, into.up),
-        (experts.down, grads.down, into.down),
-    ):
-        weights += [stack.data_ptr(), stack.stride(0), stack.stride(1)]
-        if grad is None:
-            made += [None, 0, 0, 0]
-        else:
-            made += [grad.data_ptr(), grad.stride(0), grad.stride(1), old is not None]
-    calls.moert_cpu_experts_backward(
-        dtype,
+    cpp.library().handle.moert_cpu_experts_backward(
+        cpp.DTYPES[x.dtype],
         *form,
         x.data_ptr(),
         dout.data_ptr(),
-        *weights,
+        up.data_ptr(),
+        up.stride(0),
+        up.stride(1),
+        down.data_ptr(),
+        down.stride(0),
+        down.stride(1),
         topk_weight.data_ptr(),
         offsets.data_ptr(),
         row_slot.data_ptr(),
@@ -450,13 +492,14 @@ def _one_call_back(
         I,
         E,
         K,
-        group,
+        max(BACK_ELEMENTS // (Z + I), 1),
         trains.data_ptr(),
         z_all.data_ptr() if saved else None,
         space.data_ptr(),
-        None if dx is None else dx.data_ptr(),
+        _address(dx),
         dweight.data_ptr(),
-        *made,
-        threads,
+        *_gradient_arguments(grads.up, into.up),
+        *_gradient_arguments(grads.down, into.down),
+        torch.get_num_threads(),
     )
     return dx, dweight, grads

@@ -1,5 +1,4 @@
-"""The torch backend of `moe_mlp`: slots sorted by expert, one `mm(out=)` per expert and projection,
-reused memory.
+"""The torch backend of `moe_mlp`: slots sorted by expert, one `mm(out=)` per expert and projection.
 
 No index_add, no gathered copy of all rows, no buffer of size [R, ...] except z (saved for the
 backward pass), y and dx. Small experts are gathered and activated together, as operator calls would
@@ -7,11 +6,13 @@ dominate; large ones in blocks of rows that stay in the cache between the passes
 """
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from moe_runtime.ops.activation import ACT, ACT_BACKWARD
+from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
 from moe_runtime.ops.combine import weighted_sum
 from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
 from moe_runtime.ops.expert_rows import (
@@ -19,10 +20,12 @@ from moe_runtime.ops.expert_rows import (
     Experts,
     Gradients,
     Group,
+    Router,
     groups,
     new_gradients,
     weight_gradients,
 )
+from moe_runtime.ops.library import wide_dtype
 from moe_runtime.ops.workspace import lease, scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
@@ -32,50 +35,46 @@ GROUPED = 48
 BLOCK_ELEMENTS = 1 << 18
 
 
-def _blocks(start: int, end: int, width: int):
+def _blocks(rows: int, width: int) -> Iterator[slice]:
     step = max(BLOCK_ELEMENTS // width, 16)
-    for row in range(start, end, step):
-        yield row, min(row + step, end)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
-def gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) -> torch.Tensor:
-    """Return rows `tokens` of x in scratch memory, or x itself if the expert processes every token
-    once, in order.
-    """
+def gather(name: str, x: Tensor, tokens: Tensor, everyone: bool) -> Tensor:
+    """Return rows `tokens` of x in scratch memory, or x itself if these are all, in order."""
     if everyone:
         return x
     return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), x.shape[1]), x))
 
 
-def activate(
-    experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor
-) -> None:
-    """Compute h = act(gate) * up [* weight] from rows of z [n, 2I or I], in float32 between the
-    passes.
-    """
-    activation = experts.activation
-    wide = z.dtype in (torch.float32, torch.float64)
+def activate(activation: Activation, z: Tensor, weight: Tensor | None, h: Tensor) -> None:
+    """Compute h = act(gate) * up [* weight] from z [n, 2I or I], in float32 between the passes."""
+    is_wide = z.dtype in (torch.float32, torch.float64)
     act = ACT[activation.act]
-    for a, b in _blocks(0, z.shape[0], h.shape[1]):
-        (gate, up), block = activation.split(z[a:b]), h[a:b]
-        if activation.interleaved:  # strided by 2: one copy costs less than strided passes
+    for rows in _blocks(z.shape[0], h.shape[1]):
+        gate, up = activation.split(z[rows])
+        block = h[rows]
+        if up is not None and activation.interleaved:  # a copy costs less than strided passes
             gate = gate.contiguous()
             up = up.contiguous()
-        value = act(activation.below(gate if wide else gate.float()))
+        if not is_wide:
+            gate = gate.float()
+        value = act(activation.below(gate))
         if up is not None:
-            plain = activation.limit is None and not activation.up_offset
-            up = up if plain else activation.shifted(up.to(value.dtype))
-            value = torch.mul(value, up, out=block if wide else value)
+            if activation.limit is not None or activation.up_offset:
+                up = activation.shifted(up.to(value.dtype))
+            value = torch.mul(value, up, out=block if is_wide else value)
         if weight is not None:
-            value.mul_(weight[a:b, None])
+            value.mul_(weight[rows, None])
         if value is not block:
             block.copy_(value)
 
 
-def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
-    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
-    int32.
-    """
+def forward(
+    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E, Z, H = experts.up.shape
     T, K = topk_idx.shape
     R = T * K
@@ -89,7 +88,10 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     # rounding, so they stay float32
     fold = x.dtype not in (torch.float32, torch.float64)
     row_weight = topk_weight.reshape(-1)[row_slot]
-    z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
+    if save:
+        z_all = lease((R, Z), x)
+    else:
+        z_all = x.new_empty(0, Z)
     y = scratch("y", (R, H), x)
     trained = experts.rows()
     for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
@@ -99,55 +101,70 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
         _up(group, experts, trained, rows, z)
         h = scratch("h", (b - a, I), x)
-        activate(experts, z, row_weight[a:b] if fold else None, h)
+        activate(experts.activation, z, row_weight[a:b] if fold else None, h)
         for member in group.members:
             e = member.expert
             out = member.wide(y[a:b])
             torch.mm(member.wide(h), experts.at(e, trained[e])[1].t(), out=out)
             if experts.down_bias is not None:
-                add_bias(out, experts.down_bias[e], member.wide(row_weight[a:b]) if fold else None)
+                weight = member.wide(row_weight[a:b]) if fold else None
+                add_bias(out, experts.down_bias[e], weight)
     if bounds[E] < R:
         y[bounds[E] :].zero_()
         topk_weight = live_weights(topk_weight, topk_idx, E)
     return combine_rows(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
 
 
-def _grouped(experts: Experts, x: torch.Tensor, R: int) -> bool:
-    """Return whether torch's grouped_mm supports these experts and is faster than our loop, as they
-    have few rows.
+def _grouped(experts: Experts, x: Tensor, R: int) -> bool:
+    """Return whether torch's grouped_mm supports these experts and is faster than our loop.
+
+    It is faster for few rows.
     """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    up = experts.up
+    down = experts.down
+    if experts.up_trained is not None or not (up.is_contiguous() and down.is_contiguous()):
+        return False
     # rows of its operands must be multiples of 16 bytes
     whole = 16 // x.element_size()
-    fits = x.shape[1] % whole == 0 == experts.down.shape[2] % whole and x.dtype in (
-        torch.float32,
-        torch.bfloat16,
-    )
-    contiguous = (
-        experts.up_trained is None and experts.up.is_contiguous() and experts.down.is_contiguous()
-    )
-    return fits and contiguous and x.device.type == "cpu" and 0 < R <= GROUPED * experts.up.shape[0]
+    fits = x.shape[1] % whole == 0 and down.shape[2] % whole == 0
+    return fits and 0 < R <= GROUPED * up.shape[0]
 
 
-def _up_grouped(x, experts: Experts, offsets, row_slot, row_token):
+def _up_grouped(
+    x: Tensor, experts: Experts, offsets: Tensor, row_slot: Tensor, row_token: Tensor
+) -> Tensor:
     """Return z [R, 2I or I] of all rows."""
     z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
-    return z if experts.up_bias is None else z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
+    if experts.up_bias is not None:
+        z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
+    return z
 
 
-def _row_expert(offsets, row_slot):
+def _row_expert(offsets: Tensor, row_slot: Tensor) -> Tensor:
     """Return the expert of each row; the last one for rows of dropped slots."""
     rows = torch.arange(row_slot.numel(), device=row_slot.device)
     return torch.searchsorted(offsets[1:].long(), rows, right=True).clamp_max(offsets.numel() - 2)
 
 
-def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_slot, save: bool):
+def _forward_grouped(
+    x: Tensor,
+    experts: Experts,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `forward` with torch's grouped_mm."""
-    (T, K), E = topk_idx.shape, experts.up.shape[0]
+    T, K = topk_idx.shape
+    E = experts.up.shape[0]
     fold = x.dtype != torch.float32
     row_weight = topk_weight.reshape(-1)[row_slot] if fold else None
     z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
     h = scratch("h", (T * K, experts.down.shape[2]), x)
-    activate(experts, z, row_weight, h)
+    activate(experts.activation, z, row_weight, h)
     y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
     if experts.down_bias is not None:
         add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight)
@@ -156,10 +173,12 @@ def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_sl
         y[rows:].zero_()
         topk_weight = live_weights(topk_weight, topk_idx, E)
     out = combine_rows(y, row_slot, topk_weight, fold)
-    return out, z if save else x.new_empty(0, z.shape[1]), offsets, row_slot.int()
+    if not save:
+        z = x.new_empty(0, z.shape[1])
+    return out, z, offsets, row_slot.int()
 
 
-def sees_everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
+def sees_everyone(bounds: list[int], row_token: Tensor, T: int) -> list[bool]:
     """Return for each expert whether it processes every token once, in order."""
     if T < ALONE_FROM:
         return [False] * (len(bounds) - 1)
@@ -170,32 +189,30 @@ def sees_everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bo
     ]
 
 
-def add_bias(y, bias, weight) -> None:
+def add_bias(y: Tensor, bias: Tensor, weight: Tensor | None) -> None:
     """Add `bias` [H], times each row's weight if given, to the rows of `y`."""
     if weight is None:
         y.add_(bias)
     else:
-        (y.add_((weight[:, None] * bias.to(weight.dtype)).to(y.dtype)))
+        y.add_((weight[:, None] * bias.to(weight.dtype)).to(y.dtype))
 
 
-def combine_rows(y, row_slot, topk_weight, folded: bool):
-    """Return the sum of each token's rows of `y` [R, H], times their weights unless these are
-    `folded` into y.
-    """
+def combine_rows(y: Tensor, row_slot: Tensor, topk_weight: Tensor, folded: bool) -> Tensor:
+    """Return the sum of each token's rows of `y` [R, H], with weights that are not `folded` in."""
     slot_row = invert(row_slot).view(topk_weight.shape)
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
 def backward(
-    dout,
-    x,
+    dout: Tensor,
+    x: Tensor,
     experts: Experts,
-    topk_weight,
-    z_all,
-    offsets,
-    row_slot,
+    topk_weight: Tensor,
+    z_all: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
     needs: Gradients,
-    router=None,
+    router: Router | None = None,
     into: Gradients = NOWHERE,
 ) -> Gradients:
     """Compute the gradients requested by `needs` from `dout` [T, H].
@@ -228,34 +245,37 @@ def backward(
             z = z_all[a:b]
         else:
             z = _up(group, experts, trained, rows, scratch("z", (b - a, Z), x))
-        dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
+        dh = scratch("dh", (b - a, I), x)
+        dz = scratch("dz", (b - a, Z), x)
+        wh = scratch("h", (b - a, I), x)
+        weight = row_weight[a:b]
+        dots = drow_weight[a:b]
         for member in group.members:
             e = member.expert
             torch.mm(member.wide(dy), experts.at(e, trained[e])[1], out=member.wide(dh))
-        activate_backward(experts, z, dh, row_weight[a:b], dz, wh, drow_weight[a:b])
+        activate_backward(experts.activation, z, dh, weight, dz, wh, dots)
         for member in group.members:
             e = member.expert
             if dx is not None:
                 torch.mm(member.wide(dz), experts.at(e, trained[e])[0], out=member.wide(dx[a:b]))
             if experts.down_bias is not None:
-                bias = experts.down_bias[e].to(drow_weight.dtype)
-                member.own(drow_weight[a:b]).add_(
-                    (member.own(dy).to(drow_weight.dtype) * bias).sum(1)
-                )
+                bias = experts.down_bias[e].to(dots.dtype)
+                member.own(dots).add_((member.own(dy).to(dots.dtype) * bias).sum(1))
             if trained[e] >= 0:
-                weight_gradients(grads, member, trained[e], dy, wh, dz, rows, row_weight[a:b], into)
+                weight_gradients(grads, member, trained[e], dy, wh, dz, rows, weight, into)
     drow_weight[bounds[E] :].zero_()
     if dx is not None:
         dx[bounds[E] :].zero_()
         dx = combine_rows(dx, row_slot, topk_weight, folded=True)
     dweight = drow_weight[invert(row_slot)].view(T, K)
     if router is not None:
-        dlogits, weight = router(dweight)
-        dx = None if dx is None else dx.addmm_(dlogits, weight)
+        dlogits, router_weight = router(dweight)
+        if dx is not None:
+            dx.addmm_(dlogits, router_weight)
     return grads._replace(x=dx, topk_weight=dweight)
 
 
-def _up(group: Group, experts: Experts, trained: list[int], rows, z):
+def _up(group: Group, experts: Experts, trained: list[int], rows: Tensor, z: Tensor) -> Tensor:
     """Write the pre-activation of a group's `rows` into z, and return it."""
     for member in group.members:
         e = member.expert
@@ -266,36 +286,53 @@ def _up(group: Group, experts: Experts, trained: list[int], rows, z):
     return z
 
 
-def activate_backward(experts: Experts, z, dh, weight, dz, wh, dweight) -> None:
-    """Compute dweight = <dh, h>, wh = weight * h and dz = weight * dh * h'(z) from z and dh = dy
-    W_down, in blocks of rows.
+def activate_backward(
+    activation: Activation,
+    z: Tensor,
+    dh: Tensor,
+    weight: Tensor,
+    dz: Tensor,
+    wh: Tensor,
+    dweight: Tensor,
+) -> None:
+    """Compute the gradients of `activate` from z [n, 2I or I] and dh [n, I] = dy W_down.
+
+    dweight = <dh, h>, wh = weight * h and dz = weight * dh * h'(z), in blocks of rows.
     """
-    activation = experts.activation
     act = ACT[activation.act]
     act_backward = ACT_BACKWARD[activation.act]
     limit = activation.limit
-    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-    for a, b in _blocks(0, z.shape[0], dh.shape[1]):
-        gate, up = (None if part is None else part.to(wide) for part in activation.split(z[a:b]))
+    wide = wide_dtype(z.dtype)
+    for rows in _blocks(z.shape[0], dh.shape[1]):
+        gate, up = activation.split(z[rows])
+        dgate, dup = activation.split(dz[rows])
+        gate = gate.to(wide)
         if activation.interleaved:
             gate = gate.contiguous()
-            up = up.contiguous()
-        dgate, dup = activation.split(dz[a:b])
-        grad = dh[a:b].to(wide)
-        w = weight[a:b, None]
+        grad = dh[rows].to(wide)
+        w = weight[rows, None]
         below = activation.below(gate)
         h = act(below)
+        value = h
         if up is not None:
+            up = up.to(wide)
+            if activation.interleaved:
+                up = up.contiguous()
             factor = activation.shifted(up)
             value = torch.mul(h, factor)
+        torch.sum(value * grad, 1, out=dweight[rows])
+        if wh.dtype == wide:
+            torch.mul(value, w, out=wh[rows])
         else:
-            value = h
-        torch.sum(value * grad, 1, out=dweight[a:b])
-        torch.mul(value, w, out=wh[a:b]) if wh.dtype == wide else wh[a:b].copy_(value * w)
+            wh[rows].copy_(value * w)
         grad = grad * w
-        if up is not None:
+        if up is not None and dup is not None:
             through = h.mul_(grad)
-            dup.copy_(through if limit is None else torch.where(up.abs() <= limit, through, 0))
+            if limit is not None:
+                through = torch.where(up.abs() <= limit, through, 0)
+            dup.copy_(through)
             grad = grad.mul_(factor)
         grad = act_backward(grad, below)
-        dgate.copy_(grad if limit is None else torch.where(gate <= limit, grad, 0))
+        if limit is not None:
+            grad = torch.where(gate <= limit, grad, 0)
+        dgate.copy_(grad)

@@ -3,12 +3,14 @@
 With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s_r and S = the
 experts of the largest logits:
 
-    xft                  w_r = softmax_{r in S}(s_r) * s_max,  shared expert 1 - s_max      XFT, Eq. (2)
-    nonorm               w_r = s_r,                            shared expert 1 - s_max      XFT, Table 4 "- Normalization"
-    topk_softmax         w_r = softmax_{r in S}(router_logits_r)                            XFT, Table 4 "- Shared Expert"
-    softmax_topk         w_r = s_r                                                          XFT, Eq. (1)
-    softmax_topk_renorm  w_r = s_r / sum_{r in S} s_r                                       Mixtral, UpIT
-    sigmoid_topk         w_r = sigmoid(router_logits_r)                                     DeepSeek-V3 without its scale
+    xft                  w_r = softmax_{r in S}(s_r) * s_max     XFT, Eq. (2)
+    nonorm               w_r = s_r                               XFT, Table 4 "- Normalization"
+    topk_softmax         w_r = softmax_{r in S}(router_logits_r) XFT, Table 4 "- Shared Expert"
+    softmax_topk         w_r = s_r                               XFT, Eq. (1)
+    softmax_topk_renorm  w_r = s_r / sum_{r in S} s_r            Mixtral, UpIT
+    sigmoid_topk         w_r = sigmoid(router_logits_r)          DeepSeek-V3 without its scale
+
+The shared expert of xft and nonorm has the weight 1 - s_max.
 
 The softmax of the XFT paper is over the selected *probabilities*, not over the logits. With xft and
 nonorm, expert 0 is shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K
@@ -19,38 +21,39 @@ order, and s_max is that of the first one: passing the ids that `route` returned
 result. An expert may be given several times in a row; S then contains it as often.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
 
 
 class Routing(NamedTuple):
     """Result of `route`: the weight and the expert of each of a token's K slots."""
 
-    topk_weight: torch.Tensor  # [T, K] float32
-    topk_idx: torch.Tensor  # [T, K] int32
+    topk_weight: Tensor  # [T, K] float32
+    topk_idx: Tensor  # [T, K] int32
 
 
 def route(
-    router_logits: torch.Tensor,
+    router_logits: Tensor,
     top_k: int,
     gate: str = "xft",
-    noise: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    noise: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str | None = None,
-    topk_idx: torch.Tensor | None = None,
+    topk_idx: Tensor | None = None,
 ) -> Routing:
-    """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T,
-    K], best expert first.
+    """Route T tokens -> weights and ids [T, K], best expert first.
 
-    `noise`, of the same shape, is added to the logits; `bias` [E] affects the selection of experts
-    but not their weights (sigmoid_topk only). `topk_idx` [T, K] replaces the selection. The weights
-    are differentiable in logits and noise. Raises ValueError for a bad shape or top_k.
+    `router_logits` is [T, E], or [T, E - 1] for xft and nonorm. `noise`, of the same shape, is
+    added to the logits; `bias` [E] affects the selection of experts but not their weights
+    (sigmoid_topk only). `topk_idx` [T, K] replaces the selection. The weights are differentiable in
+    logits and noise. Raises ValueError for a bad shape or top_k.
     """
     _check(router_logits, top_k, gate, noise, bias, topk_idx)
     if noise is not None:
@@ -59,47 +62,40 @@ def route(
         router_logits = router_logits.float()
     if backends.portable() is not None:
         return route_reference(_wide(router_logits), top_k, gate, bias, topk_idx)
-    chosen = backends.pick(
-        "route", router_logits, backend, cuda_fits=cuda_kernels.fits(router_logits.shape[1])
-    )
+    routed = router_logits.shape[1]
+    chosen = backends.pick("route", router_logits, backend, cuda_fits=cuda_kernels.fits(routed))
     if chosen == "cuda":
-        cuda_kernels.check_experts(router_logits.shape[1])
+        cuda_kernels.check_experts(routed)
     if topk_idx is not None:
         topk_idx = topk_idx.to(router_logits.device, torch.int32)
-        return Routing(
-            torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen), topk_idx
-        )
+        weight = torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen)
+        return Routing(weight, topk_idx)
     return Routing(*torch.ops.moe_runtime.route(router_logits, bias, top_k, gate, chosen))
 
 
 def check_top_k(top_k: int, routed: int, gate: str) -> None:
-    """Raise ValueError unless `gate` can select top_k experts, including the shared one, with
-    `routed` logits per token.
-    """
+    """Raise ValueError unless `gate` can select top_k of `routed` experts and the shared one."""
     shared = int(gate in SHARED_GATES)
     if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
-        want = "from 2 to E, including the shared expert," if shared else "from 1 to E"
+        bounds = "from 2 to E, including the shared expert," if shared else "from 1 to E"
         raise ValueError(
-            f"top_k must be {want} for gate {gate!r} and "
-            "router_logits "
-            "[T, "
-            f"{routed}], "
-            "but "
-            "got "
+            f"top_k must be {bounds} for gate {gate!r} and router_logits [T, {routed}], but got "
             f"{top_k}"
         )
 
 
-def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
+def _check(
+    router_logits: Tensor,
+    top_k: int,
+    gate: str,
+    noise: Tensor | None,
+    bias: Tensor | None,
+    topk_idx: Tensor | None,
+) -> None:
     check_choice("gate", gate, GATES)
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
         raise ValueError(
-            "Expected router_logits [T, E] of a "
-            "floating "
-            "dtype, "
-            "but "
-            "router_logits "
-            "is "
+            "Expected router_logits [T, E] of a floating dtype, but router_logits is "
             f"{kind(router_logits)}"
         )
     routed = router_logits.shape[1]
@@ -108,111 +104,83 @@ def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     problem = None
     if noise is not None and noise.shape != router_logits.shape:
         problem = (
-            f"Expected noise {tuple(router_logits.shape)}, "
-            "as "
-            "router_logits, "
-            "but "
-            "noise "
-            "is "
+            f"Expected noise {tuple(router_logits.shape)}, as router_logits, but noise is "
             f"{tuple(noise.shape)}"
         )
     elif bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
         problem = (
-            f"Expected bias [{routed}] with "
-            "gate "
-            "'sigmoid_topk', "
-            "but "
-            "bias "
-            "is "
-            f"{tuple(bias.shape)} and gate is {gate!r}"
+            f"Expected bias [{routed}] with gate 'sigmoid_topk', but bias is {tuple(bias.shape)} "
+            f"and gate is {gate!r}"
         )
     elif topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
         problem = (
-            f"Expected topk_idx {shape} "
-            "of "
-            "integers, "
-            "but "
-            "topk_idx "
-            "is "
-            f"{tuple(topk_idx.shape)}, {topk_idx.dtype}"
+            f"Expected topk_idx {shape} of integers, but topk_idx is {tuple(topk_idx.shape)}, "
+            f"{topk_idx.dtype}"
         )
     if problem:
         raise ValueError(problem)
 
 
 def route_reference(
-    router_logits: torch.Tensor,
+    router_logits: Tensor,
     top_k: int,
     gate: str = "xft",
-    bias: torch.Tensor | None = None,
-    topk_idx: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    topk_idx: Tensor | None = None,
 ) -> Routing:
-    """Compute the equations above line by line, in the logits' dtype, with autograd:
-    `router_logits` [T, E or E - 1].
+    """Compute the equations above line by line, in the logits' dtype, with autograd.
 
-    `bias` and `topk_idx` are as in `route`.
+    `router_logits` [T, E or E - 1], `bias` and `topk_idx` are as in `route`.
     """
     k = top_k - (gate in SHARED_GATES)
-    if topk_idx is None:
-        choice = router_logits if bias is None else router_logits.sigmoid() + bias
-        # sort instead of topk, as it orders equal values and gives distinct ids for NaN rows; other
-        # runtimes use topk
-        stable = backends.portable() is None
-        if stable:
-            idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        else:
-            idx = choice.topk(k, -1).indices
-    else:
+    if topk_idx is not None:
         idx = topk_idx[:, :k].long() - int(gate in SHARED_GATES)
+    else:
+        choice = router_logits if bias is None else router_logits.sigmoid() + bias
+        if backends.portable() is None:
+            # unlike topk, sort orders equal values and gives distinct ids for NaN rows
+            idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        else:  # other runtimes know topk
+            idx = choice.topk(k, -1).indices
     selected_logits = router_logits.gather(1, idx)
     s = router_logits.softmax(-1).gather(1, idx)
     s_max = s[:, :1] if k else s.new_zeros(s.shape[0], 1)
-    weight = {
-        "xft": lambda: s.softmax(-1) * s_max,
-        "nonorm": lambda: s,
-        "topk_softmax": lambda: selected_logits.softmax(-1),
-        # s / sum of s, without dividing 0 by 0 where every probability of the caller's experts
-        # underflows
-        "softmax_topk": lambda: s,
-        "softmax_topk_renorm": lambda: selected_logits.softmax(-1),
-        "sigmoid_topk": lambda: selected_logits.sigmoid(),
-    }[gate]()
+    if gate == "xft":
+        weight = s.softmax(-1) * s_max
+    elif gate in ("nonorm", "softmax_topk"):
+        weight = s
+    elif gate == "sigmoid_topk":
+        weight = selected_logits.sigmoid()
+    else:
+        # softmax_topk_renorm too: s / sum of s would divide 0 by 0 where every probability of the
+        # caller's experts underflows
+        weight = selected_logits.softmax(-1)
     if gate in SHARED_GATES:
+        shared = torch.zeros_like(idx[:, :1]) if k else idx.new_zeros(idx.shape[0], 1)
         weight = torch.cat([weight, 1 - s_max], -1)
-        idx = torch.cat(
-            [idx + 1, torch.zeros_like(idx[:, :1]) if k else idx.new_zeros(idx.shape[0], 1)], -1
-        )
+        idx = torch.cat([idx + 1, shared], -1)
     return Routing(weight, idx.int())
 
 
-LIB.define(
-    "route(Tensor router_logits, Tensor? bias, int top_k, str "
-    "gate, "
-    "str "
-    "backend) "
-    "-> "
-    "(Tensor, "
+define(
+    "route(Tensor router_logits, Tensor? bias, int top_k, str gate, str backend) -> (Tensor, "
     "Tensor)"
 )
-LIB.define("route_to(Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
-LIB.define(
-    "route_backward(Tensor dweight, Tensor router_logits, Tensor "
-    "topk_idx, "
-    "str "
-    "gate, "
-    "str "
-    "backend, "
+define("route_to(Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
+define(
+    "route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend, "
     "bool forced=False) -> Tensor"
 )
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def _wide(logits: Tensor) -> Tensor:
     return logits.to(wide_dtype(logits.dtype))
 
 
-def _kernels(backend: str, router_logits: torch.Tensor):
-    """Return the module of the launchers; None if torch computes, also if the shared expert is the
-    only one.
+def _kernels(backend: str, router_logits: Tensor) -> Any:
+    """Return the module of the launchers; None if torch computes.
+
+    torch also computes if the shared expert is the only one.
     """
     if backend == "torch" or not router_logits.shape[1]:
         return None
@@ -223,52 +191,59 @@ def _kernels(backend: str, router_logits: torch.Tensor):
     return routing
 
 
-def route_kernel(router_logits, bias, top_k, gate, backend):
-    """Run the op `route` without checks: `router_logits` [T, E or E - 1] -> topk_weight, topk_idx
-    [T, K].
-    """
+def route_kernel(
+    router_logits: Tensor, bias: Tensor | None, top_k: int, gate: str, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Run the op `route` without checks: `router_logits` [T, E or E - 1] -> weights, ids [T, K]."""
     if kernels := _kernels(backend, router_logits):
         return kernels.route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
-    return tuple(t.contiguous() for t in route_reference(_wide(router_logits), top_k, gate, bias))
+    weight, idx = route_reference(_wide(router_logits), top_k, gate, bias)
+    return weight.contiguous(), idx.contiguous()
 
 
-def _route_fake(router_logits, bias, top_k, gate, backend):
+def _route_fake(
+    router_logits: Tensor, bias: Tensor | None, top_k: int, gate: str, backend: str
+) -> tuple[Tensor, Tensor]:
     T = router_logits.shape[0]
     weight = router_logits.new_empty(T, top_k, dtype=wide_dtype(router_logits.dtype))
     return weight, router_logits.new_empty(T, top_k, dtype=torch.int32)
 
 
-def route_to_kernel(router_logits, topk_idx, gate, backend):
+def route_to_kernel(router_logits: Tensor, topk_idx: Tensor, gate: str, backend: str) -> Tensor:
     """Return topk_weight [T, K] of the given experts `topk_idx` [T, K]."""
     K = topk_idx.shape[1]
     if kernels := _kernels(backend, router_logits):
-        return kernels.route_forward(
-            router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx
-        )[0]
-    return route_reference(
-        _wide(router_logits), K, gate, topk_idx=topk_idx
-    ).topk_weight.contiguous()
+        shared = int(gate in SHARED_GATES)
+        return kernels.route_forward(router_logits, None, K, gate, shared, topk_idx)[0]
+    routing = route_reference(_wide(router_logits), K, gate, topk_idx=topk_idx)
+    return routing.topk_weight.contiguous()
 
 
-def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
-    """Return the gradient of router_logits from `dweight` [T, K]; `forced` means that the caller
-    passed `topk_idx`.
+def route_backward_kernel(
+    dweight: Tensor,
+    router_logits: Tensor,
+    topk_idx: Tensor,
+    gate: str,
+    backend: str,
+    forced: bool = False,
+) -> Tensor:
+    """Return the gradient of router_logits from `dweight` [T, K].
+
+    `forced` means that the caller of `route` passed `topk_idx`.
     """
     if kernels := _kernels(backend, router_logits):
-        return kernels.route_backward(
-            dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced
-        )
+        shared = int(gate in SHARED_GATES)
+        return kernels.route_backward(dweight, router_logits, topk_idx, gate, shared, forced)
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 
-def _logits_gradient(dweight, router_logits, topk_idx, gate):
-    """Compute the gradient of `route` in closed form, itself differentiable, for all logits
-    including unselected ones.
-    """
-    return _wide_gradient(dweight, _wide(router_logits), topk_idx, gate).to(router_logits.dtype)
+def _logits_gradient(dweight: Tensor, router_logits: Tensor, topk_idx: Tensor, gate: str) -> Tensor:
+    """Compute the gradient of `route` for all logits in closed form, itself differentiable."""
+    grad = _wide_gradient(dweight, _wide(router_logits), topk_idx, gate)
+    return grad.to(router_logits.dtype)
 
 
-def _wide_gradient(dweight, router_logits, topk_idx, gate):
+def _wide_gradient(dweight: Tensor, router_logits: Tensor, topk_idx: Tensor, gate: str) -> Tensor:
     shared = int(gate in SHARED_GATES)
     k = topk_idx.shape[1] - shared
     idx = topk_idx[:, :k].long() - shared
@@ -278,9 +253,8 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
     # the gradients of slots with the same expert add up: the caller's ids may repeat
     if gate in ("topk_softmax", "softmax_topk_renorm"):
         w = router_logits.gather(1, idx).softmax(-1)
-        return torch.zeros_like(router_logits).scatter_add(
-            1, idx, w * (dw - (w * dw).sum(-1, keepdim=True))
-        )
+        dselected = w * (dw - (w * dw).sum(-1, keepdim=True))
+        return torch.zeros_like(router_logits).scatter_add(1, idx, dselected)
     if gate == "sigmoid_topk":
         w = router_logits.gather(1, idx).sigmoid()
         return torch.zeros_like(router_logits).scatter_add(1, idx, dw * w * (1 - w))
@@ -298,18 +272,18 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
     return p * (dp - (dp * p).sum(-1, keepdim=True))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     router_logits, _, _, ctx.gate, ctx.backend = inputs
     ctx.save_for_backward(router_logits, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx, dweight, _):
+def _autograd(ctx: Any, dweight: Tensor | None, _: Any) -> tuple:
     return _dlogits(ctx, dweight, False), None, None, None, None
 
 
-def _dlogits(ctx, dweight, forced: bool):
+def _dlogits(ctx: Any, dweight: Tensor | None, forced: bool) -> Tensor | None:
     if dweight is None:
         return None
     router_logits, topk_idx = ctx.saved_tensors
@@ -320,21 +294,21 @@ def _dlogits(ctx, dweight, forced: bool):
     )
 
 
-def _setup_context_to(ctx, inputs, output):
+def _route_to_fake(router_logits: Tensor, topk_idx: Tensor, gate: str, backend: str) -> Tensor:
+    return router_logits.new_empty(topk_idx.shape, dtype=wide_dtype(router_logits.dtype))
+
+
+def _setup_context_to(ctx: Any, inputs: tuple, output: Tensor) -> None:
     router_logits, topk_idx, ctx.gate, ctx.backend = inputs
     ctx.save_for_backward(router_logits, topk_idx)
 
 
+def _autograd_to(ctx: Any, dweight: Tensor | None) -> tuple:
+    return _dlogits(ctx, dweight, True), None, None, None
+
+
 register("route", route_kernel, _route_fake, _autograd, _setup_context)
-register(
-    "route_to",
-    route_to_kernel,
-    lambda logits, topk_idx, gate, backend: logits.new_empty(
-        topk_idx.shape, dtype=wide_dtype(logits.dtype)
-    ),
-    lambda ctx, dweight: (_dlogits(ctx, dweight, True), None, None, None),
-    _setup_context_to,
-)
+register("route_to", route_to_kernel, _route_to_fake, _autograd_to, _setup_context_to)
 register_backward(
     "route_backward",
     route_backward_kernel,

@@ -6,17 +6,17 @@ at XFT's shape that is a fifth of the forward pass. `scratch` is for buffers use
 """
 
 import ctypes
+import math
 import mmap
 import threading
 import weakref
 
 import torch
+from torch import Tensor
 
 
 class _Buffers(dict):
-    """A thread's scratch memory by name, dtype, device and stream; a dict that supports weak
-    references.
-    """
+    """A thread's scratch memory by name, dtype, device and stream; it can be referenced weakly."""
 
 
 _local = threading.local()
@@ -26,18 +26,17 @@ LEASE_FROM = 1 << 20  # bytes; smaller tensors come from the allocator's own fre
 
 
 def scratch(
-    name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return an uninitialized tensor of `shape`, valid until the next call with this `name` in this
-    thread and stream.
+    name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return an uninitialized tensor of `shape`, until the next call with this `name`.
+
+    Each thread and stream has its own.
     """
     dtype = dtype or like.dtype
     # a CUDA graph needs its own memory
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.empty(shape, dtype=dtype, device=like.device)
-    size = 1
-    for n in shape:
-        size *= n
+    size = math.prod(shape)
     buffers = _buffers()
     key = (name, dtype, like.device, stream_of(like.device))
     buffer = buffers.get(key)
@@ -51,12 +50,11 @@ def scratch(
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Return the stream in whose order `device` runs this thread's work; None for devices without
-    streams.
-    """
-    if device.type in ("cpu", "meta") or not hasattr(
-        streams := torch.get_device_module(device), "current_stream"
-    ):
+    """Return the stream in which `device` runs this thread's work; None without streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    streams = torch.get_device_module(device)
+    if not hasattr(streams, "current_stream"):
         return None
     return streams.current_stream(device).stream_id
 
@@ -70,20 +68,19 @@ def _buffers() -> _Buffers:
 
 
 class _Pool:
-    """Free blocks of memory. Used and free bytes together never exceed the most that was in use at
-    once.
+    """Free blocks of memory.
+
+    Used and free bytes together never exceed the most that was in use at once.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         # reentrant, as the garbage collector may return a block while this thread takes one
         self.lock = threading.RLock()
         self.free: list[mmap.mmap] = []
         self.used = self.peak = 0
 
     def take(self, size: int) -> mmap.mmap:
-        """Return a block of at least `size` bytes: the smallest free one that fits without wasting
-        half, or a new one.
-        """
+        """Return the smallest free block of `size` to 2 `size` bytes, or a new one."""
         with self.lock:
             fitting = [block for block in self.free if size <= len(block) <= 2 * size]
             block = min(fitting, key=len, default=None)
@@ -118,14 +115,9 @@ class _Pool:
 _pool = _Pool()
 
 
-def lease(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor of `shape`, whose memory is reused after it is freed (CPU
-    only).
-    """
-    count = 1
-    for n in shape:
-        count *= n
-    size = count * like.element_size()
+def lease(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return an uninitialized tensor of `shape`, whose memory on the CPU is reused once freed."""
+    size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < LEASE_FROM:
         return like.new_empty(shape)
     block = _pool.take(size)
@@ -135,9 +127,7 @@ def lease(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def release() -> None:
-    """Return all memory that no tensor uses to the system: every thread's scratch and every free
-    lease.
-    """
+    """Return to the system every thread's scratch memory and every free lease."""
     for one in _threads.valuerefs():
         if (buffers := one()) is not None:
             buffers.clear()  # a running call keeps its own buffers alive

@@ -26,9 +26,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from moe_runtime.config import SHARED_GATES, check_choice, check_positive
@@ -37,7 +34,9 @@ from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.hf.training.ranks import load_config
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops import moe_mlp_cpp
+from moe_runtime.ops._torch_private import TorchDispatchMode, fake_mode, tensors_in
 from moe_runtime.ops.expert_rows import GROUP_ELEMENTS
+from moe_runtime.ops.library import ARGUMENTS
 from moe_runtime.ops.moe_mlp_torch import BLOCK_ELEMENTS
 from moe_runtime.ops.packed import FORMATS, bytes_per_weight
 
@@ -111,9 +110,8 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
+        for tensor in tensors_in(out):
+            self._add(tensor.untyped_storage())
         own, lasting = scratch_bytes(func, args, self.backend)
         self.scratch |= {
             name: max(size, self.scratch.get(name, 0)) for name, size in lasting.items()
@@ -168,8 +166,10 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
     """Return the scratch bytes of one of our ops on `backend`: used while it runs, and by name,
     reused by later calls.
     """
-    name = getattr(func, "_opname", "") if getattr(func, "namespace", "") == "moe_runtime" else ""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args)) if name else {}
+    name = ""
+    if getattr(func, "namespace", "") == "moe_runtime":
+        name = func.__name__.partition(".")[0]
+    given = dict(zip(ARGUMENTS.get(name, ()), args))
     if not {"x", "up", "gated"} <= given.keys():
         return 0, {}
     x, (E, Z), weight = given["x"], given["up"].shape[:2], given.get("topk_weight")
@@ -263,7 +263,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 def _give_shapes(model: nn.Module) -> None:
     """Replace a model's tensors by fake ones on the CPU, in place; must be called under
-    FakeTensorMode.
+    `fake_mode`.
     """
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -313,17 +313,13 @@ def step_of(
     packed = mock.patch(
         "transformers.masking_utils.find_packed_sequence_indices", return_value=None, create=True
     )
-    with FakeTensorMode(), packed:
+    with fake_mode(), packed:
         _give_shapes(model)
         if prepare is not None:
             prepare(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         batch = inputs()
-        known = [
-            *model.parameters(),
-            *model.buffers(),
-            *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)),
-        ]
+        known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
         ledger = _Ledger(
             known,
             backend,

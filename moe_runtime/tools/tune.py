@@ -32,6 +32,7 @@ from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
 from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backward
 from moe_runtime.kernels.tiles import Problem, Tile
+from moe_runtime.ops._torch_private import wait_on_gpu
 
 DTYPES = ("bfloat16", "float16", "float32")
 # dw is one kernel with two problems per layer
@@ -176,7 +177,7 @@ class EventTimer:
         for function in functions:
             pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             self.other.sum()  # reading leaves no dirty cache lines to write back during the call
-            torch.cuda._sleep(self.cycles)
+            wait_on_gpu(self.cycles)
             pairs[-1][0].record()
             function()
             pairs[-1][1].record()

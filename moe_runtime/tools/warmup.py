@@ -24,9 +24,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime import backends
+from moe_runtime.ops._torch_private import TorchDispatchMode
+from moe_runtime.ops.library import KERNELS
 
 A_PROCESS = 3  # variants at least: starting a process takes as long as compiling so many
 # fields of configs
@@ -200,9 +201,7 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "moe_runtime":
-            return func._op_dk(
-                torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {})
-            )
+            return KERNELS[func.__name__.partition(".")[0]](*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -13,10 +13,10 @@ from typing import Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from moe_runtime import config
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.hf.training.settings import AnyNumber, Count, Fraction, Node, Steps, Training
 from moe_runtime.io.rows import BUILT_IN
+from moe_runtime.methods.xft.presets import PRESETS
 from papers.engine import recipe as recipes
 from papers.engine.recipe import Dtype, Pretrain, Prompt, Rows, Sources, TrainOn
 
@@ -108,8 +108,8 @@ def resolve_experts(values: dict) -> dict:
     values = Experts.from_dict(values).model_dump(exclude_unset=True)
     preset = values.pop("preset", None)
     if preset is not None:
-        check_choice("preset", preset, tuple(config.PRESETS))
-        values = config.PRESETS[preset] | values
+        check_choice("preset", preset, tuple(PRESETS))
+        values = PRESETS[preset] | values
     MoEConfig(hidden_size=1, intermediate_size=1, **values)
     if values.get("balance_loss", "none") == "none" and values.get("balance_loss_coef"):
         raise ValueError(

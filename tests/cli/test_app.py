@@ -14,8 +14,8 @@ import torch
 
 from moe_runtime import cli
 from moe_runtime.backends import OPS
-from moe_runtime.config import PRESETS
 from moe_runtime.io import console
+from moe_runtime.methods.xft.presets import PRESETS
 from papers import cli_tables as tables
 from tests.hf.tiny import dense
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.config import LAYERS
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.tools import tune
+from moe_runtime.tools.layer_shapes import LAYERS
 
 CPU = torch.device("cpu")
 

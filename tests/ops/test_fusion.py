@@ -562,7 +562,7 @@ MUTANTS = [
         "gate[:, :1])\n        inside",
         id="first weight for all",
     ),
-    pytest.param("beta=0 if s == 0 else 1", "beta=0", id="last specialist only"),
+    pytest.param("beta=min(s, 1)", "beta=0", id="last specialist only"),
     pytest.param(
         "block.addcmul_(wide, weight)", "block.add_(wide)", id="narrow logits without a weight"
     ),

@@ -155,11 +155,8 @@ def test_scratch_of_both_ways_where_the_largest_expert_decides(few, alone, monke
         "top_k": 2,
         "gate": "xft" if alone else "softmax_topk",
     }
-    func = SimpleNamespace(
-        _opname="moe_layer",
-        namespace="moe_runtime",
-        _schema=SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in given]),
-    )
+    monkeypatch.setitem(memory.ARGUMENTS, "moe_layer", list(given))
+    func = SimpleNamespace(__name__="moe_layer.default", namespace="moe_runtime")
     found = memory.scratch_bytes(func, list(given.values()), "cpp")[1]
     expected = {
         (100, True): {"y"},

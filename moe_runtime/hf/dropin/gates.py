@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from moe_runtime.backends import constant_in_graphs
 from moe_runtime.modules.moe import is_plain
+from moe_runtime.ops._torch_private import outside_of_modes
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
 NAME = "moe_runtime"  # of our implementation, in transformers' interface
@@ -114,17 +115,13 @@ def _of_instance(form: Form, module: nn.Module) -> Activation | None:
     return Activation(act, activation.gated, limit, activation.up_offset, activation.interleaved)
 
 
+@constant_in_graphs  # a module as argument would make the graph specific to it
 def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> Form | None:
     """Return the form of a class; `act_fn` is the type of an activation, a function or None."""
     act = _name_of(act_fn, approximate)
     if not gated:
         return None if act is None else Form(Activation(act, gated=False))
     return _form_of_gate(kind._apply_gate, act)
-
-
-# the attribute that torch.compiler.assume_constant_result sets, so that tracing executes it. It
-# gets no module as argument, or the graph would be specific to one module
-_form._dynamo_marked_constant = True
 
 
 @functools.lru_cache(maxsize=64)
@@ -199,7 +196,7 @@ def _first_equal(wanted, candidates: dict):
     """Return the key of the first candidate equal to `wanted`; None if there is none, or if
     `wanted` cannot run.
     """
-    with _disable_current_modes():  # an outer fake or meta mode would give no numbers
+    with outside_of_modes():  # an outer fake or meta mode would give no numbers
         # both signs of both parts, unordered, and large enough that a clamp has an effect
         generator = torch.Generator(device="cpu").manual_seed(0)
         z = torch.randn(96, 16, dtype=torch.float64, device="cpu", generator=generator)

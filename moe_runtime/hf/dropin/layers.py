@@ -8,7 +8,6 @@ again in the backward pass, which is not a call of the model.
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import MoE, Router
+from moe_runtime.ops._torch_private import has_compiled
 
 # parts that DDP, torch.compile, FSDP and PEFT insert into a module's path
 _WRAPPERS = {
@@ -217,8 +217,7 @@ def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
 def forget_compiled() -> None:
     """Make compiled code recompile, as torch.compile does not notice hooks that are added later."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0):
+    if has_compiled():
         torch.compiler.reset()
 
 

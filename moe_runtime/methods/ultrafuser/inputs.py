@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from moe_runtime.ops._torch_private import is_fake
 
 # Table 7; the tokenizer puts a BOS before a text template, which is the <s> of CodeLlama's
 TEMPLATES = {
@@ -286,7 +287,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on the CPU, where reading is cheap, and not a fake tensor without
     data.
     """
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def left_padded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

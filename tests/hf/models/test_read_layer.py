@@ -3,8 +3,9 @@
 import json
 
 from moe_runtime.bench import shapes
-from moe_runtime.config import LAYERS, Layer, MoEConfig
+from moe_runtime.config import Layer, MoEConfig
 from moe_runtime.hf.models.folders import read_layer
+from moe_runtime.tools.layer_shapes import LAYERS
 
 
 def config(folder, **values):

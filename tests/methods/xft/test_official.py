@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.config import PRESETS, MoEConfig
+from moe_runtime.config import MoEConfig
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
 from moe_runtime.methods.xft import official as xft_official
 from moe_runtime.methods.xft import official_config as xft_official_config
 from moe_runtime.methods.xft.official import open_model
+from moe_runtime.methods.xft.presets import PRESETS
 from tests.hf import tiny
 from tests.support import official_xft as released
 

@@ -8,9 +8,10 @@ import pytest
 import yaml
 from transformers import LlamaConfig, StableLmConfig
 
-from moe_runtime.config import PRESETS, MoEConfig
+from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape
 from moe_runtime.hf.training.settings import Training
+from moe_runtime.methods.xft.presets import PRESETS
 from papers.engine.recipe import METHODS, shipped_recipes
 from papers.xft.recipe import Data, Recipe, load_recipe
 

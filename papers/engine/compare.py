@@ -134,30 +134,6 @@ def holm(p: Sequence[float]) -> list[float]:
     return [math.nan if math.isnan(value) else q for value, q in zip(p, corrected, strict=True)]
 
 
-def mcnemar(
-    right: Mapping[str, Sequence[Sequence[int]]], reference: str
-) -> dict[str, tuple[int, int, float]]:
-    """Compare every method in `right`, name -> 0 or 1 [seeds, problems], with `reference`: problems
-    gained, lost, and p.
-
-    A problem is gained if more seeds solve it. p is that of McNemar's exact test on these,
-    corrected by Holm.
-    """
-    solved = {name: np.asarray(flags).sum(0) for name, flags in right.items()}
-    moved = {
-        name: np.sign(of - solved[reference]) for name, of in solved.items() if name != reference
-    }
-    counts = [(int((one > 0).sum()), int((one < 0).sum())) for one in moved.values()]
-    test = require("scipy.stats").binomtest
-    p = holm(
-        [
-            float(test(gained, gained + lost).pvalue) if gained + lost else 1.0
-            for gained, lost in counts
-        ]
-    )
-    return {name: (*count, q) for name, count, q in zip(moved, counts, p, strict=True)}
-
-
 def _difference(weight, method, reference, level: float) -> tuple[float, float, float, float, int]:
     """Return the mean difference, its interval, Wilcoxon's p and the sign of the rank sum: -1, 0 or
     1.

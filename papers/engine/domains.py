@@ -3,8 +3,8 @@
 Also which experts each domain's tokens go to (UpIT, Figure 5): counts, distances between domains,
 and the picture.
 
-share_e(domain) = slots of expert e / slots of all experts          per layer; 1 / E without a preference
-distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
+share_e(domain) = slots of expert e / slots of all experts    per layer; 1 / E without a preference
+distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|         total variation, mean over layers
 """
 
 import itertools
@@ -20,13 +20,12 @@ import torch
 from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import files_print, hash_of
 from papers.engine import stages
-from papers.engine.compare import LEVEL, signed
+from papers.engine.compare import LEVEL
 from papers.engine.corpora import SOURCES, domains_key
-from papers.engine.plots import INK, figure_of, grouped, legend_below
+from papers.engine.plots import INK, grouped, legend_below, new_figure
 from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
 from papers.engine.tables import MARKS, Entry, Report, compared, finite, over_seeds
 
@@ -50,7 +49,6 @@ class Judged(NamedTuple):
     trained_parameters: int = 0
     optimizer_bytes: int = 0
     source: str = ""  # where the model is loaded from: `folder`, or the path of a given specialist
-    course: list | None = None  # (step, {domain: loss}), if recorded during training
     exact: list | None = None  # per held-out example: 1 if greedy decoding gives its label, else 0
 
     @property
@@ -218,22 +216,11 @@ class DomainStages(KeptStages):
     """
 
     result = Judged
-    share = 1.0  # of each domain's training rows used for tuning
-
-    def change(self, share: float | None = None, **changes):
-        """Return stages with the same rows and base, but another share of the rows or changed
-        values of the recipe.
-        """
-        other = super().change(**changes)
-        other.share = self.share if share is None else share
-        return other
 
     @property
     def train_rows(self):
         """The tokenized training examples of all domains."""
         parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
-        if self.share < 1:
-            parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
         return data.require("datasets").concatenate_datasets(parts)
 
     @property
@@ -258,19 +245,6 @@ class DomainStages(KeptStages):
             return {"counts": counts, "layers": layers}
 
         return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
-
-    def judged(self, name: str, parent: Judged, folder: Path, **how) -> Judged:
-        """Return the evaluation of a model that the stage `parent` has in `folder`, loaded with the
-        arguments `how`.
-        """
-
-        def make(tmp: Path, checkpoints: Path) -> dict:
-            return self._judge(lambda: self._load(folder, **how))
-
-        return self._stage("judged", name, {"folder": folder.name}, [parent], make)
-
-    def _settings(self, training: Training) -> dict:
-        return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
         """Return a training's result; if saving rounded the weights, the model returned by `load`
@@ -347,11 +321,6 @@ class DomainStages(KeptStages):
         }
 
 
-def with_difference(one) -> str:
-    """Return a comparison and its difference as text, for a line with several."""
-    return f"{one.name} {signed(one.difference)} ({one.verdict})"
-
-
 def _entry_of(entry: Entry, domain: str) -> Entry:
     return Entry(entry.name, [of_domain(result, domain) for result in entry.results])
 
@@ -392,7 +361,7 @@ def mean_distance(counts: Mapping[str, list]) -> float:
     return statistics.fmean(distances) if distances else 0.0
 
 
-def picture(report, routed: Mapping[str, Sequence]):
+def picture(title: str, routed: Mapping[str, Sequence[Routed]]):
     """Plot each method's shares by domain, a row per method and a column per layer; means over the
     seeds.
 
@@ -401,8 +370,8 @@ def picture(report, routed: Mapping[str, Sequence]):
     columns = [_spaced(len(results[0].layers)) for results in routed.values()]
     rows = len(routed)
     widest = max(map(len, columns))
-    figure, axes = figure_of(
-        report,
+    figure, axes = new_figure(
+        title,
         (2.2 + 2.9 * widest, 1.4 + 2.0 * rows),
         rows=rows,
         columns=widest,

@@ -420,32 +420,6 @@ def _sweep(axes, report, extra: dict) -> None:
     axes.grid()
 
 
-def times(report):
-    """Plot losses over seconds of training: every method's curve and its final loss."""
-    figure, axes = figure_of(report, (7.2, 5.4))
-    for entry, (colour, marker) in zip(report.entries, cycle(len(report.entries))):
-        if entry.name == report.reference:
-            axes.axhline(entry.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
-        for result in entry.results:
-            before = result.total_seconds - result.seconds
-            steps = [
-                (before + step * result.seconds / result.steps, loss)
-                for step, loss in result.history
-            ]
-            axes.plot(*zip(*steps, strict=True), color=colour, alpha=0.4, linewidth=1)
-        axes.errorbar(
-            entry.seconds,
-            entry.loss,
-            yerr=_bars(report, [_sd(entry)]),
-            fmt=marker,
-            color=colour,
-            capsize=4,
-            markersize=8,
-            label=f"{entry.name}: {entry.loss:.4f}",
-        )
-    return _labelled(figure, axes, report, "seconds of training after the base", "on the way")
-
-
 def curves(report):
     """Plot the held-out loss over steps: the mean over seeds, and each seed as a thin line; the
     others' are in the legend.
@@ -472,13 +446,9 @@ def curves(report):
     for entry in report.entries:
         if entry not in watched:
             axes.plot([], [], " ", label=f"{entry.name}: {entry.loss:.4f}, no curve")
-    return _labelled(figure, axes, report, "step", "seeds")
-
-
-def _labelled(figure, axes, report, x_label: str, thin: str):
-    axes.set(xlabel=x_label, ylabel=LOSS)
+    axes.set(xlabel="step", ylabel=LOSS)
     axes.grid()
-    legend_below(figure, axes, f"{_seeds(report)}; thin: {thin}")
+    legend_below(figure, axes, f"{_seeds(report)}; thin: seeds")
     return figure
 
 

@@ -102,8 +102,6 @@ class Courses(Stages):
         training: EsftTraining,
         make,
         save,
-        mix=None,
-        group_size=1,
         *,
         parents=(),
         more: Mapping = {},

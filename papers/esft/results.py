@@ -59,15 +59,6 @@ class Scored(NamedTuple):
         return ExpertScores.load(self.folder / "summary.json")
 
 
-class Elsewhere(NamedTuple):
-    """A tuned model evaluated on other tasks than its own."""
-
-    name: str
-    folder: Path
-    total_seconds: float
-    found: dict  # loss, losses, tokens
-
-
 def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
     """Join a method's results over its tasks: held-out rows are concatenated, all else, general
     losses included, averaged.

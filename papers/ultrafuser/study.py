@@ -13,7 +13,7 @@ template. `papers.engine.stages` says how stages are stored and what their hash 
 import contextlib
 import functools
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.methods.ultrafuser.training import encode_rows
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import SOURCES, Domain, domains_key
-from papers.engine.domains import Judged, by_domain
+from papers.engine.domains import Judged
 from papers.engine.stages import KeptStages, course_of, domain_pairs, loss_of, sizes_of
 from papers.engine.tiny import train_tokenizer
 from papers.ultrafuser import recipe as fuser_checks
@@ -198,26 +198,26 @@ class Stages(KeptStages):
         number = self.names.index(name)
         parent = self.specialist(name)
         r = self.recipe
-        return self._on_all(
-            "further", f"{name}, further", parent, number, r.further_stage, r.balanced
-        )
-
-    def _on_all(
-        self, kind: str, name: str, parent: Judged, number: int, training: Training, balanced: bool
-    ) -> Judged:
-        """Return a single model tuned on all domains, in the template of a specialist."""
+        training = r.further_stage
 
         def make(tmp: Path, folder: Path) -> dict:
             parts = [self._single(part, number) for part in ("train", "held_out")]
             trainer = partial(
-                fuser_training.SampledTrainer, sampler=self._sampler(training, balanced)
+                fuser_training.SampledTrainer, sampler=self._sampler(training, r.balanced)
             )
             return self._tuned(
-                name, parent.source, number, tmp, folder, training, *parts, trainer=trainer
+                f"{name}, further",
+                parent.source,
+                number,
+                tmp,
+                folder,
+                training,
+                *parts,
+                trainer=trainer,
             )
 
-        settings = self._settings(training) | {"number": number} | self._drawn(balanced)
-        return self._made(kind, name, settings, [parent], make)
+        settings = self._settings(training) | {"number": number} | self._drawn(r.balanced)
+        return self._made("further", f"{name}, further", settings, [parent], make)
 
     def gate(self, balanced: bool | None = None) -> Judged:
         """Return the fused specialists with only the gate trained: stage 1."""
@@ -235,18 +235,12 @@ class Stages(KeptStages):
             "gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make
         )
 
-    def fused(
-        self,
-        two_stage: bool | None = None,
-        balanced: bool | None = None,
-        checkpoints: Sequence[int] = (),
-    ) -> Judged:
+    def fused(self, two_stage: bool | None = None, balanced: bool | None = None) -> Judged:
         """Return the fused model with everything trained: stage 2, after stage 1 or, without
         `two_stage`, directly.
 
         It trains in float32, so that small steps are not rounded away, and is saved in the recipe's
-        dtype. `checkpoints` are the steps after which it is evaluated, by default from the recipe's
-        `evaluations`.
+        dtype.
         """
         two_stage = self.recipe.two_stage if two_stage is None else two_stage
         balanced = self.recipe.balanced if balanced is None else balanced
@@ -267,19 +261,10 @@ class Stages(KeptStages):
                 sources, dtype, parents[0].folder if two_stage else None
             ).train_all()
             return self._fused(
-                "fused",
-                model,
-                sources,
-                tmp,
-                folder,
-                self.recipe.stage2,
-                balanced,
-                "copy",
-                checkpoints,
+                "fused", model, sources, tmp, folder, self.recipe.stage2, balanced, "copy"
             )
 
         settings = self._of_fused(self.recipe.stage2, balanced) | {"two_stage": two_stage}
-        settings |= {"checkpoints": list(checkpoints)} if checkpoints else {}
         return self._made("fused", "fused", settings, parents, make)
 
     def weights(self, fused: Judged) -> list[list[list[float]]]:
@@ -330,17 +315,13 @@ class Stages(KeptStages):
         training: Stage,
         balanced: bool,
         copy: str,
-        checkpoints: Sequence[int] = (),
     ) -> dict:
         """Train a fused model's trainable parameters, save it in the recipe's dtype and evaluate it
         as saved.
         """
         rows = self.part("held_out")
         how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
-        more = {"evaluations": tuple(checkpoints)} if checkpoints else {}
-        trained = self._train(
-            name, model, self.part("train"), rows, training, folder, **how, **more
-        )
+        trained = self._train(name, model, self.part("train"), rows, training, folder, **how)
         is_as_trained = self._is_saved_as_trained(model.specialists)
         if not is_as_trained:
             fuser_training.cast(model.specialists, self.recipe.dtype)
@@ -353,24 +334,12 @@ class Stages(KeptStages):
             if main:
                 whole = model if weights is None else self._whole(sources, weights)
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
-        counts = self.counts
-        points = trained.history.rows
-        found = (trained.losses, trained.tokens, trained.exact)
+        losses = (trained.losses, trained.tokens, trained.exact)
         if not is_as_trained:
-            found = fuser_training.fuser_losses(
+            losses = fuser_training.fuser_losses(
                 model, rows, collator=self.encoder.collate, **self._judging
             )
-        if checkpoints:
-            course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in points]
-        else:
-            course = None
-        return (
-            course_of(trained)
-            | self._costs(trained)
-            | self._loss(*found)
-            | sizes_of(model)
-            | {"course": course}
-        )
+        return course_of(trained) | self._costs(trained) | self._loss(*losses) | sizes_of(model)
 
     def _whole(
         self, sources: list[str], weights: Mapping[str, torch.Tensor]

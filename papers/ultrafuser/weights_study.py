@@ -95,31 +95,6 @@ def _of_rows(axes, report) -> None:
     )
 
 
-def stability(report):
-    """Draw the losses over the steps of stage 2, a panel for each domain and one for all, a line
-    per seed.
-    """
-    figure, all_axes = figure_of(
-        report, (3.0 * len(report.names) + 0.6, 3.6), columns=len(report.names)
-    )
-    for axes, name in zip(all_axes, report.names):
-        for (variant, ways), (colour, marker) in zip(
-            report.course.items(), cycle(len(report.course))
-        ):
-            lines = [[at[name] for _, at in way] for way in ways]
-            steps = [step for step, _ in ways[0]]
-            for line in lines:
-                axes.plot(steps, line, color=colour, alpha=0.35, linewidth=0.8)
-            mean = [statistics.fmean(at) for at in zip(*lines, strict=True)]
-            axes.plot(steps, mean, color=colour, marker=marker, markersize=3, label=variant)
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("step of stage 2")
-        axes.grid()
-    all_axes[0].set_ylabel("held-out loss per label token")
-    legend_below(figure, all_axes[0], "thick: mean, thin: seeds", 3)
-    return figure
-
-
 # Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page
 ON_LIGHT = (
     "0, 114, 178",

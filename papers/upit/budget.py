@@ -1,14 +1,13 @@
 """UpIT at an equal number of optimizer steps: SFT has one learning rate schedule, UpIT one per
 stage.
 
-    SFT                        sft.epochs + post.epochs of dense tuning with post's schedule; also
-                               SWA of its checkpoints
-    Upcycle_PT                 the same epochs and schedule, all of them as an MoE model
-    UpIT, Upcycle_SFT          as in the recipe, with its schedule of stage 1
-    stage 1 annealed           with post's schedule in stage 1 too
-    two equal schedules        half of the epochs in each stage, both with post's schedule
-    an expert per domain       stage 1 is one tuning run per domain, whose last checkpoint is the
-                               expert
+    SFT                     sft.epochs + post.epochs of dense tuning with post's schedule; also SWA
+                            of its checkpoints
+    Upcycle_PT              the same epochs and schedule, all of them as an MoE model
+    UpIT, Upcycle_SFT       as in the recipe, with its schedule of stage 1
+    stage 1 annealed        with post's schedule in stage 1 too
+    two equal schedules     half of the epochs in each stage, both with post's schedule
+    an expert per domain    stage 1 is a tuning run per domain, whose last checkpoint is the expert
 
 Steps of stage 2 continue the count of stage 1, so that losses are compared at equal steps;
 initializing the routers takes some extra rows. Experts per domain require as many domains as
@@ -26,7 +25,7 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.methods.upit.experts import saved_experts
 from papers.engine.domains import Judged
 from papers.engine.tables import Entry, Report, Run, against
-from papers.upit import pesc
+from papers.upit import study
 from papers.upit.study import Pool
 
 SFT = "SFT"
@@ -39,7 +38,7 @@ EQUAL = f"{UPIT}, two equal schedules"
 BRANCHES = f"{UPIT}, an expert per domain"
 
 
-class Stages(pesc.Stages):
+class Stages(study.Stages):
     """The stages of a study, with SWA and experts tuned on one domain each."""
 
     only: str | None = None  # the domain to tune on; None: all

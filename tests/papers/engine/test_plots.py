@@ -122,7 +122,7 @@ def test_no_bar_and_no_number_is_lost():
     assert [list(line.get_ydata()) for line in axes.lines] == [[0, 0.2]] and axes.get_ylim()[0] == 0
 
 
-@pytest.mark.parametrize("draw", [plots.dots, plots.times, plots.curves])
+@pytest.mark.parametrize("draw", [plots.dots, plots.curves])
 def test_every_method_of_a_long_table_is_drawn(draw):
     methods = {f"method {i}": [[loss + i / 100 for loss in ROWS]] * 2 for i in range(9)}
     report = report_of(methods, reference="method 0")

@@ -189,24 +189,6 @@ def test_other_modules_train_as_the_selection_says(made):
     assert shared.loss < made.base.tasks["sums"].loss
 
 
-def test_groups_come_whole(made):
-    groups = made.stages.groups(2)
-    assert all(
-        sorted(e for group in of for e in group) == list(range(8)) for of in groups.values()
-    ) and list(groups) == [1, 2]
-    chosen = made.stages.selection("sums", "gate", group_size=2)
-    for layer, ids in chosen.experts.items():
-        assert all(set(group) <= set(ids) or not set(group) & set(ids) for group in groups[layer])
-    scores = made.stages.scores("sums", group_size=2).scores
-    for row, of in zip(scores.token, groups.values(), strict=True):
-        assert all(row[a] == row[b] for a, b in of)
-    tuned = made.stages.esft("sums", chosen, group_size=2)
-    assert (
-        tuned.folder != made.esft.folder
-        and tuned.trained_parameters == esft.load_adapter(tuned.folder).num_parameters
-    )
-
-
 def test_joined_results_have_all_rows_and_means(made):
     other = made.esft._replace(
         losses=[0.0] * 12,

@@ -369,13 +369,6 @@ def test_other_settings_are_other_stages(made):
     )
 
 
-def test_a_course_is_kept_where_it_is_asked_for(made):
-    watched = made.stages.fused(checkpoints=(2, 5, 6))
-    assert [step for step, _ in watched.course] == [2, 5, 6]
-    last = watched.course[-1][1]
-    assert last == pytest.approx(watched.domains) and made.fused.course is None
-
-
 def test_weights_of_held_out_rows(made):
     weights = made.stages.weights(made.fused)
     assert [len(row) for row in weights] == made.fused.tokens

@@ -98,6 +98,9 @@ TUNING_GPU = {
     "DSCoder-1.3B-24L-2x1024": _DS_CODER,
     "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8),
 }
+# the model of `make demo`, of which a step of dense tuning and one of learning to mix are measured
+MIXING_STEP = {"small": Tuning(2, 16, 128, 96, 512, 4, 2, 3, 1024)}
+MIXING_TINY = {"tiny": Tuning(2, 8, 128, 32, 64, 4, 2, 1, 512)}
 # two layers of its widths fit into 16 GiB
 TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}
 TUNING_TINY = {"tiny": Tuning(2, 2, 16, 64, 64, 4, 3, 2, 100)}

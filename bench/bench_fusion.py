@@ -54,14 +54,12 @@ def bench_fused_loss(interleaved, step, size, train):
     """
     passes = 1 if train == "gate" else 3
     names = machine.runnable("fused_cross_entropy", DTYPE)
-    losses = {
-        f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend)
-        for backend in names
-    }
-    variants = {
-        name: functools.partial(step, loss, train == "gate")
-        for name, loss in {NAIVE: _naive, **losses}.items()
-    }
+    losses = {}
+    for backend in names:
+        losses[f"moe_runtime {backend}"] = functools.partial(fused_cross_entropy, backend=backend)
+    variants = {}
+    for name, loss in {NAIVE: _naive, **losses}.items():
+        variants[name] = functools.partial(step, loss, train == "gate")
     flops = 2 * size.T * size.V * size.S * size.H * passes
     # states and heads; no logits
     bytes = DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes

@@ -88,13 +88,14 @@ def bench_mixing_layer(interleaved, shape):
     with fits():
         ours = MergedMLP(config, dtype=torch.bfloat16, device=DEVICE)
         official = Official(ours)
-        x, dout = (torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        x = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE)
+        dout = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE)
         x.requires_grad_()
-        w = {
-            name: merge_experts(p, ours.alpha().detach())
-            for name, p in ours.experts.named_parameters()
-        }
-        gate_up, down = (torch.nn.Parameter(w[name]) for name in ("gate_up_proj", "down_proj"))
+        w = {}
+        for name, p in ours.experts.named_parameters():
+            w[name] = merge_experts(p, ours.alpha().detach())
+        gate_up = torch.nn.Parameter(w["gate_up_proj"])
+        down = torch.nn.Parameter(w["down_proj"])
 
     def dense():
         gate, up = F.linear(x, gate_up).chunk(2, -1)

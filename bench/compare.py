@@ -99,13 +99,17 @@ class Comparison(NamedTuple):
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compare what both files measured."""
-    one, other = (
-        {bench["name"]: bench["extra_info"] for bench in benchmarks(path)} for path in (a, b)
-    )
-    rows = [row for name in one if name in other for row in _rows(name, one[name], other[name])]
+    one = {bench["name"]: bench["extra_info"] for bench in benchmarks(a)}
+    other = {bench["name"]: bench["extra_info"] for bench in benchmarks(b)}
+    rows = []
+    for name in one:
+        if name in other:
+            rows.extend(_rows(name, one[name], other[name]))
     alone = [name for name in one if name not in other], [name for name in other if name not in one]
     failed = failures(b)
-    missing = [lost for name in one for lost in _missing(name, one[name], other.get(name), failed)]
+    missing = []
+    for name in one:
+        missing.extend(_missing(name, one[name], other.get(name), failed))
     return Comparison(rows, missing, _warnings(one, other), alone)
 
 
@@ -119,9 +123,10 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
     notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
     why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
     lost = [variant for variant in a["rows"] if variant not in rows]
-    return [
-        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in lost
-    ]
+    missing = []
+    for variant in lost:
+        missing.append(Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)))
+    return missing
 
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
@@ -133,7 +138,10 @@ def _rows(name: str, a: dict, b: dict) -> list[Row]:
     floor = next(iter(a["rows"]))
     pace = statistics.median(others) if others and _is_ours(floor, kind) else None
     relative = floor == next(iter(b["rows"])) and pace is None
-    return [_row(name, a, b, variant, relative and variant != floor, pace) for variant in both]
+    rows = []
+    for variant in both:
+        rows.append(_row(name, a, b, variant, relative and variant != floor, pace))
+    return rows
 
 
 def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
@@ -179,18 +187,18 @@ def _warnings(one: dict, other: dict) -> list[str]:
     warnings = []
     for key in SAME:
         pairs = {(one[name].get(key), other[name].get(key)) for name in both}
-        warnings += [
-            f"{key} differs: {a} and {b}"
-            for a, b in sorted(pairs, key=str)
-            if a != b and None not in (a, b)
-        ]
+        for a, b in sorted(pairs, key=str):
+            if a != b and None not in (a, b):
+                warnings.append(f"{key} differs: {a} and {b}")
     few = [name for name in both if _rounds(one[name], other[name]) < ROUNDS]
     if few:
         warnings.append(
             f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions"
         )
     for unit in ("TFLOP/s", "GB/s"):
-        limits = [(one[name].get("ceilings", {}), other[name].get("ceilings", {})) for name in both]
+        limits = []
+        for name in both:
+            limits.append((one[name].get("ceilings", {}), other[name].get("ceilings", {})))
         ratios = [b[unit] / a[unit] for a, b in limits if unit in a and unit in b]
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
             warnings.append(
@@ -230,22 +238,17 @@ def text(found: Comparison) -> str:
         "| kind | variant | benchmarks | least B / A | median | most |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |"
-        for kind, variant, n, a, b, c in by_kind(found)
-    ]
+    for kind, variant, n, a, b, c in by_kind(found):
+        lines.append(f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |")
     lines.append("")
-    lines += [
-        f"only in {which}: {name}" for which, names in zip("AB", found.alone) for name in names
-    ]
-    lines += [
-        f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}"
-        for lost in found.missing
-        if not lost.regression
-    ]
-    lines += [
-        f"regression: {row.benchmark}: {row.variant}: {row.verdict}" for row in found.regressions
-    ]
+    for which, names in zip("AB", found.alone):
+        for name in names:
+            lines.append(f"only in {which}: {name}")
+    for lost in found.missing:
+        if not lost.regression:
+            lines.append(f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}")
+    for row in found.regressions:
+        lines.append(f"regression: {row.benchmark}: {row.variant}: {row.verdict}")
     lines += [] if found.regressions else ["no regression of ours"]
     return "\n".join(lines).strip()
 
@@ -255,7 +258,9 @@ def as_json(found: Comparison) -> dict:
 
     def row_of(row: Row) -> dict:
         noise = None if row.noise == float("inf") else row.noise
-        grew = {name: None if times == float("inf") else times for name, times in row.grew.items()}
+        grew = {}
+        for name, times in row.grew.items():
+            grew[name] = None if times == float("inf") else times
         a, b = row.ms
         head = {
             "benchmark": row.benchmark,

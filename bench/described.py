@@ -45,18 +45,16 @@ def shape_of(request) -> dict | None:
     if shape is None:
         return None
     whole = request.node.callspec.id
-    tables = [
-        table
-        for module in (shapes, request.module)
-        for table in vars(module).values()
-        if isinstance(table, dict)
-    ]
-    names = [
-        key
-        for table in tables
-        for key, value in table.items()
-        if isinstance(key, str) and value == shape
-    ]
+    tables = []
+    for module in (shapes, request.module):
+        for table in vars(module).values():
+            if isinstance(table, dict):
+                tables.append(table)
+    names = []
+    for table in tables:
+        for key, value in table.items():
+            if isinstance(key, str) and value == shape:
+                names.append(key)
     name = max((key for key in names if key in whole), key=len, default=whole)
     fields = getattr(shape, "shape", shape)._asdict()  # of a layer with a dtype, the layer
     return {"name": name.removesuffix(f"-{fields.get('T')}"), **fields}

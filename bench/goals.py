@@ -56,10 +56,9 @@ def _saved(rows):
 
 def _gradients(rows):
     """The time of the weights' gradients in addition to x's and the gate weights'."""
-    apart, whole, none = (
-        rows[name]["kept MiB"]
-        for name in ("moe_runtime, apart", "all experts (floor)", "no expert")
-    )
+    apart = rows["moe_runtime, apart"]["kept MiB"]
+    whole = rows["all experts (floor)"]["kept MiB"]
+    none = rows["no expert"]["kept MiB"]
     return (apart - none) / (whole - none)
 
 
@@ -183,7 +182,10 @@ GOALS = (
 
 def _of_transformers(rows):
     """Times of the fastest of transformers' implementations."""
-    theirs = [row["ms"] for name, row in rows.items() if name.startswith("transformers")]
+    theirs = []
+    for name, row in rows.items():
+        if name.startswith("transformers"):
+            theirs.append(row["ms"])
     if not theirs:
         raise KeyError("transformers")
     return rows["moe_runtime"]["ms"] / min(theirs)
@@ -286,27 +288,26 @@ def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:
-            found = {
-                variant: row
-                for (benchmark, variant), row in rows.items()
-                if RENAMED.get(benchmark, benchmark) == name
-            }
+            found = {}
+            for (benchmark, variant), row in rows.items():
+                if RENAMED.get(benchmark, benchmark) == name:
+                    found[variant] = row
             # not measured; memory that is none
             with contextlib.suppress(KeyError, ZeroDivisionError):
                 values[name] = goal.value(found)
         met = [name for name, value in values.items() if goal.met(value)]
-        ordered = [
-            f"{value:.2f}" for value in sorted(values.values(), reverse=goal.most is not None)
-        ]
+        ordered = []
+        for value in sorted(values.values(), reverse=goal.most is not None):
+            ordered.append(f"{value:.2f}")
         ends = f"{ordered[0]} | {ordered[-1]}" if ordered else " | "
         left = len(goal.benchmarks) - len(values)
         lines.append(
             f"| {goal.what} | {goal.want()} | {ends} | {len(met)} of {len(values)} | {left} |"
         )
         limit = goal.least if goal.most is None else goal.most
-        missed += [
-            f"* {goal.what}: {name} is {value:.2f}, {abs(value / limit - 1):.0%} off"
-            for name, value in values.items()
-            if name not in met
-        ]
+        for name, value in values.items():
+            if name not in met:
+                missed.append(
+                    f"* {goal.what}: {name} is {value:.2f}, {abs(value / limit - 1):.0%} off"
+                )
     return "\n".join([*lines, "", *missed])

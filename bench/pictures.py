@@ -128,7 +128,9 @@ def roofline(benches: list[Bench]):
             and {"TFLOP/s", "GB/s"} <= info.get("ceilings", {}).keys()
         ):
             on_roof.setdefault(bench.dtype, []).append(bench)
-    used = [bench for group in (*on_roof.values(), *moving.values()) for bench in group]
+    used = []
+    for group in (*on_roof.values(), *moving.values()):
+        used.extend(group)
     if not used:
         return None
     heights = [3.6] * len(on_roof) + [
@@ -147,24 +149,19 @@ def roofline(benches: list[Bench]):
         _roof(axes, dtype, group, marker, has_roof)
     if moving:
         _moving(all_axes[-1], moving)
-    names = [
-        name
-        for group in on_roof.values()
-        for bench in group
-        for name in frame.shown(bench.rows, "TFLOP/s")
-    ]
-    names += [
-        name
-        for group in moving.values()
-        for bench in group
-        for name in frame.shown(bench.rows, "GB/s")
-    ]
+    names = []
+    for group in on_roof.values():
+        for bench in group:
+            names.extend(frame.shown(bench.rows, "TFLOP/s"))
+    for group in moving.values():
+        for bench in group:
+            names.extend(frame.shown(bench.rows, "GB/s"))
     patches = frame.key(name for name in map(_named, names) if name != OTHER)
     if OTHER in map(_named, names):
         patches.append(frame.patch(color=OTHER_COLOUR, label=OTHER))
-    shapes = [
-        frame.line(color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()
-    ]
+    shapes = []
+    for what, m in marker.items():
+        shapes.append(frame.line(color=INK, marker=m, linestyle="", label=what))
     frame.legend(figure, [*patches, *shapes])
     return figure
 
@@ -343,17 +340,20 @@ def throughput(benches: list[Bench]):
 
 
 def _rates(bench: Bench) -> dict[str, float]:
-    return {
-        name: row[RATE]
-        for name, row in bench.rows.items()
-        if RATE in row and not frame.is_floor(name)
-    }
+    rates = {}
+    for name, row in bench.rows.items():
+        if RATE in row and not frame.is_floor(name):
+            rates[name] = row[RATE]
+    return rates
 
 
 def _panel(axes, group: list[Bench]) -> None:
     # ours last, on top
     for name in reversed(ordered(name for bench in group for name in _rates(bench))):
-        points = [(bench.tokens, _rates(bench)[name]) for bench in group if name in _rates(bench)]
+        points = []
+        for bench in group:
+            if name in _rates(bench):
+                points.append((bench.tokens, _rates(bench)[name]))
         colour, marker = style(name)
         axes.plot(
             *zip(*points, strict=True),
@@ -389,7 +389,9 @@ def _lost(group: list[Bench]) -> list[tuple]:
 
 def _said(lost: list[tuple]) -> list[str]:
     """Say who is faster than ours, where and by how much."""
-    lines = [f"T = {_tokens(T)}: {name} {ratio:.2f} times ours" for T, name, _, ratio in lost]
+    lines = []
+    for T, name, _, ratio in lost:
+        lines.append(f"T = {_tokens(T)}: {name} {ratio:.2f} times ours")
     left = [f"and {len(lines) - LOSSES} more (rings)"] if len(lines) > LOSSES else []
     return lines[:LOSSES] + left
 
@@ -440,7 +442,9 @@ def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list
         for name, draw in PICTURES.items():
             if (figure := draw(benches)) is not None:
                 plots.watermark(figure, tiny)
-                paths = [folder / f"{json_path.stem}-{name}.{kind}" for kind in ("png", "svg")]
+                paths = []
+                for kind in ("png", "svg"):
+                    paths.append(folder / f"{json_path.stem}-{name}.{kind}")
                 written += paths
                 for path in paths:
                     plots.save(figure, path)

@@ -93,7 +93,9 @@ class Bench(NamedTuple):
 
 def read(path: str | Path) -> list[Bench]:
     """Return the benchmarks of a results file; raises ValueError for other files."""
-    found = [(bench["name"].partition("["), bench["extra_info"]) for bench in benchmarks(path)]
+    found = []
+    for bench in benchmarks(path):
+        found.append((bench["name"].partition("["), bench["extra_info"]))
     return [Bench(name, id.rstrip("]"), info) for (name, _, id), info in found]
 
 
@@ -114,7 +116,9 @@ def style(name: str) -> tuple[str, str]:
 
 def luminance(colour: str) -> float:
     """Return how light a colour is, from 0 to 1."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red = int(colour[1 : 1 + 2], 16) / 255
+    green = int(colour[3 : 3 + 2], 16) / 255
+    blue = int(colour[5 : 5 + 2], 16) / 255
     return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
 
 
@@ -132,19 +136,28 @@ def shown(rows: dict[str, dict], column: str) -> dict[str, float]:
     """Return {variant: value} of all of our variants and of the best of the others; more is
     better.
     """
-    values = {
-        name: row[column] for name, row in rows.items() if column in row and not is_floor(name)
-    }
-    others = [name for name in values if not is_ours(name) and name not in REFERENCES]
+    values = {}
+    for name, row in rows.items():
+        if column in row and not is_floor(name):
+            values[name] = row[column]
+    others = []
+    for name in values:
+        if not is_ours(name) and name not in REFERENCES:
+            others.append(name)
     best = max(others, key=values.get, default=None)
-    return {name: value for name, value in values.items() if is_ours(name) or name == best}
+    shown = {}
+    for name, value in values.items():
+        if is_ours(name) or name == best:
+            shown[name] = value
+    return shown
 
 
 def ceiling(benches: list[Bench], unit: str) -> float | None:
     """Return the median of a ceiling over the processes that measured it; None where none did."""
-    found = {
-        bench.info["ceilings"][unit] for bench in benches if unit in bench.info.get("ceilings", {})
-    }
+    found = set()
+    for bench in benches:
+        if unit in bench.info.get("ceilings", {}):
+            found.add(bench.info["ceilings"][unit])
     return statistics.median(found) if found else None
 
 
@@ -155,11 +168,10 @@ def caption(benches: list[Bench]) -> str:
     lines = {}
     for bench in benches:
         info = bench.info
-        packages = [
-            name
-            for name in ("torch", "triton", "transformers")
-            if info.get(name) not in (None, "missing")
-        ]
+        packages = []
+        for name in ("torch", "triton", "transformers"):
+            if info.get(name) not in (None, "missing"):
+                packages.append(name)
         said = [
             info.get("machine", "unknown machine"),
             *(f"{name} {info[name]}" for name in packages),
@@ -220,10 +232,10 @@ def key(names, join: str | None = None) -> list:
     looks = [(name, *style(name)) for name in ordered(names)]
     if join is None:
         return [patch(color=colour, label=name) for name, colour, _ in looks]
-    return [
-        line(color=c, marker=marker, markersize=5, linestyle=join, label=name)
-        for name, c, marker in looks
-    ]
+    key = []
+    for name, c, marker in looks:
+        key.append(line(color=c, marker=marker, markersize=5, linestyle=join, label=name))
+    return key
 
 
 def legend(figure, handles: list, columns: int = 3) -> None:
@@ -304,7 +316,9 @@ def share_names(all_axes, columns: int = 2) -> None:
     """Leave the bars' names away where the panel to the left has the same."""
     for i, axes in enumerate(all_axes):
         if i % columns:
-            left = [label.get_text() for label in all_axes[i - 1].get_yticklabels()]
+            left = []
+            for label in all_axes[i - 1].get_yticklabels():
+                left.append(label.get_text())
         else:
             left = []
         if left and left == [label.get_text() for label in axes.get_yticklabels()]:
@@ -348,7 +362,10 @@ def memory(benches: list[Bench]):
     """Draw what each implementation keeps for the backward pass, per token; None if it was not
     measured.
     """
-    found = [(bench, _column(bench, SAVED)) for bench in benches if _column(bench, SAVED)]
+    found = []
+    for bench in benches:
+        if _column(bench, SAVED):
+            found.append((bench, _column(bench, SAVED)))
     if not found:
         return None
     heights = [bars_height(len(values)) for _, values in found]
@@ -382,8 +399,13 @@ def xft(benches: list[Bench]):
     not measured.
     """
     found = [bench for bench in benches if bench.function == "bench_xft_step"]
-    memory = ["total MiB" if _column(bench, "total MiB") else "peak MiB" for bench in found]
-    pairs = [(bench, column) for bench, most in zip(found, memory) for column in ("tokens/s", most)]
+    memory = []
+    for bench in found:
+        memory.append("total MiB" if _column(bench, "total MiB") else "peak MiB")
+    pairs = []
+    for bench, most in zip(found, memory):
+        for column in ("tokens/s", most):
+            pairs.append((bench, column))
     panels = [pair for pair in pairs if _column(*pair)]
     if not panels:
         return None
@@ -402,9 +424,10 @@ def breakdown(benches: list[Bench]):
     """Draw a training step's parts, stacked, a bar per implementation; None if it was not
     measured.
     """
-    found = [
-        bench for bench in benches if bench.function == "bench_step_breakdown" and parts(bench)
-    ]
+    found = []
+    for bench in benches:
+        if bench.function == "bench_step_breakdown" and parts(bench):
+            found.append(bench)
     if not found:
         return None
     heights = [bars_height(len(parts(bench))) for bench in found]

@@ -21,23 +21,22 @@ VARIANTS = ("moe_runtime", "transformers eager", "transformers grouped_mm")
 
 def rows_of(path: str | Path) -> dict:
     """Return {(benchmark, variant): row} of a results file."""
-    return {
-        (b["name"], name): row
-        for b in benchmarks(path)
-        for name, row in b["extra_info"]["rows"].items()
-    }
+    rows = {}
+    for b in benchmarks(path):
+        for name, row in b["extra_info"]["rows"].items():
+            rows[(b["name"], name)] = row
+    return rows
 
 
 def cpu_table(rows: dict) -> str:
     """Return the layer's table, a line per shape, dtype and pass: our milliseconds, and the others'
     times as multiples.
     """
-    places = [
-        (shape, dtype, function)
-        for shape in ("coarse", "fine")
-        for dtype in ("fp32", "bf16")
-        for function in PASSES
-    ]
+    places = []
+    for shape in ("coarse", "fine"):
+        for dtype in ("fp32", "bf16"):
+            for function in PASSES:
+                places.append((shape, dtype, function))
     names = [f"{function}[{shape}-{dtype}]" for shape, dtype, function in places]
     variants = ordered(variant for name, variant in rows if name in names)
     heads = [variant.removesuffix(" (floor)") for variant in variants]
@@ -47,10 +46,9 @@ def cpu_table(rows: dict) -> str:
     ]
     for name, (shape, dtype, function) in zip(names, places, strict=True):
         ours = rows[name, "moe_runtime"]["ms"]
-        cells = [
-            f"{rows[name, other]['ms'] / ours:.2f}" if (name, other) in rows else "-"
-            for other in variants[1:]
-        ]
+        cells = []
+        for other in variants[1:]:
+            cells.append(f"{rows[name, other]['ms'] / ours:.2f}" if (name, other) in rows else "-")
         lines.append(
             f"| {shape} | {dtype} | {PASSES[function]} | "
             + " | ".join([f"{ours:.0f} ms", *cells])
@@ -76,10 +74,9 @@ def steps_table(rows: dict) -> str:
     ]
     for function, name in STEPS.items():
         for dtype in ("fp32", "bf16"):
-            found = {
-                variant: rows[f"{function}[tiny-Qwen3-MoE-{dtype}]", variant]
-                for variant in VARIANTS
-            }
+            found = {}
+            for variant in VARIANTS:
+                found[variant] = rows[f"{function}[tiny-Qwen3-MoE-{dtype}]", variant]
             cells = [
                 f"{found['moe_runtime']['ms']:.0f} ms",
                 *(f"{found[other]['ratio']:.2f}" for other in others),
@@ -101,9 +98,8 @@ def tables(paths: list[str | Path]) -> str:
         info = bench["extra_info"]
         function = bench["name"].partition("[")[0]
         groups.setdefault((info.get("kind", "op"), function), {})[bench["name"]] = info["rows"]
-        notes += [
-            f"* {bench['name']}: {name}: {note}" for name, note in info.get("notes", {}).items()
-        ]
+        for name, note in info.get("notes", {}).items():
+            notes.append(f"* {bench['name']}: {name}: {note}")
     order = {kind: i for i, kind in enumerate(described.KINDS)}
     lines = []
     for kind, function in sorted(groups, key=lambda key: order.get(key[0], len(order))):
@@ -115,17 +111,20 @@ def _table(function: str, found: dict[str, dict]) -> list[str]:
     """Return the lines of one function's table."""
     variants = list(dict.fromkeys(name for rows in found.values() for name in rows))
     short = {name: name.partition("[")[2].rstrip("]") or "all" for name in found}
-    cells = {
-        (name, variant): described.cell(row)
-        for name, rows in found.items()
-        for variant, row in rows.items()
-    }
+    cells = {}
+    for name, rows in found.items():
+        for variant, row in rows.items():
+            cells[(name, variant)] = described.cell(row)
     if len(variants) <= max(len(found), 4):
         head = variants
-        body = [(short[name], [cells.get((name, v), "") for v in variants]) for name in found]
+        body = []
+        for name in found:
+            body.append((short[name], [cells.get((name, v), "") for v in variants]))
     else:
         head = list(short.values())
-        body = [(v, [cells.get((name, v), "") for name in found]) for v in variants]
+        body = []
+        for v in variants:
+            body.append((v, [cells.get((name, v), "") for name in found]))
     lines = [f"| {function} | " + " | ".join(head) + " |", "|---|" + "---|" * len(head)]
     return lines + [f"| {first} | " + " | ".join(others) + " |" for first, others in body]
 
@@ -154,17 +153,21 @@ def cuda_table(paths: list[str | Path]) -> list[dict]:
                 info["rows"]
             )
             infos[info["machine"]] = {key: info[key] for key in ("date", "torch", "triton")}
-    return [
-        {
-            "op": op,
-            "device": device,
-            **infos[device],
-            "times_faster": round(min(values.values()), 3),
-        }
-        for (op, device), values in sorted(found.items())
-        if len(values) == len(shapes.plans()) * list(KERNELS.values()).count(op)
-        and min(values.values()) >= 1.03
-    ]
+    table = []
+    for (op, device), values in sorted(found.items()):
+        if (
+            len(values) == len(shapes.plans()) * list(KERNELS.values()).count(op)
+            and min(values.values()) >= 1.03
+        ):
+            table.append(
+                {
+                    "op": op,
+                    "device": device,
+                    **infos[device],
+                    "times_faster": round(min(values.values()), 3),
+                }
+            )
+    return table
 
 
 def machine(paths: list[str | Path]) -> str:
@@ -185,42 +188,41 @@ def machine(paths: list[str | Path]) -> str:
         line = ", ".join(
             f"{name} {info[name]}" for name in names if info.get(name, "none") != "none"
         )
-        limits = [
-            f"{value:,.{0 if value >= 10 else 3}f} {unit}"
-            for unit, value in info.get("ceilings", {}).items()
-        ]
+        limits = []
+        for unit, value in info.get("ceilings", {}).items():
+            limits.append(f"{value:,.{0 if value >= 10 else 3}f} {unit}")
         seen.setdefault(line, {})[info.get("dtype", "")] = ", ".join(limits)
     return "\n".join(f"* {', '.join([line, *_ceilings(limits)])}" for line, limits in seen.items())
 
 
 def _ceilings(limits: dict[str, str]) -> list[str]:
-    return [
-        f"ceilings {f'of {dtype} ' if dtype else ''}{text}"
-        for dtype, text in limits.items()
-        if text
-    ]
+    ceilings = []
+    for dtype, text in limits.items():
+        if text:
+            ceilings.append(f"ceilings {f'of {dtype} ' if dtype else ''}{text}")
+    return ceilings
 
 
 def outcomes(paths: list[Path]) -> str:
     """Return how many tests passed, and which failed and why, of files that
     tests/support/outcomes.py wrote into too.
     """
-    found = [
-        line
-        for path in paths
-        if path.suffix == ".jsonl"
-        for line in Records(path).lines()
-        if "outcome" in line
-    ]
+    found = []
+    for path in paths:
+        if path.suffix == ".jsonl":
+            for line in Records(path).lines():
+                if "outcome" in line:
+                    found.append(line)
     last = {line["name"]: line for line in found}
     counts = Counter(line["outcome"] for line in last.values())
     if last:
         lines = ["Tests: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())]
     else:
         lines = []
-    failed = {
-        name: line.get("why", "") for name, line in last.items() if line["outcome"] == "failed"
-    }
+    failed = {}
+    for name, line in last.items():
+        if line["outcome"] == "failed":
+            failed[name] = line.get("why", "")
     return "\n".join(
         [*lines, *(f"* {name}: {' '.join(why.split())[-300:]}" for name, why in failed.items())]
     )
@@ -247,12 +249,11 @@ def text(paths: list[Path]) -> str:
 
 
 def _is_gpu(paths: list[Path]) -> bool:
-    devices = [
-        line.get("device")
-        for path in paths
-        if path.suffix == ".jsonl"
-        for line in Records(path).lines()
-    ]
+    devices = []
+    for path in paths:
+        if path.suffix == ".jsonl":
+            for line in Records(path).lines():
+                devices.append(line.get("device"))
     # of device_check, when no benchmark ended
     if any(device and "capability" in device for device in devices):
         return True
@@ -291,11 +292,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return
     if options.out:
-        found = [
-            {key: b[key] for key in ("name", "extra_info")}
-            for path in options.files
-            for b in benchmarks(path)
-        ]
+        found = []
+        for path in options.files:
+            for b in benchmarks(path):
+                found.append({key: b[key] for key in ("name", "extra_info")})
         atomic_write_json(options.out, {"benchmarks": found})
     if options.goals:
         print(goals_of(options.files))
@@ -309,9 +309,14 @@ def main(arguments: list[str] | None = None) -> None:
 def whole(paths: list[Path]) -> str:
     """Return the report, and what was skipped or failed."""
     parts = [text(paths)]
-    lines = [line for path in paths if path.suffix == ".jsonl" for line in Records(path).lines()]
+    lines = []
+    for path in paths:
+        if path.suffix == ".jsonl":
+            lines.extend(Records(path).lines())
     for state in ("skipped", "failed", "broken"):
-        parts += [f"{state}: {line['name']}: {line[state]}" for line in lines if state in line]
+        for line in lines:
+            if state in line:
+                parts.append(f"{state}: {line['name']}: {line[state]}")
     return "\n\n".join(parts)
 
 

@@ -139,7 +139,10 @@ def _verb_of(method: str, table: Table):
         ] = False,
         **options,
     ):
-        given = {name: value for name, value in options.items() if value not in (None, [])}
+        given = {}
+        for name, value in options.items():
+            if value not in (None, []):
+                given[name] = value
         if preset is not None and recipe is not None:
             raise ValueError(
                 f"Pass either a preset or a recipe, but got preset {preset!r} and recipe "
@@ -161,11 +164,17 @@ def _verb_of(method: str, table: Table):
         return _shown(report, out)
 
     signature = inspect.signature(run)
-    shared = [one for one in signature.parameters.values() if one.name != "options"]
-    own = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in table.options.items()
-    ]
+    shared = []
+    for one in signature.parameters.values():
+        if one.name != "options":
+            shared.append(one)
+    own = []
+    for name, annotation in table.options.items():
+        own.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+            )
+        )
     run.__signature__ = signature.replace(parameters=[*own, *shared])
     run.__annotations__ = {one.name: one.annotation for one in (*own, *shared)}
     run.__doc__ = table.help

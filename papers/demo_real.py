@@ -177,9 +177,9 @@ def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
     else:
         is_quick = torch.cpu.get_capabilities().get("amx_bf16", False)
     share = count / len(TASKS)
-    changes = {
-        f"{name}__bf16": getattr(recipe, name).bf16 or is_quick for name in ("sft", "tune", "mix")
-    }
+    changes = {}
+    for name in ("sft", "tune", "mix"):
+        changes[f"{name}__bf16"] = getattr(recipe, name).bf16 or is_quick
     return recipe.change(
         base_model=str(model),
         data__train=str(tasks / "train.jsonl"),
@@ -326,10 +326,8 @@ def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5
         lines = zip(
             *(path.read_text(encoding="utf-8").splitlines() for path in files), strict=False
         )
-        told += [
-            (number, name, *map(json.loads, three))
-            for number, three in enumerate(itertools.islice(lines, count))
-        ]
+        for number, three in enumerate(itertools.islice(lines, count)):
+            told.append((number, name, *map(json.loads, three)))
     for _, name, asked, before, after in sorted(told, key=lambda one: one[0])[:count]:
         if after["exact_match"]:
             verdict = "right"

@@ -329,7 +329,10 @@ def _sum_rows(limit: int | None, seed: int, name: str) -> Iterator[list]:
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    named = []
+    for prompt, completion in pairs:
+        named.append({"prompt": prompt, "completion": completion})
+    return named
 
 
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {

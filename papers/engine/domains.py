@@ -61,10 +61,10 @@ def by_domain(
     losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]
 ) -> dict[str, float]:
     """Return each domain's mean loss per label token, for examples ordered by domain."""
-    return {
-        domain: trainers.mean_loss(losses[place], tokens[place])
-        for domain, place in places_of(rows).items()
-    }
+    means = {}
+    for domain, place in places_of(rows).items():
+        means[domain] = trainers.mean_loss(losses[place], tokens[place])
+    return means
 
 
 def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
@@ -104,10 +104,12 @@ class DomainReport(Report):
         """Return the same table for each domain."""
         names = ("command", "title", "source", "settings", "seeds", "reference")
         shared = {name: getattr(self, name) for name in names}
-        return {
-            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared)
-            for domain in self.domains
-        }
+        tables = {}
+        for domain in self.domains:
+            tables[domain] = Report(
+                entries=[_entry_of(entry, domain) for entry in self.entries], **shared
+            )
+        return tables
 
     @property
     def solved(self) -> tuple[str, ...]:
@@ -132,14 +134,12 @@ class DomainReport(Report):
             method["exact_of_domains"] = {
                 domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()
             }
-        comparisons = {
-            domain: [asdict(one) for one in table.comparisons]
-            for domain, table in self.of_domains.items()
-        }
-        exact = {
-            domain: [asdict(one) for one in table.exact_comparisons]
-            for domain, table in self.of_domains.items()
-        }
+        comparisons = {}
+        for domain, table in self.of_domains.items():
+            comparisons[domain] = [asdict(one) for one in table.comparisons]
+        exact = {}
+        for domain, table in self.of_domains.items():
+            exact[domain] = [asdict(one) for one in table.exact_comparisons]
         more = {"comparisons_of_domains": comparisons, "exact_comparisons_of_domains": exact}
         return finite(values | {"rows": self.entries[0].results[0].rows} | more)
 
@@ -232,13 +232,18 @@ class DomainStages(KeptStages):
     @property
     def counts(self) -> dict[str, int]:
         """The number of held-out rows of each domain."""
-        return {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}
+        counts = {}
+        for domain in self.recipe.domains:
+            counts[domain] = len(self.part(f"{domain}-held_out"))
+        return counts
 
     def routed(self, moe: Judged) -> Routed:
         """Return the routing of the tokens of each domain's held-out examples."""
 
         def make(tmp: Path, checkpoints: Path) -> dict:
-            rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
+            rows = {}
+            for domain in self.recipe.domains:
+                rows[domain] = self.part(f"{domain}-held_out")
             with ranks.leading() as main:
                 found = count(self._load(moe.folder), self.tokenizer, rows) if main else None
             counts, layers = ranks.agree(found)
@@ -284,7 +289,9 @@ class DomainStages(KeptStages):
         r = self.recipe
         built_in = domains_key()
         sources = [source for d in r.domains.values() for source in d.sources]
-        rows = [built_in if source in SOURCES else files_print(source) for source in sources]
+        rows = []
+        for source in sources:
+            rows.append(built_in if source in SOURCES else files_print(source))
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         return hash_of(
@@ -349,7 +356,10 @@ def _batches(tokenizer, rows: Sequence[list[int]], device):
 
 def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
     """Return the share [L, E] float64 of each domain's slots."""
-    return {domain: expert_load(torch.tensor(rows)) for domain, rows in counts.items()}
+    shares = {}
+    for domain, rows in counts.items():
+        shares[domain] = expert_load(torch.tensor(rows))
+    return shares
 
 
 def mean_distance(counts: Mapping[str, list]) -> float:
@@ -395,10 +405,9 @@ def _bars(axes, results: Sequence, layer: int) -> None:
     line.
     """
     by_seed = [shares(result.counts) for result in results]
-    means = {
-        name: torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()
-        for name in by_seed[0]
-    }
+    means = {}
+    for name in by_seed[0]:
+        means[name] = torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()
     E = len(next(iter(means.values())))
     grouped(axes, range(E), means)
     axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)

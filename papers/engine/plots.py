@@ -124,11 +124,10 @@ def cycle(count: int) -> list[tuple[str, str]]:
     """Return colours and markers for `count` series; beyond the seven colours the markers
     differ.
     """
-    pairs = [
-        (colour, MARKERS[(i + turn) % len(MARKERS)])
-        for turn in range(7)
-        for i, colour in enumerate(COLOURS)
-    ]
+    pairs = []
+    for turn in range(7):
+        for i, colour in enumerate(COLOURS):
+            pairs.append((colour, MARKERS[(i + turn) % len(MARKERS)]))
     return list(itertools.islice(itertools.cycle(pairs), count))
 
 
@@ -193,7 +192,9 @@ def grouped(
     # lines on dark bars
     halo = require("matplotlib.patheffects", "plot").withStroke(linewidth=2.6, foreground="white")
     for i, ((name, values), (colour, _)) in enumerate(zip(series.items(), cycle(len(series)))):
-        at = [place + (i - (len(series) - 1) / 2) * width for place in range(len(groups))]
+        at = []
+        for place in range(len(groups)):
+            at.append(place + (i - (len(series) - 1) / 2) * width)
         axes.bar(
             at,
             [value or 0 for value in values],
@@ -233,7 +234,8 @@ def losses(axes, rows: Sequence[tuple[str, float, str]], reference: str) -> None
     """
     values = {name: loss for name, loss, _ in rows}
     near = _near(values, reference)
-    lowest, highest = (of((values[name] for name in near), default=0.0) for of in (min, max))
+    lowest = min((values[name] for name in near), default=0.0)
+    highest = max((values[name] for name in near), default=0.0)
     margin = (highest - lowest) or 0.01
     axes.axvline(values[reference], color=GREY, linestyle="--", linewidth=1.2, zorder=1)
     for y, (name, loss, colour) in enumerate(rows):
@@ -300,11 +302,9 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
     axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
     near = _near({entry.name: entry.loss for entry in entries}, reference.name)
     shown = [entry for entry in entries if entry.name in near]
-    values = [
-        loss
-        for entry in shown
-        for loss in (*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry))
-    ]
+    values = []
+    for entry in shown:
+        values.extend((*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry)))
     if values:
         margin = 0.06 * (max(values) - min(values)) or 0.01
         axes.set_xlim(min(values) - margin, max(values) + margin)
@@ -390,7 +390,10 @@ def _sweep(axes, report, extra: dict) -> None:
                 linewidth=0.8,
             )
         # points of one place stand side by side, so that none hides another
-        ends = [entry.loss + sign * _sd(entry) for sign in (-1, 1) for entry in entries]
+        ends = []
+        for sign in (-1, 1):
+            for entry in entries:
+                ends.append(entry.loss + sign * _sd(entry))
         axes.update_datalim([*zip(places * 2, ends, strict=True)])
         aside = moved(
             axes.transData,
@@ -433,7 +436,9 @@ def curves(report):
         steps, points = zip(
             *((at[0][0], [loss for _, loss in at]) for at in zip(*ways, strict=True)), strict=True
         )
-        spread = [statistics.stdev(losses) if len(losses) > 1 else 0.0 for losses in points]
+        spread = []
+        for losses in points:
+            spread.append(statistics.stdev(losses) if len(losses) > 1 else 0.0)
         axes.errorbar(
             steps,
             [*map(statistics.fmean, points)],
@@ -456,14 +461,17 @@ def _near(values: Mapping[str, float], reference: str) -> set[str]:
     """Return what to plot to scale: finite, and not so far from the reference that the others would
     coincide.
     """
-    apart = {
-        name: abs(value - values[reference])
-        for name, value in values.items()
-        if math.isfinite(value)
-    }
+    apart = {}
+    for name, value in values.items():
+        if math.isfinite(value):
+            apart[name] = abs(value - values[reference])
     others = [distance for name, distance in apart.items() if name != reference]
     limit = FAR * statistics.median(others) if len(others) > 1 else 0
-    return {name for name, distance in apart.items() if distance <= (limit or math.inf)}
+    near = set()
+    for name, distance in apart.items():
+        if distance <= (limit or math.inf):
+            near.add(name)
+    return near
 
 
 def _said(one) -> str:

@@ -73,11 +73,10 @@ def _check_nodes(node: yaml.Node | None) -> None:
         if count > MAX_VALUES:
             raise ValueError(f"it has more than {MAX_VALUES} values after expanding aliases")
         if isinstance(node, yaml.MappingNode):
-            keys = [
-                key.value
-                for key, _ in node.value
-                if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
-            ]
+            keys = []
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                    keys.append(key.value)
             if len(set(keys)) < len(keys):
                 twice = next((key for key in keys if keys.count(key) > 1), None)
             else:
@@ -153,7 +152,11 @@ class Rows(Node):
     @property
     def sources(self) -> list[str]:
         """The names of all sources, those of `train` first."""
-        return [one.source for part in ("train", "held_out") for one in self.listed(part)]
+        sources = []
+        for part in ("train", "held_out"):
+            for one in self.listed(part):
+                sources.append(one.source)
+        return sources
 
     def __str__(self) -> str:
         return " + ".join(one.source for one in self.listed())
@@ -195,7 +198,10 @@ def check_base(recipe) -> None:
 def check_names(of: str, names: Iterable[str], least: int = 1) -> None:
     """Raise ValueError if `of` has fewer than `least` names, or one that cannot name a folder."""
     names = list(names)
-    bad = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
+    bad = []
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            bad.append(name)
     if len(names) < least or bad:
         few = f"must have at least {least}, but got {', '.join(names) or 'none'}"
         if bad:
@@ -236,7 +242,10 @@ def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
     """
     if Path(path_or_name).is_file():
         return Path(path_or_name)
-    known = {f"{method}/{name}": method for method in methods for name in shipped_recipes(method)}
+    known = {}
+    for method in methods:
+        for name in shipped_recipes(method):
+            known[f"{method}/{name}"] = method
     for name in (str(path_or_name), *(f"{method}/{path_or_name}" for method in methods)):
         if name in known:
             return METHODS / known[name] / "recipes" / f"{name.partition('/')[2]}.yaml"

@@ -97,7 +97,10 @@ class Entry:
 def _of_seed(result) -> dict:
     """Return the numbers of one result, without the rows' losses, which are in its own folder."""
     names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
-    known = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    known = {}
+    for name in names:
+        if hasattr(result, name):
+            known[name] = getattr(result, name)
     return (
         {"folder": "/".join(Path(result.folder).parts[-2:])}
         | known
@@ -149,13 +152,14 @@ class Report(Finding):
             raise ValueError(
                 "The methods are evaluated on different held-out examples. Use one recipe for all"
             )
-        losses = {entry.name: [result.losses for result in entry.results] for entry in self.entries}
+        losses = {}
+        for entry in self.entries:
+            losses[entry.name] = [result.losses for result in entry.results]
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
-        exact = {
-            entry.name: [result.exact for result in entry.results]
-            for entry in self.entries
-            if entry.exact is not None
-        }
+        exact = {}
+        for entry in self.entries:
+            if entry.exact is not None:
+                exact[entry.name] = [result.exact for result in entry.results]
         self.exact_comparisons = compare(exact, self.reference) if self.reference in exact else []
 
     def entry(self, name: str) -> Entry:
@@ -229,7 +233,10 @@ class Report(Finding):
         recorded.
         """
         rate = self.entry(name).exact
-        verdicts = [one.verdict for one in self.exact_comparisons if one.name == name]
+        verdicts = []
+        for one in self.exact_comparisons:
+            if one.name == name:
+                verdicts.append(one.verdict)
         if rate is None:
             return ""
         return f"{rate:.3f}" + "".join(MARKS.get(verdict, "") for verdict in verdicts)
@@ -469,12 +476,14 @@ def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> l
     """Return sentences that compare the methods `names` with `reference` instead of the table's
     own.
     """
-    found = {entry.name: [result.losses for result in entry.results] for entry in entries}
+    found = {}
+    for entry in entries:
+        found[entry.name] = [result.losses for result in entry.results]
     tokens = entries[0].results[0].tokens
-    return [
-        f"{one}."
-        for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)
-    ]
+    sentences = []
+    for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens):
+        sentences.append(f"{one}.")
+    return sentences
 
 
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
@@ -485,7 +494,10 @@ def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
     def summary(report: Report) -> list[str]:
         losses = {name: report.entry(name).loss for name in names}
         lowest = min(losses, key=losses.__getitem__)
-        below = [name for name in losses if report.comparison(name).verdict == "lower"]
+        below = []
+        for name in losses:
+            if report.comparison(name).verdict == "lower":
+                below.append(name)
         found = ", ".join(below) if below else "none of them"
         return [
             f"Lowest of the sweep: {lowest}, {losses[lowest]:.4f}; not tested against the others.",

@@ -49,12 +49,13 @@ class GateMass(_Plain):
         """Return how many experts per task hold at least `mass` of the gate values, on average over
         the layers.
         """
-        reach = [
-            [r for r, value in enumerate(row, 1) if value >= mass - 1e-9] for row in self.cumulative
-        ]
-        return [
-            min(found, default=len(row)) for found, row in zip(reach, self.cumulative, strict=True)
-        ]
+        reach = []
+        for row in self.cumulative:
+            reach.append([r for r, value in enumerate(row, 1) if value >= mass - 1e-9])
+        experts_for = []
+        for found, row in zip(reach, self.cumulative, strict=True):
+            experts_for.append(min(found, default=len(row)))
+        return experts_for
 
 
 def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMass:
@@ -84,7 +85,10 @@ class ExpertCounts(_Plain):
     @property
     def shares(self) -> list[float]:
         """The share of all routed experts that trains, per task."""
-        return [sum(row) / (len(self.layers) * self.num_experts) for row in self.counts]
+        shares = []
+        for row in self.counts:
+            shares.append(sum(row) / (len(self.layers) * self.num_experts))
+        return shares
 
 
 def expert_counts(
@@ -97,7 +101,9 @@ def expert_counts(
     layers = sorted(
         {n for one in selections.values() for n in one.experts} if layers is None else set(layers)
     )
-    counts = [[len(one.experts.get(layer, ())) for layer in layers] for one in selections.values()]
+    counts = []
+    for one in selections.values():
+        counts.append([len(one.experts.get(layer, ())) for layer in layers])
     return ExpertCounts(
         tasks=tuple(selections), layers=layers, counts=counts, num_experts=num_experts
     )

@@ -28,9 +28,8 @@ def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a
     for task, means, sds, (colour, marker) in zip(
         mass.tasks, mass.cumulative, mass.cumulative_sd, looks, strict=True
     ):
-        low, high = (
-            [mean + sign * sd for mean, sd in zip(means, sds, strict=True)] for sign in (-1, 1)
-        )
+        low = [mean + -1 * sd for mean, sd in zip(means, sds, strict=True)]
+        high = [mean + 1 * sd for mean, sd in zip(means, sds, strict=True)]
         axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(ranks, means, color=colour, marker=marker, markersize=4, label=task)
     axes.plot(
@@ -44,10 +43,9 @@ def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a
 
 def expert_counts(counts: ExpertCounts, title: str = "Experts that are trained"):
     """Draw the number of trained experts by task and layer (Fig. 4)."""
-    tasks = [
-        f"{task}\n{share:.1%} of all"
-        for task, share in zip(counts.tasks, counts.shares, strict=True)
-    ]
+    tasks = []
+    for task, share in zip(counts.tasks, counts.shares, strict=True):
+        tasks.append(f"{task}\n{share:.1%} of all")
     label = f"experts of {counts.num_experts}"
     top = max(max(map(max, counts.counts)), 1)
     size = (max(6.4, 2.6 + 0.42 * len(counts.layers)), 1.8 + 0.5 * len(tasks))
@@ -166,7 +164,9 @@ def _page(process: Run, path) -> None:
     texts = {}
     for task in recipe.tasks:
         rows = stages.part(f"{task}-held_out").select(range(TEXTS))
-        decoded = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+        decoded = []
+        for row in rows:
+            decoded.append(tokenizer.decode(row["input_ids"], skip_special_tokens=True))
         selection = stages.selection(task, "token")
         texts[task] = analyses.token_shares(
             model, tokenizer, decoded, selection, max_length=recipe.max_length

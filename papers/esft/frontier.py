@@ -64,7 +64,10 @@ class Course(NamedTuple):
 
     def means(self, part: str) -> list[float]:
         """Return the loss per label token of a part at every point."""
-        return [trainers.mean_loss(losses[part], self.tokens[part]) for _, losses in self.history]
+        means = []
+        for _, losses in self.history:
+            means.append(trainers.mean_loss(losses[part], self.tokens[part]))
+        return means
 
     def at(self, depth: float, kind: str) -> list[float] | None:
         """Return the general rows' losses where the task loss is first `depth` below the base's;
@@ -76,9 +79,10 @@ class Course(NamedTuple):
         for i, loss in enumerate(task):
             if loss <= level:
                 w = (task[i - 1] - level) / (task[i - 1] - loss)
-                return [
-                    (1 - w) * a + w * b for a, b in zip(general[i - 1], general[i], strict=True)
-                ]
+                at = []
+                for a, b in zip(general[i - 1], general[i], strict=True):
+                    at.append((1 - w) * a + w * b)
+                return at
         return None
 
 
@@ -161,9 +165,9 @@ def general_at(entry: Entry, depth: float, kind: str = "held_out") -> float:
 def curve(entry: Entry) -> list[tuple[float, ...]]:
     """Return a run's points (step, task loss, general loss), means over the seeds."""
     parts = f"task-{KINDS[1]}", f"{GENERAL}-{KINDS[1]}"
-    histories = [
-        zip((step for step, _ in one.history), *map(one.means, parts)) for one in entry.results
-    ]
+    histories = []
+    for one in entry.results:
+        histories.append(zip((step for step, _ in one.history), *map(one.means, parts)))
     return [tuple(map(statistics.fmean, zip(*at))) for at in zip(*histories)]
 
 
@@ -179,14 +183,13 @@ class Frontier(Finding):
         self.chosen = {}
         self.comparisons = {}
         for depth in self.depths:
-            deep = {
-                name: [
+            deep = {}
+            for name, ladder in self.ladders.items():
+                deep[name] = [
                     one
                     for one in ladder
                     if math.isfinite(sum(general_at(one, depth, of) for of in KINDS))
                 ]
-                for name, ladder in self.ladders.items()
-            }
             chosen = {
                 name: min(of, key=lambda one: general_at(one, depth, "validation"))
                 for name, of in deep.items()
@@ -261,20 +264,18 @@ class Frontier(Finding):
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
-        ladders = {
-            name: {
+        ladders = {}
+        for name, ladder in self.ladders.items():
+            ladders[name] = {
                 f"{one.results[0].rate:g}": [
                     curve(one),
                     [general_at(one, depth) for depth in self.depths],
                 ]
                 for one in ladder
             }
-            for name, ladder in self.ladders.items()
-        }
-        comparisons = {
-            f"{depth:g}": [asdict(one) for one in found]
-            for depth, found in self.comparisons.items()
-        }
+        comparisons = {}
+        for depth, found in self.comparisons.items():
+            comparisons[f"{depth:g}"] = [asdict(one) for one in found]
         return super().to_dict() | finite({"ladders": ladders, "comparisons": comparisons})
 
 

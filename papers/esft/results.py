@@ -65,18 +65,15 @@ def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
     """
     first = next(iter(parts.values()))
     count = len(parts)
-    losses, tokens = (
-        [value for one in parts.values() for value in getattr(one, of)]
-        for of in ("losses", "tokens")
-    )
+    losses = [value for one in parts.values() for value in one.losses]
+    tokens = [value for one in parts.values() for value in one.tokens]
     if None in (one.exact for one in parts.values()):
         exact = None
     else:
         exact = [flag for one in parts.values() for flag in one.exact]
-    general = [
-        sum(row) / count
-        for row in zip(*(one.general_losses for one in parts.values()), strict=True)
-    ]
+    general = []
+    for row in zip(*(one.general_losses for one in parts.values()), strict=True):
+        general.append(sum(row) / count)
     histories = zip(*(one.history for one in parts.values()), strict=False)
     costs = (
         "seconds",
@@ -85,9 +82,13 @@ def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
         "trained_parameters",
         "optimizer_bytes",
     )
-    means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
+    means = {}
+    for of in costs:
+        means[of] = statistics.fmean(getattr(one, of) for one in parts.values())
     means |= {of: round(means[of]) for of in costs[3:]}
-    history = [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in histories]
+    history = []
+    for points in histories:
+        history.append((points[0][0], statistics.fmean(loss for _, loss in points)))
     return first._replace(
         name=name,
         general_loss=trainers.mean_loss(general, first.general_tokens),

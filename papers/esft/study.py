@@ -75,10 +75,9 @@ class Stages(KeptStages):
             else:
                 self._copy_base(tmp / "model")
             model = self._load(tmp / "model")
-            found = {
-                task: loss_of(*self._losses(model, f"{task}-held_out"))
-                for task in (*r.tasks, GENERAL)
-            }
+            found = {}
+            for task in (*r.tasks, GENERAL):
+                found[task] = loss_of(*self._losses(model, f"{task}-held_out"))
             return (
                 way
                 | sizes_of(model)
@@ -89,7 +88,9 @@ class Stages(KeptStages):
         stage = self._stage(
             "base", "base", settings | {"dtype": r.dtype}, [], make, seed=0, result=Base
         )
-        general = {f"{GENERAL}_{of}": value for of, value in stage.found[GENERAL].items()}
+        general = {}
+        for of, value in stage.found[GENERAL].items():
+            general[f"{GENERAL}_{of}"] = value
         kept = {of: getattr(stage, of) for of in COSTS}
         return join(
             "base", {task: Tuned(**kept, **stage.found[task], **general) for task in r.tasks}
@@ -209,11 +210,17 @@ class Stages(KeptStages):
         """
         r = self.recipe
         python = platform.python_version()
-        made_of = {source: domains_key() if source in DOMAINS else python for source in BUILT_IN}
+        made_of = {}
+        for source in BUILT_IN:
+            made_of[source] = domains_key() if source in DOMAINS else python
         text = domains_key() if r.pretrain and r.pretrain.domains else python
         base = [text, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        parts = {task: one.to_dict() for task, one in {**r.tasks, GENERAL: r.general}.items()}
-        sources = [source for one in (*r.tasks.values(), r.general) for source in one.sources]
+        parts = {}
+        for task, one in {**r.tasks, GENERAL: r.general}.items():
+            parts[task] = one.to_dict()
+        sources = []
+        for one in (*r.tasks.values(), r.general):
+            sources.extend(one.sources)
         rows = [made_of.get(source) or files_print(source) for source in sources]
         how = [r.max_length, r.pack, r.drop_bos]
         return hash_of(
@@ -234,9 +241,10 @@ class Stages(KeptStages):
         r = self.recipe
         tokenizer = self._base_tokenizer(lambda: documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
-        brought = [
-            TEMPLATES[part.prompt] for part in parts.values() if part.prompt in ("deepseek", "esft")
-        ]
+        brought = []
+        for part in parts.values():
+            if part.prompt in ("deepseek", "esft"):
+                brought.append(TEMPLATES[part.prompt])
         tokenizer.chat_template = brought[0] if brought else tokenizer.chat_template
         tokenizer.save_pretrained(folder / "tokenizer")
         counts = {}
@@ -309,11 +317,10 @@ class Stages(KeptStages):
                     adapter.save(folder)
 
         parents = [self.scores(task)] if scored else []
-        chosen = {
-            of: value
-            for of, value in selection.to_dict().items()
-            if of not in ("score", "p", "variant")
-        }
+        chosen = {}
+        for of, value in selection.to_dict().items():
+            if of not in ("score", "p", "variant"):
+                chosen[of] = value
         more = {"selection": chosen, "trained_dtype": self.recipe.trained_dtype}
         return self._tuned("esft", task, training, make, save, parents=parents, more=more)
 
@@ -360,15 +367,17 @@ class Stages(KeptStages):
             )
             save(model, trained, tmp / "model")
             notes |= course_of(trained)
-            notes |= {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+            for of in ("trained_parameters", "optimizer_bytes"):
+                notes[of] = getattr(trained, of)
             del model, trained
             ranks.free_memory()
             # without the matrices that peft adds
-            sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}
+            sizes = {}
+            for of in ("parameters", "active_parameters"):
+                sizes[of] = getattr(base, of)
             model = self._load_tuned(tmp / "model")
-            own, general = (
-                loss_of(*self._losses(model, f"{part}-held_out")) for part in (task, GENERAL)
-            )
+            own = loss_of(*self._losses(model, f"{task}-held_out"))
+            general = loss_of(*self._losses(model, f"{GENERAL}-held_out"))
             return notes | sizes | own | {f"{GENERAL}_{of}": value for of, value in general.items()}
 
         settings = self._settings(training) | {"task": task, "mix": mix} | dict(more)
@@ -385,7 +394,9 @@ def run(
     stages = Stages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     base = stages.base()
-    tuned = {task: stages.esft(task, stages.selection(task, recipe.score)) for task in recipe.tasks}
+    tuned = {}
+    for task in recipe.tasks:
+        tuned[task] = stages.esft(task, stages.selection(task, recipe.score))
     stages.say(
         f"{'task':16s}{'base':>9s}{'tuned':>9s}{'general':>9s}{'then':>9s}{'trained':>14s}{'of all':>8s}{'train s':>9s}"
     )

@@ -54,7 +54,9 @@ class EsftReport(Report):
         }
 
     def _of(self, part: Callable, kind: type[Report]) -> Report:
-        entries = [Entry(entry.name, list(map(part, entry.results))) for entry in self.entries]
+        entries = []
+        for entry in self.entries:
+            entries.append(Entry(entry.name, list(map(part, entry.results))))
         names = ("command", "title", "source", "settings", "seeds", "reference")
         return kind(entries=entries, **{name: getattr(self, name) for name in names})
 
@@ -76,9 +78,8 @@ class EsftReport(Report):
         for method, entry in zip(values["methods"], self.entries, strict=True):
             general = self.general.entry(entry.name)
             method |= {"general_loss": general.loss, "general_loss_sd": general.sd}
-            method |= {
-                name: _mean(entry, name) for name in ("trained_parameters", "optimizer_bytes")
-            }
+            for name in ("trained_parameters", "optimizer_bytes"):
+                method[name] = _mean(entry, name)
             for seed, result in zip(method["seeds"], entry.results, strict=True):
                 del seed["folder"]  # of the first task alone
                 seed["tasks"] = {task: _of_task(one) for task, one in result.tasks.items()}
@@ -93,9 +94,8 @@ class EsftReport(Report):
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
-        own, general = (
-            (name, f"vs {self.reference}", "p", "verdict") for name in ("all tasks", "general")
-        )
+        own = ("all tasks", f"vs {self.reference}", "p", "verdict")
+        general = ("general", f"vs {self.reference}", "p", "verdict")
         exact = (f"exact {task}" for task in self.solved[:MANY])
         names = (
             "method",
@@ -108,7 +108,10 @@ class EsftReport(Report):
             "optimizer MB",
             "train s",
         )
-        return [(name, "left" if name in ("method", "verdict") else "right") for name in names]
+        columns = []
+        for name in names:
+            columns.append((name, "left" if name in ("method", "verdict") else "right"))
+        return columns
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
@@ -146,7 +149,9 @@ class EsftReport(Report):
 
 def _general(result):
     """Return a result with the general rows in place of the task's."""
-    values = {of: getattr(result, f"general_{of}") for of in ("loss", "losses", "tokens", "exact")}
+    values = {}
+    for of in ("loss", "losses", "tokens", "exact"):
+        values[of] = getattr(result, f"general_{of}")
     return result._replace(**values)
 
 
@@ -183,13 +188,16 @@ def _main(process: Run) -> dict:
         yield FFT, join(FFT, {task: stages.fft(task) for task in tasks})
         yield LORA, join(LORA, {task: stages.lora(task) for task in tasks})
         for score, name in OF_SCORE.items():
-            tuned = {task: stages.esft(task, stages.selection(task, score)) for task in tasks}
+            tuned = {}
+            for task in tasks:
+                tuned[task] = stages.esft(task, stages.selection(task, score))
             yield name, join(name, tuned)
 
     def summary(report: EsftReport) -> list[str]:
         lines = []
         for where, table in (("On the tasks", report), ("On general text", report.general)):
-            lines += [f"{where}, {table.comparison(name)}." for name in (LORA, TOKEN, GATE)]
+            for name in (LORA, TOKEN, GATE):
+                lines.append(f"{where}, {table.comparison(name)}.")
         return lines + [_cost(report, name) for name in (LORA, TOKEN, GATE)]
 
     return {"entries": process.collect(plan), "reference": FFT, "summary": summary}

@@ -126,7 +126,10 @@ def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
             raise ValueError(
                 f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}"
             )
-        return [text for name in columns or value for text in texts_of(value[name])]
+        result = []
+        for name in columns or value:
+            result.extend(texts_of(value[name]))
+        return result
     return [text for one in value for text in texts_of(one)] if isinstance(value, Iterable) else []
 
 

@@ -509,7 +509,9 @@ def _configured(asked: Asked, choices: Choices):
         raise ValueError(
             f"shots must be below the {len(rows)} problems of {asked.name}, but got {shots}"
         )
-    ids = [str(row.get("task_id", row.get("idx", i))) for i, row in enumerate(asked.rows)]
+    ids = []
+    for i, row in enumerate(asked.rows):
+        ids.append(str(row.get("task_id", row.get("idx", i))))
     problems = [{"id": i} | row for i, row in zip(ids, rows)]
     shown_ones = problems[:shots]
     problems = problems[shots:]
@@ -521,7 +523,9 @@ def _configured(asked: Asked, choices: Choices):
         until = list(task.until)
     form = "{question}"
     if choices.shots is None and task.examples:
-        shown_ones = [{"id": "example"} | task.problem(row, choices.chat) for row in task.examples]
+        shown_ones = []
+        for row in task.examples:
+            shown_ones.append({"id": "example"} | task.problem(row, choices.chat))
         if not choices.chat:
             form = task.form
             until = list(task.form_until)

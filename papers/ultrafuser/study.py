@@ -109,12 +109,12 @@ def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
 
 def sources(recipe: FuserRecipe) -> list[str]:
     """Return the files and ids that rows are read from, without built-in domains."""
-    return [
-        source
-        for domain in recipe.domains.values()
-        for source in domain.sources
-        if source not in SOURCES
-    ]
+    sources = []
+    for domain in recipe.domains.values():
+        for source in domain.sources:
+            if source not in SOURCES:
+                sources.append(source)
+    return sources
 
 
 MODEL = "model"  # in OUT: a link to the model of the last `run`
@@ -185,7 +185,9 @@ class Stages(KeptStages):
         training = r.training_of(name)
 
         def make(tmp: Path, folder: Path) -> dict:
-            parts = [self._single(part, number, domain) for part in ("train", "held_out")]
+            parts = []
+            for part in ("train", "held_out"):
+                parts.append(self._single(part, number, domain))
             return self._tuned(name, base.source, number, tmp, folder, training, *parts)
 
         settings = self._settings(training) | {"number": number, "domain": domain}
@@ -384,7 +386,10 @@ class Stages(KeptStages):
         ) | sizes_of(model)
 
     def _costs(self, trained: trainers.Trained) -> dict:
-        return {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+        costs = {}
+        for of in ("trained_parameters", "optimizer_bytes"):
+            costs[of] = getattr(trained, of)
+        return costs
 
     def _loss(self, *found: list) -> dict:
         return loss_of(*found) | {"rows": self.counts}
@@ -449,7 +454,9 @@ class Stages(KeptStages):
             base = [python, r.pretrain.to_dict()]
         else:
             base = r.base_model and files_print(r.base_model)
-        given = [one.model and files_print(one.model) for one in r.specialists.values()]
+        given = []
+        for one in r.specialists.values():
+            given.append(one.model and files_print(one.model))
         if r.pretrain or any(s in SOURCES for d in r.domains.values() for s in d.sources):
             built_in = domains_key()
         else:

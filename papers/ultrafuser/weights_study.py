@@ -129,7 +129,10 @@ class TokenWeights:
     @property
     def mean(self) -> list[float]:
         """The mean weight of each specialist over the tokens."""
-        return [sum(of) / len(self.weights) for of in zip(*self.weights, strict=True)]
+        mean = []
+        for of in zip(*self.weights, strict=True):
+            mean.append(sum(of) / len(self.weights))
+        return mean
 
 
 def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
@@ -152,7 +155,9 @@ def page(
 ) -> str:
     """Return an HTML page of responses by domain."""
     S = len(specialists)
-    whole = [[float(s == own) for s in range(S)] for own in range(S)]
+    whole = []
+    for own in range(S):
+        whole.append([float(s == own) for s in range(S)])
     scale = " ".join(
         _token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True)
     )
@@ -220,10 +225,10 @@ class GateWeights(Finding):
 
     def over_seeds(self) -> list[list[float]]:
         """Return [domains][S], the mean over the seeds."""
-        return [
-            [statistics.fmean(cell) for cell in zip(*rows, strict=True)]
-            for rows in zip(*self.mean, strict=True)
-        ]
+        means = []
+        for rows in zip(*self.mean, strict=True):
+            means.append([statistics.fmean(cell) for cell in zip(*rows, strict=True)])
+        return means
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -236,14 +241,16 @@ class GateWeights(Finding):
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
         of_seeds = zip(self.domains, zip(*self.mean, strict=True), strict=True)
-        return [
-            (
-                domain,
-                f"{self.tokens[domain]:,}",
-                *(spread(cell) for cell in zip(*seeds, strict=True)),
+        rows = []
+        for domain, seeds in of_seeds:
+            rows.append(
+                (
+                    domain,
+                    f"{self.tokens[domain]:,}",
+                    *(spread(cell) for cell in zip(*seeds, strict=True)),
+                )
             )
-            for domain, seeds in of_seeds
-        ]
+        return rows
 
     def legend(self) -> str:
         """Return what the table's numbers are, in a line."""
@@ -270,17 +277,18 @@ def measure(process, rows: int | None) -> dict:
     mean = []
     by_row = []
     first: Stages = process.all[0]
-    places = {
-        domain: list(range(place.start, place.stop))[:rows]
-        for domain, place in places_of(first.counts).items()
-    }
+    places = {}
+    for domain, place in places_of(first.counts).items():
+        places[domain] = list(range(place.start, place.stop))[:rows]
     for number, stages in enumerate(process.all):
         fused = stages.fused()
         process.say(
             f"seed {process.seeds[number]}: the gate's weights of {fused.folder.parent.name}"
         )
         found = stages.weights(fused)
-        own = {domain: [found[place] for place in chosen] for domain, chosen in places.items()}
+        own = {}
+        for domain, chosen in places.items():
+            own[domain] = [found[place] for place in chosen]
         mean.append([_mean([token for row in one for token in row]) for one in own.values()])
         by_row.append([[_mean(row) for row in one] for one in own.values()])
         folders.append("/".join(fused.folder.parts[-2:]))

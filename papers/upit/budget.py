@@ -78,7 +78,9 @@ class Stages(study.Stages):
         """Return SWA (arXiv 1803.05407): the mean of the checkpoints from the second half of the
         steps of `prepared`.
         """
-        saved = {int(path.name.rpartition("-")[2]): path for path in saved_experts(tuned.folder)}
+        saved = {}
+        for path in saved_experts(tuned.folder):
+            saved[int(path.name.rpartition("-")[2])] = path
         late = [path for step, path in saved.items() if 2 * step > max(saved)]
 
         def make(tmp: Path, checkpoints: Path) -> dict:
@@ -132,7 +134,10 @@ def _summary(report: Report) -> list[str]:
     """Compare UpIT with every other method, and list held-out losses by step: they rise where the
     second schedule starts.
     """
-    names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
+    names = []
+    for entry in report.entries:
+        if entry.name not in (UPIT, "base"):
+            names.append(entry.name)
     upit = against(report.entries, UPIT, names)
     watched = [entry for entry in report.entries if entry.results[0].history]
     histories = {entry.name: _means(entry) for entry in watched}
@@ -152,4 +157,7 @@ def _summary(report: Report) -> list[str]:
 def _means(entry: Entry) -> dict[int, float]:
     """Return the held-out loss by step, the mean over the seeds."""
     histories = [dict(result.history) for result in entry.results]
-    return {step: statistics.fmean(history[step] for history in histories) for step in histories[0]}
+    means = {}
+    for step in histories[0]:
+        means[step] = statistics.fmean(history[step] for history in histories)
+    return means

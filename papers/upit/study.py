@@ -103,11 +103,10 @@ class Stages(DomainStages):
                 self._save(model, trained, tmp / "model")
                 return self._numbers(model, trained, lambda: self._load(tmp / "model"))
             weights = trained.state_dict()
-            pairs = {
-                name: weights[name].to(getattr(torch, self.recipe.dtype))
-                for name in weights
-                if "lora_" in name
-            }
+            pairs = {}
+            for name in weights:
+                if "lora_" in name:
+                    pairs[name] = weights[name].to(getattr(torch, self.recipe.dtype))
             with ranks.leading() as main:
                 if main:
                     lora_baseline.save_lora(model, tmp / "model", pairs)
@@ -193,9 +192,9 @@ class Stages(DomainStages):
                     found = expansion.expand_experts(
                         chosen, n, grown, base=known, seed=self.seed, **grows
                     )
-                    children = [
-                        (child.folder.name, list(child.parents)) for child in found.children
-                    ]
+                    children = []
+                    for child in found.children:
+                        children.append((child.folder.name, list(child.parents)))
                     os.rename(grown, tmp / "experts")
             children = ranks.agree(children)
             made["experts"] += [name for name, _ in children]
@@ -230,7 +229,10 @@ class Stages(DomainStages):
     def _rank(self, form: str) -> dict:
         """The settings of a form that determine how its model is built."""
         if form == "lora":
-            return {name: getattr(self.recipe.lora, name) for name in ("rank", "alpha")}
+            rank = {}
+            for name in ("rank", "alpha"):
+                rank[name] = getattr(self.recipe.lora, name)
+            return rank
         return {}
 
     def _tuned_dense(self, form: str, training: Training, folder: Path, callbacks=()) -> tuple:
@@ -354,11 +356,12 @@ class Stages(DomainStages):
             with ranks.leading() as main:
                 if main:
                     os.rename(checkpoints / "routers", tmp / "routers")
-            means = {
-                of: [statistics.fmean(getattr(one, of).sigmoid) for one in routed]
-                for of in ("before", "after")
-            }
-            course = {of: sum(getattr(one, of) for one in routed) for of in ("steps", "seconds")}
+            means = {}
+            for of in ("before", "after"):
+                means[of] = [statistics.fmean(getattr(one, of).sigmoid) for one in routed]
+            course = {}
+            for of in ("steps", "seconds"):
+                course[of] = sum(getattr(one, of) for one in routed)
             return course | means | {"buckets": dealt.buckets}
 
         settings = self._settings(training) | r.router.to_dict() | SKILLED
@@ -379,9 +382,9 @@ class Stages(DomainStages):
         routers = self.routers(form, pool)
 
         def make(folder: Path):
-            routed = [
-                router.load_routed(routers.folder / f"expert-{i}") for i in range(len(pool.experts))
-            ]
+            routed = []
+            for i in range(len(pool.experts)):
+                routed.append(router.load_routed(routers.folder / f"expert-{i}"))
             experts = [one.folder for one in routed]
             return self._assembled(experts, [one.vectors for one in routed], folder)
 
@@ -468,11 +471,10 @@ class Stages(DomainStages):
 
     def _assembled(self, experts: Sequence, vectors: Sequence[torch.Tensor] | None, folder: Path):
         """Assemble an MoE model on one process and load it on all."""
-        settings = {
-            name: value
-            for name, value in self.recipe.experts.to_dict().items()
-            if name != "num_experts"
-        }
+        settings = {}
+        for name, value in self.recipe.experts.to_dict().items():
+            if name != "num_experts":
+                settings[name] = value
         how = settings | {"base": self.base().folder, "seed": 42 + self.seed, "overwrite": True}
         with ranks.leading() as main:
             if main:

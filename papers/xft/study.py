@@ -89,9 +89,9 @@ class Stages(KeptStages):
         places = self.domains_of("held_out")
         order = sorted(range(len(places)), key=places.__getitem__)
         rows = {domain: places.count(i) for i, domain in enumerate(self.domains)}
-        parts = {
-            of: [getattr(result, of)[i] for i in order] for of in ("losses", "tokens", "exact")
-        }
+        parts = {}
+        for of in ("losses", "tokens", "exact"):
+            parts[of] = [getattr(result, of)[i] for i in order]
         return result._replace(rows=rows, **parts)
 
     def _mixture_rows(self) -> tuple:
@@ -203,7 +203,9 @@ class Stages(KeptStages):
             "by_domain": by_domain or None,
         }
         settings = self._settings(self.recipe.tune) | {"experts": experts}
-        settings |= {name: value for name, value in more.items() if value is not None}
+        for name, value in more.items():
+            if value is not None:
+                settings[name] = value
         return self._stage("moe", "moe", settings, [base], make)
 
     def mix(
@@ -228,9 +230,14 @@ class Stages(KeptStages):
             trained = self._train(
                 "mix", model, self._mixture_rows()[1], self.watched, training, folder
             )
-            layers = [module for module in model.modules() if isinstance(module, MergedMLP)]
+            layers = []
+            for module in model.modules():
+                if isinstance(module, MergedMLP):
+                    layers.append(module)
             logits = [ranks.whole(layer.mixing_logits) for layer in layers]
-            alpha = [mixing(row, None if soup else rate).tolist() for row in logits]
+            alpha = []
+            for row in logits:
+                alpha.append(mixing(row, None if soup else rate).tolist())
             course = course_of(trained)
             del model, layers, trained  # frees memory for the dense model
             self._merge(moe, tmp / "model", alpha=alpha)

@@ -180,7 +180,9 @@ def _mix_rows(process: Run) -> dict:
                 yield f"by {routing}: {name}", stages.by_domain(result)
 
     entries = process.collect(plan)
-    alpha = {entry.name: [result.alpha for result in entry.results] for entry in entries}
+    alpha = {}
+    for entry in entries:
+        alpha[entry.name] = [result.alpha for result in entry.results]
     moves = {}
     for name in alpha:
         if "learned" in name:
@@ -190,10 +192,10 @@ def _mix_rows(process: Run) -> dict:
     def summary(report: Report) -> list[str]:
         lines = []
         for routing in routings:
-            init, learned, fewer, held_back = (
-                f"by {routing}: {name}"
-                for name in ("INIT", "learned, own", "INIT, fewer", "learned, held back")
-            )
+            init = f"by {routing}: INIT"
+            learned = f"by {routing}: learned, own"
+            fewer = f"by {routing}: INIT, fewer"
+            held_back = f"by {routing}: learned, held back"
             lines += against(entries, init, [learned, fewer, held_back])
             lines += against(entries, fewer, [held_back])
         for name, move in moves.items():

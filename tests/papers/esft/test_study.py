@@ -166,8 +166,10 @@ def test_a_second_call_reads_what_is_there(made):
 
 
 def test_what_a_stage_depends_on_makes_another(made):
-    token = made.stages.selection("sums", "token", p=0.05)
-    assert made.stages.esft("sums", token, mix=0).folder != made.esft.folder
+    few = Stages(made.recipe.change(p__token=0.05), made.out, say=lambda text: None)
+    assert few.selection("sums", "token") != made.stages.selection("sums", "token")
+    alone = Stages(made.recipe.change(mix=0.0), made.out, say=lambda text: None)
+    assert alone.esft("sums", made.selection).folder != made.esft.folder
     assert made.stages.lora("sums", rank=1).folder != made.lora.folder
     other = Stages(
         made.recipe.change(esft__weight_decay=0.0), made.out, seed=1, say=lambda text: None

@@ -3,14 +3,11 @@ and what it refuses.
 """
 
 import json
-import math
 import re
 import statistics
 
 import pytest
 
-from moe_runtime.modules import moe as modules_moe
-from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.tables import Entry
 from papers.esft import tables as esft_tables
@@ -81,18 +78,6 @@ def test_a_table(command, recipe, out):
     assert any(f"seed {len(report.seeds)} of {len(report.seeds)}" in line for line in said)
 
 
-def test_the_lora_baseline_runs_in_our_kernels(recipe, out, monkeypatch):
-    calls = []
-    real = modules_moe.frozen_mlp
-    monkeypatch.setattr(
-        modules_moe, "frozen_mlp", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
-    )
-    stages = esft_tables.Stages(recipe.change(lora__training__steps=2), out, say=lambda text: None)
-    stages.lora("sums", rank=3)
-    # two layers of experts in each of two steps, and wherever the model is judged
-    assert len(calls) >= 2 * 2
-
-
 def test_again_is_instant_and_equal(recipe, out):
     # after test_a_table: the stages are there
     first, _ = make("main", recipe, out)
@@ -126,16 +111,6 @@ def test_what_the_methods_of_main_train(recipe, out):
         / report.entry("FFT").results[0].optimizer_bytes
     )
     assert bytes_share == pytest.approx(trained["ESFT-Gate"] / trained["FFT"], rel=0.02)
-
-
-def test_what_trains_with_all_else_is_tuned_as_fft(recipe, out):
-    stages = esft_tables.Stages(recipe.change(fft__learning_rate=2e-3), out, say=lambda text: None)
-    rates = {}
-    for flag in (False, True):
-        made = stages.esft("sums", stages.selection("sums", "token", non_expert_modules=flag))
-        made_of = json.loads((made.folder.parent / "result.json").read_text())["made_of"]
-        rates[flag] = made_of["settings"]["training"]["learning_rate"]
-    assert rates == {False: recipe.esft.learning_rate, True: 2e-3}
 
 
 def test_counts(recipe, out):
@@ -225,57 +200,3 @@ def test_tasks_that_a_model_answers_have_a_column(recipe, out):
         values["seeds"][0]["tasks"]["sums"]["exact_match"] == 0.75
         and values["exact_match"] == 0.375
     )
-
-
-def test_two_seeds_have_a_spread(recipe, out, tmp_path):
-    report, _ = make("main", recipe, out, overwrite=True)
-
-    def second(entry) -> list:
-        (one,) = entry.results
-        more = {
-            "general_loss": one.general_loss + 1,
-            "general_losses": [loss + 1 for loss in one.general_losses],
-        }
-        return [one, one._replace(**more, trained_parameters=one.trained_parameters + 10)]
-
-    both = other(report, second, seeds=(0, 1))
-    fft = both.general.entry("FFT")
-    assert fft.loss == pytest.approx(
-        report.general.entry("FFT").loss + 0.5
-    ) and fft.sd == pytest.approx(0.5**0.5)
-    methods = both.to_dict()["methods"]
-    assert [len(method["seeds"]) for method in methods] == [2] * 5 and methods[1][
-        "general_loss"
-    ] == fft.loss
-    assert methods[1]["trained_parameters"] == report.entry("FFT").results[0].trained_parameters + 5
-    assert "±" in both.rows()[1][7] and "2 seeds" in both.legend()
-    plots.save(plots.dots(both), tmp_path / "two.png")
-
-
-def test_a_method_that_diverged_on_general_text(recipe, out, tmp_path):
-    report, _ = make("main", recipe, out, overwrite=True)
-    nan = {"general_losses": [math.nan] * 12, "general_loss": math.nan}
-    bad = other(
-        report,
-        lambda entry: [r._replace(**nan) if entry.name == "LoRA" else r for r in entry.results],
-    )
-    plots.save(plots.dots(bad), tmp_path / "nan.png")
-    assert (
-        bad.general.comparison("LoRA").verdict == "not finite"
-        and bad.comparisons == report.comparisons
-    )
-    assert bad.to_dict()["methods"][2]["general_loss"] is None
-
-
-def test_tasks_beyond_three_have_no_columns(recipe, out):
-    report, _ = make("main", recipe, out, overwrite=True)
-    many = other(
-        report,
-        lambda e: [
-            r._replace(tasks={str(i): r.tasks["sums"] for i in range(4)}) for r in e.results
-        ],
-    )
-    assert [name for name, _ in many.columns()][:2] == ["method", "all tasks"]
-    assert {len(row) for row in many.rows()} == {len(many.columns())} and list(
-        many.to_dict()["tasks"]
-    ) == list("0123")

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from papers.engine.compare import compare
-from papers.engine.domains import by_domain
 from papers.ultrafuser import tables as ultrafuser_tables
 from papers.ultrafuser import weights_study as ultrafuser_weights_study
 from papers.ultrafuser.recipe import load_recipe
@@ -69,25 +67,6 @@ def test_ablate_compares_all_with_the_full_method(tables):
         )
         assert float(cells[3]) == pytest.approx(result.loss, abs=1e-4)
     assert rows[FULL][6] == "reference" and len({row[3] for row in rows.values()}) == len(rows)
-
-
-def test_marks_are_the_test_s_for_each_domain(tables):
-    report = tables.reports["ablate"]
-    tokens = report.entries[0].results[0].tokens
-    rows = report.entries[0].results[0].rows
-    start = 0
-    for domain, count in rows.items():
-        place = slice(start, start + count)
-        losses = {e.name: [result.losses[place] for result in e.results] for e in report.entries}
-        want = compare(losses, FULL, tokens[place])
-        assert report.of_domains[domain].comparisons == want
-        start += count
-    values = tables.json("ablate")
-    assert set(values["comparisons_of_domains"]) == set(rows) and values["rows"] == rows
-    first = values["methods"][0]
-    assert first["domains"] == pytest.approx(
-        by_domain(report.entries[0].results[0].losses, tokens, rows)
-    )
 
 
 def test_weights_are_means_over_tokens(tables):

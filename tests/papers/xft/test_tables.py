@@ -10,7 +10,6 @@ import pytest
 
 from papers.engine import plots, tables
 from papers.engine.compare import compare
-from papers.engine.domains import DomainReport, Judged
 from papers.engine.tables import Entry, Report
 from papers.xft import tables as xft_tables
 from papers.xft.recipe import load_recipe
@@ -94,16 +93,6 @@ def test_a_table(command, recipe, out):
     assert report.summary and any(f"seed {n} of {n}" in line for line in said)
 
 
-def test_again_computes_nothing_and_is_equal(recipe, out):
-    # after test_a_table: the stages are there
-    first, _ = make("table1", recipe, out)
-    written = times(out)
-    second, said = make("table1", recipe, out)
-    assert times(out) == written
-    assert second.rows() == first.rows() and second.summary == first.summary
-    assert not any("steps in" in line for line in said)
-
-
 @pytest.mark.slow
 def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     stages = joined_stages(tmp_path, monkeypatch)
@@ -148,31 +137,6 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
         tmp_path / "other",
     )
     assert len(with_one_domain.entries) == 5
-
-
-def test_the_numbers_are_the_models(recipe, out):
-    report, _ = make("table1", recipe, out)
-    by_name = {entry.name: entry.results[0] for entry in report.entries}
-    assert by_name["MoE"].parameters > by_name["MoE"].active_parameters > by_name["SFT"].parameters
-    assert (
-        by_name["XFT"].parameters
-        == by_name["EWA"].parameters
-        == by_name["SFT"].parameters
-        == by_name["base"].parameters
-    )
-    assert (
-        by_name["SFT"].steps == 6
-        and by_name["XFT"].steps == 2
-        and by_name["base"].loss != by_name["SFT"].loss
-    )
-    assert by_name["XFT"].total_seconds == pytest.approx(
-        by_name["MoE"].seconds + by_name["XFT"].seconds
-    )
-    one = report.comparison("XFT")
-    assert one.verdict in report.summary[0] or "gain" in report.summary[0]
-    assert one.difference == pytest.approx(
-        report.entry("XFT").loss - report.entry("SFT").loss, abs=1e-9
-    )
 
 
 def test_lambda_one_ignores_the_other_experts(recipe, out):
@@ -265,12 +229,6 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
     assert [entry.name for entry in report.entries] == ["SFT", "MoE", "XFT, lambda 0.5"]
 
 
-def test_a_file_in_the_way(recipe, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="Output folder .* is a file"):
-        xft_tables.run("table1", recipe, tmp_path / "file")
-
-
 # what follows is about the report alone: numbers made up, no model
 def result(name, losses, **changes) -> Result:
     tokens = [10 + i for i in range(len(losses))]
@@ -344,57 +302,6 @@ def test_one_seed_has_no_spread(tmp_path):
     assert "±" not in report.rows()[0][1] and "one seed" in report.legend()
     plots.save(plots.dots(report), tmp_path / "a" / "one.png")
     assert (tmp_path / "a" / "one.png").stat().st_size > 1000
-
-
-def test_exact_matches_have_a_column_where_a_model_has_one():
-    flags = {"SFT": [0] * 20, "right": [1] * 20, "old": None, "some": [0, 1] * 10}
-    entries = [Entry(name, [result(name, ROWS, exact=exact)] * 2) for name, exact in flags.items()]
-    names = {
-        "command": "table1",
-        "title": "t",
-        "source": "s",
-        "settings": {},
-        "seeds": (0, 1),
-        "reference": "SFT",
-    }
-    report = Report(entries=entries, **names)
-    place = [name for name, _ in report.columns()].index("exact match")
-    assert [row[place] for row in report.rows()] == [
-        "0.000",
-        "1.000+",
-        "",
-        "0.500+",
-    ] and "exact match: " in report.legend()
-    values = report.to_dict()
-    assert [method["exact_match"] for method in values["methods"]] == [0, 1, None, 0.5]
-    assert [one["name"] for one in values["exact_comparisons"]] == ["right", "some"]
-    zero, old = (
-        Report(entries=[entry], **names | {"reference": entry.name})
-        for entry in (entries[0], entries[2])
-    )
-    assert all("exact match" not in dict(report.columns()) for report in (zero, old))
-    assert "0 on all rows" in zero.legend() and "exact" not in old.legend()
-    # of domains, only those that a model answers
-    flags["right"] = [1] * 8 + [0] * 12
-    parts = [
-        {of: value for of, value in one.results[0]._asdict().items() if of in Judged._fields}
-        for one in entries
-    ]
-    judged = [
-        Judged(**part | {"rows": {"sums": 8, "text": 12}, "exact": flags[part["name"]]})
-        for part in parts
-    ]
-    entries = [Entry(one.name, [one, one]) for one in judged if one.name != "some"]
-    report = DomainReport(entries=entries, **names)
-    of_sums = [row[3] for row in report.rows()]
-    assert [name for name, _ in report.columns()][3:5] == ["exact sums", "all"] and of_sums == [
-        "0.000",
-        "1.000+",
-        "",
-    ]
-    assert "0 on text" in report.legend() and report.to_dict()["methods"][1][
-        "exact_of_domains"
-    ] == {"sums": 1, "text": 0}
 
 
 def test_methods_judged_on_other_rows_are_refused():

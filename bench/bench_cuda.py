@@ -196,7 +196,9 @@ def bench_cuda_layer(interleaved, shape):
             torch.mm(rows, weight.t(), out=h)
             torch.mm(h, weight, out=y)
 
-        variants = {f"moe_runtime {name}": layer.way(name) for name in names}
+        variants = {}
+        for name in names:
+            variants[f"moe_runtime {name}"] = layer.way(name)
         interleaved(
             {"dense matmuls (floor)": floor, **variants},
             flops=4 * T * K * H * I,

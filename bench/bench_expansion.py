@@ -18,7 +18,9 @@ def bench_gram(interleaved, shape):
     experts = base + 0.01 * torch.randn(shape.E, P, dtype=torch.bfloat16, device=DEVICE)
 
     def pairs():
-        rows = [expert.float() - base.float() for expert in experts]
+        rows = []
+        for expert in experts:
+            rows.append(expert.float() - base.float())
         return torch.stack([torch.stack([a.dot(b) for b in rows]) for a in rows])
 
     names = machine.runnable("gram", base.dtype)

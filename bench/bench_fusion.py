@@ -24,7 +24,9 @@ def step(size):
     T, H, S, V = size
     like = {"device": DEVICE, "dtype": DTYPE}
     hidden = [torch.randn(T, H, **like) for _ in range(S)]
-    heads = [torch.randn(V, H, **like) * H**-0.5 for _ in range(S)]
+    heads = []
+    for _ in range(S):
+        heads.append(torch.randn(V, H, **like) * H**-0.5)
     gate = torch.randn(T, S, device=DEVICE).softmax(-1)
     labels = torch.randint(0, V, (T,), device=DEVICE)
 

@@ -155,7 +155,8 @@ class Layer:
         """
         names = ["eager", "grouped_mm", *self.batched(notes)]
         if reason := machine.missing("transformers"):
-            notes |= {f"transformers {name}": reason for name in names}
+            for name in names:
+                notes[f"transformers {name}"] = reason
             names = []
         functions = {}
         for name in names:

@@ -52,7 +52,11 @@ def move(read: list[Path], written: Path, to: Path):
     """
 
     def files(folder: Path) -> list[Path]:
-        return [path for path in folder.rglob("*") if path.is_file()]
+        files = []
+        for path in folder.rglob("*"):
+            if path.is_file():
+                files.append(path)
+        return files
 
     buffer = memoryview(bytearray(PIECE))
 

@@ -109,7 +109,9 @@ class Tuned:
 def share(optimizer, parameters, state, part) -> None:
     """Give each expert's parameter the optimizer's state of its rows of a stack."""
     for e, parameter in enumerate(parameters):
-        views = {name: part(state[name])[e] for name in ("exp_avg", "exp_avg_sq")}
+        views = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            views[name] = part(state[name])[e]
         optimizer.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | views
 
 
@@ -128,6 +130,8 @@ def flops_of(size) -> int:
 def bench_xft_step(interleaved, size, dtype):
     with fits():
         tuned = Tuned(size, dtype)
-        variants = {name: tuned.step_of(name) for name in tuned.blocks}
+        variants = {}
+        for name in tuned.blocks:
+            variants[name] = tuned.step_of(name)
         held = functools.partial(clock.held_bytes, tuned.model, tuned.optimizers["moe_runtime"])
         interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype, held=held)

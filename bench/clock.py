@@ -201,7 +201,10 @@ def _memory(function) -> dict[str, float]:
     sizes = {"peak MiB": peak, "kept MiB": torch.cuda.memory_allocated()}
     del result
     # garbage of an earlier call may go while this one runs
-    return {name: max(size - before, 0) / 2**20 for name, size in sizes.items()}
+    memory = {}
+    for name, size in sizes.items():
+        memory[name] = max(size - before, 0) / 2**20
+    return memory
 
 
 def _check_context(name: str, error: Exception) -> None:

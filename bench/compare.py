@@ -94,13 +94,21 @@ class Comparison(NamedTuple):
 
     @property
     def regressions(self) -> list[Row | Missing]:
-        return [found for found in (*self.rows, *self.missing) if found.regression]
+        regressions = []
+        for found in (*self.rows, *self.missing):
+            if found.regression:
+                regressions.append(found)
+        return regressions
 
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compare what both files measured."""
-    one = {bench["name"]: bench["extra_info"] for bench in benchmarks(a)}
-    other = {bench["name"]: bench["extra_info"] for bench in benchmarks(b)}
+    one = {}
+    for bench in benchmarks(a):
+        one[bench["name"]] = bench["extra_info"]
+    other = {}
+    for bench in benchmarks(b):
+        other[bench["name"]] = bench["extra_info"]
     rows = []
     for name in one:
         if name in other:
@@ -122,7 +130,10 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
         return []
     notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
     why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
-    lost = [variant for variant in a["rows"] if variant not in rows]
+    lost = []
+    for variant in a["rows"]:
+        if variant not in rows:
+            lost.append(variant)
     missing = []
     for variant in lost:
         missing.append(Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)))
@@ -131,7 +142,10 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
     kind = b.get("kind", "op")
-    both = [variant for variant in a["rows"] if variant in b["rows"]]
+    both = []
+    for variant in a["rows"]:
+        if variant in b["rows"]:
+            both.append(variant)
     others = [
         b["rows"][name]["ms"] / a["rows"][name]["ms"] for name in both if not _is_ours(name, kind)
     ]
@@ -186,11 +200,16 @@ def _warnings(one: dict, other: dict) -> list[str]:
         return ["the files have no benchmark in common"]
     warnings = []
     for key in SAME:
-        pairs = {(one[name].get(key), other[name].get(key)) for name in both}
+        pairs = set()
+        for name in both:
+            pairs.add((one[name].get(key), other[name].get(key)))
         for a, b in sorted(pairs, key=str):
             if a != b and None not in (a, b):
                 warnings.append(f"{key} differs: {a} and {b}")
-    few = [name for name in both if _rounds(one[name], other[name]) < ROUNDS]
+    few = []
+    for name in both:
+        if _rounds(one[name], other[name]) < ROUNDS:
+            few.append(name)
     if few:
         warnings.append(
             f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions"
@@ -199,7 +218,10 @@ def _warnings(one: dict, other: dict) -> list[str]:
         limits = []
         for name in both:
             limits.append((one[name].get("ceilings", {}), other[name].get("ceilings", {})))
-        ratios = [b[unit] / a[unit] for a, b in limits if unit in a and unit in b]
+        ratios = []
+        for a, b in limits:
+            if unit in a and unit in b:
+                ratios.append(b[unit] / a[unit])
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
             warnings.append(
                 f"the machine's own {unit} are {times:.2f} times as many in the second file"

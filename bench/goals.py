@@ -31,7 +31,11 @@ class Goal(NamedTuple):
 
 
 def _layers(function: str, *tokens: int, names=tuple(shapes.GPU)) -> list[str]:
-    return [f"{function}[{name}-{T}-bf16]" for T in tokens for name in names]
+    layers = []
+    for T in tokens:
+        for name in names:
+            layers.append(f"{function}[{name}-{T}-bf16]")
+    return layers
 
 
 def _share(rows):
@@ -63,7 +67,11 @@ def _gradients(rows):
 
 
 def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
-    return [f"{function}[{name}-{way}]" for name in names for way in ways]
+    each = []
+    for name in names:
+        for way in ways:
+            each.append(f"{function}[{name}-{way}]")
+    return each
 
 
 def _estimated(rows):
@@ -295,7 +303,10 @@ def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
             # not measured; memory that is none
             with contextlib.suppress(KeyError, ZeroDivisionError):
                 values[name] = goal.value(found)
-        met = [name for name, value in values.items() if goal.met(value)]
+        met = []
+        for name, value in values.items():
+            if goal.met(value):
+                met.append(name)
         ordered = []
         for value in sorted(values.values(), reverse=goal.most is not None):
             ordered.append(f"{value:.2f}")

@@ -41,7 +41,10 @@ def layer(benches: list[Bench]):
 def ratios(bench: Bench) -> dict[str, float]:
     """Return every time as a multiple of ours."""
     ours = bench.rows[ordered(bench.rows)[0]]["ms"]
-    return {name: row["ms"] / ours for name, row in bench.rows.items()}
+    ratios = {}
+    for name, row in bench.rows.items():
+        ratios[name] = row["ms"] / ours
+    return ratios
 
 
 def _layer_tokens(bench: Bench) -> str:
@@ -50,7 +53,9 @@ def _layer_tokens(bench: Bench) -> str:
 
 
 def _layer_bars(benches: list[Bench]):
-    heights = [frame.bars_height(len(bench.rows)) + 0.15 for bench in benches]
+    heights = []
+    for bench in benches:
+        heights.append(frame.bars_height(len(bench.rows)) + 0.15)
     figure, all_axes = frame.grid(LAYER_TITLE, benches, heights)
     for axes, bench in zip(all_axes, benches):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
@@ -69,7 +74,9 @@ def _layer_dots(benches: list[Bench]):
         panel = (PASSES[bench.function], _layer_tokens(bench), bench.dtype)
         panels.setdefault(panel, []).append(bench)
         names.extend(bench.rows)
-    heights = [1.1 + 0.3 * len(group) for group in panels.values()]
+    heights = []
+    for group in panels.values():
+        heights.append(1.1 + 0.3 * len(group))
     figure, all_axes = frame.grid(LAYER_TITLE, benches, heights)
     for axes, (panel, group) in zip(all_axes, panels.items()):
         for y, bench in enumerate(group):
@@ -112,7 +119,9 @@ def throughput(benches: list[Bench]):
         return None
     for group in panels.values():
         group.sort(key=lambda bench: bench.tokens)
-    heights = [2.7 + 0.15 * len(_losses(group)) for group in panels.values()]
+    heights = []
+    for group in panels.values():
+        heights.append(2.7 + 0.15 * len(_losses(group)))
     title = "Experts of one layer: tokens/s against tokens"
     figure, all_axes = frame.grid(title, measured, heights, base=1.9)
     for axes, (title, group) in zip(all_axes, panels.items()):

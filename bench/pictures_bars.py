@@ -334,7 +334,9 @@ def grid(
     what is around them.
     """
     columns = min(columns, len(heights))
-    rows = [max(heights[i : i + columns]) for i in range(0, len(heights), columns)]
+    rows = []
+    for i in range(0, len(heights), columns):
+        rows.append(max(heights[i : i + columns]))
     figure = figure_of(title, benches, base + sum(rows))
     all_axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
     for axes in all_axes[len(heights) :]:
@@ -350,10 +352,15 @@ def memory(benches: list[Bench]):
     """Draw what each implementation keeps for the backward pass, per token; None if it was not
     measured.
     """
-    measured = [bench for bench in benches if _column(bench, SAVED)]
+    measured = []
+    for bench in benches:
+        if _column(bench, SAVED):
+            measured.append(bench)
     if not measured:
         return None
-    heights = [bars_height(len(_column(bench, SAVED))) for bench in measured]
+    heights = []
+    for bench in measured:
+        heights.append(bars_height(len(_column(bench, SAVED))))
     title = "Kept for the backward pass, per token of one layer"
     figure, all_axes = grid(title, measured, heights)
     has_formula = False
@@ -374,14 +381,21 @@ def memory(benches: list[Bench]):
 
 
 def _column(bench: Bench, column: str) -> dict[str, float]:
-    return {name: row[column] for name, row in bench.rows.items() if column in row}
+    result = {}
+    for name, row in bench.rows.items():
+        if column in row:
+            result[name] = row[column]
+    return result
 
 
 def xft(benches: list[Bench]):
     """Draw tokens/s and memory of XFT's tuning step, the whole where a file has it; None if it was
     not measured.
     """
-    measured = [bench for bench in benches if bench.function == "bench_xft_step"]
+    measured = []
+    for bench in benches:
+        if bench.function == "bench_xft_step":
+            measured.append(bench)
     panels = []
     for bench in measured:
         memory = "total MiB" if _column(bench, "total MiB") else "peak MiB"
@@ -390,7 +404,9 @@ def xft(benches: list[Bench]):
                 panels.append((bench, column))
     if not panels:
         return None
-    heights = [bars_height(len(_column(*panel))) for panel in panels]
+    heights = []
+    for panel in panels:
+        heights.append(bars_height(len(_column(*panel))))
     columns = 1 if all(column == "tokens/s" for _, column in panels) else 2
     title = "XFT: a tuning step, random weights"
     figure, all_axes = grid(title, measured, heights, columns)
@@ -418,7 +434,9 @@ def breakdown(benches: list[Bench]):
         plain(axes, f"{bench.shape}, {bench.dtype}")
         axes.grid(axis="y", visible=False)
     ours = style("moe_runtime")[0]
-    same = [patch(color=colour, label=part) for part, colour in SHARED.items()]
+    same = []
+    for part, colour in SHARED.items():
+        same.append(patch(color=colour, label=part))
     forward = patch(color=ours, label="experts forward (colour of each)")
     legend(figure, [*same, forward, patch(color=ours, alpha=0.55, label="experts backward")])
     return figure
@@ -435,7 +453,10 @@ def parts(bench: Bench) -> dict[str, dict[str, float]]:
         implementation, _, part = name.rpartition(": ")
         if part in EXPERTS:
             found.setdefault(implementation or "moe_runtime", {})[part] = value
-    return {name: shared | found[name] for name in ordered(found)}
+    parts = {}
+    for name in ordered(found):
+        parts[name] = shared | found[name]
+    return parts
 
 
 def _stack(axes, bench: Bench) -> None:

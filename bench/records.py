@@ -81,7 +81,11 @@ class Records:
 
     def done(self) -> set[str]:
         """Return the benchmarks that need not run again."""
-        return {line["name"] for line in self.lines() if STATES & line.keys()}
+        done = set()
+        for line in self.lines():
+            if STATES & line.keys():
+                done.add(line["name"])
+        return done
 
     def measured_with(self, tiles: str) -> set[str]:
         """Return the benchmarks whose last results are of these launch configs."""
@@ -89,7 +93,11 @@ class Records:
         for line in self.lines():
             if STATES & line.keys():
                 last[line["name"]] = line.get("extra_info", {})
-        return {name for name, info in last.items() if info.get("tiles") == tiles}
+        measured_with = set()
+        for name, info in last.items():
+            if info.get("tiles") == tiles:
+                measured_with.add(name)
+        return measured_with
 
     def planned(self) -> int:
         """Return how many benchmarks the last run had before it when it began."""
@@ -152,7 +160,10 @@ def benchmarks(path: str | Path) -> list[dict]:
 
 def _benchmarks(path: Path) -> list[dict]:
     if path.suffix == ".jsonl":
-        found = [line for line in Records(path).lines() if "extra_info" in line]
+        found = []
+        for line in Records(path).lines():
+            if "extra_info" in line:
+                found.append(line)
     else:
         listed = read_json(path).get("benchmarks", [])
         if not isinstance(listed, list):

@@ -37,9 +37,13 @@ def cpu_table(rows: dict) -> str:
         for dtype in ("fp32", "bf16"):
             for function in PASSES:
                 places.append((shape, dtype, function))
-    names = [f"{function}[{shape}-{dtype}]" for shape, dtype, function in places]
+    names = []
+    for shape, dtype, function in places:
+        names.append(f"{function}[{shape}-{dtype}]")
     variants = ordered(variant for name, variant in rows if name in names)
-    heads = [variant.removesuffix(" (floor)") for variant in variants]
+    heads = []
+    for variant in variants:
+        heads.append(variant.removesuffix(" (floor)"))
     lines = [
         "| shape | dtype | pass | " + " | ".join(heads) + " |",
         "|---|---|---|" + "---|" * len(variants),
@@ -110,7 +114,9 @@ def tables(paths: list[str | Path]) -> str:
 def _table(function: str, found: dict[str, dict]) -> list[str]:
     """Return the lines of one function's table."""
     variants = list(dict.fromkeys(name for rows in found.values() for name in rows))
-    short = {name: name.partition("[")[2].rstrip("]") or "all" for name in found}
+    short = {}
+    for name in found:
+        short[name] = name.partition("[")[2].rstrip("]") or "all"
     cells = {}
     for name, rows in found.items():
         for variant, row in rows.items():
@@ -232,8 +238,14 @@ def text(paths: list[Path]) -> str:
     """Return the whole report: machine, tests, goals, the tables of stock models and layers on a
     CPU, every other table.
     """
-    rows = {key: row for path in paths for key, row in rows_of(path).items()}
-    parts = [part for part in (machine(paths), outcomes(paths)) if part]
+    rows = {}
+    for path in paths:
+        for key, row in rows_of(path).items():
+            rows[key] = row
+    parts = []
+    for part in (machine(paths), outcomes(paths)):
+        if part:
+            parts.append(part)
     for table in (cpu_table, steps_table):
         with contextlib.suppress(KeyError):  # of what was not measured, or is a GPU's
             parts.append(table(rows))
@@ -322,7 +334,10 @@ def whole(paths: list[Path]) -> str:
 
 def goals_of(paths: list[Path]) -> str:
     """Return the goals alone."""
-    rows = {key: row for path in paths for key, row in rows_of(path).items()}
+    rows = {}
+    for path in paths:
+        for key, row in rows_of(path).items():
+            rows[key] = row
     return goals(rows, GOALS if _is_gpu(paths) else CPU_GOALS)
 
 

@@ -118,7 +118,9 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
                 f"{path} contains {kind[1]} results. Choose another file than {target} for "
                 f"{kind[0]} ones"
             )
-    asked = {bench["extra_info"].get("asked", rounds) for bench in begun}
+    asked = set()
+    for bench in begun:
+        asked.add(bench["extra_info"].get("asked", rounds))
     if other := asked - {rounds}:
         raise ValueError(
             f"rounds is {rounds}, but {lines} was started with {min(other)}. Pass the same, or "
@@ -223,7 +225,10 @@ def gather(lines: Path, target: Path | None) -> Outcome:
     What failed stays out of both, so that the same command tries it again.
     """
     records = Records(lines)
-    last = {line["name"]: line for line in records.lines() if STATES & line.keys()}
+    last = {}
+    for line in records.lines():
+        if STATES & line.keys():
+            last[line["name"]] = line
     states = {}
     for state in ("failed", "skipped"):
         states[state] = {k: v[state] for k, v in last.items() if state in v}
@@ -233,7 +238,10 @@ def gather(lines: Path, target: Path | None) -> Outcome:
     for bench in (*_there(target), *benchmarks(lines)):
         found[bench["name"]] = bench
     # what failed now is no longer what an earlier run measured
-    names = [name for name in found if name not in states["failed"]]
+    names = []
+    for name in found:
+        if name not in states["failed"]:
+            names.append(name)
     kept = []
     for name in names:
         kept.append({key: found[name][key] for key in ("name", "extra_info")})
@@ -241,7 +249,9 @@ def gather(lines: Path, target: Path | None) -> Outcome:
         newest = next(
             (bench for bench in reversed(benchmarks(lines)) if bench["name"] in names), kept[-1]
         )
-        about = {key: newest["extra_info"].get(key) for key in machine.describe()}
+        about = {}
+        for key in machine.describe():
+            about[key] = newest["extra_info"].get(key)
         atomic_write_json(target, {"about": about, "benchmarks": kept, **states})
     if states["failed"]:
         left = []

@@ -337,7 +337,9 @@ def _show(
 
 def verdict(results: dict) -> str:
     """Return sentences that compare XFT with every SFT of the table."""
-    losses = {row["model"]: row["loss"] for row in results["rows"]}
+    losses = {}
+    for row in results["rows"]:
+        losses[row["model"]] = row["loss"]
     merged = losses["merged"]
     best = results["best_sft"]
     rates = [name for name in losses if name.startswith("SFT")]

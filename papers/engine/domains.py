@@ -220,13 +220,17 @@ class DomainStages(KeptStages):
     @property
     def train_rows(self):
         """The tokenized training examples of all domains."""
-        parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
+        parts = []
+        for domain in self.recipe.domains:
+            parts.append(self.part(f"{domain}-train"))
         return data.require("datasets").concatenate_datasets(parts)
 
     @property
     def held_out(self):
         """The tokenized evaluation examples; the same for every stage and seed."""
-        parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
+        parts = []
+        for domain in self.recipe.domains:
+            parts.append(self.part(f"{domain}-held_out"))
         return data.require("datasets").concatenate_datasets(parts)
 
     @property
@@ -288,12 +292,17 @@ class DomainStages(KeptStages):
         """
         r = self.recipe
         built_in = domains_key()
-        sources = [source for d in r.domains.values() for source in d.sources]
+        sources = []
+        for d in r.domains.values():
+            for source in d.sources:
+                sources.append(source)
         rows = []
         for source in sources:
             rows.append(built_in if source in SOURCES else files_print(source))
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        domains = {}
+        for name, domain in r.domains.items():
+            domains[name] = domain.to_dict()
         return hash_of(
             {
                 "format": self.FORMAT,
@@ -367,7 +376,9 @@ def mean_distance(counts: Mapping[str, list]) -> float:
     one.
     """
     pairs = itertools.combinations(shares(counts).values(), 2)
-    distances = [(a - b).abs().sum(-1).mean().item() / 2 for a, b in pairs]
+    distances = []
+    for a, b in pairs:
+        distances.append((a - b).abs().sum(-1).mean().item() / 2)
     return statistics.fmean(distances) if distances else 0.0
 
 
@@ -377,7 +388,9 @@ def picture(title: str, routed: Mapping[str, Sequence[Routed]]):
 
     `routed` holds a stage's result for every seed. Methods may have different numbers of experts.
     """
-    columns = [_spaced(len(results[0].layers)) for results in routed.values()]
+    columns = []
+    for results in routed.values():
+        columns.append(_spaced(len(results[0].layers)))
     rows = len(routed)
     widest = max(map(len, columns))
     figure, axes = new_figure(
@@ -420,4 +433,7 @@ def _spaced(layers: int) -> list[int]:
     """
     if layers <= LAYERS:
         return list(range(layers))
-    return [round(i * (layers - 1) / (LAYERS - 1)) for i in range(LAYERS)]
+    spaced = []
+    for i in range(LAYERS):
+        spaced.append(round(i * (layers - 1) / (LAYERS - 1)))
+    return spaced

@@ -428,7 +428,10 @@ def curves(report):
     others' are in the legend.
     """
     figure, axes = figure_of(report, (7.2, 5.6))
-    watched = [entry for entry in report.entries if entry.results[0].history]
+    watched = []
+    for entry in report.entries:
+        if entry.results[0].history:
+            watched.append(entry)
     for entry, (colour, marker) in zip(watched, cycle(len(watched))):
         ways = [result.history for result in entry.results]
         for way in ways:
@@ -465,7 +468,10 @@ def _near(values: Mapping[str, float], reference: str) -> set[str]:
     for name, value in values.items():
         if math.isfinite(value):
             apart[name] = abs(value - values[reference])
-    others = [distance for name, distance in apart.items() if name != reference]
+    others = []
+    for name, distance in apart.items():
+        if name != reference:
+            others.append(distance)
     limit = FAR * statistics.median(others) if len(others) > 1 else 0
     near = set()
     for name, distance in apart.items():

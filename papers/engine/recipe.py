@@ -83,7 +83,9 @@ def _check_nodes(node: yaml.Node | None) -> None:
                 twice = None
             if twice is not None:
                 raise ValueError(f"duplicate key {shown(twice, 80)}{node.start_mark}")
-            stack += [part for pair in node.value for part in pair]
+            for pair in node.value:
+                for part in pair:
+                    stack.append(part)
         elif isinstance(node, yaml.SequenceNode):
             stack += node.value
 
@@ -147,7 +149,10 @@ class Rows(Node):
         value = getattr(self, part)
         split = self.split if part == "train" else self.held_out_split
         found = value if isinstance(value, list) else [Source(source=value)] if value else []
-        return [one.change(split=one.split or split) for one in found]
+        listed = []
+        for one in found:
+            listed.append(one.change(split=one.split or split))
+        return listed
 
     @property
     def sources(self) -> list[str]:

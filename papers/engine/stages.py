@@ -464,7 +464,10 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     known = {tuple(ids) for name in domains for ids in found[f"{name}-held_out"]["input_ids"]}
     for name in domains:
         ids = found[f"{name}-train"]["input_ids"]
-        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
+        left = []
+        for place, row in enumerate(ids):
+            if tuple(row) not in known:
+                left.append(place)
         if not left:
             raise ValueError(
                 f"All examples of {name}, truncated to {max_length} tokens, are in the domains' "

@@ -78,6 +78,9 @@ class Entry:
     def to_dict(self, seeds: Sequence[int]) -> dict:
         """Return the numbers of the entry and of every seed, JSON-ready after `finite`."""
         first = self.results[0]
+        of_seeds = []
+        for seed, result in zip(seeds, self.results, strict=True):
+            of_seeds.append({"seed": seed, **_of_seed(result)})
         return {
             "name": self.name,
             "loss": self.loss,
@@ -87,10 +90,7 @@ class Entry:
             "parameters": first.parameters,
             "active_parameters": first.active_parameters,
             "train_seconds": self.seconds,
-            "seeds": [
-                {"seed": seed, **_of_seed(result)}
-                for seed, result in zip(seeds, self.results, strict=True)
-            ],
+            "seeds": of_seeds,
         }
 
 
@@ -325,7 +325,10 @@ def environment() -> dict:
 def finite(value):
     """Return JSON-ready values, with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
-        return {str(key): finite(one) for key, one in value.items()}
+        result = {}
+        for key, one in value.items():
+            result[str(key)] = finite(one)
+        return result
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     if isinstance(value, Path):
@@ -387,7 +390,10 @@ class Run:
                     f"seed {number} of {len(self.all)}: {name}, held-out loss {result.loss:.4f}"
                 )
                 found.setdefault(name, []).append(result)
-        return [Entry(name, results) for name, results in found.items()]
+        collect = []
+        for name, results in found.items():
+            collect.append(Entry(name, results))
+        return collect
 
 
 class Command(NamedTuple):
@@ -492,7 +498,9 @@ def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
     """
 
     def summary(report: Report) -> list[str]:
-        losses = {name: report.entry(name).loss for name in names}
+        losses = {}
+        for name in names:
+            losses[name] = report.entry(name).loss
         lowest = min(losses, key=losses.__getitem__)
         below = []
         for name in losses:

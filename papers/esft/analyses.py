@@ -140,7 +140,9 @@ def token_shares(
     check_selection(model, selection)
     check_positive("max_length", max_length)
     found = []
-    modes = [(module, module.training) for module in model.modules()]
+    modes = []
+    for module in model.modules():
+        modes.append((module, module.training))
     device = getattr(model, "device", None) or next(model.parameters()).device
     model.eval()
     try:
@@ -194,7 +196,9 @@ def _pieces(
 
 def _check(scores: Iterable[ExpertScores], name: str) -> None:
     scores = list(scores)
-    shapes = {(one.layers, one.num_experts, one.num_shared) for one in scores}
+    shapes = set()
+    for one in scores:
+        shapes.add((one.layers, one.num_experts, one.num_shared))
     if len(shapes) != 1:
         problem = "empty" if not shapes else f"of {len(shapes)} kinds of models"
         raise ValueError(f"{name} must be scores of one model's layers, but is {problem}")

@@ -28,8 +28,12 @@ def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a
     for task, means, sds, (colour, marker) in zip(
         mass.tasks, mass.cumulative, mass.cumulative_sd, looks, strict=True
     ):
-        low = [mean + -1 * sd for mean, sd in zip(means, sds, strict=True)]
-        high = [mean + 1 * sd for mean, sd in zip(means, sds, strict=True)]
+        low = []
+        for mean, sd in zip(means, sds, strict=True):
+            low.append(mean + -1 * sd)
+        high = []
+        for mean, sd in zip(means, sds, strict=True):
+            high.append(mean + 1 * sd)
         axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(ranks, means, color=colour, marker=marker, markersize=4, label=task)
     axes.plot(
@@ -148,7 +152,10 @@ def _counts(process: Run) -> dict:
     note = f"{found[0].num_experts} routed experts in each of {len(found[0].layers)} layers."
 
     def summary(report: Study) -> list[str]:
-        return [f"{name}: {path}" for name, path in report.files.items()]
+        summary = []
+        for name, path in report.files.items():
+            summary.append(f"{name}: {path}")
+        return summary
 
     return {"found": found, "table": table, "note": note, "files": files, "summary": summary}
 

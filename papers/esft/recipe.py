@@ -297,7 +297,9 @@ class EsftRecipe(Node):
     def _check_recipe(self):
         check_base(self)
         check_names("tasks", self.tasks)
-        prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
+        prompts = set()
+        for part in (*self.tasks.values(), self.general):
+            prompts.add(part.prompt)
         if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
             raise ValueError(
                 "No task may be named 'general', and all must use one chat template ('deepseek', "

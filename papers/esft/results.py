@@ -65,12 +65,21 @@ def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
     """
     first = next(iter(parts.values()))
     count = len(parts)
-    losses = [value for one in parts.values() for value in one.losses]
-    tokens = [value for one in parts.values() for value in one.tokens]
+    losses = []
+    for one in parts.values():
+        for value in one.losses:
+            losses.append(value)
+    tokens = []
+    for one in parts.values():
+        for value in one.tokens:
+            tokens.append(value)
     if None in (one.exact for one in parts.values()):
         exact = None
     else:
-        exact = [flag for one in parts.values() for flag in one.exact]
+        exact = []
+        for one in parts.values():
+            for flag in one.exact:
+                exact.append(flag)
     general = []
     for row in zip(*(one.general_losses for one in parts.values()), strict=True):
         general.append(sum(row) / count)

@@ -221,7 +221,9 @@ class Stages(KeptStages):
         sources = []
         for one in (*r.tasks.values(), r.general):
             sources.extend(one.sources)
-        rows = [made_of.get(source) or files_print(source) for source in sources]
+        rows = []
+        for source in sources:
+            rows.append(made_of.get(source) or files_print(source))
         how = [r.max_length, r.pack, r.drop_bos]
         return hash_of(
             {

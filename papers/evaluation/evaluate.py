@@ -293,54 +293,50 @@ def _problem(sample: dict, metric: str, is_ours: bool) -> dict:
 
 
 def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
-    stats = require("scipy.stats")
-    rows = []
     of_reference = {}
     for score in scores:
         if score.model == reference:
-            of_reference[(score.task, score.metric)] = score
+            of_reference[score.task, score.metric] = score
+    comparisons = []
     for score in scores:
         other = of_reference[score.task, score.metric]
-        if score is other or not score.values or len(score.values) != len(other.values):
-            continue
-        differences = []
-        for a, b in zip(score.values, other.values, strict=True):
-            differences.append(a - b)
-        gained = sum(d > 0 for d in differences)
-        lost = sum(d < 0 for d in differences)
-        is_binary = set(score.values) | set(other.values) <= {0, 1}
-        if not gained + lost:
-            p = 1.0
-        elif is_binary:
-            p = float(stats.binomtest(gained, gained + lost).pvalue)
-        else:
-            p = float(stats.wilcoxon([d for d in differences if d]).pvalue)
-        rows.append(
-            (
-                score,
-                gained,
-                lost,
-                "McNemar's exact test" if is_binary else "Wilcoxon's test",
-                p,
-                sum(differences),
-            )
-        )
-    corrected = holm([row[4] for row in rows])
+        if score is not other and score.values and len(score.values) == len(other.values):
+            comparisons.append(_difference(score, other))
+    corrected = holm([one.p for one in comparisons])
     return [
-        Comparison(
-            score.task,
-            score.metric,
-            score.model,
-            reference,
-            gained,
-            lost,
-            test,
-            p,
-            q,
-            VERDICTS[2] if q > LEVEL or not total else VERDICTS[1] if total > 0 else VERDICTS[0],
-        )
-        for (score, gained, lost, test, p, total), q in zip(rows, corrected, strict=True)
+        one._replace(p_corrected=q, verdict=one.verdict if q <= LEVEL else VERDICTS[2])
+        for one, q in zip(comparisons, corrected, strict=True)
     ]
+
+
+def _difference(score: Score, other: Score) -> Comparison:
+    """Compare two models on a task; p and the verdict are not corrected yet."""
+    stats = require("scipy.stats")
+    differences = [a - b for a, b in zip(score.values, other.values, strict=True)]
+    moved = [difference for difference in differences if difference]
+    gained = sum(difference > 0 for difference in moved)
+    is_binary = set(score.values) | set(other.values) <= {0, 1}
+    p = 1.0
+    if moved and is_binary:
+        p = float(stats.binomtest(gained, len(moved)).pvalue)
+    elif moved:
+        p = float(stats.wilcoxon(moved).pvalue)
+    total = sum(differences)
+    verdict = VERDICTS[2]
+    if total:
+        verdict = VERDICTS[1] if total > 0 else VERDICTS[0]
+    return Comparison(
+        task=score.task,
+        metric=score.metric,
+        model=score.model,
+        reference=other.model,
+        gained=gained,
+        lost=len(moved) - gained,
+        test="McNemar's exact test" if is_binary else "Wilcoxon's test",
+        p=p,
+        p_corrected=p,
+        verdict=verdict,
+    )
 
 
 def _notes(

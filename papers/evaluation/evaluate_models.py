@@ -115,7 +115,10 @@ def _kind(folder: str, base: str | None) -> str:
     adapter.
     """
     path = Path(folder)
-    found = [kind for kind, mark in KINDS.items() if (path / mark).is_file()]
+    found = []
+    for kind, mark in KINDS.items():
+        if (path / mark).is_file():
+            found.append(kind)
     is_model = (path / "config.json").is_file() or not path.is_dir()
     if base is not None:
         found = [kind for kind in found if kind != "fused"]
@@ -368,7 +371,9 @@ class FusedLM:
         self.fuser = fuser
         self.batch_size = batch_size
         self.cache_hook = None
-        configs = [model.config.get_text_config() for model in fuser.specialists]
+        configs = []
+        for model in fuser.specialists:
+            configs.append(model.config.get_text_config())
         self.max_length = min(
             getattr(config, "max_position_embeddings", None) or 2048 for config in configs
         )

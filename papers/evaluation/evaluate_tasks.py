@@ -249,7 +249,9 @@ _WRITE = "Write a solution to the following problem:\n```python\n{code}\n```"
 
 
 def _human_eval(row: dict, chat: bool) -> dict | None:
-    parts = [row.get(name) for name in ("prompt", "test", "entry_point")]
+    parts = []
+    for name in ("prompt", "test", "entry_point"):
+        parts.append(row.get(name))
     if not all(isinstance(part, str) for part in parts):
         return None
     code = parts[0].rstrip() if chat else parts[0]
@@ -503,7 +505,9 @@ def _configured(asked: Asked, choices: Choices):
     examples.
     """
     task = asked.task
-    rows = [asked.task.problem(row, choices.chat) for row in asked.rows]
+    rows = []
+    for row in asked.rows:
+        rows.append(asked.task.problem(row, choices.chat))
     shots = choices.shots or 0
     if shots >= len(rows):
         raise ValueError(

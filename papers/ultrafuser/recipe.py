@@ -144,7 +144,10 @@ class FuserRecipe(Node):
     @property
     def templates(self) -> list[str]:
         """The specialists' templates, in their order."""
-        return [one.template for one in self.specialists.values()]
+        templates = []
+        for one in self.specialists.values():
+            templates.append(one.template)
+        return templates
 
     @property
     def further_stage(self) -> Stage:
@@ -182,7 +185,9 @@ def check_models(recipe: FuserRecipe) -> None:
         check_source(name, source)
     if not given:
         return  # all are of one base
-    sizes = {name: hidden_size(source, name) for name, source in named.items()}
+    sizes = {}
+    for name, source in named.items():
+        sizes[name] = hidden_size(source, name)
     if recipe.pretrain is not None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
     if not recipe.joint and len(set(sizes.values())) > 1:

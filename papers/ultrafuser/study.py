@@ -61,7 +61,10 @@ def study_rows(encoder: Encoder, recipe: FuserRecipe) -> dict:
                 _encoded(encoder, recipe, name, pairs[name][0], domain.limit, prompts)
             )
     concatenate = data.require("datasets").concatenate_datasets
-    return {part: concatenate(rows) for part, rows in parts.items()}
+    study_rows = {}
+    for part, rows in parts.items():
+        study_rows[part] = concatenate(rows)
+    return study_rows
 
 
 def _encoded(
@@ -203,7 +206,9 @@ class Stages(KeptStages):
         training = r.further_stage
 
         def make(tmp: Path, folder: Path) -> dict:
-            parts = [self._single(part, number) for part in ("train", "held_out")]
+            parts = []
+            for part in ("train", "held_out"):
+                parts.append(self._single(part, number))
             trainer = partial(
                 fuser_training.SampledTrainer, sampler=self._sampler(training, r.balanced)
             )
@@ -224,7 +229,9 @@ class Stages(KeptStages):
     def gate(self, balanced: bool | None = None) -> Judged:
         """Return the fused specialists with only the gate trained: stage 1."""
         balanced = self.recipe.balanced if balanced is None else balanced
-        specialists = [self.specialist(name) for name in self.names]
+        specialists = []
+        for name in self.names:
+            specialists.append(self.specialist(name))
 
         def make(tmp: Path, folder: Path) -> dict:
             sources = [one.source for one in specialists]
@@ -249,7 +256,9 @@ class Stages(KeptStages):
         if two_stage:
             parents = [self.gate(balanced)]
         else:
-            parents = [self.specialist(name) for name in self.names]
+            parents = []
+            for name in self.names:
+                parents.append(self.specialist(name))
 
         def make(tmp: Path, folder: Path) -> dict:
             # under mixed precision accelerate converts what FSDP2 shards to float32, so that no
@@ -258,7 +267,9 @@ class Stages(KeptStages):
                 dtype = self.recipe.dtype
             else:
                 dtype = "float32"
-            sources = [self.specialist(name).source for name in self.names]
+            sources = []
+            for name in self.names:
+                sources.append(self.specialist(name).source)
             model = self._fuser(
                 sources, dtype, parents[0].folder if two_stage else None
             ).train_all()
@@ -293,7 +304,9 @@ class Stages(KeptStages):
         """
         torch.manual_seed(self.seed)
         device = None if ranks.engine() == "FSDP" else ranks.state().device
-        models = [ranks.load_model(source, dtype, device) for source in sources]
+        models = []
+        for source in sources:
+            models.append(ranks.load_model(source, dtype, device))
         fuser = ultrafuser.UltraFuser(
             models,
             self.recipe.templates,
@@ -461,7 +474,9 @@ class Stages(KeptStages):
             built_in = domains_key()
         else:
             built_in = None
-        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        domains = {}
+        for name, domain in r.domains.items():
+            domains[name] = domain.to_dict()
         rows = [
             r.max_length,
             r.templates,

@@ -8,6 +8,7 @@ specialist. On the page a token has the colour of the specialist with the larges
 farther above equal weights, 1/S, the deeper.
 """
 
+import itertools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,9 @@ def _of_rows(axes, report) -> None:
     domains = list(report.domains)
     width = 0.8 / S
     for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S))):
-        places = [d + (s - (S - 1) / 2) * width for d in range(len(domains))]
+        places = []
+        for d in range(len(domains)):
+            places.append(d + (s - (S - 1) / 2) * width)
         drawn = axes.boxplot(
             [[row[s] for row in rows] for rows in report.by_row[0]],
             positions=places,
@@ -273,42 +276,37 @@ def measure(process, rows: int | None) -> dict:
     default all.
     """
     recipe = process.recipe
-    folders = []
-    mean = []
-    by_row = []
     first: Stages = process.all[0]
     places = {}
     for domain, place in places_of(first.counts).items():
         places[domain] = list(range(place.start, place.stop))[:rows]
-    for number, stages in enumerate(process.all):
+    page = process.out / "weights.html"
+    folders = []
+    means = []
+    by_row = []
+    tokens = {}
+    for seed, stages in zip(process.seeds, process.all, strict=True):
         fused = stages.fused()
-        process.say(
-            f"seed {process.seeds[number]}: the gate's weights of {fused.folder.parent.name}"
-        )
-        found = stages.weights(fused)
-        own = {}
+        process.say(f"seed {seed}: the gate's weights of {fused.folder.parent.name}")
+        weights = stages.weights(fused)
+        means.append([])
+        by_row.append([])
         for domain, chosen in places.items():
-            own[domain] = [found[place] for place in chosen]
-        mean.append([_mean([token for row in one for token in row]) for one in own.values()])
-        by_row.append([[_mean(row) for row in one] for one in own.values()])
+            of_domain = [weights[place] for place in chosen]
+            all_tokens = list(itertools.chain(*of_domain))
+            tokens[domain] = len(all_tokens)
+            means[-1].append(_mean(all_tokens))
+            by_row[-1].append([_mean(row) for row in of_domain])
         folders.append("/".join(fused.folder.parts[-2:]))
-        if number == 0:
-            tokens = {domain: sum(map(len, one)) for domain, one in own.items()}
-            page = process.out / "weights.html"
-            if process.is_main:
-                _write_page(
-                    page,
-                    first,
-                    {domain: chosen[:TEXTS] for domain, chosen in places.items()},
-                    found,
-                )
+        if stages is first and process.is_main:
+            _write_page(page, first, places, weights)
     specialists = {recipe.domain_of(name): name for name in recipe.specialists}
     return {
         "domains": {domain: specialists.get(domain) for domain in places},
         "specialists": first.names,
         "tokens": tokens,
         "folders": folders,
-        "mean": mean,
+        "mean": means,
         "by_row": by_row,
         "page": page,
         "summary": _summary,
@@ -321,7 +319,7 @@ def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weight
     texts = {}
     for domain, chosen in places.items():
         texts[domain] = []
-        for place in chosen:
+        for place in chosen[:TEXTS]:
             row = rows[place]
             prompt = " ".join(
                 tokenizer.decode(row["prompt_ids"][0], skip_special_tokens=True).split()
@@ -334,7 +332,10 @@ def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weight
 
 
 def _mean(weights: list[list[float]]) -> list[float]:
-    return [statistics.fmean(of) for of in zip(*weights, strict=True)]
+    mean = []
+    for of in zip(*weights, strict=True):
+        mean.append(statistics.fmean(of))
+    return mean
 
 
 def _summary(report: GateWeights) -> list[str]:
@@ -350,7 +351,10 @@ def _summary(report: GateWeights) -> list[str]:
             )
         if own is not None:
             of = report.specialists.index(own)
-            rows = [row for seed in report.by_row for row in seed[number]]
+            rows = []
+            for seed in report.by_row:
+                for row in seed[number]:
+                    rows.append(row)
             most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
             sentence += f"; {own} leads on {most} of {len(rows)} rows"
         lines.append(f"{sentence}.")

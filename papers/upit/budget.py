@@ -81,7 +81,10 @@ class Stages(study.Stages):
         saved = {}
         for path in saved_experts(tuned.folder):
             saved[int(path.name.rpartition("-")[2])] = path
-        late = [path for step, path in saved.items() if 2 * step > max(saved)]
+        late = []
+        for step, path in saved.items():
+            if 2 * step > max(saved):
+                late.append(path)
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             with ranks.leading() as main:
@@ -139,7 +142,10 @@ def _summary(report: Report) -> list[str]:
         if entry.name not in (UPIT, "base"):
             names.append(entry.name)
     upit = against(report.entries, UPIT, names)
-    watched = [entry for entry in report.entries if entry.results[0].history]
+    watched = []
+    for entry in report.entries:
+        if entry.results[0].history:
+            watched.append(entry)
     histories = {entry.name: _means(entry) for entry in watched}
     steps = sorted({step for history in histories.values() for step in history})
     width = max(map(len, histories))
@@ -156,7 +162,9 @@ def _summary(report: Report) -> list[str]:
 
 def _means(entry: Entry) -> dict[int, float]:
     """Return the held-out loss by step, the mean over the seeds."""
-    histories = [dict(result.history) for result in entry.results]
+    histories = []
+    for result in entry.results:
+        histories.append(dict(result.history))
     means = {}
     for step in histories[0]:
         means[step] = statistics.fmean(history[step] for history in histories)

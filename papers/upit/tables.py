@@ -63,7 +63,9 @@ def _main(process: Run) -> dict:
     def summary(report: UpitReport) -> list[str]:
         lines = []
         for form in forms:
-            copies = [f"{COPIES[form]}_{start.upper()}" for start in STARTS]
+            copies = []
+            for start in STARTS:
+                copies.append(f"{COPIES[form]}_{start.upper()}")
             others = [DENSE[form], *copies, f"Self-MoE ({NAMES[form]})"]
             lines += against(report.entries, f"UpIT ({NAMES[form]})", others)
         return lines + sentences
@@ -88,7 +90,9 @@ def _routing(process: Run, entries: Sequence[Entry]) -> tuple[dict, list[str]]:
     values = {}
     sentences = []
     for name, results in routed.items():
-        distances = [domains.mean_distance(result.counts) for result in results]
+        distances = []
+        for result in results:
+            distances.append(domains.mean_distance(result.counts))
         values[name] = {
             "layers": results[0].layers,
             "slots": [result.counts for result in results],

@@ -65,7 +65,9 @@ def _ablate_gate(process: Run) -> dict:
 
 
 def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
-    names = {rate: f"{XFT}, lambda {rate:g}" for rate in shared_rates}
+    names = {}
+    for rate in shared_rates:
+        names[rate] = f"{XFT}, lambda {rate:g}"
 
     def plan(stages: Stages):
         yield SFT, stages.sft()
@@ -115,9 +117,13 @@ def _overfit(process: Run) -> dict:
         lines = ["At equal learning rates:"]
         for name in rates:
             if name.startswith(XFT):
-                others = [name.replace(XFT, kind) for kind in kinds[1:]]
+                others = []
+                for kind in kinds[1:]:
+                    others.append(name.replace(XFT, kind))
                 lines += against(report.entries, name, others)
-        chosen = [_by_validation(report, kind, rates) for kind in kinds]
+        chosen = []
+        for kind in kinds:
+            chosen.append(_by_validation(report, kind, rates))
         if None in chosen:
             return [*lines, "Without data.validation_rows nothing chooses a learning rate."]
         lines.append("Each at the learning rate that validation chooses:")
@@ -136,7 +142,9 @@ def _by_validation(report: Report, kind: str, names: Sequence[str]) -> str | Non
     means = {}
     for name in names:
         if name.startswith(kind):
-            losses = [result.validation for result in report.entry(name).results]
+            losses = []
+            for result in report.entry(name).results:
+                losses.append(result.validation)
             if None in losses:
                 return None
             means[name] = statistics.fmean(losses)
@@ -146,7 +154,10 @@ def _by_validation(report: Report, kind: str, names: Sequence[str]) -> str | Non
 def _over_rates(report: DomainReport):
     """Plot the losses against the learning rate, without the merges made at one rate only."""
     rates = report.extra["x"]
-    entries = [entry for entry in report.entries if entry.name in rates]
+    entries = []
+    for entry in report.entries:
+        if entry.name in rates:
+            entries.append(entry)
     figure = plots.sweep(dataclasses.replace(report, entries=entries))
     figure.axes[0].minorticks_off()
     figure.axes[0].set_xticks(sorted(set(rates.values())))

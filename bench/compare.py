@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_runtime.bench.described import KINDS
+from moe_runtime.bench.described import KINDS, markdown
 from moe_runtime.bench.records import benchmarks, failures
 
 LEAST = 0.05  # what differs by less differs from run to run
@@ -215,11 +215,10 @@ def _warnings(one: dict, other: dict) -> list[str]:
             f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions"
         )
     for unit in ("TFLOP/s", "GB/s"):
-        limits = []
-        for name in both:
-            limits.append((one[name].get("ceilings", {}), other[name].get("ceilings", {})))
         ratios = []
-        for a, b in limits:
+        for name in both:
+            a = one[name].get("ceilings", {})
+            b = other[name].get("ceilings", {})
             if unit in a and unit in b:
                 ratios.append(b[unit] / a[unit])
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
@@ -245,23 +244,19 @@ def by_kind(found: Comparison) -> list[tuple[str, str, int, float, float, float]
 
 def text(found: Comparison) -> str:
     """Return the comparison as Markdown tables, the worst last."""
-    lines = [f"warning: {warning}" for warning in found.warnings]
-    lines += [
-        "",
-        "| benchmark | variant | A ms | B ms | B / A | noise | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for row in found.rows:
         noise = "unknown" if row.noise == float("inf") else f"{row.noise:.0%}"
-        numbers = f"{row.ms[0]:.3f} | {row.ms[1]:.3f} | {row.ratio:.3f} | {noise}"
-        lines.append(f"| {row.benchmark} | {row.variant} | {numbers} | {row.verdict} |")
-    lines += [
-        "",
-        "| kind | variant | benchmarks | least B / A | median | most |",
-        "|---|---|---|---|---|---|",
-    ]
-    for kind, variant, n, a, b, c in by_kind(found):
-        lines.append(f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |")
+        numbers = [f"{row.ms[0]:.3f}", f"{row.ms[1]:.3f}", f"{row.ratio:.3f}", noise]
+        rows.append([row.benchmark, row.variant, *numbers, row.verdict])
+    kinds = []
+    for kind, variant, count, *ratios in by_kind(found):
+        kinds.append([kind, variant, str(count), *(f"{ratio:.3f}" for ratio in ratios)])
+    lines = [f"warning: {warning}" for warning in found.warnings]
+    heads = ["benchmark", "variant", "A ms", "B ms", "B / A", "noise", ""]
+    lines += ["", markdown(heads, rows)]
+    heads = ["kind", "variant", "benchmarks", "least B / A", "median", "most"]
+    lines += ["", markdown(heads, kinds)]
     lines.append("")
     for which, names in zip("AB", found.alone):
         for name in names:

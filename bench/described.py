@@ -2,6 +2,8 @@
 lines.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from moe_runtime.bench import shapes
@@ -96,3 +98,11 @@ def cell(row: dict) -> str:
     parts += ["holds a NaN or has another shape"] if off is None else []
     parts += [f"differs by {off:.0e}"] if off is not None and off >= 0.05 else []
     return ", ".join(parts)
+
+
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a table."""
+    head = list(head)
+    rows = [head, ["---"] * len(head), *lines]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return text.replace("| --- ", "|---").replace("--- |", "---|")

@@ -1,9 +1,11 @@
 """Performance goals on a GPU and on a CPU, and a table of which are met and missed."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moe_runtime.bench import shapes
+from moe_runtime.bench.described import markdown
 from moe_runtime.bench.records import RENAMED
 
 HF = "transformers grouped_mm"
@@ -289,36 +291,34 @@ CPU_GOALS = (
 )
 
 
-def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
+def goals(rows: dict, wanted: Sequence[Goal] = GOALS) -> str:
     """Return one line per goal, and one per benchmark that misses it."""
-    lines = ["| goal | target | worst | best | met | not measured |", "|---|---|---|---|---|---|"]
+    benches: dict[str, dict] = {}
+    for (benchmark, variant), row in rows.items():
+        benches.setdefault(RENAMED.get(benchmark, benchmark), {})[variant] = row
+    lines = []
     missed = []
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:
-            found = {}
-            for (benchmark, variant), row in rows.items():
-                if RENAMED.get(benchmark, benchmark) == name:
-                    found[variant] = row
             # not measured; memory that is none
             with contextlib.suppress(KeyError, ZeroDivisionError):
-                values[name] = goal.value(found)
-        met = []
+                values[name] = goal.value(benches[name])
+        worst = best = ""
+        if values:
+            worst, best = f"{min(values.values()):.2f}", f"{max(values.values()):.2f}"
+        if goal.most is not None:
+            worst, best = best, worst
+        limit = goal.least if goal.most is None else goal.most
+        met = 0
         for name, value in values.items():
             if goal.met(value):
-                met.append(name)
-        ordered = []
-        for value in sorted(values.values(), reverse=goal.most is not None):
-            ordered.append(f"{value:.2f}")
-        ends = f"{ordered[0]} | {ordered[-1]}" if ordered else " | "
+                met += 1
+            else:
+                off = abs(value / limit - 1)
+                missed.append(f"* {goal.what}: {name} is {value:.2f}, {off:.0%} off")
         left = len(goal.benchmarks) - len(values)
-        lines.append(
-            f"| {goal.what} | {goal.want()} | {ends} | {len(met)} of {len(values)} | {left} |"
-        )
-        limit = goal.least if goal.most is None else goal.most
-        for name, value in values.items():
-            if name not in met:
-                missed.append(
-                    f"* {goal.what}: {name} is {value:.2f}, {abs(value / limit - 1):.0%} off"
-                )
-    return "\n".join([*lines, "", *missed])
+        cells = [goal.want(), worst, best, f"{met} of {len(values)}", str(left)]
+        lines.append([goal.what, *cells])
+    heads = ["goal", "target", "worst", "best", "met", "not measured"]
+    return "\n".join([markdown(heads, lines), "", *missed])

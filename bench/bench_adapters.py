@@ -52,19 +52,22 @@ def layer(size):
         for name in ("gate_up_proj", "down_proj"):
             stack = getattr(experts, name).detach()
             packed.put(small, name, pack(stack, "nf4"), stack.shape, stack.dtype)
-        wrappers = [
-            get_peft_model(torch.nn.ModuleDict({"experts": e}), lora).base_model.model["experts"]
-            for e in (experts, small)
-        ]
+        wrappers = []
+        for e in (experts, small):
+            wrappers.append(
+                get_peft_model(torch.nn.ModuleDict({"experts": e}), lora).base_model.model[
+                    "experts"
+                ]
+            )
         x = torch.randn(T, H, dtype=dtype).requires_grad_()
         return wrappers, config, (x, torch.rand(T, E).topk(K).indices, torch.rand(T, K))
 
 
 def bench_adapters(interleaved, size, layer):
     wrappers, config, args = layer
-    learned = [
-        [args[0], *(p for p in wrapper.parameters() if p.requires_grad)] for wrapper in wrappers
-    ]
+    learned = []
+    for wrapper in wrappers:
+        learned.append([args[0], *(p for p in wrapper.parameters() if p.requires_grad)])
     dout = torch.randn_like(args[0])
 
     def step(implementation, which=0):

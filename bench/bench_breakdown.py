@@ -89,16 +89,15 @@ class Step:
 
         def forward():
             self.model.config._experts_implementation_internal = implementation
-            return [
-                layer(self.rows, idx, weight)
-                for layer, (_, weight, idx) in zip(layers, self.routing)
-            ]
+            outputs = []
+            for layer, (_, weight, idx) in zip(layers, self.routing):
+                outputs.append(layer(self.rows, idx, weight))
+            return outputs
 
         outs = forward()
-        leaves = [
-            [self.rows, weight, *layer.parameters()]
-            for layer, (_, weight, _) in zip(layers, self.routing)
-        ]
+        leaves = []
+        for layer, (_, weight, _) in zip(layers, self.routing):
+            leaves.append([self.rows, weight, *layer.parameters()])
 
         def backward():
             for out, inputs in zip(outs, leaves):
@@ -124,9 +123,9 @@ def beside(experts: nn.Module) -> nn.Module:
 def bench_step_breakdown(interleaved, shape, dtype):
     with fits():
         step = Step(shape, dtype)
-        experts = {
-            name: step.experts(implementation) for name, implementation in IMPLEMENTATIONS.items()
-        }
+        experts = {}
+        for name, implementation in IMPLEMENTATIONS.items():
+            experts[name] = step.experts(implementation)
 
     def whole():
         step.model.config._experts_implementation_internal = IMPLEMENTATIONS["moe_runtime"]

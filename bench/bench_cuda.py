@@ -126,9 +126,9 @@ class Layer:
 def usable() -> tuple[list[str], dict[str, str]]:
     """Return the backends that run here, and why the others do not."""
     device = torch.empty(0, device=DEVICE).device
-    reasons = {
-        name: backends.why_not(name, "dispatch", device) for name in ("torch", "triton", "cuda")
-    }
+    reasons = {}
+    for name in ("torch", "triton", "cuda"):
+        reasons[name] = backends.why_not(name, "dispatch", device)
     return [name for name in reasons if reasons[name] is None], {
         f"moe_runtime {name}": reason for name, reason in reasons.items() if reason is not None
     }
@@ -175,11 +175,10 @@ def bench_cuda_plan(interleaved, shape, counted):
         )
 
     names, notes = usable()
-    variants = {
-        f"moe_runtime {name}": {"triton": triton, "cuda": ours}[name]
-        for name in names
-        if name != "torch"
-    }
+    variants = {}
+    for name in names:
+        if name != "torch":
+            variants[f"moe_runtime {name}"] = {"triton": triton, "cuda": ours}[name]
     interleaved(floor | variants, bytes=16 * T * K, tokens=T, dtype=DTYPE, notes=notes)
 
 
@@ -197,7 +196,9 @@ def bench_cuda_layer(interleaved, shape):
             torch.mm(rows, weight.t(), out=h)
             torch.mm(h, weight, out=y)
 
-        variants = {f"moe_runtime {name}": layer.way(name) for name in names}
+        variants = {}
+        for name in names:
+            variants[f"moe_runtime {name}"] = layer.way(name)
         interleaved(
             {"dense matmuls (floor)": floor, **variants},
             flops=4 * T * K * H * I,

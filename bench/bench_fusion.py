@@ -24,7 +24,9 @@ def step(size):
     T, H, S, V = size
     like = {"device": DEVICE, "dtype": DTYPE}
     hidden = [torch.randn(T, H, **like) for _ in range(S)]
-    heads = [torch.randn(V, H, **like) * H**-0.5 for _ in range(S)]
+    heads = []
+    for _ in range(S):
+        heads.append(torch.randn(V, H, **like) * H**-0.5)
     gate = torch.randn(T, S, device=DEVICE).softmax(-1)
     labels = torch.randint(0, V, (T,), device=DEVICE)
 
@@ -54,14 +56,12 @@ def bench_fused_loss(interleaved, step, size, train):
     """
     passes = 1 if train == "gate" else 3
     names = machine.runnable("fused_cross_entropy", DTYPE)
-    losses = {
-        f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend)
-        for backend in names
-    }
-    variants = {
-        name: functools.partial(step, loss, train == "gate")
-        for name, loss in {NAIVE: _naive, **losses}.items()
-    }
+    losses = {}
+    for backend in names:
+        losses[f"moe_runtime {backend}"] = functools.partial(fused_cross_entropy, backend=backend)
+    variants = {}
+    for name, loss in {NAIVE: _naive, **losses}.items():
+        variants[name] = functools.partial(step, loss, train == "gate")
     flops = 2 * size.T * size.V * size.S * size.H * passes
     # states and heads; no logits
     bytes = DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes

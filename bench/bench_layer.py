@@ -137,9 +137,9 @@ class Layer:
 
     def dense(self):
         """A gated FFN over as many rows as all experts have together."""
-        rows, w1, w2 = (
-            self.buffers[name].detach().requires_grad_() for name in ("rows", "w1", "w2")
-        )
+        rows = self.buffers["rows"].detach().requires_grad_()
+        w1 = self.buffers["w1"].detach().requires_grad_()
+        w2 = self.buffers["w2"].detach().requires_grad_()
 
         def call():
             gate, up = torch.nn.functional.linear(rows, w1).chunk(2, -1)
@@ -155,9 +155,12 @@ class Layer:
         """
         names = ["eager", "grouped_mm", *self.batched(notes)]
         if reason := machine.missing("transformers"):
-            notes |= {f"transformers {name}": reason for name in names}
+            for name in names:
+                notes[f"transformers {name}"] = reason
             names = []
-        functions = {f"transformers {name}": self.transformers(name) for name in names}
+        functions = {}
+        for name in names:
+            functions[f"transformers {name}"] = self.transformers(name)
         return (
             {"moe_runtime": self.ours}
             | functions
@@ -209,12 +212,12 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     notes: dict = {}
     found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
     # torch's loop on a GPU, as transformers' own
-    names = [
-        name
-        for name in machine.others("moe_mlp", layer.x.dtype)
-        if not CUDA or name != "torch" or layer.shape.T <= EAGER
-    ]
-    found |= {f"moe_runtime {name}": functools.partial(layer.ours, backend=name) for name in names}
+    names = []
+    for name in machine.others("moe_mlp", layer.x.dtype):
+        if not CUDA or name != "torch" or layer.shape.T <= EAGER:
+            names.append(name)
+    for name in names:
+        found[f"moe_runtime {name}"] = functools.partial(layer.ours, backend=name)
     return found | ({"official": layer.official()} if layer.shape.shared else {}), notes
 
 

@@ -37,10 +37,8 @@ class Layer:
         ]
         self.pairs = {}
         for name, (size, out) in zip(NAMES, ((H, I), (H, I), (I, H))):
-            a, b = (
-                torch.randn(E, RANK, n, **where) * scale
-                for n, scale in ((size, size**-0.5), (out, 0.1))
-            )
+            a = torch.randn(E, RANK, size, **where) * size**-0.5
+            b = torch.randn(E, RANK, out, **where) * 0.1
             self.pairs[name] = LoRA(a.requires_grad_(), b.requires_grad_())
         self.topk_idx = random_experts(shape)
         self.topk_weight = torch.rand(T, K, device=DEVICE).softmax(-1).requires_grad_()

@@ -48,9 +48,9 @@ def count(layer: Layer, variant) -> int:
     """Return what a variant saves; one with leaves of its own has its weights among them."""
     leaves = [layer.up, layer.down]
     if isinstance(variant, tuple):
-        leaves += [
-            leaf for leaf in variant[1] if leaf is not layer.x and leaf is not layer.topk_weight
-        ]
+        for leaf in variant[1]:
+            if leaf is not layer.x and leaf is not layer.topk_weight:
+                leaves.append(leaf)
     return saved_bytes(layer.forward(variant), leaves)
 
 
@@ -67,5 +67,7 @@ def bench_saved_memory(interleaved, shape, dtype, request):
             del variants[name]
         if name.startswith("moe_runtime") and name in variants:
             details[name]["formula KiB/token"] = formula(layer) / 1024
-    functions = {name: layer.forward(variant) for name, variant in variants.items()}
+    functions = {}
+    for name, variant in variants.items():
+        functions[name] = layer.forward(variant)
     interleaved(functions, tokens=shape.T, dtype=dtype, notes=notes, details=details)

@@ -52,7 +52,8 @@ def bench_merged_linear(interleaved, shape):
     layer trained densely.
     """
     T = min(shape.T, 4096)
-    x, dout = (torch.randn(T, n, dtype=torch.bfloat16, device=DEVICE) for n in (shape.H, shape.I))
+    x = torch.randn(T, shape.H, dtype=torch.bfloat16, device=DEVICE)
+    dout = torch.randn(T, shape.I, dtype=torch.bfloat16, device=DEVICE)
     x.requires_grad_()
     weight = (
         torch.randn(shape.E, shape.I, shape.H, dtype=torch.bfloat16, device=DEVICE) * shape.H**-0.5

@@ -52,7 +52,11 @@ def move(read: list[Path], written: Path, to: Path):
     """
 
     def files(folder: Path) -> list[Path]:
-        return [path for path in folder.rglob("*") if path.is_file()]
+        files = []
+        for path in folder.rglob("*"):
+            if path.is_file():
+                files.append(path)
+        return files
 
     buffer = memoryview(bytearray(PIECE))
 
@@ -107,7 +111,9 @@ def bench_xft_merge_folder(interleaved, size, folder):
     from moe_runtime.methods import xft
     from moe_runtime.methods.xft import folders as xft_folders
 
-    dense, moe, out = (folder / name for name in ("dense", "moe", "merged"))
+    dense = folder / "dense"
+    moe = folder / "moe"
+    out = folder / "merged"
     dense_model(size, torch.bfloat16).save_pretrained(dense)
     xft_folders.upcycle_folder(dense, moe, num_experts=size.E, top_k=size.K)
 
@@ -182,7 +188,9 @@ def bench_ultrafuser_generate(interleaved, size):
 
     with fits():
         fuser = UltraFuser([dense_model(size) for _ in range(3)]).eval()
-    ids = [torch.randint(3, size.V, (ROWS, PROMPT), device=DEVICE) for _ in fuser.specialists]
+    ids = []
+    for _ in fuser.specialists:
+        ids.append(torch.randint(3, size.V, (ROWS, PROMPT), device=DEVICE))
     mask = torch.ones_like(ids[0])
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 

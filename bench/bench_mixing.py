@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_step import train
+from moe_runtime.bench.bench_step import llama, train
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
@@ -22,62 +22,34 @@ GPU_SHAPES = shapes.MIXING
 CPU_SHAPES = {"coarse": shapes.CPU["coarse"]}
 
 
-def pytest_generate_tests(metafunc):
-    if "preset" in metafunc.fixturenames:
-        metafunc.parametrize("preset", ["tiny" if metafunc.config.getoption("--tiny") else "small"])
+SIZES = (shapes.MIXING_STEP, shapes.MIXING_STEP, shapes.MIXING_TINY)
 
 
-def bench_mixing_step(interleaved, preset):
-    """A whole step of the demo's model, its batch too: loss, backward and optimizer, of all weights
-    or of the logits alone.
+def bench_mixing_step(interleaved, size):
+    """A whole step of a small model, its batch too: loss, backward and optimizer, of all weights or
+    of the logits alone.
     """
     if CUDA:
         pytest.skip(
             "a model of the CPU's size: a GPU would be measured at waiting for its launches"
         )
-    from papers.demo import PRESETS
-    from papers.xft.recipe import load_recipe
+    from moe_runtime.methods import xft
 
-    recipe = load_recipe(PRESETS[preset])
-    dense, mergeable = (_demo_model(recipe, mergeable) for mergeable in (False, True))
-    ids = torch.randint(
-        0,
-        recipe.pretrain.vocab_size,
-        (recipe.tune.batch_size, recipe.data.max_length),
-        device=DEVICE,
-    )
-
-    def step_of(model):
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-        return lambda: train(model, ids, optimizer)
-
-    variants = {"dense SFT step (floor)": step_of(dense), "moe_runtime": step_of(mergeable)}
+    ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
+    variants = {}
+    for name in ("dense SFT step (floor)", "moe_runtime"):
+        torch.manual_seed(0)
+        model = llama(size, torch.float32, tie_word_embeddings=True)
+        if name == "moe_runtime":
+            xft.upcycle(model, num_experts=size.E, top_k=size.K)
+            xft.to_mergeable(model)
+        variants[name] = _step_of(model.train(), ids)
     interleaved(variants, tokens=ids.numel(), dtype=torch.float32)
 
 
-def _demo_model(recipe, mergeable: bool):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from moe_runtime.methods import xft
-
-    torch.manual_seed(0)
-    preset = recipe.pretrain
-    heads = max(preset.hidden_size // 32, 1)
-    config = LlamaConfig(
-        vocab_size=preset.vocab_size,
-        hidden_size=preset.hidden_size,
-        intermediate_size=preset.intermediate_size,
-        num_hidden_layers=preset.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=2 * recipe.data.max_length,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).to(DEVICE)
-    if mergeable:
-        xft.upcycle(model, **recipe.experts)
-        xft.to_mergeable(model)
-    return model.train()
+def _step_of(model, ids: torch.Tensor):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    return lambda: train(model, ids, optimizer)
 
 
 class Official(torch.nn.Module):
@@ -116,13 +88,14 @@ def bench_mixing_layer(interleaved, shape):
     with fits():
         ours = MergedMLP(config, dtype=torch.bfloat16, device=DEVICE)
         official = Official(ours)
-        x, dout = (torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        x = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE)
+        dout = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE)
         x.requires_grad_()
-        w = {
-            name: merge_experts(p, ours.alpha().detach())
-            for name, p in ours.experts.named_parameters()
-        }
-        gate_up, down = (torch.nn.Parameter(w[name]) for name in ("gate_up_proj", "down_proj"))
+        w = {}
+        for name, p in ours.experts.named_parameters():
+            w[name] = merge_experts(p, ours.alpha().detach())
+        gate_up = torch.nn.Parameter(w["gate_up_proj"])
+        down = torch.nn.Parameter(w["down_proj"])
 
     def dense():
         gate, up = F.linear(x, gate_up).chunk(2, -1)

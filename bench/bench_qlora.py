@@ -98,7 +98,10 @@ def adapted(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    learned = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            learned.append(parameter)
     if name == "8bit":
         return pytest.importorskip("bitsandbytes").optim.AdamW8bit(learned, lr=1e-5)
     if name == "adafactor":

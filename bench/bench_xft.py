@@ -71,15 +71,20 @@ class Tuned:
         adamw = functools.partial(torch.optim.AdamW, lr=1e-6, fused=True)
         stacked = adamw(self.model.parameters())
         for parameter in self.model.parameters():
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            moments = {}
+            for name in ("exp_avg", "exp_avg_sq"):
+                moments[name] = torch.zeros_like(parameter)
             stacked.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | moments
-        experts = {p for moe in self.blocks["moe_runtime"] for p in moe.experts.parameters()}
-        parts = [part for block in self.blocks["official"] for part in block.parts()]
+        experts = set()
+        for moe in self.blocks["moe_runtime"]:
+            experts.update(moe.experts.parameters())
+        parts = []
+        for block in self.blocks["official"]:
+            parts.extend(block.parts())
         apart = adamw([p for p in self.model.parameters() if p not in experts] + parts)
         for moe, block in zip(self.blocks["moe_runtime"], self.blocks["official"]):
-            up, down = (
-                stacked.state[stack] for stack in (moe.experts.gate_up_proj, moe.experts.down_proj)
-            )
+            up = stacked.state[moe.experts.gate_up_proj]
+            down = stacked.state[moe.experts.down_proj]
             share(apart, block.weight_gate, up, lambda t: t.chunk(2, 1)[0])
             share(apart, block.weight_up, up, lambda t: t.chunk(2, 1)[1])
             share(apart, block.weight_down, down, lambda t: t)
@@ -104,7 +109,9 @@ class Tuned:
 def share(optimizer, parameters, state, part) -> None:
     """Give each expert's parameter the optimizer's state of its rows of a stack."""
     for e, parameter in enumerate(parameters):
-        views = {name: part(state[name])[e] for name in ("exp_avg", "exp_avg_sq")}
+        views = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            views[name] = part(state[name])[e]
         optimizer.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | views
 
 
@@ -123,6 +130,8 @@ def flops_of(size) -> int:
 def bench_xft_step(interleaved, size, dtype):
     with fits():
         tuned = Tuned(size, dtype)
-        variants = {name: tuned.step_of(name) for name in tuned.blocks}
+        variants = {}
+        for name in tuned.blocks:
+            variants[name] = tuned.step_of(name)
         held = functools.partial(clock.held_bytes, tuned.model, tuned.optimizers["moe_runtime"])
         interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype, held=held)

@@ -53,7 +53,9 @@ def _peak(dtype: torch.dtype, tiny: bool) -> float:
 
 
 def _product(M: int, N: int, K: int, dtype: torch.dtype) -> float:
-    a, b, out = (torch.randn(size, dtype=dtype) for size in ((M, K), (K, N), (M, N)))
+    a = torch.randn((M, K), dtype=dtype)
+    b = torch.randn((K, N), dtype=dtype)
+    out = torch.randn((M, N), dtype=dtype)
     return 2 * M * N * K / _median(lambda: torch.mm(a, b, out=out)) / 1e12
 
 
@@ -95,10 +97,11 @@ def _of_gpu(dtype: torch.dtype) -> dict[str, float]:
     size = 1 << 32
     if torch.cuda.mem_get_info()[1] < 24 << 30:
         size //= 8
-    a, b, c = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(3))
-    source, target = (
-        torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_() for _ in range(2)
-    )
+    a = torch.randn(n, n, dtype=dtype, device=device)
+    b = torch.randn(n, n, dtype=dtype, device=device)
+    c = torch.randn(n, n, dtype=dtype, device=device)
+    source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
     timer = EventTimer(device)
     functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
     rounds = [timer.round(functions) for _ in range(13)][3:]

@@ -163,12 +163,11 @@ def held_bytes(model, optimizer) -> int:
     """Return the bytes of a model's tensors and an optimizer's states, each storage once: the
     memory in use before a step.
     """
-    states = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if torch.is_tensor(value)
-    ]
+    states = []
+    for state in optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                states.append(value)
     storages = (
         tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), *states)
     )
@@ -177,11 +176,11 @@ def held_bytes(model, optimizer) -> int:
 
 def totals(details: dict, held: int) -> dict:
     """Return the column of the total memory, to stand next to each variant's peak."""
-    return {
-        name: row | {"total MiB": held / 2**20 + row["peak MiB"]}
-        for name, row in details.items()
-        if "peak MiB" in row
-    }
+    totals = {}
+    for name, row in details.items():
+        if "peak MiB" in row:
+            totals[name] = row | {"total MiB": held / 2**20 + row["peak MiB"]}
+    return totals
 
 
 def _memory(function) -> dict[str, float]:
@@ -202,7 +201,10 @@ def _memory(function) -> dict[str, float]:
     sizes = {"peak MiB": peak, "kept MiB": torch.cuda.memory_allocated()}
     del result
     # garbage of an earlier call may go while this one runs
-    return {name: max(size - before, 0) / 2**20 for name, size in sizes.items()}
+    memory = {}
+    for name, size in sizes.items():
+        memory[name] = max(size - before, 0) / 2**20
+    return memory
 
 
 def _check_context(name: str, error: Exception) -> None:
@@ -285,8 +287,9 @@ def rows_of(
         if len(seconds) >= 4:  # the spread without the rounds that something else disturbed
             low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
             rows[name]["iqr"] = (high - low) / median
-        shares = [
-            rows[name][unit] / limit for unit, limit in (limits or {}).items() if unit in rows[name]
-        ]
+        shares = []
+        for unit, limit in (limits or {}).items():
+            if unit in rows[name]:
+                shares.append(rows[name][unit] / limit)
         rows[name] |= {"share": max(shares)} if shares else {}
     return rows

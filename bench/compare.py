@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_runtime.bench.described import KINDS
+from moe_runtime.bench.described import KINDS, markdown
 from moe_runtime.bench.records import benchmarks, failures
 
 LEAST = 0.05  # what differs by less differs from run to run
@@ -94,18 +94,30 @@ class Comparison(NamedTuple):
 
     @property
     def regressions(self) -> list[Row | Missing]:
-        return [found for found in (*self.rows, *self.missing) if found.regression]
+        regressions = []
+        for found in (*self.rows, *self.missing):
+            if found.regression:
+                regressions.append(found)
+        return regressions
 
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compare what both files measured."""
-    one, other = (
-        {bench["name"]: bench["extra_info"] for bench in benchmarks(path)} for path in (a, b)
-    )
-    rows = [row for name in one if name in other for row in _rows(name, one[name], other[name])]
+    one = {}
+    for bench in benchmarks(a):
+        one[bench["name"]] = bench["extra_info"]
+    other = {}
+    for bench in benchmarks(b):
+        other[bench["name"]] = bench["extra_info"]
+    rows = []
+    for name in one:
+        if name in other:
+            rows.extend(_rows(name, one[name], other[name]))
     alone = [name for name in one if name not in other], [name for name in other if name not in one]
     failed = failures(b)
-    missing = [lost for name in one for lost in _missing(name, one[name], other.get(name), failed)]
+    missing = []
+    for name in one:
+        missing.extend(_missing(name, one[name], other.get(name), failed))
     return Comparison(rows, missing, _warnings(one, other), alone)
 
 
@@ -118,22 +130,32 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
         return []
     notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
     why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
-    lost = [variant for variant in a["rows"] if variant not in rows]
-    return [
-        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in lost
-    ]
+    lost = []
+    for variant in a["rows"]:
+        if variant not in rows:
+            lost.append(variant)
+    missing = []
+    for variant in lost:
+        missing.append(Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)))
+    return missing
 
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
     kind = b.get("kind", "op")
-    both = [variant for variant in a["rows"] if variant in b["rows"]]
+    both = []
+    for variant in a["rows"]:
+        if variant in b["rows"]:
+            both.append(variant)
     others = [
         b["rows"][name]["ms"] / a["rows"][name]["ms"] for name in both if not _is_ours(name, kind)
     ]
     floor = next(iter(a["rows"]))
     pace = statistics.median(others) if others and _is_ours(floor, kind) else None
     relative = floor == next(iter(b["rows"])) and pace is None
-    return [_row(name, a, b, variant, relative and variant != floor, pace) for variant in both]
+    rows = []
+    for variant in both:
+        rows.append(_row(name, a, b, variant, relative and variant != floor, pace))
+    return rows
 
 
 def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
@@ -178,20 +200,27 @@ def _warnings(one: dict, other: dict) -> list[str]:
         return ["the files have no benchmark in common"]
     warnings = []
     for key in SAME:
-        pairs = {(one[name].get(key), other[name].get(key)) for name in both}
-        warnings += [
-            f"{key} differs: {a} and {b}"
-            for a, b in sorted(pairs, key=str)
-            if a != b and None not in (a, b)
-        ]
-    few = [name for name in both if _rounds(one[name], other[name]) < ROUNDS]
+        pairs = set()
+        for name in both:
+            pairs.add((one[name].get(key), other[name].get(key)))
+        for a, b in sorted(pairs, key=str):
+            if a != b and None not in (a, b):
+                warnings.append(f"{key} differs: {a} and {b}")
+    few = []
+    for name in both:
+        if _rounds(one[name], other[name]) < ROUNDS:
+            few.append(name)
     if few:
         warnings.append(
             f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions"
         )
     for unit in ("TFLOP/s", "GB/s"):
-        limits = [(one[name].get("ceilings", {}), other[name].get("ceilings", {})) for name in both]
-        ratios = [b[unit] / a[unit] for a, b in limits if unit in a and unit in b]
+        ratios = []
+        for name in both:
+            a = one[name].get("ceilings", {})
+            b = other[name].get("ceilings", {})
+            if unit in a and unit in b:
+                ratios.append(b[unit] / a[unit])
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
             warnings.append(
                 f"the machine's own {unit} are {times:.2f} times as many in the second file"
@@ -215,37 +244,28 @@ def by_kind(found: Comparison) -> list[tuple[str, str, int, float, float, float]
 
 def text(found: Comparison) -> str:
     """Return the comparison as Markdown tables, the worst last."""
-    lines = [f"warning: {warning}" for warning in found.warnings]
-    lines += [
-        "",
-        "| benchmark | variant | A ms | B ms | B / A | noise | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for row in found.rows:
         noise = "unknown" if row.noise == float("inf") else f"{row.noise:.0%}"
-        numbers = f"{row.ms[0]:.3f} | {row.ms[1]:.3f} | {row.ratio:.3f} | {noise}"
-        lines.append(f"| {row.benchmark} | {row.variant} | {numbers} | {row.verdict} |")
-    lines += [
-        "",
-        "| kind | variant | benchmarks | least B / A | median | most |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |"
-        for kind, variant, n, a, b, c in by_kind(found)
-    ]
+        numbers = [f"{row.ms[0]:.3f}", f"{row.ms[1]:.3f}", f"{row.ratio:.3f}", noise]
+        rows.append([row.benchmark, row.variant, *numbers, row.verdict])
+    kinds = []
+    for kind, variant, count, *ratios in by_kind(found):
+        kinds.append([kind, variant, str(count), *(f"{ratio:.3f}" for ratio in ratios)])
+    lines = [f"warning: {warning}" for warning in found.warnings]
+    heads = ["benchmark", "variant", "A ms", "B ms", "B / A", "noise", ""]
+    lines += ["", markdown(heads, rows)]
+    heads = ["kind", "variant", "benchmarks", "least B / A", "median", "most"]
+    lines += ["", markdown(heads, kinds)]
     lines.append("")
-    lines += [
-        f"only in {which}: {name}" for which, names in zip("AB", found.alone) for name in names
-    ]
-    lines += [
-        f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}"
-        for lost in found.missing
-        if not lost.regression
-    ]
-    lines += [
-        f"regression: {row.benchmark}: {row.variant}: {row.verdict}" for row in found.regressions
-    ]
+    for which, names in zip("AB", found.alone):
+        for name in names:
+            lines.append(f"only in {which}: {name}")
+    for lost in found.missing:
+        if not lost.regression:
+            lines.append(f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}")
+    for row in found.regressions:
+        lines.append(f"regression: {row.benchmark}: {row.variant}: {row.verdict}")
     lines += [] if found.regressions else ["no regression of ours"]
     return "\n".join(lines).strip()
 
@@ -255,7 +275,9 @@ def as_json(found: Comparison) -> dict:
 
     def row_of(row: Row) -> dict:
         noise = None if row.noise == float("inf") else row.noise
-        grew = {name: None if times == float("inf") else times for name, times in row.grew.items()}
+        grew = {}
+        for name, times in row.grew.items():
+            grew[name] = None if times == float("inf") else times
         a, b = row.ms
         head = {
             "benchmark": row.benchmark,

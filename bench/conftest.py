@@ -224,7 +224,9 @@ def interleaved(benchmark, request):
             info["tiles"] = clock.launch_configs()
         if held:
             measured = measured | clock.totals(measured, held())
-        columns = {name: row | (details or {}).get(name, {}) for name, row in measured.items()}
+        columns = {}
+        for name, row in measured.items():
+            columns[name] = row | (details or {}).get(name, {})
         rows = clock.rows_of(times, columns, flops, bytes, info["ceilings"], tokens)
         info |= {"rounds": len(next(iter(times.values()))), "rows": rows}
         if notes:

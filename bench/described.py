@@ -2,6 +2,8 @@
 lines.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from moe_runtime.bench import shapes
@@ -45,18 +47,16 @@ def shape_of(request) -> dict | None:
     if shape is None:
         return None
     whole = request.node.callspec.id
-    tables = [
-        table
-        for module in (shapes, request.module)
-        for table in vars(module).values()
-        if isinstance(table, dict)
-    ]
-    names = [
-        key
-        for table in tables
-        for key, value in table.items()
-        if isinstance(key, str) and value == shape
-    ]
+    tables = []
+    for module in (shapes, request.module):
+        for table in vars(module).values():
+            if isinstance(table, dict):
+                tables.append(table)
+    names = []
+    for table in tables:
+        for key, value in table.items():
+            if isinstance(key, str) and value == shape:
+                names.append(key)
     name = max((key for key in names if key in whole), key=len, default=whole)
     fields = getattr(shape, "shape", shape)._asdict()  # of a layer with a dtype, the layer
     return {"name": name.removesuffix(f"-{fields.get('T')}"), **fields}
@@ -98,3 +98,11 @@ def cell(row: dict) -> str:
     parts += ["holds a NaN or has another shape"] if off is None else []
     parts += [f"differs by {off:.0e}"] if off is not None and off >= 0.05 else []
     return ", ".join(parts)
+
+
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a table."""
+    head = list(head)
+    rows = [head, ["---"] * len(head), *lines]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return text.replace("| --- ", "|---").replace("--- |", "---|")

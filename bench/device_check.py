@@ -30,7 +30,8 @@ def device() -> dict:
     exist.
     """
     found = machine.describe() | {name: machine.version(name) for name in PACKAGES}
-    found |= {name: bool(shutil.which(name)) for name in PROGRAMS}
+    for name in PROGRAMS:
+        found[name] = bool(shutil.which(name))
     if machine.CUDA:
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
         found |= {

@@ -1,9 +1,11 @@
 """Performance goals on a GPU and on a CPU, and a table of which are met and missed."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moe_runtime.bench import shapes
+from moe_runtime.bench.described import markdown
 from moe_runtime.bench.records import RENAMED
 
 HF = "transformers grouped_mm"
@@ -31,7 +33,11 @@ class Goal(NamedTuple):
 
 
 def _layers(function: str, *tokens: int, names=tuple(shapes.GPU)) -> list[str]:
-    return [f"{function}[{name}-{T}-bf16]" for T in tokens for name in names]
+    layers = []
+    for T in tokens:
+        for name in names:
+            layers.append(f"{function}[{name}-{T}-bf16]")
+    return layers
 
 
 def _share(rows):
@@ -56,15 +62,18 @@ def _saved(rows):
 
 def _gradients(rows):
     """The time of the weights' gradients in addition to x's and the gate weights'."""
-    apart, whole, none = (
-        rows[name]["kept MiB"]
-        for name in ("moe_runtime, apart", "all experts (floor)", "no expert")
-    )
+    apart = rows["moe_runtime, apart"]["kept MiB"]
+    whole = rows["all experts (floor)"]["kept MiB"]
+    none = rows["no expert"]["kept MiB"]
     return (apart - none) / (whole - none)
 
 
 def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
-    return [f"{function}[{name}-{way}]" for name in names for way in ways]
+    each = []
+    for name in names:
+        for way in ways:
+            each.append(f"{function}[{name}-{way}]")
+    return each
 
 
 def _estimated(rows):
@@ -183,7 +192,10 @@ GOALS = (
 
 def _of_transformers(rows):
     """Times of the fastest of transformers' implementations."""
-    theirs = [row["ms"] for name, row in rows.items() if name.startswith("transformers")]
+    theirs = []
+    for name, row in rows.items():
+        if name.startswith("transformers"):
+            theirs.append(row["ms"])
     if not theirs:
         raise KeyError("transformers")
     return rows["moe_runtime"]["ms"] / min(theirs)
@@ -279,34 +291,34 @@ CPU_GOALS = (
 )
 
 
-def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
+def goals(rows: dict, wanted: Sequence[Goal] = GOALS) -> str:
     """Return one line per goal, and one per benchmark that misses it."""
-    lines = ["| goal | target | worst | best | met | not measured |", "|---|---|---|---|---|---|"]
+    benches: dict[str, dict] = {}
+    for (benchmark, variant), row in rows.items():
+        benches.setdefault(RENAMED.get(benchmark, benchmark), {})[variant] = row
+    lines = []
     missed = []
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:
-            found = {
-                variant: row
-                for (benchmark, variant), row in rows.items()
-                if RENAMED.get(benchmark, benchmark) == name
-            }
             # not measured; memory that is none
             with contextlib.suppress(KeyError, ZeroDivisionError):
-                values[name] = goal.value(found)
-        met = [name for name, value in values.items() if goal.met(value)]
-        ordered = [
-            f"{value:.2f}" for value in sorted(values.values(), reverse=goal.most is not None)
-        ]
-        ends = f"{ordered[0]} | {ordered[-1]}" if ordered else " | "
-        left = len(goal.benchmarks) - len(values)
-        lines.append(
-            f"| {goal.what} | {goal.want()} | {ends} | {len(met)} of {len(values)} | {left} |"
-        )
+                values[name] = goal.value(benches[name])
+        worst = best = ""
+        if values:
+            worst, best = f"{min(values.values()):.2f}", f"{max(values.values()):.2f}"
+        if goal.most is not None:
+            worst, best = best, worst
         limit = goal.least if goal.most is None else goal.most
-        missed += [
-            f"* {goal.what}: {name} is {value:.2f}, {abs(value / limit - 1):.0%} off"
-            for name, value in values.items()
-            if name not in met
-        ]
-    return "\n".join([*lines, "", *missed])
+        met = 0
+        for name, value in values.items():
+            if goal.met(value):
+                met += 1
+            else:
+                off = abs(value / limit - 1)
+                missed.append(f"* {goal.what}: {name} is {value:.2f}, {off:.0%} off")
+        left = len(goal.benchmarks) - len(values)
+        cells = [goal.want(), worst, best, f"{met} of {len(values)}", str(left)]
+        lines.append([goal.what, *cells])
+    heads = ["goal", "target", "worst", "best", "met", "not measured"]
+    return "\n".join([markdown(heads, lines), "", *missed])

@@ -227,7 +227,7 @@ bench() {
     use_tiles
     bench_on 1 bench/bench_layer.py bench/bench_xft.py bench/bench_step.py bench/bench_tokens.py bench/bench_memory.py \
         bench/bench_breakdown.py bench/bench_routing.py bench/bench_merging.py bench/bench_mixing.py \
-        bench/bench_trainable.py bench/bench_fusion.py bench/bench_lora.py bench/bench_adapters.py bench/bench_expansion.py \
+        bench/bench_trainable.py bench/bench_fusion.py bench/bench_lora.py bench/bench_adapters.py \
         bench/bench_methods.py bench/bench_kernels.py bench/bench_tokens_backward.py bench/bench_qlora.py
 }
 

@@ -148,7 +148,11 @@ def runnable(op: str, dtype: torch.dtype) -> list[str]:
     nothing.
     """
     x = torch.empty(0, dtype=dtype, device=DEVICE)
-    return [name for name in backends.BACKENDS if _runs(name, op, x)]
+    runnable = []
+    for name in backends.BACKENDS:
+        if _runs(name, op, x):
+            runnable.append(name)
+    return runnable
 
 
 def default(op: str, dtype: torch.dtype) -> str:
@@ -165,7 +169,11 @@ def default(op: str, dtype: torch.dtype) -> str:
 def others(op: str, dtype: torch.dtype) -> list[str]:
     """Return those of `runnable` that run only on request."""
     default = backends.pick(op, torch.empty(0, dtype=dtype, device=DEVICE))
-    return [name for name in runnable(op, dtype) if name != default]
+    others = []
+    for name in runnable(op, dtype):
+        if name != default:
+            others.append(name)
+    return others
 
 
 def _runs(name: str, op: str, x: torch.Tensor) -> bool:

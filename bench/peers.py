@@ -95,7 +95,9 @@ def _megablocks(layer):
     experts = ParallelDroplessMLP(args)
     # theirs are [E * I, H] each, gate, up and down alike
     stacks = (*layer.up.detach().chunk(2, 1), layer.down.detach().transpose(1, 2))
-    weights = [torch.nn.Parameter(stack.reshape(E * I, H).contiguous()) for stack in stacks]
+    weights = []
+    for stack in stacks:
+        weights.append(torch.nn.Parameter(stack.reshape(E * I, H).contiguous()))
     experts.mlp.w1, experts.mlp.v1, experts.mlp.w2 = weights
     idx = layer.topk_idx.to(torch.int32)
 

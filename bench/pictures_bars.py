@@ -1,23 +1,33 @@
-"""What all pictures share (colours, what a results file says, the frame), and the bars: memory, a
-step's parts, XFT's step.
-
-Ground, SVG and watermark are those of papers.engine.plots.
+"""What all pictures share (colours, what a results file says, the frame, the files), and the bars:
+memory, a step's parts, XFT's step.
 """
 
-import statistics
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench.records import benchmarks
+from moe_runtime.io.files import atomic_file
 from moe_runtime.io.rows import require
-from papers.engine.plots import INK
 
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
 # points
 SMALL = 9
 TINY = 8
 GREY = "#666666"
+INK = "#222222"
+# text as text, the font that matplotlib brings, ids that are the same in every run
+SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moe_runtime",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+}
+DARK = (
+    "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } "
+    "}</style>\n"
+)
 # name: colour, marker; hues of Okabe and Ito (2008), dark enough for white; distinguished by
 # markers and names as well
 STYLES = {
@@ -38,15 +48,8 @@ STYLES = {
     "moe_runtime, shared dense": ("#5F6CC4", "8"),
     "dense FFN": ("#7F8E3A", "x"),
 }
-REFERENCES = ("dense FFN",)  # not a MoE layer: shown for reference only
 OTHERS = (("#5F7A61", "v"), ("#A0522D", "<"), ("#8E7CC3", ">"), ("#B8860B", "d"), ("#AF3A4B", "X"))
 FLOOR = ("#868686", "_")
-LABELS = {
-    "bench_forward": "layer, forward",
-    "bench_forward_backward": "layer, forward + backward",
-    "bench_tokens": "sweep of T, forward",
-    "bench_tokens_backward": "sweep of T, forward + backward",
-}
 
 
 class Bench(NamedTuple):
@@ -76,25 +79,14 @@ class Bench(NamedTuple):
     def tokens(self) -> int:
         return self.info.get("tokens") or (self.info.get("shape") or {}).get("T") or 0
 
-    @property
-    def label(self) -> str:
-        """The function in words."""
-        return LABELS.get(self.function) or self.function.removeprefix("bench_").replace("_", " ")
-
-    @property
-    def what(self) -> str:
-        """The function in words, and what of its parameters is neither shape nor dtype."""
-        shape = self.info.get("shape") or {}
-        rest = f"-{self.id}-"
-        for part in (f"{shape.get('name')}-{shape.get('T')}", shape.get("name"), self.dtype):
-            rest = rest.replace(f"-{part}-", "-", 1) if part else rest
-        return ", ".join([self.label, *filter(None, [rest.strip("-").replace("-", " ")])])
-
 
 def read(path: str | Path) -> list[Bench]:
     """Return the benchmarks of a results file; raises ValueError for other files."""
-    found = [(bench["name"].partition("["), bench["extra_info"]) for bench in benchmarks(path)]
-    return [Bench(name, id.rstrip("]"), info) for (name, _, id), info in found]
+    benches = []
+    for bench in benchmarks(path):
+        function, _, id = bench["name"].partition("[")
+        benches.append(Bench(function, id.rstrip("]"), bench["extra_info"]))
+    return benches
 
 
 def is_ours(name: str) -> bool:
@@ -114,8 +106,9 @@ def style(name: str) -> tuple[str, str]:
 
 def luminance(colour: str) -> float:
     """Return how light a colour is, from 0 to 1."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+    red, green, blue = bytes.fromhex(colour[1:])
+    light = 0.2126 * (red / 255) ** 2.2 + 0.7152 * (green / 255) ** 2.2
+    return light + 0.0722 * (blue / 255) ** 2.2
 
 
 def ordered(names) -> list[str]:
@@ -128,58 +121,39 @@ def ordered(names) -> list[str]:
     return sorted(names, key=lambda name: (is_floor(name), not is_ours(name), place[name]))
 
 
-def shown(rows: dict[str, dict], column: str) -> dict[str, float]:
-    """Return {variant: value} of all of our variants and of the best of the others; more is
-    better.
-    """
-    values = {
-        name: row[column] for name, row in rows.items() if column in row and not is_floor(name)
-    }
-    others = [name for name in values if not is_ours(name) and name not in REFERENCES]
-    best = max(others, key=values.get, default=None)
-    return {name: value for name, value in values.items() if is_ours(name) or name == best}
-
-
-def ceiling(benches: list[Bench], unit: str) -> float | None:
-    """Return the median of a ceiling over the processes that measured it; None where none did."""
-    found = {
-        bench.info["ceilings"][unit] for bench in benches if unit in bench.info.get("ceilings", {})
-    }
-    return statistics.median(found) if found else None
-
-
 def caption(benches: list[Bench]) -> str:
     """Return machine, versions, rounds, commit and date that the benchmarks were measured with, a
     line for each machine.
     """
-    lines = {}
+    machines = []
+    commits = []
+    dates = []
+    rounds = []
+    spreads = []
     for bench in benches:
         info = bench.info
-        packages = [
-            name
-            for name in ("torch", "triton", "transformers")
-            if info.get(name) not in (None, "missing")
-        ]
-        said = [
-            info.get("machine", "unknown machine"),
-            *(f"{name} {info[name]}" for name in packages),
-        ]
-        lines[", ".join(said)] = None
-    commits = ", ".join(
-        dict.fromkeys(str(bench.info.get("commit", "unknown")) for bench in benches)
-    )
-    dates = ", ".join(dict.fromkeys(str(bench.info.get("date", "unknown")) for bench in benches))
-    rounds = sorted({bench.info["rounds"] for bench in benches if "rounds" in bench.info})
-    apart = max(
-        (row["iqr"] for bench in benches for row in bench.rows.values() if "iqr" in row),
-        default=None,
-    )
+        words = [info.get("machine", "unknown machine")]
+        for name in ("torch", "triton", "transformers"):
+            if info.get(name, "missing") != "missing":
+                words.append(f"{name} {info[name]}")
+        machines.append(", ".join(words))
+        commits.append(str(info.get("commit", "unknown")))
+        dates.append(str(info.get("date", "unknown")))
+        if "rounds" in info:
+            rounds.append(info["rounds"])
+        for row in bench.rows.values():
+            if "iqr" in row:
+                spreads.append(row["iqr"])
+    measured = ""
     if rounds:
-        how = f"medians of {rounds[0]}{f' to {rounds[-1]}' * (len(rounds) > 1)} rounds, "
-    else:
-        how = ""
-    how += f"quartiles at most {apart:.0%} apart, " if apart is not None else ""
-    return "\n".join([*lines, f"{how}commit {commits}, {dates}"])
+        least, most = min(rounds), max(rounds)
+        count = f"{least}" if least == most else f"{least} to {most}"
+        measured = f"medians of {count} rounds, "
+    if spreads:
+        measured += f"quartiles at most {max(spreads):.0%} apart, "
+    commit = ", ".join(dict.fromkeys(commits))
+    date = ", ".join(dict.fromkeys(dates))
+    return "\n".join([*dict.fromkeys(machines), f"{measured}commit {commit}, {date}"])
 
 
 def figure_of(title: str, benches: list[Bench], height: float):
@@ -193,6 +167,28 @@ def figure_of(title: str, benches: list[Bench], height: float):
     figure.supxlabel(caption(benches), fontsize=TINY, color=GREY)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04, wspace=0.04)
     return figure
+
+
+def watermark(figure) -> None:
+    """Say across a figure that its numbers mean nothing."""
+    look = {"fontsize": 44, "color": "#D55E00", "alpha": 0.35, "zorder": 9}
+    text = "tiny run\nnot a result"
+    figure.text(0.5, 0.5, text, rotation=30, ha="center", va="center", **look)
+
+
+def save(figure, path: Path) -> None:
+    """Write a figure as .png or .svg, atomically; the same numbers make the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        metadata = {"Date": None, "Creator": None}
+    else:
+        metadata = {"Software": None}
+    with atomic_file(path) as beside:
+        figure.savefig(beside, dpi=150, metadata=metadata, format=path.suffix[1:])
+        if path.suffix == ".svg":
+            text = Path(beside).read_text(encoding="utf-8")
+            text = text.replace(" <defs>", f" {DARK} <defs>", 1)
+            Path(beside).write_text(text, encoding="utf-8")
 
 
 def plain(axes, title: str = "") -> None:
@@ -217,13 +213,15 @@ def key(names, join: str | None = None) -> list:
     """Return a legend's handles of implementations: patches for bars, or markers with a line style,
     "" for none.
     """
-    looks = [(name, *style(name)) for name in ordered(names)]
-    if join is None:
-        return [patch(color=colour, label=name) for name, colour, _ in looks]
-    return [
-        line(color=c, marker=marker, markersize=5, linestyle=join, label=name)
-        for name, c, marker in looks
-    ]
+    handles = []
+    for name in ordered(names):
+        colour, marker = style(name)
+        if join is None:
+            handles.append(patch(color=colour, label=name))
+        else:
+            look = {"marker": marker, "markersize": 5, "linestyle": join}
+            handles.append(line(color=colour, label=name, **look))
+    return handles
 
 
 def legend(figure, handles: list, columns: int = 3) -> None:
@@ -263,8 +261,11 @@ def logarithmic(axes, which: str) -> None:
 
 
 def _short(value: float) -> str:
-    unit, size = ("M", 1e6) if value >= 1e6 else ("k", 1e3) if value >= 1e3 else ("", 1)
-    return f"{value / size:g}{unit}"
+    if value >= 1e6:
+        return f"{value / 1e6:g}M"
+    if value >= 1e3:
+        return f"{value / 1e3:g}k"
+    return f"{value:g}"
 
 
 def bars(axes, values: dict[str, float], form, unit: str, most: float | None = None) -> None:
@@ -304,11 +305,12 @@ def share_names(all_axes, columns: int = 2) -> None:
     """Leave the bars' names away where the panel to the left has the same."""
     for i, axes in enumerate(all_axes):
         if i % columns:
-            left = [label.get_text() for label in all_axes[i - 1].get_yticklabels()]
-        else:
-            left = []
-        if left and left == [label.get_text() for label in axes.get_yticklabels()]:
-            axes.tick_params(axis="y", labelleft=False)
+            left, own = (
+                [label.get_text() for label in one.get_yticklabels()]
+                for one in (all_axes[i - 1], axes)
+            )
+            if left and left == own:
+                axes.tick_params(axis="y", labelleft=False)
 
 
 SAVED = "saved KiB/token"
@@ -332,7 +334,9 @@ def grid(
     what is around them.
     """
     columns = min(columns, len(heights))
-    rows = [max(heights[i : i + columns]) for i in range(0, len(heights), columns)]
+    rows = []
+    for i in range(0, len(heights), columns):
+        rows.append(max(heights[i : i + columns]))
     figure = figure_of(title, benches, base + sum(rows))
     all_axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
     for axes in all_axes[len(heights) :]:
@@ -348,52 +352,67 @@ def memory(benches: list[Bench]):
     """Draw what each implementation keeps for the backward pass, per token; None if it was not
     measured.
     """
-    found = [(bench, _column(bench, SAVED)) for bench in benches if _column(bench, SAVED)]
-    if not found:
+    measured = []
+    for bench in benches:
+        if _column(bench, SAVED):
+            measured.append(bench)
+    if not measured:
         return None
-    heights = [bars_height(len(values)) for _, values in found]
-    used = [bench for bench, _ in found]
-    figure, all_axes = grid("Kept for the backward pass, per token of one layer", used, heights)
-    for axes, (bench, values) in zip(all_axes, found):
+    heights = []
+    for bench in measured:
+        heights.append(bars_height(len(_column(bench, SAVED))))
+    title = "Kept for the backward pass, per token of one layer"
+    figure, all_axes = grid(title, measured, heights)
+    has_formula = False
+    for axes, bench in zip(all_axes, measured):
+        values = _column(bench, SAVED)
         plain(axes, f"{bench.shape}, {bench.dtype}")
         bars(axes, values, "{:.1f}".format, "KiB per token")
         for y, name in enumerate(ordered(values)):
             if FORMULA in bench.rows[name]:
+                has_formula = True
                 at = bench.rows[name][FORMULA]
-                axes.plot(
-                    [at, at],
-                    [y - 0.45, y + 0.45],
-                    color=INK,
-                    linewidth=2.5,
-                    label="published formula",
-                )
+                look = {"color": INK, "linewidth": 2.5, "label": "published formula"}
+                axes.plot([at, at], [y - 0.45, y + 0.45], **look)
     share_names(all_axes)
-    if any(FORMULA in row for bench in used for row in bench.rows.values()):
+    if has_formula:
         legend(figure, [line(color=INK, linewidth=2.5, label="our published formula")])
     return figure
 
 
 def _column(bench: Bench, column: str) -> dict[str, float]:
-    return {name: row[column] for name, row in bench.rows.items() if column in row}
+    result = {}
+    for name, row in bench.rows.items():
+        if column in row:
+            result[name] = row[column]
+    return result
 
 
 def xft(benches: list[Bench]):
     """Draw tokens/s and memory of XFT's tuning step, the whole where a file has it; None if it was
     not measured.
     """
-    found = [bench for bench in benches if bench.function == "bench_xft_step"]
-    memory = ["total MiB" if _column(bench, "total MiB") else "peak MiB" for bench in found]
-    pairs = [(bench, column) for bench, most in zip(found, memory) for column in ("tokens/s", most)]
-    panels = [pair for pair in pairs if _column(*pair)]
+    measured = []
+    for bench in benches:
+        if bench.function == "bench_xft_step":
+            measured.append(bench)
+    panels = []
+    for bench in measured:
+        memory = "total MiB" if _column(bench, "total MiB") else "peak MiB"
+        for column in ("tokens/s", memory):
+            if _column(bench, column):
+                panels.append((bench, column))
     if not panels:
         return None
-    heights = [bars_height(len(_column(*panel))) for panel in panels]
-    columns = 2 if any(column != "tokens/s" for _, column in panels) else 1
-    figure, all_axes = grid("XFT: a tuning step, random weights", found, heights, columns)
+    heights = []
+    for panel in panels:
+        heights.append(bars_height(len(_column(*panel))))
+    columns = 1 if all(column == "tokens/s" for _, column in panels) else 2
+    title = "XFT: a tuning step, random weights"
+    figure, all_axes = grid(title, measured, heights, columns)
     for axes, (bench, column) in zip(all_axes, panels):
-        values = _column(bench, column)
         plain(axes, f"{bench.shape}, {bench.dtype}")
-        bars(axes, values, number, f"{column} ({XFT[column]})")
+        bars(axes, _column(bench, column), number, f"{column} ({XFT[column]})")
     share_names(all_axes, columns)
     return figure
 
@@ -402,9 +421,10 @@ def breakdown(benches: list[Bench]):
     """Draw a training step's parts, stacked, a bar per implementation; None if it was not
     measured.
     """
-    found = [
-        bench for bench in benches if bench.function == "bench_step_breakdown" and parts(bench)
-    ]
+    found = []
+    for bench in benches:
+        if bench.function == "bench_step_breakdown" and parts(bench):
+            found.append(bench)
     if not found:
         return None
     heights = [bars_height(len(parts(bench))) for bench in found]
@@ -414,7 +434,9 @@ def breakdown(benches: list[Bench]):
         plain(axes, f"{bench.shape}, {bench.dtype}")
         axes.grid(axis="y", visible=False)
     ours = style("moe_runtime")[0]
-    same = [patch(color=colour, label=part) for part, colour in SHARED.items()]
+    same = []
+    for part, colour in SHARED.items():
+        same.append(patch(color=colour, label=part))
     forward = patch(color=ours, label="experts forward (colour of each)")
     legend(figure, [*same, forward, patch(color=ours, alpha=0.55, label="experts backward")])
     return figure
@@ -431,7 +453,10 @@ def parts(bench: Bench) -> dict[str, dict[str, float]]:
         implementation, _, part = name.rpartition(": ")
         if part in EXPERTS:
             found.setdefault(implementation or "moe_runtime", {})[part] = value
-    return {name: shared | found[name] for name in ordered(found)}
+    parts = {}
+    for name in ordered(found):
+        parts[name] = shared | found[name]
+    return parts
 
 
 def _stack(axes, bench: Bench) -> None:
@@ -439,38 +464,18 @@ def _stack(axes, bench: Bench) -> None:
     whole = bench.rows.get(WHOLE, {}).get("ms", 0.0)
     widest = max(whole, *(sum(one.values()) for one in stacks.values()))
     for y, (name, one) in enumerate(stacks.items()):
-        left = 0.0
-        colour = style(name)[0]
+        total = 0.0
         for part in (*EXPERTS, *SHARED):
-            if part not in one:
-                continue
-            look = {
-                "color": SHARED.get(part, colour),
-                "alpha": 0.55 if part == EXPERTS[1] else 1.0,
-                "edgecolor": "white",
-            }
-            axes.barh(
-                y, one[part], left=left, height=0.72, linewidth=0.8, label=f"{name}: {part}", **look
-            )
-            if one[part] > 0.05 * widest:
-                dark = part == EXPERTS[0] and luminance(colour) < 0.3
-                look = {
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": TINY,
-                    "color": "white" if dark else INK,
-                }
-                axes.text(left + one[part] / 2, y, number(one[part]), **look)
-            left += one[part]
-        end = max(left, whole) if y == 0 else left
-        beside(
-            axes,
-            end,
-            y,
-            f"sum {number(left)}, whole {number(whole)} ms"
-            if y == 0 and whole
-            else f"{number(left)} ms",
-        )
+            if part in one:
+                is_wide = one[part] > 0.05 * widest
+                _segment(axes, y, total, name, part, one[part], is_wide)
+                total += one[part]
+        text = f"{number(total)} ms"
+        end = total
+        if y == 0 and whole:
+            text = f"sum {number(total)}, whole {number(whole)} ms"
+            end = max(total, whole)
+        beside(axes, end, y, text)
     if whole:
         axes.plot([whole, whole], [-0.45, 0.45], color=INK, linewidth=2.5, label=WHOLE)
     axes.set_yticks(range(len(stacks)), list(stacks))
@@ -479,3 +484,17 @@ def _stack(axes, bench: Bench) -> None:
     axes.set_xlabel(
         "ms; grey: the same code for all, measured once; black line: our whole step", fontsize=TINY
     )
+
+
+def _segment(axes, y: int, left: float, name: str, part: str, ms: float, is_wide: bool) -> None:
+    """Draw a part of a stack, with its number if there is room for it."""
+    colour = SHARED.get(part, style(name)[0])
+    look = {"color": colour, "edgecolor": "white", "linewidth": 0.8}
+    if part == "experts backward":
+        look["alpha"] = 0.55
+    axes.barh(y, ms, left=left, height=0.72, label=f"{name}: {part}", **look)
+    if is_wide:
+        is_dark = part == "experts forward" and luminance(colour) < 0.3
+        text_colour = "white" if is_dark else INK
+        look = {"ha": "center", "va": "center", "fontsize": TINY, "color": text_colour}
+        axes.text(left + ms / 2, y, number(ms), **look)

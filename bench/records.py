@@ -81,16 +81,23 @@ class Records:
 
     def done(self) -> set[str]:
         """Return the benchmarks that need not run again."""
-        return {line["name"] for line in self.lines() if STATES & line.keys()}
+        done = set()
+        for line in self.lines():
+            if STATES & line.keys():
+                done.add(line["name"])
+        return done
 
     def measured_with(self, tiles: str) -> set[str]:
         """Return the benchmarks whose last results are of these launch configs."""
-        last = {
-            line["name"]: line.get("extra_info", {})
-            for line in self.lines()
-            if STATES & line.keys()
-        }
-        return {name for name, info in last.items() if info.get("tiles") == tiles}
+        last = {}
+        for line in self.lines():
+            if STATES & line.keys():
+                last[line["name"]] = line.get("extra_info", {})
+        measured_with = set()
+        for name, info in last.items():
+            if info.get("tiles") == tiles:
+                measured_with.add(name)
+        return measured_with
 
     def planned(self) -> int:
         """Return how many benchmarks the last run had before it when it began."""
@@ -103,12 +110,12 @@ class Records:
 
     def broken(self, name: str) -> dict[str, str]:
         """Return variant -> how it broke the process, of one benchmark."""
-        return {
-            k: v
-            for line in self.lines()
-            if line.get("name") == name
-            for k, v in line.get("broken", {}).items()
-        }
+        broken = {}
+        for line in self.lines():
+            if line.get("name") == name:
+                for k, v in line.get("broken", {}).items():
+                    broken[k] = v
+        return broken
 
     def pytest_collection_finish(self, session) -> None:
         self.write("", planned=len(session.items))
@@ -145,28 +152,30 @@ def benchmarks(path: str | Path) -> list[dict]:
     """Return name and extra_info of each benchmark of a file, pytest-benchmark's JSON or our lines,
     under its name of today.
     """
-    return [
-        bench | {"name": RENAMED.get(bench["name"], bench["name"])}
-        for bench in _benchmarks(Path(path))
-    ]
+    benchmarks = []
+    for bench in _benchmarks(Path(path)):
+        benchmarks.append(bench | {"name": RENAMED.get(bench["name"], bench["name"])})
+    return benchmarks
 
 
 def _benchmarks(path: Path) -> list[dict]:
     if path.suffix == ".jsonl":
-        found = [line for line in Records(path).lines() if "extra_info" in line]
+        found = []
+        for line in Records(path).lines():
+            if "extra_info" in line:
+                found.append(line)
     else:
         listed = read_json(path).get("benchmarks", [])
         if not isinstance(listed, list):
             raise ValueError(f"The benchmarks in {path} are invalid: {shown(listed)}. {WRITTEN}")
         # pytest-benchmark's file may hold other benchmarks besides ours
-        infos = [
-            bench.get("extra_info", {}) if isinstance(bench, dict) else None for bench in listed
-        ]
-        found = [
-            bench
-            for bench, info in zip(listed, infos)
-            if not isinstance(info, dict) or "rows" in info
-        ]
+        infos = []
+        for bench in listed:
+            infos.append(bench.get("extra_info", {}) if isinstance(bench, dict) else None)
+        found = []
+        for bench, info in zip(listed, infos):
+            if not isinstance(info, dict) or "rows" in info:
+                found.append(bench)
         if not found:
             raise ValueError(f"{path} contains no benchmarks. {WRITTEN}")
     for bench in found:
@@ -213,5 +222,12 @@ def failures(path: str | Path) -> dict[str, str]:
         if not isinstance(failed, dict):
             raise ValueError(f"`failed` in {path} is invalid: {shown(failed)}. {WRITTEN}")
         return failed
-    last = {line["name"]: line for line in Records(path).lines() if STATES & line.keys()}
-    return {name: line["failed"] for name, line in last.items() if "failed" in line}
+    last = {}
+    for line in Records(path).lines():
+        if STATES & line.keys():
+            last[line["name"]] = line
+    failures = {}
+    for name, line in last.items():
+        if "failed" in line:
+            failures[name] = line["failed"]
+    return failures

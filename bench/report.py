@@ -7,56 +7,74 @@ goals of the device, which are met and which are missed by how much; then a tabl
 
 import argparse
 import contextlib
+import itertools
 from collections import Counter
 from pathlib import Path
 
 from moe_runtime.bench import described, shapes
-from moe_runtime.bench.goals import CPU_GOALS, GOALS, PASSES, goals, than_triton
+from moe_runtime.bench.described import markdown
+from moe_runtime.bench.goals import CPU_GOALS, GOALS, PASSES, Goal, goals, than_triton
 from moe_runtime.bench.pictures_bars import ordered
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.io.files import atomic_write_json
 
+ABOUT = (
+    "machine",
+    "driver",
+    "python",
+    "torch",
+    "triton",
+    "transformers",
+    "commit",
+    "date",
+    "tiles",
+)
 VARIANTS = ("moe_runtime", "transformers eager", "transformers grouped_mm")
 
 
 def rows_of(path: str | Path) -> dict:
     """Return {(benchmark, variant): row} of a results file."""
-    return {
-        (b["name"], name): row
-        for b in benchmarks(path)
-        for name, row in b["extra_info"]["rows"].items()
-    }
+    rows = {}
+    for bench in benchmarks(path):
+        for variant, row in bench["extra_info"]["rows"].items():
+            rows[bench["name"], variant] = row
+    return rows
+
+
+def _infos(paths: list[Path]) -> list[tuple[str, dict]]:
+    """Return name and extra_info of all benchmarks of the files."""
+    infos = []
+    for path in paths:
+        for bench in benchmarks(path):
+            infos.append((bench["name"], bench["extra_info"]))
+    return infos
+
+
+def _lines(paths: list[Path]) -> list[dict]:
+    """Return the lines of the files that are lines of JSON."""
+    lines = []
+    for path in paths:
+        if path.suffix == ".jsonl":
+            lines.extend(Records(path).lines())
+    return lines
 
 
 def cpu_table(rows: dict) -> str:
     """Return the layer's table, a line per shape, dtype and pass: our milliseconds, and the others'
     times as multiples.
     """
-    places = [
-        (shape, dtype, function)
-        for shape in ("coarse", "fine")
-        for dtype in ("fp32", "bf16")
-        for function in PASSES
-    ]
-    names = [f"{function}[{shape}-{dtype}]" for shape, dtype, function in places]
-    variants = ordered(variant for name, variant in rows if name in names)
-    heads = [variant.removesuffix(" (floor)") for variant in variants]
-    lines = [
-        "| shape | dtype | pass | " + " | ".join(heads) + " |",
-        "|---|---|---|" + "---|" * len(variants),
-    ]
-    for name, (shape, dtype, function) in zip(names, places, strict=True):
+    lines = {}
+    for shape, dtype, function in itertools.product(("coarse", "fine"), ("fp32", "bf16"), PASSES):
+        lines[f"{function}[{shape}-{dtype}]"] = [shape, dtype, PASSES[function]]
+    variants = ordered(variant for name, variant in rows if name in lines)
+    for name, cells in lines.items():
         ours = rows[name, "moe_runtime"]["ms"]
-        cells = [
-            f"{rows[name, other]['ms'] / ours:.2f}" if (name, other) in rows else "-"
-            for other in variants[1:]
-        ]
-        lines.append(
-            f"| {shape} | {dtype} | {PASSES[function]} | "
-            + " | ".join([f"{ours:.0f} ms", *cells])
-            + " |"
-        )
-    return "\n".join(lines)
+        cells.append(f"{ours:.0f} ms")
+        for other in variants[1:]:
+            is_measured = (name, other) in rows
+            cells.append(f"{rows[name, other]['ms'] / ours:.2f}" if is_measured else "-")
+    heads = [variant.removesuffix(" (floor)") for variant in variants]
+    return markdown(["shape", "dtype", "pass", *heads], lines.values())
 
 
 STEPS = {
@@ -69,23 +87,14 @@ def steps_table(rows: dict) -> str:
     """Return the table of stock models on the CPU: our milliseconds, and how many times that
     transformers' take.
     """
-    others = VARIANTS[1:]
-    lines = [
-        "| tiny Qwen3-MoE | dtype | " + " | ".join(VARIANTS) + " |",
-        "|---|---|" + "---|" * len(VARIANTS),
-    ]
-    for function, name in STEPS.items():
+    lines = []
+    for function, what in STEPS.items():
         for dtype in ("fp32", "bf16"):
-            found = {
-                variant: rows[f"{function}[tiny-Qwen3-MoE-{dtype}]", variant]
-                for variant in VARIANTS
-            }
-            cells = [
-                f"{found['moe_runtime']['ms']:.0f} ms",
-                *(f"{found[other]['ratio']:.2f}" for other in others),
-            ]
-            lines.append(f"| {name} | {dtype} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            name = f"{function}[tiny-Qwen3-MoE-{dtype}]"
+            cells = [f"{rows[name, VARIANTS[0]]['ms']:.0f} ms"]
+            cells += [f"{rows[name, other]['ratio']:.2f}" for other in VARIANTS[1:]]
+            lines.append([what, dtype, *cells])
+    return markdown(["tiny Qwen3-MoE", "dtype", *VARIANTS], lines)
 
 
 def tables(paths: list[str | Path]) -> str:
@@ -95,39 +104,38 @@ def tables(paths: list[str | Path]) -> str:
     Benchmarks lie across or variants do, whichever are fewer; why variants are missing stands
     below.
     """
-    groups = {}
+    groups: dict[tuple[str, str], dict] = {}
     notes = []
-    for bench in (bench for path in paths for bench in benchmarks(path)):
-        info = bench["extra_info"]
-        function = bench["name"].partition("[")[0]
-        groups.setdefault((info.get("kind", "op"), function), {})[bench["name"]] = info["rows"]
-        notes += [
-            f"* {bench['name']}: {name}: {note}" for name, note in info.get("notes", {}).items()
-        ]
-    order = {kind: i for i, kind in enumerate(described.KINDS)}
+    for name, info in _infos(paths):
+        function = name.partition("[")[0]
+        groups.setdefault((info.get("kind", "op"), function), {})[name] = info["rows"]
+        for variant, note in info.get("notes", {}).items():
+            notes.append(f"* {name}: {variant}: {note}")
+    parts = []
+    for kind in (*described.KINDS, None):
+        for group, function in groups:
+            if group == kind or (kind is None and group not in described.KINDS):
+                parts.append(_table(function, groups[group, function]))
+    return "\n\n".join([*parts, "\n".join(notes)])
+
+
+def _table(function: str, benches: dict[str, dict]) -> str:
+    """Return one function's table."""
+    cells: dict[tuple[str, str], str] = {}
+    variants: dict[str, None] = {}
+    for name, rows in benches.items():
+        for variant, row in rows.items():
+            cells[name, variant] = described.cell(row)
+            variants[variant] = None
+    short = {name: name.partition("[")[2].rstrip("]") or "all" for name in benches}
     lines = []
-    for kind, function in sorted(groups, key=lambda key: order.get(key[0], len(order))):
-        lines += ["", *_table(function, groups[kind, function])]
-    return "\n".join([*lines, "", *notes])
-
-
-def _table(function: str, found: dict[str, dict]) -> list[str]:
-    """Return the lines of one function's table."""
-    variants = list(dict.fromkeys(name for rows in found.values() for name in rows))
-    short = {name: name.partition("[")[2].rstrip("]") or "all" for name in found}
-    cells = {
-        (name, variant): described.cell(row)
-        for name, rows in found.items()
-        for variant, row in rows.items()
-    }
-    if len(variants) <= max(len(found), 4):
-        head = variants
-        body = [(short[name], [cells.get((name, v), "") for v in variants]) for name in found]
-    else:
-        head = list(short.values())
-        body = [(v, [cells.get((name, v), "") for name in found]) for v in variants]
-    lines = [f"| {function} | " + " | ".join(head) + " |", "|---|" + "---|" * len(head)]
-    return lines + [f"| {first} | " + " | ".join(others) + " |" for first, others in body]
+    if len(variants) <= max(len(benches), 4):
+        for name in benches:
+            lines.append([short[name], *(cells.get((name, variant), "") for variant in variants)])
+        return markdown([function, *variants], lines)
+    for variant in variants:
+        lines.append([variant, *(cells.get((name, variant), "") for name in benches)])
+    return markdown([function, *short.values()], lines)
 
 
 def cuda_table(paths: list[str | Path]) -> list[dict]:
@@ -140,127 +148,88 @@ def cuda_table(paths: list[str | Path]) -> list[dict]:
     """
     from moe_runtime.bench.bench_cuda import KERNELS
 
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    infos = {}
-    for bench in (bench for path in paths for bench in benchmarks(path)):
-        name = bench["name"]
-        info = bench["extra_info"]
-        if (
-            name.startswith("bench_cuda_kernel[")
-            and {"moe_runtime cuda", "moe_runtime triton"} <= info["rows"].keys()
-        ):
-            kernel = name.rstrip("]").rpartition("-")[2]
-            found.setdefault((KERNELS[kernel], info["machine"]), {})[name] = than_triton(
-                info["rows"]
-            )
-            infos[info["machine"]] = {key: info[key] for key in ("date", "torch", "triton")}
-    return [
-        {
-            "op": op,
-            "device": device,
-            **infos[device],
-            "times_faster": round(min(values.values()), 3),
-        }
-        for (op, device), values in sorted(found.items())
-        if len(values) == len(shapes.plans()) * list(KERNELS.values()).count(op)
-        and min(values.values()) >= 1.03
-    ]
+    gains: dict[tuple[str, str], list[float]] = {}
+    about = {}
+    for name, info in _infos(paths):
+        is_kernel = name.startswith("bench_cuda_kernel[")
+        if is_kernel and {"moe_runtime cuda", "moe_runtime triton"} <= info["rows"].keys():
+            op = KERNELS[name.rstrip("]").rpartition("-")[2]]
+            device = info["machine"]
+            gains.setdefault((op, device), []).append(than_triton(info["rows"]))
+            about[device] = {key: info[key] for key in ("date", "torch", "triton")}
+    table = []
+    for (op, device), times in sorted(gains.items()):
+        count = len(shapes.plans()) * list(KERNELS.values()).count(op)
+        least = min(times)
+        if len(times) == count and least >= 1.03:
+            row = {"op": op, "device": device, **about[device], "times_faster": round(least, 3)}
+            table.append(row)
+    return table
 
 
 def machine(paths: list[str | Path]) -> str:
     """Return a line per set of machine, versions and ceilings that the files were measured with."""
-    names = (
-        "machine",
-        "driver",
-        "python",
-        "torch",
-        "triton",
-        "transformers",
-        "commit",
-        "date",
-        "tiles",
-    )
-    seen: dict[str, dict[str, str]] = {}
-    for info in (bench["extra_info"] for path in paths for bench in benchmarks(path)):
-        line = ", ".join(
-            f"{name} {info[name]}" for name in names if info.get(name, "none") != "none"
-        )
-        limits = [
-            f"{value:,.{0 if value >= 10 else 3}f} {unit}"
-            for unit, value in info.get("ceilings", {}).items()
-        ]
-        seen.setdefault(line, {})[info.get("dtype", "")] = ", ".join(limits)
-    return "\n".join(f"* {', '.join([line, *_ceilings(limits)])}" for line, limits in seen.items())
-
-
-def _ceilings(limits: dict[str, str]) -> list[str]:
-    return [
-        f"ceilings {f'of {dtype} ' if dtype else ''}{text}"
-        for dtype, text in limits.items()
-        if text
-    ]
+    ceilings: dict[str, dict[str, None]] = {}
+    for _, info in _infos(paths):
+        words = []
+        for name in ABOUT:
+            if info.get(name, "none") != "none":
+                words.append(f"{name} {info[name]}")
+        limits = []
+        for unit, value in info.get("ceilings", {}).items():
+            digits = 0 if value >= 10 else 3
+            limits.append(f"{value:,.{digits}f} {unit}")
+        known = ceilings.setdefault(", ".join(words), {})
+        if limits:
+            dtype = f"of {info['dtype']} " if info.get("dtype") else ""
+            known[f"ceilings {dtype}{', '.join(limits)}"] = None
+    return "\n".join(f"* {', '.join([line, *limits])}" for line, limits in ceilings.items())
 
 
 def outcomes(paths: list[Path]) -> str:
     """Return how many tests passed, and which failed and why, of files that
     tests/support/outcomes.py wrote into too.
     """
-    found = [
-        line
-        for path in paths
-        if path.suffix == ".jsonl"
-        for line in Records(path).lines()
-        if "outcome" in line
-    ]
-    last = {line["name"]: line for line in found}
+    last = {line["name"]: line for line in _lines(paths) if "outcome" in line}
+    if not last:
+        return ""
     counts = Counter(line["outcome"] for line in last.values())
-    if last:
-        lines = ["Tests: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())]
-    else:
-        lines = []
-    failed = {
-        name: line.get("why", "") for name, line in last.items() if line["outcome"] == "failed"
-    }
-    return "\n".join(
-        [*lines, *(f"* {name}: {' '.join(why.split())[-300:]}" for name, why in failed.items())]
-    )
+    listed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    lines = [f"Tests: {listed}"]
+    for name, line in last.items():
+        if line["outcome"] == "failed":
+            why = " ".join(line.get("why", "").split())
+            lines.append(f"* {name}: {why[-300:]}")
+    return "\n".join(lines)
 
 
 def text(paths: list[Path]) -> str:
     """Return the whole report: machine, tests, goals, the tables of stock models and layers on a
     CPU, every other table.
     """
-    rows = {key: row for path in paths for key, row in rows_of(path).items()}
-    parts = [part for part in (machine(paths), outcomes(paths)) if part]
+    rows = {}
+    for path in paths:
+        rows |= rows_of(path)
+    parts = [machine(paths), outcomes(paths)]
     for table in (cpu_table, steps_table):
         with contextlib.suppress(KeyError):  # of what was not measured, or is a GPU's
             parts.append(table(rows))
     names = {name for name, _ in rows}
-    wanted = tuple(
-        goal
-        for goal in (GOALS if _is_gpu(paths) else CPU_GOALS)
-        if not names.isdisjoint(goal.benchmarks)
-    )
-    return "\n\n".join(
-        [*parts, *([goals(rows, wanted).strip()] if wanted else []), tables(paths).strip()]
-    )
+    asked = [goal for goal in _goals(paths) if not names.isdisjoint(goal.benchmarks)]
+    if asked:
+        parts.append(goals(rows, asked).strip())
+    parts.append(tables(paths).strip())
+    return "\n\n".join(part for part in parts if part)
 
 
-def _is_gpu(paths: list[Path]) -> bool:
-    devices = [
-        line.get("device")
-        for path in paths
-        if path.suffix == ".jsonl"
-        for line in Records(path).lines()
-    ]
-    # of device_check, when no benchmark ended
-    if any(device and "capability" in device for device in devices):
-        return True
-    return any(
-        bench["extra_info"].get("driver", "none") != "none"
-        for path in paths
-        for bench in benchmarks(path)
-    )
+def _goals(paths: list[Path]) -> tuple[Goal, ...]:
+    """Return the goals of the device that the files are of."""
+    for line in _lines(paths):
+        # of device_check, when no benchmark ended
+        if "capability" in (line.get("device") or {}):
+            return GOALS
+    is_gpu = any(info.get("driver", "none") != "none" for _, info in _infos(paths))
+    return GOALS if is_gpu else CPU_GOALS
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -291,12 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return
     if options.out:
-        found = [
-            {key: b[key] for key in ("name", "extra_info")}
-            for path in options.files
-            for b in benchmarks(path)
-        ]
-        atomic_write_json(options.out, {"benchmarks": found})
+        measured = [{"name": name, "extra_info": info} for name, info in _infos(options.files)]
+        atomic_write_json(options.out, {"benchmarks": measured})
     if options.goals:
         print(goals_of(options.files))
     elif options.markdown:
@@ -309,16 +274,19 @@ def main(arguments: list[str] | None = None) -> None:
 def whole(paths: list[Path]) -> str:
     """Return the report, and what was skipped or failed."""
     parts = [text(paths)]
-    lines = [line for path in paths if path.suffix == ".jsonl" for line in Records(path).lines()]
     for state in ("skipped", "failed", "broken"):
-        parts += [f"{state}: {line['name']}: {line[state]}" for line in lines if state in line]
+        for line in _lines(paths):
+            if state in line:
+                parts.append(f"{state}: {line['name']}: {line[state]}")
     return "\n\n".join(parts)
 
 
 def goals_of(paths: list[Path]) -> str:
     """Return the goals alone."""
-    rows = {key: row for path in paths for key, row in rows_of(path).items()}
-    return goals(rows, GOALS if _is_gpu(paths) else CPU_GOALS)
+    rows = {}
+    for path in paths:
+        rows |= rows_of(path)
+    return goals(rows, _goals(paths))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
                 f"{path} contains {kind[1]} results. Choose another file than {target} for "
                 f"{kind[0]} ones"
             )
-    asked = {bench["extra_info"].get("asked", rounds) for bench in begun}
+    asked = set()
+    for bench in begun:
+        asked.add(bench["extra_info"].get("asked", rounds))
     if other := asked - {rounds}:
         raise ValueError(
             f"rounds is {rounds}, but {lines} was started with {min(other)}. Pass the same, or "
@@ -170,7 +172,10 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
 def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
     """Return the exit status of a process and the end of its output; Ctrl-C ends it, too."""
     # pytest-benchmark switches itself off where the environment says that this is a worker of xdist
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    env = {}
+    for name, value in os.environ.items():
+        if not name.startswith("PYTEST"):
+            env[name] = value
     # what mends Triton's interpreter, for --tiny without a GPU
     if (machine.ROOT / "tests" / "support").is_dir():
         env["PYTHONPATH"] = os.pathsep.join(
@@ -220,25 +225,39 @@ def gather(lines: Path, target: Path | None) -> Outcome:
     What failed stays out of both, so that the same command tries it again.
     """
     records = Records(lines)
-    last = {line["name"]: line for line in records.lines() if STATES & line.keys()}
-    states = {
-        state: {k: v[state] for k, v in last.items() if state in v}
-        for state in ("failed", "skipped")
-    }
+    last = {}
+    for line in records.lines():
+        if STATES & line.keys():
+            last[line["name"]] = line
+    states = {}
+    for state in ("failed", "skipped"):
+        states[state] = {k: v[state] for k, v in last.items() if state in v}
     if target is None:
         return Outcome(None, **states)
-    found = {bench["name"]: bench for bench in (*_there(target), *benchmarks(lines))}
+    found = {}
+    for bench in (*_there(target), *benchmarks(lines)):
+        found[bench["name"]] = bench
     # what failed now is no longer what an earlier run measured
-    names = [name for name in found if name not in states["failed"]]
-    kept = [{key: found[name][key] for key in ("name", "extra_info")} for name in names]
+    names = []
+    for name in found:
+        if name not in states["failed"]:
+            names.append(name)
+    kept = []
+    for name in names:
+        kept.append({key: found[name][key] for key in ("name", "extra_info")})
     if kept:
         newest = next(
             (bench for bench in reversed(benchmarks(lines)) if bench["name"] in names), kept[-1]
         )
-        about = {key: newest["extra_info"].get(key) for key in machine.describe()}
+        about = {}
+        for key in machine.describe():
+            about[key] = newest["extra_info"].get(key)
         atomic_write_json(target, {"about": about, "benchmarks": kept, **states})
     if states["failed"]:
-        left = [line for line in records.lines() if not {"failed", "began"} & line.keys()]
+        left = []
+        for line in records.lines():
+            if not {"failed", "began"} & line.keys():
+                left.append(line)
         atomic_write_text(lines, "".join(json.dumps(line) + "\n" for line in left))
     else:
         lines.unlink()

@@ -98,6 +98,9 @@ TUNING_GPU = {
     "DSCoder-1.3B-24L-2x1024": _DS_CODER,
     "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8),
 }
+# the model of `make demo`, of which a step of dense tuning and one of learning to mix are measured
+MIXING_STEP = {"small": Tuning(2, 16, 128, 96, 512, 4, 2, 3, 1024)}
+MIXING_TINY = {"tiny": Tuning(2, 8, 128, 32, 64, 4, 2, 1, 512)}
 # two layers of its widths fit into 16 GiB
 TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}
 TUNING_TINY = {"tiny": Tuning(2, 2, 16, 64, 64, 4, 3, 2, 100)}
@@ -128,7 +131,11 @@ METHODS_TINY = {"tiny": Dense(32, 2, 32, 48, 2, 100, 4, 3)}
 
 def layers() -> dict[str, Shape]:
     """GPU's shapes at every T of TOKENS."""
-    return {f"{name}-{T}": shape._replace(T=T) for T in TOKENS for name, shape in GPU.items()}
+    layers = {}
+    for T in TOKENS:
+        for name, shape in GPU.items():
+            layers[f"{name}-{T}"] = shape._replace(T=T)
+    return layers
 
 
 DECODE = (1, 4, 16, 64, 256)  # tokens of a step of generation, or of a short prompt
@@ -139,20 +146,28 @@ SWEPT = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B")  # of GPU: few large expe
 
 def sweep(table: dict[str, Shape], tokens: tuple[int, ...]) -> dict[str, Shape]:
     """Return a table's shapes at each of the numbers of tokens."""
-    return {f"{name}-{T}": shape._replace(T=T) for name, shape in table.items() for T in tokens}
+    sweep = {}
+    for name, shape in table.items():
+        for T in tokens:
+            sweep[f"{name}-{T}"] = shape._replace(T=T)
+    return sweep
 
 
 def kernels() -> dict[str, Shape]:
     """GPU's shapes at 16384 tokens, those with small experts at 4096 as well."""
-    return {
-        name: shape
-        for name, shape in layers().items()
-        if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE)
-    }
+    kernels = {}
+    for name, shape in layers().items():
+        if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE):
+            kernels[name] = shape
+    return kernels
 
 
 def plans() -> dict[str, Shape]:
     """Few and many experts at T from 512, where launches count, to 65536, where bytes do."""
     names = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B")
     tokens = (512, 2048, *sorted(TOKENS))
-    return {f"{name}-{T}": GPU[name]._replace(T=T) for name in names for T in tokens}
+    plans = {}
+    for name in names:
+        for T in tokens:
+            plans[f"{name}-{T}"] = GPU[name]._replace(T=T)
+    return plans

@@ -93,10 +93,9 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         texts = domain_rows("sums").held_out[:SUMS]
         sums = tokenize_pairs(stages.tokenizer, texts, recipe.data.max_length)
         clock.say(f"solving {SUMS} sums with each model")
-        rows = [
-            _row(name, result, note, _solved(stages, result, sums))
-            for name, (result, note) in made.items()
-        ]
+        rows = []
+        for name, (result, note) in made.items():
+            rows.append(_row(name, result, note, _solved(stages, result, sums)))
         results = _results(stages, made, rows)
         stats = _routed(stages, made["MoE"][0])
         results["expert_slots"] = stats.counts.tolist()
@@ -111,10 +110,9 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         }
         for name, result in models.items():
             shutil.copytree(result.folder, folder / name)
-        answers = [
-            _answers(stages, result, texts[:SHOWN])
-            for result in (made["base"][0], made["merged"][0])
-        ]
+        answers = []
+        for result in (made["base"][0], made["merged"][0]):
+            answers.append(_answers(stages, result, texts[:SHOWN]))
     _show(results, out, clock, texts, answers)
     return rows
 
@@ -221,9 +219,10 @@ def all_right(logits: torch.Tensor, labels: torch.Tensor) -> list[bool]:
 def _answers(stages: Stages, result: Result, rows: list[dict]) -> list[str]:
     """Return the first line of a model's completion of each prompt."""
     model = _loaded(stages, result)
-    return [
-        complete(model, stages.tokenizer, row["prompt"]).strip().partition("\n")[0] for row in rows
-    ]
+    answers = []
+    for row in rows:
+        answers.append(complete(model, stages.tokenizer, row["prompt"]).strip().partition("\n")[0])
+    return answers
 
 
 def _routed(stages: Stages, moe: Result) -> RouterStats:
@@ -300,18 +299,19 @@ def _show(
         ("parameters", "right"),
     )
     columns += ("per token", "right"), ("train s", "right"), ("", "left")
-    rows = [
-        (
-            row["model"],
-            f"{row['loss']:.4f}",
-            f"{row['solved']:.0%}",
-            f"{row['parameters']:,}",
-            f"{row['active']:,}",
-            f"{row['seconds']:.0f}",
-            row["note"],
+    rows = []
+    for row in results["rows"]:
+        rows.append(
+            (
+                row["model"],
+                f"{row['loss']:.4f}",
+                f"{row['solved']:.0%}",
+                f"{row['parameters']:,}",
+                f"{row['active']:,}",
+                f"{row['seconds']:.0f}",
+                row["note"],
+            )
         )
-        for row in results["rows"]
-    ]
     clock.say("done\n")
     print_table("held-out functions, texts and sums", columns, rows)
     print(verdict(results))
@@ -337,7 +337,9 @@ def _show(
 
 def verdict(results: dict) -> str:
     """Return sentences that compare XFT with every SFT of the table."""
-    losses = {row["model"]: row["loss"] for row in results["rows"]}
+    losses = {}
+    for row in results["rows"]:
+        losses[row["model"]] = row["loss"]
     merged = losses["merged"]
     best = results["best_sft"]
     rates = [name for name in losses if name.startswith("SFT")]

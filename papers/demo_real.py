@@ -129,7 +129,10 @@ def run(
     for name, one in found.items():
         link(out / name, one.folder)
     files = ",".join(f"{name}={tasks / f'{name}-held_out.jsonl'}" for name in names)
-    asked = {name: one for name, one in found.items() if name != "INIT"}
+    asked = {}
+    for name, one in found.items():
+        if name != "INIT":
+            asked[name] = one
     report = evaluate(
         [f"{name}={one.folder}" for name, one in asked.items()],
         files,
@@ -177,9 +180,9 @@ def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
     else:
         is_quick = torch.cpu.get_capabilities().get("amx_bf16", False)
     share = count / len(TASKS)
-    changes = {
-        f"{name}__bf16": getattr(recipe, name).bf16 or is_quick for name in ("sft", "tune", "mix")
-    }
+    changes = {}
+    for name in ("sft", "tune", "mix"):
+        changes[f"{name}__bf16"] = getattr(recipe, name).bf16 or is_quick
     return recipe.change(
         base_model=str(model),
         data__train=str(tasks / "train.jsonl"),
@@ -272,31 +275,38 @@ def _results(
     stages: Stages, found: dict[str, Result], report: Report, measured: dict[str, float]
 ) -> dict:
     # of two scores of a task the strict one
-    scores = {(one.model, one.task): one for one in reversed(report.scores)}
+    scores = {}
+    for one in reversed(report.scores):
+        scores[(one.model, one.task)] = one
     tasks = list(dict.fromkeys(one.task for one in report.scores))
-    rows = [
-        {
-            "model": name,
-            "note": NOTES[name],
-            "loss": one.loss,
-            "steps": one.steps,
-            "seconds": one.total_seconds,
-            "parameters": one.parameters,
-            "active": one.active_parameters,
-            "tokens_per_second": measured["MoE tokens/s" if name == "MoE" else "dense tokens/s"],
-            # None: not asked
-            "exact_match": {
-                task: one and one.score for task in tasks for one in [scores.get((name, task))]
-            },
-            "interval": {
-                task: one and [one.low, one.high]
-                for task in tasks
-                for one in [scores.get((name, task))]
-            },
-        }
-        for name, one in found.items()
-    ]
-    tuned = {name: [one.losses] for name, one in found.items() if name != "base"}
+    rows = []
+    for name, one in found.items():
+        exact_match = dict.fromkeys(tasks)  # None: not asked
+        interval = dict.fromkeys(tasks)
+        for task in tasks:
+            if (name, task) in scores:
+                score = scores[name, task]
+                exact_match[task] = score.score
+                interval[task] = [score.low, score.high]
+        speed = "MoE tokens/s" if name == "MoE" else "dense tokens/s"
+        rows.append(
+            {
+                "model": name,
+                "note": NOTES[name],
+                "loss": one.loss,
+                "steps": one.steps,
+                "seconds": one.total_seconds,
+                "parameters": one.parameters,
+                "active": one.active_parameters,
+                "tokens_per_second": measured[speed],
+                "exact_match": exact_match,
+                "interval": interval,
+            }
+        )
+    tuned = {}
+    for name, one in found.items():
+        if name != "base":
+            tuned[name] = [one.losses]
     return {
         "recipe": stages.recipe.to_dict(),
         "seed": stages.seed,
@@ -326,10 +336,8 @@ def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5
         lines = zip(
             *(path.read_text(encoding="utf-8").splitlines() for path in files), strict=False
         )
-        told += [
-            (number, name, *map(json.loads, three))
-            for number, three in enumerate(itertools.islice(lines, count))
-        ]
+        for number, three in enumerate(itertools.islice(lines, count)):
+            told.append((number, name, *map(json.loads, three)))
     for _, name, asked, before, after in sorted(told, key=lambda one: one[0])[:count]:
         if after["exact_match"]:
             verdict = "right"
@@ -379,17 +387,27 @@ def _picture(results: dict):
         title="held-out examples while tuning",
     )
     low, high = axes["B"].get_ylim()
-    ticks = [tick / 10 for tick in range(1, 100) if low <= tick / 10 <= high]
+    ticks = []
+    for tick in range(1, 100):
+        if low <= tick / 10 <= high:
+            ticks.append(tick / 10)
     axes["B"].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes["B"].minorticks_off()
     axes["B"].legend(fontsize=9)
     axes["B"].grid()
-    asked = [row for row in rows if None not in row["exact_match"].values()]
+    asked = []
+    for row in rows:
+        if None not in row["exact_match"].values():
+            asked.append(row)
     if "interval" in rows[0]:
-        spans = {row["model"]: [*row["interval"].values()] for row in asked}
+        spans = {}
+        for row in asked:
+            spans[row["model"]] = [*row["interval"].values()]
     else:
         spans = None
-    shares = {row["model"]: [*row["exact_match"].values()] for row in asked}
+    shares = {}
+    for row in asked:
+        shares[row["model"]] = [*row["exact_match"].values()]
     plots.grouped(
         axes["C"], [*rows[0]["exact_match"]], shares, spans, form="{:.2f}", colours=colours
     )
@@ -406,22 +424,15 @@ def _show(results: dict, out: Path) -> None:
     tasks = list(results["rows"][0]["exact_match"])
     columns = [("model", "left"), ("loss", "right"), *((task, "right") for task in tasks)]
     columns += [("tokens/s", "right"), ("steps", "right"), ("train s", "right"), ("", "left")]
-    print_table(
-        "Held-out loss of the answers, and exact match by task",
-        columns,
-        [
-            [
-                row["model"],
-                f"{row['loss']:.4f}",
-                *(f"{v:.2f}" if v is not None else "" for v in row["exact_match"].values()),
-                f"{row['tokens_per_second']:.0f}",
-                str(row["steps"]),
-                f"{row['seconds']:.0f}",
-                row["note"],
-            ]
-            for row in rows
-        ],
-    )
+    cells = []
+    for row in rows:
+        exact = []
+        for share in row["exact_match"].values():
+            exact.append("" if share is None else f"{share:.2f}")
+        speed = f"{row['tokens_per_second']:.0f}"
+        costs = [speed, str(row["steps"]), f"{row['seconds']:.0f}"]
+        cells.append([row["model"], f"{row['loss']:.4f}", *exact, *costs, row["note"]])
+    print_table("Held-out loss of the answers, and exact match by task", columns, cells)
     print("held-out losses, " + "\n".join(results["loss_comparisons"]))
     for one in results["comparisons"]:
         if one["model"] == "merged":

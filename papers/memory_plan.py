@@ -92,10 +92,9 @@ def _esft(r) -> Iterator[Stage]:
 
     def selected(model) -> None:
         dtype = None if r.trained_dtype is None else getattr(torch, r.trained_dtype)
-        ids = {
-            number: range(math.ceil(ESFT_MOST * layer.num_experts))
-            for number, layer in layers_of(model).items()
-        }
+        ids = {}
+        for number, layer in layers_of(model).items():
+            ids[number] = range(math.ceil(ESFT_MOST * layer.num_experts))
         freeze_for_esft(model, ids, dtype=dtype)
 
     def stage(name, training, make, prepare=None):
@@ -174,7 +173,9 @@ def _ultrafuser(r) -> Iterator[Stage]:
     from moe_runtime.methods.ultrafuser.model import UltraFuser
 
     def fuser(dtype: str, train_all: bool):
-        models = [_built(one.model or r.base_model, dtype) for one in r.specialists.values()]
+        models = []
+        for one in r.specialists.values():
+            models.append(_built(one.model or r.base_model, dtype))
         with torch.device("meta"):
             model = UltraFuser(
                 models, "{prompt}", gate=r.gate, joint=r.joint, loss_reduction=r.reduction

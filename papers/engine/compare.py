@@ -83,7 +83,9 @@ def compare(
     if reference not in losses:
         raise ValueError(f"reference must be one of {', '.join(losses)}, but got {reference!r}")
     check_fraction("level", level, zero=False, one=False)
-    arrays = {name: np.asarray(rows, dtype=np.float64) for name, rows in losses.items()}
+    arrays = {}
+    for name, rows in losses.items():
+        arrays[name] = np.asarray(rows, dtype=np.float64)
     shape = arrays[reference].shape
     weight = np.ones(shape[1:]) if tokens is None else np.asarray(tokens, dtype=np.float64)
     shapes = {array.shape for array in arrays.values()}
@@ -101,24 +103,28 @@ def compare(
         )
     weight = weight / weight.mean()
     names = [name for name in losses if name != reference]
-    found = [_difference(weight, arrays[name], arrays[reference], level) for name in names]
+    found = []
+    for name in names:
+        found.append(_difference(weight, arrays[name], arrays[reference], level))
     corrected = holm([p for _, _, _, p, _ in found])
-    return [
-        Comparison(
-            name=name,
-            reference=reference,
-            difference=mean,
-            low=low,
-            high=high,
-            p=p,
-            p_corrected=q,
-            verdict=_verdict(low, high, direction, q, level),
-            rows=shape[1],
-            seeds=shape[0],
-            seeds_lower=int(((arrays[name] - arrays[reference]) @ weight < 0).sum()),
+    compare = []
+    for name, (mean, low, high, p, direction), q in zip(names, found, corrected, strict=True):
+        compare.append(
+            Comparison(
+                name=name,
+                reference=reference,
+                difference=mean,
+                low=low,
+                high=high,
+                p=p,
+                p_corrected=q,
+                verdict=_verdict(low, high, direction, q, level),
+                rows=shape[1],
+                seeds=shape[0],
+                seeds_lower=int(((arrays[name] - arrays[reference]) @ weight < 0).sum()),
+            )
         )
-        for name, (mean, low, high, p, direction), q in zip(names, found, corrected, strict=True)
-    ]
+    return compare
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -131,31 +137,10 @@ def holm(p: Sequence[float]) -> list[float]:
     for rank, i in enumerate(sorted(range(len(filled)), key=filled.__getitem__)):
         largest = max(largest, min((len(filled) - rank) * filled[i], 1.0))
         corrected[i] = largest
-    return [math.nan if math.isnan(value) else q for value, q in zip(p, corrected, strict=True)]
-
-
-def mcnemar(
-    right: Mapping[str, Sequence[Sequence[int]]], reference: str
-) -> dict[str, tuple[int, int, float]]:
-    """Compare every method in `right`, name -> 0 or 1 [seeds, problems], with `reference`: problems
-    gained, lost, and p.
-
-    A problem is gained if more seeds solve it. p is that of McNemar's exact test on these,
-    corrected by Holm.
-    """
-    solved = {name: np.asarray(flags).sum(0) for name, flags in right.items()}
-    moved = {
-        name: np.sign(of - solved[reference]) for name, of in solved.items() if name != reference
-    }
-    counts = [(int((one > 0).sum()), int((one < 0).sum())) for one in moved.values()]
-    test = require("scipy.stats").binomtest
-    p = holm(
-        [
-            float(test(gained, gained + lost).pvalue) if gained + lost else 1.0
-            for gained, lost in counts
-        ]
-    )
-    return {name: (*count, q) for name, count, q in zip(moved, counts, p, strict=True)}
+    holm = []
+    for value, q in zip(p, corrected, strict=True):
+        holm.append(math.nan if math.isnan(value) else q)
+    return holm
 
 
 def _difference(weight, method, reference, level: float) -> tuple[float, float, float, float, int]:

@@ -314,7 +314,10 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
     known = set()
     for paragraphs in _prose():
         # two paragraphs may have the same beginning or end
-        rows = [row for row in map(_begun, paragraphs) if known.isdisjoint(row)]
+        rows = []
+        for row in map(_begun, paragraphs):
+            if known.isdisjoint(row):
+                rows.append(row)
         known = {part for row in rows for part in row}
         random.Random(seed).shuffle(rows)
         yield _named(rows[:limit])
@@ -329,7 +332,10 @@ def _sum_rows(limit: int | None, seed: int, name: str) -> Iterator[list]:
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    named = []
+    for prompt, completion in pairs:
+        named.append({"prompt": prompt, "completion": completion})
+    return named
 
 
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
@@ -415,7 +421,9 @@ def _begun(paragraph: str) -> tuple[str, str]:
     """Split a paragraph after about a third, between sentences, or between words if it has only
     one.
     """
-    ends = [match.end() for match in re.finditer(r"[.!?] (?=[A-Z])", paragraph)]
+    ends = []
+    for match in re.finditer(r"[.!?] (?=[A-Z])", paragraph):
+        ends.append(match.end())
     ends = ends or [match.end() for match in re.finditer(" ", paragraph)]
     cut = min(ends, key=lambda end: abs(end - len(paragraph) / 3))
     return f"Continue this text.\n{paragraph[:cut].rstrip()}\n", paragraph[cut:]

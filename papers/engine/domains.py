@@ -3,8 +3,8 @@
 Also which experts each domain's tokens go to (UpIT, Figure 5): counts, distances between domains,
 and the picture.
 
-share_e(domain) = slots of expert e / slots of all experts          per layer; 1 / E without a preference
-distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
+share_e(domain) = slots of expert e / slots of all experts    per layer; 1 / E without a preference
+distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|         total variation, mean over layers
 """
 
 import itertools
@@ -20,13 +20,12 @@ import torch
 from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import files_print, hash_of
 from papers.engine import stages
-from papers.engine.compare import LEVEL, signed
+from papers.engine.compare import LEVEL
 from papers.engine.corpora import SOURCES, domains_key
-from papers.engine.plots import INK, figure_of, grouped, legend_below
+from papers.engine.plots import INK, grouped, legend_below, new_figure
 from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
 from papers.engine.tables import MARKS, Entry, Report, compared, finite, over_seeds
 
@@ -50,7 +49,6 @@ class Judged(NamedTuple):
     trained_parameters: int = 0
     optimizer_bytes: int = 0
     source: str = ""  # where the model is loaded from: `folder`, or the path of a given specialist
-    course: list | None = None  # (step, {domain: loss}), if recorded during training
     exact: list | None = None  # per held-out example: 1 if greedy decoding gives its label, else 0
 
     @property
@@ -63,10 +61,10 @@ def by_domain(
     losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]
 ) -> dict[str, float]:
     """Return each domain's mean loss per label token, for examples ordered by domain."""
-    return {
-        domain: trainers.mean_loss(losses[place], tokens[place])
-        for domain, place in places_of(rows).items()
-    }
+    means = {}
+    for domain, place in places_of(rows).items():
+        means[domain] = trainers.mean_loss(losses[place], tokens[place])
+    return means
 
 
 def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
@@ -106,10 +104,12 @@ class DomainReport(Report):
         """Return the same table for each domain."""
         names = ("command", "title", "source", "settings", "seeds", "reference")
         shared = {name: getattr(self, name) for name in names}
-        return {
-            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared)
-            for domain in self.domains
-        }
+        tables = {}
+        for domain in self.domains:
+            tables[domain] = Report(
+                entries=[_entry_of(entry, domain) for entry in self.entries], **shared
+            )
+        return tables
 
     @property
     def solved(self) -> tuple[str, ...]:
@@ -134,14 +134,12 @@ class DomainReport(Report):
             method["exact_of_domains"] = {
                 domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()
             }
-        comparisons = {
-            domain: [asdict(one) for one in table.comparisons]
-            for domain, table in self.of_domains.items()
-        }
-        exact = {
-            domain: [asdict(one) for one in table.exact_comparisons]
-            for domain, table in self.of_domains.items()
-        }
+        comparisons = {}
+        for domain, table in self.of_domains.items():
+            comparisons[domain] = [asdict(one) for one in table.comparisons]
+        exact = {}
+        for domain, table in self.of_domains.items():
+            exact[domain] = [asdict(one) for one in table.exact_comparisons]
         more = {"comparisons_of_domains": comparisons, "exact_comparisons_of_domains": exact}
         return finite(values | {"rows": self.entries[0].results[0].rows} | more)
 
@@ -218,59 +216,44 @@ class DomainStages(KeptStages):
     """
 
     result = Judged
-    share = 1.0  # of each domain's training rows used for tuning
-
-    def change(self, share: float | None = None, **changes):
-        """Return stages with the same rows and base, but another share of the rows or changed
-        values of the recipe.
-        """
-        other = super().change(**changes)
-        other.share = self.share if share is None else share
-        return other
 
     @property
     def train_rows(self):
         """The tokenized training examples of all domains."""
-        parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
-        if self.share < 1:
-            parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
+        parts = []
+        for domain in self.recipe.domains:
+            parts.append(self.part(f"{domain}-train"))
         return data.require("datasets").concatenate_datasets(parts)
 
     @property
     def held_out(self):
         """The tokenized evaluation examples; the same for every stage and seed."""
-        parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
+        parts = []
+        for domain in self.recipe.domains:
+            parts.append(self.part(f"{domain}-held_out"))
         return data.require("datasets").concatenate_datasets(parts)
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of held-out rows of each domain."""
-        return {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}
+        counts = {}
+        for domain in self.recipe.domains:
+            counts[domain] = len(self.part(f"{domain}-held_out"))
+        return counts
 
     def routed(self, moe: Judged) -> Routed:
         """Return the routing of the tokens of each domain's held-out examples."""
 
         def make(tmp: Path, checkpoints: Path) -> dict:
-            rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
+            rows = {}
+            for domain in self.recipe.domains:
+                rows[domain] = self.part(f"{domain}-held_out")
             with ranks.leading() as main:
                 found = count(self._load(moe.folder), self.tokenizer, rows) if main else None
             counts, layers = ranks.agree(found)
             return {"counts": counts, "layers": layers}
 
         return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
-
-    def judged(self, name: str, parent: Judged, folder: Path, **how) -> Judged:
-        """Return the evaluation of a model that the stage `parent` has in `folder`, loaded with the
-        arguments `how`.
-        """
-
-        def make(tmp: Path, checkpoints: Path) -> dict:
-            return self._judge(lambda: self._load(folder, **how))
-
-        return self._stage("judged", name, {"folder": folder.name}, [parent], make)
-
-    def _settings(self, training: Training) -> dict:
-        return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
         """Return a training's result; if saving rounded the weights, the model returned by `load`
@@ -309,10 +292,17 @@ class DomainStages(KeptStages):
         """
         r = self.recipe
         built_in = domains_key()
-        sources = [source for d in r.domains.values() for source in d.sources]
-        rows = [built_in if source in SOURCES else files_print(source) for source in sources]
+        sources = []
+        for d in r.domains.values():
+            for source in d.sources:
+                sources.append(source)
+        rows = []
+        for source in sources:
+            rows.append(built_in if source in SOURCES else files_print(source))
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        domains = {}
+        for name, domain in r.domains.items():
+            domains[name] = domain.to_dict()
         return hash_of(
             {
                 "format": self.FORMAT,
@@ -347,11 +337,6 @@ class DomainStages(KeptStages):
         }
 
 
-def with_difference(one) -> str:
-    """Return a comparison and its difference as text, for a line with several."""
-    return f"{one.name} {signed(one.difference)} ({one.verdict})"
-
-
 def _entry_of(entry: Entry, domain: str) -> Entry:
     return Entry(entry.name, [of_domain(result, domain) for result in entry.results])
 
@@ -380,7 +365,10 @@ def _batches(tokenizer, rows: Sequence[list[int]], device):
 
 def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
     """Return the share [L, E] float64 of each domain's slots."""
-    return {domain: expert_load(torch.tensor(rows)) for domain, rows in counts.items()}
+    shares = {}
+    for domain, rows in counts.items():
+        shares[domain] = expert_load(torch.tensor(rows))
+    return shares
 
 
 def mean_distance(counts: Mapping[str, list]) -> float:
@@ -388,21 +376,25 @@ def mean_distance(counts: Mapping[str, list]) -> float:
     one.
     """
     pairs = itertools.combinations(shares(counts).values(), 2)
-    distances = [(a - b).abs().sum(-1).mean().item() / 2 for a, b in pairs]
+    distances = []
+    for a, b in pairs:
+        distances.append((a - b).abs().sum(-1).mean().item() / 2)
     return statistics.fmean(distances) if distances else 0.0
 
 
-def picture(report, routed: Mapping[str, Sequence]):
+def picture(title: str, routed: Mapping[str, Sequence[Routed]]):
     """Plot each method's shares by domain, a row per method and a column per layer; means over the
     seeds.
 
     `routed` holds a stage's result for every seed. Methods may have different numbers of experts.
     """
-    columns = [_spaced(len(results[0].layers)) for results in routed.values()]
+    columns = []
+    for results in routed.values():
+        columns.append(_spaced(len(results[0].layers)))
     rows = len(routed)
     widest = max(map(len, columns))
-    figure, axes = figure_of(
-        report,
+    figure, axes = new_figure(
+        title,
         (2.2 + 2.9 * widest, 1.4 + 2.0 * rows),
         rows=rows,
         columns=widest,
@@ -426,10 +418,9 @@ def _bars(axes, results: Sequence, layer: int) -> None:
     line.
     """
     by_seed = [shares(result.counts) for result in results]
-    means = {
-        name: torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()
-        for name in by_seed[0]
-    }
+    means = {}
+    for name in by_seed[0]:
+        means[name] = torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()
     E = len(next(iter(means.values())))
     grouped(axes, range(E), means)
     axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)
@@ -442,4 +433,7 @@ def _spaced(layers: int) -> list[int]:
     """
     if layers <= LAYERS:
         return list(range(layers))
-    return [round(i * (layers - 1) / (LAYERS - 1)) for i in range(LAYERS)]
+    spaced = []
+    for i in range(LAYERS):
+        spaced.append(round(i * (layers - 1) / (LAYERS - 1)))
+    return spaced

@@ -78,7 +78,9 @@ LONGEST = 160  # characters of a function's prompt
 def _intents(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
     while True:
         label = generator.choice(list(INTENTS))
-        lines = [line.split(" | ") for line in INTENTS[label].splitlines()]
+        lines = []
+        for line in INTENTS[label].splitlines():
+            lines.append(line.split(" | "))
         wording = generator.choice(
             [w.strip() for line in lines for w in (line[-1:] if is_held_out else line[:-1])]
         )
@@ -95,12 +97,17 @@ def _objects(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str,
 
 def _filled(wording: str, generator: random.Random) -> tuple[str, dict]:
     """Return a wording with its placeholders filled, and the values."""
-    values = {name: generator.choice(words) for name, words in WORDS.items()}
+    values = {}
+    for name, words in WORDS.items():
+        values[name] = generator.choice(words)
     values |= {
         "number": generator.randint(2, 60),
         "time": f"{generator.randint(1, 12)}:{generator.randrange(0, 60, 5):02}",
     }
-    used = [name for _, name, _, _ in string.Formatter().parse(wording) if name]
+    used = []
+    for _, name, _, _ in string.Formatter().parse(wording):
+        if name:
+            used.append(name)
     return wording.format(**values), {name: values[name] for name in used}
 
 
@@ -177,10 +184,14 @@ def write_tasks(
     for place, part in enumerate(Pairs._fields):
         files[part] = [row for rows in tasks.values() for row in rows[place]]
         generator.shuffle(files[part])
-        files |= {f"{name}-{part}": rows[place] for name, rows in tasks.items()}
+        for name, rows in tasks.items():
+            files[f"{name}-{part}"] = rows[place]
     with atomic_folder(folder, overwrite) as tmp:
         for name, rows in files.items():
             (tmp / f"{name}.jsonl").write_text(
                 "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
             )
-    return {f"{name}.jsonl": len(rows) for name, rows in files.items()}
+    write_tasks = {}
+    for name, rows in files.items():
+        write_tasks[f"{name}.jsonl"] = len(rows)
+    return write_tasks

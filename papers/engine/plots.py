@@ -124,11 +124,10 @@ def cycle(count: int) -> list[tuple[str, str]]:
     """Return colours and markers for `count` series; beyond the seven colours the markers
     differ.
     """
-    pairs = [
-        (colour, MARKERS[(i + turn) % len(MARKERS)])
-        for turn in range(7)
-        for i, colour in enumerate(COLOURS)
-    ]
+    pairs = []
+    for turn in range(7):
+        for i, colour in enumerate(COLOURS):
+            pairs.append((colour, MARKERS[(i + turn) % len(MARKERS)]))
     return list(itertools.islice(itertools.cycle(pairs), count))
 
 
@@ -193,7 +192,9 @@ def grouped(
     # lines on dark bars
     halo = require("matplotlib.patheffects", "plot").withStroke(linewidth=2.6, foreground="white")
     for i, ((name, values), (colour, _)) in enumerate(zip(series.items(), cycle(len(series)))):
-        at = [place + (i - (len(series) - 1) / 2) * width for place in range(len(groups))]
+        at = []
+        for place in range(len(groups)):
+            at.append(place + (i - (len(series) - 1) / 2) * width)
         axes.bar(
             at,
             [value or 0 for value in values],
@@ -233,7 +234,8 @@ def losses(axes, rows: Sequence[tuple[str, float, str]], reference: str) -> None
     """
     values = {name: loss for name, loss, _ in rows}
     near = _near(values, reference)
-    lowest, highest = (of((values[name] for name in near), default=0.0) for of in (min, max))
+    lowest = min((values[name] for name in near), default=0.0)
+    highest = max((values[name] for name in near), default=0.0)
     margin = (highest - lowest) or 0.01
     axes.axvline(values[reference], color=GREY, linestyle="--", linewidth=1.2, zorder=1)
     for y, (name, loss, colour) in enumerate(rows):
@@ -300,11 +302,9 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
     axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
     near = _near({entry.name: entry.loss for entry in entries}, reference.name)
     shown = [entry for entry in entries if entry.name in near]
-    values = [
-        loss
-        for entry in shown
-        for loss in (*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry))
-    ]
+    values = []
+    for entry in shown:
+        values.extend((*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry)))
     if values:
         margin = 0.06 * (max(values) - min(values)) or 0.01
         axes.set_xlim(min(values) - margin, max(values) + margin)
@@ -390,7 +390,10 @@ def _sweep(axes, report, extra: dict) -> None:
                 linewidth=0.8,
             )
         # points of one place stand side by side, so that none hides another
-        ends = [entry.loss + sign * _sd(entry) for sign in (-1, 1) for entry in entries]
+        ends = []
+        for sign in (-1, 1):
+            for entry in entries:
+                ends.append(entry.loss + sign * _sd(entry))
         axes.update_datalim([*zip(places * 2, ends, strict=True)])
         aside = moved(
             axes.transData,
@@ -420,38 +423,15 @@ def _sweep(axes, report, extra: dict) -> None:
     axes.grid()
 
 
-def times(report):
-    """Plot losses over seconds of training: every method's curve and its final loss."""
-    figure, axes = figure_of(report, (7.2, 5.4))
-    for entry, (colour, marker) in zip(report.entries, cycle(len(report.entries))):
-        if entry.name == report.reference:
-            axes.axhline(entry.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
-        for result in entry.results:
-            before = result.total_seconds - result.seconds
-            steps = [
-                (before + step * result.seconds / result.steps, loss)
-                for step, loss in result.history
-            ]
-            axes.plot(*zip(*steps, strict=True), color=colour, alpha=0.4, linewidth=1)
-        axes.errorbar(
-            entry.seconds,
-            entry.loss,
-            yerr=_bars(report, [_sd(entry)]),
-            fmt=marker,
-            color=colour,
-            capsize=4,
-            markersize=8,
-            label=f"{entry.name}: {entry.loss:.4f}",
-        )
-    return _labelled(figure, axes, report, "seconds of training after the base", "on the way")
-
-
 def curves(report):
     """Plot the held-out loss over steps: the mean over seeds, and each seed as a thin line; the
     others' are in the legend.
     """
     figure, axes = figure_of(report, (7.2, 5.6))
-    watched = [entry for entry in report.entries if entry.results[0].history]
+    watched = []
+    for entry in report.entries:
+        if entry.results[0].history:
+            watched.append(entry)
     for entry, (colour, marker) in zip(watched, cycle(len(watched))):
         ways = [result.history for result in entry.results]
         for way in ways:
@@ -459,7 +439,9 @@ def curves(report):
         steps, points = zip(
             *((at[0][0], [loss for _, loss in at]) for at in zip(*ways, strict=True)), strict=True
         )
-        spread = [statistics.stdev(losses) if len(losses) > 1 else 0.0 for losses in points]
+        spread = []
+        for losses in points:
+            spread.append(statistics.stdev(losses) if len(losses) > 1 else 0.0)
         axes.errorbar(
             steps,
             [*map(statistics.fmean, points)],
@@ -472,13 +454,9 @@ def curves(report):
     for entry in report.entries:
         if entry not in watched:
             axes.plot([], [], " ", label=f"{entry.name}: {entry.loss:.4f}, no curve")
-    return _labelled(figure, axes, report, "step", "seeds")
-
-
-def _labelled(figure, axes, report, x_label: str, thin: str):
-    axes.set(xlabel=x_label, ylabel=LOSS)
+    axes.set(xlabel="step", ylabel=LOSS)
     axes.grid()
-    legend_below(figure, axes, f"{_seeds(report)}; thin: {thin}")
+    legend_below(figure, axes, f"{_seeds(report)}; thin: seeds")
     return figure
 
 
@@ -486,14 +464,20 @@ def _near(values: Mapping[str, float], reference: str) -> set[str]:
     """Return what to plot to scale: finite, and not so far from the reference that the others would
     coincide.
     """
-    apart = {
-        name: abs(value - values[reference])
-        for name, value in values.items()
-        if math.isfinite(value)
-    }
-    others = [distance for name, distance in apart.items() if name != reference]
+    apart = {}
+    for name, value in values.items():
+        if math.isfinite(value):
+            apart[name] = abs(value - values[reference])
+    others = []
+    for name, distance in apart.items():
+        if name != reference:
+            others.append(distance)
     limit = FAR * statistics.median(others) if len(others) > 1 else 0
-    return {name for name, distance in apart.items() if distance <= (limit or math.inf)}
+    near = set()
+    for name, distance in apart.items():
+        if distance <= (limit or math.inf):
+            near.add(name)
+    return near
 
 
 def _said(one) -> str:

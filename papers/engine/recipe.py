@@ -74,18 +74,19 @@ def _check_nodes(node: yaml.Node | None) -> None:
         if count > MAX_VALUES:
             raise ValueError(f"it has more than {MAX_VALUES} values after expanding aliases")
         if isinstance(node, yaml.MappingNode):
-            keys = [
-                key.value
-                for key, _ in node.value
-                if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
-            ]
+            keys = []
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                    keys.append(key.value)
             if len(set(keys)) < len(keys):
                 twice = next((key for key in keys if keys.count(key) > 1), None)
             else:
                 twice = None
             if twice is not None:
                 raise ValueError(f"duplicate key {shown(twice, 80)}{node.start_mark}")
-            stack += [part for pair in node.value for part in pair]
+            for pair in node.value:
+                for part in pair:
+                    stack.append(part)
         elif isinstance(node, yaml.SequenceNode):
             stack += node.value
 
@@ -149,12 +150,19 @@ class Rows(Node):
         value = getattr(self, part)
         split = self.split if part == "train" else self.held_out_split
         found = value if isinstance(value, list) else [Source(source=value)] if value else []
-        return [one.change(split=one.split or split) for one in found]
+        listed = []
+        for one in found:
+            listed.append(one.change(split=one.split or split))
+        return listed
 
     @property
     def sources(self) -> list[str]:
         """The names of all sources, those of `train` first."""
-        return [one.source for part in ("train", "held_out") for one in self.listed(part)]
+        sources = []
+        for part in ("train", "held_out"):
+            for one in self.listed(part):
+                sources.append(one.source)
+        return sources
 
     def __str__(self) -> str:
         return " + ".join(one.source for one in self.listed())
@@ -196,7 +204,10 @@ def check_base(recipe) -> None:
 def check_names(of: str, names: Iterable[str], least: int = 1) -> None:
     """Raise ValueError if `of` has fewer than `least` names, or one that cannot name a folder."""
     names = list(names)
-    bad = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
+    bad = []
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            bad.append(name)
     if len(names) < least or bad:
         few = f"must have at least {least}, but got {', '.join(names) or 'none'}"
         if bad:
@@ -237,7 +248,10 @@ def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
     """
     if Path(path_or_name).is_file():
         return Path(path_or_name)
-    known = {f"{method}/{name}": method for method in methods for name in shipped_recipes(method)}
+    known = {}
+    for method in methods:
+        for name in shipped_recipes(method):
+            known[f"{method}/{name}"] = method
     for name in (str(path_or_name), *(f"{method}/{path_or_name}" for method in methods)):
         if name in known:
             return METHODS / known[name] / "recipes" / f"{name.partition('/')[2]}.yaml"

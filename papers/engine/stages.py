@@ -205,9 +205,10 @@ class KeptStages:
 
     def _settings(self, training: Training) -> dict:
         """Return what a training adds to its stage's hash."""
-        values = {
-            name: value for name, value in training.to_dict().items() if name not in NOT_HASHED
-        }
+        values = {}
+        for name, value in training.to_dict().items():
+            if name not in NOT_HASHED:
+                values[name] = value
         return {
             "training": values,
             "dtype": self.recipe.dtype,
@@ -256,10 +257,9 @@ class KeptStages:
         AdamW.
         """
         pretrain = self.recipe.pretrain
-        sizes = {
-            name: getattr(pretrain, name)
-            for name in ("hidden_size", "intermediate_size", "num_layers", "seed")
-        }
+        sizes = {}
+        for name in ("hidden_size", "intermediate_size", "num_layers", "seed"):
+            sizes[name] = getattr(pretrain, name)
         model = small_llama(self.tokenizer, max_length=max_length, **sizes)
         training = Training(
             steps=pretrain.steps,
@@ -395,12 +395,13 @@ def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
     """Return the rows of one part: of a single source in order, or of several, mixed."""
     answers = getattr(rows, "train_on", "assistant") == "assistant"
     listed = rows.listed(part)
-    found = [
-        built_in[one.source]()[part == "held_out"]
-        if one.source in built_in
-        else data.read_rows(one.source, one.split, answers)
-        for one in listed
-    ]
+    found = []
+    for one in listed:
+        found.append(
+            built_in[one.source]()[part == "held_out"]
+            if one.source in built_in
+            else data.read_rows(one.source, one.split, answers)
+        )
     if isinstance(getattr(rows, part), str):
         return found[0]
     weights = [one.weight for one in listed]
@@ -416,7 +417,9 @@ def domain_pairs(domain) -> tuple:
     asked = max(domain.limit or 0, domain.held_out_rows)
     # SUMS bounds generated problems; some extra rows, since those that are too long are dropped
     limit = asked + asked // 8 if asked > SUMS else None
-    made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
+    made = {}
+    for name in SOURCES:
+        made[name] = functools.partial(domain_rows, name, limit=limit)
     return split_rows(domain, made, shuffle=True)
 
 
@@ -430,13 +433,12 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     """
     own = tokenizer.chat_template
     found = {}
-    counts = {
-        name: domain.held_out_rows + domain.validation_rows for name, domain in domains.items()
-    }
-    pairs = {
-        name: domain_pairs(domain.change(held_out_rows=counts[name]))
-        for name, domain in domains.items()
-    }
+    counts = {}
+    for name, domain in domains.items():
+        counts[name] = domain.held_out_rows + domain.validation_rows
+    pairs = {}
+    for name, domain in domains.items():
+        pairs[name] = domain_pairs(domain.change(held_out_rows=counts[name]))
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
         rows = {
@@ -462,7 +464,10 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     known = {tuple(ids) for name in domains for ids in found[f"{name}-held_out"]["input_ids"]}
     for name in domains:
         ids = found[f"{name}-train"]["input_ids"]
-        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
+        left = []
+        for place, row in enumerate(ids):
+            if tuple(row) not in known:
+                left.append(place)
         if not left:
             raise ValueError(
                 f"All examples of {name}, truncated to {max_length} tokens, are in the domains' "
@@ -478,7 +483,10 @@ def without(train, held_out, source: str | None):
     none is left.
     """
     known = {str(data.one_form(row)) for row in held_out}
-    left = [place for place, row in enumerate(train) if str(data.one_form(row)) not in known]
+    left = []
+    for place, row in enumerate(train):
+        if str(data.one_form(row)) not in known:
+            left.append(place)
     if not left:
         raise ValueError(
             f"held_out {source!r} contains every example of train. Choose other examples"
@@ -505,4 +513,7 @@ def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
     counts = pretrain.domains or dict.fromkeys(
         names, pretrain.documents and max(pretrain.documents // len(names), 1)
     )
-    return [text for name, count in counts.items() for text in domain_text(name, limit=count)]
+    texts = []
+    for name, count in counts.items():
+        texts.extend(domain_text(name, limit=count))
+    return texts

@@ -78,6 +78,9 @@ class Entry:
     def to_dict(self, seeds: Sequence[int]) -> dict:
         """Return the numbers of the entry and of every seed, JSON-ready after `finite`."""
         first = self.results[0]
+        of_seeds = []
+        for seed, result in zip(seeds, self.results, strict=True):
+            of_seeds.append({"seed": seed, **_of_seed(result)})
         return {
             "name": self.name,
             "loss": self.loss,
@@ -87,17 +90,17 @@ class Entry:
             "parameters": first.parameters,
             "active_parameters": first.active_parameters,
             "train_seconds": self.seconds,
-            "seeds": [
-                {"seed": seed, **_of_seed(result)}
-                for seed, result in zip(seeds, self.results, strict=True)
-            ],
+            "seeds": of_seeds,
         }
 
 
 def _of_seed(result) -> dict:
     """Return the numbers of one result, without the rows' losses, which are in its own folder."""
     names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
-    known = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    known = {}
+    for name in names:
+        if hasattr(result, name):
+            known[name] = getattr(result, name)
     return (
         {"folder": "/".join(Path(result.folder).parts[-2:])}
         | known
@@ -149,13 +152,14 @@ class Report(Finding):
             raise ValueError(
                 "The methods are evaluated on different held-out examples. Use one recipe for all"
             )
-        losses = {entry.name: [result.losses for result in entry.results] for entry in self.entries}
+        losses = {}
+        for entry in self.entries:
+            losses[entry.name] = [result.losses for result in entry.results]
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
-        exact = {
-            entry.name: [result.exact for result in entry.results]
-            for entry in self.entries
-            if entry.exact is not None
-        }
+        exact = {}
+        for entry in self.entries:
+            if entry.exact is not None:
+                exact[entry.name] = [result.exact for result in entry.results]
         self.exact_comparisons = compare(exact, self.reference) if self.reference in exact else []
 
     def entry(self, name: str) -> Entry:
@@ -229,7 +233,10 @@ class Report(Finding):
         recorded.
         """
         rate = self.entry(name).exact
-        verdicts = [one.verdict for one in self.exact_comparisons if one.name == name]
+        verdicts = []
+        for one in self.exact_comparisons:
+            if one.name == name:
+                verdicts.append(one.verdict)
         if rate is None:
             return ""
         return f"{rate:.3f}" + "".join(MARKS.get(verdict, "") for verdict in verdicts)
@@ -318,7 +325,10 @@ def environment() -> dict:
 def finite(value):
     """Return JSON-ready values, with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
-        return {str(key): finite(one) for key, one in value.items()}
+        result = {}
+        for key, one in value.items():
+            result[str(key)] = finite(one)
+        return result
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     if isinstance(value, Path):
@@ -380,7 +390,10 @@ class Run:
                     f"seed {number} of {len(self.all)}: {name}, held-out loss {result.loss:.4f}"
                 )
                 found.setdefault(name, []).append(result)
-        return [Entry(name, results) for name, results in found.items()]
+        collect = []
+        for name, results in found.items():
+            collect.append(Entry(name, results))
+        return collect
 
 
 class Command(NamedTuple):
@@ -469,12 +482,14 @@ def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> l
     """Return sentences that compare the methods `names` with `reference` instead of the table's
     own.
     """
-    found = {entry.name: [result.losses for result in entry.results] for entry in entries}
+    found = {}
+    for entry in entries:
+        found[entry.name] = [result.losses for result in entry.results]
     tokens = entries[0].results[0].tokens
-    return [
-        f"{one}."
-        for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)
-    ]
+    sentences = []
+    for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens):
+        sentences.append(f"{one}.")
+    return sentences
 
 
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
@@ -483,9 +498,14 @@ def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
     """
 
     def summary(report: Report) -> list[str]:
-        losses = {name: report.entry(name).loss for name in names}
+        losses = {}
+        for name in names:
+            losses[name] = report.entry(name).loss
         lowest = min(losses, key=losses.__getitem__)
-        below = [name for name in losses if report.comparison(name).verdict == "lower"]
+        below = []
+        for name in losses:
+            if report.comparison(name).verdict == "lower":
+                below.append(name)
         found = ", ".join(below) if below else "none of them"
         return [
             f"Lowest of the sweep: {lowest}, {losses[lowest]:.4f}; not tested against the others.",

@@ -1,19 +1,16 @@
-"""The analyses behind ESFT's figures: which experts a task uses, how few they are, and how much
-text it takes to find them.
+"""The analyses behind ESFT's figures: which experts a task uses, and how few they are.
 
-ESFT (arXiv 2407.01906), with top(s) the experts of a layer with the largest scores of sample s:
+ESFT (arXiv 2407.01906):
 
-    gate mass      c_r = sum of the r largest shares g_e / sum_e g_e of a layer            Fig. 2
-    overlap        |top(a) & top(b)|, mean over the layers, of independent samples a, b    Fig. 3, and by their size Fig. 8
-    counts         experts that a selection trains, by layer                               Fig. 4
-    token shares   a token's slots on trained experts / its slots, over all layers         Fig. 9
+    gate mass       c_r = sum of the r largest shares g_e / sum_e g_e of a layer       Fig. 2
+    counts          experts that a selection trains, by layer                          Fig. 4
+    token shares    a token's slots on trained experts / its slots, over all layers    Fig. 9
 
 Results hold plain numbers: `to_dict` is JSON-ready, and `Kind(**values)` reads it back. Figure 9
 becomes an HTML page, where a token's colour is deeper the more of its experts are trained.
 """
 
 import os
-import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,11 +22,9 @@ from torch import nn
 from moe_runtime.config import check_positive
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.esft.recorder import GateCall, GateRecorder
-from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches, score_experts
+from moe_runtime.methods.esft.scores import ExpertScores
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from papers.engine import plots
-
-TOP = 6  # experts that the figures compare
 
 
 class _Plain:
@@ -54,12 +49,13 @@ class GateMass(_Plain):
         """Return how many experts per task hold at least `mass` of the gate values, on average over
         the layers.
         """
-        reach = [
-            [r for r, value in enumerate(row, 1) if value >= mass - 1e-9] for row in self.cumulative
-        ]
-        return [
-            min(found, default=len(row)) for found, row in zip(reach, self.cumulative, strict=True)
-        ]
+        reach = []
+        for row in self.cumulative:
+            reach.append([r for r, value in enumerate(row, 1) if value >= mass - 1e-9])
+        experts_for = []
+        for found, row in zip(reach, self.cumulative, strict=True):
+            experts_for.append(min(found, default=len(row)))
+        return experts_for
 
 
 def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMass:
@@ -77,138 +73,6 @@ def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMa
     return GateMass(tasks=tuple(scores), **found)
 
 
-def shared_top(a: ExpertScores, b: ExpertScores, top: int = TOP, score: str = "gate") -> list[int]:
-    """Count, layer by layer, the experts that are among the `top` best of both."""
-    check_positive("top", top)
-    _check((a, b), "scores")
-    routed = a.num_experts - a.num_shared
-    if top > routed:
-        raise ValueError(
-            f"top must be at most the {routed} routed experts of a layer, but got {top}"
-        )
-    return (_top(a, top, score) & _top(b, top, score)).sum(1).tolist()
-
-
-def _top(scores: ExpertScores, top: int, score: str) -> torch.Tensor:
-    """Return which experts are among the `top` best, [L, E] bool; ties go to lower ids."""
-    table = scores.scores(score)
-    table[:, : scores.num_shared] = -1
-    best = table.sort(dim=1, descending=True, stable=True).indices[:, :top]
-    return torch.zeros(table.shape, dtype=torch.bool).scatter_(1, best, True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overlap(_Plain):
-    """Mean shared top experts between samples of tasks; None on the diagonal for a task with one
-    sample.
-    """
-
-    tasks: Sequence[str]
-    shared: Sequence[Sequence[float | None]]  # [tasks][tasks]
-    top: int
-    chance: float  # expected overlap of random sets: top^2 / routed experts
-
-    @property
-    def within(self) -> float | None:
-        """Mean of the diagonal: samples of the same task."""
-        found = [row[i] for i, row in enumerate(self.shared) if row[i] is not None]
-        return statistics.fmean(found) if found else None
-
-    @property
-    def between(self) -> float | None:
-        """Mean off the diagonal: samples of different tasks."""
-        found = [
-            value for i, row in enumerate(self.shared) for j, value in enumerate(row) if i != j
-        ]
-        return statistics.fmean(found) if found else None
-
-
-def overlap(
-    samples: Mapping[str, Sequence[ExpertScores]], top: int = TOP, score: str = "gate"
-) -> Overlap:
-    """Compare the top experts of all pairs of independent samples, by task (Fig. 3); the diagonal
-    requires two per task.
-    """
-    _check([one for of_task in samples.values() for one in of_task], "samples")
-    shared = []
-    for a, ours in samples.items():
-        row = []
-        for b, theirs in samples.items():
-            pairs = [
-                (x, y) for i, x in enumerate(ours) for j, y in enumerate(theirs) if a != b or i < j
-            ]
-            found = [statistics.fmean(shared_top(x, y, top, score)) for x, y in pairs]
-            row.append(statistics.fmean(found) if found else None)
-        shared.append(row)
-    first = next(iter(samples.values()))[0]
-    return Overlap(
-        tasks=tuple(samples),
-        shared=shared,
-        top=top,
-        chance=top**2 / (first.num_experts - first.num_shared),
-    )
-
-
-def two_samples(rows: Sequence, seed: int = SEED) -> tuple[list, list]:
-    """Split `rows` at random into two disjoint halves."""
-    rows = list(rows)
-    if len(rows) < 2:
-        raise ValueError(f"Two samples require at least 2 examples, but got {len(rows)}")
-    random.Random(seed).shuffle(rows)
-    return rows[::2], rows[1::2]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSizes(_Plain):
-    """Mean number of top experts shared by two independent samples of a task, by sample size."""
-
-    tasks: Sequence[str]
-    sizes: Sequence[int]  # tokens of a sample
-    shared: Sequence[Sequence[float]]  # [tasks][sizes]
-    top: int
-    score: str = "gate"
-
-
-def sample_sizes(
-    model: nn.Module,
-    rows: Mapping[str, Sequence],
-    sizes: Sequence[int],
-    *,
-    top: int = TOP,
-    score: str = "gate",
-    seed: int = SEED,
-    **options,
-) -> SampleSizes:
-    """Compare the top experts of two disjoint samples of each task, for each sample size in tokens
-    (Fig. 8).
-
-    `rows` are tokenized examples by task; `options` are those of `sample_batches`.
-    """
-    sizes = sorted(sizes)
-    halves = {task: two_samples(of_task, seed) for task, of_task in rows.items()}
-    for task, both in halves.items():
-        least = min(
-            sum(len(row["input_ids"] if isinstance(row, Mapping) else row) for row in half)
-            for half in both
-        )
-        if least < sizes[-1]:
-            raise ValueError(
-                f"sizes must be at most {least}, the tokens in half of the examples of {task!r}, "
-                f"but got {sizes[-1]}"
-            )
-    shared = []
-    for both in halves.values():
-        found = []
-        for size in sizes:
-            pair = [
-                score_experts(model, sample_batches(half, size, seed=seed, **options), size)
-                for half in both
-            ]
-            found.append(statistics.fmean(shared_top(*pair, top, score)))
-        shared.append(found)
-    return SampleSizes(tasks=tuple(rows), sizes=sizes, shared=shared, top=top, score=score)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertCounts(_Plain):
     """Experts that train, by task and layer."""
@@ -221,7 +85,10 @@ class ExpertCounts(_Plain):
     @property
     def shares(self) -> list[float]:
         """The share of all routed experts that trains, per task."""
-        return [sum(row) / (len(self.layers) * self.num_experts) for row in self.counts]
+        shares = []
+        for row in self.counts:
+            shares.append(sum(row) / (len(self.layers) * self.num_experts))
+        return shares
 
 
 def expert_counts(
@@ -234,7 +101,9 @@ def expert_counts(
     layers = sorted(
         {n for one in selections.values() for n in one.experts} if layers is None else set(layers)
     )
-    counts = [[len(one.experts.get(layer, ())) for layer in layers] for one in selections.values()]
+    counts = []
+    for one in selections.values():
+        counts.append([len(one.experts.get(layer, ())) for layer in layers])
     return ExpertCounts(
         tasks=tuple(selections), layers=layers, counts=counts, num_experts=num_experts
     )
@@ -271,7 +140,9 @@ def token_shares(
     check_selection(model, selection)
     check_positive("max_length", max_length)
     found = []
-    modes = [(module, module.training) for module in model.modules()]
+    modes = []
+    for module in model.modules():
+        modes.append((module, module.training))
     device = getattr(model, "device", None) or next(model.parameters()).device
     model.eval()
     try:
@@ -325,7 +196,9 @@ def _pieces(
 
 def _check(scores: Iterable[ExpertScores], name: str) -> None:
     scores = list(scores)
-    shapes = {(one.layers, one.num_experts, one.num_shared) for one in scores}
+    shapes = set()
+    for one in scores:
+        shapes.add((one.layers, one.num_experts, one.num_shared))
     if len(shapes) != 1:
         problem = "empty" if not shapes else f"of {len(shapes)} kinds of models"
         raise ValueError(f"{name} must be scores of one model's layers, but is {problem}")

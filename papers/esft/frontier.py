@@ -64,21 +64,27 @@ class Course(NamedTuple):
 
     def means(self, part: str) -> list[float]:
         """Return the loss per label token of a part at every point."""
-        return [trainers.mean_loss(losses[part], self.tokens[part]) for _, losses in self.history]
+        means = []
+        for _, losses in self.history:
+            means.append(trainers.mean_loss(losses[part], self.tokens[part]))
+        return means
 
     def at(self, depth: float, kind: str) -> list[float] | None:
         """Return the general rows' losses where the task loss is first `depth` below the base's;
         None if it never is.
         """
         task = self.means(f"task-{kind}")
-        general = [losses[f"{GENERAL}-{kind}"] for _, losses in self.history]
+        general = []
+        for _, losses in self.history:
+            general.append(losses[f"{GENERAL}-{kind}"])
         level = task[0] - depth
         for i, loss in enumerate(task):
             if loss <= level:
                 w = (task[i - 1] - level) / (task[i - 1] - loss)
-                return [
-                    (1 - w) * a + w * b for a, b in zip(general[i - 1], general[i], strict=True)
-                ]
+                at = []
+                for a, b in zip(general[i - 1], general[i], strict=True):
+                    at.append((1 - w) * a + w * b)
+                return at
         return None
 
 
@@ -102,8 +108,6 @@ class Courses(Stages):
         training: EsftTraining,
         make,
         save,
-        mix=None,
-        group_size=1,
         *,
         parents=(),
         more: Mapping = {},
@@ -111,11 +115,10 @@ class Courses(Stages):
     ) -> Course:
         base = self.base()
         training = training.change(keep_best=False)
-        parts = {
-            f"{of}-{kind}": self.part(f"{name}-{kind}")
-            for kind in KINDS
-            for of, name in (("task", task), (GENERAL,) * 2)
-        }
+        parts = {}
+        for part in KINDS:
+            parts[f"task-{part}"] = self.part(f"{task}-{part}")
+            parts[f"{GENERAL}-{part}"] = self.part(f"{GENERAL}-{part}")
         places = places_of({of: len(part) for of, part in parts.items()})
         rows = data.require("datasets").concatenate_datasets(list(parts.values()))
         end = places["task-held_out"]
@@ -163,10 +166,13 @@ def general_at(entry: Entry, depth: float, kind: str = "held_out") -> float:
 def curve(entry: Entry) -> list[tuple[float, ...]]:
     """Return a run's points (step, task loss, general loss), means over the seeds."""
     parts = f"task-{KINDS[1]}", f"{GENERAL}-{KINDS[1]}"
-    histories = [
-        zip((step for step, _ in one.history), *map(one.means, parts)) for one in entry.results
-    ]
-    return [tuple(map(statistics.fmean, zip(*at))) for at in zip(*histories)]
+    histories = []
+    for one in entry.results:
+        histories.append(zip((step for step, _ in one.history), *map(one.means, parts)))
+    curve = []
+    for at in zip(*histories):
+        curve.append(tuple(map(statistics.fmean, zip(*at))))
+    return curve
 
 
 @dataclass(kw_only=True)
@@ -178,36 +184,31 @@ class Frontier(Finding):
     ladders: dict[str, list[Entry]]  # method -> its runs, one for each rate
 
     def __post_init__(self):
-        self.chosen = {}
+        self.chosen: dict[float, dict[str, Entry]] = {}
         self.comparisons = {}
+        tokens = self.ladders[TOKEN][0].results[0].tokens[f"{GENERAL}-held_out"]
         for depth in self.depths:
-            deep = {
-                name: [
-                    one
-                    for one in ladder
-                    if math.isfinite(sum(general_at(one, depth, of) for of in KINDS))
-                ]
-                for name, ladder in self.ladders.items()
-            }
-            chosen = {
-                name: min(of, key=lambda one: general_at(one, depth, "validation"))
-                for name, of in deep.items()
-                if of
-            }
-            losses = {
-                name: [course.at(depth, "held_out") for course in one.results]
-                for name, one in chosen.items()
-            }
-            tokens = self.ladders[TOKEN][0].results[0].tokens[f"{GENERAL}-held_out"]
+            chosen = {}
+            losses = {}
+            for name, ladder in self.ladders.items():
+                entry = _by_validation(ladder, depth)
+                if entry is not None:
+                    chosen[name] = entry
+                    losses[name] = [course.at(depth, "held_out") for course in entry.results]
             self.chosen[depth] = chosen
-            self.comparisons[depth] = compare(losses, TOKEN, tokens) if TOKEN in losses else []
+            self.comparisons[depth] = []
+            if TOKEN in losses:
+                self.comparisons[depth] = compare(losses, TOKEN, tokens)
 
     def shown(self, name: str) -> Entry:
         """Return a method's run for the deepest level that both it and ESFT-Token reached, else the
         run of its first rate.
         """
-        deep = [one for one in self.chosen.values() if {TOKEN, name} <= one.keys()]
-        return deep[-1][name] if deep else self.ladders[name][0]
+        shown = self.ladders[name][0]
+        for chosen in self.chosen.values():
+            if {TOKEN, name} <= chosen.keys():
+                shown = chosen[name]
+        return shown
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -226,31 +227,31 @@ class Frontier(Finding):
         rows = []
         for name, ladder in self.ladders.items():
             for entry in ladder:
-                first, (_, task, general) = entry.results[0], curve(entry)[-1]
-                cells = (self._cell(name, entry, depth) for depth in self.depths)
-                last = f"{task:.4f}", f"{entry.exact:.3f}", f"{general:.4f}"
-                rows.append(
-                    (name, f"{first.rate:g}", f"{first.trained_parameters:,}", *cells, *last)
-                )
+                first = entry.results[0]
+                _, task, general = curve(entry)[-1]
+                row = [name, f"{first.rate:g}", f"{first.trained_parameters:,}"]
+                row += [self._cell(name, entry, depth) for depth in self.depths]
+                row += [f"{task:.4f}", f"{entry.exact:.3f}", f"{general:.4f}"]
+                rows.append(tuple(row))
         return rows
 
     def _cell(self, name: str, entry: Entry, depth: float) -> str:
         loss = general_at(entry, depth)
-        marks = [
-            "*",
-            *(MARKS.get(one.verdict, "") for one in self.comparisons[depth] if one.name == name),
-        ]
-        return f"{loss:.4f}" * math.isfinite(loss) + "".join(marks) * (
-            self.chosen[depth].get(name) is entry
-        )
+        if not math.isfinite(loss):
+            return ""
+        cell = f"{loss:.4f}"
+        if self.chosen[depth].get(name) is entry:
+            cell += "*"
+            for one in self.comparisons[depth]:
+                if one.name == name:
+                    cell += MARKS.get(one.verdict, "")
+        return cell
 
     def legend(self) -> str:
         """Return what the table's numbers are, in lines."""
         first = self.ladders[TOKEN][0].results[0]
-        parts = (f"{of}-held_out" for of in ("task", GENERAL))
-        task, general = (
-            f"{len(first.tokens[of])} held-out rows, base {first.means(of)[0]:.4f}" for of in parts
-        )
+        task = _described(first, "task-held_out")
+        general = _described(first, f"{GENERAL}-held_out")
         return (
             f"{self.task}: {task}; general text: {general}; loss per label token; "
             f"{over_seeds(self.seeds).replace(' ± sd', '')}.\n"
@@ -263,21 +264,30 @@ class Frontier(Finding):
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
-        ladders = {
-            name: {
-                f"{one.results[0].rate:g}": [
-                    curve(one),
-                    [general_at(one, depth) for depth in self.depths],
-                ]
-                for one in ladder
-            }
-            for name, ladder in self.ladders.items()
-        }
-        comparisons = {
-            f"{depth:g}": [asdict(one) for one in found]
-            for depth, found in self.comparisons.items()
-        }
+        ladders: dict[str, dict] = {}
+        for name, ladder in self.ladders.items():
+            ladders[name] = {}
+            for entry in ladder:
+                general = [general_at(entry, depth) for depth in self.depths]
+                ladders[name][f"{entry.results[0].rate:g}"] = [curve(entry), general]
+        comparisons = {}
+        for depth, found in self.comparisons.items():
+            comparisons[f"{depth:g}"] = [asdict(one) for one in found]
         return super().to_dict() | finite({"ladders": ladders, "comparisons": comparisons})
+
+
+def _by_validation(ladder: Sequence[Entry], depth: float) -> Entry | None:
+    """Return the run that the validation rows choose among those that reach `depth`."""
+    losses = {}
+    for place, entry in enumerate(ladder):
+        loss = general_at(entry, depth, "validation")
+        if math.isfinite(loss) and math.isfinite(general_at(entry, depth)):
+            losses[place] = loss
+    return ladder[min(losses, key=losses.__getitem__)] if losses else None
+
+
+def _described(course: Course, part: str) -> str:
+    return f"{len(course.tokens[part])} held-out rows, base {course.means(part)[0]:.4f}"
 
 
 def summary(report: Frontier) -> list[str]:
@@ -303,11 +313,10 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
         TOKEN: lambda at: at.esft(task, at.selection(task, "token")),
         GATE: lambda at: at.esft(task, at.selection(task, "gate")),
         f"{TOKEN}, random experts": lambda at: at.esft(task, at.drawn(task, "token"), scored=False),
-        **{
-            f"{LORA}, rank {r}": lambda at, r=r: at.lora(task, r) for r in (rank, max(rank // 2, 1))
-        },
-        FFT: lambda at: at.fft(task),
     }
+    for one in (rank, max(rank // 2, 1)):
+        makes[f"{LORA}, rank {one}"] = lambda at, one=one: at.lora(task, one)
+    makes[FFT] = lambda at: at.fft(task)
 
     def plan(stages: Stages) -> Iterator[tuple[str, Course]]:
         for name, make in makes.items():

@@ -85,7 +85,9 @@ def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
     whatever `validation_rows` is.
     """
     taken = map(data.one_form, itertools.islice(train, task.limit))
-    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
+    rows = []
+    for row in taken:
+        rows.append(data.encode(tokenizer, row, task.prompt, task.train_on))
     lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
     parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
     how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
@@ -122,7 +124,10 @@ def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    named = []
+    for prompt, completion in pairs:
+        named.append({"prompt": prompt, "completion": completion})
+    return named
 
 
 def _code(heading: str, doc: str, source: str) -> tuple[str, str]:
@@ -152,9 +157,10 @@ def _text() -> tuple:
     """Return the source text, the files shuffled; no piece is in both parts."""
     train = list(dict.fromkeys(standard_library_text()))
     known = set(train)
-    held_out = [
-        text for text in dict.fromkeys(standard_library_text(held_out=True)) if text not in known
-    ]
+    held_out = []
+    for text in dict.fromkeys(standard_library_text(held_out=True)):
+        if text not in known:
+            held_out.append(text)
     for documents in (train, held_out):
         random.Random(0).shuffle(documents)
     return tuple([{"text": document} for document in documents] for documents in (train, held_out))
@@ -179,9 +185,10 @@ class Task(Rows):
 
     @model_validator(mode="after")
     def _check_source(self):
-        unknown = [
-            one for one in self.sources if one.startswith(f"{GENERAL}/") and one not in BUILT_IN
-        ]
+        unknown = []
+        for one in self.sources:
+            if one.startswith(f"{GENERAL}/") and one not in BUILT_IN:
+                unknown.append(one)
         if unknown:
             raise ValueError(
                 f"train must be one of {', '.join(BUILT_IN)} or other data, but got {unknown[0]!r}"
@@ -229,9 +236,10 @@ def documents(pretrain: PretrainMoE) -> list[str]:
     """Return the texts that a small base and its tokenizer are trained on."""
     if pretrain.domains is None:
         return stages.documents(pretrain)
-    return [
-        text for name, count in pretrain.domains.items() for text in domain_text(name, limit=count)
-    ]
+    documents = []
+    for name, count in pretrain.domains.items():
+        documents.extend(domain_text(name, limit=count))
+    return documents
 
 
 class Lora(Node):
@@ -289,7 +297,9 @@ class EsftRecipe(Node):
     def _check_recipe(self):
         check_base(self)
         check_names("tasks", self.tasks)
-        prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
+        prompts = set()
+        for part in (*self.tasks.values(), self.general):
+            prompts.add(part.prompt)
         if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
             raise ValueError(
                 "No task may be named 'general', and all must use one chat template ('deepseek', "

@@ -59,33 +59,30 @@ class Scored(NamedTuple):
         return ExpertScores.load(self.folder / "summary.json")
 
 
-class Elsewhere(NamedTuple):
-    """A tuned model evaluated on other tasks than its own."""
-
-    name: str
-    folder: Path
-    total_seconds: float
-    found: dict  # loss, losses, tokens
-
-
 def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
     """Join a method's results over its tasks: held-out rows are concatenated, all else, general
     losses included, averaged.
     """
     first = next(iter(parts.values()))
     count = len(parts)
-    losses, tokens = (
-        [value for one in parts.values() for value in getattr(one, of)]
-        for of in ("losses", "tokens")
-    )
+    losses = []
+    for one in parts.values():
+        for value in one.losses:
+            losses.append(value)
+    tokens = []
+    for one in parts.values():
+        for value in one.tokens:
+            tokens.append(value)
     if None in (one.exact for one in parts.values()):
         exact = None
     else:
-        exact = [flag for one in parts.values() for flag in one.exact]
-    general = [
-        sum(row) / count
-        for row in zip(*(one.general_losses for one in parts.values()), strict=True)
-    ]
+        exact = []
+        for one in parts.values():
+            for flag in one.exact:
+                exact.append(flag)
+    general = []
+    for row in zip(*(one.general_losses for one in parts.values()), strict=True):
+        general.append(sum(row) / count)
     histories = zip(*(one.history for one in parts.values()), strict=False)
     costs = (
         "seconds",
@@ -94,9 +91,13 @@ def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
         "trained_parameters",
         "optimizer_bytes",
     )
-    means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
+    means = {}
+    for of in costs:
+        means[of] = statistics.fmean(getattr(one, of) for one in parts.values())
     means |= {of: round(means[of]) for of in costs[3:]}
-    history = [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in histories]
+    history = []
+    for points in histories:
+        history.append((points[0][0], statistics.fmean(loss for _, loss in points)))
     return first._replace(
         name=name,
         general_loss=trainers.mean_loss(general, first.general_tokens),

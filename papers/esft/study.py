@@ -1,23 +1,17 @@
 """The stages of an ESFT study: the base, the experts' scores, and a model per task and method.
 
-    base --scores--> selection --esft-->    an adapter: the selected experts, and what Table 3
-                                            trains beside them
+    base --scores--> selection --esft-->    an adapter: the selected experts
          --lora-->                          an adapter of low-rank matrices
          --fft-->                           a whole model
-         --halves--> --sizes-->             scores of two samples of a task, and what samples of
-                                            several sizes share
 
 All are tuned on the same rows, a task's and `mix` times as many of general text, and evaluated as
 saved, on held-out rows of the task and of general text. `papers.engine.stages` says how
 stages are stored and what their hash covers.
 """
 
-import functools
-import itertools
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,20 +21,17 @@ from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import atomic_write_json, files_print, hash_of, read_json
+from moe_runtime.io.files import files_print, hash_of
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft.recorder import group_routing
 from moe_runtime.methods.esft.runs import EsftTraining
-from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches
-from moe_runtime.methods.esft.selection import group_experts
+from moe_runtime.methods.esft.scores import SEED, sample_batches
 from moe_runtime.methods.lora import baseline as lora_baseline
 from papers.engine.corpora import DOMAINS, domains_key
 from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
 from papers.engine.tiny import small_deepseek
-from papers.esft.analyses import SampleSizes, sample_sizes, two_samples
 from papers.esft.recipe import BUILT_IN, EsftRecipe, documents, mixed, task_rows
-from papers.esft.results import COSTS, Base, Elsewhere, Scored, Tuned, join
+from papers.esft.results import COSTS, Base, Scored, Tuned, join
 
 SIZES = (
     "hidden_size",
@@ -53,7 +44,6 @@ SIZES = (
     "dense_layers",
 )
 GENERAL = "general"  # the name of the general rows among the tasks'
-SAMPLES = tuple(2**n for n in range(9, 18))  # default sizes of `sample_sizes`, in tokens
 
 
 class Stages(KeptStages):
@@ -85,10 +75,9 @@ class Stages(KeptStages):
             else:
                 self._copy_base(tmp / "model")
             model = self._load(tmp / "model")
-            found = {
-                task: loss_of(*self._losses(model, f"{task}-held_out"))
-                for task in (*r.tasks, GENERAL)
-            }
+            found = {}
+            for task in (*r.tasks, GENERAL):
+                found[task] = loss_of(*self._losses(model, f"{task}-held_out"))
             return (
                 way
                 | sizes_of(model)
@@ -99,113 +88,44 @@ class Stages(KeptStages):
         stage = self._stage(
             "base", "base", settings | {"dtype": r.dtype}, [], make, seed=0, result=Base
         )
-        general = {f"{GENERAL}_{of}": value for of, value in stage.found[GENERAL].items()}
+        general = {}
+        for of, value in stage.found[GENERAL].items():
+            general[f"{GENERAL}_{of}"] = value
         kept = {of: getattr(stage, of) for of in COSTS}
         return join(
             "base", {task: Tuned(**kept, **stage.found[task], **general) for task in r.tasks}
         )
 
-    def scores(self, task: str, group_size: int = 1) -> Scored:
-        """Return the experts' scores on a task's rows, or on the general ones; those also count
-        pairs of experts.
-        """
+    def scores(self, task: str) -> Scored:
+        """Return the experts' scores on a task's rows."""
+        base = self.base()
         n_tokens = self.recipe.scores.n_tokens
         rows = self.part(f"{task}-train")
 
-        def make(model) -> dict:
-            found = esft.score_experts(
-                model, self._batches(rows), n_tokens, pairs=task == GENERAL, per_process=True
-            )
-            return {"summary.json": found}
-
-        return self._looked("scores", {"task": task, "n_tokens": n_tokens}, make, group_size)
-
-    def halves(self, task: str) -> tuple[esft.ExpertScores, ...]:
-        """Return the experts' scores on two samples of a task that have no row in common."""
-        n_tokens = self.recipe.scores.n_tokens
-
-        def make(model) -> dict:
-            halves = enumerate(two_samples(self.part(f"{task}-train"), SEED + self.seed))
-            score = functools.partial(
-                esft.score_experts, model, n_tokens=n_tokens, per_process=True
-            )
-            return {f"{number}.json": score(self._batches(half)) for number, half in halves}
-
-        kept = self._looked("halves", {"task": task, "n_tokens": n_tokens}, make)
-        return tuple(esft.ExpertScores.load(kept.folder / f"{number}.json") for number in range(2))
-
-    def sample_sizes(self, sizes: Sequence[int] | None, top: int, score: str) -> SampleSizes:
-        """Return the top experts that two samples of each task share, by sample size; by default
-        all SAMPLES that fit.
-        """
-        rows = {task: self.part(f"{task}-train") for task in self.recipe.tasks}
-        if sizes is None:
-            halves = [half for one in rows.values() for half in two_samples(one, SEED + self.seed)]
-            tokens = min(sum(len(row["input_ids"]) for row in half) for half in halves)
-            sizes = [size for size in SAMPLES if size <= tokens] or SAMPLES[:1]
-
-        def make(model) -> dict:
-            how = {"length": self.recipe.max_length, "packed": False, "batch_size": self._batch}
-            return {
-                "found.json": sample_sizes(
-                    model, rows, sizes, top=top, score=score, seed=SEED + self.seed, **how
-                )
-            }
-
-        kept = self._looked("sizes", {"sizes": list(sizes), "top": top, "score": score}, make)
-        return SampleSizes(**read_json(kept.folder / "found.json"))
-
-    def _looked(self, kind: str, settings: dict, make: Callable, group_size: int = 1) -> Scored:
-        """Return a stage that only runs the base: `make(model)` returns its results by file
-        name.
-        """
-        base = self.base()
-
-        def whole(tmp: Path, checkpoints: Path) -> dict:
-            (tmp / "seen").mkdir(exist_ok=True)
-            model = self._load(base.folder, group_size)
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            model = self._load(base.folder)
             start = time.perf_counter()
-            found = make(model)
+            scores = esft.score_experts(model, self._batches(rows), n_tokens, per_process=True)
             with ranks.leading() as main:
-                for name, one in found.items() if main else ():
-                    path = tmp / "seen" / name
-                    if isinstance(one, ExpertScores):
-                        one.save(path)
-                    else:
-                        (atomic_write_json(path, one.to_dict()))
+                if main:
+                    (tmp / "seen").mkdir()
+                    scores.save(tmp / "seen" / "summary.json")
             return {"seconds": time.perf_counter() - start}
 
-        settings = settings | {"dtype": self.recipe.dtype} | self._groups_in(group_size)
-        name = f"{kind} of {settings['task']}" if "task" in settings else kind
-        return self._stage(kind, name, settings, [base], whole, holds="seen", result=Scored)
+        settings = {"task": task, "n_tokens": n_tokens, "dtype": self.recipe.dtype}
+        return self._stage(
+            "scores", f"scores of {task}", settings, [base], make, holds="seen", result=Scored
+        )
 
     def base_model(self):
         """Load the base."""
         return self._load(self.base().folder)
 
-    def selection(
-        self, task: str, score: str, p: float | None = None, group_size: int = 1, **flags
-    ) -> esft.ExpertSelection:
-        """Return the experts of a task that reach `p`, by default the recipe's; `flags` are
-        ExpertSelection's.
-        """
-        p = getattr(self.recipe.p, score) if p is None else p
-        scores = self.scores(task, group_size).scores
-        found = esft.select_experts(scores, p, score, self.recipe.scores.variant, **flags)
-        if group_size == 1:
-            return found
-        # the experts of a group have equal scores, so the last group may be selected in part:
-        # complete it
-        groups = self.groups(group_size)
-        whole = {
-            layer: tuple(
-                dict.fromkeys(
-                    e for one in ids for group in groups[layer] if one in group for e in group
-                )
-            )
-            for layer, ids in found.experts.items()
-        }
-        return replace(found, experts=whole)
+    def selection(self, task: str, score: str, **flags) -> esft.ExpertSelection:
+        """Return the experts of a task that reach the recipe's p; `flags` are ExpertSelection's."""
+        p = getattr(self.recipe.p, score)
+        variant = self.recipe.scores.variant
+        return esft.select_experts(self.scores(task).scores, p, score, variant, **flags)
 
     def drawn(self, task: str, score: str) -> esft.ExpertSelection:
         """Return as many experts per layer as `selection`, drawn at random."""
@@ -215,15 +135,6 @@ class Stages(KeptStages):
         return esft.random_experts(
             selection, scores.num_experts, seed, num_shared=scores.num_shared
         )
-
-    def groups(self, group_size: int) -> dict[int, list[tuple[int, ...]]]:
-        """Return groups of each layer's experts that are used alike on general text (App. B)."""
-        scores = self.scores(GENERAL).scores
-        pairs = zip(scores.layers, scores.sums.pairs, strict=True)
-        return {
-            layer: group_experts(counts, group_size, num_shared=scores.num_shared)
-            for layer, counts in pairs
-        }
 
     def _pretrained(self, folder: Path) -> tuple:
         pretrain = self.recipe.pretrain
@@ -258,14 +169,12 @@ class Stages(KeptStages):
         )
         return model, trained
 
-    def _load(self, folder: Path, group_size: int = 1, dtype: str | None = None):
+    def _load(self, folder: Path, dtype: str | None = None):
         """Load a model to this process's device; its experts run through moe_runtime, the same for
         all methods.
         """
         model = ranks.load_model(folder, dtype or self.recipe.dtype, ranks.state().device)
         experts.patch(model)
-        if group_size > 1:
-            group_routing(model, self.groups(group_size))
         return model
 
     def _batches(self, rows) -> Iterator[dict]:
@@ -295,22 +204,26 @@ class Stages(KeptStages):
             model, self.part(part), self.tokenizer, batch_size=self._batch, bf16=bf16
         )
 
-    def _groups_in(self, group_size: int) -> dict:
-        """Return what groups add to a stage's hash."""
-        return {"groups": self.groups(group_size)} if group_size > 1 else {}
-
     def data_key(self) -> str:
         """Return a hash of the base, all rows and the version of Python that built-in text comes
         from.
         """
         r = self.recipe
         python = platform.python_version()
-        made_of = {source: domains_key() if source in DOMAINS else python for source in BUILT_IN}
+        made_of = {}
+        for source in BUILT_IN:
+            made_of[source] = domains_key() if source in DOMAINS else python
         text = domains_key() if r.pretrain and r.pretrain.domains else python
         base = [text, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        parts = {task: one.to_dict() for task, one in {**r.tasks, GENERAL: r.general}.items()}
-        sources = [source for one in (*r.tasks.values(), r.general) for source in one.sources]
-        rows = [made_of.get(source) or files_print(source) for source in sources]
+        parts = {}
+        for task, one in {**r.tasks, GENERAL: r.general}.items():
+            parts[task] = one.to_dict()
+        sources = []
+        for one in (*r.tasks.values(), r.general):
+            sources.extend(one.sources)
+        rows = []
+        for source in sources:
+            rows.append(made_of.get(source) or files_print(source))
         how = [r.max_length, r.pack, r.drop_bos]
         return hash_of(
             {
@@ -330,9 +243,10 @@ class Stages(KeptStages):
         r = self.recipe
         tokenizer = self._base_tokenizer(lambda: documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
-        brought = [
-            TEMPLATES[part.prompt] for part in parts.values() if part.prompt in ("deepseek", "esft")
-        ]
+        brought = []
+        for part in parts.values():
+            if part.prompt in ("deepseek", "esft"):
+                brought.append(TEMPLATES[part.prompt])
         tokenizer.chat_template = brought[0] if brought else tokenizer.chat_template
         tokenizer.save_pretrained(folder / "tokenizer")
         counts = {}
@@ -350,18 +264,16 @@ class Stages(KeptStages):
             )
         return counts
 
-    def fft(self, task: str, mix: float | None = None, group_size: int = 1) -> Tuned:
+    def fft(self, task: str) -> Tuned:
         """Return the base with all parameters tuned on a task."""
 
         def make(model) -> tuple:
             return model.requires_grad_(True), {}
 
-        r = self.recipe
-        return self._tuned(
-            "fft", task, r.fft, make, self._save, mix, group_size, dtype=r.trained_dtype
-        )
+        dtype = self.recipe.trained_dtype
+        return self._tuned("fft", task, self.recipe.fft, make, self._save, dtype=dtype)
 
-    def lora(self, task: str, rank: int | None = None, mix: float | None = None) -> Tuned:
+    def lora(self, task: str, rank: int | None = None) -> Tuned:
         """Return low-rank matrices for the base, tuned on a task; `rank` replaces the recipe's."""
         settings = self.recipe.lora
         rank = settings.rank if rank is None else rank
@@ -377,16 +289,9 @@ class Stages(KeptStages):
                     lora_baseline.save_lora(model, folder, weights)
 
         more = {"rank": rank, "scaling": scaling}
-        return self._tuned("lora", task, settings.training, make, save, mix, more=more)
+        return self._tuned("lora", task, settings.training, make, save, more=more)
 
-    def esft(
-        self,
-        task: str,
-        selection: esft.ExpertSelection,
-        mix: float | None = None,
-        group_size: int = 1,
-        scored: bool = True,
-    ) -> Tuned:
+    def esft(self, task: str, selection: esft.ExpertSelection, scored: bool = True) -> Tuned:
         """Return an adapter with the experts of `selection`, tuned on a task; `scored` adds the
         seconds that scoring took.
 
@@ -413,50 +318,22 @@ class Stages(KeptStages):
                 if main:
                     adapter.save(folder)
 
-        parents = [self.scores(task, group_size)] if scored else []
-        chosen = {
-            of: value
-            for of, value in selection.to_dict().items()
-            if of not in ("score", "p", "variant")
-        }
+        parents = [self.scores(task)] if scored else []
+        chosen = {}
+        for of, value in selection.to_dict().items():
+            if of not in ("score", "p", "variant"):
+                chosen[of] = value
         more = {"selection": chosen, "trained_dtype": self.recipe.trained_dtype}
-        return self._tuned(
-            "esft", task, training, make, save, mix, group_size, parents=parents, more=more
-        )
+        return self._tuned("esft", task, training, make, save, parents=parents, more=more)
 
-    def elsewhere(self, tuned: Tuned, task: str) -> Tuned:
-        """Evaluate a model tuned on `task`, or the base, on the held-out rows of the other
-        tasks.
-        """
-        others = [f"{other}-held_out" for other in self.recipe.tasks if other != task]
-
-        def make(tmp: Path, checkpoints: Path) -> dict:
-            model = self._load_tuned(tuned.folder)
-            found = [self._losses(model, part) for part in others]
-            return {
-                "found": loss_of(
-                    *(list(itertools.chain(*lists)) for lists in zip(*found, strict=True))
-                )
-            }
-
-        found = self._stage(
-            "elsewhere",
-            f"{tuned.name} on other tasks",
-            {"task": task},
-            [tuned],
-            make,
-            result=Elsewhere,
-        )
-        return tuned._replace(history=[], **{"exact": None} | found.found)
-
-    def _load_tuned(self, folder: Path, group_size: int = 1):
+    def _load_tuned(self, folder: Path):
         """Load a model of `fft`, `lora` or `esft`, or the base."""
         if (
             not (folder / "adapter_config.json").is_file()
             and not (folder / trained_files.CONFIG).is_file()
         ):
-            return self._load(folder, group_size)
-        model = self._load(self.base().folder, group_size)
+            return self._load(folder)
+        model = self._load(self.base().folder)
         if (folder / "adapter_config.json").is_file():
             return lora_baseline.load_lora(model, folder)
         esft.apply(model, folder)
@@ -469,8 +346,6 @@ class Stages(KeptStages):
         training: EsftTraining,
         make,
         save,
-        mix: float | None = None,
-        group_size: int = 1,
         *,
         parents=(),
         more: Mapping = {},
@@ -478,10 +353,10 @@ class Stages(KeptStages):
     ) -> Tuned:
         """Return a stage of a model that `make` prepares and `save` writes to its folder."""
         base = self.base()
-        mix = self.recipe.mix if mix is None else mix
+        mix = self.recipe.mix
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
-            model, notes = make(self._load(base.folder, group_size, dtype))
+            model, notes = make(self._load(base.folder, dtype))
             rows = self.part(f"{task}-train")
             rows = mixed(rows, self.part(f"{GENERAL}-train"), mix) if mix else rows
             trained = self._train(
@@ -494,23 +369,20 @@ class Stages(KeptStages):
             )
             save(model, trained, tmp / "model")
             notes |= course_of(trained)
-            notes |= {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+            for of in ("trained_parameters", "optimizer_bytes"):
+                notes[of] = getattr(trained, of)
             del model, trained
             ranks.free_memory()
             # without the matrices that peft adds
-            sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}
-            model = self._load_tuned(tmp / "model", group_size)
-            own, general = (
-                loss_of(*self._losses(model, f"{part}-held_out")) for part in (task, GENERAL)
-            )
+            sizes = {}
+            for of in ("parameters", "active_parameters"):
+                sizes[of] = getattr(base, of)
+            model = self._load_tuned(tmp / "model")
+            own = loss_of(*self._losses(model, f"{task}-held_out"))
+            general = loss_of(*self._losses(model, f"{GENERAL}-held_out"))
             return notes | sizes | own | {f"{GENERAL}_{of}": value for of, value in general.items()}
 
-        settings = (
-            self._settings(training)
-            | {"task": task, "mix": mix}
-            | dict(more)
-            | self._groups_in(group_size)
-        )
+        settings = self._settings(training) | {"task": task, "mix": mix} | dict(more)
         return self._stage(kind, f"{kind} {task}", settings, [base, *parents], whole)
 
 
@@ -524,7 +396,9 @@ def run(
     stages = Stages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     base = stages.base()
-    tuned = {task: stages.esft(task, stages.selection(task, recipe.score)) for task in recipe.tasks}
+    tuned = {}
+    for task in recipe.tasks:
+        tuned[task] = stages.esft(task, stages.selection(task, recipe.score))
     stages.say(
         f"{'task':16s}{'base':>9s}{'tuned':>9s}{'general':>9s}{'then':>9s}{'trained':>14s}{'of all':>8s}{'train s':>9s}"
     )

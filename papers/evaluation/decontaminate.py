@@ -100,8 +100,12 @@ def decontaminate(
                 f"All {count} examples of {rows} contain benchmark texts. Check for texts that are "
                 f"too common: {hit[1]!r}"
             )
-        texts = {name: len(given) for name, given in benchmarks.items()}
-        by_benchmark = {name: counts[name] for name in benchmarks}
+        texts = {}
+        for name, given in benchmarks.items():
+            texts[name] = len(given)
+        by_benchmark = {}
+        for name in benchmarks:
+            by_benchmark[name] = counts[name]
         report = Report(
             Path(out), count, count - len(dropped), by_benchmark, dropped, texts, found.searched
         )
@@ -126,7 +130,10 @@ def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
             raise ValueError(
                 f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}"
             )
-        return [text for name in columns or value for text in texts_of(value[name])]
+        result = []
+        for name in columns or value:
+            result.extend(texts_of(value[name]))
+        return result
     return [text for one in value for text in texts_of(one)] if isinstance(value, Iterable) else []
 
 
@@ -141,7 +148,11 @@ def _file_of(source: str) -> tuple[str, list[str]]:
 def _texts(source: str) -> list[str]:
     """Return the texts of a benchmark."""
     path, columns = _file_of(source)
-    return [text for row in raw_rows(path) for text in texts_of(row, columns)]
+    texts = []
+    for row in raw_rows(path):
+        for text in texts_of(row, columns):
+            texts.append(text)
+    return texts
 
 
 class Substrings:
@@ -184,7 +195,9 @@ class NGrams:
         self.known = {}
         self.searched = {}
         for name, texts in benchmarks.items():
-            grams = [dict.fromkeys(self._of(text), name) for text in texts]
+            grams = []
+            for text in texts:
+                grams.append(dict.fromkeys(self._of(text), name))
             self.searched[name] = sum(map(bool, grams))
             for found in grams:
                 self.known |= found

@@ -231,11 +231,10 @@ def _scores(
         by_filter: dict[str, list[dict]] = {}
         for sample in samples:
             by_filter.setdefault(sample["filter"], []).append(sample)
-        problems = [
-            _problem(one, metric, asked.task is not None)
-            for one in samples
-            if one["filter"] == samples[0]["filter"]
-        ]
+        problems = []
+        for one in samples:
+            if one["filter"] == samples[0]["filter"]:
+                problems.append(_problem(one, metric, asked.task is not None))
         for filter_name, of_filter in by_filter.items():
             label = metric if len(by_filter) == 1 else f"{metric}, {filter_name}"
             values = [one[metric] for one in of_filter]
@@ -245,7 +244,9 @@ def _scores(
                     problem[f"found, {filter_name}"] = sample["filtered_resps"][0]
             score = float(found["results"][name][f"{metric},{filter_name}"])
             scores.append(_score(name, lm, label, score, values))
-        lines = [json.dumps(jsonable(problem), ensure_ascii=False) for problem in problems]
+        lines = []
+        for problem in problems:
+            lines.append(json.dumps(jsonable(problem), ensure_ascii=False))
         files.atomic_write_text(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
     return scores
 
@@ -292,60 +293,62 @@ def _problem(sample: dict, metric: str, is_ours: bool) -> dict:
 
 
 def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
-    stats = require("scipy.stats")
-    rows = []
-    of_reference = {
-        (score.task, score.metric): score for score in scores if score.model == reference
-    }
+    of_reference = {}
+    for score in scores:
+        if score.model == reference:
+            of_reference[score.task, score.metric] = score
+    comparisons = []
     for score in scores:
         other = of_reference[score.task, score.metric]
-        if score is other or not score.values or len(score.values) != len(other.values):
-            continue
-        differences = [a - b for a, b in zip(score.values, other.values, strict=True)]
-        gained = sum(d > 0 for d in differences)
-        lost = sum(d < 0 for d in differences)
-        is_binary = set(score.values) | set(other.values) <= {0, 1}
-        if not gained + lost:
-            p = 1.0
-        elif is_binary:
-            p = float(stats.binomtest(gained, gained + lost).pvalue)
-        else:
-            p = float(stats.wilcoxon([d for d in differences if d]).pvalue)
-        rows.append(
-            (
-                score,
-                gained,
-                lost,
-                "McNemar's exact test" if is_binary else "Wilcoxon's test",
-                p,
-                sum(differences),
-            )
-        )
-    corrected = holm([row[4] for row in rows])
+        if score is not other and score.values and len(score.values) == len(other.values):
+            comparisons.append(_difference(score, other))
+    corrected = holm([one.p for one in comparisons])
     return [
-        Comparison(
-            score.task,
-            score.metric,
-            score.model,
-            reference,
-            gained,
-            lost,
-            test,
-            p,
-            q,
-            VERDICTS[2] if q > LEVEL or not total else VERDICTS[1] if total > 0 else VERDICTS[0],
-        )
-        for (score, gained, lost, test, p, total), q in zip(rows, corrected, strict=True)
+        one._replace(p_corrected=q, verdict=one.verdict if q <= LEVEL else VERDICTS[2])
+        for one, q in zip(comparisons, corrected, strict=True)
     ]
+
+
+def _difference(score: Score, other: Score) -> Comparison:
+    """Compare two models on a task; p and the verdict are not corrected yet."""
+    stats = require("scipy.stats")
+    differences = [a - b for a, b in zip(score.values, other.values, strict=True)]
+    moved = [difference for difference in differences if difference]
+    gained = sum(difference > 0 for difference in moved)
+    is_binary = set(score.values) | set(other.values) <= {0, 1}
+    p = 1.0
+    if moved and is_binary:
+        p = float(stats.binomtest(gained, len(moved)).pvalue)
+    elif moved:
+        p = float(stats.wilcoxon(moved).pvalue)
+    total = sum(differences)
+    verdict = VERDICTS[2]
+    if total:
+        verdict = VERDICTS[1] if total > 0 else VERDICTS[0]
+    return Comparison(
+        task=score.task,
+        metric=score.metric,
+        model=score.model,
+        reference=other.model,
+        gained=gained,
+        lost=len(moved) - gained,
+        test="McNemar's exact test" if is_binary else "Wilcoxon's test",
+        p=p,
+        p_corrected=p,
+        verdict=verdict,
+    )
 
 
 def _notes(
     models: Sequence[Model], tokenizers: Sequence, scores: Sequence[Score], reference: str
 ) -> list[str]:
-    vocabularies = {
-        model.name: tokenizer.get_vocab() for model, tokenizer in zip(models, tokenizers)
-    }
-    others = [name for name, words in vocabularies.items() if words != vocabularies[reference]]
+    vocabularies = {}
+    for model, tokenizer in zip(models, tokenizers):
+        vocabularies[model.name] = tokenizer.get_vocab()
+    others = []
+    for name, words in vocabularies.items():
+        if words != vocabularies[reference]:
+            others.append(name)
     notes = [
         (
             f"{', '.join(others)} and {reference} have different tokenizers, so they are compared "
@@ -367,14 +370,17 @@ def _notes(
 
 def picture(report: Report, path: Path) -> None:
     """Plot the scores with their intervals, one group of bars for each task."""
-    found = {(f"{score.task}\n{score.metric}", score.model): score for score in report.scores}
+    found = {}
+    for score in report.scores:
+        found[(f"{score.task}\n{score.metric}", score.model)] = score
     tasks, models = (list(dict.fromkeys(names)) for names in zip(*found))
     figure, axes = new_figure("", (max(6.0, 2.0 + (0.5 + 0.36 * len(models)) * len(tasks)), 4.8))
-    scores = {model: [found[task, model] for task in tasks] for model in models}
-    spans = {
-        model: [None if math.isnan(s.low) else (s.low, s.high) for s in of]
-        for model, of in scores.items()
-    }
+    scores = {}
+    for model in models:
+        scores[model] = [found[task, model] for task in tasks]
+    spans = {}
+    for model, of in scores.items():
+        spans[model] = [None if math.isnan(s.low) else (s.low, s.high) for s in of]
     grouped(
         axes,
         tasks,

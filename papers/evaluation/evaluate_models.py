@@ -57,10 +57,8 @@ class Model(NamedTuple):
         parts = [self.kind, files_print(self.folder), files_print(self.base) if self.base else None]
         parts += [self.folder if self.kind == "model" and not os.path.isdir(self.folder) else None]
         if self.kind == "fused":
-            parts += [
-                files_print(part.path)
-                for part in folders.locate(self.folder, folders.read(self.folder), {})
-            ]
+            for part in folders.locate(self.folder, folders.read(self.folder), {}):
+                parts.append(files_print(part.path))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
@@ -118,7 +116,10 @@ def _kind(folder: str, base: str | None) -> str:
     adapter.
     """
     path = Path(folder)
-    found = [kind for kind, mark in KINDS.items() if (path / mark).is_file()]
+    found = []
+    for kind, mark in KINDS.items():
+        if (path / mark).is_file():
+            found.append(kind)
     is_model = (path / "config.json").is_file() or not path.is_dir()
     if base is not None:
         found = [kind for kind in found if kind != "fused"]
@@ -263,7 +264,10 @@ class RecordedLM:
         """Return the log probability of each continuation, and whether greedy decoding generates
         it.
         """
-        return [tuple(answer) for answer in self._answered("loglikelihood", requests)]
+        answers = []
+        for answer in self._answered("loglikelihood", requests):
+            answers.append(tuple(answer))
+        return answers
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
         """Return the log probability of each text."""
@@ -280,11 +284,10 @@ class RecordedLM:
         self.progress(self._done, self._total)
 
     def _answered(self, kind: str, requests: list) -> list:
-        missing = [
-            one
-            for one in requests
-            if _is_sampled(one.args) or _key(kind, one.args) not in self._answers
-        ]
+        missing = []
+        for one in requests:
+            if _is_sampled(one.args) or _key(kind, one.args) not in self._answers:
+                missing.append(one)
         self._done, self._total = len(requests) - len(missing), len(requests)
         self.progress(self._done, self._total)
         if missing:
@@ -301,10 +304,14 @@ class RecordedLM:
                     strict=True,
                 )
             )
-        return [
-            fresh[id(one)] if missing and id(one) in fresh else self._answers[_key(kind, one.args)]
-            for one in requests
-        ]
+        answers = []
+        for one in requests:
+            answers.append(
+                fresh[id(one)]
+                if missing and id(one) in fresh
+                else self._answers[_key(kind, one.args)]
+            )
+        return answers
 
     def _check_lengths(self, requests: list) -> None:
         """Count the contexts that lm-eval truncates on the left; raises ValueError if no token of
@@ -365,7 +372,9 @@ class FusedLM:
         self.fuser = fuser
         self.batch_size = batch_size
         self.cache_hook = None
-        configs = [model.config.get_text_config() for model in fuser.specialists]
+        configs = []
+        for model in fuser.specialists:
+            configs.append(model.config.get_text_config())
         self.max_length = min(
             getattr(config, "max_position_embeddings", None) or 2048 for config in configs
         )
@@ -403,22 +412,21 @@ class FusedLM:
                 yield alike[i : i + self.batch_size]
 
     def _inputs(self, batch: list[tuple], has_answers: bool) -> dict:
-        rows = [
-            {"prompt_ids": row[1]} | ({"response_ids": row[2]} if has_answers else {})
-            for row in batch
-        ]
+        rows = []
+        for row in batch:
+            rows.append({"prompt_ids": row[1]} | ({"response_ids": row[2]} if has_answers else {}))
         device = self.fuser.gate.score.weight.device
         inputs = self.fuser.encoder.collate(rows)
-        return {
-            k: [t.to(device) for t in v] if isinstance(v, list) else v.to(device)
-            for k, v in inputs.items()
-        }
+        result = {}
+        for k, v in inputs.items():
+            result[k] = [t.to(device) for t in v] if isinstance(v, list) else v.to(device)
+        return result
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list[str]:
         """Return the generated answers, without their given beginnings, up to a stop sequence."""
-        rows = [
-            (i, *self._ids(one.args[0]), json.dumps(one.args[1])) for i, one in enumerate(requests)
-        ]
+        rows = []
+        for i, one in enumerate(requests):
+            rows.append((i, *self._ids(one.args[0]), json.dumps(one.args[1])))
         out = [""] * len(requests)
         tokenizer = self.fuser.encoder.tokenizer
         # answers whose given beginnings have the same length are generated in one batch

@@ -249,7 +249,9 @@ _WRITE = "Write a solution to the following problem:\n```python\n{code}\n```"
 
 
 def _human_eval(row: dict, chat: bool) -> dict | None:
-    parts = [row.get(name) for name in ("prompt", "test", "entry_point")]
+    parts = []
+    for name in ("prompt", "test", "entry_point"):
+        parts.append(row.get(name))
     if not all(isinstance(part, str) for part in parts):
         return None
     code = parts[0].rstrip() if chat else parts[0]
@@ -503,13 +505,17 @@ def _configured(asked: Asked, choices: Choices):
     examples.
     """
     task = asked.task
-    rows = [asked.task.problem(row, choices.chat) for row in asked.rows]
+    rows = []
+    for row in asked.rows:
+        rows.append(asked.task.problem(row, choices.chat))
     shots = choices.shots or 0
     if shots >= len(rows):
         raise ValueError(
             f"shots must be below the {len(rows)} problems of {asked.name}, but got {shots}"
         )
-    ids = [str(row.get("task_id", row.get("idx", i))) for i, row in enumerate(asked.rows)]
+    ids = []
+    for i, row in enumerate(asked.rows):
+        ids.append(str(row.get("task_id", row.get("idx", i))))
     problems = [{"id": i} | row for i, row in zip(ids, rows)]
     shown_ones = problems[:shots]
     problems = problems[shots:]
@@ -521,7 +527,9 @@ def _configured(asked: Asked, choices: Choices):
         until = list(task.until)
     form = "{question}"
     if choices.shots is None and task.examples:
-        shown_ones = [{"id": "example"} | task.problem(row, choices.chat) for row in task.examples]
+        shown_ones = []
+        for row in task.examples:
+            shown_ones.append({"id": "example"} | task.problem(row, choices.chat))
         if not choices.chat:
             form = task.form
             until = list(task.form_until)

@@ -70,11 +70,10 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
         transformers.logging.set_verbosity(verbosity)
     # save_pretrained refuses models loaded from GGUF, but not a new model with the same config and
     # weights
-    values = {
-        name: value
-        for name, value in read.config.to_dict().items()
-        if name not in ("quantization_config", "_name_or_path")
-    }
+    values = {}
+    for name, value in read.config.to_dict().items():
+        if name not in ("quantization_config", "_name_or_path"):
+            values[name] = value
     model = LlamaForCausalLM(LlamaConfig.from_dict(values)).to(read.dtype)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config

@@ -102,12 +102,14 @@ class FuserRecipe(Node):
         return self
 
     def _check_specialists(self) -> None:
-        made = [name for name, one in self.specialists.items() if one.model is None]
-        given = [
-            name
-            for name in ("base_model", "pretrain", "specialist")
-            if getattr(self, name) is not None
-        ]
+        made = []
+        for name, one in self.specialists.items():
+            if one.model is None:
+                made.append(name)
+        given = []
+        for name in ("base_model", "pretrain", "specialist"):
+            if getattr(self, name) is not None:
+                given.append(name)
         bases = len(given) - (self.specialist is not None)
         if bases != bool(made) or bool(made) != (self.specialist is not None):
             if made:
@@ -142,7 +144,10 @@ class FuserRecipe(Node):
     @property
     def templates(self) -> list[str]:
         """The specialists' templates, in their order."""
-        return [one.template for one in self.specialists.values()]
+        templates = []
+        for one in self.specialists.values():
+            templates.append(one.template)
+        return templates
 
     @property
     def further_stage(self) -> Stage:
@@ -171,17 +176,18 @@ def check_models(recipe: FuserRecipe) -> None:
 
     A tokenizer that is trained here is checked once it exists, before any model is trained.
     """
-    given = {
-        f"specialists.{name}.model": one.model
-        for name, one in recipe.specialists.items()
-        if one.model is not None
-    }
+    given = {}
+    for name, one in recipe.specialists.items():
+        if one.model is not None:
+            given[f"specialists.{name}.model"] = one.model
     named = given | ({} if recipe.base_model is None else {"base_model": recipe.base_model})
     for name, source in named.items():
         check_source(name, source)
     if not given:
         return  # all are of one base
-    sizes = {name: hidden_size(source, name) for name, source in named.items()}
+    sizes = {}
+    for name, source in named.items():
+        sizes[name] = hidden_size(source, name)
     if recipe.pretrain is not None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
     if not recipe.joint and len(set(sizes.values())) > 1:
@@ -216,15 +222,16 @@ def encoder_of(recipe: FuserRecipe, own) -> Encoder:
     specialists = recipe.specialists.values()
     if recipe.tokenizer is not None:
         own = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")
-    tokenizers = [
-        own
-        if recipe.tokenizer or one.model is None
-        else ranks.load_tokenizer(one.model, f"specialists.{name}.model")
-        for name, one in recipe.specialists.items()
-    ]
+    tokenizers = []
+    for name, one in recipe.specialists.items():
+        tokenizers.append(
+            own
+            if recipe.tokenizer or one.model is None
+            else ranks.load_tokenizer(one.model, f"specialists.{name}.model")
+        )
     vocab_size = min(map(len, tokenizers))
     check_tokenizers(tokenizers, names, vocab_size)
-    templates = [
-        check_template(one.template, of) for one, of in zip(specialists, tokenizers, strict=True)
-    ]
+    templates = []
+    for one, of in zip(specialists, tokenizers, strict=True):
+        templates.append(check_template(one.template, of))
     return Encoder(tokenizers, templates, vocab_size)

@@ -13,7 +13,7 @@ template. `papers.engine.stages` says how stages are stored and what their hash 
 import contextlib
 import functools
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.methods.ultrafuser.training import encode_rows
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import SOURCES, Domain, domains_key
-from papers.engine.domains import Judged, by_domain
+from papers.engine.domains import Judged
 from papers.engine.stages import KeptStages, course_of, domain_pairs, loss_of, sizes_of
 from papers.engine.tiny import train_tokenizer
 from papers.ultrafuser import recipe as fuser_checks
@@ -61,7 +61,10 @@ def study_rows(encoder: Encoder, recipe: FuserRecipe) -> dict:
                 _encoded(encoder, recipe, name, pairs[name][0], domain.limit, prompts)
             )
     concatenate = data.require("datasets").concatenate_datasets
-    return {part: concatenate(rows) for part, rows in parts.items()}
+    study_rows = {}
+    for part, rows in parts.items():
+        study_rows[part] = concatenate(rows)
+    return study_rows
 
 
 def _encoded(
@@ -109,12 +112,12 @@ def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
 
 def sources(recipe: FuserRecipe) -> list[str]:
     """Return the files and ids that rows are read from, without built-in domains."""
-    return [
-        source
-        for domain in recipe.domains.values()
-        for source in domain.sources
-        if source not in SOURCES
-    ]
+    sources = []
+    for domain in recipe.domains.values():
+        for source in domain.sources:
+            if source not in SOURCES:
+                sources.append(source)
+    return sources
 
 
 MODEL = "model"  # in OUT: a link to the model of the last `run`
@@ -185,7 +188,9 @@ class Stages(KeptStages):
         training = r.training_of(name)
 
         def make(tmp: Path, folder: Path) -> dict:
-            parts = [self._single(part, number, domain) for part in ("train", "held_out")]
+            parts = []
+            for part in ("train", "held_out"):
+                parts.append(self._single(part, number, domain))
             return self._tuned(name, base.source, number, tmp, folder, training, *parts)
 
         settings = self._settings(training) | {"number": number, "domain": domain}
@@ -198,31 +203,35 @@ class Stages(KeptStages):
         number = self.names.index(name)
         parent = self.specialist(name)
         r = self.recipe
-        return self._on_all(
-            "further", f"{name}, further", parent, number, r.further_stage, r.balanced
-        )
-
-    def _on_all(
-        self, kind: str, name: str, parent: Judged, number: int, training: Training, balanced: bool
-    ) -> Judged:
-        """Return a single model tuned on all domains, in the template of a specialist."""
+        training = r.further_stage
 
         def make(tmp: Path, folder: Path) -> dict:
-            parts = [self._single(part, number) for part in ("train", "held_out")]
+            parts = []
+            for part in ("train", "held_out"):
+                parts.append(self._single(part, number))
             trainer = partial(
-                fuser_training.SampledTrainer, sampler=self._sampler(training, balanced)
+                fuser_training.SampledTrainer, sampler=self._sampler(training, r.balanced)
             )
             return self._tuned(
-                name, parent.source, number, tmp, folder, training, *parts, trainer=trainer
+                f"{name}, further",
+                parent.source,
+                number,
+                tmp,
+                folder,
+                training,
+                *parts,
+                trainer=trainer,
             )
 
-        settings = self._settings(training) | {"number": number} | self._drawn(balanced)
-        return self._made(kind, name, settings, [parent], make)
+        settings = self._settings(training) | {"number": number} | self._drawn(r.balanced)
+        return self._made("further", f"{name}, further", settings, [parent], make)
 
     def gate(self, balanced: bool | None = None) -> Judged:
         """Return the fused specialists with only the gate trained: stage 1."""
         balanced = self.recipe.balanced if balanced is None else balanced
-        specialists = [self.specialist(name) for name in self.names]
+        specialists = []
+        for name in self.names:
+            specialists.append(self.specialist(name))
 
         def make(tmp: Path, folder: Path) -> dict:
             sources = [one.source for one in specialists]
@@ -235,25 +244,21 @@ class Stages(KeptStages):
             "gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make
         )
 
-    def fused(
-        self,
-        two_stage: bool | None = None,
-        balanced: bool | None = None,
-        checkpoints: Sequence[int] = (),
-    ) -> Judged:
+    def fused(self, two_stage: bool | None = None, balanced: bool | None = None) -> Judged:
         """Return the fused model with everything trained: stage 2, after stage 1 or, without
         `two_stage`, directly.
 
         It trains in float32, so that small steps are not rounded away, and is saved in the recipe's
-        dtype. `checkpoints` are the steps after which it is evaluated, by default from the recipe's
-        `evaluations`.
+        dtype.
         """
         two_stage = self.recipe.two_stage if two_stage is None else two_stage
         balanced = self.recipe.balanced if balanced is None else balanced
         if two_stage:
             parents = [self.gate(balanced)]
         else:
-            parents = [self.specialist(name) for name in self.names]
+            parents = []
+            for name in self.names:
+                parents.append(self.specialist(name))
 
         def make(tmp: Path, folder: Path) -> dict:
             # under mixed precision accelerate converts what FSDP2 shards to float32, so that no
@@ -262,24 +267,17 @@ class Stages(KeptStages):
                 dtype = self.recipe.dtype
             else:
                 dtype = "float32"
-            sources = [self.specialist(name).source for name in self.names]
+            sources = []
+            for name in self.names:
+                sources.append(self.specialist(name).source)
             model = self._fuser(
                 sources, dtype, parents[0].folder if two_stage else None
             ).train_all()
             return self._fused(
-                "fused",
-                model,
-                sources,
-                tmp,
-                folder,
-                self.recipe.stage2,
-                balanced,
-                "copy",
-                checkpoints,
+                "fused", model, sources, tmp, folder, self.recipe.stage2, balanced, "copy"
             )
 
         settings = self._of_fused(self.recipe.stage2, balanced) | {"two_stage": two_stage}
-        settings |= {"checkpoints": list(checkpoints)} if checkpoints else {}
         return self._made("fused", "fused", settings, parents, make)
 
     def weights(self, fused: Judged) -> list[list[list[float]]]:
@@ -306,7 +304,9 @@ class Stages(KeptStages):
         """
         torch.manual_seed(self.seed)
         device = None if ranks.engine() == "FSDP" else ranks.state().device
-        models = [ranks.load_model(source, dtype, device) for source in sources]
+        models = []
+        for source in sources:
+            models.append(ranks.load_model(source, dtype, device))
         fuser = ultrafuser.UltraFuser(
             models,
             self.recipe.templates,
@@ -330,17 +330,13 @@ class Stages(KeptStages):
         training: Stage,
         balanced: bool,
         copy: str,
-        checkpoints: Sequence[int] = (),
     ) -> dict:
         """Train a fused model's trainable parameters, save it in the recipe's dtype and evaluate it
         as saved.
         """
         rows = self.part("held_out")
         how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
-        more = {"evaluations": tuple(checkpoints)} if checkpoints else {}
-        trained = self._train(
-            name, model, self.part("train"), rows, training, folder, **how, **more
-        )
+        trained = self._train(name, model, self.part("train"), rows, training, folder, **how)
         is_as_trained = self._is_saved_as_trained(model.specialists)
         if not is_as_trained:
             fuser_training.cast(model.specialists, self.recipe.dtype)
@@ -353,24 +349,12 @@ class Stages(KeptStages):
             if main:
                 whole = model if weights is None else self._whole(sources, weights)
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
-        counts = self.counts
-        points = trained.history.rows
-        found = (trained.losses, trained.tokens, trained.exact)
+        losses = (trained.losses, trained.tokens, trained.exact)
         if not is_as_trained:
-            found = fuser_training.fuser_losses(
+            losses = fuser_training.fuser_losses(
                 model, rows, collator=self.encoder.collate, **self._judging
             )
-        if checkpoints:
-            course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in points]
-        else:
-            course = None
-        return (
-            course_of(trained)
-            | self._costs(trained)
-            | self._loss(*found)
-            | sizes_of(model)
-            | {"course": course}
-        )
+        return course_of(trained) | self._costs(trained) | self._loss(*losses) | sizes_of(model)
 
     def _whole(
         self, sources: list[str], weights: Mapping[str, torch.Tensor]
@@ -415,7 +399,10 @@ class Stages(KeptStages):
         ) | sizes_of(model)
 
     def _costs(self, trained: trainers.Trained) -> dict:
-        return {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+        costs = {}
+        for of in ("trained_parameters", "optimizer_bytes"):
+            costs[of] = getattr(trained, of)
+        return costs
 
     def _loss(self, *found: list) -> dict:
         return loss_of(*found) | {"rows": self.counts}
@@ -480,12 +467,16 @@ class Stages(KeptStages):
             base = [python, r.pretrain.to_dict()]
         else:
             base = r.base_model and files_print(r.base_model)
-        given = [one.model and files_print(one.model) for one in r.specialists.values()]
+        given = []
+        for one in r.specialists.values():
+            given.append(one.model and files_print(one.model))
         if r.pretrain or any(s in SOURCES for d in r.domains.values() for s in d.sources):
             built_in = domains_key()
         else:
             built_in = None
-        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        domains = {}
+        for name, domain in r.domains.items():
+            domains[name] = domain.to_dict()
         rows = [
             r.max_length,
             r.templates,

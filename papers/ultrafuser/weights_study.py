@@ -8,6 +8,7 @@ specialist. On the page a token has the colour of the specialist with the larges
 farther above equal weights, 1/S, the deeper.
 """
 
+import itertools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,9 @@ def _of_rows(axes, report) -> None:
     domains = list(report.domains)
     width = 0.8 / S
     for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S))):
-        places = [d + (s - (S - 1) / 2) * width for d in range(len(domains))]
+        places = []
+        for d in range(len(domains)):
+            places.append(d + (s - (S - 1) / 2) * width)
         drawn = axes.boxplot(
             [[row[s] for row in rows] for rows in report.by_row[0]],
             positions=places,
@@ -93,31 +96,6 @@ def _of_rows(axes, report) -> None:
     legend_below(
         axes.figure, axes, f"right: specialist, seed {report.seeds[0]}; dashed: equal weights", S
     )
-
-
-def stability(report):
-    """Draw the losses over the steps of stage 2, a panel for each domain and one for all, a line
-    per seed.
-    """
-    figure, all_axes = figure_of(
-        report, (3.0 * len(report.names) + 0.6, 3.6), columns=len(report.names)
-    )
-    for axes, name in zip(all_axes, report.names):
-        for (variant, ways), (colour, marker) in zip(
-            report.course.items(), cycle(len(report.course))
-        ):
-            lines = [[at[name] for _, at in way] for way in ways]
-            steps = [step for step, _ in ways[0]]
-            for line in lines:
-                axes.plot(steps, line, color=colour, alpha=0.35, linewidth=0.8)
-            mean = [statistics.fmean(at) for at in zip(*lines, strict=True)]
-            axes.plot(steps, mean, color=colour, marker=marker, markersize=3, label=variant)
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("step of stage 2")
-        axes.grid()
-    all_axes[0].set_ylabel("held-out loss per label token")
-    legend_below(figure, all_axes[0], "thick: mean, thin: seeds", 3)
-    return figure
 
 
 # Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page
@@ -154,7 +132,10 @@ class TokenWeights:
     @property
     def mean(self) -> list[float]:
         """The mean weight of each specialist over the tokens."""
-        return [sum(of) / len(self.weights) for of in zip(*self.weights, strict=True)]
+        mean = []
+        for of in zip(*self.weights, strict=True):
+            mean.append(sum(of) / len(self.weights))
+        return mean
 
 
 def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
@@ -177,7 +158,9 @@ def page(
 ) -> str:
     """Return an HTML page of responses by domain."""
     S = len(specialists)
-    whole = [[float(s == own) for s in range(S)] for own in range(S)]
+    whole = []
+    for own in range(S):
+        whole.append([float(s == own) for s in range(S)])
     scale = " ".join(
         _token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True)
     )
@@ -245,10 +228,10 @@ class GateWeights(Finding):
 
     def over_seeds(self) -> list[list[float]]:
         """Return [domains][S], the mean over the seeds."""
-        return [
-            [statistics.fmean(cell) for cell in zip(*rows, strict=True)]
-            for rows in zip(*self.mean, strict=True)
-        ]
+        means = []
+        for rows in zip(*self.mean, strict=True):
+            means.append([statistics.fmean(cell) for cell in zip(*rows, strict=True)])
+        return means
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -261,14 +244,16 @@ class GateWeights(Finding):
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
         of_seeds = zip(self.domains, zip(*self.mean, strict=True), strict=True)
-        return [
-            (
-                domain,
-                f"{self.tokens[domain]:,}",
-                *(spread(cell) for cell in zip(*seeds, strict=True)),
+        rows = []
+        for domain, seeds in of_seeds:
+            rows.append(
+                (
+                    domain,
+                    f"{self.tokens[domain]:,}",
+                    *(spread(cell) for cell in zip(*seeds, strict=True)),
+                )
             )
-            for domain, seeds in of_seeds
-        ]
+        return rows
 
     def legend(self) -> str:
         """Return what the table's numbers are, in a line."""
@@ -291,41 +276,37 @@ def measure(process, rows: int | None) -> dict:
     default all.
     """
     recipe = process.recipe
-    folders = []
-    mean = []
-    by_row = []
     first: Stages = process.all[0]
-    places = {
-        domain: list(range(place.start, place.stop))[:rows]
-        for domain, place in places_of(first.counts).items()
-    }
-    for number, stages in enumerate(process.all):
+    places = {}
+    for domain, place in places_of(first.counts).items():
+        places[domain] = list(range(place.start, place.stop))[:rows]
+    page = process.out / "weights.html"
+    folders = []
+    means = []
+    by_row = []
+    tokens = {}
+    for seed, stages in zip(process.seeds, process.all, strict=True):
         fused = stages.fused()
-        process.say(
-            f"seed {process.seeds[number]}: the gate's weights of {fused.folder.parent.name}"
-        )
-        found = stages.weights(fused)
-        own = {domain: [found[place] for place in chosen] for domain, chosen in places.items()}
-        mean.append([_mean([token for row in one for token in row]) for one in own.values()])
-        by_row.append([[_mean(row) for row in one] for one in own.values()])
+        process.say(f"seed {seed}: the gate's weights of {fused.folder.parent.name}")
+        weights = stages.weights(fused)
+        means.append([])
+        by_row.append([])
+        for domain, chosen in places.items():
+            of_domain = [weights[place] for place in chosen]
+            all_tokens = list(itertools.chain(*of_domain))
+            tokens[domain] = len(all_tokens)
+            means[-1].append(_mean(all_tokens))
+            by_row[-1].append([_mean(row) for row in of_domain])
         folders.append("/".join(fused.folder.parts[-2:]))
-        if number == 0:
-            tokens = {domain: sum(map(len, one)) for domain, one in own.items()}
-            page = process.out / "weights.html"
-            if process.is_main:
-                _write_page(
-                    page,
-                    first,
-                    {domain: chosen[:TEXTS] for domain, chosen in places.items()},
-                    found,
-                )
+        if stages is first and process.is_main:
+            _write_page(page, first, places, weights)
     specialists = {recipe.domain_of(name): name for name in recipe.specialists}
     return {
         "domains": {domain: specialists.get(domain) for domain in places},
         "specialists": first.names,
         "tokens": tokens,
         "folders": folders,
-        "mean": mean,
+        "mean": means,
         "by_row": by_row,
         "page": page,
         "summary": _summary,
@@ -338,7 +319,7 @@ def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weight
     texts = {}
     for domain, chosen in places.items():
         texts[domain] = []
-        for place in chosen:
+        for place in chosen[:TEXTS]:
             row = rows[place]
             prompt = " ".join(
                 tokenizer.decode(row["prompt_ids"][0], skip_special_tokens=True).split()
@@ -351,7 +332,10 @@ def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weight
 
 
 def _mean(weights: list[list[float]]) -> list[float]:
-    return [statistics.fmean(of) for of in zip(*weights, strict=True)]
+    mean = []
+    for of in zip(*weights, strict=True):
+        mean.append(statistics.fmean(of))
+    return mean
 
 
 def _summary(report: GateWeights) -> list[str]:
@@ -367,7 +351,10 @@ def _summary(report: GateWeights) -> list[str]:
             )
         if own is not None:
             of = report.specialists.index(own)
-            rows = [row for seed in report.by_row for row in seed[number]]
+            rows = []
+            for seed in report.by_row:
+                for row in seed[number]:
+                    rows.append(row)
             most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
             sentence += f"; {own} leads on {most} of {len(rows)} rows"
         lines.append(f"{sentence}.")

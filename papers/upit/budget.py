@@ -1,14 +1,13 @@
 """UpIT at an equal number of optimizer steps: SFT has one learning rate schedule, UpIT one per
 stage.
 
-    SFT                        sft.epochs + post.epochs of dense tuning with post's schedule; also
-                               SWA of its checkpoints
-    Upcycle_PT                 the same epochs and schedule, all of them as an MoE model
-    UpIT, Upcycle_SFT          as in the recipe, with its schedule of stage 1
-    stage 1 annealed           with post's schedule in stage 1 too
-    two equal schedules        half of the epochs in each stage, both with post's schedule
-    an expert per domain       stage 1 is one tuning run per domain, whose last checkpoint is the
-                               expert
+    SFT                     sft.epochs + post.epochs of dense tuning with post's schedule; also SWA
+                            of its checkpoints
+    Upcycle_PT              the same epochs and schedule, all of them as an MoE model
+    UpIT, Upcycle_SFT       as in the recipe, with its schedule of stage 1
+    stage 1 annealed        with post's schedule in stage 1 too
+    two equal schedules     half of the epochs in each stage, both with post's schedule
+    an expert per domain    stage 1 is a tuning run per domain, whose last checkpoint is the expert
 
 Steps of stage 2 continue the count of stage 1, so that losses are compared at equal steps;
 initializing the routers takes some extra rows. Experts per domain require as many domains as
@@ -26,7 +25,7 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.methods.upit.experts import saved_experts
 from papers.engine.domains import Judged
 from papers.engine.tables import Entry, Report, Run, against
-from papers.upit import pesc
+from papers.upit import study
 from papers.upit.study import Pool
 
 SFT = "SFT"
@@ -39,7 +38,7 @@ EQUAL = f"{UPIT}, two equal schedules"
 BRANCHES = f"{UPIT}, an expert per domain"
 
 
-class Stages(pesc.Stages):
+class Stages(study.Stages):
     """The stages of a study, with SWA and experts tuned on one domain each."""
 
     only: str | None = None  # the domain to tune on; None: all
@@ -79,8 +78,13 @@ class Stages(pesc.Stages):
         """Return SWA (arXiv 1803.05407): the mean of the checkpoints from the second half of the
         steps of `prepared`.
         """
-        saved = {int(path.name.rpartition("-")[2]): path for path in saved_experts(tuned.folder)}
-        late = [path for step, path in saved.items() if 2 * step > max(saved)]
+        saved = {}
+        for path in saved_experts(tuned.folder):
+            saved[int(path.name.rpartition("-")[2])] = path
+        late = []
+        for step, path in saved.items():
+            if 2 * step > max(saved):
+                late.append(path)
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             with ranks.leading() as main:
@@ -133,9 +137,15 @@ def _summary(report: Report) -> list[str]:
     """Compare UpIT with every other method, and list held-out losses by step: they rise where the
     second schedule starts.
     """
-    names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
+    names = []
+    for entry in report.entries:
+        if entry.name not in (UPIT, "base"):
+            names.append(entry.name)
     upit = against(report.entries, UPIT, names)
-    watched = [entry for entry in report.entries if entry.results[0].history]
+    watched = []
+    for entry in report.entries:
+        if entry.results[0].history:
+            watched.append(entry)
     histories = {entry.name: _means(entry) for entry in watched}
     steps = sorted({step for history in histories.values() for step in history})
     width = max(map(len, histories))
@@ -152,5 +162,10 @@ def _summary(report: Report) -> list[str]:
 
 def _means(entry: Entry) -> dict[int, float]:
     """Return the held-out loss by step, the mean over the seeds."""
-    histories = [dict(result.history) for result in entry.results]
-    return {step: statistics.fmean(history[step] for history in histories) for step in histories[0]}
+    histories = []
+    for result in entry.results:
+        histories.append(dict(result.history))
+    means = {}
+    for step in histories[0]:
+        means[step] = statistics.fmean(history[step] for history in histories)
+    return means

@@ -53,10 +53,9 @@ class Pool(NamedTuple):
     total_seconds: float
 
 
-NONE = "none"  # no expansion: as many checkpoints as experts
 STARTS = ("pt", "sft")  # a baseline's copies are of the base, or of the tuned dense model
-# of routers: on expert-specific rows, on random rows, without step 4
-INITS = ("skilled", "random", "none")
+# part of the stages' hashes, from when routers could begin in other ways
+SKILLED = {"init": "skilled"}
 NAMES = {"ffn": "FFN", "lora": "LoRA"}
 
 
@@ -104,11 +103,10 @@ class Stages(DomainStages):
                 self._save(model, trained, tmp / "model")
                 return self._numbers(model, trained, lambda: self._load(tmp / "model"))
             weights = trained.state_dict()
-            pairs = {
-                name: weights[name].to(getattr(torch, self.recipe.dtype))
-                for name in weights
-                if "lora_" in name
-            }
+            pairs = {}
+            for name in weights:
+                if "lora_" in name:
+                    pairs[name] = weights[name].to(getattr(torch, self.recipe.dtype))
             with ranks.leading() as main:
                 if main:
                     lora_baseline.save_lora(model, tmp / "model", pairs)
@@ -119,22 +117,21 @@ class Stages(DomainStages):
             "dense", "SFT" if form == "ffn" else "LoRA", settings, [self.base()], make
         )
 
-    def chosen(self, parents: str | None = None) -> int:
-        """Return how many checkpoints become experts; `parents` is as in `pool`."""
-        n = self.recipe.experts.num_experts
-        return n if parents == NONE else min(self.recipe.checkpoints.count, n)
+    @property
+    def chosen(self) -> int:
+        """How many checkpoints become experts."""
+        return min(self.recipe.checkpoints.count, self.recipe.experts.num_experts)
 
-    def check_steps(self, form: str, parents: str | None = None) -> None:
+    def check_steps(self, form: str) -> None:
         """Raise ValueError if the first tuning has fewer steps than checkpoints to choose."""
         training = self._form(form).sft
-        count = self.chosen(parents)
-        name = "num_experts" if parents == NONE else "checkpoints.count"
         batch = trainers.split_batch(training.batch_size, training.per_device_batch_size)
         steps = trainers.count_steps(len(self.train_rows), training.epochs, *batch)
-        if steps < count:
+        if steps < self.chosen:
             raise ValueError(
-                f"{name} ({count}) must be at most the {steps} steps of {form}.sft on "
-                f"{len(self.train_rows)} examples. Use more examples or smaller batches"
+                f"checkpoints.count ({self.chosen}) must be at most the {steps} steps of "
+                f"{form}.sft on {len(self.train_rows)} examples. Use more examples or smaller "
+                "batches"
             )
 
     def prepared(self, form: str) -> Judged:
@@ -168,19 +165,15 @@ class Stages(DomainStages):
             "prepared", f"experts of {form}", settings, [base], make, holds="experts"
         )
 
-    def pool(self, form: str, parents: str | None = None) -> Pool:
-        """Return the recipe's number of experts (steps 1 and 2), grown by `parents`; with NONE all
-        are checkpoints.
-        """
+    def pool(self, form: str) -> Pool:
+        """Return the recipe's number of experts (steps 1 and 2): checkpoints, and others grown."""
         r = self.recipe
-        parents = parents or self.recipe.expansion.parents
-        self.check_steps(form, parents)
         base = self.base()
         prepared = self.prepared(form)
         n = r.experts.num_experts
-        m = self.chosen(parents)
+        m = self.chosen
         chosen = upit_experts.choose_checkpoints(prepared.folder, m, r.checkpoints.which)
-        grows = r.expansion.to_dict() | {"parents": parents} if m < n else None
+        grows = r.expansion.to_dict() if m < n else None
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             made = {
@@ -199,9 +192,9 @@ class Stages(DomainStages):
                     found = expansion.expand_experts(
                         chosen, n, grown, base=known, seed=self.seed, **grows
                     )
-                    children = [
-                        (child.folder.name, list(child.parents)) for child in found.children
-                    ]
+                    children = []
+                    for child in found.children:
+                        children.append((child.folder.name, list(child.parents)))
                     os.rename(grown, tmp / "experts")
             children = ranks.agree(children)
             made["experts"] += [name for name, _ in children]
@@ -236,7 +229,10 @@ class Stages(DomainStages):
     def _rank(self, form: str) -> dict:
         """The settings of a form that determine how its model is built."""
         if form == "lora":
-            return {name: getattr(self.recipe.lora, name) for name in ("rank", "alpha")}
+            rank = {}
+            for name in ("rank", "alpha"):
+                rank[name] = getattr(self.recipe.lora, name)
+            return rank
         return {}
 
     def _tuned_dense(self, form: str, training: Training, folder: Path, callbacks=()) -> tuple:
@@ -298,9 +294,13 @@ class Stages(DomainStages):
                 "seconds": seconds,
             }
 
-        settings = seed_data.to_dict() | ({"share_of_rows": self.share} if self.share < 1 else {})
         return self._stage(
-            "buckets", f"seed data of {form}", settings, [pool], make, result=upit_buckets.Buckets
+            "buckets",
+            f"seed data of {form}",
+            seed_data.to_dict(),
+            [pool],
+            make,
+            result=upit_buckets.Buckets,
         )
 
     def seed_rows(self):
@@ -312,48 +312,40 @@ class Stages(DomainStages):
         )
 
     def _seed_count(self) -> int:
-        """Return the number of seed rows; for a share of the data `at_least` shrinks with it, down
-        to a row per expert.
-        """
+        """Return the number of seed rows, at least a row per expert."""
         seed_data = self.recipe.seed_data
         rows = len(self.train_rows)
-        least = max(round(self.share * seed_data.at_least), self.recipe.experts.num_experts)
+        least = max(seed_data.at_least, self.recipe.experts.num_experts)
         return min(max(round(seed_data.share * rows), least), rows)
 
-    def check(self, form: str, parents: str | None = None, init: str = "skilled") -> None:
+    def check(self, form: str) -> None:
         """Raise ValueError if there are too few rows for the checkpoints, or to fill every expert's
         bucket.
         """
-        self.check_steps(form, parents)
+        self.check_steps(form)
         count = self._seed_count()
         n = self.recipe.experts.num_experts
         capacity = self.recipe.seed_data.capacity
         size = capacity or math.ceil(count / n)
-        if init != "none" and (n - 1) * size >= count:
+        if (n - 1) * size >= count:
             raise ValueError(
                 f"num_experts is {n} and seed_data.capacity is {capacity}, but the seed data have "
                 f"only {count} examples, not more than the {(n - 1) * size} that {n - 1} experts "
                 "may get. Use more seed data or a lower capacity"
             )
 
-    def routers(self, form: str, pool: Pool, init: str = "skilled") -> router.Routers:
-        """Return experts and routing vectors, tuned on the experts' rows, or on as many random ones
-        (step 4).
-        """
-        check_choice("init", init, INITS[:2])
+    def routers(self, form: str, pool: Pool) -> router.Routers:
+        """Return experts and routing vectors, tuned on the experts' rows (step 4)."""
         dealt = self.buckets(form, pool)
         r = self.recipe
         training = self._form(form).init
         rows = self.seed_rows()
-        buckets = dealt.buckets
-        if init == "random":
-            buckets = upit_buckets.random_buckets(list(map(len, buckets)), len(rows), self.seed)
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             routed = router.init_routers(
                 pool.experts,
                 rows,
-                buckets,
+                dealt.buckets,
                 self.tokenizer,
                 folder=checkpoints / "routers",
                 seed=self.seed,
@@ -364,43 +356,40 @@ class Stages(DomainStages):
             with ranks.leading() as main:
                 if main:
                     os.rename(checkpoints / "routers", tmp / "routers")
-            means = {
-                of: [statistics.fmean(getattr(one, of).sigmoid) for one in routed]
-                for of in ("before", "after")
-            }
-            course = {of: sum(getattr(one, of) for one in routed) for of in ("steps", "seconds")}
-            return course | means | {"buckets": buckets}
+            means = {}
+            for of in ("before", "after"):
+                means[of] = [statistics.fmean(getattr(one, of).sigmoid) for one in routed]
+            course = {}
+            for of in ("steps", "seconds"):
+                course[of] = sum(getattr(one, of) for one in routed)
+            return course | means | {"buckets": dealt.buckets}
 
-        settings = self._settings(training) | r.router.to_dict() | {"init": init}
-        name = f"routers of {form}, {init}"
+        settings = self._settings(training) | r.router.to_dict() | SKILLED
         return self._stage(
-            "routers", name, settings, [dealt], make, holds="routers", result=router.Routers
+            "routers",
+            f"routers of {form}",
+            settings,
+            [dealt],
+            make,
+            holds="routers",
+            result=router.Routers,
         )
 
-    def upit(self, form: str, pool: Pool | None = None, init: str = "skilled") -> Judged:
-        """Return UpIT's result: experts and vectors, assembled and tuned (step 5); `init` "none"
-        uses random routers.
-        """
-        check_choice("init", init, INITS)
-        self.check(form, NONE if pool is not None and not pool.parents else None, init)
+    def upit(self, form: str, pool: Pool | None = None) -> Judged:
+        """Return UpIT's result: experts and vectors, assembled and tuned (step 5)."""
+        self.check(form)
         pool = pool or self.pool(form)
-        routers = None if init == "none" else self.routers(form, pool, init)
+        routers = self.routers(form, pool)
 
         def make(folder: Path):
-            experts = pool.experts
-            vectors = None
-            if routers is not None:
-                found = [
-                    router.load_routed(routers.folder / f"expert-{i}")
-                    for i in range(len(pool.experts))
-                ]
-                experts = [one.folder for one in found]
-                vectors = [one.vectors for one in found]
-            return self._assembled(experts, vectors, folder)
+            routed = []
+            for i in range(len(pool.experts)):
+                routed.append(router.load_routed(routers.folder / f"expert-{i}"))
+            experts = [one.folder for one in routed]
+            return self._assembled(experts, [one.vectors for one in routed], folder)
 
         name = f"UpIT ({NAMES[form]})"
-        parents = [routers or pool]
-        return self._mixed("upit", name, form, self._form(form).post, make, parents, {"init": init})
+        return self._mixed("upit", name, form, self._form(form).post, make, [routers], SKILLED)
 
     def self_moe(self, form: str) -> Judged:
         """Return the baseline of UpIT's experts behind random routers; only the routers are
@@ -482,11 +471,10 @@ class Stages(DomainStages):
 
     def _assembled(self, experts: Sequence, vectors: Sequence[torch.Tensor] | None, folder: Path):
         """Assemble an MoE model on one process and load it on all."""
-        settings = {
-            name: value
-            for name, value in self.recipe.experts.to_dict().items()
-            if name != "num_experts"
-        }
+        settings = {}
+        for name, value in self.recipe.experts.to_dict().items():
+            if name != "num_experts":
+                settings[name] = value
         how = settings | {"base": self.base().folder, "seed": 42 + self.seed, "overwrite": True}
         with ranks.leading() as main:
             if main:

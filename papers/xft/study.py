@@ -1,11 +1,10 @@
 """The stages of an XFT study.
 
-    base --sft-->                     a tuned dense model; --average--> the mean of its weights over
-                                      the steps
-         --ewa-->                     a dense model: the mean of experts averaged during tuning
-         --moe--> --merge-->          upcycled and tuned; merged without training (INIT, uniform,
-                                      given coefficients)
-                  --mix-->            merged with learned coefficients: XFT's result
+    base --sft-->               a tuned dense model; --average--> the mean of its weights over the
+                                steps
+         --ewa-->               a dense model: the mean of experts averaged during tuning
+         --moe--> --merge-->    upcycled and tuned; merged without training (INIT)
+                  --mix-->      merged with learned coefficients: XFT's result
 
 `papers.engine.stages` says how stages are stored and what their hash covers.
 """
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.config import check_choice, check_shared_rate
+from moe_runtime.config import check_shared_rate
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.settings import Training
@@ -86,20 +85,21 @@ class Stages(KeptStages):
         """Return a result with held-out rows ordered by domain, as tables with a column per domain
         require.
         """
-        places = self.domains_of("held_out")
-        order = sorted(range(len(places)), key=places.__getitem__)
-        rows = {domain: places.count(i) for i, domain in enumerate(self.domains)}
-        parts = {
-            of: [getattr(result, of)[i] for i in order] for of in ("losses", "tokens", "exact")
-        }
-        return result._replace(rows=rows, **parts)
+        indices = self.domains_of("held_out")
+        order = sorted(range(len(indices)), key=indices.__getitem__)
+        return result._replace(
+            rows={domain: indices.count(i) for i, domain in enumerate(self.domains)},
+            losses=[result.losses[row] for row in order],
+            tokens=[result.tokens[row] for row in order],
+            exact=[result.exact[row] for row in order],
+        )
 
     def _mixture_rows(self) -> tuple:
         """The examples for tuning the MoE model, and those for learning to mix."""
         count = self.recipe.mix_rows
-        if count:
-            return data.hold_out(self.train_rows, count, name="mix_rows")
-        return (self.train_rows, self.train_rows)
+        if count is None:
+            return self.train_rows, self.train_rows
+        return data.hold_out(self.train_rows, count, name="mix_rows")
 
     def _documents(self) -> list[str]:
         """The texts for training the base and its tokenizer."""
@@ -112,21 +112,21 @@ class Stages(KeptStages):
         """Return the dense model that all others start from: pre-trained here, or the recipe's, as
         safetensors.
         """
-        pretrain = self.recipe.pretrain
         r = self.recipe
         if r.mix_rows:
             self._mixture_rows()  # raises before minutes of training
-        source = {"pretrain": pretrain.to_dict(), "length": r.data.max_length} if pretrain else {}
+        settings = {"dtype": r.dtype, "evaluations": r.evaluations}
+        if r.pretrain is not None:
+            settings |= {"pretrain": r.pretrain.to_dict(), "length": r.data.max_length}
 
-        def make(tmp: Path, folder: Path) -> dict:
-            if pretrain is None:
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            if r.pretrain is None:
                 self._copy_base(tmp / "model")
                 return self._judge(tmp / "model")
             blocks = data.pack(self.tokenizer, self._documents(), r.data.max_length)
-            model, trained = self._pretrain(blocks, self.watched, folder, r.data.max_length)
+            model, trained = self._pretrain(blocks, self.watched, checkpoints, r.data.max_length)
             return self._finish(model, trained, tmp / "model")
 
-        settings = source | {"dtype": r.dtype, "evaluations": r.evaluations}
         return self._stage("base", "base", settings, [], make, seed=0)
 
     def sft(self, steps: int | None = None, averages: bool = False, **changes) -> Result:
@@ -137,29 +137,33 @@ class Stages(KeptStages):
         a run saves none.
         """
         base = self.base()
-        training = _for_steps(self.recipe.sft, steps).change(**changes)
-        training = training.change(save_steps=None) if averages else training
+        training = self.recipe.sft.change(**changes)
+        if steps is not None:
+            training = training.change(epochs=None, steps=steps)
+        settings = self._settings(training)
+        if averages:
+            training = training.change(save_steps=None)
+            settings |= {"averages": True}
 
-        def make(tmp: Path, folder: Path) -> dict:
+        def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            kept = WeightAverages()
-            trained = self._train(
-                "sft",
-                model,
-                self.train_rows,
-                self.watched,
-                training,
-                folder,
-                [kept] if averages else [],
-            )
-            with ranks.leading() as main:
-                for name, average in kept.models.items() if main else ():
-                    narrow = average.module.to(getattr(torch, self.recipe.dtype))
-                    ranks.save_whole(narrow, self.tokenizer, tmp / name, self.recipe.dtype)
+            means = WeightAverages()
+            callbacks = [means] if averages else []
+            rows = (self.train_rows, self.watched)
+            trained = self._train("sft", model, *rows, training, checkpoints, callbacks)
+            if averages:
+                with ranks.leading() as main:
+                    if main:
+                        self._save_averages(means, tmp)
             return self._finish(model, trained, tmp / "model")
 
-        settings = self._settings(training) | ({"averages": True} if averages else {})
         return self._stage("sft", "sft", settings, [base], make)
+
+    def _save_averages(self, means: WeightAverages, folder: Path) -> None:
+        dtype = self.recipe.dtype
+        for name, mean in means.models.items():
+            model = mean.module.to(getattr(torch, dtype))
+            ranks.save_whole(model, self.tokenizer, folder / name, dtype)
 
     def average(self, sft: Result, kind: str) -> Result:
         """Return an average, "ema" or "swa", of the weights over the steps of an SFT run with
@@ -179,149 +183,127 @@ class Stages(KeptStages):
         optionally `routed_by_domain`.
         """
         base = self.base()
-        experts = resolve_experts(self.recipe.experts | moe_settings)
+        r = self.recipe
+        experts = resolve_experts(r.experts | moe_settings)
+        settings = self._settings(r.tune) | {"experts": experts}
+        if r.mix_rows is not None:
+            settings["mix_rows"] = r.mix_rows
+        if r.layers is not None:
+            settings["layers"] = r.layers
+        if by_domain:
+            settings["by_domain"] = True
 
-        def make(tmp: Path, folder: Path) -> dict:
-            model = ranks.load_model(base.folder, self.recipe.dtype)
-            receipt = xft.upcycle(model, layers=self.recipe.layers, seed=42 + self.seed, **experts)
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            model = ranks.load_model(base.folder, r.dtype)
+            receipt = xft.upcycle(model, layers=r.layers, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
-            with (
-                routed_by_domain(model, self._known_domains())
-                if by_domain
-                else contextlib.nullcontext()
-            ):
-                trained = self._train(
-                    "moe", model, self._mixture_rows()[0], self.watched, self.recipe.tune, folder
-                )
-            return {"upcycled_error": receipt.error} | self._finish(
-                model, trained, tmp / "model", anew=by_domain
-            )
+            rows = (self._mixture_rows()[0], self.watched)
+            if by_domain:
+                with routed_by_domain(model, self._known_domains()):
+                    trained = self._train("moe", model, *rows, r.tune, checkpoints)
+            else:
+                trained = self._train("moe", model, *rows, r.tune, checkpoints)
+            result = self._finish(model, trained, tmp / "model", anew=by_domain)
+            return {"upcycled_error": receipt.error} | result
 
-        more = {
-            "mix_rows": self.recipe.mix_rows,
-            "layers": self.recipe.layers,
-            "by_domain": by_domain or None,
-        }
-        settings = self._settings(self.recipe.tune) | {"experts": experts}
-        settings |= {name: value for name, value in more.items() if value is not None}
         return self._stage("moe", "moe", settings, [base], make)
 
-    def mix(
-        self,
-        moe: Result,
-        shared_rate: float | None = None,
-        soup: bool = False,
-        steps: int | None = None,
-    ) -> Result:
-        """Return the merged dense model with trained mixing coefficients; `soup` also trains the
-        shared expert's.
+    def mix(self, moe: Result, shared_rate: float | None = None) -> Result:
+        """Return the merged dense model with trained mixing coefficients.
 
         They are learned on the rows that the MoE model was tuned on, or on the recipe's `mix_rows`.
         """
-        training = _for_steps(self.recipe.mix, steps)
-        rate = self.recipe.shared_rate if shared_rate is None else shared_rate
-        check_shared_rate(rate)
+        training = self.recipe.mix
+        rate = self._rate(shared_rate)
 
-        def make(tmp: Path, folder: Path) -> dict:
+        def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(moe.folder, self.recipe.dtype)
-            xft.to_mergeable(model, shared_rate=rate, soup=soup)
-            trained = self._train(
-                "mix", model, self._mixture_rows()[1], self.watched, training, folder
-            )
-            layers = [module for module in model.modules() if isinstance(module, MergedMLP)]
-            logits = [ranks.whole(layer.mixing_logits) for layer in layers]
-            alpha = [mixing(row, None if soup else rate).tolist() for row in logits]
+            xft.to_mergeable(model, shared_rate=rate)
+            rows = (self._mixture_rows()[1], self.watched)
+            trained = self._train("mix", model, *rows, training, checkpoints)
+            alpha = []
+            for module in model.modules():
+                if isinstance(module, MergedMLP):
+                    alpha.append(mixing(ranks.whole(module.mixing_logits), rate).tolist())
             course = course_of(trained)
-            del model, layers, trained  # frees memory for the dense model
+            del model, module, trained  # frees memory for the dense model
             self._merge(moe, tmp / "model", alpha=alpha)
             return course | self._judge(tmp / "model") | {"alpha": alpha}
 
-        settings = self._settings(training) | {"shared_rate": rate, "soup": soup}
-        return self._stage("mix", "soup" if soup else "xft", settings, [moe], make)
+        # a soup would also learn the shared expert's coefficient; kept in the hash
+        settings = self._settings(training) | {"shared_rate": rate, "soup": False}
+        return self._stage("mix", "xft", settings, [moe], make)
 
-    def merge(self, moe: Result, shared_rate: float | None = None, alpha=None) -> Result:
-        """Merge a tuned MoE model without training: with INIT's coefficients, or `alpha` as in
-        `xft.merge`.
-        """
-        if alpha is None:
-            shared_rate = self.recipe.shared_rate if shared_rate is None else shared_rate
-            check_shared_rate(shared_rate)
-        elif isinstance(alpha, str):
-            check_choice("alpha", alpha, ("uniform",))
-        name = "init" if alpha is None else alpha if isinstance(alpha, str) else "given"
-        listed = alpha.tolist() if hasattr(alpha, "tolist") else alpha
+    def merge(self, moe: Result, shared_rate: float | None = None) -> Result:
+        """Merge a tuned MoE model without training, with INIT's coefficients."""
+        rate = self._rate(shared_rate)
 
-        def make(tmp: Path, folder: Path) -> dict:
-            used = self._merge(moe, tmp / "model", shared_rate=shared_rate, alpha=alpha)
-            return self._judge(tmp / "model") | {"alpha": used}
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            alpha = self._merge(moe, tmp / "model", shared_rate=rate)
+            return self._judge(tmp / "model") | {"alpha": alpha}
 
-        return self._stage(
-            "merge", name, {"shared_rate": shared_rate, "alpha": listed}, [moe], make
-        )
+        settings = {"shared_rate": rate, "alpha": None}
+        return self._stage("merge", "init", settings, [moe], make)
 
-    def ewa(
-        self, share: float | None = None, schedule: str | None = None, partition: str = "random"
-    ) -> Result:
+    def _rate(self, shared_rate: float | None) -> float:
+        rate = self.recipe.shared_rate if shared_rate is None else shared_rate
+        check_shared_rate(rate)
+        return rate
+
+    def ewa(self) -> Result:
         """Return the dense mean of experts averaged after every step; see
         methods.xft.baselines.to_ewa.
         """
         base = self.base()
-        training = self.recipe.ewa_training
-        ewa = self.recipe.ewa
-        ewa = ewa.change(
-            share=ewa.share if share is None else share, schedule=schedule or ewa.schedule
-        )
-        count = resolve_experts(self.recipe.experts).get("num_experts", 8)
+        r = self.recipe
+        training = r.ewa_training
+        ewa = r.ewa
+        count = resolve_experts(r.experts).get("num_experts", 8)
+        settings = self._settings(training) | {
+            "share": ewa.share,
+            "schedule_of_share": ewa.schedule,
+            "partition": "random",
+            "num_experts": count,
+        }
+        if r.layers is not None:
+            settings["layers"] = r.layers
 
-        def make(tmp: Path, folder: Path) -> dict:
-            model = ranks.load_model(base.folder, self.recipe.dtype)
-            baselines.to_ewa(
-                model,
-                num_experts=count,
-                layers=self.recipe.layers,
-                partition=partition,
-                seed=42 + self.seed,
-            )
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            model = ranks.load_model(base.folder, r.dtype)
+            baselines.to_ewa(model, num_experts=count, layers=r.layers, seed=42 + self.seed)
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
-            trained = self._train(
-                "ewa", model, self.train_rows, self.watched, training, folder, callbacks
-            )
+            rows = (self.train_rows, self.watched)
+            trained = self._train("ewa", model, *rows, training, checkpoints, callbacks)
             self._save(model, trained, tmp / "experts")
             with ranks.leading() as main:
                 if main:
-                    alpha = "uniform" if partition == "router" else None
-                    folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
+                    folders.merge_folder(tmp / "experts", tmp / "model")
                     shutil.rmtree(tmp / "experts")
             course = course_of(trained)
             del model, trained, callbacks
             return course | self._judge(tmp / "model")
 
-        settings = self._settings(training) | {
-            "share": ewa.share,
-            "schedule_of_share": ewa.schedule,
-            "partition": partition,
-            "num_experts": count,
-        }
-        if self.recipe.layers is not None:
-            settings["layers"] = self.recipe.layers
         return self._stage("ewa", "ewa", settings, [base], make)
 
     def _known_domains(self) -> dict[tuple[int, ...], int]:
         """Return the domain index of every training and validation row, by its ids."""
-        parts = ("train", "validation" if self.recipe.data.validation_rows else "held_out")
-        found = (
-            zip(self.part(part)["input_ids"], self.domains_of(part), strict=True) for part in parts
-        )
-        return {tuple(ids): place for pairs in found for ids, place in pairs}
+        watched = "validation" if self.recipe.data.validation_rows else "held_out"
+        domains = {}
+        for part in ("train", watched):
+            ids = map(tuple, self.part(part)["input_ids"])
+            domains.update(zip(ids, self.domains_of(part), strict=True))
+        return domains
 
     def _finish(self, model, trained: trainers.Trained, folder: Path, anew: bool = False) -> dict:
         """Save the model and return its results; it is evaluated again if it was trained in another
         dtype.
         """
         self._save(model, trained, folder)
+        course = course_of(trained)
         if self._is_saved_as_trained(model) and self.watched is self.held_out and not anew:
-            return _numbers(model, trained)
-        return course_of(trained) | self._judge(folder)
+            losses = loss_of(trained.losses, trained.tokens, trained.exact)
+            return losses | sizes_of(model) | course
+        return course | self._judge(folder)
 
     def _merge(
         self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None
@@ -345,25 +327,31 @@ class Stages(KeptStages):
         model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
-        judge = functools.partial(
-            trainers.row_losses, model, tokenizer=self.tokenizer, batch_size=batch, bf16=tune.bf16
-        )
-        if self.watched is self.held_out:
-            validation = {}
-        else:
-            validation = {"validation": trainers.mean_loss(*judge(self.watched))}
-        return loss_of(*judge(self.held_out)) | validation | sizes_of(model)
+        how = {"tokenizer": self.tokenizer, "batch_size": batch, "bf16": tune.bf16}
+        result = sizes_of(model) | loss_of(*trainers.row_losses(model, self.held_out, **how))
+        if self.watched is not self.held_out:
+            losses = trainers.row_losses(model, self.watched, **how)
+            result["validation"] = trainers.mean_loss(*losses)
+        return result
 
     def data_key(self) -> str:
         """Return a hash of the base, the recipe's rows and the version of Python that built-in text
         comes from.
         """
         r = self.recipe
-        pretrain = self.recipe.pretrain
         python = platform.python_version()
-        made = dict.fromkeys(JOINED, domains_key()) | {data.BUILT_IN: python}
-        base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
-        rows = [made[s] if s in made else files_print(s) for s in r.data.sources]
+        if r.pretrain is None:
+            base = files_print(r.base_model)
+        else:
+            base = [python, r.pretrain.to_dict()]
+        rows = []
+        for source in r.data.sources:
+            if source in JOINED:
+                rows.append(domains_key())
+            elif source == data.BUILT_IN:
+                rows.append(python)
+            else:
+                rows.append(files_print(source))
         return hash_of(
             {"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows}
         )
@@ -377,30 +365,32 @@ class Stages(KeptStages):
         tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data}")
         count = r.data.held_out_rows + (r.data.validation_rows or 0)
+        source = r.data.change(held_out_rows=count)
+        train, held_out = stage_rows.split_rows(source, SOURCES)
         joined = len(self.domains)
         how = {"row_ids": joined > 1, "prompt": r.data.prompt, "train_on": r.data.train_on}
-        train, held_out = (
-            data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, **how)
-            for rows, limit in zip(
-                stage_rows.split_rows(r.data.change(held_out_rows=count), SOURCES),
-                (r.data.limit, count),
-                strict=True,
-            )
-        )
-        parts = {"train": train, "held_out": held_out}
+        length = r.data.max_length
+        parts = {
+            "train": data.tokenize_pairs(tokenizer, train, length, limit=r.data.limit, **how),
+            "held_out": data.tokenize_pairs(tokenizer, held_out, length, limit=count, **how),
+        }
         if r.data.validation_rows:
-            judging = min(r.data.held_out_rows, len(held_out) - 1)
-            parts["held_out"] = held_out.select(range(judging))
-            parts["validation"] = held_out.select(range(judging, len(held_out)))
-        counts = {name: len(rows) for name, rows in parts.items()}
+            rows = parts["held_out"]
+            judging = min(r.data.held_out_rows, len(rows) - 1)
+            parts["held_out"] = rows.select(range(judging))
+            parts["validation"] = rows.select(range(judging, len(rows)))
+        counts = {}
         domains = {}
         for name, rows in parts.items():
             if joined > 1:  # one row of each domain in turn
                 domains[name] = [i % joined for i in rows["row_id"]]
                 rows = rows.remove_columns("row_id")
             data.save_rows(rows, folder / name)
-        watching = f", {counts['validation']:,} to choose by" if "validation" in counts else ""
-        self.say(f"{counts['train']:,} rows to tune on, {counts['held_out']:,} held out{watching}")
+            counts[name] = len(rows)
+        listed = f"{counts['train']:,} rows to tune on, {counts['held_out']:,} held out"
+        if "validation" in counts:
+            listed += f", {counts['validation']:,} to choose by"
+        self.say(listed)
         return counts | {"data": r.data.to_dict(), "domains": domains}
 
 
@@ -417,14 +407,12 @@ def run(
     base = stages.base()
     moe = stages.moe()
     results = [base, moe, stages.merge(moe), stages.mix(moe)]
-    stages.say(
-        f"{'':8s}{'loss':>9s}{'perplexity':>12s}{'parameters':>16s}{'per token':>16s}{'train s':>9s}"
-    )
+    columns = ("parameters", "per token")
+    stages.say(f"{'':8s}{'loss':>9s}{'perplexity':>12s}{columns[0]:>16s}{columns[1]:>16s}  train s")
     for r in results:
+        perplexity = math.exp(min(r.loss, 700))
         sizes = f"{r.parameters:16,}{r.active_parameters:16,}"
-        stages.say(
-            f"{r.name:8s}{r.loss:9.4f}{math.exp(min(r.loss, 700)):12.2f}{sizes}{r.total_seconds:9.0f}"
-        )
+        stages.say(f"{r.name:8s}{r.loss:9.4f}{perplexity:12.2f}{sizes}{r.total_seconds:9.0f}")
     stages.say(f"the dense model: {results[-1].folder}")
     return results
 
@@ -440,37 +428,24 @@ def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[
     chosen = []
 
     def see(module, args, batch):
-        rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-        places = torch.tensor(
-            [domains[tuple(ids[mask].tolist())] for ids, mask in rows],
-            device=batch["input_ids"].device,
-        )
-        experts = 1 + places.repeat_interleave(batch["input_ids"].shape[1])
+        indices = []
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+            indices.append(domains[tuple(ids[mask].tolist())])
+        length = batch["input_ids"].shape[1]
+        experts = 1 + torch.tensor(indices, device=batch["input_ids"].device)
+        experts = experts.repeat_interleave(length)
         # expert 0, the shared one, comes last
         chosen[:] = [torch.stack([experts, torch.zeros_like(experts)], 1)]
 
     def give(router, args, kwargs):
         return args, kwargs | {"topk_idx": chosen[0]}
 
-    hooks = [(model, see)] + [
-        (module, give) for module in model.modules() if isinstance(module, Router)
-    ]
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+    handles = [model.register_forward_pre_hook(see, with_kwargs=True)]
+    for module in model.modules():
+        if isinstance(module, Router):
+            handles.append(module.register_forward_pre_hook(give, with_kwargs=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _for_steps(training: Training, steps: int | None) -> Training:
-    return training if steps is None else training.change(epochs=None, steps=steps)
-
-
-def _numbers(model, trained: trainers.Trained) -> dict:
-    """Return the fields of a result that training determines."""
-    return (
-        loss_of(trained.losses, trained.tokens, trained.exact)
-        | sizes_of(model)
-        | course_of(trained)
-    )

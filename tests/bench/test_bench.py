@@ -29,7 +29,6 @@ from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.native.library import cpp
 from moe_runtime.tools import tune
-from papers.demo import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,7 +146,7 @@ def test_a_step_leaves_no_gradients(monkeypatch, module):
     if module is bench_step:
         bench_step.bench_training_step(taken, next(iter(shapes.TINY.values())), torch.float32)
     else:
-        bench_mixing.bench_mixing_step(taken, "tiny")
+        bench_mixing.bench_mixing_step(taken, shapes.MIXING_TINY["tiny"])
     left = [p for optimizer in made for group in optimizer.param_groups for p in group["params"]]
     assert left and all(p.grad is None for p in left)
     assert any(optimizer.state for optimizer in made)
@@ -445,7 +444,7 @@ def test_goals_ask_for_benchmarks_that_exist():
         shapes.FUSION_GPU,
         shapes.FUSION_CPU,
         swept,
-        PRESETS,
+        shapes.MIXING_STEP,
     )
     whole = {name for table in tables for name in table}
     text = "".join(path.read_text() for path in (ROOT / "bench").glob("bench_*.py"))

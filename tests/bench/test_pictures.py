@@ -10,7 +10,6 @@ import pytest
 
 from moe_runtime.bench import pictures, pictures_bars
 from moe_runtime.bench.pictures_bars import read
-from papers.engine import plots
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,38 +152,9 @@ def steps(name: str, dtype: str, info: dict) -> list[dict]:
     ]
 
 
-def moving(info: dict) -> list[dict]:
-    """Kernels that only move bytes, two shapes of one and one of the other."""
-    copy = {"copy (floor)": 1.0, "moe_runtime torch": 1.25}
-    official = {"fp32 stack, mm, cast (official)": 0.8}
-    there = {
-        "bytes": 20_000_000,
-        "flops": 7_000_000,
-        "kind": "op",
-        "dtype": "bf16",
-        "ceilings": CEILINGS["bf16"],
-    }
-    slow = copy | {"moe_runtime torch": 2.0} | official
-    return [
-        entry(
-            "bench_merge_experts[coarse-merge]",
-            info,
-            copy | official,
-            shape=("coarse", SHAPES["coarse"]),
-            **there,
-        ),
-        entry(
-            "bench_merge_experts[fine-merge]", info, slow, shape=("fine", SHAPES["fine"]), **there
-        ),
-        entry(
-            "bench_merge_experts[fine-dalpha]", info, copy, shape=("fine", SHAPES["fine"]), **there
-        ),
-    ]
-
-
 def cpu_file() -> list[dict]:
     found = sweeps((1, 4, 16, 64, 256, 1024, 4096))
-    return found + steps("fine", "fp32", CPU) + steps("fine", "bf16", CPU) + moving(CPU)
+    return found + steps("fine", "fp32", CPU) + steps("fine", "bf16", CPU)
 
 
 def write(path: Path, found: list[dict]) -> Path:
@@ -224,19 +194,6 @@ def bars_of(axes) -> dict[str, float]:
 
 def texts(axes) -> list[str]:
     return [text.get_text().strip() for text in axes.texts]
-
-
-def test_the_roof_is_the_ceilings_of_the_file(found):
-    figure = pictures.roofline(found)
-    for dtype in {bench.dtype for bench in of(found, "bench_forward")}:
-        ceilings = next(b.info["ceilings"] for b in of(found, "bench_forward") if b.dtype == dtype)
-        axes = titled(figure, f"{dtype}: ")
-        x, y = lines_of(axes)["roof"].get_data()
-        assert len(x) == 3 and x[1] == pytest.approx(ceilings["TFLOP/s"] * 1e3 / ceilings["GB/s"])
-        want = [min(ceilings["TFLOP/s"], at * ceilings["GB/s"] / 1e3) for at in x]
-        assert y == pytest.approx(want) and y[1] == y[2] > y[0]
-        assert f"ceiling {ceilings['TFLOP/s']:.3g} TFLOP/s" in axes.get_title(loc="left")
-        assert axes.get_xscale() == axes.get_yscale() == "log"
 
 
 def test_throughput_has_a_line_per_implementation(found):
@@ -331,16 +288,6 @@ def test_layer_bars_are_multiples_of_ours_and_a_long_one_is_cut(found):
         )
 
 
-def test_a_ceiling_that_is_exceeded_is_none(found):
-    for bench in of(found, "bench_forward")[:1]:
-        bench.rows["moe_runtime"]["TFLOP/s"] = 2 * bench.info["ceilings"]["TFLOP/s"]
-    figure = pictures.roofline(found)
-    assert not any("roof" in lines_of(axes) for axes in figure.axes)
-    assert all(
-        "no roof, as a kernel exceeds" in axes.get_title(loc="left") for axes in figure.axes[:2]
-    )
-
-
 def test_pictures_of_a_tiny_run_say_so(tmp_path):
     tiny = write(tmp_path / "r.json", steps("fine", "fp32", CPU | {"tiny": True})[1:2])
     assert "not a result" in pictures.write_pictures(tiny)[1].read_text()
@@ -390,9 +337,8 @@ def test_what_was_not_measured_makes_no_picture(tmp_path):
         ("bench_saved_memory", {"memory"}),
         ("bench_xft_step", {"xft"}),
         ("bench_step_breakdown", {"breakdown"}),
-        ("bench_merge_experts", {"roofline"}),
-        ("bench_tokens", {"roofline", "throughput"}),
-        ("bench_forward", {"roofline", "layer"}),
+        ("bench_tokens", {"throughput"}),
+        ("bench_forward", {"layer"}),
     ):
         only = [bench for bench in cpu_file() if bench["name"].startswith(f"{function}[")]
         assert set(drawn(read(write(tmp_path / "r.json", only)))) == names, function
@@ -414,7 +360,7 @@ def test_labels_do_not_overlap(found):
     """
     import matplotlib
 
-    with matplotlib.rc_context(plots.SETTINGS):
+    with matplotlib.rc_context(pictures_bars.SETTINGS):
         for name, figure in drawn(found).items():
             figure.draw_without_rendering()
             boxes = [

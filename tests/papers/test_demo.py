@@ -18,15 +18,15 @@ from moe_runtime.bench import described, report
 from papers import demo
 from tests.support.dist_launch import forked
 
-COMMAND = "from moe_runtime import cli; cli.main()"
-ROOT = Path(__file__).resolve().parents[3]
+COMMAND = "from moe_runtime import cli; cli.main('papers.cli')"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two runs of the tiny demo: their folders and what the first one printed."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "moe_runtime"]
+    command = [sys.executable, "-m", "papers"]
     first, second = (
         ["demo", "--preset", "tiny", "--out", folder / name] for name in ("first", "second")
     )
@@ -100,10 +100,10 @@ def test_a_second_run_gives_the_same_numbers(runs):
 def test_an_existing_folder_is_left_alone(runs, monkeypatch, capsys):
     before = (runs[0] / "first" / "results.json").stat()
     monkeypatch.setattr(
-        sys, "argv", ["moe-runtime", "demo", "--preset", "tiny", "--out", str(runs[0] / "first")]
+        sys, "argv", ["papers", "demo", "--preset", "tiny", "--out", str(runs[0] / "first")]
     )
     with pytest.raises(SystemExit, match="1"):
-        cli.main()
+        cli.main("papers.cli")
     assert "exists" in capsys.readouterr().err
     assert (runs[0] / "first" / "results.json").stat() == before
 

@@ -90,9 +90,9 @@ def command(home: Path, out: Path, *more: str) -> list[str]:
 
 def call(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     """Run the command in this process; return its code and what it printed."""
-    monkeypatch.setattr(sys, "argv", ["moe-runtime", *words])
+    monkeypatch.setattr(sys, "argv", ["papers", *words])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        cli.main("papers.cli")
     return (end.value.code or 0, *capsys.readouterr())
 
 
@@ -157,7 +157,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(home, tmp_path, stop):
     """Killed while the mixture is tuned, behind a checkpoint, and again while answers are
     written.
     """
-    home_of = [sys.executable, "-m", "moe_runtime"]
+    home_of = [sys.executable, "-m", "papers"]
     whole = subprocess.run(
         [*home_of, *command(home, tmp_path / "whole")], capture_output=True, text=True
     )

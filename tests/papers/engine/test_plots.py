@@ -3,7 +3,6 @@ and dark pages.
 """
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from matplotlib.image import imread
 
 from moe_runtime.bench import pictures_bars
 from moe_runtime.hf.dropin.stats import RouterStats
-from papers import demo, demo_real
+from papers import demo
 from papers.engine import plots
 from tests.papers.xft.test_tables import ROWS, report_of, result
 
@@ -80,10 +79,6 @@ def test_colours_are_told_apart(matrix):
     assert min(np.linalg.norm(seen[a] - seen[b]) for a, b in itertools.combinations(seen, 2)) > 14
 
 
-def test_many_series_differ_in_colour_or_marker():
-    assert len(set(plots.cycle(49))) == 49 and len({colour for colour, _ in plots.cycle(7)}) == 7
-
-
 def test_files_follow_the_page_and_are_the_same_each_time(tmp_path):
     figures = [plots.new_figure("a $x$ b", (2, 2))[0] for _ in range(3)]
     for name, figure in zip(("a.svg", "b.svg", "c.png"), figures, strict=True):
@@ -122,7 +117,7 @@ def test_no_bar_and_no_number_is_lost():
     assert [list(line.get_ydata()) for line in axes.lines] == [[0, 0.2]] and axes.get_ylim()[0] == 0
 
 
-@pytest.mark.parametrize("draw", [plots.dots, plots.times, plots.curves])
+@pytest.mark.parametrize("draw", [plots.dots, plots.curves])
 def test_every_method_of_a_long_table_is_drawn(draw):
     methods = {f"method {i}": [[loss + i / 100 for loss in ROWS]] * 2 for i in range(9)}
     report = report_of(methods, reference="method 0")
@@ -143,29 +138,6 @@ def test_a_method_without_a_curve_is_in_the_legend_and_one_seed_has_no_bars():
     figure = plots.curves(report)
     assert any(text.startswith("SWA: ") and text.endswith(", no curve") for text in texts(figure))
     assert all("sd" not in text for text in texts(figure)) and not figure.axes[0].collections
-
-
-def test_points_of_one_place_stand_side_by_side():
-    report = report_of(
-        {"A, 1": [ROWS, ROWS], "B, 1": [ROWS, ROWS], "base": [ROWS, ROWS]}, reference="base"
-    )
-    report.extra = {"x": {"A, 1": 1.0, "B, 1": 1.0}, "x_label": "x"}
-    figure = plots.sweep(report)
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    a, b = (
-        next(
-            line
-            for line in axes.get_lines()
-            if line.get_marker() == marker and len(line.get_xdata())
-        )
-        for marker in "os"
-    )
-    places = [line.get_transform().transform(line.get_xydata())[0] for line in (a, b)]
-    assert (
-        places[1][0] - places[0][0] == pytest.approx(6 / 72 * figure.dpi)
-        and places[0][1] == places[1][1]
-    )
 
 
 LOSSES = {"base": 3.2, "SFT": 2.8, "SFT_time": 2.7, "MoE": 2.75, "INIT": 2.7501, "merged": 2.75}
@@ -200,36 +172,3 @@ def test_the_demos_table_is_in_its_picture():
     found = {line.get_label(): list(line.get_xdata()) for line in curves.get_lines()}
     assert found == {name: [2, 4] for name in names[1:5]} | {"merged, its mixing": [6, 8]}
     assert [text.get_text() for text in load.texts] == ["0.75", "1.25"]
-
-
-def test_the_real_models_table_is_in_its_picture():
-    asked = {"intent": 0.5, "json": 0.0}
-    rows = [
-        {
-            "model": name,
-            "note": demo_real.NOTES[name],
-            "loss": loss,
-            "parameters": 10**8,
-            "exact_match": dict.fromkeys(asked) if name == "INIT" else asked,
-            "interval": dict.fromkeys(asked)
-            if name == "INIT"
-            else {task: [0.0, 0.6] for task in asked},
-        }
-        for name, loss in LOSSES.items()
-    ]
-    ways = {
-        name: [[2, 3.0], [4, loss]] for name, loss in LOSSES.items() if name not in ("base", "INIT")
-    }
-    figure = demo_real._picture({"rows": rows, "curves": {"base": []} | ways, "seed": 3})
-    table, curves, bars = figure.axes
-    drawn_rows(table, LOSSES)
-    found = {line.get_label(): list(line.get_xydata()[0]) for line in curves.get_lines()}
-    assert found == {name: [0, 3.2] for name in ways} | {"merged": [4, LOSSES["INIT"]]}
-    low, high = curves.get_ylim()
-    assert low < 2.7 and high > 3.2  # nothing leaves the picture
-    assert [c.get_label() for c in bars.containers] == [name for name in LOSSES if name != "INIT"]
-    assert (
-        sorted(text.get_text() for text in bars.texts) == ["0.00"] * 5 + ["0.50"] * 5
-        and len(bars.lines) == 10
-    )
-    assert "seed 3" in figure.get_suptitle() and not math.isnan(bars.get_ylim()[1])

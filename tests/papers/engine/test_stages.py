@@ -245,7 +245,7 @@ def test_every_method_trains_on_several_files(sources, tmp_path, method):
     if method == "esft":
         part["validation_rows"] = 2
     path.write_text(yaml.safe_dump(values))
-    stages = importlib.import_module(f"moe_runtime.methods.{method}.study").Stages(
+    stages = importlib.import_module(f"papers.{method}.study").Stages(
         path, tmp_path / "out", say=lambda text: None
     )
     train = stages.part({"xft": "train", "ultrafuser": "train"}.get(method, f"{name}-train"))
@@ -297,7 +297,7 @@ PLACES = {
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(
     tmp_path, method, key, value, says
 ):
-    Stages = importlib.import_module(f"moe_runtime.methods.{method}.study").Stages
+    Stages = importlib.import_module(f"papers.{method}.study").Stages
     path = {"xft": xft_study, "esft": esft_study}[method].write_study(tmp_path)
     recipe = load_recipe(Stages.Recipe, path).change(**{key.format(*PLACES[method]): value})
     with pytest.raises(ValueError, match=says):

@@ -1,20 +1,18 @@
-"""papers/esft/analyses.py, esft_pictures.py, esft_html.py: what the figures show, on real routing
+"""papers/esft/analyses.py and counts.py: what the figures show, on real routing
 and on tiny models.
 """
 
 import html.parser
-import itertools
 import json
 
 import pytest
 import torch
 
 from moe_runtime.methods.esft.recorder import GateRecorder
-from moe_runtime.methods.esft.scores import ExpertScores, score_experts
+from moe_runtime.methods.esft.scores import ExpertScores
 from moe_runtime.methods.esft.selection import ExpertSelection, select_experts
 from papers.esft import analyses
-from papers.esft import analyses as esft_html
-from papers.esft import figures as esft_figures
+from papers.esft import counts as esft_counts
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import TEXTS, TOKENIZER, stock
 from tests.methods.esft.test_selection import LAYERS, TASKS, published, scores_of, sums_of
@@ -44,48 +42,6 @@ def test_gate_mass_by_hand():
         and mass.experts_for(1.0) == [3]
     )
     same_after_json(mass)
-
-
-def test_few_experts_have_most_of_the_gate_values(real):
-    mass = analyses.gate_mass(real)
-    # the paper's finding on the published routing: of 64 experts a quarter has more than half
-    assert all(row[15] > 0.5 and row[-1] == pytest.approx(1) for row in mass.cumulative)
-    assert all(a >= b for row in mass.share for a, b in itertools.pairwise(row))
-
-
-def test_a_shared_expert_is_no_rank():
-    scores = score_experts(tiny.upcycled(), [tiny.batch()])
-    assert len(analyses.gate_mass({"a": scores}).share[0]) == 3
-    assert analyses.shared_top(scores, scores, top=3) == [3, 3]
-    with pytest.raises(
-        ValueError, match="top must be at most the 3 routed experts of a layer, but got 4"
-    ):
-        analyses.shared_top(scores, scores, top=4)
-
-
-# Fig. 3
-def test_shared_top_by_hand():
-    a = scores_of([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
-    b = scores_of([0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.2, 0.5])
-    assert analyses.shared_top(a, b, top=2) == [2, 1]  # of equal ones the lower id
-    found = analyses.overlap({"x": [a, a], "y": [b]}, top=2)
-    assert found.shared == [[2.0, 1.5], [1.5, None]] and found.chance == 1.0
-    assert (found.within, found.between) == (2.0, 1.5)
-    same_after_json(found)
-
-
-def test_different_tasks_use_different_experts(real):
-    found = analyses.overlap({task: [scores] for task, scores in real.items()})
-    # the paper's values off the diagonal are near 0, and those of chance are no lower
-    assert found.chance == 36 / 64 and found.chance < found.between < 1 and found.within is None
-    assert all(found.shared[i][j] == found.shared[j][i] for i in range(4) for j in range(4))
-    best = {task: published(task, "gate_scores").topk(6).indices for task in TASKS}
-    sets = [[set(row.tolist()) for row in best[task]] for task in TASKS[:2]]
-    want = sum(len(a & b) for a, b in zip(*sets, strict=True)) / 26
-    assert found.shared[0][1] == pytest.approx(want, abs=0.2)  # the published tables have ties
-
-
-# Fig. 8
 
 
 # Fig. 4
@@ -174,7 +130,7 @@ def test_the_page_says_what_was_measured_and_escapes_it(tmp_path):
     pieces = ["if a < b && c:\n", "\t</pre><script>alert('x')</script>", "", '"\x00"', "é\u00a0日"]
     shares = analyses.TokenShares(pieces=pieces, shares=[0.0, 0.5, 0.25, 1.0, 0.125], slots=8)
     path = tmp_path / "tokens.html"
-    esft_html.write_page(
+    analyses.write_page(
         path, {"code <1>": [shares, shares], "law": [shares]}, title="A & B", note="p = 0.2 < 1"
     )
     text = path.read_text("utf-8")
@@ -207,25 +163,10 @@ def drawn(figure, tmp_path) -> str:
 
 
 def test_pictures_show_their_numbers(real, tmp_path):
-    text = drawn(esft_figures.gate_mass(analyses.gate_mass(real)), tmp_path)
+    text = drawn(esft_counts.gate_mass(analyses.gate_mass(real)), tmp_path)
     assert all(task in text for task in TASKS) and "balanced" in text
-    found = analyses.overlap({"law": [real["law"], real["law"]], "intent": [real["intent"]]})
-    text = drawn(esft_figures.overlap(found), tmp_path)
-    assert (
-        f"{found.between:.2f}" in text
-        and "6.00" in text
-        and "by chance 0.56" in text
-        and "nan" not in text
-    )
-    sizes = analyses.SampleSizes(tasks=["law"], sizes=[512, 1024], shared=[[3.0, 5.0]], top=6)
-    assert "1,024" in drawn(esft_figures.sample_sizes(sizes), tmp_path)
-    lines = esft_figures.sample_sizes(sizes).axes[0].get_lines()
-    assert lines[0].get_xdata().tolist() == [512, 1024] and lines[0].get_ydata().tolist() == [
-        3.0,
-        5.0,
-    ]
     counts = analyses.ExpertCounts(tasks=["law"], layers=[1, 2], counts=[[3, 17]], num_experts=64)
-    text = drawn(esft_figures.expert_counts(counts), tmp_path)
+    text = drawn(esft_counts.expert_counts(counts), tmp_path)
     assert "17" in text and "15.6% of all" in text
     many = analyses.gate_mass({str(i): scores_of([0.5, 0.5]) for i in range(12)})
-    assert len(esft_figures.gate_mass(many).axes[0].get_lines()) == 13
+    assert len(esft_counts.gate_mass(many).axes[0].get_lines()) == 13

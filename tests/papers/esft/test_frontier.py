@@ -152,8 +152,10 @@ def test_the_table_from_real_trainings(out, tmp_path):
         )
     # as the stage that saves its model, the recipe's keep_best aside
     plain = esft_tables.Stages(
-        recipe.change(esft__keep_best=False, esft__learning_rate=5e-3), out, say=lambda text: None
-    ).esft("sums", selection, mix=0.0)
+        recipe.change(esft__keep_best=False, esft__learning_rate=5e-3, mix=0.0),
+        out,
+        say=lambda text: None,
+    ).esft("sums", selection)
     token = report.ladders["ESFT-Token"][0].results[0]
     assert token.trained_parameters == plain.trained_parameters and token.exact == plain.exact
     assert token.loss == pytest.approx(plain.loss, rel=1e-5)

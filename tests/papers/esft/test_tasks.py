@@ -46,19 +46,6 @@ def library():
     return {name: make() for name, make in BUILT_IN.items()}
 
 
-def test_the_tasks_are_the_same_functions_put_differently(library):
-    for name, (train, held_out) in library.items():
-        # sums have no files
-        assert len(held_out) > 0 and (name == "arithmetic" or len(train) > 5 * len(held_out)), name
-        texts = [{json.dumps(row) for row in part} for part in (train, held_out)]
-        assert len(texts[0]) == len(train) and not texts[0] & texts[1], name
-    code, docstring = (library[f"standard-library/{name}"][0] for name in ("code", "docstring"))
-    sources = {row["completion"] for row in code}
-    assert all(row["prompt"].partition("\n")[2].strip("\n") in sources for row in docstring)
-    documented = {row["prompt"].partition("\n")[2].strip() for row in code}
-    assert all(row["completion"] in documented for row in docstring)
-
-
 def test_held_out_text_is_of_files_that_nothing_trains_on(library):
     train, held_out = ({row["text"] for row in part} for part in library["standard-library"])
     assert train == set(standard_library_text()) and held_out == set(

@@ -68,36 +68,6 @@ def test_a_benchmark_may_be_gzipped(files):
     assert [one["row"] for one in report.dropped] == [1]
 
 
-def test_ngrams_are_words_whatever_stands_between(files):
-    words = [f"w{i}" for i in range(13)]
-    (files / "bench.jsonl").write_text(
-        json.dumps({"question": "so " + ", ".join(words) + "?"}) + "\n"
-    )
-    rows = [
-        " ".join(words).upper(),
-        " ".join(words[:12]),
-        " ".join([*words[:6], "x", *words[6:]]),
-        "-".join(words) + " and",
-    ]
-    (files / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    report = decontaminate(
-        files / "rows.jsonl", [str(files / "bench.jsonl")], files / "out.jsonl", method="ngram"
-    )
-    assert [one["row"] for one in report.dropped] == [0, 3] and report.dropped[0][
-        "text"
-    ] == " ".join(words)
-    assert (
-        decontaminate(
-            files / "rows.jsonl",
-            [str(files / "bench.jsonl")],
-            files / "12.jsonl",
-            method="ngram",
-            n=12,
-        ).kept
-        == 1
-    )
-
-
 def test_what_is_found_is_what_a_plain_search_finds():
     drawn = random.Random(0)
     texts = ["".join(drawn.choice("ab ") for _ in range(drawn.randint(1, 24))) for _ in range(300)]

@@ -22,21 +22,8 @@ from papers.engine.tiny import BOS
 from papers.evaluation import evaluate as evaluation
 from papers.evaluation import evaluate_models, evaluate_tasks
 from papers.evaluation.evaluate import evaluate
-from papers.evaluation.evaluate_models import (
-    FusedLM,
-    RecordedLM,
-    find_models,
-    load_lm,
-    tokenizer_of,
-)
-from papers.evaluation.evaluate_tasks import (
-    TASKS,
-    Asked,
-    Choices,
-    find_tasks,
-    last_number,
-    number_after_mark,
-)
+from papers.evaluation.evaluate_models import RecordedLM, find_models, load_lm, tokenizer_of
+from papers.evaluation.evaluate_tasks import TASKS, last_number, number_after_mark
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import stock
 from tests.methods.ultrafuser.fusers import specialist, tokenizer
@@ -147,58 +134,8 @@ def test_every_kind_of_folder_answers_as_its_model_does(kind, home, tmp_path):
         assert base.generate_until(requests) != answers
 
 
-def test_a_fused_model_of_twins_scores_as_lm_evals_own_class_does(home, tmp_path):
-    # whatever the gate says, two equal specialists are one model, which HFLM runs
-    twins = recorded(home / "twins", tmp_path / "twins.jsonl", batch_size=3)
-    one = recorded(
-        home / "twins/specialists" / fused_names(home)[0], tmp_path / "one.jsonl", batch_size=3
-    )
-    pairs = [
-        ("What is 2 + 3?", " 2 + 3 = 5."),
-        ("What ", "is"),
-        ("def add(a, b):", "\n    return a"),
-        ("", "The quick brown"),
-    ]
-    for kind, requests in {
-        "loglikelihood": [Request(*pair) for pair in pairs],
-        "loglikelihood_rolling": [
-            Request(text) for text in ("The quick brown fox.", "def add(a, b): return a + b\n" * 40)
-        ],
-    }.items():
-        ours, theirs = (getattr(lm, kind)(requests) for lm in (twins, one))
-        for a, b in zip(ours, theirs, strict=True):
-            assert (a if kind.endswith("rolling") else a[0]) == pytest.approx(
-                b if kind.endswith("rolling") else b[0], rel=1e-4
-            )
-            assert kind.endswith("rolling") or a[1] == b[1]
-    greedy = one.generate_until([Request("What is 2 + 3?", {"max_gen_toks": 4, "until": []})])
-    assert twins.loglikelihood([Request("What is 2 + 3?", greedy[0])])[0][1] is True
-
-
 def fused_names(home):
     return sorted(path.name for path in (home / "twins/specialists").iterdir())
-
-
-@pytest.mark.slow
-def test_a_fused_answer_goes_on_from_its_beginning_and_ends_where_it_should(home, tmp_path):
-    lm = recorded(home / "fused", tmp_path / "answers.jsonl")
-    chats = [
-        [{"role": "user", "content": q}, {"role": "assistant", "content": q[:n]}]
-        for n, q in zip((4, 9, 4), QUESTIONS)
-    ]
-    texts = [lm.apply_chat_template(chat) for chat in chats]
-    whole = lm.generate_until([Request(text, {"max_gen_toks": 8}) for text in texts])
-    fuser = load_lm(lm.model, None, "auto", 1).fuser
-    for chat, answer in zip(chats, whole, strict=True):
-        inputs = fuser.encode([chat[0]["content"]], [chat[1]["content"]], end=False)
-        inputs.pop("labels")
-        ids = fuser.generate(**inputs, max_new_tokens=8, do_sample=False)[
-            0, inputs["response_ids"].shape[1] :
-        ]
-        assert answer == tokenizer().decode(ids, skip_special_tokens=True)
-    stop = whole[0][2:4]
-    cut = lm.generate_until([Request(texts[0], {"max_gen_toks": 8, "until": [stop]})])
-    assert cut == [whole[0][: whole[0].index(stop)]] and stop
 
 
 def solve(question: str) -> tuple[list[int], str]:
@@ -713,23 +650,4 @@ def test_the_tables_of_the_modules_name_what_there_is():
     assert set(TASKS) <= set(re.findall(r"^(\w+) ", evaluate_tasks.__doc__, re.MULTILINE))
     assert set(evaluate_models.KINDS.values()) <= set(
         re.findall(r"\w+\.json", evaluate_models.__doc__)
-    )
-
-
-@pytest.mark.slow
-def test_every_builtin_task_of_a_package_or_a_program_has_problems():
-    for name, count in {"humaneval": 164, "arithmetic": 256}.items():
-        (asked,) = find_tasks(name)
-        assert isinstance(asked, Asked) and len(asked.rows) == count
-    task = find_tasks("humaneval")[0].build(Choices())["humaneval"]
-    doc = task.eval_docs[0]
-    assert task.doc_to_text(doc).startswith("from typing import List") and FusedLM.rank == 0
-    canonical = [row["canonical_solution"] for row in find_tasks("humaneval")[0].rows][:3]
-    problems = [TASKS["humaneval"].problem(row, False) for row in find_tasks("humaneval")[0].rows][
-        :3
-    ]
-    assert all(verdict.passed for verdict in TASKS["humaneval"].judge(problems, canonical, 5))
-    assert not any(
-        verdict.passed
-        for verdict in TASKS["humaneval"].judge(problems, canonical[1:] + canonical[:1], 5)
     )

@@ -45,7 +45,7 @@ def test_the_paper_s_settings_are_shipped():
 
 def test_the_tiny_study_needs_no_file():
     recipe = load_recipe("tiny")
-    assert shipped_recipes("ultrafuser") == ["sums", "tiny", "ultrafuser-13b"]
+    assert shipped_recipes("ultrafuser") == ["tiny", "ultrafuser-13b"]
     assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
     assert len(set(recipe.templates)) == 3 and recipe.pretrain is not None
     assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
@@ -54,16 +54,11 @@ def test_the_tiny_study_needs_no_file():
 
 
 def test_a_specialist_may_have_steps_of_its_own():
-    recipe = load_recipe("sums")
-    assert [recipe.training_of(name).steps for name in recipe.specialists] == [
-        recipe.specialists["sums"].steps,
-        160,
-        160,
-    ]
-    assert recipe.training_of("sums") == recipe.specialist.change(
-        steps=recipe.specialists["sums"].steps
-    )
-    assert recipe.pretrain.split_digits and len(set(recipe.templates)) == 1
+    values = load_recipe("tiny").to_dict()
+    values["specialists"]["code"]["steps"] = 7
+    recipe = FuserRecipe.from_dict(values)
+    assert recipe.training_of("code") == recipe.specialist.change(epochs=None, steps=7)
+    assert recipe.training_of("prose") == recipe.specialist
 
 
 def test_a_recipe_comes_back_from_its_values():

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.training import fit
 from moe_runtime.methods import ultrafuser
-from moe_runtime.methods.ultrafuser import folders as ultrafuser_folders
-from moe_runtime.methods.ultrafuser.training import fuser_losses
 from papers.engine.domains import of_domain, places_of
 from papers.engine.tiny import small_llama, train_tokenizer
 from papers.ultrafuser import study as ultrafuser_study
@@ -193,31 +191,6 @@ def test_every_training_draws_as_the_recipe_says(made, caught):
         assert (drawn.seed, drawn.replacement, drawn.names) == (3, False, (0,))
 
 
-def test_what_trains_is_float32_and_is_judged_as_it_was_saved(made, tmp_path):
-    """Steps of less than bfloat16's resolution move weights of 1."""
-    steps = {
-        "steps": 8,
-        "learning_rate": 9e-4,
-        "batch_size": 4,
-        "schedule": "constant",
-        "bf16": True,
-    }
-    stages = Stages(given(made, dtype="bfloat16", stage1=steps, stage2=steps), tmp_path, say=print)
-    fused = stages.fused()
-    model = ultrafuser.load(fused.folder)
-    for now, source in zip(model.specialists, made.specialists, strict=True):
-        before = AutoModelForCausalLM.from_pretrained(
-            source.source, dtype=torch.bfloat16
-        ).state_dict()
-        norms = [(name, weight) for name, weight in now.state_dict().items() if "norm" in name]
-        assert norms and not any(torch.equal(weight, before[name]) for name, weight in norms)
-        assert {weight.dtype for weight in now.parameters()} == {torch.bfloat16}
-    rows = stages.part("held_out")
-    collate = stages.encoder.collate
-    assert fused.losses == fuser_losses(model, rows, collator=collate, **stages._judging)[0]
-    assert fused.loss != fused.history[-1][1]
-
-
 def test_a_specialist_tunes_in_float32(made, caught, tmp_path):
     with pytest.raises(Caught):
         Stages(given(made, dtype="bfloat16"), tmp_path, say=print).further("sums")
@@ -369,13 +342,6 @@ def test_other_settings_are_other_stages(made):
     )
 
 
-def test_a_course_is_kept_where_it_is_asked_for(made):
-    watched = made.stages.fused(checkpoints=(2, 5, 6))
-    assert [step for step, _ in watched.course] == [2, 5, 6]
-    last = watched.course[-1][1]
-    assert last == pytest.approx(watched.domains) and made.fused.course is None
-
-
 def test_weights_of_held_out_rows(made):
     weights = made.stages.weights(made.fused)
     assert [len(row) for row in weights] == made.fused.tokens
@@ -410,39 +376,6 @@ def test_runs_know_the_method(made, monkeypatch):
     monkeypatch.setattr(ultrafuser_study, "run", lambda path, out, **options: called.append(path))
     ultrafuser_study.run(made.path, made.out)
     assert called == [made.path]
-
-
-def test_folders_are_fused_and_answer(made, tmp_path):
-    sources = [one.source for one in made.specialists]
-    receipt = ultrafuser_folders.fuse_folders(
-        sources,
-        tmp_path / "new",
-        templates=made.recipe.templates,
-        names=("sums", "words"),
-        copy=True,
-    )
-    assert (
-        receipt.names == ("sums", "words")
-        and receipt.gate_parameters == made.gate.trained_parameters
-    )
-    fuser = ultrafuser.load(tmp_path / "new")
-    assert list(fuser.templates) == list(ultrafuser.load(made.fused.folder).templates)
-    prompts = ["1 and 2", "turn add 1"]
-    (first, second) = ultrafuser_folders.answer(
-        made.fused.folder, prompts, max_new_tokens=4, do_sample=False
-    )
-    assert [first] == ultrafuser_folders.answer(
-        made.fused.folder, prompts[:1], max_new_tokens=4, do_sample=False
-    )
-    sampled = [
-        ultrafuser_folders.answer(
-            made.fused.folder, prompts, seed=seed, max_new_tokens=6, do_sample=True
-        )
-        for seed in (1, 1, 2)
-    ]
-    assert sampled[0] == sampled[1] != sampled[2] and second is not None
-    with pytest.raises(ValueError, match="already exists"):
-        ultrafuser_folders.fuse_folders(sources, tmp_path / "new")
 
 
 def test_the_whole_of_a_changed_recipe_is_hashed(made):

@@ -2,32 +2,21 @@
 picture, its page.
 """
 
-import itertools
 import json
 import re
 import statistics
 from pathlib import Path
 
 import pytest
-import torch
 
-from moe_runtime.modules.fuser import FuserGate
-from papers.engine.compare import compare
-from papers.engine.domains import by_domain
 from papers.ultrafuser import tables as ultrafuser_tables
 from papers.ultrafuser import weights_study as ultrafuser_weights_study
 from papers.ultrafuser.recipe import load_recipe
-from papers.ultrafuser.selector import train_selector
-from papers.ultrafuser.tables import DIRECT, FULL, GATE, SELECTED, TWO_STAGE
+from papers.ultrafuser.tables import DIRECT, FULL, GATE, TWO_STAGE
 from papers.ultrafuser.weights_study import TokenWeights
 from tests.support import fuser_study
 
-OPTIONS = {
-    "ablate": {},
-    "sample-level": {},
-    "weights": {"rows": 4},
-    "stability": {"checkpoints": 4},
-}
+OPTIONS = {"ablate": {}, "weights": {"rows": 4}}
 
 
 class Tables:
@@ -80,57 +69,6 @@ def test_ablate_compares_all_with_the_full_method(tables):
     assert rows[FULL][6] == "reference" and len({row[3] for row in rows.values()}) == len(rows)
 
 
-@pytest.mark.slow
-def test_the_selector_takes_one_specialist_for_each_row(tables):
-    report = tables.reports["sample-level"]
-    names = [entry.name for entry in report.entries]
-    assert (
-        names == ["specialist sums", "specialist words", SELECTED, GATE, FULL]
-        and report.reference == SELECTED
-    )
-    *specialists, selected = (report.entry(name).results[0] for name in names[:3])
-    pairs = list(zip(*(one.losses for one in specialists), strict=True))
-    assert all(
-        own == pytest.approx(min(pair, key=lambda loss: abs(loss - own)))
-        for own, pair in zip(selected.losses, pairs)
-    )
-    perfect = float(report.summary[-1].rpartition(" ")[2].rstrip("."))
-    assert perfect - 1e-4 <= selected.loss <= max(one.loss for one in specialists)
-    assert selected.trained_parameters == 32 * 32 + 32 + 32 + 1
-
-
-def test_the_selector_learns_what_the_losses_say():
-    states = [torch.randn(64, 8, generator=torch.Generator().manual_seed(s)) for s in range(2)]
-    # of each row's specialists, the one to take is seen in its state
-    better = (states[0][:, 0] > states[1][:, 0]).long()
-    losses = torch.ones(64, 2).scatter(1, (1 - better)[:, None], 0.1)
-    torch.manual_seed(0)
-    gate = train_selector(
-        FuserGate([8, 8]), states, losses, steps=200, batch_size=16, learning_rate=1e-2
-    )
-    chosen = gate(states).argmax(-1)
-    assert (losses.gather(1, chosen[:, None]) == 0.1).float().mean() > 0.9
-
-
-def test_marks_are_the_test_s_for_each_domain(tables):
-    report = tables.reports["ablate"]
-    tokens = report.entries[0].results[0].tokens
-    rows = report.entries[0].results[0].rows
-    start = 0
-    for domain, count in rows.items():
-        place = slice(start, start + count)
-        losses = {e.name: [result.losses[place] for result in e.results] for e in report.entries}
-        want = compare(losses, FULL, tokens[place])
-        assert report.of_domains[domain].comparisons == want
-        start += count
-    values = tables.json("ablate")
-    assert set(values["comparisons_of_domains"]) == set(rows) and values["rows"] == rows
-    first = values["methods"][0]
-    assert first["domains"] == pytest.approx(
-        by_domain(report.entries[0].results[0].losses, tokens, rows)
-    )
-
-
 def test_weights_are_means_over_tokens(tables):
     report = tables.reports["weights"]
     stages = ultrafuser_tables.Stages(tables.recipe, tables.out, say=print)
@@ -158,40 +96,6 @@ def test_the_page_shows_the_responses(tables):
     ).replace(">", "&gt;")
 
 
-def test_stability_is_over_the_last_checkpoints(tables):
-    report = tables.reports["stability"]
-    assert list(report.course) == ["no balance", "balanced"] and report.names == (
-        "sums",
-        "words",
-        "all",
-    )
-    for ways in report.course.values():
-        assert [step for step, _ in ways[0]] == [2, 4, 5, 6]
-    losses = [at["all"] for _, at in report.course["balanced"][0]]
-    assert report.rows()[1][3] == f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}"
-    # the end is the fused model of the other tables, whose course is another's
-    assert losses[-1] == pytest.approx(tables.reports["ablate"].entry(FULL).loss, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "total, count",
-    [
-        pytest.param(9000, 12, id="paper"),
-        pytest.param(60, 12, id="tiny"),
-        pytest.param(64, 12, id="uneven"),
-        pytest.param(18, 14, id="every step"),
-        pytest.param(4, 3, id="few"),
-    ],
-)
-def test_checkpoints_lie_evenly_over_the_last_seven_ninths(total, count):
-    steps = ultrafuser_tables.steps_of(total, count)
-    gaps = [after - before for before, after in itertools.pairwise(steps)]
-    assert (
-        len(steps) == count and steps[-1] == total and min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
-    )
-    assert 2 / 9 * total - 1 < steps[0] < 2 / 9 * total + 1.5 * max(gaps)
-
-
 @pytest.mark.parametrize("command", OPTIONS)
 def test_pictures_and_numbers_are_there(tables, command):
     assert (tables.out / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
@@ -215,8 +119,6 @@ def test_a_table_is_read_again(tables, monkeypatch):
     "command, options, match",
     [
         pytest.param("weights", {"rows": 0}, "rows must be an integer of at least 1", id="rows"),
-        pytest.param("stability", {"checkpoints": 5}, "6 steps of stage 2, but got 5", id="many"),
-        pytest.param("stability", {"checkpoints": 1}, "6 steps of stage 2, but got 1", id="one"),
         pytest.param("weights", {"rows": 3}, "created with other settings", id="another report"),
     ],
 )

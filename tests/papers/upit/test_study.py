@@ -19,14 +19,12 @@ from transformers import (
 
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.training import fit
-from moe_runtime.io.files import hash_of
 from moe_runtime.methods.lora import baseline as lora_baseline
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
-from moe_runtime.methods.upit import router as upit_router
 from papers.upit import study as upit_study
 from papers.upit.recipe import UpitRecipe, load_recipe
-from papers.upit.study import NONE, Stages
+from papers.upit.study import Stages
 from tests.support.dist_launch import killed
 from tests.support.upit_study import write_study
 
@@ -111,8 +109,6 @@ def test_the_pool_is_the_last_checkpoints_and_a_child(made, form):
     assert [Path(path) for path in pool.experts[:2]] == saved[-2:] and pool.parents == [[0, 1]]
     with upit_experts.open_expert(pool.experts[2], made.base.folder) as child:
         assert child.kind == form
-    every = made.stages.pool(form, NONE)
-    assert [Path(path) for path in every.experts] == saved[-3:] and every.parents == []
 
 
 @pytest.mark.parametrize("form", ["ffn", "lora"])
@@ -123,13 +119,6 @@ def test_each_expert_gets_rows_and_its_vectors_fire_more(made, form):
     assert len(rows) == 13 == sum(map(len, routers.buckets)) and max(map(len, routers.buckets)) == 5
     assert routers.buckets == upit_buckets.fill_buckets(dealt.perplexity) == dealt.buckets
     assert all(after > before for before, after in zip(routers.before, routers.after, strict=True))
-
-
-def test_random_rows_are_as_many_and_others(made):
-    drawn = made.stages.routers("ffn", made.pools["ffn"], "random")
-    skilled = made.routers["ffn"]
-    assert [len(rows) for rows in drawn.buckets] == [len(rows) for rows in skilled.buckets]
-    assert drawn.buckets != skilled.buckets and drawn.folder != skilled.folder
 
 
 @pytest.mark.parametrize("form", ["ffn", "lora"])
@@ -158,21 +147,6 @@ def test_what_was_saved_is_what_was_judged(made, form):
         < made.routers[form].total_seconds
     )
     assert result.total_seconds == pytest.approx(made.routers[form].total_seconds + result.seconds)
-
-
-def test_the_mixture_begins_as_its_experts_and_vectors_say(made, tmp_path):
-    folder = made.routers["ffn"].folder
-    routed = [upit_router.load_routed(folder / f"expert-{i}") for i in range(3)]
-    model = made.stages._assembled(
-        [one.folder for one in routed], [one.vectors for one in routed], tmp_path / "moe"
-    )
-    experts = [load(one.folder) for one in routed]
-    for layer, module in moe_layers(model).items():
-        assert torch.equal(module.gate.weight, torch.stack([one.vectors[layer] for one in routed]))
-        for e, expert in enumerate(experts):
-            assert torch.equal(
-                module.experts.down_proj[e], expert.model.layers[layer].mlp.down_proj.weight
-            )
 
 
 def test_only_the_routers_of_self_moe_are_tuned(made, tmp_path):
@@ -222,19 +196,6 @@ def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
     assert not [path for path in made.out.glob("*.tmp*")]
 
 
-def test_a_dense_loramoe_has_a_router_per_layer(made):
-    stages = made.stages.change(
-        lora__loramoe="dense", lora__sft__epochs=0.5, lora__post__epochs=0.5
-    )
-    result = stages.loramoe("pt")
-    block = load(result.folder).config.moe_runtime
-    assert block["lora"]["form"] == "linear" and block["config"]["top_k"] == 3
-    assert (
-        stages.recipe.experts.balance_loss == "switch" and block["config"]["balance_loss"] == "none"
-    )
-    assert result.active_parameters == result.parameters
-
-
 def test_tokens_of_every_domain_are_counted(made):
     routed = made.stages.routed(made.upit["ffn"])
     for domain, counts in routed.counts.items():
@@ -263,13 +224,8 @@ def test_what_a_stage_depends_on_makes_another(made):
         "experts__num_experts": 1,
         "experts__top_k": 1,
     }
-    one = made.stages.change(share=0.5, **small)
-    half = one.prepared("ffn")
-    assert (
-        half.steps == 2
-        and len(one.train_rows) == 32
-        and half.folder != made.stages.change(**small).prepared("ffn").folder
-    )
+    half = made.stages.change(**small).prepared("ffn")
+    assert half.steps == 4 and half.folder != made.stages.prepared("ffn").folder
     assert (
         made.stages.change(checkpoints__which="front").pool("ffn").folder
         != made.pools["ffn"].folder
@@ -280,46 +236,12 @@ def test_what_a_stage_depends_on_makes_another(made):
 
 
 def test_too_few_steps_are_refused_before_training(made):
+    stages = made.stages.change(checkpoints__count=4, ffn__sft__batch_size=64)
     with pytest.raises(
         ValueError,
-        match="checkpoints.count .2. must be at most the 1 steps of ffn.sft on 6 examples",
+        match="checkpoints.count .3. must be at most the 1 steps of ffn.sft on 64 examples",
     ):
-        made.stages.change(share=0.1).prepared("ffn")
-
-
-def test_a_share_of_the_rows_has_a_share_of_the_seed_data(made):
-    few = made.stages.change(seed_data__share=0.01, seed_data__at_least=40)
-    assert [len(few.change(share=share).seed_rows()) for share in (1, 0.5, 0.25, 0.05)] == [
-        40,
-        20,
-        10,
-        3,
-    ]
-    assert made.stages.buckets("ffn", made.pools["ffn"]).rows == 13
-
-
-def test_experts_are_read_from_another_folder(made, monkeypatch):
-    monkeypatch.chdir(made.out.parent)
-    stages = Stages(made.recipe, "moved", say=lambda text: None)
-    pools = {form: stages.pool(form) for form in made.recipe.forms}
-    routed = stages.routers("lora", pools["lora"]).folder
-    (made.out.parent / "elsewhere").mkdir()
-    monkeypatch.chdir(made.out.parent / "elsewhere")
-    for form, pool in pools.items():
-        for folder in pool.experts:
-            expert = made.out.parent / folder
-            assert (
-                not Path(folder).is_absolute() and len(AutoTokenizer.from_pretrained(expert)) > 256
-            )
-            with upit_experts.open_expert(expert) as opened:
-                assert opened.kind == form and load(opened.base).config.vocab_size > 256
-            if form == "lora":
-                named = json.loads((expert / "adapter_config.json").read_text())[
-                    "base_model_name_or_path"
-                ]
-                assert Path(named).samefile(load(opened.base).name_or_path)
-    with upit_experts.open_expert(made.out.parent / routed / "expert-0") as opened:
-        assert load(opened.base).config.vocab_size > 256
+        stages.prepared("ffn")
 
 
 @pytest.mark.slow
@@ -377,77 +299,6 @@ def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
             assert not any(asked in other for other in trained), asked
 
 
-def test_rows_that_are_equal_once_they_are_cut_are_not_trained_on(tmp_path):
-    path = write_study(tmp_path)
-    rows = [
-        {"prompt": f"{i % 3} ", "completion": "a b c d e f g h i j k l " + str(i)}
-        for i in range(30)
-    ]
-    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(
-        ValueError,
-        match="All examples of sums, truncated to 10 tokens, are in the domains' held_out",
-    ):
-        Stages(
-            load_recipe(path).change(max_length=10), tmp_path / "out", say=lambda text: None
-        ).base()
-    assert len(
-        Stages(
-            load_recipe(path).change(max_length=64), tmp_path / "out", say=lambda text: None
-        ).part("sums-train")
-    )
-
-
-def test_every_domain_is_put_in_its_own_way(tmp_path):
-    path = write_study(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}<U>{{ m['content'] }}{% else %}<A>{% "
-        "generation %}{{ m['content'] }}{% endgeneration %}{% endif %}{% endfor %}"
-    )
-    tokenizer.save_pretrained(tmp_path / "base")
-    recipe = load_recipe(path)
-    domains = recipe.to_dict()["domains"]
-    domains["sums"]["prompt"], domains["words"]["prompt"] = "chat", "deepseek"
-    recipe = UpitRecipe.from_dict(recipe.to_dict() | {"domains": domains, "max_length": 256})
-    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
-    said = {
-        name: stages.tokenizer.decode(stages.part(f"{name}-train")[0]["input_ids"])
-        for name in domains
-    }
-    assert (
-        said["sums"].startswith("<U>")
-        and "User: turn" in said["words"]
-        and "Assistant:" in said["words"]
-    )
-    assert stages.tokenizer.chat_template == tokenizer.chat_template
-
-
-@pytest.mark.slow
-def test_limits_take_some_of_all_rows(tmp_path):
-    path = write_study(tmp_path)
-    rows = [json.dumps({"prompt": f"{i} ", "completion": f"{i}"}) for i in range(30)]
-    (tmp_path / "sorted.jsonl").write_text("\n".join(rows))
-    (tmp_path / "held.jsonl").write_text("\n".join(rows[-5:]))
-    recipe = load_recipe(path)
-    sums = {
-        "train": str(tmp_path / "sorted.jsonl"),
-        "held_out": str(tmp_path / "held.jsonl"),
-        "held_out_split": "train",
-    }
-    domains = {
-        "sums": sums | {"limit": 5},
-        "arithmetic": {"train": "arithmetic", "limit": 5000, "held_out_rows": 8},
-    }
-    recipe = UpitRecipe.from_dict(recipe.to_dict() | {"domains": domains, "max_length": 1024})
-    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
-    taken = stages.tokenizer.batch_decode(
-        [*stages.part("sums-train")["input_ids"]], skip_special_tokens=True
-    )
-    assert len(taken) == 5 and len(stages.part("arithmetic-train")) == 5000
-    assert [int(text.split()[0]) for text in taken] != [0, 1, 2, 3, 4]
-
-
 def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
     path = write_study(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
@@ -456,64 +307,6 @@ def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
     with pytest.raises(ValueError, match="model_type must be one of llama, .*but got 'gpt2'"):
         Stages(load_recipe(path), tmp_path / "out", say=lambda text: None).dense("ffn")
     assert not [*(tmp_path / "out").glob("dense-*"), *(tmp_path / "out").glob("prepared-*")]
-
-
-CHANGES = [
-    {"seed_data__tokens": "all"},
-    {"seed_data__share": 0.3},
-    {"router__alpha": 0.9},
-    {"router__detach_h": True},
-    {"expansion__metric": "l2"},
-    {"expansion__of": "weight"},
-    {"experts__balance_loss_coef": 0.1},
-    {"experts__gate": "topk_softmax"},
-    {"ffn__init__epochs": 2},
-    {"ffn__post__weight_decay": 0.1},
-    {"checkpoints__every_epochs": 0.125},
-    {"ffn__sft__bf16": True},
-    {"dtype": "bfloat16"},
-]
-
-
-def test_no_setting_is_left_out_of_the_hash(made, monkeypatch):
-    # folders alone: what a stage would make is the stage's that is there
-    here = {
-        "pool": made.pools["ffn"],
-        "routers": made.routers["ffn"],
-        "buckets": None,
-        "upit": made.upit["ffn"],
-    }
-    here |= {"prepared": made.stages.prepared("ffn"), "base": made.base}
-    here["buckets"] = made.stages.buckets("ffn", made.pools["ffn"])
-    names: list[str] = []
-
-    def named(self, kind, name, settings, parents, make, seed=None, **more):
-        own = {
-            "settings": settings,
-            "parents": [parent.folder.parent.name for parent in parents],
-            "data": self._key,
-        }
-        folder = made.out / f"{kind}-{hash_of(own)}"
-        names.append(folder.name)
-        return here[kind]._replace(folder=folder / here[kind].folder.name)
-
-    monkeypatch.setattr(Stages, "_stage", named)
-    monkeypatch.setattr(
-        upit_experts, "choose_checkpoints", lambda folder, count, which: [made.out / "x"] * count
-    )
-
-    def last(changes: dict) -> str:
-        names.clear()
-        made.stages.change(**changes).upit("ffn")
-        return names[-1]
-
-    found = [last({}), *(last(changes) for changes in CHANGES)]
-    assert len(set(found)) == len(found)
-    assert (
-        found[0]
-        == last({"ffn__post__per_device_batch_size": 4})
-        == last({"ffn__post__save_steps": 9})
-    )
 
 
 def test_a_run_of_the_whole_method(made):
@@ -547,39 +340,6 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
         assert getattr(recipe, name) == UpitRecipe.model_fields[name].get_default(
             call_default_factory=True
         )
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        pytest.param(
-            {"domains__sums__train": "none.jsonl"}, "Data 'none.jsonl' does not exist", id="no-data"
-        ),
-        pytest.param(
-            {"domains__sums__held_out_rows": 40},
-            "leaves no training examples: the data has 40",
-            id="all-held",
-        ),
-        pytest.param(
-            {"max_length": 2}, "No example has a token to train on within max_length .2", id="short"
-        ),
-        pytest.param({"base_model": "./none"}, "base_model './none'", id="no-base"),
-        pytest.param(
-            {"ffn__post__optimizer": "adam"}, "optimizer must be one of adamw_torch", id="optimizer"
-        ),
-        pytest.param(
-            {"lora__init__per_device_batch_size": 3},
-            "per_device_batch_size .3. times 1 processes",
-            id="batch",
-        ),
-    ],
-)
-def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
-    recipe = load_recipe(write_study(tmp_path)).change(**changes)
-    with pytest.raises(ValueError, match=says):
-        Stages(recipe, tmp_path / "out", say=lambda text: None).prepared("ffn")
-    left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
-    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)
 
 
 KILLED = """

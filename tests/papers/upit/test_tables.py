@@ -6,10 +6,8 @@ import json
 
 import pytest
 
-from papers.engine import domains as upit_routing_study
+from papers.engine import domains
 from papers.engine.compare import compare
-from papers.engine.domains import Routed
-from papers.upit import tables as upit_reports
 from papers.upit import tables as upit_tables
 from papers.upit.recipe import load_recipe
 from papers.upit.tables import UpitReport
@@ -21,56 +19,7 @@ UPIT = "UpIT (FFN)"
 OF_FFN = ["SFT", "Upcycle_PT", "Upcycle_SFT", "Self-MoE (FFN)", UPIT]
 OF_LORA = ["LoRA", "LoRAMoE_PT", "LoRAMoE_SFT", "Self-MoE (LoRA)", "UpIT (LoRA)"]
 # name -> methods, reference, options
-TABLES = {
-    "main": (["base", *OF_FFN, *OF_LORA], "SFT", {}),
-    "ckpt": (
-        ["SFT", f"{UPIT}, front", f"{UPIT}, back"],
-        f"{UPIT}, back",
-        {"strategies": ("front", "back")},
-    ),
-    "pesc": (["LoRA", "PESC", "LoRAMoE_PT", "UpIT (LoRA)"], "LoRA", {}),
-    "saved": (["step-2", "step-4", "step-6", "step-8"], "step-8", {}),
-    "expand": (
-        ["SFT", *(f"{UPIT}, {name}" for name in ("none", "random", "genetic"))],
-        f"{UPIT}, genetic",
-        {},
-    ),
-    "router": (
-        ["SFT", *(f"{UPIT}, {name}" for name in ("none", "random", "skilled"))],
-        f"{UPIT}, skilled",
-        {},
-    ),
-    "experts": (
-        [
-            "SFT",
-            *(
-                f"{name} of {E} experts, 1 per token"
-                for E in (2, 3)
-                for name in ("Upcycle_PT", UPIT)
-            ),
-        ],
-        "SFT",
-        {"sizes": (2, 3), "active": (1,)},
-    ),
-    "data": (
-        [
-            f"{name}, {share} of the rows"
-            for share in ("0.5", "1")
-            for name in ("SFT", "Upcycle_PT", "Upcycle_SFT", UPIT)
-        ],
-        f"{UPIT}, 1 of the rows",
-        {"shares": (0.5, 1)},
-    ),
-    "epochs": (
-        [
-            f"{name}, {pair}"
-            for pair in ("1 + 1", "1 + 0.5")
-            for name in ("SFT", "Upcycle_PT", "Upcycle_SFT", UPIT)
-        ],
-        f"{UPIT}, 1 + 1",
-        {"pairs": ((1, 1), (1, 0.5))},
-    ),
-}
+TABLES = {"main": (["base", *OF_FFN, *OF_LORA], "SFT", {})}
 
 
 @pytest.fixture(scope="module")
@@ -189,77 +138,31 @@ def test_each_kind_is_compared_with_its_own(reports):
     ]
 
 
-@pytest.mark.parametrize("command", ["main", "router"])
-def test_where_the_domains_tokens_go(command, reports, out):
-    reports(command)
-    assert (out / f"{command}-routing.png").read_bytes().startswith(b"\x89PNG")
-    routing = json.loads((out / f"{command}.json").read_text())["routing"]
-    assert list(routing) == (
-        [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"]
-        if command == "main"
-        else [f"{UPIT}, {i}" for i in ("none", "random", "skilled")]
-    )
-    for found in routing.values():
-        (slots,), (distance,) = found["slots"], found["distance_between_domains"]
-        assert list(slots) == ["sums", "words"] and distance == pytest.approx(
-            upit_routing_study.mean_distance(slots)
-        )
-        assert found["layers"] == ["0", "1"]
-
-
-def test_the_ways_to_begin_share_their_experts(reports, recipe, out):
-    reports("router")
-    made_of = [json.loads(path.read_text())["made_of"] for path in out.glob("upit-*/result.json")]
-    whole = [made for made in made_of if made["settings"]["experts"] == recipe.experts.to_dict()]
-    inits = {
-        made["settings"]["init"]: made["parents"]
-        for made in whole
-        if made["settings"]["form"] == "ffn"
-    }
-    assert set(inits) == {"none", "random", "skilled"}
-    assert (
-        inits["none"][0].startswith("pool-")
-        and inits["random"][0].startswith("routers-") != inits["skilled"]
-    )
+def test_where_the_domains_tokens_go(reports, out):
+    reports("main")
+    assert (out / "main-routing.png").read_bytes().startswith(b"\x89PNG")
+    routing = json.loads((out / "main.json").read_text())["routing"]
+    assert list(routing) == [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"]
+    for values in routing.values():
+        (slots,), (distance,) = values["slots"], values["distance_between_domains"]
+        assert list(slots) == ["sums", "words"]
+        assert distance == pytest.approx(domains.mean_distance(slots))
+        assert values["layers"] == ["0", "1"]
 
 
 def test_distances_between_domains():
     alike = {"a": [[1, 3], [2, 2]], "b": [[2, 6], [5, 5]]}
-    assert (
-        upit_routing_study.mean_distance(alike) == 0
-        and upit_routing_study.mean_distance({"a": [[1, 3]]}) == 0
+    assert domains.mean_distance(alike) == 0 and domains.mean_distance({"a": [[1, 3]]}) == 0
+    assert domains.mean_distance({"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}) == pytest.approx(
+        (1 + 0.25) / 2
     )
-    assert upit_routing_study.mean_distance(
-        {"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}
-    ) == pytest.approx((1 + 0.25) / 2)
-    assert upit_routing_study.shares({"a": [[1, 3], [0, 0]]})["a"].tolist() == [
-        [0.25, 0.75],
-        [0, 0],
-    ]
+    assert domains.shares({"a": [[1, 3], [0, 0]]})["a"].tolist() == [[0.25, 0.75], [0, 0]]
 
 
 @pytest.mark.parametrize(
     "command, options, match",
     [
         pytest.param("table1", {}, "command must be one of main", id="no such table"),
-        pytest.param(
-            "ckpt",
-            {"strategies": ()},
-            "strategy must have one or more different values, but got none",
-            id="none",
-        ),
-        pytest.param(
-            "experts", {"sizes": (0,)}, "experts must be an integer of at least 1", id="sizes"
-        ),
-        pytest.param(
-            "data",
-            {"shares": (0.1, 0.1)},
-            "share must have one or more different values, but got 0.1, 0.1",
-            id="twice",
-        ),
-        pytest.param(
-            "epochs", {"pairs": ((1, -1),)}, "epochs must be a number above 0", id="epochs"
-        ),
         pytest.param("main", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
     ],
 )
@@ -269,72 +172,7 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_to_expand_is_refused(recipe, tmp_path):
-    with pytest.raises(
-        ValueError, match="checkpoints.count must be below num_experts .2., as nothing"
-    ):
-        upit_tables.run("expand", recipe.change(experts__num_experts=2), tmp_path / "out")
-    with pytest.raises(
-        ValueError, match="num_experts must be at most the 4 checkpoints of ffn.sft.epochs 1"
-    ):
-        upit_tables.run("expand", recipe.change(experts__num_experts=5), tmp_path / "out")
-    assert upit_tables.COMMANDS["expand"].check(
-        recipe.change(experts__num_experts=5), strategies=["genetic"]
-    )
-
-
-def test_too_few_rows_are_refused_before_the_first_training(recipe, tmp_path):
-    with pytest.raises(ValueError, match="must be at most the 1 steps of ffn.sft on 6 examples"):
-        make("data", recipe, tmp_path, shares=(1, 0.1))
+def test_too_small_buckets_are_refused_before_the_first_training(recipe, tmp_path):
+    with pytest.raises(ValueError, match=r"num_experts is 3 and .* only 13 examples"):
+        make("main", recipe.change(seed_data__capacity=1000), tmp_path)
     assert kinds(tmp_path) == ["data"]
-
-
-@pytest.mark.parametrize(
-    "command, changes, options, match",
-    [
-        pytest.param(
-            "main",
-            {"seed_data__capacity": 1000},
-            {},
-            r"num_experts is 3 and .* only 13 examples, not "
-            "more than the 2000",
-            id="capacity",
-        ),
-        pytest.param(
-            "experts",
-            {"seed_data__share": 0.1, "seed_data__at_least": 9},
-            {"sizes": (8,), "active": (2,)},
-            "num_experts is 8 and .* only 9 examples, not more than the 14",
-            id="few-seed-rows",
-        ),
-        pytest.param(
-            "expand",
-            {"checkpoints__every_epochs": 0.1, "experts__num_experts": 9},
-            {"strategies": ("none", "genetic")},
-            "num_experts .9. must be at most the 8 steps of ffn.sft on 64 examples",
-            id="no-expansion",
-        ),
-        pytest.param(
-            "ckpt",
-            {"checkpoints__count": 4, "experts__num_experts": 4},
-            {},
-            "checkpoints.count must be below the 4 saved checkpoints",
-            id="all-checkpoints",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_first_training(
-    command, changes, options, match, recipe, tmp_path
-):
-    with pytest.raises(ValueError, match=match):
-        make(command, recipe.change(**changes), tmp_path, **options)
-    assert kinds(tmp_path) in ([], ["data"])
-
-
-def test_one_domain_has_no_distance():
-    one = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[1, 3]]}, ["0"], 0.0)]})
-    assert one.sentences() == []
-    two = upit_reports.Routing(
-        "t", "s", {"UpIT": [Routed("r", None, {"a": [[4, 0]], "b": [[0, 4]]}, ["0"], 0.0)]}
-    )
-    assert "differ by 1.000" in two.sentences()[0]

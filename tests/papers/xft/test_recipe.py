@@ -266,7 +266,7 @@ def test_a_file_that_is_no_recipe(tmp_path, text, says):
 
 def blocks(name: str, language: str) -> list[str]:
     """The code blocks of a file in docs/."""
-    text = (METHODS.parents[1] / "docs" / name).read_text()
+    text = (METHODS.parent / "docs" / name).read_text()
     return re.findall(rf"^```{language}\b.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -283,7 +283,7 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
 
 
 def test_the_table_of_the_docs_is_that_of_the_recipes():
-    text = (METHODS.parents[1] / "docs" / "recipes.md").read_text()
+    text = (METHODS.parent / "docs" / "recipes.md").read_text()
     rows = re.findall(
         r"^\| `([\w.-]+)` \|.*\| (\d), (\d) per token \| ([\d.]+) \|", text, re.MULTILINE
     )

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, argument, one_gpu, option
+from moe_runtime.cli.verbs import argument, one_gpu, option
 from moe_runtime.io import console
 from papers.verbs import group, recipes, verb
 
@@ -364,7 +364,7 @@ def _add(method: str, parent: typer.Typer, table: Table) -> None:
     )
     run.__annotations__ = {name: kind for name, (kind, _) in options.items()}
     run.__doc__ = table.help
-    verb(parent, table.example, Kept("{out}", resumes=True), table.name)(run)
+    verb(parent, table.example, name=table.name, resumes=True)(run)
 
 
 def _make(

@@ -17,13 +17,10 @@ from moe_runtime.cli.verbs import (
     Checkpointing,
     Data,
     Ends,
-    Kept,
     MaxLength,
     Overwrite,
     Source,
-    again,
     argument,
-    leaving,
     option,
     verb,
 )
@@ -37,11 +34,7 @@ KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")
 app = typer.Typer()  # its verbs are mounted at the top
 
 
-@verb(
-    app,
-    "olmoe --data pairs.jsonl --out runs/stats",
-    Kept("{out}/router_load.csv", "{out}/router_load.png"),
-)
+@verb(app, "olmoe --data pairs.jsonl --out runs/stats")
 def stats(
     source: Source,
     data: Data,
@@ -223,7 +216,7 @@ def doctor(
     return Ends(report, 1 if report["problems"] or report.get("check", {}).get("failures") else 0)
 
 
-@verb(app, "--model llama-1b-moe")
+@verb(app, "--model llama-1b-moe", resumes=True, drop=("--again",))
 def tune(
     shape: Annotated[
         str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")
@@ -280,12 +273,8 @@ def tune(
         check_out_file(out, overwrite=True, reads=[model])
     path = out or read
     counts = {}
-    kept = Kept("{path}", resumes=True, drop=("--again",))
     try:
-        with (
-            leaving(lambda: kept.say({"path": path})),
-            console.bar("measuring", "config") as update,
-        ):
+        with console.bar("measuring", "config") as update:
             for step in tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds):
                 update(step.number, step.of)
                 counts[step.state] = counts.get(step.state, 0) + 1
@@ -338,7 +327,7 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     return {"layer" if model is None else model.name: layer}
 
 
-@verb(app, "--only layer,step")
+@verb(app, "--only layer,step", resumes=True)
 def bench(
     only: Annotated[
         str | None, option(f"{', '.join(KINDS)}; or names: merging, xft, ...", words=KINDS)
@@ -392,21 +381,18 @@ def bench(
     target = running.place(out, tiny)
     running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
     running.resume(target.with_suffix(".jsonl"), target, overwrite)
-    kept = Kept("{target}")
+    outcome = _measure(paths, target, options)
     pictures = []
-    kept.begin({"target": target})
-    with leaving(lambda: _left(target, kept)):
-        outcome = _measure(paths, target, options)
-        if outcome.path and find_spec("matplotlib") is None:
-            print(
-                "No plots were written: matplotlib is not installed. Run pip install "
-                "'moe-runtime[bench]'",
-                file=sys.stderr,
-            )
-        elif outcome.path:
-            from moe_runtime.bench.pictures import write_pictures
+    if outcome.path and find_spec("matplotlib") is None:
+        print(
+            "No plots were written: matplotlib is not installed. Run pip install "
+            "'moe-runtime[bench]'",
+            file=sys.stderr,
+        )
+    elif outcome.path:
+        from moe_runtime.bench.pictures import write_pictures
 
-            pictures = write_pictures(outcome.path)
+        pictures = write_pictures(outcome.path)
     return _report(outcome, pictures, is_kept=True)
 
 
@@ -423,18 +409,6 @@ def _measure(paths: list[Path], target: Path, options: list[str]):
     if outcome.path:
         typer.echo(report.text([outcome.path]))
     return outcome
-
-
-def _left(target: Path, kept: Kept) -> str:
-    """Describe the output of an interrupted run: the file if complete, else the records, from which
-    a rerun resumes.
-    """
-    from moe_runtime.bench.records import Records
-
-    lines = target.with_suffix(".jsonl")
-    if lines.exists():
-        return f"{len(Records(lines).done())} benchmarks are in {lines}; {again()}"
-    return kept.say({"target": target})
 
 
 def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:

@@ -2,7 +2,6 @@
 writes nothing.
 """
 
-import importlib
 import json
 import pwd
 import subprocess
@@ -16,7 +15,6 @@ from moe_runtime import cli
 from moe_runtime.backends import OPS
 from moe_runtime.config import PRESETS
 from moe_runtime.io import console
-from papers import cli_tables as tables
 from tests.hf.tiny import dense
 
 
@@ -161,32 +159,6 @@ def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path
     )
     out = run("xft", "merge", base, tmp_path / "out")
     assert out.returncode == 1 and "Expected the folder of an upcycled model" in out.stderr
-
-
-@pytest.mark.parametrize(
-    "recipe, method",
-    [
-        ("tiny", "xft"),
-        ("esft/tiny", "esft"),
-        ("deepseek-v2-lite", "esft"),
-        ("sheared-llama-2.7b", "upit"),
-    ],
-)
-def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, recipe, method):
-    calls = []
-    for name in tables.PAPERS:
-        study = importlib.import_module(f"moe_runtime.methods.{name}.study")
-        monkeypatch.setattr(
-            study, "run", lambda *args, name=name, **options: calls.append((name, *args))
-        )
-    assert run("run", recipe, "--out", tmp_path).returncode == 0
-    ((name, path, out),) = calls
-    assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
-    (tmp_path / "mine.yaml").write_text("method: dare")
-    done = run("run", tmp_path / "mine.yaml")
-    assert (
-        done.returncode == 1 and "method must be one of xft, esft, upit, ultrafuser" in done.stderr
-    )
 
 
 def test_doctor_names_every_op_and_why(run):

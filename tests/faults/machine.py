@@ -92,12 +92,12 @@ class Machine:
         at: int = 0,
         signals: tuple[tuple[float, int], ...] = (),
         before: str = "",
-        main: str = "moe_runtime.cli:main",
+        main: str = "",
         env: dict[str, str] | None = None,
         limit: float = PATIENCE,
     ) -> Done:
         """Run a command in `root`, whose files are what the fault is about, with `signals` after so
-        many seconds.
+        many seconds; or call `main`, a module:function.
         """
         log = self.folder / f"log-{os.getpid()}-{time.monotonic_ns()}"
         case = {

@@ -112,8 +112,10 @@ def evaluate(word: str, arguments: Sequence[str]) -> dict:
         **model_args,
     )
 
-    names = set(inspect.signature(simple_evaluate).parameters)
-    options = {name: value for name, value in vars(config).items() if name in names}
+    options = {}
+    for name in inspect.signature(simple_evaluate).parameters:
+        if hasattr(config, name):
+            options[name] = getattr(config, name)
     options |= {"model": lm, "model_args": {"pretrained": word}, "task_manager": tasks}
     if config.seed:
         options |= dict(zip(SEEDS, config.seed, strict=True))

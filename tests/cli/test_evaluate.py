@@ -74,7 +74,7 @@ def test_a_folder_is_evaluated(home, tmp_path, monkeypatch, capsys):
     )
     assert code == 0, err
     value = json.loads(out)["results"]["sums"]["bits_per_byte,none"]
-    assert "|sums |" in err and "bits_per_byte" in err
+    assert "|sums|" in err and "bits_per_byte" in err
     (file,) = tmp_path.rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["sums"]["bits_per_byte,none"] == value
 

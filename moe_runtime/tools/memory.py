@@ -359,8 +359,9 @@ def step_of(
 ) -> Step:
     """Count one training step of a model on the meta device, which is unusable afterwards.
 
-    `inputs()` returns the batch. `prepare(model)` may shard and freeze the weights, which then have shapes. `accumulate` is for
-    micro-batches after the first of an optimizer step, when gradients already exist.
+    `inputs()` returns the batch. `prepare(model)` may shard and freeze the weights, which then have
+    shapes. `accumulate` is for micro-batches after the first of an optimizer step, when gradients
+    already exist.
     """
     check_choice("backend", backend, ("triton", "torch", "cpp"))
     if checkpointing:

@@ -65,7 +65,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
 def test_every_verb_and_option_is_on_its_page(site):
     page = html.unescape(re.sub(r"<[^>]+>", "", (site / "cli.html").read_text()))
     verbs = [" ".join(path) for path, _ in hooks.commands()]
-    assert len(verbs) > 40 and "moe-runtime upit init-routers" in verbs
+    assert len(verbs) > 30 and "moe-runtime upit init-routers" in verbs
     for verb in verbs:
         assert verb in page, verb
     assert "--shared-rate" in page and "Example: moe-runtime xft merge mixed dense" in page

@@ -144,7 +144,7 @@ def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
     versions(trl=GONE, matplotlib=GONE)
     report = doctor.report()
     assert report["problems"] == {}
-    assert report["packages"]["trl"].startswith("missing. It is needed by demo, run, train,")
+    assert report["packages"]["trl"].startswith("missing. It is needed by train, stats,")
     assert report["packages"]["matplotlib"].endswith(
         "all tables. Run pip install 'moe-runtime[plot]'"
     )

@@ -1,4 +1,4 @@
-"""The commands of the laboratory: `python -m papers ...`. They import lazily, so that --help is fast."""
+"""The commands of the laboratory: `python -m papers ...`; they import lazily."""
 
 import importlib
 from pathlib import Path

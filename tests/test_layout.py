@@ -47,9 +47,7 @@ ASIDE = {
     ("moe_runtime.hf.dropin.stats", "matplotlib"): "the picture of a RouterCounter's own counts"
 }
 # what would change a process that only imports us
-GLOBAL = re.compile(
-    r"(sys\.meta_path|DEFAULT_CALLBACKS)\.(append|insert|extend)|(sys\.meta_path|DEFAULT_CALLBACKS) \+?= "
-)
+GLOBAL = re.compile(r"(sys\.meta_path|DEFAULT_CALLBACKS)(\.(append|insert|extend)| \+?= )")
 ONE_CHAIR = 60  # lines
 RAISES_PER_THOUSAND = 15
 MAX_INTERLEAVED = 12

@@ -1,10 +1,10 @@
-"""The commands of the laboratory: `python -m papers ...`. They import lazily, so that --help is fast."""
+"""The commands of the laboratory: `python -m papers ...`; they import lazily."""
 
 import importlib
 from pathlib import Path
 from typing import Annotated
 
-from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, Seed, argument, one_gpu, option
+from moe_runtime.cli.verbs import Overwrite, RecipeSeed, Seed, argument, one_gpu, option
 from papers import cli_evaluate as evaluate
 from papers import cli_tables as tables
 from papers.verbs import group, recipes, verb
@@ -14,7 +14,7 @@ app = group(
 )
 
 
-@verb(app, "--preset tiny", Kept("{out}"))
+@verb(app, "--preset tiny", resumes=True)
 def demo(
     preset: Annotated[
         str, option("small (minutes on two cores) or tiny (seconds).", words="small tiny")
@@ -36,7 +36,7 @@ def demo(
     return {"path": out} | read_json(out / "results.json")
 
 
-@verb(app, "--out runs/demo-real", Kept("{out}", resumes=True))
+@verb(app, "--out runs/demo-real", resumes=True)
 def demo_real(
     out: Annotated[
         Path, option("Folder for the models and the results; a rerun resumes there.")
@@ -68,7 +68,7 @@ def demo_real(
     return {"path": out} | run(out, model=model, gsm8k=gsm8k, recipe=recipe, seed=seed)
 
 
-@verb(app, "deepseek-coder-1.3b --out runs/deepseek", Kept("{out}", resumes=True))
+@verb(app, "deepseek-coder-1.3b --out runs/deepseek", resumes=True)
 def run(
     recipe: Annotated[
         str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, Overwrite, Seed, Target, argument, one_gpu, option
+from moe_runtime.cli.verbs import Overwrite, Seed, Target, argument, one_gpu, option
 from moe_runtime.methods.prompts import PROMPTS
 from papers.verbs import group, verb
 
@@ -25,7 +25,7 @@ data = group(
 @verb(
     app,
     "tuned merged --tasks gsm8k=test.jsonl,arithmetic --out runs/eval",
-    Kept("{out}", resumes=True),
+    resumes=True,
     name="eval",
 )
 def evaluate(
@@ -105,7 +105,7 @@ def evaluate(
     return {"path": out, "files": written} | report._asdict()
 
 
-@verb(data, "smollm2", Kept("{out}"))
+@verb(data, "smollm2")
 def smollm2(
     out: Target,
     dtype: Annotated[
@@ -126,7 +126,7 @@ def smollm2(
     return receipt
 
 
-@verb(data, "tasks", Kept("{out}"))
+@verb(data, "tasks")
 def tasks(
     out: Target,
     train: Annotated[int, option("Examples of each task to train on.")] = 80,
@@ -147,7 +147,7 @@ def tasks(
     return {"path": out, "examples": lines}
 
 
-@verb(data, "rows.jsonl clean.jsonl --against humaneval.jsonl", Kept("{out}"))
+@verb(data, "rows.jsonl clean.jsonl --against humaneval.jsonl")
 def decontaminate(
     rows: Annotated[Path, argument("Training data: jsonl, json or parquet.")],
     out: Annotated[

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, argument, one_gpu, option
+from moe_runtime.cli.verbs import argument, one_gpu, option
 from moe_runtime.config import check_choice
 from moe_runtime.io import console
 from papers.verbs import group, recipes, verb
@@ -198,6 +198,6 @@ for _method, _paper in PAPERS.items():
     _example = f"{TABLES[_method][0].name} --seeds 3"
     _group = group(_method, f"Make the tables of the {_paper} paper.", _example)
     for _table in TABLES[_method]:
-        _kept = Kept("{out}", resumes=True)
-        verb(_group, _table.example, _kept, _table.name)(_verb_of(_method, _table))
+        add = verb(_group, _table.example, name=_table.name, resumes=True)
+        add(_verb_of(_method, _table))
     apps.append(_group)

@@ -10,8 +10,9 @@ from moe_runtime.io import signals
 
 
 def main(commands: str = "moe_runtime.cli.app") -> None:
-    """Run the command line `commands.app`; invalid input prints one line to stderr and exits with 1, Ctrl-C with
-    130, SIGTERM with 143.
+    """Run the command line `commands.app`.
+
+    Invalid input prints one line to stderr and exits with 1, Ctrl-C with 130, SIGTERM with 143.
     """
     try:
         with signals.sigterm_raises():

@@ -1,6 +1,4 @@
-"""The top-level commands, and the command groups of the methods. Commands import lazily, so that
---help is fast.
-"""
+"""The top-level commands and the groups of the methods. They import lazily: --help is fast."""
 
 from typing import Annotated
 
@@ -8,7 +6,7 @@ import typer
 
 from moe_runtime import __version__
 from moe_runtime.cli import esft, lora, tools, ultrafuser, upit, xft
-from moe_runtime.cli.verbs import group, option, verb
+from moe_runtime.cli.verbs import argument, group, one_gpu, option, verb
 from moe_runtime.io.rows import require
 
 app = group(
@@ -18,8 +16,8 @@ app = group(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(value: bool) -> None:
+    if value:
         typer.echo(f"moe-runtime {__version__}")
         raise typer.Exit
 
@@ -51,6 +49,31 @@ def train(context: typer.Context):
     from moe_runtime.hf.training.sft import train_command
 
     return {"path": train_command(context.args)}
+
+
+@verb(
+    app,
+    "llama-1b-moe --tasks hellaswag,arc_easy --batch_size 8",
+    name="eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def evaluate(
+    context: typer.Context,
+    model: Annotated[
+        str, argument("Folder or Hub id of a model, dense or MoE, or BASE+ADAPTER (PEFT or ESFT).")
+    ],
+):
+    """Evaluate a model with lm-eval; all options of `lm-eval run` follow the model.
+
+    `lm-eval run --help` lists them. A task in a YAML file may run Python code of its own.
+    """
+    if model.startswith("-"):
+        raise ValueError(f"Pass the model first, before {model}")
+    require("lm_eval", "eval")
+    one_gpu()
+    from moe_runtime.tools import evaluate as evaluation
+
+    return {"model": model, "results": evaluation.evaluate(model, context.args)}
 
 
 app.registered_commands += tools.app.registered_commands

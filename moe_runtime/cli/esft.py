@@ -13,7 +13,6 @@ from moe_runtime.cli.verbs import (
     Bf16,
     Checkpointing,
     Data,
-    Kept,
     MaxLength,
     Overwrite,
     Prompt,
@@ -49,7 +48,7 @@ AnyWeights = Annotated[
 ]
 
 
-@verb(app, "olmoe --data law.jsonl --out law/summary.json", Kept("{out}", "{logs}"))
+@verb(app, "olmoe --data law.jsonl --out law/summary.json")
 def score(
     model: Source,
     data: Data,
@@ -106,7 +105,7 @@ def score(
     return found | {"files": [out, logs]}
 
 
-@verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json", Kept("{out}"))
+@verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json")
 def select(
     out: Annotated[Path, option("The configuration to write, a .json file.")],
     p: Annotated[
@@ -200,7 +199,7 @@ def select(
 @verb(
     app,
     "olmoe --config law/config.json --data law.jsonl --out law/adapter",
-    Kept("{out}-checkpoints", resumes=True),
+    resumes=True,
     push="out",
 )
 def train(
@@ -266,10 +265,9 @@ def train(
     from moe_runtime.hf.training import fit
     from moe_runtime.methods.esft.lora import ALPHA, RANK
     from moe_runtime.methods.esft.runs import EsftTraining, train_folder
-    from papers.engine.recipe import DTYPES
 
     if dtype is not None:
-        check_choice("dtype", dtype, tuple(DTYPES))
+        check_choice("dtype", dtype, DTYPES)
     training = EsftTraining.from_dict(
         {
             "steps": steps,
@@ -373,7 +371,7 @@ def apply(
     }
 
 
-@verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"), push="out")
+@verb(app, "olmoe law/adapter olmoe-law", push="out")
 def merge(
     base: Source,
     adapter: Adapter,

@@ -9,7 +9,6 @@ import typer
 
 from moe_runtime.cli.verbs import (
     HUB,
-    Kept,
     Overwrite,
     ShardSize,
     Source,
@@ -33,7 +32,7 @@ SERVE = {
 Adapter = Annotated[Path, argument("Folder or Hub id of the adapter, as PEFT saved it."), HUB]
 
 
-@verb(app, "olmoe old-adapter adapter", Kept("{out}"), push="out")
+@verb(app, "olmoe old-adapter adapter", push="out")
 def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = False):
     """Convert an adapter on expert stacks, saved by PEFT 0.18 or 0.19, for PEFT 0.20 and later."""
     from moe_runtime.methods.lora.stacks import WRITES, convert_folder
@@ -47,7 +46,7 @@ def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = 
     return receipt
 
 
-@verb(app, "olmoe adapter adapter-vllm --to vllm", Kept("{out}"), push="out")
+@verb(app, "olmoe adapter adapter-vllm --to vllm", push="out")
 def export(
     base: Source,
     adapter: Adapter,

@@ -1,6 +1,4 @@
-"""moe-runtime stats, memory, doctor, tune, bench: router statistics, memory estimates, checks,
-launch configs, benchmarks.
-"""
+"""moe-runtime stats, memory, doctor, tune, bench."""
 
 import contextlib
 import functools
@@ -17,13 +15,10 @@ from moe_runtime.cli.verbs import (
     Checkpointing,
     Data,
     Ends,
-    Kept,
     MaxLength,
     Overwrite,
     Source,
-    again,
     argument,
-    leaving,
     option,
     verb,
 )
@@ -37,11 +32,7 @@ KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")
 app = typer.Typer()  # its verbs are mounted at the top
 
 
-@verb(
-    app,
-    "olmoe --data pairs.jsonl --out runs/stats",
-    Kept("{out}/router_load.csv", "{out}/router_load.png"),
-)
+@verb(app, "olmoe --data pairs.jsonl --out runs/stats")
 def stats(
     source: Source,
     data: Data,
@@ -58,7 +49,7 @@ def stats(
     require("matplotlib", "plot")
     from moe_runtime.tools.router_report import FILES, router_report
 
-    found = router_report(
+    stats = router_report(
         source,
         data,
         out,
@@ -67,25 +58,26 @@ def stats(
         batch_size=batch_size,
         overwrite=overwrite,
     )
-    columns = (
-        found.layers,
-        found.routed,
-        found.dead.sum(1).tolist(),
-        found.max_violation.tolist(),
-        found.entropy.tolist(),
-    )
-    names = "layer", "slots", "dead", "max_violation", "entropy"
-    layers = [dict(zip(names, row)) for row in zip(*columns)]
-    typer.echo(f"{int(found.counts.sum()):,} slots; violation and entropy are 1 when balanced")
+    typer.echo(f"{int(stats.counts.sum()):,} slots; violation and entropy are 1 when balanced")
     typer.echo(f"{'layer':>8s}{'experts':>9s}{'dead':>6s}{'max violation':>15s}{'entropy':>9s}")
-    for row in layers:
-        numbers = f"{len(row['slots']):9d}{row['dead']:6d}{row['max_violation']:15.2f}{row['entropy']:9.2f}"
-        typer.echo(f"{row['layer']:>8s}{numbers}")
-    if warning := found.warning():
+    layers = []
+    for i, name in enumerate(stats.layers):
+        row = {
+            "layer": name,
+            "slots": stats.routed[i],
+            "dead": int(stats.dead[i].sum()),
+            "max_violation": float(stats.max_violation[i]),
+            "entropy": float(stats.entropy[i]),
+        }
+        layers.append(row)
+        balance = f"{row['max_violation']:15.2f}{row['entropy']:9.2f}"
+        typer.echo(f"{name:>8s}{len(row['slots']):9d}{row['dead']:6d}{balance}")
+    warning = stats.warning()
+    if warning:
         typer.echo(f"warning: {warning}", err=True)
     files = [out / name for name in FILES]
     typer.echo("wrote " + ", ".join(map(str, files)))
-    return {"layers": layers, "warning": found.warning(), "files": files}
+    return {"layers": layers, "warning": warning, "files": files}
 
 
 @verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
@@ -154,41 +146,35 @@ def memory(
 
 
 def print_plan(planner, gpus: int, gpu_memory: float | None, engine: str | None) -> Ends:
-    """Print a line for each stage and engine; exit with 1 if one that runs fits with
-    no engine.
-    """
+    """Print a line for each stage and engine; exit with 1 if a stage that runs fits with none."""
     from moe_runtime.config import check_positive
     from moe_runtime.tools import memory_plan as plans
 
     check_positive("gpus", gpus)
-    lines = []
-    misfits = []
+    limit = float("inf") if gpu_memory is None else gpu_memory * 1e9
+    rows = []
+    code = 0
     typer.echo(plans.HEADER)
     for name, stage in planner.stages.items():
-        own = [
-            planner.plan(name, planner.setting_of(name, one, gpus))
-            for one in planner.engines_for(name, engine, gpus)
-        ]
-        fits = [
-            gpu_memory is None or one.share.total + plans.RESERVED <= gpu_memory * 1e9
-            for one in own
-        ]
-        for one, does in zip(own, fits, strict=True):
-            typer.echo(
-                plans.as_text(one)
-                + ("" if does else "  DOES NOT FIT")
-                + ("" if stage.runs else "  (a baseline)")
-            )
-            lines.append(one.to_dict() | {"fits": does, "runs": stage.runs})
-        if not any(fits):
-            near = planner.nearest(name, own[0].setting, gpu_memory * 1e9)
-            if near:
-                remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
-            else:
-                remedy = "no setting that runs fits"
-            typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
-            misfits += [name] * stage.runs
-    return Ends(lines, 1 if misfits else 0)
+        fits_somewhere = False
+        engines = planner.engines_for(name, engine, gpus)
+        for one in engines:
+            plan = planner.plan(name, planner.setting_of(name, one, gpus))
+            fits = plan.share.total + plans.RESERVED <= limit
+            fits_somewhere |= fits
+            notes = ("" if fits else "  DOES NOT FIT") + ("" if stage.runs else "  (a baseline)")
+            typer.echo(plans.as_text(plan) + notes)
+            rows.append(plan.to_dict() | {"fits": fits, "runs": stage.runs})
+        if fits_somewhere:
+            continue
+        remedy = "no setting that runs fits"
+        near = planner.nearest(name, planner.setting_of(name, engines[0], gpus), limit)
+        if near:
+            remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
+        typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
+        if stage.runs:
+            code = 1
+    return Ends(rows, code)
 
 
 @verb(app, "--check")
@@ -223,7 +209,7 @@ def doctor(
     return Ends(report, 1 if report["problems"] or report.get("check", {}).get("failures") else 0)
 
 
-@verb(app, "--model llama-1b-moe")
+@verb(app, "--model llama-1b-moe", resumes=True, drop=("--again",))
 def tune(
     shape: Annotated[
         str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")
@@ -261,11 +247,13 @@ def tune(
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "num_experts": num_experts,
+        "top_k": top_k,
+        "shared": shared,
     }
-    sizes |= {"top_k": top_k, "shared": shared}
-    layers = _layers(shape, model, {name: size for name, size in sizes.items() if size is not None})
-    T = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
-    if not all(T):
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    layers = _layers(shape, model, sizes)
+    counts = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
+    if not all(counts):
         raise ValueError(
             f"tokens must be integers of at least 1, such as 4096,16384, but got {tokens!r}"
         )
@@ -279,32 +267,28 @@ def tune(
     if out is not None:
         check_out_file(out, overwrite=True, reads=[model])
     path = out or read
-    counts = {}
-    kept = Kept("{path}", resumes=True, drop=("--again",))
+    states = {}
     try:
-        with (
-            leaving(lambda: kept.say({"path": path})),
-            console.bar("measuring", "config") as update,
-        ):
-            for step in tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds):
+        with console.bar("measuring", "config") as update:
+            for step in tuning.tune(layers, counts, dtypes, path, again=again, seconds=seconds):
                 update(step.number, step.of)
-                counts[step.state] = counts.get(step.state, 0) + 1
+                states[step.state] = states.get(step.state, 0) + 1
                 typer.echo(f"[{step.number}/{step.of}] {step}", err=step.state == "failed")
     except tuning.ContextLost as lost:
         typer.echo(f"error: {lost}", err=True)
-        return Ends({"path": path, **counts}, 3)
-    typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+        return Ends({"path": path, **states}, 3)
+    typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in states.items()))
     if path != read:
         typer.echo(
             f"the kernels read {read or 'no file (no home folder and no XDG_CACHE_HOME)'}, not "
             "this file"
         )
-    if set(counts) == {"failed"}:
+    if set(states) == {"failed"}:
         raise ValueError(
             "No config could be measured, not even the built-in ones. Check the GPU with "
             "moe-runtime doctor"
         )
-    return {"path": path, "read_by_kernels": path == read, **counts}
+    return {"path": path, "read_by_kernels": path == read, **states}
 
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
@@ -315,31 +299,31 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     if shape is not None and model is None and not sizes:
         known = {name.lower(): name for name in LAYERS}
         if shape.lower() == "all":
-            names = list(known)
-        else:
-            names = [part.strip().lower() for part in shape.split(",")]
-        for name in names:
+            return dict(LAYERS)
+        layers = {}
+        for part in shape.split(","):
+            name = part.strip().lower()
             check_choice("shape", name, (*known, "all"))
-        return {known[name]: LAYERS[known[name]] for name in names}
+            layers[known[name]] = LAYERS[known[name]]
+        return layers
     layer = Layer(0, 0, 0, 0)
     if model is not None:  # requires transformers, which a GPU machine may lack
         from moe_runtime.hf.models.folders import read_layer
 
         layer = read_layer(model)
     layer = layer._replace(**sizes)
-    missing = [
-        f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)
-    ]
+    missing = [name for name in Layer._fields[:4] if not getattr(layer, name)]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        why = f"{flags} is missing" + (f" in {model}" if model else "")
+    else:
+        why = f"shape {shape!r} is given"
     if missing or shape is not None:
-        if missing:
-            why = f"{', '.join(missing)} is missing{f' in {model}' if model else ''}"
-        else:
-            why = f"shape {shape!r} is given"
         raise ValueError(f"{why}. Pass only --shape, or --model or all four sizes of a layer")
     return {"layer" if model is None else model.name: layer}
 
 
-@verb(app, "--only layer,step")
+@verb(app, "--only layer,step", resumes=True)
 def bench(
     only: Annotated[
         str | None, option(f"{', '.join(KINDS)}; or names: merging, xft, ...", words=KINDS)
@@ -371,9 +355,9 @@ def bench(
     if compare is not None:
         from moe_runtime.bench import compare as comparing
 
-        found = comparing.compare(*compare)
-        typer.echo(comparing.text(found))
-        return Ends(comparing.as_json(found), 1 if found.regressions else 0)
+        compared = comparing.compare(*compare)
+        typer.echo(comparing.text(compared))
+        return Ends(comparing.as_json(compared), 1 if compared.regressions else 0)
     if rounds < 1 or not 0 < seconds < float("inf"):
         raise ValueError(
             f"rounds must be at least 1 and seconds positive, but got rounds {rounds} and seconds "
@@ -384,7 +368,9 @@ def bench(
     from moe_runtime.bench import running
 
     paths = running.files(only)
-    options = ["--rounds", str(rounds), "--seconds", str(seconds), *(["--tiny"] if tiny else [])]
+    options = ["--rounds", str(rounds), "--seconds", str(seconds)]
+    if tiny:
+        options.append("--tiny")
     if tiny and out is None:  # the numbers are meaningless, so they are not added to results
         from tempfile import TemporaryDirectory
 
@@ -393,21 +379,18 @@ def bench(
     target = running.place(out, tiny)
     running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
     running.resume(target.with_suffix(".jsonl"), target, overwrite)
-    kept = Kept("{target}")
+    outcome = _measure(paths, target, options)
     pictures = []
-    kept.begin({"target": target})
-    with leaving(lambda: _left(target, kept)):
-        outcome = _measure(paths, target, options)
-        if outcome.path and find_spec("matplotlib") is None:
-            print(
-                "No plots were written: matplotlib is not installed. Run pip install "
-                "'moe-runtime[bench]'",
-                file=sys.stderr,
-            )
-        elif outcome.path:
-            from moe_runtime.bench.pictures import write_pictures
+    if outcome.path and find_spec("matplotlib") is None:
+        print(
+            "No plots were written: matplotlib is not installed. Run pip install "
+            "'moe-runtime[bench]'",
+            file=sys.stderr,
+        )
+    elif outcome.path:
+        from moe_runtime.bench.pictures import write_pictures
 
-            pictures = write_pictures(outcome.path)
+        pictures = write_pictures(outcome.path)
     return _report(outcome, pictures, is_kept=True)
 
 
@@ -424,18 +407,6 @@ def _measure(paths: list[Path], target: Path, options: list[str]):
     if outcome.path:
         typer.echo(report.text([outcome.path]))
     return outcome
-
-
-def _left(target: Path, kept: Kept) -> str:
-    """Describe the output of an interrupted run: the file if complete, else the records, from which
-    a rerun resumes.
-    """
-    from moe_runtime.bench.records import Records
-
-    lines = target.with_suffix(".jsonl")
-    if lines.exists():
-        return f"{len(Records(lines).done())} benchmarks are in {lines}; {again()}"
-    return kept.say({"target": target})
 
 
 def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:

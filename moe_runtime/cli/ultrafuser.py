@@ -8,16 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import (
-    Kept,
-    Overwrite,
-    RecipeSeed,
-    argument,
-    group,
-    one_gpu,
-    option,
-    verb,
-)
+from moe_runtime.cli.verbs import Overwrite, RecipeSeed, argument, group, one_gpu, option, verb
 from moe_runtime.io.rows import read_rows
 
 FUSE = "ultralm-13b codellama-13b --template ultralm --template codellama --out fused"
@@ -36,7 +27,7 @@ def _check_push(options: dict) -> None:
         check_references(options["specialists"])
 
 
-@verb(app, FUSE, Kept("{out}"), push="out", check_push=_check_push)
+@verb(app, FUSE, push="out", check_push=_check_push)
 def fuse(
     specialists: Annotated[list[str], argument("Folders or Hub ids of two or more models.")],
     out: Annotated[Path, option("Folder to write; must not exist.")],
@@ -88,7 +79,7 @@ def fuse(
     return receipt
 
 
-@verb(app, "--config mine.yaml --out runs/mine", Kept("{out}", resumes=True))
+@verb(app, "--config mine.yaml --out runs/mine", resumes=True)
 def train(
     config: Annotated[
         Path, option("A recipe: specialists, their templates, a data file per domain, two stages.")
@@ -112,7 +103,7 @@ def train(
     return {"out": out, "results": study.run(config, out, seed=seed)}
 
 
-@verb(app, 'fused --prompt "Write a function that reverses a list."', Kept("{out}"))
+@verb(app, 'fused --prompt "Write a function that reverses a list."')
 def generate(
     folder: Annotated[Path, argument("Folder of a fused model.")],
     prompt: Annotated[

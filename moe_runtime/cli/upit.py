@@ -10,7 +10,6 @@ from moe_runtime.cli.verbs import (
     Bf16,
     Checkpointing,
     Data,
-    Kept,
     MaxLength,
     Overwrite,
     Prompt,
@@ -61,9 +60,7 @@ def choose(
 
 
 @verb(
-    app,
-    "step-100 step-200 --count 8 --base llama --out grown",
-    Kept("{out}", resumes=True, drop=("--overwrite",)),
+    app, "step-100 step-200 --count 8 --base llama --out grown", resumes=True, drop=("--overwrite",)
 )
 def grow(
     experts: Experts,
@@ -115,11 +112,7 @@ def grow(
     return found
 
 
-@verb(
-    app,
-    "step-100 step-200 --data rows.jsonl --out routers",
-    Kept("{out}", resumes=True, drop=("--overwrite",)),
-)
+@verb(app, "step-100 step-200 --data rows.jsonl --out routers", resumes=True, drop=("--overwrite",))
 def init_routers(
     experts: Experts,
     data: Data,
@@ -204,7 +197,7 @@ def init_routers(
     return done
 
 
-@verb(app, "--routers routers --out moe", Kept("{out}"), push="out")
+@verb(app, "--routers routers --out moe", push="out")
 def assemble(
     experts: Annotated[
         list[Path] | None, argument("Experts' folders, for a random router.")
@@ -251,7 +244,7 @@ def assemble(
     return done
 
 
-@verb(app, "tuned mixtral", Kept("{target}"), push="target")
+@verb(app, "tuned mixtral", push="target")
 def export(
     source: Source,
     target: Target,

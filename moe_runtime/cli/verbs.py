@@ -1,6 +1,4 @@
-"""Common parts of all commands: help with an example, --json, completion of choices, and the
-message on interruption.
-"""
+"""Common parts of all commands: examples in the help, --json, completion, interruptions."""
 
 import contextlib
 import functools
@@ -23,11 +21,13 @@ from moe_runtime.methods.prompts import PROMPTS
 PROGRAM = "moe-runtime"
 
 
-def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:
-    """Return a completion function for these words; a function in `found` lists words lazily."""
+def choices(*sources: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:
+    """Return a completion function for these words; a function among them lists words lazily."""
 
     def complete(incomplete: str) -> list[str]:
-        words = [word for one in found for word in (one() if callable(one) else [one])]
+        words = []
+        for source in sources:
+            words += source() if callable(source) else [source]
         return [word for word in words if word.startswith(incomplete)]
 
     return complete
@@ -37,7 +37,8 @@ def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.
     """Return a typer option with this help text that completes to `words`, a list or a
     space-separated string.
     """
-    words = words.split() if isinstance(words, str) else words
+    if isinstance(words, str):
+        words = words.split()
     return kind(*names, help=help, autocompletion=choices(*words) if words else None, **more)
 
 
@@ -101,50 +102,6 @@ class Ends(NamedTuple):
     code: int
 
 
-class Kept:
-    """Paths that an interrupted command leaves either complete or unwritten, with the command's
-    options in braces.
-
-    A command that `resumes` continues from the first path when it is rerun, without the options in
-    `drop`.
-    """
-
-    def __init__(self, *paths: str, resumes: bool = False, drop: tuple[str, ...] = ()):
-        self.paths = paths
-        self.resumes = resumes
-        self.drop = drop
-
-    def begin(self, options: dict) -> None:
-        """Remember which of the paths exist before the verb runs."""
-        self.before = {path: _mark(path) for path in self._named(options)}
-
-    def say(self, options: dict) -> str:
-        """Describe what has been written, and how to resume."""
-        named = self._named(options)
-        if self.resumes:
-            found = os.path.exists(named[0])
-            if found:
-                return f"completed work is in {named[0]}; {again(self.drop)}"
-            return "nothing was written"
-        made = [path for path in named if _mark(path) != self.before[path]]
-        return f"already complete: {', '.join(made)}" if made else "nothing was written"
-
-    def _named(self, options: dict) -> list[str]:
-        given = {name: value for name, value in options.items() if value is not None}
-        return [path.format(**given) for path in self.paths if path[1 : path.index("}")] in given]
-
-
-def _mark(path: str) -> tuple | None:
-    """Return the identity of a file or a folder that is not empty."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    if not Path(path).is_dir() or any(Path(path).iterdir()):
-        return (found.st_dev, found.st_ino)
-    return None
-
-
 def again(drop: tuple[str, ...] = ()) -> str:
     """Return the advice to rerun this command; under a launcher without the command, as the
     launcher's is unknown.
@@ -174,18 +131,6 @@ def one_gpu() -> None:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
-@contextlib.contextmanager
-def leaving(say: Callable[[], str]) -> Iterator[None]:
-    """If the block is interrupted, print the result of `say` instead of that of the command's
-    `Kept`.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        stop.kept = say()
-        raise
-
-
 def with_bar(name: str, function: Callable, *args, **options):
     """Call a function that reports its progress in bytes with a progress bar of this name; return
     its result.
@@ -197,17 +142,20 @@ def with_bar(name: str, function: Callable, *args, **options):
 def verb(
     app: typer.Typer,
     example: str,
-    kept: Kept | None = None,
+    *,
     name: str | None = None,
+    resumes: bool = False,
+    drop: tuple[str, ...] = (),
     push: str | None = None,
     check_push: Callable[[dict], None] | None = None,
     watch: bool = True,
     program: str = PROGRAM,
     **more,
 ) -> Callable:
-    """Add a function to `app` as a verb whose result --json prints; the `example` follows the
-    verb's name in the help.
+    """Add a function to `app` as a verb whose result --json prints.
 
+    The `example` follows the verb's name in the help. An interrupted verb that `resumes` continues
+    when it is rerun without the options in `drop`; all others leave complete output or none.
     `push` names the option with the folder that --push-to-hub uploads; without it there is no such
     option. `check_push` raises ValueError for options whose result cannot be pushed. `watch=False`
     is for a verb that shows its own progress at all times.
@@ -216,99 +164,121 @@ def verb(
     def add(function: Callable) -> Callable:
         words = f"{program} {app.info.name or ''} {name or function.__name__.replace('_', '-')}"
         words = " ".join(words.split())
-        wrapped = _wrapped(function, kept or Kept(), push, check_push, words if watch else None)
-        app.command(name, epilog=f"Example: {' '.join(f'{words} {example}'.split())}", **more)(
-            wrapped
-        )
+        pushing = _pushing(function, push, check_push) if push else _downloading(function)
+        run = _running(pushing, words if watch else None, functools.partial(_end, resumes, drop))
+        added = {"push_to_hub": (None, PushToHub)} if push else {}
+        _sign(run, function, added | {"json": (False, Json)})
+        app.command(name, epilog=f"Example: {' '.join(f'{words} {example}'.split())}", **more)(run)
         return function
 
     return add
 
 
-def _wrapped(
-    function: Callable,
-    kept: Kept,
-    push: str | None,
-    check_push: Callable[[dict], None] | None,
-    watched: str | None,
-) -> Callable:
-    """Return the function with the options --push-to-hub and --json, and a message if it is
-    interrupted.
+def _end(resumes: bool, drop: tuple[str, ...]) -> str:
+    """Return what an interrupted verb says."""
+    return again(drop) if resumes else "no incomplete output was left"
+
+
+def _downloading(function: Callable) -> Callable:
+    """Return the function with Hub ids among its `HUB` arguments replaced by downloaded folders."""
+
+    def run(*args, **options):
+        for name in _hub_arguments(function):
+            if _hub().is_id(options[name]):
+                options[name] = _hub().local_folder(options[name], name=name)
+        return function(*args, **options)
+
+    return run
+
+
+def _hub_arguments(function: Callable) -> list[str]:
+    """Return the names of the arguments that may be Hub ids."""
+    names = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if HUB in getattr(parameter.annotation, "__metadata__", ()):
+            names.append(name)
+    return names
+
+
+def _pushing(function: Callable, out: str, check_push: Callable[[dict], None] | None) -> Callable:
+    """Return the function with an option `push_to_hub`: a repository that its output goes to."""
+    work = _downloading(function)
+
+    def run(*args, push_to_hub: str | None, **options):
+        if push_to_hub is None:
+            return work(*args, **options)
+        if check_push is not None:
+            check_push(options)
+        _hub().check_repository(push_to_hub)
+        value = work(*args, **options)
+        if console.is_main() and not isinstance(value, Ends):
+            sources = [options[name] for name in _hub_arguments(function)]
+            _push(Path(options[out]), push_to_hub, sources, options.get("data"), value)
+        return value
+
+    return run
+
+
+def _running(function: Callable, watched: str | None, end: Callable[[], str]) -> Callable:
+    """Return the function as typer calls it: prints JSON if asked to, and exits with its code.
 
     Unless `watched`, the verb's name, is None, a line says every minute that it works.
     """
-    old = inspect.signature(function)
-    ids = [
-        name
-        for name, p in old.parameters.items()
-        if HUB in getattr(p.annotation, "__metadata__", ())
-    ]
 
-    @functools.wraps(function)
-    def run(*args, json: bool = False, push_to_hub: str | None = None, **options):
-        kept.begin(options)
+    def run(*args, json: bool, **options):
         redirected = _stdout_to_stderr() if json else contextlib.nullcontext()
+        watching = console.watched(watched) if watched else contextlib.nullcontext()
         try:
-            with redirected, console.watched(watched) if watched else contextlib.nullcontext():
-                if push_to_hub is not None and check_push is not None:
-                    check_push(options)
-                if push_to_hub is not None:
-                    _hub().check_repository(push_to_hub)
-                given = {name: options[name] for name in ids}
-                value = function(
-                    *args,
-                    **options | {name: _downloaded(name, source) for name, source in given.items()},
-                )
-                if push_to_hub is not None and console.is_main() and not isinstance(value, Ends):
-                    _push(Path(options[push]), push_to_hub, given, options, value)
+            with redirected, watching:
+                value = function(*args, **options)
         except KeyboardInterrupt as stop:
-            line = f"{signals.word_of(stop)}; {getattr(stop, 'kept', None) or kept.say(options)}"
+            line = f"{signals.word_of(stop)}; {getattr(stop, 'kept', None) or end()}"
             with contextlib.suppress(OSError):  # Ctrl-C on a terminal also stops `2>&1 | tee log`
                 if console.is_main():
                     print(line, file=sys.stderr, flush=True)
-            json = False
-            value = Ends(None, signals.code_of(stop))
-        value, code = value if isinstance(value, Ends) else (value, 0)
+            raise typer.Exit(signals.code_of(stop)) from None
+        code = 0
+        if isinstance(value, Ends):
+            value, code = value
         if json and console.is_main():
             print(json_module.dumps(console.jsonable(value), indent=2, allow_nan=False))
         if code:
             raise typer.Exit(code)
 
-    added = {"push_to_hub": (None, PushToHub)} if push else {}
-    added |= {"json": (False, Json)}
-    new = [
-        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=a)
-        for n, (d, a) in added.items()
-    ]
-    run.__signature__ = old.replace(
-        parameters=[*old.parameters.values(), *new], return_annotation=None
-    )
-    run.__annotations__ = function.__annotations__ | {
-        name: annotation for name, (_, annotation) in added.items()
-    }
     return run
+
+
+def _sign(run: Callable, function: Callable, added: dict[str, tuple]) -> None:
+    """Give `run` the name, the help and the signature of `function`, with the `added` options."""
+    functools.update_wrapper(run, function)
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    annotations = dict(function.__annotations__)
+    for name, (default, annotation) in added.items():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+        annotations[name] = annotation
+    run.__signature__ = signature.replace(parameters=parameters, return_annotation=None)
+    run.__annotations__ = annotations
 
 
 def _hub():
     return importlib.import_module("moe_runtime.hf.models.hub")
 
 
-def _downloaded(name: str, source: Path) -> Path:
-    """Return the folder of a Hub id's files, or any other path unchanged."""
-    return _hub().local_folder(source, name=name) if _hub().is_id(source) else source
-
-
-def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
+def _push(folder: Path, repo: str, sources: list[str], data: str | None, value) -> None:
     """Upload the output of a verb, with a model card that records the command."""
     words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]
-    url = _hub().push(
+    hub = _hub()
+    facts = console.jsonable(value)
+    url = hub.push(
         folder,
         repo,
-        base=next((source for source in given.values()), None),
-        command=shlex.join(["moe-runtime", *words]),
-        dataset=options.get("data") if _hub().is_id(options.get("data") or "") else None,
-        method=words[0] if words and words[0] in _hub().PAPERS else None,
-        facts=found if isinstance(found := console.jsonable(value), dict) else None,
+        base=sources[0] if sources else None,
+        command=shlex.join([PROGRAM, *words]),
+        dataset=data if hub.is_id(data or "") else None,
+        method=words[0] if words and words[0] in hub.PAPERS else None,
+        facts=facts if isinstance(facts, dict) else None,
     )
     typer.echo(f"pushed to {url}")
 
@@ -320,28 +290,30 @@ def _stdout_to_stderr() -> Iterator[None]:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = None
+    stdout = None
     with contextlib.suppress(OSError):  # if a descriptor is closed
-        kept = os.dup(1)
+        stdout = os.dup(1)
         os.dup2(2, 1)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
             sys.stderr.flush()
     finally:
-        if kept is not None:
-            os.dup2(kept, 1)
-            os.close(kept)
+        if stdout is not None:
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
 
 def numbers(text: str | None) -> list[int] | None:
     """Parse 0-3,8 to [0, 1, 2, 3, 8]."""
     if text is None:
         return None
-    found = []
+    layers = []
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not dash:
+            last = first
+        if not first.isdecimal() or not last.isdecimal():
             raise ValueError(f"layers must be numbers and ranges, such as 0-3,8, but got {text!r}")
-        found += range(int(first), int(last if dash else first) + 1)
-    return found
+        layers += range(int(first), int(last) + 1)
+    return layers

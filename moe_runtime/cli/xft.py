@@ -10,7 +10,6 @@ import typer
 from moe_runtime import config
 from moe_runtime.cli import verbs
 from moe_runtime.cli.verbs import (
-    Kept,
     Overwrite,
     Seed,
     ShardSize,
@@ -36,7 +35,7 @@ FOR = (
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
 
-@verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"), push="target")
+@verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", push="target")
 def upcycle(
     source: Source,
     target: Target,
@@ -135,7 +134,7 @@ def _exports(folder: Path) -> dict[str, str | None]:
     } | found
 
 
-@verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"), push="target")
+@verb(app, "tuned mergeable --shared-rate 0.75", push="target")
 def to_mergeable(
     source: Source,
     target: Target,
@@ -180,7 +179,7 @@ ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,...
 Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
 
 
-@verb(app, "mixed dense", Kept("{target}"), push="target")
+@verb(app, "mixed dense", push="target")
 def merge(
     source: Source,
     target: Target,
@@ -217,7 +216,7 @@ TO = "Stock family of transformers; in xft export also official (XFT code)."
 To = Annotated[str, option(TO, "--to", "--as", words=(*config.STOCK_FAMILIES, "official"))]
 
 
-@verb(app, "moe mixtral --to mixtral", Kept("{target}"), push="target")
+@verb(app, "moe mixtral --to mixtral", push="target")
 def export(
     source: Source,
     target: Target,
@@ -264,7 +263,7 @@ def export(
     )
 
 
-@verb(app, "official-moe moe", Kept("{target}"), push="target")
+@verb(app, "official-moe moe", push="target")
 def import_official(
     source: Source,
     target: Target,

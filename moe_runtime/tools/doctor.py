@@ -28,11 +28,8 @@ EXTRAS = {
     "bench": ("pytest", "pytest-benchmark"),
 }
 NEEDED_BY = {
-    "train": (
-        "demo, run, train, stats, esft score and train, upit init-routers, ultrafuser train and "
-        "all tables"
-    ),
-    "plot": "demo, stats and all tables",
+    "train": "train, stats, esft score and train, upit init-routers, ultrafuser train",
+    "plot": "stats",
     "bench": "bench",
 }
 VARIABLES = ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
@@ -106,7 +103,7 @@ def report() -> dict[str, dict[str, str]]:
     found = {
         "system": {
             "python": _ask(platform.python_version),
-            "platform": _ask(lambda: platform.platform()),
+            "platform": _ask(platform.platform),
             "driver": _ask(_driver),
             "nvcc": shutil.which("nvcc")
             or "none. Only python -m moe_runtime.native.build cuda needs it",
@@ -443,6 +440,7 @@ def interpreter_problem() -> str | None:
         if _numbers("triton") < (3, 7) and _numbers("numpy") >= (2, 4):
             text = "numpy is 2.4 or newer, but the interpreter of triton<3.7 requires numpy<2.4"
             return f"{text}. Run pip install 'numpy<2.4'"
+    return None
 
 
 def _numbers(name: str) -> tuple[int, ...]:

@@ -1,5 +1,4 @@
-"""Estimate the memory that training a model needs from its config, without reading weights or
-computing anything.
+"""Estimate the memory that training a model needs, from its config alone.
 
 The model is built on the meta device, and one training step runs on fake tensors, which have shapes
 but no data. All that the step allocates and frees is counted storage by storage: what each layer
@@ -91,8 +90,9 @@ class Estimate(NamedTuple):
 
 
 class _Ledger(TorchDispatchMode):
-    """Count the storages that operators allocate, by kind, until they are freed, except those of
-    `known` tensors.
+    """Counts the storages that operators allocate, by kind, until they are freed.
+
+    Those of `known` tensors are not counted.
     """
 
     def __init__(self, known: Sequence[torch.Tensor], backend: str, head: nn.Module | None):
@@ -112,15 +112,15 @@ class _Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self._add(tensor.untyped_storage())
-        own, lasting = scratch_bytes(func, args, self.backend)
-        self.scratch |= {
-            name: max(size, self.scratch.get(name, 0)) for name, size in lasting.items()
-        }
-        now = self.now + own + sum(self.scratch.values())
-        self.peak, self.active = max(self.peak, now), max(self.active, now - self.gradients)
+        temporary, lasting = scratch_bytes(func, args, self.backend)
+        for name, size in lasting.items():
+            self.scratch[name] = max(size, self.scratch.get(name, 0))
+        now = self.now + temporary + sum(self.scratch.values())
+        self.peak = max(self.peak, now)
+        self.active = max(self.active, now - self.gradients)
         return out
 
-    def own(self, parameter: torch.Tensor) -> None:
+    def add_gradient(self, parameter: torch.Tensor) -> None:
         """Count the storage of `parameter.grad` as a gradient, once."""
         self.gradients += nbytes(parameter)
 
@@ -139,18 +139,22 @@ class _Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Attribute each storage to the kind of the running module, without hooks, which would
-        change what our layers run.
+        """Attribute each storage to the running module's kind.
+
+        Hooks would change what our layers run.
         """
         original = nn.Module.__call__
 
         def call(module, *args, **kwargs):
-            name = type(module).__name__
+            kind = self.kinds[-1]
             if module is self.head:
                 kind = LOGITS
             else:
-                kind = next((kind for part, kind in KINDS.items() if part in name), None)
-            self.kinds.append(kind or self.kinds[-1])
+                for part in KINDS:
+                    if part in type(module).__name__:
+                        kind = KINDS[part]
+                        break
+            self.kinds.append(kind)
             try:
                 return original(module, *args, **kwargs)
             finally:
@@ -162,74 +166,124 @@ class _Ledger(TorchDispatchMode):
             yield
 
 
+class Call(NamedTuple):
+    """One call of an op of experts, as its arguments say."""
+
+    name: str
+    arguments: dict[str, Any]
+    T: int
+    H: int
+    I: int
+    E: int
+    K: int
+    Z: int  # width of the first product: 2 I if gated
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The tokens, [T, H]."""
+        return self.arguments["x"]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the op computes gradients."""
+        return self.name.endswith("backward")
+
+    @property
+    def shared_rows(self) -> int:
+        """Rows of a shared expert, which are not gathered."""
+        return self.T if self.arguments.get("gate") in SHARED_GATES else 0
+
+
+def call_of(func, args: Sequence) -> Call | None:
+    """Return the call if `func` is an op of ours that runs experts."""
+    if getattr(func, "namespace", "") != "moe_runtime":
+        return None
+    name = func.__name__.partition(".")[0]
+    arguments = dict(zip(ARGUMENTS.get(name, ()), args))
+    if not {"x", "up", "gated"} <= arguments.keys():
+        return None
+    T, H = arguments["x"].shape
+    E, Z = arguments["up"].shape[:2]
+    weight = arguments.get("topk_weight")
+    K = arguments["top_k"] if weight is None else weight.shape[-1]
+    I = Z // (1 + arguments["gated"])
+    return Call(name, arguments, T, H, I, E, K, Z)
+
+
 def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
-    """Return the scratch bytes of one of our ops on `backend`: used while it runs, and by name,
-    reused by later calls.
+    """Return the scratch bytes of one of our ops on `backend`.
+
+    Returns:
+        The bytes used while it runs, and those that later calls reuse, by name.
     """
-    name = ""
-    if getattr(func, "namespace", "") == "moe_runtime":
-        name = func.__name__.partition(".")[0]
-    given = dict(zip(ARGUMENTS.get(name, ()), args))
-    if not {"x", "up", "gated"} <= given.keys():
+    call = call_of(func, args)
+    if call is None:
         return 0, {}
-    x, (E, Z), weight = given["x"], given["up"].shape[:2], given.get("topk_weight")
-    (T, H), K, I = (
-        x.shape,
-        given["top_k"] if weight is None else weight.shape[-1],
-        Z // (1 + given["gated"]),
-    )
-    R = T * K
-    is_backward = name.endswith("backward")
     if backend == "triton":
-        return R * x.element_size() * (Z + I + H if is_backward else I + H), {}
-    # rows of the shared expert, which are not gathered
-    alone = T if given.get("gate") in SHARED_GATES else 0
-    one_call = {}
-    if backend == "cpp" and given.get("up_trained") is None:
-        # the largest expert, which decides, has at least `alone` or the average, and at most T rows
-        few = moe_mlp_cpp.few_rows(x.dtype)
-        if few >= max(alone, -(-R // E)):
-            one_call = _one_call_scratch(given, name, (T, H, I, E, K))
-        if one_call and few >= T:
-            return 0, one_call
-    group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
-    widest = max(group, alone)
-    s = x.element_size()
-    # the torch backend holds three to four float32 tensors per block of rows
-    block = 14 * min(widest * I, BLOCK_ELEMENTS) * (is_backward and backend == "torch")
-    matmuls = {"y": s * R * H, "x": s * group * H, "h": s * widest * I}
-    if is_backward:
-        matmuls |= {"dy": s * group * H, "dh": s * widest * I, "dz": s * widest * Z}
-    return block, one_call | matmuls
+        width = call.I + call.H
+        if call.is_backward:
+            width += call.Z
+        return call.T * call.K * width * call.x.element_size(), {}
+    if backend == "cpp" and call.arguments.get("up_trained") is None:
+        return _cpp_scratch(call)
+    return _torch_scratch(call, backend)
 
 
-def _one_call_scratch(
-    given: Mapping[str, Any], name: str, sizes: tuple[int, int, int, int, int]
-) -> dict[str, int]:
-    """Return the scratch bytes of an op that the CPU library computes in one call; empty if it does
-    not.
-    """
-    T, H, I, E, K = sizes
-    dtype = given["x"].dtype
+def _torch_scratch(call: Call, backend: str) -> tuple[int, dict[str, int]]:
+    """Return the scratch bytes of an op that multiplies groups of rows by PyTorch."""
+    R = call.T * call.K
+    shared = call.shared_rows
+    average = math.ceil(R / call.E)
+    group = min(R - shared, max(average, GROUP_ELEMENTS // max(call.Z, call.H)))
+    widest = max(group, shared)
+    size = call.x.element_size()
+    lasting = {"y": size * R * call.H, "x": size * group * call.H, "h": size * widest * call.I}
+    if not call.is_backward:
+        return 0, lasting
+    lasting["dy"] = size * group * call.H
+    lasting["dh"] = size * widest * call.I
+    lasting["dz"] = size * widest * call.Z
+    block = 0
+    if backend == "torch":  # three to four float32 tensors per block of rows
+        block = 14 * min(widest * call.I, BLOCK_ELEMENTS)
+    return block, lasting
+
+
+def _cpp_scratch(call: Call) -> tuple[int, dict[str, int]]:
+    """Return the scratch bytes of an op on the CPU library, which takes few rows in one call."""
+    few = moe_mlp_cpp.few_rows(call.x.dtype)
+    # the largest expert, which decides, has at least the average or the shared rows, at most T
+    largest = max(call.shared_rows, math.ceil(call.T * call.K / call.E))
+    one_call = _one_call_scratch(call) if few >= largest else {}
+    if one_call and few >= call.T:
+        return 0, one_call
+    block, lasting = _torch_scratch(call, "cpp")
+    return block, one_call | lasting
+
+
+def _one_call_scratch(call: Call) -> dict[str, int]:
+    """Return the scratch bytes of one call of the CPU library; empty if it has no such call."""
+    name, arguments, T, H, I, E, K, _ = call
+    dtype = call.x.dtype
     if name in ("moe_mlp", "moe_layer"):
         return {"one call": moe_mlp_cpp.one_call_bytes(dtype, T, H, I, E, K)}
-    has_bias = given.get("up_bias") is not None or given.get("down_bias") is not None
+    has_bias = arguments.get("up_bias") is not None or arguments.get("down_bias") is not None
     if name not in ("moe_mlp_backward", "moe_layer_backward") or has_bias:
         return {}
     # not a tensor, as all tensors are fake here
-    rows = (ctypes.c_int32 * (E + 1))(*[T * K * e // E for e in range(E + 1)])
-    recompute = given["z"].shape[0] == 0
-    form = int(given["gated"])
-    return {
-        "one call": moe_mlp_cpp.one_call_back_bytes(
-            dtype, form, ctypes.addressof(rows), T, H, I, E, K, recompute
-        )
-    }
+    offsets = [T * K * e // E for e in range(E + 1)]
+    rows = (ctypes.c_int32 * (E + 1))(*offsets)
+    recompute = arguments["z"].shape[0] == 0
+    size = moe_mlp_cpp.one_call_back_bytes(
+        dtype, int(arguments["gated"]), ctypes.addressof(rows), T, H, I, E, K, recompute
+    )
+    return {"one call": size}
 
 
 def model_of(source: str, dtype: str | None = None) -> nn.Module:
-    """Build the model of a folder or Hub id on the meta device, by default in its config's dtype,
-    with our experts.
+    """Build the model of a folder or Hub id on the meta device, with our experts.
+
+    The dtype is by default the config's.
     """
     return built(load_config(source, "model"), dtype)
 
@@ -245,8 +299,9 @@ def built(config, dtype: str | None = None) -> nn.Module:
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze a model and add LoRA matrices by PEFT to all linear layers and expert stacks except
-    the head and routers.
+    """Freeze a model and add LoRA matrices by PEFT.
+
+    All linear layers and expert stacks get them, except the head and the routers.
     """
     from moe_runtime.io.rows import require
     from moe_runtime.methods.lora import baseline
@@ -262,24 +317,24 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _give_shapes(model: nn.Module) -> None:
-    """Replace a model's tensors by fake ones on the CPU, in place; must be called under
-    `fake_mode`.
-    """
-    made: dict[int, torch.Tensor] = {}
+    """Replace a model's tensors by fake ones on the CPU, in place, under FakeTensorMode."""
+    fakes: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
                 if old is None:
                     continue
-                if id(old) not in made:
-                    new = torch.empty_strided(
-                        old.shape, old.stride(), dtype=old.dtype, device="cpu"
-                    )
-                    if isinstance(old, nn.Parameter):
-                        made[id(old)] = nn.Parameter(new, old.requires_grad)
-                    else:
-                        made[id(old)] = new
-                tensors[name] = made[id(old)]
+                if id(old) not in fakes:
+                    fakes[id(old)] = _fake(old)
+                tensors[name] = fakes[id(old)]
+
+
+def _fake(old: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor like `old` on the CPU, a parameter for a parameter."""
+    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, old.requires_grad)
+    return new
 
 
 def causal_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -300,11 +355,11 @@ def step_of(
     backend: str = "triton",
     prepare: Callable[[nn.Module], Any] | None = None,
 ) -> Step:
-    """Count one training step of a model on the meta device, which is unusable afterwards;
-    `inputs()` returns the batch.
+    """Count one training step of a model on the meta device, which is unusable afterwards.
 
-    `prepare(model)` may shard and freeze the weights, which then have shapes. `accumulate` is for
-    micro-batches after the first of an optimizer step, when gradients already exist.
+    `inputs()` returns the batch. `prepare(model)` may shard and freeze the weights, which then have
+    shapes. `accumulate` is for micro-batches after the first of an optimizer step, when gradients
+    already exist.
     """
     check_choice("backend", backend, ("triton", "torch", "cpp"))
     if checkpointing:
@@ -320,38 +375,33 @@ def step_of(
         trained = [p for p in model.parameters() if p.requires_grad]
         batch = inputs()
         known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-        ledger = _Ledger(
-            known,
-            backend,
-            model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None,
-        )
+        head = None
+        if hasattr(model, "get_output_embeddings"):
+            head = model.get_output_embeddings()
+        ledger = _Ledger(known, backend, head)
         with ledger:
             for p in trained:
                 if accumulate:
                     p.grad = torch.empty_like(p)
-                    ledger.own(p)
+                    ledger.add_gradient(p)
                 else:
-                    p.register_post_accumulate_grad_hook(ledger.own)
+                    p.register_post_accumulate_grad_hook(ledger.add_gradient)
             before = ledger.now
             with ledger.naming(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 loss = model(**batch).loss
-            kept = dict(ledger.by_kind)
-            kept[OTHER] = kept.get(OTHER, 0) - before
+            saved = dict(ledger.by_kind)
+            saved[OTHER] = saved.get(OTHER, 0) - before
             loss.backward()
-    return Step(
-        {kind: size for kind, size in kept.items() if size},
-        ledger.peak,
-        sum(map(nbytes, trained)),
-        ledger.active,
-    )
+    saved = {kind: size for kind, size in saved.items() if size}
+    return Step(saved, ledger.peak, sum(map(nbytes, trained)), ledger.active)
 
 
 def checkpoint(model: nn.Module) -> None:
     """Turn on gradient checkpointing, under the name that the installed transformers has for it."""
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )
+    if hasattr(model, "activation_checkpointing_enable"):
+        enable = model.activation_checkpointing_enable
+    else:
+        enable = model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
@@ -361,60 +411,74 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
-    """Return the bytes of the optimizer state for these parameters, and of its temporaries in a
-    step.
+    """Return the bytes of the optimizer's state, and of its temporaries in a step.
 
     adamw is torch's fused AdamW, adamw_torch the one that updates all parameters at once (the
     default on GPUs), 8bit is bitsandbytes' AdamW8bit, adafactor is transformers' Adafactor.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
-    largest = max((p.numel() for p in parameters), default=0)
-    if optimizer.startswith("adamw"):
-        return sum(2 * nbytes(p) + 4 for p in parameters), sum(map(nbytes, parameters)) * (
-            optimizer == "adamw_torch"
-        )
     if optimizer == "sgd":
         return 0, 0
-    if optimizer == "8bit":  # small parameters stay in float32; two shared maps of 256 values
-        sizes = [
-            8 * n if (n := p.numel()) < 4096 else 2 * n + 8 * math.ceil(n / 256) for p in parameters
-        ]
-        return sum(sizes) + 2048 * any(p.numel() >= 4096 for p in parameters), 0
-    rows = [
-        math.prod(p.shape[:-1]) + p.numel() // max(p.shape[-2], 1) if p.dim() > 1 else p.numel()
-        for p in parameters
-    ]
-    wide = all(p.dtype == torch.float32 for p in parameters)
-    return sum(4 * n + 4 for n in rows), 4 * largest * (2 if wide else 4)
+    if optimizer == "8bit":
+        return _state_of_8bit(parameters), 0
+    if optimizer == "adafactor":
+        largest = max((p.numel() for p in parameters), default=0)
+        is_wide = all(p.dtype == torch.float32 for p in parameters)
+        return _state_of_adafactor(parameters), 4 * largest * (2 if is_wide else 4)
+    size = sum(map(nbytes, parameters))
+    temporary = size if optimizer == "adamw_torch" else 0
+    return 2 * size + 4 * len(parameters), temporary
+
+
+def _state_of_8bit(parameters: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of AdamW8bit's state; small parameters stay in float32."""
+    state = 0
+    maps = 0
+    for p in parameters:
+        n = p.numel()
+        if n < 4096:
+            state += 8 * n
+        else:
+            state += 2 * n + 8 * math.ceil(n / 256)
+            maps = 2048  # two of 256 values, which all parameters share
+    return state + maps
+
+
+def _state_of_adafactor(parameters: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of Adafactor's state: rows and columns of matrices, all of vectors."""
+    state = 0
+    for p in parameters:
+        n = p.numel()
+        if p.dim() > 1:
+            n = math.prod(p.shape[:-1]) + n // max(p.shape[-2], 1)
+        state += 4 * n + 4
+    return state
 
 
 def estimate(
     model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str | None = None, **how: Any
 ) -> Estimate:
-    """Return the memory in bytes for training a model on the meta device, which is unusable
-    afterwards.
+    """Return the memory in bytes for training a model on the meta device, unusable afterwards.
 
     `inputs` and `how` are those of `step_of`. `packed` is the format in which frozen stacks are
     stored; in the step they count unpacked, as what an op saves does not depend on it.
     """
     step = step_of(model, inputs, **how)
-    stacks = stacks_of(model)
     names = dict(model.named_parameters())
     trained = [p for p in names.values() if p.requires_grad]
     adapters = sum(nbytes(p) for name, p in names.items() if "lora_" in name)
-    plain = sum(map(nbytes, stacks))
+    stacks = stacks_of(model)
+    experts = plain = sum(map(nbytes, stacks))
     rest = sum(map(nbytes, {*names.values(), *model.buffers()})) - adapters - plain
-    if packed is None:
-        experts = plain
-    else:
-        experts = sum(
-            round(p.numel() * bytes_per_weight(packed))
-            if p.dim() == 3 and not p.requires_grad
-            else nbytes(p)
-            for p in stacks
-        )
+    if packed is not None:
+        experts = 0
+        for p in stacks:
+            if p.dim() == 3 and not p.requires_grad:
+                experts += round(p.numel() * bytes_per_weight(packed))
+            else:
+                experts += nbytes(p)
     state, temporary = optimizer_bytes(trained, optimizer)
-    kept = sum(step.kept.values())
+    activations = sum(step.kept.values())
     top = max(step.peak, step.gradients + temporary)
     return Estimate(
         experts=experts,
@@ -422,9 +486,9 @@ def estimate(
         adapters=adapters,
         gradients=step.gradients,
         optimizer=state,
-        activations=kept,
-        temporary=max(0, top - step.gradients - kept),
-        overlap=max(0, step.gradients + kept - top),
+        activations=activations,
+        temporary=max(0, top - step.gradients - activations),
+        overlap=max(0, step.gradients + activations - top),
         peak=experts + rest + adapters + state + top,
         kept=step.kept,
         parameters=sum(p.numel() for p in names.values()),
@@ -435,57 +499,55 @@ def estimate(
 
 def stacks_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a model's experts, also through wrappers."""
-    found = [m for m in model.modules() if dropin.is_experts(m) or isinstance(m, Experts)]
-    return list(
-        {
-            id(p): p for m in found for name, p in m.named_parameters() if "lora_" not in name
-        }.values()
-    )
+    stacks = {}
+    for module in model.modules():
+        if not (dropin.is_experts(module) or isinstance(module, Experts)):
+            continue
+        for name, p in module.named_parameters():
+            if "lora_" not in name:
+                stacks[id(p)] = p
+    return list(stacks.values())
 
 
 def load(
     source: str, *, lora: int | None = None, bits: str = "16", dtype: str | None = None
 ) -> nn.Module:
-    """Build the model of a folder or Hub id on the meta device; all of it trains, or LoRA matrices
-    of rank `lora`.
+    """Build the model of a folder or Hub id on the meta device.
 
-    `bits` is the format of the frozen stacks of experts: 16, 8 (int8), 4 (nf4), or a format's name.
-    Raises ValueError if nothing can be packed: without lora, as packed stacks cannot be trained, or
-    without experts.
+    All of it trains, or LoRA matrices of rank `lora`. `bits` is the format of the frozen stacks of
+    experts: 16, 8 (int8), 4 (nf4), or a format's name. Raises ValueError if nothing can be packed:
+    without lora, as packed stacks cannot be trained, or without experts.
     """
     check_choice("bits", bits, tuple(BITS))
     if lora is not None:
         check_positive("lora", lora)
     model = model_of(source, dtype)
-    if BITS[bits] and (lora is None or not stacks_of(model)):
-        if lora is None:
-            why = "as all weights train"
-        else:
-            why = f"as {source} has no stacks of experts to pack"
+    if BITS[bits] and lora is None:
         raise ValueError(
-            f"bits must be 16, {why}, but got {bits}. Pass {'--lora, or ' * (lora is None)}--bits "
-            "16"
+            f"bits must be 16, as all weights train, but got {bits}. Pass --lora, or --bits 16"
+        )
+    if BITS[bits] and not stacks_of(model):
+        raise ValueError(
+            f"bits must be 16, as {source} has no stacks of experts to pack, but got {bits}. Pass "
+            "--bits 16"
         )
     return model if lora is None else add_lora(model, lora)
 
 
-def table(found: Estimate) -> list[tuple[str, int]]:
+def table(estimated: Estimate) -> list[tuple[str, int]]:
     """Return the printed lines as (name, bytes); those of activations by kind are indented."""
     lines = [
-        ("weights, experts", found.experts),
-        ("weights, rest", found.rest),
-        ("adapters", found.adapters),
+        ("weights, experts", estimated.experts),
+        ("weights, rest", estimated.rest),
+        ("adapters", estimated.adapters),
+        ("gradients", estimated.gradients),
+        ("optimizer", estimated.optimizer),
+        ("activations", estimated.activations),
     ]
-    lines += [
-        ("gradients", found.gradients),
-        ("optimizer", found.optimizer),
-        ("activations", found.activations),
-    ]
-    lines += [
-        (f"  {kind}", size) for kind, size in sorted(found.kept.items(), key=lambda item: -item[1])
-    ]
-    lines += [("temporary", found.temporary), ("not at the same time", -found.overlap)]
-    return [line for line in lines if line[1]] + [("peak", found.peak)]
+    for kind, size in sorted(estimated.kept.items(), key=lambda item: -item[1]):
+        lines.append((f"  {kind}", size))
+    lines += [("temporary", estimated.temporary), ("not at the same time", -estimated.overlap)]
+    return [line for line in lines if line[1]] + [("peak", estimated.peak)]
 
 
 def as_text(rows: Mapping[str, int] | Sequence[tuple[str, int]]) -> str:

@@ -1,5 +1,4 @@
-"""Memory per GPU, communication and bounds of a step for each engine: the cost model of
-`moe-runtime memory --gpus N`.
+"""Memory per GPU, communication and bounds of a step for each engine of `memory --gpus N`.
 
     DDP      every GPU holds everything; gradients are all-reduced in buckets, which are a copy of
              them
@@ -12,7 +11,9 @@
 
 Bytes that a GPU sends per optimizer step, with gathered weights P, gradients G and f = (n - 1) / n:
 
-    DDP   2 f G        FSDP2, ZeRO-3   f (2 P m + G m)        EP   f (2 G_rest + 2 (2 + recomputed) m R H s L)
+    DDP             2 f G
+    FSDP2, ZeRO-3   f (2 P m + G m)
+    EP              f (2 G_rest + 2 (2 + recomputed) m R H s L)
 
 with m micro-batches, R = T K rows of H elements of s bytes, and L MoE layers. A step takes at least
 the longest of its FLOPs at the GPU's rate, its bytes at the link's, and its weights, gradients and

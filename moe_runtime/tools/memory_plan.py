@@ -1,4 +1,4 @@
-"""Memory of trainings on several GPUs: what each needs with each engine."""
+"""Memory of trainings on several GPUs: what a GPU needs with each engine, and whether it fits."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -34,9 +34,7 @@ NAMES = {
 
 
 class Stage(NamedTuple):
-    """One training: `make()` builds its model on the meta device, `inputs(B)` a batch
-    of B examples.
-    """
+    """One training: `make()` builds its model on the meta device, `inputs(B)` a batch."""
 
     name: str
     make: Callable[[], torch.nn.Module]
@@ -63,42 +61,31 @@ class Setting(NamedTuple):
     checkpointing: bool
 
     def __str__(self) -> str:
-        many = f"{self.engine} on {self.gpus} GPUs" if self.gpus > 1 else "one GPU"
-        return (
-            f"{many}, per_device_batch_size "
-            f"{self.batch}{', gradient_checkpointing' * self.checkpointing}"
-        )
+        gpus = f"{self.engine} on {self.gpus} GPUs" if self.gpus > 1 else "one GPU"
+        text = f"{gpus}, per_device_batch_size {self.batch}"
+        return f"{text}, gradient_checkpointing" if self.checkpointing else text
 
 
 class Planned(NamedTuple):
-    """A stage in a setting, what one GPU holds, what it sends per optimizer step, and the least
-    seconds by what bounds it.
-    """
+    """A stage in a setting: what a GPU holds, what it sends per step, and the least seconds."""
 
     stage: str
     setting: Setting
     share: Share
     wire: Wire
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # by what bounds them
 
     def to_dict(self) -> dict:
         """Return all fields, JSON-ready."""
-        parts = self.setting._asdict() | {
-            f"{name}_bytes": size for name, size in self.share._asdict().items()
-        }
-        return {
-            "stage": self.stage,
-            **parts,
-            "total_bytes": self.share.total,
-            "sent": self.wire._asdict(),
-            "seconds": self.seconds,
-        }
+        fields = {"stage": self.stage} | self.setting._asdict()
+        for name, size in self.share._asdict().items():
+            fields[f"{name}_bytes"] = size
+        fields["total_bytes"] = self.share.total
+        return fields | {"sent": self.wire._asdict(), "seconds": self.seconds}
 
 
 class Planner:
-    """Trainings on one kind of GPU with the engines that run them; counts are shared between
-    settings.
-    """
+    """Trainings on one kind of GPU, with the engines that run them."""
 
     def __init__(
         self, stages: Sequence[Stage], gpu: str = "H100", engines: Sequence[str] = ENGINES
@@ -107,7 +94,7 @@ class Planner:
         self.stages = {one.name: one for one in stages}
         self.gpu = GPUS[gpu]
         self.engines = tuple(engines)
-        self._counted = functools.cache(self._count)
+        self._counted = functools.cache(self._count)  # settings share counts
 
     @classmethod
     def of_model(
@@ -138,28 +125,30 @@ class Planner:
         return cls([Stage("training", make, inputs, training, length, bf16, packed=packed)], gpu)
 
     def engines_for(self, name: str, engine: str | None, gpus: int) -> tuple[str, ...]:
-        """Return the engines to compare for a stage: the requested one, or all that apply; one GPU
-        needs none.
+        """Return the engines to compare for a stage: the requested one, or all that apply.
 
         Raises ValueError for expert parallelism on GPUs that do not divide the experts.
         """
         if engine is not None:
             check_choice("engine", engine, ENGINES)
-        asked = (engine,) if engine else self.engines if gpus > 1 else ("ddp",)
-        if "ep" not in asked:
-            return asked
+            engines = (engine,)
+        elif gpus > 1:
+            engines = self.engines
+        else:
+            engines = ("ddp",)
+        if "ep" not in engines:
+            return engines
         counts = {p.shape[0] for p in memory.stacks_of(self.stages[name].make())}
         if counts and all(count % gpus == 0 for count in counts):
-            return asked
+            return engines
         if engine is None:
-            return tuple(one for one in asked if one != "ep")
+            return tuple(one for one in engines if one != "ep")
+        experts = "no experts"
         if counts:
-            have = f"has layers of {', '.join(map(str, sorted(counts)))} experts"
-        else:
-            have = "has no experts"
+            experts = f"layers of {', '.join(map(str, sorted(counts)))} experts"
         raise ValueError(
-            f"Engine ep requires that {gpus} GPUs divide the experts, but {name} {have}. Pass "
-            "another --gpus"
+            f"Engine ep requires that {gpus} GPUs divide the experts, but {name} has {experts}. "
+            "Pass another --gpus"
         )
 
     def setting_of(self, name: str, engine: str, gpus: int) -> Setting:
@@ -181,12 +170,15 @@ class Planner:
         # accelerate's FSDP2 casts trainable weights to float32
         if dtype == torch.float32 and stage.prepare is None:
             for p in model.parameters():
-                p.data = p.data.float() if p.requires_grad else p.data
-        model = model.to(dtype) if dtype == torch.bfloat16 else model
+                if p.requires_grad:
+                    p.data = p.data.float()
+        if dtype == torch.bfloat16:
+            model = model.to(dtype)
         size = 2 if stage.bf16 else next(model.parameters()).element_size()
-        named = stage.training.optimizer
-        optimizer = NAMES.get(named, named if named in memory.OPTIMIZERS else "adamw")
-        found = memory.estimate(
+        optimizer = NAMES.get(stage.training.optimizer, stage.training.optimizer)
+        if optimizer not in memory.OPTIMIZERS:
+            optimizer = "adamw"
+        estimate = memory.estimate(
             model,
             lambda: stage.inputs(batch),
             optimizer=optimizer,
@@ -196,61 +188,59 @@ class Planner:
             prepare=stage.prepare,
             packed=stage.packed,
         )
-        return found, shapes_of(model, batch * stage.length, size)
+        return estimate, shapes_of(model, batch * stage.length, size)
 
     def plan(self, name: str, setting: Setting) -> Planned:
         """Return what a stage needs in a setting."""
-        stage, (engine, gpus, batch, checkpointing) = self.stages[name], setting
+        stage = self.stages[name]
+        engine, gpus, batch, checkpointing = setting
         micro = max(stage.training.batch_size // (batch * gpus), 1)
         sharded = gpus > 1 and engine in ("fsdp2", "zero3") and stage.bf16
         counted = functools.partial(self._counted, name, batch, checkpointing, micro > 1)
-        found, shapes = counted(torch.float32 if sharded else None)
+        estimate, shapes = counted(torch.float32 if sharded else None)
         compute = 1.0
-        per_device = 2 * batch * stage.length
         if sharded:  # weights are gathered in bfloat16, so autocast saves no casts of them
             narrow, smaller = counted(torch.bfloat16)
-            found = found._replace(active=narrow.active)
+            estimate = estimate._replace(active=narrow.active)
             compute = smaller.weights / max(shapes.weights, 1)
-        wire = wire_of(found, shapes, engine, gpus, micro, compute, checkpointing)
-        active = found.parameters * (1 - shapes.expert_share * (1 - shapes.active_experts))
-        seconds = seconds_of(
-            found, wire, self.gpu, gpus, micro * per_device // 2, round(active), engine
-        )
-        return Planned(name, setting, share_of(found, shapes, engine, gpus, compute), wire, seconds)
+        wire = wire_of(estimate, shapes, engine, gpus, micro, compute, checkpointing)
+        active = estimate.parameters * (1 - shapes.expert_share * (1 - shapes.active_experts))
+        tokens = micro * batch * stage.length
+        seconds = seconds_of(estimate, wire, self.gpu, gpus, tokens, round(active), engine)
+        share = share_of(estimate, shapes, engine, gpus, compute)
+        return Planned(name, setting, share, wire, seconds)
 
     def nearest(self, name: str, setting: Setting, memory_bytes: float) -> Planned | None:
-        """Return the first setting that fits: with checkpointing, one example at a time, FSDP2,
-        more GPUs up to 1,024.
+        """Return the first setting that fits, or None.
+
+        Tried are checkpointing, one example at a time, then FSDP2 on up to 1,024 GPUs.
         """
-        mild = [setting._replace(checkpointing=True), setting._replace(checkpointing=True, batch=1)]
-        if "fsdp2" in self.engines:
-            sharded = [one._replace(engine="fsdp2") for one in (setting, *mild)]
-        else:
-            sharded = []
-        counts = [setting.gpus * 2**n for n in range(11) if setting.gpus * 2**n <= 1024]
-        batch_size = self.stages[name].training.batch_size
-        more = [
-            one._replace(gpus=n)
-            for n in counts
-            for one in sharded
-            if n > 1 and batch_size % (one.batch * n) == 0
+        small = [
+            setting._replace(checkpointing=True),
+            setting._replace(checkpointing=True, batch=1),
         ]
-        for one in (*mild, *more):
-            found = self.plan(name, one)
-            if found.share.total + RESERVED <= memory_bytes:
-                return found
+        settings = list(small)
+        gpus = setting.gpus
+        while "fsdp2" in self.engines and gpus <= 1024:
+            for one in (setting, *small):
+                divides = self.stages[name].training.batch_size % (one.batch * gpus) == 0
+                if gpus > 1 and divides:
+                    settings.append(one._replace(engine="fsdp2", gpus=gpus))
+            gpus *= 2
+        for one in settings:
+            planned = self.plan(name, one)
+            if planned.share.total + RESERVED <= memory_bytes:
+                return planned
         return None
 
 
-def as_text(found: Planned) -> str:
+def as_text(planned: Planned) -> str:
     """Format a stage as one line: what one GPU holds, in GB, and what it sends."""
-    parts = "".join(
-        f"{size / 1e9:10.1f}" for size in (*found.share, found.share.total, found.wire.bytes)
-    )
-    bound = max(found.seconds, key=found.seconds.get)
-    return (
-        f"{found.stage:12s}{found.setting.engine:>6s}{parts}  {bound} {found.seconds[bound]:.2g} s"
-    )
+    sizes = (*planned.share, planned.share.total, planned.wire.bytes)
+    columns = "".join(f"{size / 1e9:10.1f}" for size in sizes)
+    bound = max(planned.seconds, key=planned.seconds.get)
+    name = f"{planned.stage:12s}{planned.setting.engine:>6s}"
+    return f"{name}{columns}  {bound} {planned.seconds[bound]:.2g} s"
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activated", "buffers", "all", "sent")

@@ -63,48 +63,43 @@ class ContextLost(RuntimeError):
 
 
 class Results:
-    """The file of measured configs for one GPU: finished problems, and configs that must not be
-    tried again.
+    """The file of measured configs for one GPU, and of configs that must not be tried again.
 
     A process records what it tries in a new marker file, which it keeps locked; an unlocked marker
     belongs to a dead process.
     """
 
     def __init__(self, path: Path, device: str):
-        self.path, self.device, self.host = (
-            files.check_out_file(path, overwrite=True),
-            device,
-            socket.gethostname(),
-        )
+        self.path = files.check_out_file(path, overwrite=True)
+        self.device = device
+        self.host = socket.gethostname()
         tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
         with files.alone_in(path.parent):
             for marker in list(path.parent.glob(f".{path.name}.trying-*")):
-                with (
-                    files.locked(marker, wait=False) as free,
-                    contextlib.suppress(FileNotFoundError, ValueError),
-                ):
-                    # empty if it died before it tried anything
-                    died = json.loads(marker.read_text() or "{}")
-                    alive = free is False or (
-                        free is None and Path(f"/proc/{died.get('pid')}").exists()
-                    )
-                    if not alive and died.get("host", self.host) == self.host:
-                        if died:
-                            self.save_broken(died["key"], died["tile"], "the process died")
-                        marker.unlink()
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    self._collect(marker)
+
+    def _collect(self, marker: Path) -> None:
+        """Record the config of a marker whose process has died on this host, and remove it."""
+        with files.locked(marker, wait=False) as free:
+            # empty if it died before it tried anything
+            died = json.loads(marker.read_text() or "{}")
+            if free is None:  # a file system without locks
+                free = not Path(f"/proc/{died.get('pid')}").exists()
+            if not free or died.get("host", self.host) != self.host:
+                return
+            if died:
+                self.save_broken(died["key"], died["tile"], "the process died")
+            marker.unlink()
 
     def read(self) -> dict:
         """Return the GPU's part of the file."""
         return self._load()["devices"].get(self.device, {"tiles": {}})
 
     def broken(self, key: str) -> list[Tile | None]:
-        """Return the configs that killed a process on this problem; None stands for compiling many
-        at once.
-        """
-        return [
-            entry["tile"] and Tile(**entry["tile"])
-            for entry in self.read().get("broken", {}).get(key, ())
-        ]
+        """Return the configs that killed a process; None stands for compiling many at once."""
+        entries = self.read().get("broken", {}).get(key, ())
+        return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
 
     def save(self, key: str, entry: dict) -> None:
         """Write the entry of a problem."""
@@ -112,18 +107,18 @@ class Results:
 
     def save_broken(self, key: str, tile: dict | None, note: str) -> None:
         """Record a config that killed a process, None for compiling many at once."""
-        self._change(
-            lambda d: (
-                d.setdefault("broken", {}).setdefault(key, []).append({"tile": tile, "note": note})
-            )
-        )
+
+        def add(device: dict) -> None:
+            entries = device.setdefault("broken", {}).setdefault(key, [])
+            entries.append({"tile": tile, "note": note})
+
+        self._change(add)
 
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Create a marker file that remains only if the process dies in this block."""
-        marker = self.path.with_name(
-            f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}"
-        )
+        name = f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}"
+        marker = self.path.with_name(name)
         with contextlib.ExitStack() as stack:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,8 +183,9 @@ class EventTimer:
 def time_all(
     functions: dict[Hashable, Callable], timer, rounds: int, seconds: float
 ) -> dict[Hashable, float]:
-    """Return the median milliseconds of each, timed in turn; losers drop out after 3 rounds,
-    `seconds` limits from 5 on.
+    """Return the median milliseconds of each, timed in turn.
+
+    All but the first drop out after 3 rounds if they are slow; `seconds` limits from 5 rounds on.
     """
     times = {name: [] for name in functions}
     left = list(functions)
@@ -201,33 +197,33 @@ def time_all(
             spent += ms / 1e3
         medians = {name: statistics.median(values) for name, values in times.items()}
         if n == 3:
-            left = [
-                name
-                for i, name in enumerate(left)
-                if i == 0 or medians[name] <= LOSER * min(medians.values())
-            ]
+            limit = LOSER * min(medians.values())
+            left = left[:1] + [name for name in left[1:] if medians[name] <= limit]
         if n >= 5 and spent > seconds:
             break
     return medians
 
 
-def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest row error relative to the rows' root mean square norm, of tensors [...,
-    n]; inf for other shapes.
+def worst_row(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest row error relative to the rows' root mean square norm.
+
+    Tensors are [..., n] with rows of n, or [n] with rows of one number; inf for other shapes.
     """
-    if got.shape != want.shape or not want.numel():
-        return 0.0 if got.shape == want.shape else float("inf")
-    got, want = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[:, None] for t in (got, want))
-    step = max(1, (1 << 28) // want.shape[1])  # a float32 copy of everything could be too large
-    errors = []
+    if result.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    width = expected.shape[-1] if expected.dim() > 1 else 1
+    rows = max(1, (1 << 28) // width)  # a float32 copy of everything could be too large
+    worst = []
     norms = []
-    for a, b in zip(got.split(step), want.split(step)):
-        b = b.float()
-        norms.append(b.square().sum())
-        errors.append((a.float() - b).square().sum(1).max())
-    return float(
-        (torch.stack(errors).max() / (torch.stack(norms).sum() / len(want)).clamp_min(1e-30)).sqrt()
-    )
+    pairs = zip(result.reshape(-1, width).split(rows), expected.reshape(-1, width).split(rows))
+    for some, exact in pairs:
+        exact = exact.float()
+        norms.append(exact.square().sum())
+        worst.append((some.float() - exact).square().sum(1).max())
+    mean = torch.stack(norms).sum() / (expected.numel() // width)
+    return float((torch.stack(worst).max() / mean.clamp_min(1e-30)).sqrt())
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
@@ -253,57 +249,56 @@ def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.dev
 def runner(
     product: str, layer: Layer, T: int, dtype: str, device: torch.device
 ) -> Callable[[Tile], tuple]:
-    """Return a function that runs this product with a config on random rows and weights; results
-    are about 1.
-    """
+    """Return a function that runs this product with a config; results are about 1."""
     H, I, E, K, shared, gated = layer
     R = T * K
     Z = I * (1 + gated)
     generator = torch.Generator(device).manual_seed(0)
+    like = {"generator": generator, "device": device}
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(
-            size, generator=generator, dtype=getattr(torch, dtype), device=device
-        ).mul_(scale)
+        return torch.randn(size, dtype=getattr(torch, dtype), **like).mul_(scale)
 
-    slots = (
-        torch.rand(T, E - shared, generator=generator, device=device).topk(K - shared).indices
-        + shared
-    )
+    slots = torch.rand(T, E - shared, **like).topk(K - shared).indices + shared
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
     # allocated here, as no kernel runs inside `compile_ahead`
-    rows_of = {
-        BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)
-    }
+    maps = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
     if product == "up":
         x = random(T, H)
         w = random(E, Z, H, scale=H**-0.5)
         return lambda tile: up_forward(
-            x, w, None, row_slot, rows_of[tile.BLOCK_M], K, "silu", gated, True, tile
+            x, w, None, row_slot, maps[tile.BLOCK_M], K, "silu", gated, True, tile
         )
-    if product in ("down", "dx"):
-        down = product == "down"
-        a = random(R, I if down else Z)
-        w = random(E, H, I, scale=I**-0.5) if down else random(E, Z, H, scale=Z**-0.5)
-        return lambda tile: (grouped_gemm_forward(a, w, None, rows_of[tile.BLOCK_M], down, tile),)
+    if product == "down":
+        h = random(R, I)
+        w = random(E, H, I, scale=I**-0.5)
+        return lambda tile: (grouped_gemm_forward(h, w, None, maps[tile.BLOCK_M], True, tile),)
+    if product == "dx":
+        dz = random(R, Z)
+        w = random(E, Z, H, scale=Z**-0.5)
+        return lambda tile: (grouped_gemm_forward(dz, w, None, maps[tile.BLOCK_M], False, tile),)
     if product == "dz":
         dout = random(T, H)
         w = random(E, H, I, scale=H**-0.5)
         z = random(R, Z)
-        weight = torch.rand(T, K, generator=generator, device=device)
+        weight = torch.rand(T, K, **like)
         return lambda tile: dz_backward(
-            dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], z, "silu", gated, True, tile
+            dout, w, None, weight, row_slot, maps[tile.BLOCK_M], z, "silu", gated, True, tile
         )
-    gather = "x" if product == "dw_up" else "dy"
-    dy, x = (random(R, Z), random(T, H)) if product == "dw_up" else (random(T, H), random(R, I))
+    if product == "dw_up":
+        dy = random(R, Z)
+        x = random(T, H)
+        gather = "x"
+    else:
+        dy = random(T, H)
+        x = random(R, I)
+        gather = "dy"
     return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
 
 
 def find_gpu() -> tuple[torch.device, EventTimer]:
-    """Return the GPU to measure and its timer; raises ValueError without a GPU that runs the
-    kernels.
-    """
+    """Return the GPU to measure and its timer; raises ValueError without one."""
     reason = "torch.cuda.is_available() is False"
     device = None
     if torch.cuda.is_available():
@@ -324,63 +319,66 @@ def measure(
     """
     notes = {}
     good = []
-    want = None
+    expected = None  # of the built-in config
     for tile in pool:
-        got = None
+        result = None
         try:
             with trying(tile), _poisoned():
-                got = run(tile)
+                result = run(tile)
                 # the partial sums depend on BLOCK_N, but their sum does not
                 if problem.kernel == "dz":
-                    got = (*got[:2], got[2].sum(1))
-                error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
+                    result = (*result[:2], result[2].sum(1))
+                error = 0.0
+                if expected is not None:
+                    error = max(worst_row(a, b) for a, b in zip(result, expected))
         except Unwritten:
             raise
         except Exception as failure:
             notes[tile] = _one_line(failure)
             _check_context(tile, notes[tile])
-            if want is None:
+            if expected is None:
                 raise RuntimeError(f"The built-in config does not run: {notes[tile]}") from failure
             continue
-        want = got if want is None else want
+        if expected is None:
+            expected = result
         if error <= TOLERANCE[problem.dtype]:  # false for NaN
             good.append(tile)
         else:
             notes[tile] = f"wrong result: the error of a row is {error:.1e}"
-    want = got = None
-    times = time_all({tile: functools.partial(run, tile) for tile in good}, timer, ROUNDS, SECONDS)
+    expected = result = None  # frees their memory
+    functions = {tile: functools.partial(run, tile) for tile in good}
+    times = time_all(functions, timer, ROUNDS, SECONDS)
+    built_in = pool[0]
     best = min(good, key=times.get)
-    best = pool[0] if times[best] > times[pool[0]] * (1 - GAIN) else best
-    tried = [
-        {"tile": tile._asdict(), "ms": times.get(tile), "note": notes.get(tile, "")}
-        for tile in pool
-    ]
-    table = {"tile": pool[0]._asdict(), "ms": times[pool[0]]}
+    if times[best] > times[built_in] * (1 - GAIN):
+        best = built_in
+    tried = []
+    for tile in pool:
+        note = notes.get(tile, "")
+        tried.append({"tile": tile._asdict(), "ms": times.get(tile), "note": note})
+    table = {"tile": built_in._asdict(), "ms": times[built_in]}
     return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
 
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
-    """Fill torch.empty with NaN, as reused memory with the right result could hide a tile that was
-    never written.
-    """
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    """Fill torch.empty with NaN: reused memory could hide a tile that was never written."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
-    """Compile the kernels of all configs in parallel threads; a config that fails here fails again
-    when it is measured.
+    """Compile the kernels of all configs in parallel threads, and ignore what fails.
+
+    A config that fails here fails again when it is measured.
     """
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
@@ -419,15 +417,13 @@ def _check_context(tile: Tile, note: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    return (
-        f"{type(error).__name__}: {one_line((str(error).strip().splitlines() or [''])[0], 200)}"
-    ).rstrip(": ")
+    name = type(error).__name__
+    text = str(error).strip()
+    return f"{name}: {one_line(text.splitlines()[0], 200)}" if text else name
 
 
 class Step(NamedTuple):
-    """The outcome for one problem: measured, kept (from the file), failed, or left for the next
-    run.
-    """
+    """The outcome of a problem: measured, kept (from the file), failed, or left for later."""
 
     state: str
     title: str
@@ -438,13 +434,11 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         if self.entry is None:
-            return f"{self.title}: {self.state}" + (f", {self.note}" if self.note else "")
-        ms = self.entry["ms"]
+            return f"{self.title}: {self.state}{', ' if self.note else ''}{self.note}"
+        tile = Tile(**self.entry["tile"]).short()
         table = self.entry["table"]["ms"]
-        return (
-            f"{self.title}: {Tile(**self.entry['tile']).short()}, {ms:.3f} ms; built in "
-            f"{table:.3f} ms ({self.state})"
-        )
+        times = f"{self.entry['ms']:.3f} ms; built in {table:.3f} ms"
+        return f"{self.title}: {tile}, {times} ({self.state})"
 
 
 def tune(
@@ -456,12 +450,11 @@ def tune(
     again: bool = False,
     seconds: float | None = None,
 ) -> Iterator[Step]:
-    """Measure every problem of `layers` with `tokens` in `dtypes`, one step each, into `path`
-    (`tiles.tuned_path()`).
+    """Measure every problem of `layers` with `tokens` in `dtypes`, one step each.
 
-    Problems that are already in the file are skipped unless `again`. After `seconds` no new problem
-    is started. Raises ValueError without a GPU or for an invalid file, and ContextLost if nothing
-    can run anymore.
+    The file is `path`, or the one that the kernels read. Problems that are already in the file are
+    skipped unless `again`. After `seconds` no new problem is started. Raises ValueError without a
+    GPU or for an invalid file, and ContextLost if nothing can run anymore.
     """
     for layer in layers.values():
         layer.check()
@@ -516,22 +509,20 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
             with contextlib.suppress(RuntimeError):  # the context may be lost
                 torch.cuda.empty_cache()
     _, layer, T, dtype, _ = work
-    results.save(
-        problem.key(), entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions()
-    )
+    about = {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions()
+    results.save(problem.key(), entry | about)
     return step._replace(state="measured", entry=entry)
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions that a measurement depends on, and the date."""
-    driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"
-    # as bench/gpu.sh sets it
-    commit = {"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}
-    found = {
+    used = {
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "driver": driver,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
-    return commit | found
+    if "COMMIT" in os.environ:  # as bench/gpu.sh sets it
+        used["commit"] = os.environ["COMMIT"]
+    return used

@@ -1,5 +1,4 @@
-"""Compile the kernels that a model will launch, in parallel and before its first step:
-`moe_runtime.warmup(model)`.
+"""Compile the kernels that a model will launch before its first step: `moe_runtime.warmup`.
 
 Triton compiles a kernel at its first launch with arguments of new types or constants, about a
 second each. Here each layer of the model runs on tensors of the meta device, which have no memory,
@@ -58,22 +57,22 @@ def warmup(
     arch: int | None = None,
     processes: int | None = None,
 ) -> Warmup:
-    """Compile what the MoE layers of `model` will launch, in parallel processes, without launching
-    anything.
+    """Compile what the MoE layers of `model` will launch, in parallel, without launching anything.
 
     Args:
-        model: a model whose layers run on moe_runtime (`moe_runtime.patch`, or one of ours), in the
-        dtype that it will run in. tokens: numbers of tokens of a forward pass; launch configs
-        depend on them. backward: whether to compile for training too, for the parameters that
-        require a gradient. arch: 10 * major + minor of the compute capability to compile for, such
-        as 90; by default this machine's GPU. processes: how many compile at a time; by default one
-        for each core.
+        model: A model whose layers run on moe_runtime (`moe_runtime.patch`, or one of ours), in the
+            dtype that it will run in.
+        tokens: Numbers of tokens of a forward pass; launch configs depend on them.
+        backward: Whether to compile for training too, for the parameters that require a gradient.
+        arch: 10 * major + minor of the compute capability to compile for, such as 90; by default
+            this machine's GPU.
+        processes: How many compile at a time; by default one for each core.
 
-    Returns: what was compiled; all zeros, after a printed line, without a GPU that runs the
-    kernels.
+    Returns:
+        What was compiled; all zeros, after a printed line, without a GPU that runs the kernels.
 
-    Raises: ValueError if no layer of the model runs on moe_runtime, or for numbers of tokens below
-    1.
+    Raises:
+        ValueError: If no layer of the model runs on moe_runtime, or for numbers of tokens below 1.
     """
     tokens = [tokens] if isinstance(tokens, int) else [*tokens]
     if not tokens or min(tokens) < 1:
@@ -101,9 +100,7 @@ def _problem(arch: int | None) -> str | None:
 
 
 def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> list[dict]:
-    """Return the launches of the model's MoE layers with each of `tokens`, one of each variant, as
-    JSON describes them.
-    """
+    """Return the launches of the model's MoE layers, one of each variant, as JSON has them."""
     layers = _layers(model)
     if not layers:
         raise ValueError(
@@ -115,23 +112,19 @@ def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> li
     seen = set()
     with _recording(variants, arch):
         for name, layer in layers.items():
-            parameters = layer.module.named_parameters()
-            shapes = tuple(
-                (n, t.shape, t.stride(), t.dtype, t.requires_grad) for n, t in parameters
-            )
-            if shapes in seen:
+            shapes = []
+            for of, t in layer.module.named_parameters():
+                shapes.append((of, t.shape, t.stride(), t.dtype, t.requires_grad))
+            if tuple(shapes) in seen:
                 continue
-            seen.add(shapes)
+            seen.add(tuple(shapes))
             try:
                 for T in tokens:
-                    _run(
-                        layer._replace(module=copy.deepcopy(layer.module, dict(memo))), T, backward
-                    )
+                    module = copy.deepcopy(layer.module, dict(memo))
+                    _run(layer._replace(module=module), T, backward)
             except Exception as error:
-                print(
-                    f"moe_runtime.warmup: {name} cannot run without memory: "
-                    f"{type(error).__name__}: {error}"
-                )
+                why = f"{type(error).__name__}: {error}"
+                print(f"moe_runtime.warmup: {name} cannot run without memory: {why}")
     return [*variants.values()]
 
 
@@ -144,26 +137,25 @@ class _Layer(NamedTuple):
 
 
 def _layers(model: nn.Module) -> dict[str, _Layer]:
-    """Return the MoE layers that run on moe_runtime: our own, and experts of stock models with
-    PEFT's wrappers around them.
+    """Return the MoE layers that run on moe_runtime: ours, and experts of stock models.
+
+    PEFT's wrappers belong to the experts that they wrap.
     """
     from moe_runtime.hf.dropin.gates import NAME, is_experts
     from moe_runtime.modules.moe import MoE
 
-    found = {}
-    for name, module in model.named_modules():
+    layers = {}
+    for path, module in model.named_modules():
         if isinstance(module, MoE):
-            found[name] = _Layer(module, module.config.hidden_size, None)
+            layers[path] = _Layer(module, module.config.hidden_size, None)
         elif is_experts(module) and getattr(module.config, "_experts_implementation", None) == NAME:
+            name = path
             while name.endswith(".base_layer"):
                 name = name.removesuffix(".base_layer")
-            top_k = next(
-                getattr(module.config, field)
-                for field in TOP_K
-                if getattr(module.config, field, None)
-            )
-            found[name] = _Layer(model.get_submodule(name), module.config.hidden_size, top_k)
-    return found
+            values = [getattr(module.config, field, None) for field in TOP_K]
+            top_k = next(value for value in values if value)
+            layers[name] = _Layer(model.get_submodule(name), module.config.hidden_size, top_k)
+    return layers
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +174,8 @@ def _run(layer: _Layer, T: int, backward: bool) -> None:
         layer.module(*_inputs(layer, T, dtype, False))
     for _ in range(2 if backward else 0):  # the second one adds to gradients
         out = layer.module(*_inputs(layer, T, dtype, True))
-        out = out[0] if isinstance(out, tuple) else out
+        if isinstance(out, tuple):
+            out = out[0]
         out.sum().backward()
 
 
@@ -200,24 +193,24 @@ class _Kernels(TorchDispatchMode):
     """Runs the kernels of our ops on the meta device, where their fakes would run."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func.namespace == "moe_runtime":
-            return KERNELS[func.__name__.partition(".")[0]](*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return KERNELS[func.__name__.partition(".")[0]](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
-    """Record launches into `variants` instead of executing them, as on a GPU of this
-    architecture.
-    """
+    """Record launches into `variants` instead of executing them, as on a GPU of this kind."""
     from moe_runtime.kernels import tiles
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
     def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
-        return backend or (
-            "triton" if op in backends.TRITON_OPS and x.dtype != torch.float64 else "torch"
-        )
+        if backend is not None:
+            return backend
+        has_kernel = op in backends.TRITON_OPS and x.dtype != torch.float64
+        return "triton" if has_kernel else "torch"
 
     changed = [
         (backends, "choose", choose),
@@ -242,48 +235,42 @@ def kernels() -> dict[str, object]:
 
     import moe_runtime.kernels
 
-    found = {}
+    by_name = {}
     for path in sorted(Path(*moe_runtime.kernels.__path__).glob("*.py")):
         module = importlib.import_module(f"moe_runtime.kernels.{path.stem}")
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and value.module == module.__name__:
-                found[f"{path.stem}.{name}"] = value
-    return found
+                by_name[f"{path.stem}.{name}"] = value
+    return by_name
 
 
 def _note(variants: dict[str, dict], kernel: str, function, *args, grid, warmup, **kwargs) -> None:
     """Record a launch, in the place of JITFunction.run."""
     names = [parameter.name for parameter in function.params]
-    given = dict(zip(names, args)) | {
-        name: value for name, value in kwargs.items() if name in names
-    }
-    options = {name: value for name, value in kwargs.items() if name not in names}
-    launch = {
-        "kernel": kernel,
-        "arguments": {name: _describe(value) for name, value in given.items()},
-        "options": options,
-    }
-    types = {
-        parameter.name: _type(launch["arguments"].get(parameter.name), parameter)
-        for parameter in function.params
-    }
+    arguments = {name: _describe(value) for name, value in zip(names, args)}
+    options = {}
+    for name, value in kwargs.items():
+        if name in names:
+            arguments[name] = _describe(value)
+        else:
+            options[name] = value
+    types = {}
+    for parameter in function.params:
+        types[parameter.name] = _type(arguments.get(parameter.name), parameter)
+    launch = {"kernel": kernel, "arguments": arguments, "options": options}
     variants.setdefault(json.dumps([kernel, types, options]), launch)
 
 
 def _describe(value):
-    """Return an argument as JSON holds it: a tensor by its dtype, as its memory is always
-    aligned.
-    """
+    """Return an argument as JSON holds it: a tensor by its dtype, as its memory is aligned."""
     if isinstance(value, torch.Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch.")}
     if hasattr(value, "block_shape"):
-        shape = [*map(int, value.shape)]
-        strides = [*map(int, value.strides)]
         return {
             "descriptor": _describe(value.base)["tensor"],
-            "shape": shape,
-            "strides": strides,
-            "block": [*value.block_shape],
+            "shape": [int(size) for size in value.shape],
+            "strides": [int(stride) for stride in value.strides],
+            "block": list(value.block_shape),
         }
     if hasattr(value, "_fields"):
         group = f"{type(value).__module__}.{type(value).__name__}"
@@ -295,32 +282,35 @@ def _describe(value):
 
 def _type(value, parameter):
     """Return what of a described argument makes another variant."""
-    if parameter.is_constexpr or not isinstance(value, int) or isinstance(value, bool):
-        if isinstance(value, dict) and "descriptor" in value:
-            return [value["descriptor"], value["block"]]
-        if isinstance(value, dict) and "group" in value and not parameter.is_constexpr:
-            return [value["group"], [_type(member, parameter) for member in value["members"]]]
-        return "float" if isinstance(value, float) and not parameter.is_constexpr else value
-    wide = "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, dict) and "descriptor" in value:
+        return [value["descriptor"], value["block"]]
+    if parameter.is_constexpr or isinstance(value, bool):
+        return value
+    if isinstance(value, dict) and "group" in value:
+        return [value["group"], [_type(member, parameter) for member in value["members"]]]
+    if isinstance(value, float):
+        return "float"
+    if not isinstance(value, int):
+        return value
+    width = "i32" if -(2**31) <= value < 2**31 else "i64"
     if parameter.do_not_specialize:
-        return wide
-    return 1 if value == 1 else f"{wide}{':16' * (value % 16 == 0)}"
+        return width
+    if value == 1:
+        return 1
+    return f"{width}:16" if value % 16 == 0 else width
 
 
 def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
     """Compile the launches' variants, and say so."""
     began = time.monotonic()
     count = max(min(processes, len(launches) // A_PROCESS), 1)
-    print(
-        f"moe_runtime.warmup: {len(launches)} variants of kernels for sm_{arch}, in {count} "
-        "processes",
-        flush=True,
-    )
+    text = f"{len(launches)} variants of kernels for sm_{arch}, in {count} processes"
+    print(f"moe_runtime.warmup: {text}", flush=True)
+    parts = [launches[i::count] for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
-        parts = pool.map(
-            lambda part: _compile_part(part, arch), [launches[i::count] for i in range(count)]
-        )
-        states = [state for part in parts for state in part]
+        states = []
+        for part in pool.map(lambda part: _compile_part(part, arch), parts):
+            states += part
     failed = tuple(state for state in states if state not in ("compiled", "cached"))
     done = Warmup(len(launches), states.count("compiled"), states.count("cached"), failed)
     seconds = time.monotonic() - began
@@ -334,17 +324,12 @@ def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
 
 
 def _compile_part(launches: list[dict], arch: int) -> list[str]:
-    """Return what became of each launch; a compiler that dies leaves the others of its process
-    uncompiled.
-    """
+    """Return what became of each launch; a compiler that dies leaves the rest uncompiled."""
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, str(arch)]
     text = "".join(json.dumps(launch) + "\n" for launch in launches)
     done = subprocess.run(command, input=text, capture_output=True, text=True)
-    states = [
-        line.removeprefix("warmup ")
-        for line in done.stdout.splitlines()
-        if line.startswith("warmup ")
-    ]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("warmup ")]
+    states = [line.removeprefix("warmup ") for line in lines]
     last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
     missing = launches[len(states) :]
     return states + [f"{launch['kernel']}: the compiler died: {last}" for launch in missing]
@@ -389,9 +374,7 @@ def _restore(value):
 
 
 def compile_one(launch: dict) -> str:
-    """Compile a launch's variant for the active driver; return "compiled", "cached" or the
-    error.
-    """
+    """Compile a launch's variant for the active driver; return "compiled", "cached" or an error."""
     from triton import knobs
 
     hits = []
@@ -400,10 +383,8 @@ def compile_one(launch: dict) -> str:
     try:
         kernels()[launch["kernel"]].warmup(**arguments, grid=(1,), **launch["options"])
     except Exception as error:
-        return (
-            f"{launch['kernel']}: {type(error).__name__}: "
-            f"{(str(error).strip().splitlines() or [''])[-1]}"
-        )
+        lines = str(error).strip().splitlines() or [""]
+        return f"{launch['kernel']}: {type(error).__name__}: {lines[-1]}"
     return "cached" if all(hits) else "compiled"
 
 

@@ -1,4 +1,4 @@
-"""`moe-runtime eval`: evaluate models on tasks, problem by problem, with significance tests of
+"""`python -m papers eval`: evaluate models on tasks, problem by problem, with significance tests of
 their differences.
 
 OUT/results.json             the settings, every score with its interval, every comparison

@@ -1,4 +1,4 @@
-"""The models of `moe-runtime eval`: every kind of folder as a language model of lm-eval, with
+"""The models of `python -m papers eval`: every kind of folder as a language model of lm-eval, with
 recorded answers.
 
 FOLDER               a model of transformers, dense or MoE, or one of ours, upcycled or with LoRA

@@ -1,4 +1,4 @@
-"""The tasks of `moe-runtime eval`: built-in ones that read files, and YAML tasks, all run as tasks
+"""The tasks of `python -m papers eval`: built-in ones that read files, and YAML tasks, all run as tasks
 of lm-eval.
 
 task        a problem's columns                        an answer is right if

@@ -2,7 +2,6 @@
 writes nothing.
 """
 
-import importlib
 import json
 import pwd
 import subprocess
@@ -16,7 +15,6 @@ from moe_runtime import cli
 from moe_runtime.backends import OPS
 from moe_runtime.io import console
 from moe_runtime.methods.xft.presets import PRESETS
-from papers import cli_tables as tables
 from tests.hf.tiny import dense
 
 
@@ -47,15 +45,7 @@ def run(monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_a_real_process(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "moe_runtime",
-        "xft",
-        "upcycle",
-        str(tmp_path),
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, "-m", "moe_runtime", "xft", "upcycle", str(tmp_path), "out"]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 1 and out.stdout == ""
     assert (
@@ -94,18 +84,8 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
     sizes = ("--num-experts", 4, "--top-k", 3)
     out = run("xft", "upcycle", base, tmp_path / "a", *sizes, "--preset", "xft-official")
     assert out.returncode == 0, out.stderr
-    out = run(
-        "xft",
-        "upcycle",
-        base,
-        tmp_path / "b",
-        *sizes,
-        "--preset",
-        "xft-official",
-        "--router",
-        "linear",
-        "--no-noisy-gate",
-    )
+    options = "--preset xft-official --router linear --no-noisy-gate".split()
+    out = run("xft", "upcycle", base, tmp_path / "b", *sizes, *options)
     assert out.returncode == 0, out.stderr
     official, ours = (
         json.loads((tmp_path / name / "config.json").read_text())["moe_runtime"]["config"]
@@ -117,34 +97,21 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, match",
+    "words, match",
     [
-        pytest.param(("{base}", "{out}", "--top-k", 9), "top_k must be", id="K > E"),
-        pytest.param(
-            ("{base}", "{out}", "--gate", "best"), "gate must be one of xft", id="unknown gate"
-        ),
-        pytest.param(
-            ("{base}", "{out}", "--preset", "best"), "preset must be one of xft-paper", id="preset"
-        ),
-        pytest.param(
-            ("{base}", "{out}", "--layers", "a-b"),
-            "layers must be numbers and ranges",
-            id="bad layers",
-        ),
-        pytest.param(
-            ("{base}", "{out}", "--balance-loss", "cv2"),
-            "balance_loss_coef is 0.0",
-            id="a loss times zero",
-        ),
-        pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
-        pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
-        pytest.param(("{base}", "{out}", "--max-shard-size", "much"), "much", id="bad size"),
+        ("{base} {out} --top-k 9", "top_k must be"),
+        ("{base} {out} --gate best", "gate must be one of xft"),
+        ("{base} {out} --preset best", "preset must be one of xft-paper"),
+        ("{base} {out} --layers a-b", "layers must be numbers and ranges"),
+        ("{base} {out} --balance-loss cv2", "balance_loss_coef is 0.0"),
+        ("{tmp} {out}", "has no config.json"),
+        ("{base} {base}", "--overwrite"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments, match):
-    names = {"base": base, "out": tmp_path / "out", "tmp": tmp_path}
+def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, words, match):
     before = sorted(base.iterdir())
-    out = run("xft", "upcycle", *(str(argument).format(**names) for argument in arguments))
+    words = words.format(base=base, out=tmp_path / "out", tmp=tmp_path)
+    out = run("xft", "upcycle", *words.split())
     assert out.returncode == 1 and match in out.stderr
     assert out.stderr.startswith("error: ") and len(out.stderr.splitlines()) == 1
     assert sorted(base.iterdir()) == before and not list(tmp_path.iterdir())
@@ -161,32 +128,6 @@ def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path
     )
     out = run("xft", "merge", base, tmp_path / "out")
     assert out.returncode == 1 and "Expected the folder of an upcycled model" in out.stderr
-
-
-@pytest.mark.parametrize(
-    "recipe, method",
-    [
-        ("tiny", "xft"),
-        ("esft/tiny", "esft"),
-        ("deepseek-v2-lite", "esft"),
-        ("sheared-llama-2.7b", "upit"),
-    ],
-)
-def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, recipe, method):
-    calls = []
-    for name in tables.PAPERS:
-        study = importlib.import_module(f"moe_runtime.methods.{name}.study")
-        monkeypatch.setattr(
-            study, "run", lambda *args, name=name, **options: calls.append((name, *args))
-        )
-    assert run("run", recipe, "--out", tmp_path).returncode == 0
-    ((name, path, out),) = calls
-    assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
-    (tmp_path / "mine.yaml").write_text("method: dare")
-    done = run("run", tmp_path / "mine.yaml")
-    assert (
-        done.returncode == 1 and "method must be one of xft, esft, upit, ultrafuser" in done.stderr
-    )
 
 
 def test_doctor_names_every_op_and_why(run):
@@ -211,75 +152,33 @@ def test_doctor_says_that_an_asked_backend_cannot_run(run):
 
 
 def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
-    out = run(
-        "train",
-        "--model",
-        tmp_path / "none",
-        "--data",
-        tmp_path / "none.jsonl",
-        "--output_dir",
-        tmp_path / "out",
-    )
+    files = ("--model", tmp_path / "none", "--data", tmp_path / "none.jsonl")
+    out = run("train", *files, "--output_dir", tmp_path / "out")
     assert out.returncode != 0 and "none" in out.stderr and "Traceback" not in out.stderr
     assert not (tmp_path / "out").exists()
 
 
-SIZES = (
-    "--hidden-size",
-    40,
-    "--intermediate-size",
-    32,
-    "--num-experts",
-    3,
-    "--top-k",
-    2,
-    "--tokens",
-    "16",
-)
+SIZES = "--hidden-size 40 --intermediate-size 32 --num-experts 3 --top-k 2 --tokens 16".split()
 
 
 @pytest.mark.parametrize(
-    "arguments, match",
+    "words, match",
     [
-        pytest.param((), "--num-experts, --top-k is missing. Pass only --shape", id="no layer"),
-        pytest.param(
-            SIZES[:4], "--num-experts, --top-k is missing. Pass only --shape, or", id="half a layer"
-        ),
-        pytest.param(
-            ("--shape", "gpt-5"), "shape must be one of xft-dscoder-1.3b, ", id="unknown shape"
-        ),
-        pytest.param(
-            ("--shape", "olmoe", *SIZES), ". Pass only --shape, or --model", id="shape and sizes"
-        ),
-        pytest.param(
-            ("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"
-        ),
-        pytest.param(("--model", "{tmp}"), "Cannot read the JSON file", id="no model"),
-        pytest.param(
-            (*SIZES, "--tokens", "4k"), "such as 4096,16384, but got '4k'", id="bad tokens"
-        ),
-        pytest.param(
-            (*SIZES, "--tokens", "16,0"), "such as 4096,16384, but got '16,0'", id="no tokens"
-        ),
-        pytest.param((*SIZES, "--dtype", "int8"), "dtype must be one of bfloat16", id="bad dtype"),
-        pytest.param(
-            (*SIZES, "--top-k", 4), "top_k must be at most num_experts (3), but got 4", id="K > E"
-        ),
+        ([], "--num-experts, --top-k is missing. Pass only --shape"),
+        (["--shape", "gpt-5"], "shape must be one of xft-dscoder-1.3b, "),
+        (["--shape", "olmoe", *SIZES], ". Pass only --shape, or --model"),
+        (["--model", "{base}"], "--num-experts, --top-k is missing in {base}"),
+        ([*SIZES, "--tokens", "4k"], "such as 4096,16384, but got '4k'"),
+        ([*SIZES, "--dtype", "int8"], "dtype must be one of bfloat16"),
+        ([*SIZES, "--top-k", "4"], "top_k must be at most num_experts (3), but got 4"),
     ],
 )
-def test_tune_refuses_bad_input_in_one_line(run, base, tmp_path, arguments, match):
-    names = {"base": base, "tmp": tmp_path}
-    out = run(
-        "tune",
-        *(str(argument).format(**names) for argument in arguments),
-        XDG_CACHE_HOME=str(tmp_path),
-    )
-    assert out.returncode == 1 and match.format(**names) in out.stderr
-    assert (
-        out.stderr.startswith("error: ")
-        and len(out.stderr.splitlines()) == 1
-        and not list(tmp_path.iterdir())
-    )
+def test_tune_refuses_bad_input_in_one_line(run, base, tmp_path, words, match):
+    words = [word.format(base=base) for word in words]
+    out = run("tune", *words, XDG_CACHE_HOME=str(tmp_path))
+    assert out.returncode == 1 and match.format(base=base) in out.stderr
+    assert out.stderr.startswith("error: ") and len(out.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_tune_without_a_gpu_says_so(run, tmp_path):
@@ -372,25 +271,11 @@ def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, tmp_path)
 
 def test_tune_reads_sizes_from_a_model_and_writes_elsewhere(run, clock, base, tmp_path):
     run("xft", "upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3)
-    out = run(
-        "tune",
-        "--model",
-        tmp_path / "moe",
-        "--tokens",
-        "16",
-        "--out",
-        tmp_path / "t.json",
-        "--top-k",
-        2,
-    )
+    options = ("--tokens", 16, "--top-k", 2, "--out", tmp_path / "t.json")
+    out = run("tune", "--model", tmp_path / "moe", *options)
     assert out.returncode == 0 and "moe, 16 tokens, bfloat16: down" in out.stdout, out.stderr
-    entry = next(
-        iter(
-            json.loads((tmp_path / "t.json").read_text())["devices"]["interpreter"][
-                "tiles"
-            ].values()
-        )
-    )
+    devices = json.loads((tmp_path / "t.json").read_text())["devices"]
+    entry = next(iter(devices["interpreter"]["tiles"].values()))
     assert entry["layer"] == {
         "hidden_size": 32,
         "intermediate_size": 48,

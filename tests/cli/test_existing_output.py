@@ -8,19 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from moe_runtime.bench import records
-from moe_runtime.cli.app import app
 from moe_runtime.io.files import sole_training
 from moe_runtime.methods import esft
+from papers.cli_tables import TABLES
 from papers.engine import corpora
 from tests.cli.test_verbs import VERBS as TREE
+from tests.cli.test_verbs import walk
 from tests.faults import inputs
 from tests.faults.machine import strays
 from tests.faults.verbs import VERBS, _verb
-from tests.support import peft_adapter
-from tests.tools import test_demo_real
+from tests.papers import test_demo_real
+from tests.support import cli, peft_adapter
 
 PAGE = (
     (Path(__file__).resolve().parents[2] / "docs" / "commands.md")
@@ -29,7 +31,7 @@ PAGE = (
 )
 STATES = ("wrong kind", "other content", "same", "different", "unfinished", "overwrite")
 LINES = [
-    [cell.strip(" `") for cell in line.strip("|").split("|")]
+    [cell.strip(" `").replace("python -m papers", "papers") for cell in line.strip("|").split("|")]
     for line in PAGE.splitlines()
     if line.startswith("| `")
 ]
@@ -39,7 +41,9 @@ CELLS = {
     for state, word in zip(STATES, words, strict=True)
 }
 FILES = {name for name, kind, *_ in LINES if kind == "file"}
-ALL = VERBS | {
+LABORATORY = {"demo": "papers demo", "run": "papers run", "paper": "papers xft table1"}
+FAULTY = {LABORATORY.get(name, name): verb for name, verb in VERBS.items()}
+ALL = FAULTY | {
     "xft to-mergeable": _verb("xft to-mergeable {in}/moe out"),
     "xft import-official": _verb("xft import-official {in}/of-export out"),
     "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),
@@ -49,17 +53,19 @@ ALL = VERBS | {
     "ultrafuser generate": _verb(
         "ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"
     ),
-    "data decontaminate": _verb(
-        "data decontaminate {in}/rows.jsonl out --against {in}/esft/sums.jsonl --min-chars 3"
+    "papers data decontaminate": _verb(
+        "papers data decontaminate {in}/rows.jsonl out --against {in}/esft/sums.jsonl --min-chars 3"
     ),
-    "data smollm2": _verb(
-        "data smollm2 out", before="tests.papers.evaluation.test_smollm2:install"
+    "papers data smollm2": _verb(
+        "papers data smollm2 out", before="tests.papers.evaluation.test_smollm2:install"
     ),
-    "data tasks": _verb("data tasks out --train 4 --held-out 2"),
-    "demo-real": _verb(
-        "demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"
+    "papers data tasks": _verb("papers data tasks out --train 4 --held-out 2"),
+    "papers demo-real": _verb(
+        "papers demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"
     ),
-    "eval": _verb("eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"),
+    "papers eval": _verb(
+        "papers eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"
+    ),
 }
 # what makes a different result; another seed unless it is here
 SHARDS = dict.fromkeys(
@@ -71,32 +77,35 @@ CHANGES = SHARDS | {
     "esft select": ("--p", "0.1"),
     "stats": ("--tokens", "40"),
     "tune": ("--tokens", "32"),
-    "paper": ("--seeds", "2"),
+    "papers xft table1": ("--seeds", "2"),
     "bench": (),
     "lora convert": (),
     "lora export": ("--to", "merged"),
-    "eval": ("--dtype", "bfloat16"),
-    "data decontaminate": ("--min-chars", "4"),
-    "data smollm2": ("--dtype", "float32"),
+    "papers eval": ("--dtype", "bfloat16"),
+    "papers data decontaminate": ("--min-chars", "4"),
+    "papers data smollm2": ("--dtype", "float32"),
     "ultrafuser generate": ("--max-new-tokens", "3"),
 }
 LONG = {
-    "demo",
-    "paper",
-    "run",
+    "papers demo",
+    "papers xft table1",
+    "papers run",
     "ultrafuser train",
     "train",
     "upit init-routers",
     "esft train",
-    "eval",
-    "data smollm2",
-    "demo-real",
+    "papers eval",
+    "papers data smollm2",
+    "papers demo-real",
 }  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
-    "demo": {"papers.engine.corpora": ["standard_library_files"], "papers.demo": ["load_recipe"]},
+    "papers demo": {
+        "papers.engine.corpora": ["standard_library_files"],
+        "papers.demo": ["load_recipe"],
+    },
     "bench": {"moe_runtime.bench.running": ["_pytest"]},
-    "data smollm2": {"papers.evaluation.smollm2": ["_place"]},
+    "papers data smollm2": {"papers.evaluation.smollm2": ["_place"]},
     "tune": {"moe_runtime.tools.tune": ["find_gpu", "runner", "ROUNDS", "versions"]},
 }
 
@@ -117,6 +126,12 @@ def results(files: dict[str, bytes]) -> dict[str, bytes]:
         for name, value in files.items()
         if name.endswith(".safetensors") or name in ("out", "out.json", JUDGED)
     }
+
+
+def invoked(words: list[str]):
+    """Run a command line, of either program, in this process."""
+    program, arguments = cli.program_of(words)
+    return CliRunner().invoke(program.app, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +155,7 @@ def given(tmp_path_factory):
         argv = [
             str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)
         ]
-        assert CliRunner().invoke(app, argv).exit_code == 0
+        assert invoked(argv).exit_code == 0
     return folder
 
 
@@ -162,7 +177,7 @@ def invoke(given, monkeypatch, tmp_path):
         if ALL[name].before:
             module, function = ALL[name].before.split(":")
             getattr(importlib.import_module(module), function)()
-        return CliRunner().invoke(app, [*ALL[name].arguments(given), *more])
+        return invoked([*ALL[name].arguments(given), *more])
 
     return run
 
@@ -208,30 +223,30 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
             first["name"], extra_info=first["extra_info"]
         )
         out.unlink()
-    elif name == "eval":
+    elif name == "papers eval":
         Path(JUDGED).unlink()
         (record,) = out.glob("dense/answers-*.jsonl")
         record.write_text(record.read_text().splitlines(keepends=True)[0] + '{"key": "cu')
-    elif name == "demo":  # its base and finished stages lie beside
+    elif name == "papers demo":  # its base and finished stages lie beside
         shutil.rmtree(out)
     elif name != "tune":  # whose file is whole after every config
         shutil.rmtree(max(out.glob("*-*/"), key=lambda path: path.stat().st_mtime_ns))
 
 
 def test_every_verb_has_a_line_and_the_options_that_it_names():
-    silent = {"upit choose", "esft apply", "doctor", "memory"}
-    named = {
-        "paper" if words[0] == "paper" else " ".join(words): command
-        for words, command in TREE.items()
-    }
-    assert {name for name, *_ in LINES} == set(named) - silent and len(LINES) == len(named) - len(
-        silent
-    )
-    assert all(f"`{name}`" in PAGE for name in silent)
+    silent = {"upit choose", "esft apply", "doctor", "memory", "eval", "papers memory"}
+    named = {" ".join(words): command for words, command in TREE.items()}
+    for words, command in walk(get_command(cli.PAPERS.app)).items():
+        if hasattr(command, "commands"):
+            continue
+        if words[0] in TABLES:  # which are all alike
+            named["papers xft table1"] = command
+        else:
+            named[f"papers {' '.join(words)}"] = command
+    assert {name for name, *_ in LINES} == set(named) - silent
     for name in set(named) - silent - {"train"}:  # whose options are TRL's parser's
-        assert ("overwrite" in {option.name for option in named[name].params}) == (
-            CELLS[name, "overwrite"] != "-"
-        ), name
+        has_option = "overwrite" in {option.name for option in named[name].params}
+        assert has_option == (CELLS[name, "overwrite"] != "-"), name
 
 
 def marks(name: str, state: str, word: str):
@@ -326,7 +341,7 @@ OUTPUTS = {
     "esft score": True,
     "esft select": True,
     "ultrafuser generate": True,
-    "data decontaminate": True,
+    "papers data decontaminate": True,
     "tune": False,
     "bench": False,
 }

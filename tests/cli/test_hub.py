@@ -32,7 +32,8 @@ def verb(words, fails=None):
     if fails is None:
         assert out.exit_code == 0, (out.output, out.exception)
     else:
-        assert isinstance(out.exception, ValueError) and re.search(fails, str(out.exception)), (out.output, out.exception)
+        assert isinstance(out.exception, ValueError), out.output
+        assert re.search(fails, str(out.exception)), out.exception
     return out.output
 
 def card_of(repo):
@@ -50,41 +51,49 @@ from tests.support.upit import make_tokenizer
 tiny.dense("llama").save_pretrained("base")
 make_tokenizer().save_pretrained("base")
 Path("base/README.md").write_text("---\\nlicense: mit\\n---\\nA base.")
-for name in ("training_args.bin", "optimizer.bin", "scheduler.pt", "rng_state.pth", ".training.tmp-1-0/lock",
-             "checkpoint-2/model.safetensors", "checkpoint-2/optimizer.pt", "checkpoint-2/experts/__0_0.distcp"):
+private = "training_args.bin optimizer.bin scheduler.pt rng_state.pth .training.tmp-1-0/lock"
+checkpoint = "model.safetensors optimizer.pt experts/__0_0.distcp"
+names = [*private.split(), *(f"checkpoint-2/{name}" for name in checkpoint.split())]
+for name in names:
     Path("base", name).parent.mkdir(parents=True, exist_ok=True)
     Path("base", name).write_text("private")
 hub.push("base", "me/base")
 from huggingface_hub import HfApi
 pushed = set(HfApi().list_repo_files("me/base")) - {".gitattributes"}
-model = {path.name for path in Path("base").iterdir() if path.suffix in (".json", ".safetensors", ".md", ".jinja")}
+public = (".json", ".safetensors", ".md", ".jinja")
+model = {path.name for path in Path("base").iterdir() if path.suffix in public}
 assert pushed == model, pushed
 said = verb("xft upcycle me/base moe --num-experts 4 --top-k 2 --push-to-hub me/moe")
 assert "/me/moe" in said
 card, model = card_of("me/moe")
 assert card.data.license == "mit" and card.data.base_model == "me/base" and "xft" in card.data.tags
-assert "arxiv:2404.15247" in card.data.tags and "moe-runtime xft upcycle me/base moe --num-experts 4" in card.text
+assert "arxiv:2404.15247" in card.data.tags
+assert "moe-runtime xft upcycle me/base moe --num-experts 4" in card.text
 from moe_runtime import push_to_hub
 from moe_runtime.methods import xft
 again = AutoModelForCausalLM.from_pretrained("me/base")
 receipt = xft.upcycle(again, num_experts=3, top_k=2)
 again.push_to_hub("me/python")
 card, found = card_of("me/python")
-assert card.data.license == "mit" and card.data.base_model == "me/base" and "| num_experts | 3 |" in card.text
+assert card.data.license == "mit" and card.data.base_model == "me/base"
+assert "| num_experts | 3 |" in card.text
 assert torch.equal(found(tiny.batch()).logits, again(tiny.batch()).logits)
 again.save_pretrained("mine")
 push_to_hub("mine", "me/mine", base="me/base", facts=receipt)
-assert card_of("me/mine")[0].data.license == "mit" and "pip install" not in card.text + card_of("me/mine")[0].text
+mine = card_of("me/mine")[0]
+assert mine.data.license == "mit" and "pip install" not in card.text + mine.text
 verb("xft merge me/moe merged --shared-rate 0.5 --push-to-hub me/merged")
 card, merged = card_of("me/merged")
-assert card.data.license == "mit" and card.data.base_model == "me/moe" and "import moe_runtime" not in card.text
+assert card.data.license == "mit" and card.data.base_model == "me/moe"
+assert "import moe_runtime" not in card.text
 for repo, folder, found in (("me/moe", "moe", model), ("me/merged", "merged", merged)):
     local = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(local(tiny.batch()).logits, found(tiny.batch()).logits)
 later = "Cannot push to 'locked/x'.*kept is complete; upload it with: hf upload locked/x kept"
 verb("xft merge moe kept --push-to-hub locked/x", fails=later)
 assert Path("kept/config.json").is_file() and Path("kept/README.md").is_file()
-verb("xft merge moe other --push-to-hub nameless", fails="Cannot push to 'nameless'. Expected OWNER/NAME")
+nameless = "Cannot push to 'nameless'. Expected OWNER/NAME"
+verb("xft merge moe other --push-to-hub nameless", fails=nameless)
 verb("xft merge nobody/none other", fails="nobody/none.*Pass the folder of a model or a Hub id")
 assert not Path("other").exists()
 """
@@ -113,13 +122,15 @@ from peft import AutoPeftModelForCausalLM
 esft.save_peft(AutoModelForCausalLM.from_pretrained("me/stock"), "adapter", "copies")
 hub.push("copies", "me/copies", base="me/stock", method="esft")
 torch.testing.assert_close(card_of("me/copies")[1].eval()(**batch()).logits, want)
-torch.testing.assert_close(AutoPeftModelForCausalLM.from_pretrained("me/copies").eval()(**batch()).logits, want)
+copies = AutoPeftModelForCausalLM.from_pretrained("me/copies").eval()
+torch.testing.assert_close(copies(**batch()).logits, want)
 lora = adapted(Path("lora").resolve())
 want = lora(**batch()).logits
 make_tokenizer().save_pretrained("lora/base")
 hub.push("lora/base", "me/lora-base")
 hub.push("lora/adapter", "me/lora", base="me/lora-base")
-torch.testing.assert_close(card_of("me/lora")[1].eval()(**batch()).logits, want, rtol=1e-4, atol=1e-4)
+found = card_of("me/lora")[1].eval()(**batch()).logits
+torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 """
 
 

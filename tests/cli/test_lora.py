@@ -37,16 +37,8 @@ def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
         out.exit_code == 0
         and "peft_version 0.18.0, with old axes in A and B of 4 stacks" in out.output
     ), out.output
-    out = invoke(
-        "lora",
-        "export",
-        folder / "base",
-        tmp_path / "new",
-        tmp_path / "merged",
-        "--to",
-        "merged",
-        "--json",
-    )
+    files = (folder / "base", tmp_path / "new", tmp_path / "merged")
+    out = invoke("lora", "export", *files, "--to", "merged", "--json")
     assert json.loads(out.stdout)["experts"] == 16, out.output
     out = invoke(
         "lora", "export", folder / "base", folder / "old", tmp_path / "vllm", "--to", "vllm"
@@ -67,9 +59,7 @@ def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
     "words, match",
     [
         ("convert base adapter new", "has the axes of PEFT 0.20 and later"),
-        ("convert nowhere old new", "has no config.json"),
         ("convert base base new", "Adapter 'base' has no adapter_config.json"),
-        ("export base adapter new --to ollama", "to must be"),
         ("export base adapter adapter --to vllm", "already exists"),
         ("export base adapter base --to merged --overwrite", "is or contains base, which is read"),
         ("export base adapter new --to sglang", "self_attn.q_proj but not v_proj"),

@@ -15,11 +15,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from moe_runtime import config
-from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.cli.verbs import Ends, Kept, verb
+from moe_runtime.cli.verbs import Ends, verb
 from moe_runtime.methods.prompts import PROMPTS
 from papers.engine.recipe import shipped_recipes
+from papers.verbs import recipes
+from tests.support import cli
+from tests.support.fences import parse_verb
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = get_command(main_app)
@@ -33,76 +35,71 @@ def walk(command, words=()) -> dict[tuple[str, ...], object]:
     return found
 
 
-ALL = walk(TREE)
-VERBS = {words: command for words, command in ALL.items() if not hasattr(command, "commands")}
-METHODS = ("xft", "esft", "upit", "ultrafuser")  # and lora, which has no paper of its own here
-NAMES = [pytest.param(words, id=" ".join(words) or "moe-runtime") for words in ALL]
+VERBS = {
+    words: command for words, command in walk(TREE).items() if not hasattr(command, "commands")
+}
+METHODS = ("xft", "esft", "upit", "ultrafuser", "lora")
+ALL = {
+    (program, *words): command
+    for program in (cli.LIBRARY, cli.PAPERS)
+    for words, command in walk(get_command(program.app)).items()
+}
+NAMES = [pytest.param(key, id=" ".join([key[0].name, *key[1:]])) for key in ALL]
 
 
 def test_the_tree():
     """The same shape for every method; at the top what belongs to none."""
-    top = {words[0] for words in ALL if len(words) == 1}
-    top_verbs = {
+    groups = {words for words, command in walk(TREE).items() if hasattr(command, "commands")}
+    assert groups == {(), *((method,) for method in METHODS)}
+    top = {"train", "eval", "stats", "bench", "tune", "doctor", "memory"}
+    assert {words[0] for words in VERBS if len(words) == 1} == top
+    papers = walk(get_command(cli.PAPERS.app))
+    top = {
         "demo",
         "demo-real",
         "run",
-        "train",
+        "memory",
         "eval",
         "data",
-        "stats",
-        "bench",
-        "tune",
-        "doctor",
-        "memory",
-        "paper",
-        "lora",
+        "xft",
+        "esft",
+        "upit",
+        "ultrafuser",
     }
-    assert top == {*top_verbs, *METHODS}
-    assert {words for words in ALL if words not in VERBS} == {
-        (),
-        ("paper",),
-        ("data",),
-        ("lora",),
-        *((method,) for method in METHODS),
-        *(("paper", method) for method in METHODS),
-    }
+    assert {words[0] for words in papers if words} == top
 
 
-@pytest.mark.parametrize("words", NAMES)
-def test_help_says_what_everything_is_for_and_gives_an_example(words):
-    command = ALL[words]
+@pytest.mark.parametrize("key", NAMES)
+def test_help_says_what_everything_is_for_and_gives_an_example(key):
+    command = ALL[key]
+    program, *words = key
     assert command.help and command.help.strip()[0].isupper(), "no help"
     for option in command.params:
         # typer's own context and the completion's options are not ours
         assert getattr(option, "help", None), f"{option.name} has no help"
-    out = CliRunner().invoke(main_app, [*words, "--help"])
-    start = "Example: moe-runtime " + " ".join(words)
+    out = CliRunner().invoke(program.app, [*words, "--help"])
+    start = f"Example: {program.name} " + " ".join(words)
     assert out.exit_code == 0 and start in " ".join(out.output.split())
-    assert words not in VERBS or "--json" in out.output, "no --json"
+    assert hasattr(command, "commands") or "--json" in out.output, "no --json"
     assert out.output.startswith(("Usage: ", "usage: ")) and len(out.output.splitlines()[0]) < 100
 
 
-@pytest.mark.parametrize("words", NAMES)
-def test_the_example_parses(words):
-    epilog = ALL[words].epilog
-    assert epilog.startswith("Example: moe-runtime ")
-    typed = shlex.split(epilog.removeprefix("Example: "))[1:]
-    assert tuple(typed[: len(words)]) == words, "the example is of another verb"
-    command = TREE
-    context = None
-    while hasattr(command, "commands"):
-        context = command.make_context(command.name, list(typed), parent=context)
-        name, command, typed = command.resolve_command(
-            context, [*context._protected_args, *context.args]
-        )
-    command.make_context(name, typed, parent=context)  # raises UsageError where it does not parse
+@pytest.mark.parametrize("key", NAMES)
+def test_the_example_parses(key):
+    program, *words = key
+    start = f"Example: {program.name} "
+    epilog = ALL[key].epilog
+    assert epilog.startswith(start)
+    typed = shlex.split(epilog.removeprefix(start))
+    assert typed[: len(words)] == words, "the example is of another verb"
+    parse_verb(typed, program=program)
 
 
 @pytest.fixture
 def app(monkeypatch):
     """A command line of one verb that prints on the way, and whose result a test gives."""
 
-    def make(result, kept=None):
+    def make(result, **options):
         app = typer.Typer()
 
         def one(path: Path = Path("x")):
@@ -113,7 +110,7 @@ def app(monkeypatch):
                 raise result
             return result
 
-        verb(app, "", kept)(one)
+        verb(app, "", **options)(one)
         return app
 
     monkeypatch.delenv("RANK", raising=False)
@@ -163,44 +160,59 @@ def test_one_process_prints_the_json(app, monkeypatch):
     assert out.exit_code == 0 and out.stdout == ""
 
 
-def test_an_interruption_says_what_the_work_says_is_kept(app):
+def test_an_interruption_says_how_to_resume(app, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["moe-runtime", "one", "--json", "--overwrite"])
     stop = KeyboardInterrupt()
     stop.kept = "The last checkpoint is c"
-    for error, line in (
-        (KeyboardInterrupt(), "interrupted; nothing was written"),
-        (stop, f"interrupted; {stop.kept}"),
-    ):
-        out = CliRunner().invoke(app(error, Kept()), ["--json"])
-        assert out.exit_code == 130 and out.stdout == "" and out.stderr.splitlines()[-1] == line
+    cases = [
+        (KeyboardInterrupt(), {}, "no incomplete output was left"),
+        (stop, {}, "The last checkpoint is c"),
+        (
+            KeyboardInterrupt(),
+            {"resumes": True, "drop": ("--overwrite",)},
+            "rerun to resume: moe-runtime one --json",
+        ),
+    ]
+    for error, options, line in cases:
+        out = CliRunner().invoke(app(error, **options), ["--json"])
+        assert out.exit_code == 130 and out.stdout == ""
+        assert out.stderr.splitlines()[-1] == f"interrupted; {line}"
 
 
 # completion and start
-def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
-    """Return what a shell offers behind `line`, and the seconds of CPU that it took."""
-    words = line.split(" ")
-    env = {
-        **os.environ,
-        "_MOE_RUNTIME_COMPLETE": f"complete_{shell}",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - 1),
-        "_TYPER_COMPLETE_ARGS": line,
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-    }
+def imports_of(program: cli.Program, arguments: list[str], env: dict[str, str]) -> str:
+    """Run a program without heavy imports; return what it prints."""
     code = (
         "import sys\n"
         "from moe_runtime import cli\n"
-        "sys.argv = ['moe-runtime']\n"
+        f"sys.argv = {[program.argv0, *arguments]!r}\n"
         "try:\n"
-        "    cli.main()\n"
+        f"    cli.main({program.commands!r})\n"
         "finally:\n"
-        "    sys.stderr.write(' '.join(m for m in ('torch', 'transformers', 'rich.table') if m in "
-        "sys.modules))\n"
+        "    heavy = ('torch', 'transformers', 'numpy', 'matplotlib', 'rich.table')\n"
+        "    sys.stderr.write(' '.join(name for name in heavy if name in sys.modules))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.stderr == "", f"imported or said: {done.stderr}"
-    return done.stdout.splitlines()
+    assert done.returncode == 0 and done.stderr == "", f"imported or said: {done.stderr}"
+    return done.stdout
+
+
+def completed(line: str, shell: str = "bash") -> list[str]:
+    """Return what a shell offers after `line`."""
+    program, arguments = cli.program_of(line.split(" "))
+    line = " ".join(["moe-runtime", *arguments])
+    env = os.environ | {
+        "_MOE_RUNTIME_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(arguments)),
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    program = program._replace(argv0="moe-runtime")  # which decides the name of the variable
+    return imports_of(program, [], env).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -244,29 +256,24 @@ def test_words_that_are_offered_are_those_that_are_taken():
     from papers import demo
 
     for method in ("xft", "esft", "upit", "ultrafuser"):
-        assert sorted(cli_verbs.recipes(method)) == shipped_recipes(method)
+        assert sorted(recipes(method)) == shipped_recipes(method)
     assert sorted(demo.PRESETS) == sorted(completed("python -m papers demo --preset "))
     assert set(config.GATES) == set(completed("moe-runtime xft upcycle a b --gate "))
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], ["xft", "upcycle", "--help"], ["paper", "esft", "--help"]],
+    "line",
+    [
+        "moe-runtime --help",
+        "moe-runtime --version",
+        "moe-runtime xft upcycle --help",
+        "moe-runtime eval --help",
+        "python -m papers esft --help",
+    ],
 )
-def test_help_and_version_start_without_torch(arguments):
-    code = (
-        "import sys\n"
-        "from moe_runtime import cli\n"
-        f"sys.argv = ['moe-runtime', *{arguments!r}]\n"
-        "try:\n"
-        "    cli.main()\n"
-        "finally:\n"
-        "    names = [m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in "
-        "sys.modules]\n"
-        "    sys.stderr.write(' '.join(names))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout and done.stderr == ""
+def test_help_and_version_start_without_torch(line):
+    program, arguments = cli.program_of(line.split())
+    assert imports_of(program, arguments, dict(os.environ))
 
 
 def test_version():

@@ -28,16 +28,8 @@ def test_official_folders_in_and_out(tmp_path):
     assert read_json(tmp_path / "ours" / "config.json")["rope_theta"] == 5e4
     out = invoke("export", tmp_path / "ours", tmp_path / "back", "--to", "official")
     assert isinstance(out.exception, ValueError) and "keep_rope" in str(out.exception)
-    out = invoke(
-        "export",
-        tmp_path / "ours",
-        tmp_path / "back",
-        "--to",
-        "official",
-        "--keep-rope",
-        "--max-shard-size",
-        "50KB",
-    )
+    options = "--to official --keep-rope --max-shard-size 50KB".split()
+    out = invoke("export", tmp_path / "ours", tmp_path / "back", *options)
     assert out.exit_code == 0, out.exception
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     with Checkpoint(tmp_path / "back") as back:
@@ -68,13 +60,8 @@ def test_a_weighted_model_with_its_experts_in_another_folder(tmp_path):
     official_xft.write_weighted(tmp_path / "theirs", tmp_path / "made")
     (tmp_path / "made").rename(tmp_path / "moved")
     assert invoke("import-official", tmp_path / "theirs", tmp_path / "ours").exit_code != 0
-    out = invoke(
-        "import-official",
-        tmp_path / "theirs",
-        tmp_path / "ours",
-        "--ffn-folder",
-        tmp_path / "moved",
-    )
+    folders = (tmp_path / "theirs", tmp_path / "ours")
+    out = invoke("import-official", *folders, "--ffn-folder", tmp_path / "moved")
     assert out.exit_code == 0, out.exception
     assert read_json(tmp_path / "ours" / "config.json")["moe_runtime"]["stage"] == "mergeable"
 
@@ -99,17 +86,8 @@ EXPORTS = [
 )
 def test_upcycle_says_what_each_gate_exports_to_and_so_it_is(gate, ways, tmp_path):
     dense("llama", mlp_bias=None, rope_theta=1e4).save_pretrained(tmp_path / "base")
-    done = invoke(
-        "upcycle",
-        tmp_path / "base",
-        tmp_path / "moe",
-        "--num-experts",
-        3,
-        "--top-k",
-        2,
-        "--gate",
-        gate,
-    )
+    options = f"--num-experts 3 --top-k 2 --gate {gate}".split()
+    done = invoke("upcycle", tmp_path / "base", tmp_path / "moe", *options)
     said = next(line for line in done.output.splitlines() if line.startswith("exports: "))
     said = dict(part.split(": ", 1) for part in said.removeprefix("exports: ").split("; "))
     merged = said.pop("xft merge to a dense model")

@@ -4,43 +4,24 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
 
 from tests.hf.dropin.test_layers import TOKENIZER, stock
+from tests.support.fences import fences
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 DROP_IN = ROOT / "docs" / "drop-in.md"
 
 
-class Block(NamedTuple):
-    """A fenced block under a heading; `file` is the name that its fence gives it."""
-
-    heading: str
-    language: str
-    file: str
-    text: str
-
-
-def blocks(path: Path) -> list[Block]:
-    found = []
-    for part in path.read_text().split("\n## ")[1:]:
-        heading = part.partition("\n")[0]
-        fences = re.findall(r"```(\w+)(?: file=(\S+))?\n(.*?)```", part, re.DOTALL)
-        found += [Block(heading, *fence) for fence in fences]
-    return found
-
-
-PYTHON = [block for block in blocks(DROP_IN) if block.language == "python"]
-FILES = {block.file: block for block in blocks(DROP_IN) if block.file}
+PYTHON = [fence for fence in fences(DROP_IN) if fence.language == "python"]
+FILES = {fence.options["file"]: fence for fence in fences(DROP_IN) if "file" in fence.options}
 
 
 @pytest.fixture
@@ -72,7 +53,7 @@ def script(text: str, folder: Path, *launcher: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in PYTHON if not block.file], ids=lambda block: block.heading
+    "block", [block for block in PYTHON if not block.options], ids=lambda block: block.place
 )
 def test_examples_run(block, folder):
     names: dict = {"__name__": "__main__"}
@@ -87,24 +68,9 @@ def test_examples_run(block, folder):
 
 @pytest.mark.slow
 def test_the_accelerate_script_on_two_processes(folder):
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    script(
-        FILES["train.py"].text,
-        folder,
-        *launcher,
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    )
+    options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    launcher = ["-m", "accelerate.commands.launch", *options.split()]
+    script(FILES["train.py"].text, folder, *launcher)
     from transformers import AutoModelForCausalLM
 
     tuned = AutoModelForCausalLM.from_pretrained("tuned").state_dict()

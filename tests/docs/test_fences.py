@@ -3,7 +3,6 @@ its program's parser.
 """
 
 import ast
-import functools
 import importlib
 import json
 import re
@@ -19,16 +18,7 @@ from papers.xft import recipe as xft_recipe
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support import official_xft
-from tests.support.fences import (
-    ALL,
-    PAGES,
-    ROOT,
-    check_command,
-    command_line,
-    fences,
-    parse_verb,
-    statements,
-)
+from tests.support.fences import ALL, PAGES, ROOT, check_command, fences, statements
 
 LANGUAGES = {"bash", "bibtex", "console", "json", "pycon", "python", "text", "yaml"}
 
@@ -162,49 +152,6 @@ def test_commands_that_would_not_run_are_found(line):
         check_command(words, "a page")
 
 
-def test_commands_within_the_text_are_parsed():
-    """`moe-runtime ...` in a sentence or a table: verb and options exist, if nothing is left out of
-    it.
-    """
-    found = 0
-    for page in PAGES:
-        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-        for line in re.findall(r"`(moe-runtime [^`]+)`", text):
-            words = [word.replace("|", "") for word in line.split()]
-            if "..." in words:
-                continue
-            options = [
-                word for word in words if word.startswith("--") and not word.startswith("--help")
-            ]
-            verb = [
-                word
-                for word in words[1:]
-                if re.fullmatch(r"[a-z-]+[0-9]?", word) and not word.startswith("-")
-            ]
-            for option in options:
-                assert re.search(rf"{option}\b", help_of(tuple(verb))), f"{page.name}: {line}"
-            assert help_of(tuple(verb)), f"{page.name}: {line}"
-            found += 1
-    assert found > 60
-
-
-@functools.cache
-def help_of(words: tuple[str, ...]) -> str:
-    """The help of the verb that the words begin with; raises AssertionError where a group has none
-    of the next one's name.
-    """
-    command = command_line()
-    named = ["moe-runtime"]
-    for word in words:
-        children = getattr(command, "commands", {})
-        if not children:
-            break
-        assert word in children, f"{' '.join(named)} has no {word}"
-        command = children[word]
-        named.append(word)
-    return command.get_help(command.make_context(" ".join(named), [], resilient_parsing=True))
-
-
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.language == "text"], **place)
 def test_text_hides_no_command_and_tables_name_theirs(fence):
     programs = r"(moe-runtime|make|pip|python3?|accelerate|torchrun|bash|git|hf) "
@@ -216,9 +163,9 @@ def test_text_hides_no_command_and_tables_name_theirs(fence):
         f"{fence.place}: a table whose lines differ in width"
     )
     if boxes and fence.page != "README.md":
-        command = re.fullmatch(r"`(moe-runtime .+)`", fence.before)
+        command = re.fullmatch(r"`((?:moe-runtime|python -m papers) .+)`", fence.before)
         assert command, f"{fence.place}: a table without the command that printed it"
-        parse_verb(command[1].split()[1:])
+        check_command(command[1].split(), fence.page)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +228,5 @@ def test_configs_are_loaded_by_what_reads_them(fence, tmp_path):
     method = values.get("method")
     (tmp_path / "mine.yaml").write_text(fence.text)
     assert method in ("esft", "upit", "ultrafuser"), f"{fence.place}: nothing reads this"
-    recipe = importlib.import_module(f"moe_runtime.methods.{method}.recipe").load_recipe(
-        tmp_path / "mine.yaml"
-    )
+    recipe = importlib.import_module(f"papers.{method}.recipe").load_recipe(tmp_path / "mine.yaml")
     assert recipe.max_length == values["max_length"]

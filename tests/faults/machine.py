@@ -91,9 +91,11 @@ class Machine:
         fault: tuple[int, int, int] = NONE,
         at: int = 0,
         before: str = "",
-        main: str = "moe_runtime.cli:main",
+        main: str = "",
     ) -> Done:
-        """Run a command in `root`, whose files are what the fault is about."""
+        """Run a command in `root`, whose files are what the fault is about; or call `main`, a
+        module:function.
+        """
         log = self.folder / f"log-{os.getpid()}-{time.monotonic_ns()}"
         case = {
             "argv": list(map(str, argv)),

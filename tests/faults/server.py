@@ -20,6 +20,8 @@ import time
 import traceback
 from typing import NamedTuple
 
+from tests.support.cli import program_of
+
 IMPORTED = [
     "datasets",
     "matplotlib.figure",
@@ -38,6 +40,7 @@ IMPORTED = [
     "trl.trainer.sft_trainer",
     "moe_runtime.cli",
     "moe_runtime.native.library",
+    "papers.cli",
     "papers.demo",
     "moe_runtime.hf.dropin.stats",
     "moe_runtime.tools.tune",
@@ -70,14 +73,18 @@ def be(case: dict) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(case["cwd"])
-    sys.argv = ["moe-runtime", *case["argv"]]
+    program, arguments = program_of(case["argv"])
+    sys.argv = [program.argv0, *arguments]
     shim = ctypes.CDLL(None)
     code = 0
     try:
         if case["before"]:
             call(case["before"])
         shim.faults_arm(os.fsencode(case["root"]), *(ctypes.c_long(case["at"]), *case["fault"]))
-        call(case["main"])
+        if case["main"]:
+            call(case["main"])
+        else:
+            importlib.import_module("moe_runtime.cli").main(program.commands)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -30,7 +30,7 @@ def _verb(text: str, **more) -> Verb:
 WEIGHTS = "model.safetensors"
 VERBS: dict[str, Verb] = {
     "demo": _verb(
-        "demo --preset tiny --out out",
+        "papers demo --preset tiny --out out",
         beside=("out.stages",),
         volatile=("results.json", ".png"),
         before="tests.faults.verbs:short_demo",
@@ -56,9 +56,9 @@ VERBS: dict[str, Verb] = {
         whole=False,
         reads=f"moe/{WEIGHTS}",
     ),
-    "run": _verb("run {in}/xft/study.yaml --out out", whole=False, reads=f"dense/{WEIGHTS}"),
+    "run": _verb("papers run {in}/xft/study.yaml --out out", whole=False, reads=f"dense/{WEIGHTS}"),
     "paper": _verb(
-        "paper xft table1 --recipe {in}/xft/study.yaml --seeds 1 --out out",
+        "papers xft table1 --recipe {in}/xft/study.yaml --seeds 1 --out out",
         whole=False,
         reads=f"dense/{WEIGHTS}",
     ),

@@ -143,7 +143,7 @@ VERBS = (
     "xft import-official {model} {out}",
     "train --model {model} --data {data} --output_dir {out} --max_steps 1",
     "stats {model} --data {data} --out {out}",
-    "run {recipe} --out {out}",
+    "papers run {recipe} --out {out}",
     "esft score {model} --data {data} --out {out}.json",
     "esft train {model} --config {selection} --data {data} --out {out} --steps 1",
     "esft apply {model} {model}",
@@ -157,7 +157,7 @@ VERBS = (
     "upit export {model} {out}",
     "ultrafuser fuse {model} {model} --name a --name b --out {out}",
     "ultrafuser generate {model} --prompt a",
-    "eval {model} --tasks arithmetic --limit 1 --max-new-tokens 1 --out {out}",
+    "papers eval {model} --tasks arithmetic --limit 1 --max-new-tokens 1 --out {out}",
     "tune --model {model} --out {out}",
 )
 # TRL loads this one itself
@@ -213,14 +213,16 @@ def refuse(self, address):
 socket.socket.connect = socket.socket.connect_ex = refuse
 socket.getaddrinfo = lambda *a, **k: refuse(None, a[:2])
 from moe_runtime import cli
+from tests.support.cli import program_of
 report = []
 sys.report, commands = sys.argv[1], json.loads(sys.argv[2])
 for command in commands:
     found = len(attempts)
-    sys.argv = ["moe-runtime", *command]
+    program, arguments = program_of(command)
+    sys.argv = [program.argv0, *arguments]
     code, error, sys.stderr = 0, "", io.StringIO()
     try:
-        cli.main()
+        cli.main(program.commands)
     except SystemExit as stop:
         code = stop.code
     except BaseException as fault:
@@ -405,11 +407,11 @@ PICKLED = {
         "esft train {plain} --config {bad}/selection.json --data {data} --out {out} --steps 1",
     ),
     "recipe.yaml": (
-        "run {bad}/recipe.yaml --out {out}",
+        "papers run {bad}/recipe.yaml --out {out}",
         "ultrafuser train --config {bad}/recipe.yaml --out {out}",
     ),
     "train.yaml": ("train --model {plain} --config {bad}/train.yaml --output_dir {out}",),
-    "task.yaml": ("eval {plain} --tasks {bad}/task.yaml --out {out}",),
+    "task.yaml": ("papers eval {plain} --tasks {bad}/task.yaml --out {out}",),
     "results.json": ("bench --compare {bad}/results.json {bad}/results.json",),
 }
 

@@ -27,6 +27,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from moe_runtime import cli
 from moe_runtime.io import console
+from tests.support.cli import program_of
 
 # a shell's background job ignores it, and we stay as we are started
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,8 +47,9 @@ def counted(name, *args, **kwargs):
         yield count
 
 console.bar = counted
-sys.argv = ["moe-runtime", *sys.argv[4:]]
-cli.main()
+program, arguments = program_of(sys.argv[4:])
+sys.argv = [program.argv0, *arguments]
+cli.main(program.commands)
 """
 
 
@@ -57,7 +59,10 @@ def stopped(title: str, at: float, number: int, *arguments) -> subprocess.Comple
 
 
 def completed(*arguments) -> subprocess.CompletedProcess:
-    return forked("from moe_runtime import cli\n\ncli.main()", *arguments)
+    """Run the command to its end."""
+    program, arguments = program_of([str(argument) for argument in arguments])
+    code = f"import sys\nfrom moe_runtime import cli\nsys.argv[0] = {program.argv0!r}\ncli.main({program.commands!r})"
+    return forked(code, *arguments)
 
 
 def last_line(done: subprocess.CompletedProcess) -> str:
@@ -78,13 +83,13 @@ def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
 
     assert done.returncode == 128 + number, done.stderr
     assert done.stdout == ""
-    assert last_line(done) == f"{word}; nothing was written"
+    assert last_line(done) == f"{word}; no incomplete output was left"
     assert os.listdir(tmp_path) == ["dense"]
 
     (tmp_path / "moe").mkdir()
     (tmp_path / "moe" / "note").write_text("old")
     done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4, "--overwrite")
-    assert last_line(done) == f"{word}; nothing was written"
+    assert last_line(done) == f"{word}; no incomplete output was left"
     assert sorted(os.listdir(tmp_path)) == ["dense", "moe"]
     assert (tmp_path / "moe" / "note").read_text() == "old"
 
@@ -130,7 +135,9 @@ def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
     assert done.stdout == ""
     # within the verb it is known that it writes nothing
     assert done.stderr == (
-        f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n"
+        f"{word}; no incomplete output was left\n"
+        if place == "moe_runtime.tools.doctor"
+        else f"{word}\n"
     )
 
 
@@ -148,7 +155,7 @@ def recipe(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(recipe) -> dict:
     """The dense model that the recipe makes when nobody disturbs it."""
-    done = completed("run", recipe, "--out", recipe.parent / "whole", "--json")
+    done = completed("papers", "run", recipe, "--out", recipe.parent / "whole", "--json")
     assert done.returncode == 0, done.stderr
     return weights(json.loads(done.stdout))
 
@@ -160,16 +167,16 @@ def weights(result: dict) -> dict:
 @pytest.mark.slow
 def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_path):
     out = tmp_path / "out"
-    done = stopped("moe", 2, signal.SIGINT, "run", recipe, "--out", out)
-
+    done = stopped("moe", 2, signal.SIGINT, "papers", "run", recipe, "--out", out)
     assert done.returncode == 130, done.stderr
-    said, _, command = last_line(done).partition(" rerun to resume: ")
-    assert said == f"interrupted; completed work is in {out};"
-    assert shlex.split(command) == ["moe-runtime", "run", str(recipe), "--out", str(out)]
+    word, _, command = last_line(done).partition("; rerun to resume: ")
+    assert word == "interrupted"
+    command = shlex.split(command)
+    assert command == ["python", "-m", "papers", "run", str(recipe), "--out", str(out)]
     assert "stopping after this step with a checkpoint" in done.stderr
     assert [path.name for path in out.glob("*.checkpoints/checkpoint-*")] == ["checkpoint-2"]
     assert not list(out.glob(".*.tmp-*")), "a half written stage is left"
-    again = completed(*shlex.split(command)[1:], "--json")
+    again = completed(*command, "--json")
     assert again.returncode == 0, again.stderr
     found = weights(json.loads(again.stdout))
     assert found.keys() == whole.keys()

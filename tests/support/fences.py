@@ -18,7 +18,7 @@ import yaml
 
 import moe_runtime
 from moe_runtime import cli
-from moe_runtime.cli.app import app as main_app
+from tests.support.cli import LIBRARY, PAPERS, Program, program_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -113,15 +113,15 @@ def check_command(words: list[str], page: str) -> str:
 
 
 @functools.cache
-def command_line():
-    """Return typer's command of `moe-runtime`."""
-    return typer.main.get_command(main_app)
+def command_line(program: Program):
+    """Return typer's command of a program."""
+    return typer.main.get_command(program.app)
 
 
-def parse_verb(arguments: list[str], page: str = "") -> None:
-    """Parse the words after `moe-runtime` with typer, and those of `train` with TRL."""
-    command = command_line()
-    path = "moe-runtime"
+def parse_verb(arguments: list[str], page: str = "", program: Program = LIBRARY) -> None:
+    """Parse the words after a program's name with typer, and those of `train` with TRL."""
+    command = command_line(program)
+    path = program.name
     assert not {"--install-completion", "--show-completion"} & set(arguments), (
         "parsing it would do it"
     )
@@ -161,8 +161,8 @@ def parse_python(arguments: list[str], page: str) -> None:
         if module.startswith("tests."):
             importlib.import_module(module)
             assert not rest
-        elif module in ("moe_runtime", "moe_runtime.cli"):
-            parse_verb(rest)
+        elif module in ("moe_runtime", "papers"):
+            parse_verb(rest, program=LIBRARY if module == "moe_runtime" else PAPERS)
         else:
             parse_main(module, rest)
     else:
@@ -225,8 +225,7 @@ def parse_accelerate(arguments: list[str], page: str) -> None:
         or any(fence.options.get("file") == file for fence in ALL)
     ), file
     if options.module:
-        assert options.training_script == "moe_runtime"
-        parse_verb(options.training_script_args)
+        parse_python(["-m", options.training_script, *options.training_script_args], page)
     else:
         parse_python([options.training_script], page)
 
@@ -289,20 +288,19 @@ COMMANDS = {
 
 
 def run_cli(words: list[str], monkeypatch) -> tuple[int, str, str]:
-    """Run `moe-runtime ...` in this process, NAME=VALUE words first; return exit code, stdout and
-    stderr.
-    """
-    while "=" in words[0] and words[0] != "moe-runtime":
+    """Run a program in this process, NAME=VALUE words first; return exit code, stdout, stderr."""
+    while "=" in words[0]:
         monkeypatch.setenv(*words[0].split("=", 1))
         words = words[1:]
-    assert words[0] == "moe-runtime", words
-    monkeypatch.setattr(sys, "argv", words)
+    program, arguments = program_of(words)
+    assert len(arguments) < len(words), f"{words[0]} is no program of ours"
+    monkeypatch.setattr(sys, "argv", [program.argv0, *arguments])
     out = io.StringIO()
     err = io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.main()
+            cli.main(program.commands)
         except SystemExit as end:
             code = end.code
     return code, out.getvalue(), err.getvalue()

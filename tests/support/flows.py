@@ -89,6 +89,7 @@ NOT_RUN = {
         "wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
     ),
     "moe-runtime memory": NotRun(NETWORK, "tests/tools/test_memory.py::test_estimate"),
+    "moe-runtime eval": NotRun(NETWORK, "tests/cli/test_evaluate.py::test_a_folder_is_evaluated"),
     "moe-runtime tune": NotRun(
         "needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"
     ),
@@ -224,7 +225,7 @@ def specialists(folder: Path) -> None:
 
 def evaluated(folder: Path) -> None:
     """Every kind of model, and a file of each kind of problem."""
-    from tests.tools import test_evaluate as files
+    from tests.papers.evaluation import test_evaluate as files
 
     files.make_folders(folder)
     for old, new in {
@@ -281,7 +282,9 @@ def three_domains(folder: Path) -> None:
 
 def small_table(command: str, folder: str) -> dict[str, str]:
     """Return what makes a paper's table small: one seed of the study in a folder."""
-    return {f"paper {command} --seeds 3": f"paper {command} --seeds 1 --recipe {folder}/study.yaml"}
+    return {
+        f"papers {command} --seeds 3": f"papers {command} --seeds 1 --recipe {folder}/study.yaml"
+    }
 
 
 def mine(folder: Path) -> None:
@@ -424,7 +427,7 @@ def run(words: list[str], monkeypatch) -> str:
     words = [
         name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])
     ]
-    if words[0] == "moe-runtime":
+    if words[0] == "moe-runtime" or words[:3] == ["python", "-m", "papers"]:
         code, out, err = run_cli(words, monkeypatch)
     else:
         assert words[:2] == ["python", "-m"], words

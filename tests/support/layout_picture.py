@@ -15,11 +15,12 @@ ROW = 66
 BOX = 34
 TOP = 16
 ROWS = [  # from the top, a folder below those that import it; "" is room for arrows
+    ["papers"],
     ["cli"],
     ["tools"],
     ["methods.upit", "", ""],
     ["methods.xft", "methods.esft", "methods.ultrafuser"],
-    ["methods.lora", "experiments"],
+    ["methods.lora"],
     ["hf.training"],
     ["hf.models", "hf.dropin"],
     ["modules"],
@@ -38,12 +39,16 @@ COLOURS = {  # one for each part of the house
     "ops": "#F6CFA0",
     "modules": "#CFE3F5",
     "hf": "#B9D5EE",
-    "experiments": "#D8EBD0",
     "methods": "#BFDFB2",
     "tools": "#E3D6EE",
     "cli": "#D2BEE4",
+    "papers": "#D8EBD0",
 }
-LABELS = {"kernels": "kernels (Triton)", "csrc": "csrc (CUDA, C++)"}
+LABELS = {
+    "kernels": "kernels (Triton)",
+    "csrc": "csrc (CUDA, C++)",
+    "papers": "papers (from a clone)",
+}
 ASIDE = {("native", "csrc")}  # no import: it compiles and loads them
 
 
@@ -61,10 +66,12 @@ def folder_arrows(root: Path) -> set[tuple[str, str]]:
 
 
 def folder_of_init(folder: str) -> str:
-    """Return the folder that a package's __init__ is drawn as: hf and methods have one of no folder
-    in it.
-    """
-    return {"hf": "hf.training", "methods": "methods.upit"}.get(folder, folder)
+    """Return the box of a folder; the __init__ of hf and of methods, and papers, have no parts."""
+    if folder.startswith("papers"):
+        return "papers"
+    return {"hf": "hf.training", "hf.common": "hf.models", "methods": "methods.upit"}.get(
+        folder, folder
+    )
 
 
 def reduced(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:

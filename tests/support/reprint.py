@@ -12,12 +12,10 @@ import re
 import shlex
 from pathlib import Path
 
-from moe_runtime.cli.app import app
 from moe_runtime.io.files import atomic_write_text
+from tests.support.cli import PAPERS
 
-TABLE = re.compile(
-    r"^`moe-runtime (paper [^`\n]+)`\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL
-)
+TABLE = re.compile(r"^`python -m papers ([^`\n]+)`\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 class Terminal(io.StringIO):
@@ -32,7 +30,7 @@ def printed(words: list[str]) -> str:
     said below.
     """
     with contextlib.redirect_stdout(Terminal()) as out:
-        app(words, standalone_mode=False)
+        PAPERS.app(words, standalone_mode=False)
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     lines = [line.rstrip() for line in text[text.index("┏") :].splitlines()]
     # but the files that it wrote
@@ -46,10 +44,10 @@ def reprint(page: Path, out: Path, only: str | None = None) -> int:
     def again(found: re.Match) -> str:
         nonlocal count
         words = shlex.split(found[1])
-        if only not in (None, words[2]):
+        if only not in (None, words[1]):
             return found[0]
         count += 1
-        return f"`moe-runtime {found[1]}`\n\n```text\n{printed([*words, '--out', str(out)])}```"
+        return f"`{PAPERS.name} {found[1]}`\n\n```text\n{printed([*words, '--out', str(out)])}```"
 
     atomic_write_text(page, TABLE.sub(again, page.read_text()))
     return count

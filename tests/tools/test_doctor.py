@@ -144,10 +144,8 @@ def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
     versions(trl=GONE, matplotlib=GONE)
     report = doctor.report()
     assert report["problems"] == {}
-    assert report["packages"]["trl"].startswith("missing. It is needed by demo, run, train,")
-    assert report["packages"]["matplotlib"].endswith(
-        "all tables. Run pip install 'moe-runtime[plot]'"
-    )
+    assert report["packages"]["trl"].startswith("missing. It is needed by train, stats,")
+    assert report["packages"]["matplotlib"].endswith("stats. Run pip install 'moe-runtime[plot]'")
 
 
 @pytest.mark.parametrize("count, says", [(1, "1 core, 1 thread"), (2, "2 cores, 2 threads")])
@@ -169,8 +167,8 @@ def test_an_old_driver(gpu, monkeypatch):
     gpu("535.104.05")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert problems() == {
-        "driver": "driver is 535, but torch is built with CUDA 13.0, which requires 580 or newer. Update "
-        "the driver, or install torch for an older CUDA"
+        "driver": "driver is 535, but torch is built with CUDA 13.0, which requires 580 or newer. "
+        "Update the driver, or install torch for an older CUDA"
     }
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]

@@ -356,9 +356,11 @@ a, w = torch.ones(64, 128, dtype=torch.bfloat16), torch.ones(2, 64, 128, dtype=t
 rows = torch.zeros(3, 4, dtype=torch.int32)
 pool = [Tile(64, 64, 64, 4, 3), Tile(64, 32, 64, 4, 3, TMA=True), Tile(48, 64, 64, 4, 3)]
 launch = triton.runtime.jit.KernelInterface.__getitem__
-tune.compile_ahead(lambda tile: grouped_gemm.grouped_gemm_forward(a, w, None, rows, True, tile), pool)
+run = lambda tile: grouped_gemm.grouped_gemm_forward(a, w, None, rows, True, tile)
+tune.compile_ahead(run, pool)
 assert triton.runtime.jit.KernelInterface.__getitem__ is launch
-print(sorted(type(kernel).__name__ for kernel in grouped_gemm._grouped_gemm_fwd_kernel.device_caches[0][0].values()))
+cached = grouped_gemm._grouped_gemm_fwd_kernel.device_caches[0][0].values()
+print(sorted(type(kernel).__name__ for kernel in cached))
 """
 
 

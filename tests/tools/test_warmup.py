@@ -55,9 +55,11 @@ from tests.support import warmed
 
 model, _ = warmed.CASES["stock model"]()
 frozen = len(warmup.record(model.requires_grad_(False), [24], True, 90))
-model = get_peft_model(model, LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+model = get_peft_model(model, LoraConfig(r=4, target_parameters=stacks))
 launches = warmup.record(model, [1, 24], True, 90)
-products = [launch["arguments"]["PRODUCT"] for launch in launches if "PRODUCT" in launch["arguments"]]
+arguments = [launch["arguments"] for launch in launches]
+products = [one["PRODUCT"] for one in arguments if "PRODUCT" in one]
 rank = Product._fields.index("RANK")
 print(frozen, len(launches), any(product["members"][rank] == 4 for product in products))
 """
@@ -106,7 +108,8 @@ compiling.SECONDS = 0.0
 driver.set_active(warmup.Driver(90))
 for dtype in (torch.int32, torch.int64):
     idx, out = torch.zeros(64, dtype=dtype), torch.zeros(64, dtype=torch.int32)
-    dispatch._dispatch_fwd_count_kernel.warmup(idx, out, 64, 4, 1, BLOCK_S=128, BLOCK_E=32, grid=(1,))
+    kernel = dispatch._dispatch_fwd_count_kernel
+    kernel.warmup(idx, out, 64, 4, 1, BLOCK_S=128, BLOCK_E=32, grid=(1,))
 print(triton.__version__)
 """
 

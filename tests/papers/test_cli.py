@@ -1,0 +1,37 @@
+"""python -m papers: the commands that belong to no single table."""
+
+import importlib
+
+import pytest
+from typer.testing import CliRunner
+
+from papers import cli_tables as tables
+from papers.cli import app
+
+
+@pytest.mark.parametrize(
+    "recipe, method",
+    [
+        ("tiny", "xft"),
+        ("esft/tiny", "esft"),
+        ("deepseek-v2-lite", "esft"),
+        ("sheared-llama-2.7b", "upit"),
+    ],
+)
+def test_run_uses_the_method_that_the_recipe_names(monkeypatch, tmp_path, recipe, method):
+    calls = []
+    for name in tables.PAPERS:
+        study = importlib.import_module(f"papers.{name}.study")
+        monkeypatch.setattr(
+            study, "run", lambda *args, name=name, **options: calls.append((name, *args))
+        )
+    done = CliRunner().invoke(app, ["run", recipe, "--out", str(tmp_path), "--skip-memory-check"])
+    assert done.exit_code == 0, done.output
+    ((name, path, out),) = calls
+    assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
+
+
+def test_run_refuses_an_unknown_method(tmp_path):
+    (tmp_path / "mine.yaml").write_text("method: dare")
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "mine.yaml")])
+    assert done.exit_code == 1 and "method must be one of xft" in str(done.exception)

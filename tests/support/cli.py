@@ -1,0 +1,40 @@
+"""The two command lines of this repository: `moe-runtime`, and `python -m papers` of a clone."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Program(NamedTuple):
+    """A command line: its name, the module of its commands, and sys.argv[0] in its process."""
+
+    name: str
+    commands: str
+    argv0: str
+
+    @property
+    def app(self):
+        """The typer app with the commands."""
+        return importlib.import_module(self.commands).app
+
+
+LIBRARY = Program("moe-runtime", "moe_runtime.cli.app", "moe-runtime")
+PAPERS = Program("python -m papers", "papers.cli", str(ROOT / "papers" / "__main__.py"))
+# the first words of a command line; without any of them the words belong to `moe-runtime`
+STARTS = {
+    ("python", "-m", "papers"): PAPERS,
+    ("papers",): PAPERS,
+    ("python", "-m", "moe_runtime"): LIBRARY,
+    ("moe-runtime",): LIBRARY,
+}
+
+
+def program_of(words: Sequence[str]) -> tuple[Program, list[str]]:
+    """Return the program that a command line calls, and the arguments that follow its name."""
+    for start, program in STARTS.items():
+        if tuple(words[: len(start)]) == start:
+            return program, list(words[len(start) :])
+    return LIBRARY, list(words)

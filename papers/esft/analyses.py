@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import check_positive
+from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.esft.recorder import GateCall, GateRecorder
 from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches, score_experts
@@ -268,7 +269,7 @@ def token_shares(
     """Return each token's share of slots on trained experts (Fig. 9); runs `model` in eval mode,
     texts cut at `max_length`.
     """
-    check_selection(model, selection)
+    check_selection(numbered_layers(model), selection)
     check_positive("max_length", max_length)
     found = []
     modes = [(module, module.training) for module in model.modules()]

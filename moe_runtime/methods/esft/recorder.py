@@ -3,9 +3,10 @@
 ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding and over samples s,
 the rows of batches:
 
-    count_e = sum_t 1[e in topk_idx[t]]            sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e
-                                                   in topk_idx[t]]
-    gate_e  = sum_t g_{e,t}                        sample_gate_e  = sum_s (1 / |s|) sum_{t in s} g_{e,t}
+    count_e = sum_t 1[e in topk_idx[t]]
+    gate_e  = sum_t g_{e,t}
+    sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e in topk_idx[t]]
+    sample_gate_e  = sum_s (1 / |s|) sum_{t in s} g_{e,t}
 
 g_{e,t} is the weight that the router hands to the experts, however it is normalized, and 0 where e
 is not among the top K. Sums are float64 on the layer's device, in an order that repeats; nothing is

@@ -3,8 +3,8 @@
 ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample
 of the training set:
 
-    gate score   g_e = mean_t g_{e,t}                       Eq. (6), g_{e,t} = 0 where e is not among token t's top K
-    token score  r_e = mean_t 1[g_{e,t} > 0] / K            Eq. (7)
+    gate score   g_e = mean_t g_{e,t}               Eq. (6), g_{e,t} = 0 outside of t's top K
+    token score  r_e = mean_t 1[g_{e,t} > 0] / K    Eq. (7)
 
 Variants, since the paper, the released results and the released script differ in what they divide
 by:
@@ -270,7 +270,7 @@ def score_experts(
             for module, training in modes:
                 module.training = training
         sums = recorder.read(reduce=True)
-    return replace(ExpertScores.from_sums(sums, variant), base=identify(model))
+    return replace(ExpertScores.from_sums(sums, variant), base=identify(model, recorder.layers))
 
 
 def sample_batches(

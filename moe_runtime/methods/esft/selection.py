@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from moe_runtime.config import (
     check_bool,
@@ -28,7 +27,8 @@ from moe_runtime.config import (
     one_line,
     shown,
 )
-from moe_runtime.hf.dropin.layers import RoutedLayer, numbered_layers
+from moe_runtime.hf.dropin.layers import RoutedLayer
+from moe_runtime.hf.training.trainable import ExpertsLayer
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.methods.esft.base import OURS, read_base, write_base
 from moe_runtime.methods.esft.scores import SCORES, VARIANTS, ExpertScores
@@ -308,28 +308,25 @@ def check_is_selection(selection) -> None:
 
 
 def check_selection(
-    model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection
+    layers: Mapping[int, RoutedLayer | ExpertsLayer], selection: ExpertSelection
 ) -> None:
-    """Raise ValueError unless `model` has all layers and ids of `selection`.
+    """Raise ValueError unless a model's `layers`, by number, have all experts of `selection`.
 
     The shared expert of our own layers is not routed to: `shared_experts` trains it.
     """
-    layers = numbered_layers(model) if isinstance(model, nn.Module) else model
-    for layer, ids in selection.experts.items():
-        if layer in layers:
-            routed = range(layers[layer].num_shared, layers[layer].num_experts)
-        else:
-            routed = range(0)
-        bad = [e for e in ids if e not in routed]
-        if bad or layer not in layers:
-            if routed:
-                found = f"ids {routed.start} to {routed.stop - 1}"
-            else:
-                found = f"layers {', '.join(map(str, layers))}"
-            shared = ". Pass shared_experts=True to train those before" if routed.start else ""
+    for number, ids in selection.experts.items():
+        problem = f"layers {', '.join(map(str, layers))}"
+        missing = ids
+        if number in layers:
+            routed = range(layers[number].num_shared, layers[number].num_experts)
+            missing = [e for e in ids if e not in routed]
+            problem = f"ids {routed.start} to {routed.stop - 1}"
+            if routed.start:
+                problem += ". Pass shared_experts=True to train those before"
+        if missing or number not in layers:
             raise ValueError(
-                f"The selection has experts {bad} of layer {layer}, but the model routes to "
-                f"{found}{shared}"
+                f"The selection has experts {list(missing)} of layer {number}, but the model "
+                f"routes to {problem}"
             )
 
 

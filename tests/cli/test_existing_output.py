@@ -212,6 +212,8 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
         Path(JUDGED).unlink()
         (record,) = out.glob("dense/answers-*.jsonl")
         record.write_text(record.read_text().splitlines(keepends=True)[0] + '{"key": "cu')
+    elif name == "ultrafuser train":
+        shutil.rmtree(out / "model")
     elif name == "demo":  # its base and finished stages lie beside
         shutil.rmtree(out)
     elif name != "tune":  # whose file is whole after every config

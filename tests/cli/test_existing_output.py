@@ -45,7 +45,7 @@ ALL = VERBS | {
     "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),
     "upit export": _verb("upit export {in}/of-assemble out"),
     "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
-    "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to vllm"),
+    "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to merged"),
     "ultrafuser generate": _verb(
         "ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"
     ),
@@ -74,7 +74,7 @@ CHANGES = SHARDS | {
     "paper": ("--seeds", "2"),
     "bench": (),
     "lora convert": (),
-    "lora export": ("--to", "merged"),
+    "lora export": ("--max-shard-size", "9KB"),
     "eval": ("--dtype", "bfloat16"),
     "data decontaminate": ("--min-chars", "4"),
     "data smollm2": ("--dtype", "float32"),

@@ -4,7 +4,7 @@ answers.
 OUT/smollm2                  SmolLM2-135M-Instruct from its wheel, unless another model is given
 OUT/tasks-HASH               the examples, a file for each task and part
                              (papers.engine.everyday)
-OUT/<stage>-HASH             base, SFT, MoE model, merges: the stages of methods.xft.study
+OUT/<stage>-HASH             base, SFT, MoE model, merges: the stages of papers.xft.study
 OUT/eval                     every held-out question, its answer and verdict
                              (papers.evaluation.evaluate)
 OUT/base, SFT, SFT_time, MoE,   links to the models

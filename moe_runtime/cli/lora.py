@@ -1,6 +1,4 @@
-"""moe-runtime lora: convert PEFT adapters of MoE models for current PEFT, an inference engine or a
-merged model.
-"""
+"""moe-runtime lora: convert PEFT adapters of MoE models for current PEFT, or merge them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,15 +18,8 @@ from moe_runtime.cli.verbs import (
     with_bar,
 )
 
-LORA = "LoRA adapters on experts: convert old ones, and export them for serving."
-app = group("lora", LORA, "export olmoe adapter adapter-vllm --to vllm")
-# the command that serves the files of each engine
-SERVE = {
-    "vllm": "vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules NAME={out}",
-    "sglang": (
-        "python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={out}"
-    ),
-}
+LORA = "LoRA adapters on experts: convert old ones, and merge them for serving."
+app = group("lora", LORA, "export olmoe adapter merged --to merged")
 Adapter = Annotated[Path, argument("Folder or Hub id of the adapter, as PEFT saved it."), HUB]
 
 
@@ -46,45 +37,20 @@ def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = 
     return receipt
 
 
-@verb(app, "olmoe adapter adapter-vllm --to vllm", push="out")
+@verb(app, "olmoe adapter merged --to merged", push="out")
 def export(
     base: Source,
     adapter: Adapter,
     out: Target,
-    to: Annotated[str, option("vllm, sglang, or merged: a whole model.", words=(*SERVE, "merged"))],
+    to: Annotated[str, option("merged: a whole model, for any engine.", words=("merged",))],
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ):
-    """Export an adapter for vLLM or SGLang, or merge it into a copy of the base, tensor by
-    tensor.
-    """
+    """Merge an adapter into a copy of the base, tensor by tensor, for any inference engine."""
     from moe_runtime.config import check_choice
-    from moe_runtime.methods.lora.serving import ENGINES, export_adapter
-
-    check_choice("to", to, (*ENGINES, "merged"))
-    if to == "merged":
-        return _merge(base, adapter, out, max_shard_size, overwrite)
-    receipt = export_adapter(adapter, base, out, to, overwrite=overwrite)
-    if receipt.filled:
-        typer.echo(
-            f"{adapter} does not change {len(receipt.filled)} stacks, such as {receipt.filled[0]}; "
-            "they get zeros"
-        )
-    typer.echo(
-        f"{receipt.tensors} tensors of rank {receipt.rank}, named as in {to} {receipt.version} "
-        f"(read {receipt.read})"
-    )
-    typer.echo(
-        f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB, {receipt.layers} layers with LoRA on experts"
-    )
-    typer.echo(f"next: {SERVE[to].format(base=base, rank=receipt.rank, out=out)}")
-    return receipt
-
-
-def _merge(base: Path, adapter: Path, out: Path, max_shard_size: str, overwrite: bool):
-    """Write a merged model, with a progress bar."""
     from moe_runtime.methods.lora.stacks import merge_folder
 
+    check_choice("to", to, ("merged",))
     receipt = with_bar(
         "merging",
         merge_folder,

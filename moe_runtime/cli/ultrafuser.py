@@ -82,7 +82,8 @@ def fuse(
 @verb(app, "--config mine.yaml --out runs/mine", resumes=True)
 def train(
     config: Annotated[
-        Path, option("A recipe: specialists, their templates, a data file per domain, two stages.")
+        Path,
+        option("A YAML file: specialists, their templates, a data file per domain, two stages."),
     ],
     out: Annotated[Path, option("Folder for the stages; a rerun resumes there.")] = Path(
         "runs/ultrafuser"
@@ -98,9 +99,11 @@ def train(
     FILE --out OUT.
     """
     one_gpu()
-    from papers.ultrafuser import study
+    from moe_runtime.methods.ultrafuser import runs
 
-    return {"out": out, "results": study.run(config, out, seed=seed)}
+    receipt = runs.train_folder(config, out, seed=seed, say=typer.echo)
+    typer.echo(f"wrote {receipt.path}: the fused model")
+    return receipt
 
 
 @verb(app, 'fused --prompt "Write a function that reverses a list."')

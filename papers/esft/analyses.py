@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import check_positive
+from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.esft.recorder import GateCall, GateRecorder
 from moe_runtime.methods.esft.scores import ExpertScores
@@ -137,7 +138,7 @@ def token_shares(
     """Return each token's share of slots on trained experts (Fig. 9); runs `model` in eval mode,
     texts cut at `max_length`.
     """
-    check_selection(model, selection)
+    check_selection(numbered_layers(model), selection)
     check_positive("max_length", max_length)
     found = []
     modes = []

@@ -12,17 +12,16 @@ configs, before anything is trained.
 """
 
 import functools
-import os
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.settings import AnyNumber, Count, Node, Schedule, Steps, Training
-from moe_runtime.methods.ultrafuser.inputs import Encoder, check_template, check_tokenizers
+from moe_runtime.hf.training.settings import Count, Node, Training
+from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.methods.ultrafuser.model import REDUCTIONS
+from moe_runtime.methods.ultrafuser.runs import Stage, check_sizes, check_source, make_encoder
 from moe_runtime.methods.ultrafuser.training import hidden_size
 from moe_runtime.modules.fuser import GATES
 from papers.engine import recipe as recipes
@@ -38,24 +37,6 @@ class Specialist(Node):
     domain: str | None = None  # None: the domain with the specialist's name, if there is one
     # of its tuning; None: those of `specialist`
     steps: Count | None = Field(None, exclude_if=lambda steps: steps is None)
-
-
-class Stage(Training):
-    """A training stage of a given number of steps: AdamW, a cosine schedule without warmup."""
-
-    warmup_steps: Steps | None = 0
-    optimizer: str = "adamw_torch"
-    schedule: Schedule = "cosine"
-    max_grad_norm: AnyNumber = 1.0
-
-    @model_validator(mode="after")
-    def _check_steps(self):
-        if self.steps is None:
-            raise ValueError(
-                f"epochs is {self.epochs}. Set steps instead, as batches are drawn by domain, not "
-                "by epoch"
-            )
-        return self
 
 
 class FuserRecipe(Node):
@@ -159,18 +140,6 @@ class FuserRecipe(Node):
 load_recipe = functools.partial(recipes.load_recipe, FuserRecipe)
 
 
-def check_engine() -> None:
-    """Raise ValueError if accelerate would use an unsupported kind of sharding: FSDP 1 or
-    DeepSpeed.
-    """
-    engine = ranks.engine()
-    if engine not in ("NO", "FSDP") and not engine.startswith("MULTI_"):
-        raise ValueError(
-            "Fused models train with distributed_type NO, MULTI_GPU (DDP) or FSDP with "
-            f"fsdp_version 2, but it is {engine}"
-        )
-
-
 def check_models(recipe: FuserRecipe) -> None:
     """Raise ValueError, with the key, for models that do not exist or do not fit together.
 
@@ -190,28 +159,11 @@ def check_models(recipe: FuserRecipe) -> None:
         sizes[name] = hidden_size(source, name)
     if recipe.pretrain is not None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
-    if not recipe.joint and len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{size} of {name}" for name, size in sizes.items())
-        raise ValueError(
-            f"The hidden sizes differ ({listed}), but joint is False. Set joint: true, or use "
-            "models of one size"
-        )
+    check_sizes(sizes, recipe.joint)
     if recipe.pretrain is None:
         encoder_of(
             recipe, None if recipe.base_model is None else ranks.load_tokenizer(recipe.base_model)
         )
-
-
-def check_source(name: str, source: str) -> None:
-    """Raise ValueError for a path without a model; otherwise the Hub would be queried for it
-    repeatedly.
-    """
-    path = Path(source)
-    is_id = len(path.parts) <= 2 and source[0] not in f".~{os.sep}" and not source.endswith(os.sep)
-    is_id = is_id and not path.exists() and not (len(path.parts) == 2 and path.parent.is_dir())
-    if not is_id and not (path / "config.json").is_file():
-        what = "has no config.json" if path.exists() else "does not exist"
-        raise ValueError(f"{name} {source!r} {what}. Pass the folder of a model, or a Hub id")
 
 
 def encoder_of(recipe: FuserRecipe, own) -> Encoder:
@@ -224,14 +176,8 @@ def encoder_of(recipe: FuserRecipe, own) -> Encoder:
         own = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")
     tokenizers = []
     for name, one in recipe.specialists.items():
-        tokenizers.append(
-            own
-            if recipe.tokenizer or one.model is None
-            else ranks.load_tokenizer(one.model, f"specialists.{name}.model")
-        )
-    vocab_size = min(map(len, tokenizers))
-    check_tokenizers(tokenizers, names, vocab_size)
-    templates = []
-    for one, of in zip(specialists, tokenizers, strict=True):
-        templates.append(check_template(one.template, of))
-    return Encoder(tokenizers, templates, vocab_size)
+        if recipe.tokenizer or one.model is None:
+            tokenizers.append(own)
+        else:
+            tokenizers.append(ranks.load_tokenizer(one.model, f"specialists.{name}.model"))
+    return make_encoder(names, tokenizers, [one.template for one in specialists])

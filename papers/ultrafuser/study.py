@@ -29,6 +29,7 @@ from moe_runtime.methods.ultrafuser import folders
 from moe_runtime.methods.ultrafuser import training as fuser_training
 from moe_runtime.methods.ultrafuser.folders import load_gate
 from moe_runtime.methods.ultrafuser.inputs import Encoder
+from moe_runtime.methods.ultrafuser.runs import check_engine, with_weights
 from moe_runtime.methods.ultrafuser.training import encode_rows
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import SOURCES, Domain, domains_key
@@ -133,7 +134,7 @@ class Stages(KeptStages):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.names = tuple(self.recipe.specialists)
-        fuser_checks.check_engine()
+        check_engine()
         fuser_checks.check_models(self.recipe)
 
     def trainings(self) -> tuple[Training, ...]:
@@ -360,12 +361,7 @@ class Stages(KeptStages):
         self, sources: list[str], weights: Mapping[str, torch.Tensor]
     ) -> ultrafuser.UltraFuser:
         """Return a fused model on the CPU with the gathered `weights` of a sharded one."""
-        fuser = self._fuser(sources, self.recipe.dtype)
-        own = fuser.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
-        return fuser
+        return with_weights(self._fuser(sources, self.recipe.dtype), weights)
 
     def _tuned(
         self,

@@ -49,7 +49,7 @@ ALL = FAULTY | {
     "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),
     "upit export": _verb("upit export {in}/of-assemble out"),
     "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
-    "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to vllm"),
+    "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to merged"),
     "ultrafuser generate": _verb(
         "ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"
     ),
@@ -80,7 +80,7 @@ CHANGES = SHARDS | {
     "papers xft table1": ("--seeds", "2"),
     "bench": (),
     "lora convert": (),
-    "lora export": ("--to", "merged"),
+    "lora export": ("--max-shard-size", "9KB"),
     "papers eval": ("--dtype", "bfloat16"),
     "papers data decontaminate": ("--min-chars", "4"),
     "papers data smollm2": ("--dtype", "float32"),
@@ -227,6 +227,8 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
         Path(JUDGED).unlink()
         (record,) = out.glob("dense/answers-*.jsonl")
         record.write_text(record.read_text().splitlines(keepends=True)[0] + '{"key": "cu')
+    elif name == "ultrafuser train":
+        shutil.rmtree(out / "model")
     elif name == "papers demo":  # its base and finished stages lie beside
         shutil.rmtree(out)
     elif name != "tune":  # whose file is whole after every config

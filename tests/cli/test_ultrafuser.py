@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.io import console
 from moe_runtime.methods import ultrafuser
-from papers.ultrafuser import study as ultrafuser_study
+from moe_runtime.methods.ultrafuser import runs
 from tests.methods.ultrafuser import fusers
 
 
@@ -23,11 +23,14 @@ def invoke(*arguments):
 
 def test_train_runs_the_recipe(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(
-        ultrafuser_study, "run", lambda *arguments, **options: calls.append((*arguments, options))
-    )
+
+    def train_folder(*arguments, **options):
+        calls.append((*arguments, options.pop("seed")))
+        return runs.TrainReceipt(tmp_path / "model", {})
+
+    monkeypatch.setattr(runs, "train_folder", train_folder)
     assert invoke("train", "--config", "mine.yaml", "--out", tmp_path, "--seed", 3).exit_code == 0
-    assert calls == [(Path("mine.yaml"), tmp_path, {"seed": 3})]
+    assert calls == [(Path("mine.yaml"), tmp_path, 3)]
 
 
 @pytest.fixture(scope="module")

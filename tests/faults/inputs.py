@@ -107,7 +107,25 @@ def _expert(folder: Path, i: int) -> None:
 
 
 def _fuser(folder: Path) -> None:
-    _moved(fuser_study.write_study(folder))
     for name, model in zip(("a", "b"), fusers.specialists(2), strict=True):
         model.save_pretrained(folder / name)
         fusers.tokenizer().save_pretrained(folder / name)
+    domains = {}
+    for name, rows in fuser_study.domain_rows().items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        domains[name] = {"train": str(_final(folder.parent) / "fuser" / f"{name}.jsonl")}
+        domains[name]["held_out_rows"] = 4
+    sources = {name: str(_final(folder.parent) / "fuser" / name) for name in ("a", "b")}
+    steps = {"steps": 4, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 2}
+    config = {
+        "max_length": 64,
+        "domains": domains,
+        "specialists": {
+            "a": {"model": sources["a"], "template": "ultralm"},
+            "b": {"model": sources["b"], "template": "# {prompt}\n"},
+        },
+        "stage1": steps,
+        "stage2": steps,
+        "evaluations": 1,
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(config))

@@ -111,7 +111,7 @@ VERBS: dict[str, Verb] = {
         "ultrafuser fuse {in}/fuser/a {in}/fuser/b --copy --out out", reads=f"fuser/a/{WEIGHTS}"
     ),
     "ultrafuser train": _verb(
-        "ultrafuser train --config {in}/fuser/study.yaml --out out", whole=False
+        "ultrafuser train --config {in}/fuser/mine.yaml --out out", whole=False
     ),
 }
 

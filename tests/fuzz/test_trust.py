@@ -150,7 +150,6 @@ VERBS = (
     "esft merge {model} {model} {out}",
     "lora convert {model} {model} {out}",
     "lora export {model} {model} {out} --to merged",
-    "lora export {model} {model} {out} --to vllm",
     "upit grow {model} {model} --base {model} --count 3 --out {out}",
     "upit init-routers {model} {model} --data {data} --out {out}",
     "upit assemble {model} {model} --out {out}",
@@ -386,7 +385,6 @@ ADAPTER_VERBS = (
     "esft merge {plain} {bad} {out}",
     "lora convert {plain} {bad} {out}",
     "lora export {plain} {bad} {out} --to merged",
-    "lora export {plain} {bad} {out} --to vllm",
 )
 FUSED = ("ultrafuser generate {bad} --prompt a",)
 PICKLED = {

@@ -2,8 +2,9 @@
 
 import torch
 
-from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
+from moe_runtime.hf.dropin.layers import plain_name
+from moe_runtime.hf.training.trainable import layers_of
+from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_parts
 from moe_runtime.methods.esft.adapters import Adapter, base_of
 from moe_runtime.methods.esft.selection import ExpertSelection
 
@@ -12,7 +13,7 @@ def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None
     """The last and the second expert of every layer, and with `others` all that is no routed
     expert.
     """
-    layers = numbered_layers(model)
+    layers = layers_of(model, fresh=False)
     generator = torch.Generator().manual_seed(5)
     experts = {number: (layer.num_experts - 1, 1) for number, layer in layers.items()}
     selection = ExpertSelection(experts=experts, shared_experts=others, non_expert_modules=others)
@@ -23,8 +24,8 @@ def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None
         return torch.randn(like.shape, generator=generator).to(dtype or like.dtype)
 
     for number, layer in layers.items():
-        module = experts_module(model, layer)
-        path = experts_path(layer)
+        module = layer.module
+        path = plain_name(layer.name)
         for stack in stack_parts(layout_of(module)):
             stacks.add(id(getattr(module, stack)))
             for e in experts[number]:
@@ -35,7 +36,7 @@ def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None
                 }
     if others:
         tensors |= {name: draw(p) for name, p in model.named_parameters() if id(p) not in stacks}
-    return Adapter(selection=selection, tensors=tensors, base=base_of(model, experts))
+    return Adapter(selection=selection, tensors=tensors, base=base_of(model, layers, experts))
 
 
 def weights(model) -> dict[str, torch.Tensor]:

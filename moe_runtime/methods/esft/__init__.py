@@ -1,11 +1,10 @@
 """ESFT, expert-specialized fine-tuning (arXiv 2407.01906): tune only the experts that a task uses,
 and save only those.
 
-    score_experts   how much a task uses each expert, from the router's weights              Sec. 3.2, Eq. (6) and (7)
-    select_experts  the smallest set of each layer whose scores reach p                      Sec. 3.2, Eq. (8)
-    train_only      make the selected experts separate parameters and freeze the rest        Sec. 3.3, Table 3
-    train_lora      or train PEFT's LoRA on only the selected experts of frozen stacks; save_lora
-                    writes it
+    score_experts   how much a task uses each expert, from the router's weights   Eq. (6), (7)
+    select_experts  the smallest set of each layer whose scores reach p           Eq. (8)
+    train_only      make the selected experts parameters of their own             Sec. 3.3, Table 3
+    train_lora      or train PEFT's LoRA on the selected experts; save_lora writes it
     (tune)          with any trainer
     save_adapter    the selected experts in a folder, at any time while they train
     apply, remove   apply an adapter to a base and remove it; `merge` writes base and adapter as one
@@ -31,13 +30,13 @@ from torch import nn
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trainable, trained_files
-from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
-from moe_runtime.io.files import check_out_dir, read_json
+from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped, layers_of
+from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import (
     Adapter,
     check_is_base,
-    from_config,
     load_adapter,
+    load_selection,
     remove,
     to_config,
 )
@@ -109,21 +108,20 @@ def train_only(
     selection = replace(
         selection, **{name: flag for name, flag in flags.items() if flag is not None}
     )
-    check_model(selection.base, model, "The selection", check_weights=check_weights)
-    check_selection(model, selection)
+    layers = layers_of(model, fresh=False)
+    check_model(selection.base, model, layers, "The selection", check_weights=check_weights)
+    check_selection(layers, selection)
     if not (selection.num_experts or selection.shared_experts or selection.non_expert_modules):
         raise ValueError(
             "The selection is empty. Select experts, shared_experts or non_expert_modules to train"
         )
-    is_peft = (
-        name for name, _ in model.named_parameters() if "lora_" in name or "modules_to_save" in name
-    )
-    if selection.non_expert_modules and (adapted := next(is_peft, None)):
-        raise ValueError(
-            f"non_expert_modules is True, but the model has the PEFT adapter {adapted}. Remove the "
-            "adapter, or turn it off"
-        )
-    base = base_of(model, selection.experts)
+    for name, _ in model.named_parameters():
+        if selection.non_expert_modules and ("lora_" in name or "modules_to_save" in name):
+            raise ValueError(
+                f"non_expert_modules is True, but the model has the PEFT adapter {name}. Remove "
+                "the adapter, or turn it off"
+            )
+    base = base_of(model, layers, selection.experts)
     receipt = trainable.freeze_for_esft(
         model,
         selection.experts,
@@ -131,16 +129,13 @@ def train_only(
         selection.non_expert_modules,
         dtype=dtype,
     )
-    rows = {
-        id(p)
-        for module in trained_files.split_modules(model).values()
-        for p in module.parameters(recurse=False)
-    }
-    others = [
-        plain_name(name)
-        for name, p in model.named_parameters()
-        if p.requires_grad and id(p) not in rows
-    ]
+    rows = set()
+    for layer in layers.values():
+        rows |= {id(parameter) for parameter in layer.module.parameters(recurse=False)}
+    others = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in rows:
+            others.append(plain_name(name))
     trained_files.mark(model, to_config(selection, base), tuple(others), dtype, _check_folder)
     return receipt
 
@@ -151,9 +146,10 @@ def _check_folder(config: dict, folder: str | Path) -> None:
     """
     path = Path(folder) / trained_files.CONFIG
     if path.is_file():
-        theirs, own = (from_config(values, str(path))[1] for values in (read_json(path), config))
-        if theirs is not None and own is not None:
-            check_base(theirs, own, str(folder))
+        theirs = load_selection(path).base
+        ours = ExpertSelection.from_dict(config, str(path)).base
+        if theirs is not None and ours is not None:
+            check_base(theirs, ours, str(folder))
 
 
 def load_trained(model: nn.Module, folder: str | Path) -> None:
@@ -172,11 +168,9 @@ def adapter_of(model: nn.Module) -> Adapter:
     If the model is split over processes, every process must call this. Raises ValueError for a
     model without `train_only`.
     """
-    _check_training(model)
-    return _adapter(
-        model,
-        {name: tensor.clone() for name, tensor in trained_files.trained_tensors(model).items()},
-    )
+    training = _training(model)
+    tensors = trained_files.trained_tensors(model)
+    return _adapter(training, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -185,31 +179,32 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
     The folder holds the selected experts and all other trained parameters. With several processes
     rank 0 writes, and if the model is split every process must call this.
     """
-    _check_training(model)
+    training = _training(model)
     trained_files.check_trains(model)
     is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     # elsewhere only before a gathering: rank 0 may have written it already
     if is_main or any(hasattr(parameter, "placements") for parameter in model.parameters()):
         check_out_dir(folder, overwrite)
         trained_files.check_place(folder)
-    found = trained_files.gathered(model, keep=is_main)
+    gathered = trained_files.gathered(model, keep=is_main)
     if is_main:
-        _adapter(model, trained_files.trained_tensors(model, found)).save(
-            folder, overwrite=overwrite
-        )
+        tensors = trained_files.trained_tensors(model, gathered)
+        _adapter(training, tensors).save(folder, overwrite=overwrite)
     return Path(folder)
 
 
-def _check_training(model: nn.Module) -> None:
-    if trained_files.training_of(model) is None:
+def _training(model: nn.Module) -> trained_files.Training:
+    training = trained_files.training_of(model)
+    if training is None:
         raise ValueError(
             f"{type(model).__name__} trains no selected experts. Call esft.train_only first"
         )
+    return training
 
 
-def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
-    selection, base = from_config(trained_files.training_of(model).config, "model")
-    return Adapter(selection=selection, tensors=tensors, base=base, source="model")
+def _adapter(training: trained_files.Training, tensors: dict[str, torch.Tensor]) -> Adapter:
+    selection = ExpertSelection.from_dict(training.config, "model")
+    return Adapter(selection=selection, tensors=tensors, base=selection.base, source="model")
 
 
 def fold(model: nn.Module) -> None:
@@ -229,6 +224,6 @@ def drop(model: nn.Module) -> None:
 
 
 def _end(model: nn.Module, how: Callable[[nn.Module], None]) -> None:
-    _check_training(model)
+    _training(model)
     how(model)
     trained_files.unmark(model)

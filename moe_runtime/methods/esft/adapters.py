@@ -15,7 +15,7 @@ one is its own (`moe_runtime.methods.esft.base`).
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_layers, plain_name
+from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.training import trained_files
+from moe_runtime.hf.training.trainable import ExpertsLayer, layers_of
 from moe_runtime.hf.training.trained_files import (
     Layout,
-    experts_path,
     join_row,
     layout_of,
     parse_name,
@@ -35,7 +35,7 @@ from moe_runtime.hf.training.trained_files import (
     stack_parts,
 )
 from moe_runtime.io.files import atomic_folder, read_json
-from moe_runtime.methods.esft.base import base_of, check_base, describe, write_base
+from moe_runtime.methods.esft.base import Layers, base_of, check_base, describe, write_base
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from moe_runtime.modules.moe import FLOATS
 from moe_runtime.modules.trainable import split_of
@@ -54,16 +54,21 @@ class Adapter:
     source: str = "adapter"
 
     def __post_init__(self):
-        selected = {(layer, e) for layer, ids in self.selection.experts.items() for e in ids}
-        found = {(layer, e) for layer, experts in self.experts.items() for e in experts}
-        # our own layers keep their shared expert in the stack
-        odd = sorted(selected - found if self.selection.shared_experts else selected ^ found)
-        if odd:
-            layer, e = odd[0]
-            ours, theirs = ("lacks", "has") if odd[0] in selected else ("has", "lacks")
-            raise ValueError(
-                f"{self.source} {ours} expert {e} of layer {layer}, which its selection {theirs}"
-            )
+        for layer in sorted({*self.selection.experts, *self.experts}):
+            selected = set(self.selection.experts.get(layer, ()))
+            stored = set(self.experts.get(layer, ()))
+            missing = sorted(selected - stored)
+            if missing:
+                raise ValueError(
+                    f"{self.source} lacks expert {missing[0]} of layer {layer}, which its "
+                    "selection has"
+                )
+            # our own layers have their shared expert in the stack
+            if stored != selected and not self.selection.shared_experts:
+                raise ValueError(
+                    f"{self.source} has expert {min(stored - selected)} of layer {layer}, which "
+                    "its selection lacks"
+                )
 
     @property
     def num_parameters(self) -> int:
@@ -83,14 +88,13 @@ class Adapter:
     @functools.cached_property
     def experts(self) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
         """The experts' tensors: layer -> id -> part (gate_proj.weight, ...), sorted."""
-        found: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+        layers: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
         for name, tensor in self.tensors.items():
-            expert = parse_name(name)
-            if expert is not None:
-                found.setdefault(expert.layer, {}).setdefault(expert.expert, {})[expert.part] = (
-                    tensor
-                )
-        return {layer: dict(sorted(found[layer].items())) for layer in sorted(found)}
+            parsed = parse_name(name)
+            if parsed is not None:
+                experts = layers.setdefault(parsed.layer, {})
+                experts.setdefault(parsed.expert, {})[parsed.part] = tensor
+        return {layer: dict(sorted(layers[layer].items())) for layer in sorted(layers)}
 
     def to_config(self) -> dict[str, Any]:
         """Return the content of expert_cfg.json."""
@@ -113,33 +117,16 @@ def to_config(selection: ExpertSelection, base: Mapping[str, Any] | None) -> dic
     return selection.to_dict() | write_base(base)
 
 
-def from_config(
-    values: Mapping[str, Any], source: str
-) -> tuple[ExpertSelection, Mapping[str, Any] | None]:
-    """Return the selection and the base of what `to_config` returned; raises ValueError naming
-    `source`.
-    """
-    selection = ExpertSelection.from_dict(values, source)
-    return selection, selection.base
-
-
 def load_selection(path: str | Path) -> ExpertSelection:
-    """Read the selection of a configuration file, or of an adapter's expert_cfg.json; raises
-    ValueError naming the file.
-    """
-    return from_config(read_json(path), str(path))[0]
+    """Read the selection of a configuration file, or of an adapter's; errors name the file."""
+    return ExpertSelection.from_dict(read_json(path), str(path))
 
 
 def load_adapter(folder: str | Path) -> Adapter:
     """Load an adapter folder, ours or an official one; the tensors are memory-mapped."""
-    path = Path(folder) / trained_files.CONFIG
-    selection, base = from_config(read_json(path), str(path))
-    return Adapter(
-        selection=selection,
-        tensors=trained_files.read_tensors(folder),
-        base=base,
-        source=str(folder),
-    )
+    selection = load_selection(Path(folder) / trained_files.CONFIG)
+    tensors = trained_files.read_tensors(folder)
+    return Adapter(selection=selection, tensors=tensors, base=selection.base, source=str(folder))
 
 
 def as_adapter(adapter: Adapter | str | Path) -> Adapter:
@@ -167,28 +154,25 @@ class Change(NamedTuple):
         return torch.stack([join_row(self.layout, stack, experts[e]) for e in ids or self.ids])
 
 
-def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
-    """Yield the parameters of `model` that `adapter` replaces; raises ValueError if they are
-    incompatible.
-    """
-    layers = numbered_layers(model)
+def changes_of(model: nn.Module, layers: Layers, adapter: Adapter) -> list[Change]:
+    """List the parameters of `model` that `adapter` replaces; raises ValueError if they differ."""
     check_selection(layers, adapter.selection)
+    changes = []
     for number, experts in adapter.experts.items():
         layer = layers.get(number)
-        selected = adapter.selection.experts.get(number, ())
-        extra = [
-            e for e in experts if e not in selected and (layer is None or e >= layer.num_shared)
-        ]
-        if extra:
-            raise ValueError(
-                f"{adapter.source} has expert {extra[0]} of layer {number}, which its selection "
-                "lacks"
-            )
-        yield from _stack_changes(adapter, number, layer, experts_module(model, layer), experts)
-    parameters = {
-        plain_name(name): parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+        num_shared = 0 if layer is None else layer.num_shared
+        for e in experts:
+            if e not in adapter.selection.experts.get(number, ()) and e >= num_shared:
+                raise ValueError(
+                    f"{adapter.source} has expert {e} of layer {number}, which its selection lacks"
+                )
+        _check_parts(adapter, number, layer)
+        path = plain_name(layer.name)
+        layout = layout_of(layer.module)
+        for stack in stack_parts(layout):
+            parameter = getattr(layer.module, stack)
+            changes.append(Change(f"{path}.{stack}", parameter, tuple(experts), number, layout))
+    parameters = parameters_of(model)
     for name, tensor in adapter.others.items():
         shape = list(parameters[name].shape) if name in parameters else None
         if shape != list(tensor.shape):
@@ -196,46 +180,47 @@ def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
                 f"{adapter.source} has {name} {list(tensor.shape)}, but the model has "
                 f"{shape or 'no such tensor'}"
             )
-        yield Change(name, parameters[name])
+        changes.append(Change(name, parameters[name]))
+    return changes
 
 
-def _stack_changes(
-    adapter: Adapter,
-    number: int,
-    layer: RoutedLayer,
-    module: nn.Module,
-    experts: Mapping[int, Mapping[str, torch.Tensor]],
-) -> Iterator[Change]:
-    layout = layout_of(module)
-    path = experts_path(layer)
-    stacks = stack_parts(layout)
-    want = {}
-    for stack in stacks:
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by plain name; a tied one under all its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name): parameter for name, parameter in named}
+
+
+def _check_parts(adapter: Adapter, number: int, layer: ExpertsLayer) -> None:
+    """Raise ValueError unless an adapter's experts of a layer have the parts of the model's."""
+    layout = layout_of(layer.module)
+    expected = {}
+    for stack in stack_parts(layout):
         # views of one row give the shapes, whatever the layout
-        row = torch.empty(getattr(module, stack).shape[1:], device="meta")
-        want |= {part: list(view.shape) for part, view in split_row(layout, stack, row).items()}
-    for e, own in experts.items():
-        found = {part: list(tensor.shape) for part, tensor in own.items()}
-        if found != want:
-            part = min(part for part in {*found, *want} if found.get(part) != want.get(part))
-            raise ValueError(
-                f"{adapter.source} has {part} {found.get(part, 'missing')} of expert {e} of layer "
-                f"{number}, but the model has {want.get(part, 'no such part')}"
-            )
-    for stack in stacks:
-        yield Change(f"{path}.{stack}", getattr(module, stack), tuple(experts), number, layout)
+        row = torch.empty(getattr(layer.module, stack).shape[1:], device="meta")
+        for part, view in split_row(layout, stack, row).items():
+            expected[part] = list(view.shape)
+    for e, tensors in adapter.experts[number].items():
+        shapes = {part: list(tensor.shape) for part, tensor in tensors.items()}
+        for part in sorted({*shapes, *expected}):
+            if shapes.get(part) != expected.get(part):
+                raise ValueError(
+                    f"{adapter.source} has {part} {shapes.get(part, 'missing')} of expert {e} of "
+                    f"layer {number}, but the model has {expected.get(part, 'no such part')}"
+                )
 
 
 def check_adapter(
     model: nn.Module, adapter: Adapter, *, check_weights: bool = True
 ) -> list[Change]:
-    """Return the parameters of `model` that an adapter replaces; raises ValueError if `model` is
-    not its base.
-    """
+    """List the parameters that an adapter replaces; raises ValueError for another base."""
+    layers = layers_of(model, fresh=False)
     if adapter.base is not None:
-        own = base_of(model, adapter.selection.experts) if check_weights else describe(model)
-        check_base(adapter.base, own, adapter.source)
-    changes = list(changes_of(model, adapter))
+        if check_weights:
+            described = base_of(model, layers, adapter.selection.experts)
+        else:
+            described = describe(model, layers)
+        check_base(adapter.base, described, adapter.source)
+    changes = changes_of(model, layers, adapter)
     for change in changes:
         parameter = change.parameter
         if hasattr(parameter, "placements") or parameter.is_meta or parameter.dtype not in FLOATS:
@@ -260,12 +245,12 @@ def apply(
     adapter = as_adapter(adapter)
     check_is_base(model)
     changes = check_adapter(model, adapter, check_weights=check_weights)
-    kept = {}
+    replaced = {}
     for name, parameter, ids, *_ in changes:
         rows = parameter.detach() if ids is None else parameter.detach()[list(ids)]
-        kept[name] = (ids, rows.to("cpu", copy=True))
+        replaced[name] = (ids, rows.to("cpu", copy=True))
     # before the first weight changes, so that `remove` can undo a failure halfway
-    setattr(model, APPLIED, Applied(adapter.source, kept))
+    setattr(model, APPLIED, Applied(adapter.source, replaced))
     for change in changes:
         _put(change.parameter, change.ids, change.values(adapter))
     return adapter
@@ -273,26 +258,21 @@ def apply(
 
 def check_is_base(model: nn.Module) -> None:
     """Raise ValueError if `model` has an adapter in it or trains experts."""
-    there = trained_files.holder(model, APPLIED)
-    is_training = trained_files.training_of(model) is not None or any(
-        split_of(m) is not None for m in model.modules()
-    )
-    if there is not None or is_training:
-        if there is None:
-            state = "trains experts"
-        else:
-            state = f"has the adapter {getattr(there, APPLIED).source} in it"
-        raise ValueError(
-            f"The model {state}. Call esft.{'fold or esft.drop' if there is None else 'remove'} "
-            "first"
-        )
+    for module in model.modules():
+        applied = module.__dict__.get(APPLIED)
+        if applied is not None:
+            raise ValueError(
+                f"The model has the adapter {applied.source} in it. Call esft.remove first"
+            )
+        if trained_files.TRAINING in module.__dict__ or split_of(module) is not None:
+            raise ValueError("The model trains experts. Call esft.fold or esft.drop first")
 
 
 class Applied(NamedTuple):
     """The values that an adapter replaced, by the parameters' plain names."""
 
     source: str
-    kept: dict[str, tuple[tuple[int, ...] | None, torch.Tensor]]
+    replaced: dict[str, tuple[tuple[int, ...] | None, torch.Tensor]]
 
 
 def _put(parameter: torch.Tensor, ids: tuple[int, ...] | None, values: torch.Tensor) -> None:
@@ -306,13 +286,10 @@ def _put(parameter: torch.Tensor, ids: tuple[int, ...] | None, values: torch.Ten
 @torch.no_grad()
 def remove(model: nn.Module) -> None:
     """Remove the adapter of `apply` from `model`; every weight is bit-identical to before."""
-    there = trained_files.holder(model, APPLIED)
-    if there is None:
+    holder = trained_files.holder(model, APPLIED)
+    if holder is None:
         raise ValueError(f"{type(model).__name__} has no adapter in it. Apply one with esft.apply")
-    parameters = {
-        plain_name(name): parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    for name, (ids, values) in getattr(there, APPLIED).kept.items():
+    parameters = parameters_of(model)
+    for name, (ids, values) in getattr(holder, APPLIED).replaced.items():
         _put(parameters[name], ids, values)
-    delattr(there, APPLIED)
+    delattr(holder, APPLIED)

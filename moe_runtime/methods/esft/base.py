@@ -19,15 +19,11 @@ import torch
 from torch import nn
 
 from moe_runtime.config import shown
-from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
-from moe_runtime.hf.training.trained_files import (
-    experts_path,
-    layout_of,
-    parse_name,
-    split_row,
-    stack_parts,
-)
+from moe_runtime.hf.dropin.layers import RoutedLayer, plain_name
+from moe_runtime.hf.training.trainable import ExpertsLayer
+from moe_runtime.hf.training.trained_files import layout_of, parse_name, split_row, stack_parts
 
+Layers = Mapping[int, ExpertsLayer]  # a model's layers, of `trainable.layers_of`
 OURS = "moe_runtime"  # key of expert_cfg.json for what the official file lacks
 # what a model computes depends on these; names that a config lacks are left out
 FIELDS = (
@@ -63,24 +59,23 @@ SAMPLED = 2  # weights of each matrix
 DIFFERENT = 0.2
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
+def describe(model: nn.Module, layers: Layers) -> dict[str, Any]:
     """Return a JSON-ready description of a model that does not require its weights."""
     config = _config_fields(model)
     experts = {}
-    for number, layer in numbered_layers(model).items():
-        module = experts_module(model, layer)
-        experts[str(number)] = {
-            name: list(getattr(module, name).shape) for name in stack_parts(layout_of(module))
-        }
+    for number, layer in layers.items():
+        stacks = stack_parts(layout_of(layer.module))
+        experts[str(number)] = {name: list(getattr(layer.module, name).shape) for name in stacks}
     return {"hash": _hash(config, experts), "config": config, "experts": experts}
 
 
 def _config_fields(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "module", model).config
     values = config.get_text_config().to_dict()
-    fields = {
-        name: values[name] for name in FIELDS if isinstance(values.get(name), str | int | float)
-    }
+    fields = {}
+    for name in FIELDS:
+        if isinstance(values.get(name), str | int | float):
+            fields[name] = values[name]
     return fields | {"model_type": config.model_type}
 
 
@@ -105,67 +100,59 @@ def sample_weights(
     return sample
 
 
-def sampled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that `sample_weights` reads, by plain name: all that are not in the
-    experts' stacks.
+def sampled_parameters(model: nn.Module, layers: Layers) -> dict[str, nn.Parameter]:
+    """Return the parameters outside of the experts' stacks, by plain name.
 
     Those that are split over processes or offloaded are left out.
     """
-    stacks = {
-        id(p)
-        for layer in numbered_layers(model).values()
-        for p in experts_module(model, layer).parameters(recurse=False)
-    }
-    return {
-        plain_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in stacks
-        and not hasattr(parameter, "placements")
-        and not parameter.is_meta
-    }
+    stacks = set()
+    for layer in layers.values():
+        stacks |= {id(parameter) for parameter in layer.module.parameters(recurse=False)}
+    sampled = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in stacks and _is_here(parameter):
+            sampled[plain_name(name)] = parameter
+    return sampled
 
 
-def sampled_experts(model: nn.Module, trained: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Return the first routed expert of each layer that is not in `trained`; layers with all
-    experts in it are left out.
-    """
-    found = {}
-    for number, layer in numbered_layers(model).items():
-        left = (
-            e
-            for e in range(layer.num_shared, layer.num_experts)
-            if e not in trained.get(number, ())
-        )
-        if (expert := next(left, None)) is not None:
-            found[number] = expert
-    return found
+def _is_here(parameter: torch.Tensor) -> bool:
+    return not hasattr(parameter, "placements") and not parameter.is_meta
 
 
-def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, torch.Tensor]:
+def sampled_experts(layers: Layers, trained: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Return the first routed expert of each layer that is not in `trained`, where there is one."""
+    sampled = {}
+    for number, layer in layers.items():
+        for e in range(layer.num_shared, layer.num_experts):
+            if e not in trained.get(number, ()):
+                sampled[number] = e
+                break
+    return sampled
+
+
+def expert_matrices(layers: Layers, experts: Mapping[int, int]) -> dict[str, torch.Tensor]:
     """Return views of the matrices of one expert of each layer, by the names that adapters use."""
-    layers = numbered_layers(model)
-    found = {}
+    matrices = {}
     for number, e in experts.items():
-        module = experts_module(model, layers[number])
-        path = experts_path(layers[number])
+        module = layers[number].module
+        path = plain_name(layers[number].name)
         layout = layout_of(module)
         for name in stack_parts(layout):
             stack = getattr(module, name)
-            if stack.is_floating_point() and not (hasattr(stack, "placements") or stack.is_meta):
-                found |= {
-                    f"{path}.{e}.{part}": view
-                    for part, view in split_row(layout, name, stack[e]).items()
-                }
-    return found
+            if stack.is_floating_point() and _is_here(stack):
+                for part, view in split_row(layout, name, stack[e]).items():
+                    matrices[f"{path}.{e}.{part}"] = view
+    return matrices
 
 
 @torch.no_grad()
-def base_of(model: nn.Module, trained: Mapping[int, Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return `describe` with sampled weights, as recorded by an adapter of the `trained`
-    experts.
-    """
-    matrices = expert_matrices(model, sampled_experts(model, trained or {}))
-    return describe(model) | {"weights": sample_weights(sampled_parameters(model) | matrices)}
+def base_of(
+    model: nn.Module, layers: Layers, trained: Mapping[int, Sequence[int]] | None = None
+) -> dict[str, Any]:
+    """Return `describe` with sampled weights, as an adapter of the `trained` experts records it."""
+    matrices = expert_matrices(layers, sampled_experts(layers, trained or {}))
+    weights = sample_weights(sampled_parameters(model, layers) | matrices)
+    return describe(model, layers) | {"weights": weights}
 
 
 def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
@@ -181,29 +168,31 @@ def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -
 
 
 def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    for part in ("config", "experts") if base.get("hash") != model["hash"] else ():
-        theirs = model[part]
-        for name, value in base.get(part, {}).items():
-            # config names differ between versions of transformers; which layers have experts does
-            # not
-            if value != theirs.get(name) and (name in theirs or part == "experts"):
-                both = _described(value), _described(theirs.get(name))
-                if part == "experts":
-                    return "whose experts of layer {} are {}, but the model's are {}".format(
-                        name, *both
-                    )
-                return "whose {} is {}, but the model's is {}".format(name, *both)
-    ours = base.get("weights", {})
-    theirs = model.get("weights", {})
+    if base.get("hash") != model["hash"]:
+        # config names differ between versions of transformers; which layers have experts does not
+        for name, value in base.get("config", {}).items():
+            theirs = model["config"].get(name, value)
+            if value != theirs:
+                return (
+                    f"whose {name} is {_described(value)}, but the model's is {_described(theirs)}"
+                )
+        for name, value in base.get("experts", {}).items():
+            theirs = model["experts"].get(name)
+            if value != theirs:
+                return (
+                    f"whose experts of layer {name} are {_described(value)}, but the model's are "
+                    f"{_described(theirs)}"
+                )
     # separately, since a base may differ in its experts alone
-    for kind, is_expert in (("weights", False), ("experts", True)):
-        names = [
-            name for name in ours if name in theirs and (parse_name(name) is not None) == is_expert
-        ]
-        pairs = [pair for name in names for pair in zip(ours[name], theirs[name], strict=False)]
+    for kind in ("weights", "experts"):
+        pairs = []
+        for name, values in base.get("weights", {}).items():
+            is_of_kind = (parse_name(name) is not None) == (kind == "experts")
+            if is_of_kind and name in model.get("weights", {}):
+                pairs += zip(values, model["weights"][name], strict=False)
         a, b = torch.tensor(pairs or [(0, 0)], dtype=torch.float64).to(torch.bfloat16).unbind(1)
-        # the share that differs in bfloat16
-        if (different := (a != b).double().mean().item()) > DIFFERENT:
+        different = (a != b).double().mean().item()
+        if different > DIFFERENT:
             return (
                 f"with other {kind}: {different:.0%} of {len(pairs)} sampled weights differ from "
                 "the model's (check_weights=False skips this check)"
@@ -217,23 +206,14 @@ def _described(value: Any) -> str:
     return repr(value)
 
 
-def identify(model: nn.Module) -> dict[str, Any]:
-    """Return a JSON-ready description of a model: its config, its experts per layer and weights
-    outside of the stacks.
-    """
+def identify(model: nn.Module, layers: Mapping[int, ExpertsLayer | RoutedLayer]) -> dict[str, Any]:
+    """Return a JSON-ready description: config, experts per layer, weights outside of experts."""
     config = _config_fields(model)
-    experts = {
-        str(number): {"num_experts": layer.num_experts}
-        for number, layer in numbered_layers(model).items()
-    }
-    matrices = {
-        plain_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 2
-        and ".experts." not in name
-        and not hasattr(parameter, "placements")
-        and not parameter.is_meta
-    }
+    experts = {str(number): {"num_experts": layer.num_experts} for number, layer in layers.items()}
+    matrices = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and ".experts." not in name and _is_here(parameter):
+            matrices[plain_name(name)] = parameter
     return {
         "hash": _hash(config, experts),
         "config": config,
@@ -243,18 +223,21 @@ def identify(model: nn.Module) -> dict[str, Any]:
 
 
 def check_model(
-    base: Mapping[str, Any] | None, model: nn.Module, source: str, *, check_weights: bool = True
+    base: Mapping[str, Any] | None,
+    model: nn.Module,
+    layers: Layers,
+    source: str,
+    *,
+    check_weights: bool = True,
 ) -> None:
-    """Raise ValueError unless `model` is the one that `identify` or `base_of` described as `base`;
-    None is not checked.
-    """
+    """Raise ValueError unless `base`, of `identify` or `base_of`, is `model`; None fits any."""
     if base is None:
         return
     is_adapter = any("num_experts" not in shapes for shapes in base.get("experts", {}).values())
-    found = base_of(model) if is_adapter else identify(model)
+    described = base_of(model, layers) if is_adapter else identify(model, layers)
     if not check_weights:
-        found.pop("weights")
-    difference = _difference(base, found)
+        described.pop("weights")
+    difference = _difference(base, described)
     if difference is not None:
         raise ValueError(
             f"{source} is for a model {difference}. Score this model and select its experts"
@@ -268,15 +251,11 @@ def read_base(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | Non
     ours = values.get(OURS, {})
     is_known = isinstance(ours, Mapping) and ours.get("format", 1) == 1
     base = ours.get("base") if is_known else None
-    if isinstance(base, Mapping):
-        parts = [base.get(part, {}) for part in ("config", "experts", "weights")]
-    else:
-        parts = []
-    if (
-        not is_known
-        or not isinstance(base or {}, Mapping)
-        or not all(isinstance(part, Mapping) for part in parts)
-    ):
+    if base is not None:
+        is_known = isinstance(base, Mapping)
+        for part in ("config", "experts", "weights"):
+            is_known = is_known and isinstance(base.get(part, {}), Mapping)
+    if not is_known:
         raise ValueError(
             f"{OURS} in {source} must be an object of format 1 with the base, but is "
             f"{shown(ours, 60)}. A newer moe_runtime may have written it"

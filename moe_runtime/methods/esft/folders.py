@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
+from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
 from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
-from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
+from moe_runtime.hf.training.trainable import layers_of
+from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_parts
 from moe_runtime.io.checkpoint import Checkpoint, check_finite
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import Adapter, Change, as_adapter, changes_of
 from moe_runtime.methods.esft.base import (
     SAMPLED,
+    Layers,
     check_base,
     describe,
     sample_weights,
@@ -90,92 +92,94 @@ def _planned(
     model: nn.Module, adapter, checkpoint: Checkpoint, check_weights: bool, is_lora: bool = False
 ):
     """Check an adapter or LoraAdapter against its base's folder; return the tensors it changes."""
+    layers = layers_of(model, fresh=False)
+    described = describe(model, layers)
     if adapter.base is not None:
-        check_base(adapter.base, described := describe(model), adapter.source)
+        check_base(adapter.base, described, adapter.source)
     if is_lora:
         plan = stacks.Plan(model, adapter.source, checkpoint)
+        check_mask(layers, plan.adapter, adapter.selection)
     else:
-        plan = _Plan(model, adapter, checkpoint)
-    if is_lora:
-        check_mask(model, plan.adapter, adapter.selection)
+        plan = _Plan(model, layers, adapter, checkpoint)
     if adapter.base is not None and check_weights:
-        weights = _sample(model, adapter, checkpoint) | _sample_experts(model, adapter, checkpoint)
+        weights = _sample(model, adapter, checkpoint)
+        weights |= _sample_experts(model, layers, adapter, checkpoint)
         check_base(adapter.base, described | {"weights": weights}, adapter.source)
     return plan
 
 
 def _sample(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
-    """Read the base weights recorded by the adapter, if the folder stores them as the model
-    does.
-    """
+    """Read the weights that an adapter records, where the folder stores them as the model does."""
     parameters = dict(model.named_parameters())
     specs = checkpoint.specs()
+    sampled = {}
     keys = {}
     for name in adapter.base.get("weights", {}):
-        saved = list(to_saved(model, {name: parameters[name]})) if name in parameters else []
-        if (
-            len(saved) == 1
-            and saved[0] in specs
-            and specs[saved[0]].shape == parameters[name].shape
-        ):
-            keys[name] = saved[0]
-    read = {name: specs[key] for name, key in keys.items()}
-    return sample_weights(
-        read, lambda name: checkpoint.get_rows(keys[name], read[name].shape[0] // 2)
-    )
+        if name not in parameters:
+            continue
+        saved = list(to_saved(model, {name: parameters[name]}))
+        if len(saved) == 1 and saved[0] in specs:
+            spec = specs[saved[0]]
+            if spec.shape == parameters[name].shape:
+                sampled[name] = spec
+                keys[name] = saved[0]
+
+    def middle_row(name: str) -> torch.Tensor:
+        return checkpoint.get_rows(keys[name], sampled[name].shape[0] // 2)
+
+    return sample_weights(sampled, middle_row)
 
 
-def _sample_experts(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
+def _sample_experts(
+    model: nn.Module, layers: Layers, adapter, checkpoint: Checkpoint
+) -> dict[str, list[float]]:
     """Read the values of `base.expert_matrices` and `sample_weights` from the folder."""
-    layers = numbered_layers(model)
+    recorded = adapter.base.get("weights", {})
     sample = {}
-    for number, e in sampled_experts(model, adapter.selection.experts).items():
-        module = experts_module(model, layers[number])
-        path = experts_path(layers[number])
+    for number, e in sampled_experts(layers, adapter.selection.experts).items():
+        module = layers[number].module
+        path = plain_name(layers[number].name)
         layout = layout_of(module)
         for name in stack_parts(layout):
             stack = getattr(module, name)
             # a row of indices shows where the folder stores the row's weights
             row = torch.arange(stack[0].numel(), dtype=torch.int32).view(stack.shape[1:])
-            found = saved_rows(model, f"{path}.{name}", stack, (e,), checkpoint)
-            saved = {key: (rows.stacked, rows.row(model, row)) for key, rows in found.items()}
+            saved = {}
+            for key, rows in saved_rows(model, f"{path}.{name}", stack, (e,), checkpoint).items():
+                saved[key] = (rows.stacked, rows.row(model, row))
             for part, matrix in split_row(layout, name, row).items():
-                if f"{path}.{e}.{part}" in adapter.base.get("weights", {}):
-                    places = matrix[matrix.shape[0] // 2].flatten()[:SAMPLED].tolist()
-                    values = [_weight(checkpoint, saved, e, place) for place in places]
+                if f"{path}.{e}.{part}" in recorded:
+                    numbers = matrix[matrix.shape[0] // 2].flatten()[:SAMPLED].tolist()
+                    values = [_weight(checkpoint, saved, e, number) for number in numbers]
                     sample[f"{path}.{e}.{part}"] = values
     return sample
 
 
 def _weight(
-    checkpoint: Checkpoint, saved: dict[str, tuple[bool, torch.Tensor]], expert: int, place: int
+    checkpoint: Checkpoint, saved: dict[str, tuple[bool, torch.Tensor]], expert: int, number: int
 ) -> float:
-    """Read weight number `place` of an expert's row; `saved` has the row's indices by the folder's
-    names.
-    """
-    key, stacked, at = next(
-        (key, stacked, at.tolist())
-        for key, (stacked, numbers) in saved.items()
-        for at in (numbers == place).nonzero()
-    )
-    first, *rest = (expert, *at) if stacked else at
-    return checkpoint.get_rows(key, first)[tuple(rest)].double().item()
+    """Read a weight of an expert's row by its index; `saved` has the indices of each tensor."""
+    for key, (stacked, numbers) in saved.items():
+        for at in (numbers == number).nonzero().tolist():
+            first, *rest = (expert, *at) if stacked else at
+            return checkpoint.get_rows(key, first)[tuple(rest)].double().item()
+    raise KeyError(number)
 
 
 class _Plan:
     """The tensors of a folder that an adapter changes, and their new values."""
 
-    def __init__(self, model: nn.Module, adapter: Adapter, checkpoint: Checkpoint):
-        self.model, self.adapter, self.specs = model, adapter, checkpoint.specs()
+    def __init__(self, model: nn.Module, layers: Layers, adapter: Adapter, checkpoint: Checkpoint):
+        self.model = model
+        self.adapter = adapter
+        self.specs = checkpoint.specs()
         self.rows: dict[str, tuple[Change, SavedRows]] = {}
-        changes = list(changes_of(model, adapter))
-        for change in changes:
+        for change in changes_of(model, layers, adapter):
             if change.ids is not None:
-                found = saved_rows(model, change.name, change.parameter, change.ids, checkpoint)
-                self.rows |= {key: (change, rows) for key, rows in found.items()}
-        self.others = saved_tensors(
-            model, {c.name: adapter.others[c.name] for c in changes if c.ids is None}, checkpoint
-        )
+                saved = saved_rows(model, change.name, change.parameter, change.ids, checkpoint)
+                for key, rows in saved.items():
+                    self.rows[key] = (change, rows)
+        self.others = saved_tensors(model, adapter.others, checkpoint)
         for key in (*self.rows, *self.others):
             if self.specs[key].dtype not in FLOATS:
                 raise ValueError(

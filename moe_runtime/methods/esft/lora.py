@@ -25,15 +25,15 @@ from torch import nn
 
 from moe_runtime.config import check_number, check_positive
 from moe_runtime.hf.dropin import experts
-from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
+from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trained_files
-from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
-from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
-from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
+from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped, layers_of
+from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_parts
+from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.esft import adapters
-from moe_runtime.methods.esft.adapters import Adapter, check_is_base, from_config, to_config
-from moe_runtime.methods.esft.base import base_of, check_model
+from moe_runtime.methods.esft.adapters import Adapter, check_is_base, load_selection, to_config
+from moe_runtime.methods.esft.base import Layers, base_of, check_model
 from moe_runtime.methods.esft.selection import (
     FLAGS,
     ExpertSelection,
@@ -73,35 +73,30 @@ def train_lora(
     check_is_selection(selection)
     check_unwrapped(model)
     check_is_base(model)
-    check_model(selection.base, model, "The selection", check_weights=check_weights)
-    check_selection(model, selection)
+    layers = layers_of(model)
+    check_model(selection.base, model, layers, "The selection", check_weights=check_weights)
+    check_selection(layers, selection)
     check_lora(selection, rank, alpha)
-    names = {module: name for name, module in model.named_modules()}
-    layers = numbered_layers(model)
-    total = _numbers(model)
-    config = to_config(selection, base_of(model, selection.experts))
+    total = sum(p.numel() for p in model.parameters())
+    config = to_config(selection, base_of(model, layers, selection.experts))
     parameters = []
-    for layer in (layers[number] for number, ids in selection.experts.items() if ids):
-        module = experts_module(model, layer)
-        parameters += [
-            f"{names[module]}.{name}"
-            for name, p in module.named_parameters(recurse=False)
-            if p.dim() == 3
-        ]
+    for number, ids in selection.experts.items():
+        if ids:
+            layer = layers[number]
+            for name, parameter in layer.module.named_parameters(recurse=False):
+                if parameter.dim() == 3:
+                    parameters.append(f"{layer.name}.{name}")
     adapted = add_parameter_lora(model, parameters, rank, alpha, seed)
     experts.patch(adapted)
     rows = 0
     for name, halves in list(adapted.named_modules()):
-        if (
-            isinstance(halves, nn.ModuleDict)
-            and name.endswith((".lora_A", ".lora_B"))
-            and len(halves)
-        ):
-            layer = layers[_layer_of(name)]
+        is_lora = name.endswith((".lora_A", ".lora_B")) and isinstance(halves, nn.ModuleDict)
+        if is_lora and len(halves):
+            number = _layer_of(name)
             weight = halves["default"].weight.detach()
             weight = weight.to(dtype or torch.promote_types(weight.dtype, torch.float32))
             halves["default"] = SelectedHalf(
-                weight, selection.experts[_layer_of(name)], layer.num_experts, name[-1] == "A"
+                weight, selection.experts[number], layers[number].num_experts, name[-1] == "A"
             )
             rows += halves["default"].selected.numel()
     setattr(adapted, TRAINING, config)
@@ -185,15 +180,12 @@ def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
         )
 
 
-def _numbers(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
 def _layer_of(name: str) -> int:
-    """Return a matrix's layer, the first number in its path, as routed layers are numbered; -1
-    without one.
-    """
-    return next((int(part) for part in plain_name(name).split(".") if part.isdecimal()), -1)
+    """Return a matrix's layer, the first number in its path, or -1 without one."""
+    for part in plain_name(name).split("."):
+        if part.isdecimal():
+            return int(part)
+    return -1
 
 
 def save_lora(
@@ -209,13 +201,13 @@ def save_lora(
             "first"
         )
     check_out_dir(folder, overwrite)
-    selection, base = from_config(config, "model")
+    selection = ExpertSelection.from_dict(config, "model")
     for name, half in model.named_modules() if state_dict else ():
         if isinstance(half, SelectedHalf) and f"{name}.selected" in state_dict:  # FSDP2's
             state_dict[f"{name}.weight"] = half.whole(state_dict.pop(f"{name}.selected"))
     with atomic_folder(folder, overwrite) as tmp:
         save_peft_files(model, tmp, state_dict)
-        atomic_write_json(tmp / trained_files.CONFIG, to_config(selection, base))
+        atomic_write_json(tmp / trained_files.CONFIG, to_config(selection, selection.base))
     return Path(folder)
 
 
@@ -234,15 +226,14 @@ def save_peft(
     check_out_dir(folder, overwrite)
     adapter = adapters.as_adapter(adapter)
     trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    modules = sorted(
-        {change.name.rpartition(".")[0] for change in adapters.changes_of(model, adapter)}
-    )
-    left = [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and name not in modules
-    ]
-    if not left:
+    changes = adapters.changes_of(model, layers_of(model, fresh=False), adapter)
+    modules = sorted({change.name.rpartition(".")[0] for change in changes})
+    left = None
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and name not in modules:
+            left = name
+            break
+    if left is None:
         raise ValueError(
             f"{adapter.source} changes every linear layer, so it is a whole model. Use esft merge"
         )
@@ -250,7 +241,7 @@ def save_peft(
     try:
         with quiet_peft(), atomic_folder(folder, overwrite) as tmp:
             config = LoraConfig(
-                r=1, target_modules=left[:1], modules_to_save=modules, task_type="CAUSAL_LM"
+                r=1, target_modules=[left], modules_to_save=modules, task_type="CAUSAL_LM"
             )
             adapted = get_peft_model(model, config)
             save_peft_files(adapted, tmp)
@@ -280,18 +271,16 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     """Read the selection and the base of a folder; raises ValueError for an adapter that
     `save_lora` has not written.
     """
-    path = Path(folder) / trained_files.CONFIG
-    selection, base = from_config(read_json(path), str(path))
-    count = size = 0
+    selection = load_selection(Path(folder) / trained_files.CONFIG)
+    base = selection.base
+    count = 0
+    size = 0
     for key, tensor in read_tensors(folder).items():
         number = _layer_of(key)
-        own = (
-            len(selection.experts.get(number, ()))
-            * tensor.numel()
-            // _num_experts(base, number, tensor.numel())
-        )
-        count = count + own
-        size = size + own * tensor.element_size()
+        selected = len(selection.experts.get(number, ())) * tensor.numel()
+        selected //= _num_experts(base, number, tensor.numel())
+        count += selected
+        size += selected * tensor.element_size()
     return LoraAdapter(
         selection=selection,
         base=base,
@@ -309,21 +298,21 @@ def _num_experts(base: Mapping[str, Any] | None, number: int, unknown: int) -> i
         return unknown or 1
 
 
-def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelection) -> None:
-    """Raise ValueError if a PEFT adapter of `model` changes more than the experts of `selection`,
-    or the model lacks those.
+def check_mask(layers: Layers, adapter: PeftAdapter, selection: ExpertSelection) -> None:
+    """Raise ValueError if a PEFT adapter changes more than the experts of `selection`, or the model
+    with these `layers` lacks those.
     """
-    layers = numbered_layers(model)
     check_selection(layers, selection)
-    numbers = {experts_path(layer): number for number, layer in layers.items()}
-    odd = min(adapter.whole, default=None)
+    numbers = {plain_name(layer.name): number for number, layer in layers.items()}
+    changed = min(adapter.whole, default=None)
     for name, pair in adapter.pairs.items():
         ids = selection.experts.get(numbers.get(name.rpartition(".")[0]), ())
         others = [e for e in range(len(pair.b)) if e not in ids] if pair.is_stack else ...
-        odd = name if odd is None and pair.b[others].any() else odd
-    if odd is not None:
+        if changed is None and pair.b[others].any():
+            changed = name
+    if changed is not None:
         raise ValueError(
-            f"{adapter.folder} changes {odd} beyond the experts selected in its "
+            f"{adapter.folder} changes {changed} beyond the experts selected in its "
             f"{trained_files.CONFIG}. Use `moe-runtime lora export --to merged` to merge the whole "
             "adapter"
         )
@@ -334,30 +323,25 @@ def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
     """Return the selected experts with their LoRA merged, W_e + s B_e A_e, as ESFT's own adapter of
     `model`.
     """
-    found = read_lora(folder)
+    selection = load_selection(Path(folder) / trained_files.CONFIG)
     adapter = read_peft(folder, model)
+    layers = layers_of(model, fresh=False)
+    check_mask(layers, adapter, selection)
     tensors = {}
-    layers = numbered_layers(model)
-    check_mask(model, adapter, found.selection)
-    for number, ids in found.selection.experts.items():
-        module = experts_module(model, layers[number])
-        path = experts_path(layers[number])
+    for number, ids in selection.experts.items():
+        module = layers[number].module
+        path = plain_name(layers[number].name)
         layout = layout_of(module)
         for stack in stack_parts(layout):
+            pair = adapter.pairs.get(f"{path}.{stack}")
             for e in ids:
                 row = getattr(module, stack)[e]
-                pair = adapter.pairs.get(f"{path}.{stack}")
-                if pair is None:
-                    row = row
-                else:
-                    row = row.to(torch.float32 if row.itemsize < 4 else row.dtype) + pair.delta(
-                        e
-                    ).to(row.device)
-                tensors |= {
-                    f"{path}.{e}.{part}": view
-                    for part, view in split_row(layout, stack, row).items()
-                }
-    return Adapter(selection=found.selection, tensors=tensors, base=found.base, source=str(folder))
+                if pair is not None:
+                    wide = torch.promote_types(row.dtype, torch.float32)
+                    row = row.to(wide) + pair.delta(e).to(row.device)
+                for part, view in split_row(layout, stack, row).items():
+                    tensors[f"{path}.{e}.{part}"] = view
+    return Adapter(selection=selection, tensors=tensors, base=selection.base, source=str(folder))
 
 
 def apply(

@@ -14,9 +14,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from moe_runtime.config import check_positive, shown
 from moe_runtime.io.files import check_regular
@@ -33,16 +34,15 @@ def append_logs(folder: str | os.PathLike, call: GateCall) -> None:
     """
     samples = call.live.shape[0]
     K = call.topk_idx.shape[1]
-    idx, weight = (
-        t.detach().cpu().view(samples, -1, K) for t in (call.topk_idx, call.topk_weight.float())
-    )
+    idx = call.topk_idx.detach().cpu().view(samples, -1, K)
+    weight = call.topk_weight.detach().float().cpu().view(samples, -1, K)
     with open(Path(folder, log_name(call.layer)), "a", encoding="ascii") as file:
         for ids, weights, live in zip(idx, weight, call.live.cpu(), strict=True):
             routed = (ids >= call.num_shared) & live[:, None]
             if routed.any():
-                numbers = ids[routed].tolist()
-                values = (f"{w:.4f}" for w in weights[routed].tolist())
-                file.write("\t".join(map(str, numbers)) + "\t\t" + "\t".join(values) + "\n")
+                numbers = map(str, ids[routed].tolist())
+                values = (f"{value:.4f}" for value in weights[routed].tolist())
+                file.write("\t".join(numbers) + "\t\t" + "\t".join(values) + "\n")
 
 
 def log_name(layer: int) -> str:
@@ -68,75 +68,87 @@ def read_logs(
         if value is not None:
             check_positive(name, value)
     files = _log_files(Path(folder), layers)
-    found = []
-    seen = None
+    logs = []
     for paths in files.values():
-        lines = [line for path in paths for line in _read_log(path, num_experts)]
-        top_k = _infer_top_k([ids for ids, _ in lines]) if top_k is None else top_k
-        sums, tokens = _sum_lines(lines, top_k, num_experts, pairs, paths)
-        if seen is not None and tokens != seen:
+        lines = []
+        for path in paths:
+            lines += _read_log(path, num_experts)
+        if top_k is None:
+            top_k = _infer_top_k([ids for ids, _ in lines])
+        log = _sum_lines(lines, top_k, num_experts, paths)
+        first = logs[0].tokens if logs else log.tokens
+        if log.tokens != first:
             raise ValueError(
-                f"{paths[0]} has {sum(tokens)} tokens in {len(tokens)} lines, but the log of the "
-                f"first layer has {sum(seen)} in {len(seen)}. The logs of all layers must be of "
-                "the same tokens"
+                f"{paths[0]} has {sum(log.tokens)} tokens in {len(log.tokens)} lines, but the log "
+                f"of the first layer has {sum(first)} in {len(first)}. The logs of all layers must "
+                "be of the same tokens"
             )
-        found = [*found, sums]
-        seen = tokens
-    E = max(len(sums[0]) for sums in found)
-    count, gate, sample_count, sample_gate = (
-        torch.stack([_padded(sums[i], E) for sums in found]) for i in range(4)
+        logs.append(log)
+    E = max(log.sums.shape[1] for log in logs)
+    count, gate, sample_count, sample_gate = torch.stack(
+        [functional.pad(log.sums, [0, E - log.sums.shape[1]]) for log in logs], dim=1
     )
+    both = None
+    if pairs:
+        tables = [functional.pad(log.pairs, [0, E - len(log.pairs)] * 2) for log in logs]
+        both = torch.stack(tables).long()
     return GateSums(
         layers=tuple(files),
         count=count.long(),
         gate=gate,
         sample_count=sample_count,
         sample_gate=sample_gate,
-        n_tokens=sum(seen),
-        n_samples=len(seen),
+        n_tokens=sum(logs[0].tokens),
+        n_samples=len(logs[0].tokens),
         top_k=top_k,
-        pairs=torch.stack([_padded(sums[4], E) for sums in found]).long() if pairs else None,
+        pairs=both,
     )
 
 
 def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Path]]:
     """List the logs by layer, a path per rank; raise ValueError where a layer has none."""
-    ranks = sorted(
-        (path for path in folder.glob("rank_*") if path.is_dir()),
-        key=lambda path: (len(path.name), path.name),
-    )
-    folders = [
-        place
-        for place in (folder, *ranks)
-        if any(_LOG.fullmatch(path.name) for path in place.glob("*.txt"))
-    ]
-    names = {
-        int(match[1])
-        for place in folders
-        for path in place.iterdir()
-        if (match := _LOG.fullmatch(path.name))
-    }
-    wanted = sorted(set(layers)) if layers is not None else _evenly_spaced(sorted(names))
-    # lazily, since a corrupt name may be of layer 10^12
-    logs = (place / log_name(layer) for layer in wanted for place in folders)
-    missing = next((path for path in logs if not path.is_file() or not path.stat().st_size), None)
-    if not folders or missing or (folder in folders and len(folders) > 1):
-        if missing:
-            found = f"no log {missing.name} in {missing.parent}"
-        else:
-            found = "logs in itself and in rank_{r}"
+    ranks = [path for path in folder.glob("rank_*") if path.is_dir()]
+    ranks.sort(key=lambda path: (len(path.name), path.name))
+    folders = []
+    numbers = set()
+    for place in (folder, *ranks):
+        names = [_LOG.fullmatch(path.name) for path in place.glob("*.txt")]
+        of_place = {int(match[1]) for match in names if match is not None}
+        if of_place:
+            folders.append(place)
+            numbers |= of_place
+    problem = None
+    if not folders:
+        problem = "no logs"
+    elif folder in folders and len(folders) > 1:
+        problem = "logs in itself and in rank_{r}"
+    if layers is not None:
+        numbers = sorted(set(layers))
+    else:
+        numbers = _evenly_spaced(sorted(numbers))
+    # a loop that stops at the first missing log, since a corrupt name may be of layer 10^12
+    files: dict[int, list[Path]] = {}
+    for layer in numbers if problem is None else ():
+        files[layer] = [place / log_name(layer) for place in folders]
+        for path in files[layer]:
+            if not path.is_file() or not path.stat().st_size:
+                problem = problem or f"no log {path.name} in {path.parent}"
+        if problem is not None:
+            break
+    if problem is not None:
         raise ValueError(
-            f"{folder} has {found if folders else 'no logs'}. Expected "
-            "expert_weights_{layer}.txt of every layer that has experts, not empty, in the "
-            "folder itself or in its folders rank_{r}"
+            f"{folder} has {problem}. Expected expert_weights_{{layer}}.txt of every layer that "
+            "has experts, not empty, in the folder itself or in its folders rank_{r}"
         )
-    return {layer: [place / log_name(layer) for place in folders] for layer in wanted}
+    return files
 
 
 def _evenly_spaced(numbers: list[int]) -> Sequence[int]:
     """Return the numbers from the first to the last in the smallest step between neighbours."""
-    steps = [b - a for a, b in itertools.pairwise(numbers)]
-    return range(numbers[0], numbers[-1] + 1, min(steps)) if steps else numbers
+    if len(numbers) < 2:
+        return numbers
+    step = min(b - a for a, b in itertools.pairwise(numbers))
+    return range(numbers[0], numbers[-1] + 1, step)
 
 
 def _read_log(path: Path, E: int | None):
@@ -144,35 +156,33 @@ def _read_log(path: Path, E: int | None):
     naming file and line.
     """
     check_regular(path)
+    most = E or MAX_EXPERTS
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             ids, _, weights = line.rstrip("\r\n").partition("\t\t")
             try:
-                found = [int(one) for one in ids.split("\t")]
-                values = torch.tensor(
-                    [float(one) for one in weights.split("\t")], dtype=torch.float64
-                )
-                good = (
-                    len(found) == len(values) and min(found) >= 0 and bool(values.isfinite().all())
-                )
-                good = good and max(found) < (E or MAX_EXPERTS)
+                numbers = [int(text) for text in ids.split("\t")]
+                values = torch.tensor(list(map(float, weights.split("\t"))), dtype=torch.float64)
+                is_good = len(numbers) == len(values) and bool(values.isfinite().all())
+                is_good = is_good and min(numbers) >= 0 and max(numbers) < most
             except ValueError:
-                good = False
-            if not good:
+                is_good = False
+            if not is_good:
                 raise ValueError(
                     f"{path}, line {number}, is {shown(line, 60)}, but expected ids below "
-                    f"num_experts ({E or MAX_EXPERTS}), two tabs and as many gate values, "
-                    "separated by tabs"
+                    f"num_experts ({most}), two tabs and as many gate values, separated by tabs"
                 )
-            yield torch.tensor(found), values
+            yield torch.tensor(numbers), values
 
 
 def _infer_top_k(lines: list[torch.Tensor]) -> int:
     divisor = functools.reduce(math.gcd, map(len, lines))
-    most = int(max(ids.max() for ids in lines)) + 1
     ids = torch.cat(lines)
-    candidates = [K for K in range(min(divisor, most), 1, -1) if divisor % K == 0]
-    return next((K for K in candidates if _distinct(ids[: K * 64], K) and _distinct(ids, K)), 1)
+    for K in range(min(divisor, int(ids.max()) + 1), 1, -1):
+        # the first tokens tell most K apart
+        if divisor % K == 0 and _distinct(ids[: K * 64], K) and _distinct(ids, K):
+            return K
+    return 1
 
 
 def _distinct(ids: torch.Tensor, K: int) -> bool:
@@ -180,42 +190,36 @@ def _distinct(ids: torch.Tensor, K: int) -> bool:
     return not bool((rows[:, 1:] == rows[:, :-1]).any())
 
 
-def _sum_lines(
-    lines, K: int, E: int | None, pairs: bool, paths: list[Path]
-) -> tuple[list[torch.Tensor], list[int]]:
-    """Sum up one layer: count, gate and their means by line, [E] each, then pairs [E, E]; and the
-    tokens of each line.
-    """
-    bad = next(
-        (i for i, (ids, _) in enumerate(lines) if len(ids) % K or not _distinct(ids, K)), None
-    )
-    if bad is not None:
-        raise ValueError(
-            f"Line {bad + 1} of {_listed(paths)} does not fit top_k {K}. Pass the number of "
-            "experts per token"
-        )
-    E = max(int(ids.max()) for ids, _ in lines) + 1 if E is None else E
+class _LogSums(NamedTuple):
+    """The sums of one layer's log."""
+
+    sums: torch.Tensor  # [4, E] float64: count, gate and their means by line
+    pairs: torch.Tensor  # [E, E] float64
+    tokens: list[int]  # of each line
+
+
+def _sum_lines(lines: list[tuple], K: int, E: int | None, paths: list[Path]) -> _LogSums:
+    for number, (ids, _) in enumerate(lines, 1):
+        if len(ids) % K or not _distinct(ids, K):
+            name = str(paths[0])
+            if len(paths) > 1:
+                name = f"{paths[0].name} in {paths[0].parent.parent}"
+            raise ValueError(
+                f"Line {number} of {name} does not fit top_k {K}. Pass the number of experts per "
+                "token"
+            )
+    if E is None:
+        E = max(int(ids.max()) for ids, _ in lines) + 1
     sums = torch.zeros(4, E, dtype=torch.float64)
-    both = torch.zeros(E, E, dtype=torch.float64)
+    pairs = torch.zeros(E, E, dtype=torch.float64)
     for ids, values in lines:
-        by_line = torch.stack(
-            [torch.bincount(ids, minlength=E).double(), torch.bincount(ids, values, minlength=E)]
-        )
+        count = torch.bincount(ids, minlength=E).double()
+        by_line = torch.stack([count, torch.bincount(ids, values, minlength=E)])
         sums[:2] += by_line
         sums[2:] += by_line * K / len(ids)
-        if pairs:
-            hot = torch.zeros(len(ids) // K, E).scatter_(1, ids.view(-1, K), 1.0)
-            both += hot.T @ hot
-    return [*sums, *([both] if pairs else [])], [len(ids) // K for ids, _ in lines]
-
-
-def _padded(tensor: torch.Tensor, E: int) -> torch.Tensor:
-    missing = E - len(tensor)
-    return torch.nn.functional.pad(tensor, [0, missing] * tensor.dim())
-
-
-def _listed(paths: list[Path]) -> str:
-    return str(paths[0]) if len(paths) == 1 else f"{paths[0].name} in {paths[0].parent.parent}"
+        hot = torch.zeros(len(ids) // K, E).scatter_(1, ids.view(-1, K), 1.0)
+        pairs += hot.T @ hot
+    return _LogSums(sums, pairs, [len(ids) // K for ids, _ in lines])
 
 
 def summary_tables(
@@ -224,13 +228,13 @@ def summary_tables(
     """Return score tables, "token" and "gate" [L, E], as the official summary has them; shared
     experts are left out.
     """
-    return {
-        key: {
-            str(layer): {str(e): value for e, value in enumerate(row) if e >= num_shared}
-            for layer, row in zip(layers, tables[name].tolist(), strict=True)
-        }
-        for name, key in TABLES.items()
-    }
+    summary = {}
+    for name, key in TABLES.items():
+        summary[key] = {}
+        for layer, row in zip(layers, tables[name].tolist(), strict=True):
+            scores = enumerate(row[num_shared:], num_shared)
+            summary[key][str(layer)] = {str(e): value for e, value in scores}
+    return summary
 
 
 def read_tables(
@@ -239,38 +243,42 @@ def read_tables(
     """Read the tables of a summary: its layers, how many leading experts have no scores, and
     "token" and "gate" [L, E].
     """
-    shapes = {}
+    shapes = []
     tables = {}
     for name, key in TABLES.items():
-        ids = None
+        ids = []
         rows = {}
         table = values.get(key)
         for layer, row in table.items() if isinstance(table, Mapping) else ():
-            good = isinstance(row, Mapping) and row and all(map(_is_number, (layer, *row)))
-            good = good and all(map(_is_score, row.values()))
-            scores = {int(e): float(score) for e, score in row.items()} if good else {}
+            scores = _read_row(layer, row)
             ids = ids or sorted(scores)
             # a corrupt id must not make a huge table
-            if (
-                not good
-                or sorted(scores) != ids
-                or ids[-1] - ids[0] != len(ids) - 1
-                or ids[0] >= MAX_EXPERTS
-            ):
+            is_range = bool(ids) and ids[-1] - ids[0] == len(ids) - 1 and ids[0] < MAX_EXPERTS
+            if not is_range or sorted(scores) != ids:
                 raise ValueError(
                     f"{source}: layer {shown(layer)} of {key} is {shown(row, 60)}, but expected a "
                     "number of at least 0 for each expert, 0 to E - 1 in every layer"
                 )
             rows[int(layer)] = [0.0] * ids[0] + [scores[e] for e in ids]
-        shapes[name] = tuple(sorted(rows)), ids
-        tables[name] = torch.tensor([rows[layer] for layer in sorted(rows)], dtype=torch.float64)
-    layers, ids = shapes["gate"]
-    if not layers or shapes["token"] != shapes["gate"]:
+        layers = tuple(sorted(rows))
+        shapes.append((layers, ids))
+        tables[name] = torch.tensor([rows[layer] for layer in layers], dtype=torch.float64)
+    if not shapes[0][0] or shapes[0] != shapes[1]:
         raise ValueError(
             f"{source} must have {' and '.join(TABLES.values())} for the same layers and experts, "
             "but one is missing or they differ"
         )
+    layers, ids = shapes[0]
     return layers, ids[0], tables
+
+
+def _read_row(layer: Any, row: Any) -> dict[int, float]:
+    """Return the scores of a layer by expert; none if anything in them is not valid."""
+    if not isinstance(row, Mapping) or not all(map(_is_number, (layer, *row))):
+        return {}
+    if not all(map(_is_score, row.values())):
+        return {}
+    return {int(e): float(score) for e, score in row.items()}
 
 
 def _is_number(text: Any) -> bool:

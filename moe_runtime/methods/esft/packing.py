@@ -24,25 +24,21 @@ def join(
     order = [dict(row) for row in rows]
     generator = random.Random(seed)
     generator.shuffle(order)
-    joined: list[tuple[list[int], list[int]]] = []
+    joined: list[Line] = []
     ids = []
     labels = []
     for row in order:
         skip = int(bool(ids) and row["input_ids"][:1] == [bos] and generator.random() < drop_bos)
         room = length - len(ids)
-        own = row["input_ids"][skip:][-room:]
-        wanted = row["labels"][skip:][-room:]
-        ids = ids + own
-        labels = labels + wanted
+        ids = ids + row["input_ids"][skip:][-room:]
+        labels = labels + row["labels"][skip:][-room:]
         if len(ids) == length:
             joined.append((ids, labels))
             ids = []
             labels = []
     if any(label != -100 for label in labels[1:]):
         joined.append((ids, labels))
-    return data.require("datasets").Dataset.from_dict(
-        {"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]}
-    )
+    return _dataset(joined)
 
 
 def packed_in_order(
@@ -58,11 +54,11 @@ def packed_in_order(
     generator = random.Random(seed)
     ids = []
     labels = []
-    for own, wanted in rows:
+    for row_ids, row_labels in rows:
         room = length - len(ids)
         first = int(bool(ids) and generator.random() < drop)
-        ids = ids + own[-room:][first:]
-        labels = labels + wanted[-room:][first:]
+        ids = ids + row_ids[-room:][first:]
+        labels = labels + row_labels[-room:][first:]
         if len(ids) == length:
             lines.append((ids, labels))
             ids = []
@@ -77,17 +73,21 @@ def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) ->
     """
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
     count = int(share * len(lines))
-    parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
-    if not all(map(len, parts)):
+    train = dataset_of([lines[i] for i in order[:count]])
+    validation = dataset_of([lines[i] for i in order[count:]])
+    if not len(train) or not len(validation):
         raise ValueError(
             f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the "
             "others for validation. Pass more data"
         )
-    return tuple(parts)
+    return train, validation
 
 
 def dataset_of(lines: Iterable[Line]):
     """Return a datasets.Dataset of the lines that have labels."""
-    kept = [line for line in lines if any(label != -100 for label in line[1][1:])]
-    columns = {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
+    return _dataset([line for line in lines if any(label != -100 for label in line[1][1:])])
+
+
+def _dataset(lines: Sequence[Line]):
+    columns = {"input_ids": [ids for ids, _ in lines], "labels": [labels for _, labels in lines]}
     return data.require("datasets").Dataset.from_dict(columns)

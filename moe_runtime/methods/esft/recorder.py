@@ -3,9 +3,10 @@
 ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding and over samples s,
 the rows of batches:
 
-    count_e = sum_t 1[e in topk_idx[t]]            sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e
-                                                   in topk_idx[t]]
-    gate_e  = sum_t g_{e,t}                        sample_gate_e  = sum_s (1 / |s|) sum_{t in s} g_{e,t}
+    count_e = sum_t 1[e in topk_idx[t]]
+    gate_e  = sum_t g_{e,t}
+    sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e in topk_idx[t]]
+    sample_gate_e  = sum_s (1 / |s|) sum_{t in s} g_{e,t}
 
 g_{e,t} is the weight that the router hands to the experts, however it is normalized, and 0 where e
 is not among the top K. Sums are float64 on the layer's device, in an order that repeats; nothing is
@@ -85,19 +86,13 @@ class GateRecorder:
     ):
         self.layers = dict(sorted(numbered_layers(model).items()))
         for what in ("num_experts", "num_shared"):
-            _check_equal(
-                what, {number: getattr(layer, what) for number, layer in self.layers.items()}
-            )
-        spread = [
-            layer.name
-            for layer in self.layers.values()
-            if getattr(layer.module, "_is_expert_parallel", False)
-        ]
-        if spread:
-            raise ValueError(
-                f"{spread[0]} holds only a part of its experts. Use "
-                "moe_runtime.hf.dropin.parallel, or the whole layer"
-            )
+            _check_equal(what, {n: getattr(layer, what) for n, layer in self.layers.items()})
+        for layer in self.layers.values():
+            if getattr(layer.module, "_is_expert_parallel", False):
+                raise ValueError(
+                    f"{layer.name} holds only a part of its experts. Use "
+                    "moe_runtime.hf.dropin.parallel, or the whole layer"
+                )
         self.only: torch.Tensor | None = None
         self._see = see
         self._samples = 1
@@ -106,39 +101,36 @@ class GateRecorder:
         self.num_experts = first.num_experts
         self.num_shared = first.num_shared
         forget_compiled()
-        self._state = {number: self._zeros(layer, pairs) for number, layer in self.layers.items()}
         self._call = OpenCall(model)
-        self._handles = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            *(
-                _watch(layer, functools.partial(self._add, number))
-                for number, layer in self.layers.items()
-            ),
-        ]
+        self._handles = [model.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        self._state = {}
+        for number, layer in self.layers.items():
+            self._state[number] = self._zeros(layer, pairs)
+            self._handles.append(_watch(layer, functools.partial(self._add, number)))
 
     def _zeros(self, layer: RoutedLayer, pairs: bool) -> list[torch.Tensor]:
         """A layer's sums [4, E] float64, its tokens and samples [2] int64, and with `pairs` those
         [E, E] float64.
         """
-        tensors = itertools.chain(layer.module.parameters(), layer.module.buffers())
-        device = next(tensors).device
+        device = next(itertools.chain(layer.module.parameters(), layer.module.buffers())).device
+        if device.type == "meta":
+            device = torch.device("cpu")
         E = self.num_experts
-        device = torch.device("cpu") if device.type == "meta" else device
         # tensors made in inference mode could not be added to outside of it
         with torch.inference_mode(False):
             sums = torch.zeros(4, E, dtype=torch.float64, device=device)
             seen = torch.zeros(2, dtype=torch.int64, device=device)
-            return [
-                sums,
-                seen,
-                *([torch.zeros(E, E, dtype=torch.float64, device=device)] if pairs else []),
-            ]
+            if not pairs:
+                return [sums, seen]
+            return [sums, seen, torch.zeros(E, E, dtype=torch.float64, device=device)]
 
     def _enter(self, module: nn.Module, args, kwargs) -> None:
         named = self._call.named(args, kwargs)
-        found = (named.get(name) for name in ("input_ids", "inputs_embeds"))
-        ids = next((value for value in found if isinstance(value, torch.Tensor)), None)
-        self._samples = 1 if ids is None or ids.dim() < 2 else ids.shape[0]
+        self._samples = 1
+        for name in ("inputs_embeds", "input_ids"):
+            tensor = named.get(name)
+            if isinstance(tensor, torch.Tensor):
+                self._samples = tensor.shape[0] if tensor.dim() > 1 else 1
 
     @torch.no_grad()
     def _add(self, number: int, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> None:
@@ -156,15 +148,11 @@ class GateRecorder:
         counted = (topk_idx >= self.num_shared) & (topk_idx < E) & live[:, None]
         # what does not count goes to a column of its own, which is then left out
         idx = topk_idx.long().masked_fill(~counted, E)
-        hot = torch.zeros(T, E + 1, device=idx.device).scatter_add_(
-            1, idx, torch.ones_like(idx, dtype=torch.float32)
-        )
-        gate = torch.zeros(T, E + 1, device=idx.device).scatter_add_(
-            1, idx, topk_weight.detach().float()
-        )
-        by_sample = torch.stack(
-            [part[:, :E].view(B, T // B, E).sum(1, dtype=torch.float64) for part in (hot, gate)]
-        )
+        table = torch.zeros(2, T, E + 1, device=idx.device)
+        ones = torch.ones_like(idx, dtype=torch.float32)
+        hot = table[0].scatter_add_(1, idx, ones)[:, :E]
+        table[1].scatter_add_(1, idx, topk_weight.detach().float())
+        by_sample = table[:, :, :E].view(2, B, T // B, E).sum(2, dtype=torch.float64)
         tokens = live.view(B, T // B).sum(1)
         means = by_sample / tokens.clamp(min=1)[:, None]
         sums, seen, *pairs = self._at_home(number, idx.device)
@@ -173,12 +161,14 @@ class GateRecorder:
         if pairs:
             # sums of ones are exact in float32 up to 2^24 tokens; autocast would round them
             with torch.autocast(idx.device.type, enabled=False):
-                pairs[0] += hot[:, :E].T @ hot[:, :E]
+                pairs[0] += hot.T @ hot
 
     def _live(self, T: int, device: torch.device) -> torch.Tensor:
         """Return which of a call's tokens count, [T] bool."""
         live = token_mask(self._call.mask if self.only is None else self.only, T)
-        return torch.ones(T, dtype=torch.bool, device=device) if live is None else live.to(device)
+        if live is None:
+            return torch.ones(T, dtype=torch.bool, device=device)
+        return live.to(device)
 
     def _at_home(self, number: int, device: torch.device) -> list[torch.Tensor]:
         """Return a layer's state; it follows the layer to another device."""
@@ -198,12 +188,11 @@ class GateRecorder:
         numbers = list(self.layers)
         device = self._state[numbers[0]][0].device
         # float64 holds whole numbers up to 2^53
-        flat = torch.stack(
-            [
-                torch.cat([part.double().flatten().to(device) for part in self._state[n]])
-                for n in numbers
-            ]
-        )
+        rows = []
+        for number in numbers:
+            parts = [part.double().flatten().to(device) for part in self._state[number]]
+            rows.append(torch.cat(parts))
+        flat = torch.stack(rows)
         slots = torch.tensor([self._slots.get(number, 0) for number in numbers], device=device)
         if reset:
             for number in numbers:
@@ -220,10 +209,10 @@ class GateRecorder:
                 "padding"
             )
         layers = tuple(numbers[i] for i in called)
-        of = dict(zip(numbers, seen.long().tolist(), strict=True))
-        _check_equal("tokens", {layer: of[layer][0] for layer in layers})
-        top_k = dict(zip(numbers, slots.tolist(), strict=True))
-        _check_equal("top_k", {layer: top_k[layer] for layer in layers})
+        seen = seen[called].long().tolist()
+        slots = slots[called].tolist()
+        _check_equal("tokens", {n: tokens for n, (tokens, _) in zip(layers, seen, strict=True)})
+        _check_equal("top_k", dict(zip(layers, slots, strict=True)))
         table = sums[called].view(-1, 4, E)  # count, gate, sample_count, sample_gate
         return GateSums(
             layers=layers,
@@ -231,9 +220,9 @@ class GateRecorder:
             gate=table[:, 1].clone(),
             sample_count=table[:, 2].clone(),
             sample_gate=table[:, 3].clone(),
-            n_tokens=of[layers[0]][0],
-            n_samples=of[layers[0]][1],
-            top_k=top_k[layers[0]],
+            n_tokens=seen[0][0],
+            n_samples=seen[0][1],
+            top_k=slots[0],
             num_shared=self.num_shared,
             pairs=pairs[called].view(-1, E, E).long() if pairs.shape[1] else None,
         )
@@ -252,13 +241,13 @@ class GateRecorder:
 
 
 def _check_equal(what: str, by_layer: dict[int, int]) -> None:
-    (first, value), *_ = by_layer.items()
-    other = next((layer for layer, one in by_layer.items() if one != value), None)
-    if other is not None:
-        raise ValueError(
-            f"{what} must be the same in all layers, but is {value} in layer {first} and "
-            f"{by_layer[other]} in layer {other}"
-        )
+    (first, value), *others = by_layer.items()
+    for layer, other in others:
+        if other != value:
+            raise ValueError(
+                f"{what} must be the same in all layers, but is {value} in layer {first} and "
+                f"{other} in layer {layer}"
+            )
 
 
 def _watch(layer: RoutedLayer, see: Callable[[torch.Tensor, torch.Tensor], None]):
@@ -304,20 +293,17 @@ def model_inputs(
     device = getattr(model, "device", None) or next(model.parameters()).device
     known = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    extra = {
-        name: value
-        for name, value in (("use_cache", False), ("logits_to_keep", 1))
-        if name in known
-    }
     for batch, only in _in_step(model, _limited(dataloader, n_tokens)):
-        moved = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-            # without labels, since no loss is needed, and without columns that the model does not
-            # accept
-            if name != "labels" and (takes_all or name in known)
-        }
-        yield moved | extra, only
+        inputs = {}
+        for name, value in batch.items():
+            # no loss is needed, and columns that the model does not accept would be errors
+            if name != "labels" and (takes_all or name in known):
+                inputs[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+        if "use_cache" in known:
+            inputs["use_cache"] = False
+        if "logits_to_keep" in known:
+            inputs["logits_to_keep"] = 1
+        yield inputs, only
 
 
 def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
@@ -335,17 +321,18 @@ def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Bat
             mask = torch.ones(_shape(batch), dtype=torch.bool)
         mask = mask != 0
         tokens = int(mask.sum())
-        yield (
-            batch,
-            None if tokens <= left else mask & (mask.flatten().cumsum(0) <= left).view(mask.shape),
-        )
+        only = None
+        if tokens > left:
+            only = mask & (mask.flatten().cumsum(0) <= left).view(mask.shape)
+        yield batch, only
         left -= tokens
         if left <= 0:
             return
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    return batch["input_ids" if "input_ids" in batch else "inputs_embeds"].shape[:2]
+    name = "input_ids" if "input_ids" in batch else "inputs_embeds"
+    return batch[name].shape[:2]
 
 
 def _in_step(model: nn.Module, batches: Batches) -> Batches:
@@ -353,9 +340,8 @@ def _in_step(model: nn.Module, batches: Batches) -> Batches:
     calls.
     """
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    if world()[0] == 1 or not (
-        is_ddp or any(hasattr(p, "full_tensor") for p in model.parameters())
-    ):
+    is_sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    if world()[0] == 1 or not (is_ddp or is_sharded):
         yield from batches
         return
     device = next(model.parameters()).device
@@ -365,24 +351,23 @@ def _in_step(model: nn.Module, batches: Batches) -> Batches:
             "A process has no batch, but every process needs data, as the model is distributed "
             "over all of them"
         )
-    own = True
-    while _everywhere(own, device, torch.distributed.ReduceOp.MAX):
-        # the others need this process's part of the weights; what it computes for them does not
-        # count
-        yield batch, only if own else torch.zeros(_shape(batch), dtype=torch.bool)
-        if own:
+    has_batch = True
+    while _everywhere(has_batch, device, torch.distributed.ReduceOp.MAX):
+        yield batch, only
+        if has_batch:
             following = next(batches, None)
-            own = following is not None
-            batch, only = following or (batch, None)
+            has_batch = following is not None
+            if has_batch:
+                batch, only = following
+            else:
+                # the others need this process's part of the weights, whose results do not count
+                only = torch.zeros(_shape(batch), dtype=torch.bool)
 
 
 def _everywhere(value: bool, device: torch.device, by) -> bool:
     flag = torch.tensor(int(value), device=device)
     torch.distributed.all_reduce(flag, by)
     return bool(flag)
-
-
-NAMES = ("gate", "router")  # of the routers that `group_routing` knows
 
 
 def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]]) -> list:
@@ -397,7 +382,8 @@ def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]
     handles = []
     for number, layer in numbered_layers(model).items():
         block = block_of(model, layer)
-        router = next((module for name, module in block.named_children() if name in NAMES), None)
+        children = dict(block.named_children())
+        router = children.get("gate", children.get("router"))
         top_k = getattr(router, "top_k", None)
         E = layer.num_experts
         table = torch.tensor([list(group) for group in groups.get(number, ())])

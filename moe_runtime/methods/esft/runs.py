@@ -19,9 +19,7 @@ import torch
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.hf.dropin import experts
-from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.hf.dropin.parallel import shard_experts
-from moe_runtime.hf.models import folders
 from moe_runtime.hf.training import fit, ranks, trained_files
 from moe_runtime.hf.training.recording import Recorder, last_checkpoint
 from moe_runtime.hf.training.settings import (
@@ -33,6 +31,7 @@ from moe_runtime.hf.training.settings import (
     Steps,
     Training,
 )
+from moe_runtime.hf.training.trainable import layers_of
 from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import (
@@ -67,9 +66,7 @@ NOT_COMPARED = ("per_device_batch_size",)  # settings that may change when a run
 
 
 class EsftTraining(Training):
-    """A training run of ESFT or of a baseline: AdamW at a constant rate, keeping the weights of the lowest
-    validation loss.
-    """
+    """A run of ESFT or of a baseline: AdamW, a constant rate, the weights of the lowest loss."""
 
     warmup_steps: Steps | None = 0
     batch_size: Count = 32
@@ -355,7 +352,7 @@ def _check_complete(model: torch.nn.Module, selection: esft.ExpertSelection) -> 
     """
     if selection.base is not None or not selection.experts:
         return
-    layers = numbered_layers(model)
+    layers = layers_of(model)
     check_selection(layers, selection)
     missing = sorted(set(layers) - set(selection.experts))
     if missing:
@@ -411,12 +408,8 @@ def check_folder(
 
 def _load(source: str | Path):
     """Load a model in its own dtype, its experts run by moe_runtime, and its tokenizer."""
-    config = folders.read_config(source)
-    dtype = str(
-        getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32
-    ).removeprefix("torch.")
     tokenizer = ranks.load_tokenizer(source)
-    model = ranks.load_model(source, dtype, ranks.state().device)
+    model = ranks.load_model(source, "auto", ranks.state().device)
     experts.patch(model)
     return model, tokenizer
 

@@ -3,8 +3,8 @@
 ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample
 of the training set:
 
-    gate score   g_e = mean_t g_{e,t}                       Eq. (6), g_{e,t} = 0 where e is not among token t's top K
-    token score  r_e = mean_t 1[g_{e,t} > 0] / K            Eq. (7)
+    gate score   g_e = mean_t g_{e,t}               Eq. (6), g_{e,t} = 0 outside of t's top K
+    token score  r_e = mean_t 1[g_{e,t} > 0] / K    Eq. (7)
 
 Variants, since the paper, the released results and the released script differ in what they divide
 by:
@@ -27,7 +27,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ VARIANTS = ("v1", "paper", "normalized", "head")
 TOKENS = 131072  # 32 samples of 4096 tokens (Sec. 4.2)
 LENGTH = 4096
 SEED = 5934875  # the official script's
+_TABLES = ("count", "gate", "sample_count", "sample_gate")
+SUMS = (*_TABLES, "n_tokens", "n_samples", "top_k", "num_shared", "pairs")  # fields of GateSums
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,11 +106,11 @@ class ExpertScores:
         variant = self.variant if variant is None else variant
         check_choice("variant", variant, VARIANTS)
         if variant == self.variant:
-            table = self.gate if score == "gate" else self.token
+            table = getattr(self, score)
         elif self.sums is not None:
             table = _tables(self.sums, variant)[score]
         elif self.variant == "v1" and variant != "paper":
-            table = _divided(self.gate if score == "gate" else self.token, variant)
+            table = _divided(getattr(self, score), variant)
         else:
             raise ValueError(
                 f"Variant {variant!r} cannot be computed from {self.variant!r} scores without "
@@ -122,17 +124,15 @@ class ExpertScores:
         """
         tables = {score: self.scores(score, round=round) for score in SCORES}
         values = summary_tables(self.layers, self.num_shared, **tables) | {"variant": self.variant}
-        if self.sums is not None and round is None:
-            parts = {
-                f.name: getattr(self.sums, f.name) for f in fields(GateSums) if f.name != "layers"
-            }
-            tensors = {
-                name: part.tolist()
-                for name, part in parts.items()
-                if isinstance(part, torch.Tensor)
-            }
-            values["sums"] = parts | tensors
-        return values if round is not None else values | write_base(self.base)
+        if round is not None:
+            return values
+        if self.sums is not None:
+            values["sums"] = {}
+            for name in SUMS:
+                part = getattr(self.sums, name)
+                is_tensor = isinstance(part, torch.Tensor)
+                values["sums"][name] = part.tolist() if is_tensor else part
+        return values | write_base(self.base)
 
     @classmethod
     def from_dict(
@@ -144,20 +144,16 @@ class ExpertScores:
         else "v1", unless `variant` is given.
         """
         layers, num_shared, tables = read_tables(values, source)
-        own = values.get("variant") or variant or _guess_variant(tables["token"])
-        variant = variant or own
-        check_choice(f"{source}: variant", own, VARIANTS)
+        saved = values.get("variant") or variant or _guess_variant(tables["token"])
+        variant = variant or saved
+        check_choice(f"{source}: variant", saved, VARIANTS)
         base = read_base(values, source)
         if "sums" in values:
-            return replace(
-                cls.from_sums(_read_sums(values["sums"], layers, source), variant), base=base
-            )
-        scores = cls(layers=layers, **tables, variant=own, num_shared=num_shared, base=base)
-        if variant == own:
-            return scores
-        return replace(
-            scores, variant=variant, **{name: scores.scores(name, variant) for name in SCORES}
-        )
+            sums = _read_sums(values["sums"], layers, source)
+            return replace(cls.from_sums(sums, variant), base=base)
+        scores = cls(layers=layers, **tables, variant=saved, num_shared=num_shared, base=base)
+        tables = {name: scores.scores(name, variant) for name in SCORES}
+        return replace(scores, variant=variant, **tables)
 
     def save(self, path: str | os.PathLike, *, round: int | None = None) -> None:
         """Write the summary, atomically; `round=4` makes it the official one."""
@@ -189,7 +185,7 @@ def _divided(table: torch.Tensor, variant: str) -> torch.Tensor:
     """Normalize v1's scores for `variant`; rows or columns with sum 0 stay 0."""
     if variant == "v1":
         return table
-    total = table.sum(1 if variant == "normalized" else 0, keepdim=True)
+    total = table.sum(int(variant == "normalized"), keepdim=True)
     return torch.where(total > 0, table / total, table)
 
 
@@ -201,26 +197,24 @@ def _rounded(table: torch.Tensor, digits: int) -> torch.Tensor:
 
 def _guess_variant(token: torch.Tensor) -> str:
     # tables of 4 digits are off by half of the last one per summand
-    off = [(token.sum(dim) - 1).abs().max().item() / token.shape[dim] for dim in (0, 1)]
-    return "head" if off[0] < 1e-4 <= off[1] else "v1"
+    columns = (token.sum(0) - 1).abs().max().item() / token.shape[0]
+    rows = (token.sum(1) - 1).abs().max().item() / token.shape[1]
+    return "head" if columns < 1e-4 <= rows else "v1"
 
 
 def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
-    names = {f.name for f in fields(GateSums)} - {"layers"}
     problem = None
     try:
-        parts = {name: values[name] for name in names}
-        for name in ("count", "gate", "sample_count", "sample_gate", "pairs"):
+        parts = {name: values[name] for name in SUMS}
+        for name in (*_TABLES, "pairs"):
             if parts[name] is not None:
                 dtype = torch.int64 if name in ("count", "pairs") else torch.float64
                 parts[name] = torch.tensor(parts[name], dtype=dtype)
         for name in ("n_tokens", "n_samples", "top_k"):
             check_positive(name, parts[name])
-        wanted = (len(layers), parts["count"].shape[-1])
-        if any(
-            parts[name].shape != wanted for name in ("count", "gate", "sample_count", "sample_gate")
-        ):
-            problem = f"tables of different shapes, not all {wanted}"
+        shape = (len(layers), parts["count"].shape[-1])
+        if any(parts[name].shape != shape for name in _TABLES):
+            problem = f"tables of different shapes, not all {shape}"
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         problem = repr(error)
     if problem is not None:
@@ -255,7 +249,8 @@ def score_experts(
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)
     ranks, rank = world()
-    own = n_tokens if per_process else n_tokens // ranks + (rank < n_tokens % ranks)
+    if not per_process:
+        n_tokens = n_tokens // ranks + (rank < n_tokens % ranks)
     modes = [(module, module.training) for module in model.modules()]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_log_folder(log_dir, ranks, rank, overwrite))
@@ -263,14 +258,14 @@ def score_experts(
         recorder = stack.enter_context(GateRecorder(model, pairs=pairs, see=see))
         model.eval()
         try:
-            for batch, only in model_inputs(model, dataloader, own):
+            for batch, only in model_inputs(model, dataloader, n_tokens):
                 recorder.only = only
                 model(**batch)
         finally:
             for module, training in modes:
                 module.training = training
         sums = recorder.read(reduce=True)
-    return replace(ExpertScores.from_sums(sums, variant), base=identify(model))
+    return replace(ExpertScores.from_sums(sums, variant), base=identify(model, recorder.layers))
 
 
 def sample_batches(
@@ -362,10 +357,12 @@ def _log_folder(log_dir, ranks: int, rank: int, overwrite: bool) -> Iterator[Pat
         with atomic_folder(log_dir, overwrite) as folder:
             yield folder
         return
-    with atomic_folder(log_dir, overwrite) if rank == 0 else contextlib.nullcontext() as folder:
-        place = [None if folder is None else str(folder)]
-        torch.distributed.broadcast_object_list(place)
-        own = Path(place[0], f"rank_{rank}")
-        own.mkdir()
-        yield own
+    with contextlib.ExitStack() as stack:
+        folders = [None]
+        if rank == 0:
+            folders = [str(stack.enter_context(atomic_folder(log_dir, overwrite)))]
+        torch.distributed.broadcast_object_list(folders)
+        folder = Path(folders[0], f"rank_{rank}")
+        folder.mkdir()
+        yield folder
         torch.distributed.barrier()

@@ -9,6 +9,7 @@ R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.e
 to the lower id.
 """
 
+import itertools
 import math
 import os
 import random
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from moe_runtime.config import (
     check_bool,
@@ -28,7 +28,8 @@ from moe_runtime.config import (
     one_line,
     shown,
 )
-from moe_runtime.hf.dropin.layers import RoutedLayer, numbered_layers
+from moe_runtime.hf.dropin.layers import RoutedLayer
+from moe_runtime.hf.training.trainable import ExpertsLayer
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.methods.esft.base import OURS, read_base, write_base
 from moe_runtime.methods.esft.scores import SCORES, VARIANTS, ExpertScores
@@ -69,12 +70,10 @@ class ExpertSelection:
             check_p(self.p)
         if self.variant is not None:
             check_choice("variant", self.variant, VARIANTS)
-        is_mapping = isinstance(self.experts, Mapping)
-        if is_mapping:
+        bad = self.experts
+        if isinstance(self.experts, Mapping):
             bad = {e: ids for e, ids in self.experts.items() if not _are_ids(e, ids)}
-        else:
-            bad = self.experts
-        if bad or not is_mapping:
+        if bad or not isinstance(self.experts, Mapping):
             raise ValueError(
                 "experts must be unique ids by layer, such as {1: (4, 0)}, but got "
                 f"{shown(bad, 60)}"
@@ -91,12 +90,13 @@ class ExpertSelection:
         """Return the official configuration, JSON-ready, with `score`, `p` and `variant` if
         known.
         """
-        values: dict[str, Any] = {
-            "experts": {str(layer): list(ids) for layer, ids in self.experts.items()}
-        }
-        values |= {name: getattr(self, name) for name in FLAGS}
-        made = {name: getattr(self, name) for name in ("score", "p", "variant")}
-        return values | {name: value for name, value in made.items() if value is not None}
+        experts = {str(layer): list(ids) for layer, ids in self.experts.items()}
+        values: dict[str, Any] = {"experts": experts}
+        for name in _KEYS:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "selection") -> "ExpertSelection":
@@ -175,16 +175,17 @@ def select_experts(
             raise ValueError(
                 "The scores have no pairs, which groups require. Use score_experts(..., pairs=True)"
             )
-        both = zip(scores.layers, scores.sums.pairs, strict=True)
-        groups = {
-            layer: group_experts(pairs, group_size, num_shared=scores.num_shared)
-            for layer, pairs in both
-        }
+        groups = {}
+        for layer, pairs in zip(scores.layers, scores.sums.pairs, strict=True):
+            groups[layer] = group_experts(pairs, group_size, num_shared=scores.num_shared)
     experts = {}
     for layer, row in zip(scores.layers, table.tolist(), strict=True):
-        if not any(row) or not all(map(math.isfinite, row)):
-            what = "no {} scores above 0" if not any(row) else "{} scores that are NaN or infinite"
-            raise ValueError(f"Layer {layer} has {what.format(score)}. Score the task again")
+        if not any(row):
+            raise ValueError(f"Layer {layer} has no {score} scores above 0. Score the task again")
+        if not all(map(math.isfinite, row)):
+            raise ValueError(
+                f"Layer {layer} has {score} scores that are NaN or infinite. Score the task again"
+            )
         routed = range(scores.num_shared, len(row))
         of_layer = [(e,) for e in routed] if groups is None else groups.get(layer, ())
         if sorted(e for group in of_layer for e in group) != list(routed):
@@ -228,10 +229,10 @@ def _take(
     """Return the fewest groups that reach p, or `count` experts, by descending sum of scores; in a
     group by score.
     """
-    total = {
-        tuple(sorted(group, key=lambda e: (-row[e], e))): sum(row[e] for e in group)
-        for group in groups
-    }
+    total = {}
+    for group in groups:
+        ordered = tuple(sorted(group, key=lambda e: (-row[e], e)))
+        total[ordered] = sum(row[e] for e in group)
     taken = []
     reached = 0.0
     for group in sorted(total, key=lambda group: (-total[group], min(group))):
@@ -284,7 +285,9 @@ def group_experts(
     rows = torch.nn.functional.normalize(both - both.diag().diag(), dim=1)
     groups = torch.combinations(torch.arange(E), group_size)
     alike = (rows @ rows.T).flatten()
-    score = sum(alike[groups[:, i] * E + groups[:, j]] for j in range(group_size) for i in range(j))
+    score = torch.zeros(len(groups), dtype=torch.float64)
+    for i, j in itertools.combinations(range(group_size), 2):
+        score += alike[groups[:, i] * E + groups[:, j]]
     taken = []
     is_free = torch.ones(E, dtype=torch.bool)
     while len(groups):
@@ -308,28 +311,25 @@ def check_is_selection(selection) -> None:
 
 
 def check_selection(
-    model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection
+    layers: Mapping[int, RoutedLayer | ExpertsLayer], selection: ExpertSelection
 ) -> None:
-    """Raise ValueError unless `model` has all layers and ids of `selection`.
+    """Raise ValueError unless a model's `layers`, by number, have all experts of `selection`.
 
     The shared expert of our own layers is not routed to: `shared_experts` trains it.
     """
-    layers = numbered_layers(model) if isinstance(model, nn.Module) else model
-    for layer, ids in selection.experts.items():
-        if layer in layers:
-            routed = range(layers[layer].num_shared, layers[layer].num_experts)
-        else:
-            routed = range(0)
-        bad = [e for e in ids if e not in routed]
-        if bad or layer not in layers:
-            if routed:
-                found = f"ids {routed.start} to {routed.stop - 1}"
-            else:
-                found = f"layers {', '.join(map(str, layers))}"
-            shared = ". Pass shared_experts=True to train those before" if routed.start else ""
+    for number, ids in selection.experts.items():
+        problem = f"layers {', '.join(map(str, layers))}"
+        missing = ids
+        if number in layers:
+            routed = range(layers[number].num_shared, layers[number].num_experts)
+            missing = [e for e in ids if e not in routed]
+            problem = f"ids {routed.start} to {routed.stop - 1}"
+            if routed.start:
+                problem += ". Pass shared_experts=True to train those before"
+        if missing or number not in layers:
             raise ValueError(
-                f"The selection has experts {bad} of layer {layer}, but the model routes to "
-                f"{found}{shared}"
+                f"The selection has experts {list(missing)} of layer {number}, but the model "
+                f"routes to {problem}"
             )
 
 
@@ -346,7 +346,6 @@ def _are_ids(layer: Any, ids: Any) -> bool:
 
 def _from_text(layer: Any) -> Any:
     """Return the layer number of a file's key, or the key itself if it is not a number."""
-    is_number = (
-        isinstance(layer, str) and layer.isascii() and layer.isdigit() and str(int(layer)) == layer
-    )
-    return int(layer) if is_number else layer
+    if isinstance(layer, str) and layer.isascii() and layer.isdigit() and str(int(layer)) == layer:
+        return int(layer)
+    return layer

@@ -1,7 +1,8 @@
 """Turn a dense model into LoRA experts and back: UpIT's (arXiv 2410.01610) and LoRAMoE's (arXiv
 2312.09979).
 
-    to_lora_moe     low-rank experts over the frozen MLPs, fresh or from PEFT adapters, behind routers    UpIT, Sec. 3.1
+    to_lora_moe     low-rank experts over the frozen MLPs, behind routers (UpIT, Sec. 3.1); fresh or
+                    from PEFT adapters
     (tune)          pairs and routers, with any trainer
     merge           the dense model W + s sum_e alpha_e B_e A_e, in the base's own architecture
     to_moe          or an upcycled model whose experts are whole (form "block")
@@ -124,10 +125,9 @@ def to_lora_moe(
     is the pairs' own, by default the base's.
     """
     # accept any iterable; None and a single name are left to the checks
-    experts, layers, targets = (
-        value if value is None or isinstance(value, str | Path) else list(value)
-        for value in (experts, layers, targets)
-    )
+    experts = _listed(experts)
+    layers = _listed(layers)
+    targets = _listed(targets)
     if config is not None and settings:
         raise ValueError(
             f"Pass either config or separate settings, but got config and {', '.join(settings)}"
@@ -164,10 +164,11 @@ def to_lora_moe(
         check_base(model.get_submodule(family.path.format(layer)))
     _check_routers(vectors, dtype, config, form, len(layers))
     swap.verify_mlp(model, layers, family)
-    own = {} if vectors is None else dict(zip(given_layers or layers, vectors, strict=True))
+    given = {} if vectors is None else dict(zip(given_layers or layers, vectors, strict=True))
     for layer in layers:
         rows = swap.draw_router(config, seed, layer)
-        rows |= {"weight": own[layer]} if own else {}
+        if given:
+            rows["weight"] = given[layer]
         module = _replace(model, family, layer, config, lora, rows, seed, dtype)
         if found is not None:
             found.fill(layer, _pairs_of(module))
@@ -179,6 +180,10 @@ def to_lora_moe(
     )
     freeze_for_lora(model)
     return model
+
+
+def _listed(value):
+    return value if value is None or isinstance(value, str | Path) else list(value)
 
 
 def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone: bool) -> dict:
@@ -328,11 +333,10 @@ def save_adapters(
     upcycled to as many equal experts, adds FOLDER/stacked: one adapter of all experts and the
     routers, for that model (form "block").
     """
-    if upcycled is None:
-        stacked = ""
-    else:
-        stacked = f"upcycled is {upcycled!r}, and linear layers have no stacked adapter"
-    layers = _whole_layers(model, only_block=stacked)
+    reason = ""
+    if upcycled is not None:
+        reason = f"upcycled is {upcycled!r}, and linear layers have no stacked adapter"
+    layers = _whole_layers(model, only_block=reason)
     block = model.config.moe_runtime
     path = FAMILIES[block["base_model_type"]].path
     lora = block["lora"]
@@ -364,18 +368,16 @@ def _check_upcycled(folder: Path, block: dict) -> None:
     `block`.
     """
     theirs = read_json(folder / "config.json").get("moe_runtime")
-    is_upcycled = isinstance(theirs, dict) and theirs.get("stage") == "moe"
-    ours, found = (
-        {name: side[name] for name in ("base_model_type", "layers")}
-        | {name: side["config"][name] for name in ALIKE}
-        for side in (block, theirs if is_upcycled else block)
-    )
-    other = [name for name in ours if found[name] != ours[name]]
-    if other or not is_upcycled:
-        if other:
-            what = f"{other[0]} {found[other[0]]!r}, but the model has {ours[other[0]]!r}"
-        else:
-            what = "no upcycled model"
+    what = None
+    if not isinstance(theirs, dict) or theirs.get("stage") != "moe":
+        what = "no upcycled model"
+    else:
+        pairs = [(name, theirs[name], block[name]) for name in ("base_model_type", "layers")]
+        pairs += [(name, theirs["config"][name], block["config"][name]) for name in ALIKE]
+        for name, their, our in pairs:
+            if their != our:
+                what = what or f"{name} {their!r}, but the model has {our!r}"
+    if what is not None:
         raise ValueError(
             f"{folder} has {what}. Pass the base, upcycled by xft.upcycle with the same settings"
         )

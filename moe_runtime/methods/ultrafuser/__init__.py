@@ -2,15 +2,14 @@
 
 UltraFuser (arXiv 2403.08281), Sec. 3:
 
-    UltraFuser(specialists, templates)     models with one tokenizer, each with the template it was
-                                           tuned on
-    fuser.freeze_specialists(), train      stage 1: the gate alone                                       Algorithm 1
-    fuser.train_all(), train               stage 2: all, with batches balanced over the domains          Algorithm 1
-    fuser.generate(**fuser.encode([...]))  one token at a time from the mixed logits                     App. B
-    save, load                             a folder that references the specialists or contains them
+    UltraFuser(specialists, templates)     models with one tokenizer, each with its template
+    fuser.freeze_specialists(), train      stage 1: the gate alone                  Algorithm 1
+    fuser.train_all(), train               stage 2: all, with balanced batches      Algorithm 1
+    fuser.generate(**fuser.encode([...]))  one token at a time from mixed logits    App. B
+    save, load                             a folder that refers to the specialists or has copies
 
 The steps: `specialists` -> `inputs` -> `heads` -> `model` -> `training` and `generation`. From disk
-to disk, as the command line does it: `folders`.
+to disk, as the command line does it: `folders`, and `runs` for both stages.
 """
 
 from moe_runtime.methods.ultrafuser.folders import load, load_head, restore, save

@@ -82,55 +82,49 @@ def save(
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
+    copies = Path(folder, COPIES).resolve()
     # a specialist that is one of this folder's own copies is written again
-    others = [
-        path
-        for path in paths
-        if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents
-    ]
+    others = [path for path in paths if copies not in Path(path or "").resolve().parents]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
-        reason = "has an adapter"
-        remedy = "Merge it in place with PEFT's merge_and_unload"
-        if not any(hasattr(module, "base_layer") for module in model.modules()):
-            reason = unsaved_reason(fuser, s, folder) if specialists == "reference" else None
-            remedy = "Use specialists='copy' or another folder"
+        if any(hasattr(module, "base_layer") for module in model.modules()):
+            raise ValueError(
+                f"Specialist {name!r} has an adapter. Merge it in place with PEFT's "
+                "merge_and_unload"
+            )
+        reason = unsaved_reason(fuser, s, folder) if specialists == "reference" else None
         if reason is not None:
-            raise ValueError(f"Specialist {name!r} {reason}. {remedy}")
-    sizes = [
-        sum(p.numel() * p.element_size() for p in model.parameters()) for model in fuser.specialists
-    ]
+            raise ValueError(
+                f"Specialist {name!r} {reason}. Use specialists='copy' or another folder"
+            )
+    sizes = [sum(p.nbytes for p in model.parameters()) for model in fuser.specialists]
     with atomic_folder(folder, overwrite) as tmp:
         described = []
         for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
             path = paths[s]
-            place = tmp / TOKENIZERS / name
+            target = tmp / TOKENIZERS / name
+            weights = fuser.fingerprints[s]
             if specialists == "copy":
                 path = f"{COPIES}/{name}"
-                place = tmp / COPIES / name
-                model.save_pretrained(place, max_shard_size=max_shard_size)
-                write_legacy_rope(place)
+                target = tmp / COPIES / name
+                model.save_pretrained(target, max_shard_size=max_shard_size)
+                write_legacy_rope(target)
+                weights = fingerprint(model)
                 if progress is not None:
                     progress(sum(sizes[: s + 1]), sum(sizes))
             if fuser.encoder is not None:
-                fuser.encoder.tokenizers[s].save_pretrained(place)
-            template = fuser.templates[s]
-            dtype = str(model.dtype).removeprefix("torch.")
-            weights = fingerprint(model) if specialists == "copy" else fuser.fingerprints[s]
+                fuser.encoder.tokenizers[s].save_pretrained(target)
             described.append(
                 {
                     "name": name,
                     "path": path,
-                    "template": template,
-                    "dtype": dtype,
+                    "template": fuser.templates[s],
+                    "dtype": str(model.dtype).removeprefix("torch."),
                     "weights": weights,
                 }
             )
-        tensors = {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in fuser.gate.state_dict().items()
-        }
-        write_tensors(tmp / GATE, tensors)
+        state = fuser.gate.state_dict()
+        write_tensors(tmp / GATE, {n: t.detach().cpu().contiguous() for n, t in state.items()})
         gate = {
             "kind": fuser.gate.kind,
             "joint": fuser.gate.joint,
@@ -158,11 +152,10 @@ def load(
     parts = locate(folder, config, specialists or {})
     devices = one_each("device", device, len(parts))
     tokenizers = [saved_tokenizer(part) for part in parts]
-    models = [open_model(part.path, dtype=dtype or part.dtype) for part in parts]
-    models = [
-        model if where is None else model.to(where)
-        for model, where in zip(models, devices, strict=True)
-    ]
+    models = []
+    for part, device in zip(parts, devices, strict=True):
+        model = open_model(part.path, dtype=dtype or part.dtype)
+        models.append(model if device is None else model.to(device))
     fuser = UltraFuser(
         models,
         [part.template for part in parts],
@@ -200,27 +193,25 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     values = read_json(path)
     gate = values.get("gate")
     parts = values.get("specialists")
-    texts = {"name": str, "path": str, "dtype": str, "template": str | None, "weights": str | None}
-    fits = (
-        isinstance(gate, dict) and {"kind", "joint"} <= gate.keys() and "loss_reduction" in values
-    )
-    fits = (
-        fits
-        and isinstance(parts, list)
-        and all(isinstance(one, dict) and texts.keys() <= one.keys() for one in parts)
-    )
-    fits = fits and all(isinstance(one[key], kind) for one in parts for key, kind in texts.items())
-    if (
-        values.get("format") != FORMAT
-        or not fits
-        or not all(is_plain_name(one["name"]) for one in parts)
-    ):
+    is_known = values.get("format") == FORMAT and "loss_reduction" in values
+    is_known = is_known and isinstance(gate, dict) and {"kind", "joint"} <= gate.keys()
+    is_known = is_known and isinstance(parts, list) and all(map(_is_part, parts))
+    if not is_known:
         raise ValueError(
             f"{path} must have format {FORMAT} with gate, loss_reduction and specialists, as "
             f"written by ultrafuser.save, but has format {shown(values.get('format'))} or other "
             "fields. A newer moe_runtime may have written it"
         )
     return values
+
+
+def _is_part(entry: Any) -> bool:
+    """Return whether an entry of fuser_config.json describes a specialist."""
+    texts = {"name": str, "path": str, "dtype": str, "template": str | None, "weights": str | None}
+    if not isinstance(entry, dict) or not texts.keys() <= entry.keys():
+        return False
+    are_texts = all(isinstance(entry[key], kind) for key, kind in texts.items())
+    return are_texts and is_plain_name(entry["name"])
 
 
 def locate(
@@ -230,7 +221,8 @@ def locate(
     in `moved`.
     """
     names = [one["name"] for one in values["specialists"]]
-    if unknown := sorted(set(moved) - set(names)):
+    unknown = sorted(set(moved) - set(names))
+    if unknown:
         raise ValueError(
             f"specialists must be named {', '.join(names)}, but got {', '.join(unknown)}"
         )
@@ -247,15 +239,11 @@ def locate(
                 f"Specialist {name!r} of {str(folder)!r} was not found at {path}. Put its folder "
                 f"there, or pass specialists={{{name!r}: its folder}}"
             )
-        kept = next(
-            (
-                p
-                for p in (copied, Path(folder, TOKENIZERS, name))
-                if (p / "tokenizer_config.json").is_file()
-            ),
-            None,
-        )
-        parts.append(Part(name, path, one["template"], one["dtype"], one["weights"], kept))
+        tokenizer = None
+        for place in (Path(folder, TOKENIZERS, name), copied):
+            if (place / "tokenizer_config.json").is_file():
+                tokenizer = place
+        parts.append(Part(name, path, one["template"], one["dtype"], one["weights"], tokenizer))
     return parts
 
 
@@ -266,11 +254,10 @@ def saved_tokenizer(part: Part):
     if part.tokenizer is None:
         return None
     tokenizer = tokenizers_of([part.tokenizer], [None])[0]
-    own = tokenizers_of([part.path], [None])[0] if os.path.isdir(part.path) else None
-    if own is not None:
-        check_tokenizers(
-            [tokenizer, own], [str(part.tokenizer), part.path], min(len(tokenizer), len(own))
-        )
+    present = tokenizers_of([part.path], [None])[0] if os.path.isdir(part.path) else None
+    if present is not None:
+        size = min(len(tokenizer), len(present))
+        check_tokenizers([tokenizer, present], [str(part.tokenizer), part.path], size)
     return tokenizer
 
 
@@ -279,11 +266,8 @@ def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
     changed.
     """
     for part, model, weights in zip(parts, fuser.specialists, fuser.fingerprints, strict=True):
-        if (
-            part.weights is not None
-            and str(model.dtype) == f"torch.{part.dtype}"
-            and weights != part.weights
-        ):
+        is_comparable = part.weights is not None and str(model.dtype) == f"torch.{part.dtype}"
+        if is_comparable and weights != part.weights:
             raise ValueError(
                 f"Specialist {part.name!r} at {part.path} has other weights than when the gate was "
                 "saved. Pass the right folder in specialists, or train the gate again"
@@ -294,12 +278,10 @@ def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
 def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
     """Read gate.safetensors into a fuser's gate; raises ValueError for other names or shapes."""
     with Checkpoint(folder, GATE) as checkpoint:
-        own = fuser.gate.state_dict()
-        want = {
-            name: TensorSpec(tuple(tensor.shape), torch.float32) for name, tensor in own.items()
-        }
-        check_keys(checkpoint.specs(), want, source=Path(folder) / GATE)
-        for name, tensor in own.items():
+        state = fuser.gate.state_dict()
+        specs = {n: TensorSpec(tuple(t.shape), torch.float32) for n, t in state.items()}
+        check_keys(checkpoint.specs(), specs, source=Path(folder) / GATE)
+        for name, tensor in state.items():
             tensor.copy_(checkpoint.get(name))
 
 
@@ -308,32 +290,30 @@ def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
     """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in
     place, tensor by tensor.
     """
-    own = fuser.state_dict()
+    state = fuser.state_dict()
     with Checkpoint(checkpoint) as saved:
         specs = saved.specs()
-        tied = set(fuser.all_tied_weights_keys)
-        absent = {
-            int(key.split(".")[1])
-            for key in own.keys() - specs.keys() - tied
-            if key.startswith("specialists.")
-        }
-        held = {s for s in absent if any(key.startswith(f"specialists.{s}.") for key in specs)}
-        for s in sorted(absent - held):
+        absent = set(fuser.all_tied_weights_keys)
+        for s, name in enumerate(fuser.names):
+            prefix = f"specialists.{s}."
+            if any(key.startswith(prefix) for key in specs):
+                continue
+            # a checkpoint leaves out the specialists that have not changed
             if has_changed(fuser, s):
                 raise ValueError(
-                    f"Checkpoint {str(checkpoint)!r} does not contain specialist "
-                    f"{fuser.names[s]!r}, which has changed here. Use a fuser of the original "
-                    "specialists"
+                    f"Checkpoint {str(checkpoint)!r} does not contain specialist {name!r}, which "
+                    "has changed here. Use a fuser of the original specialists"
                 )
-        missing = {key for key in own for s in absent - held if key.startswith(f"specialists.{s}.")}
-        want = {
-            key: TensorSpec(tuple(tensor.shape), specs[key].dtype if key in specs else tensor.dtype)
-            for key, tensor in own.items()
-            if key in specs or key not in missing | tied
-        }
-        check_keys(specs, want, source=checkpoint)
+            absent |= {key for key in state if key.startswith(prefix)}
+        expected = {}
+        for key, tensor in state.items():
+            if key in specs:
+                expected[key] = TensorSpec(tuple(tensor.shape), specs[key].dtype)
+            elif key not in absent:
+                expected[key] = TensorSpec(tuple(tensor.shape), tensor.dtype)
+        check_keys(specs, expected, source=checkpoint)
         for key in specs:
-            own[key].copy_(saved.get(key))
+            state[key].copy_(saved.get(key))
     return fuser
 
 
@@ -353,14 +333,15 @@ def load_head(
     tokenizers = [saved_tokenizer(part) for part in parts]
     heads = [_open(part) for part in parts]
     vocab_size = min(head.linear.out_features for head in heads)
-    encoder = encoder_of(
-        tokenizers, [part.template for part in parts], [part.name for part in parts], vocab_size
-    )
+    templates = [part.template for part in parts]
+    encoder = encoder_of(tokenizers, templates, [part.name for part in parts], vocab_size)
     sizes = [head.linear.in_features for head in heads]
     gate = FuserGate(sizes, kind=values["gate"]["kind"], joint=values["gate"]["joint"])
     fused = FusedHead(gate, heads, encoder)
     load_gate(fused, folder)
-    return fused.to(device).eval() if device is not None else fused.eval()
+    if device is not None:
+        fused = fused.to(device)
+    return fused.eval()
 
 
 @torch.no_grad()
@@ -409,16 +390,12 @@ def fuse_folders(
     """
     check_choice("gate", gate, GATES)
     check_out_dir(out, overwrite, specialists if copy else ())
-    bare = [
-        one
-        for one in specialists
-        if os.path.isdir(one) and not Path(one, "tokenizer_config.json").is_file()
-    ]
-    if bare:
-        raise ValueError(
-            f"Specialist {str(bare[0])!r} has no tokenizer. Save the specialists' tokenizer into "
-            "its folder"
-        )
+    for one in specialists:
+        if os.path.isdir(one) and not Path(one, "tokenizer_config.json").is_file():
+            raise ValueError(
+                f"Specialist {str(one)!r} has no tokenizer. Save the specialists' tokenizer into "
+                "its folder"
+            )
     templates = templates[0] if templates and len(templates) == 1 else templates or None
     torch.manual_seed(seed)
     fuser = UltraFuser(

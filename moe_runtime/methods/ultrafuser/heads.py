@@ -254,11 +254,9 @@ class FusedHead(nn.Module):
 
     def __init__(self, gate: FuserGate, heads: Sequence[Head], encoder: Encoder | None):
         super().__init__()
-        self.gate, self.linears, self.encoder = (
-            gate,
-            nn.ModuleList(head.linear for head in heads),
-            encoder,
-        )
+        self.gate = gate
+        self.linears = nn.ModuleList(head.linear for head in heads)
+        self.encoder = encoder
         self._heads = list(heads)
 
     @torch.no_grad()

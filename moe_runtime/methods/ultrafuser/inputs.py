@@ -39,13 +39,16 @@ def check_template(template: str, tokenizer=None) -> str:
     prompt.
     """
     text = TEMPLATES.get(template, template)
-    no_chat = text == CHAT and tokenizer is not None and not tokenizer.chat_template
-    if no_chat or (text != CHAT and (not isinstance(text, str) or "{prompt}" not in text)):
+    problem = None
+    if text == CHAT:
+        if tokenizer is not None and not tokenizer.chat_template:
+            problem = ", but the tokenizer has no chat template"
+    elif not isinstance(text, str) or "{prompt}" not in text:
+        problem = ""
+    if problem is not None:
         raise ValueError(
-            "template is "
-            f"{template!r}{', but the tokenizer has no chat template' if no_chat else ''}. Use "
-            f"{', '.join(map(repr, (*TEMPLATES, CHAT)))} or a text with {{prompt}} and optionally "
-            "{system}"
+            f"template is {template!r}{problem}. Use {', '.join(map(repr, (*TEMPLATES, CHAT)))} or "
+            "a text with {prompt} and optionally {system}"
         )
     return text
 
@@ -54,49 +57,55 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
     """Raise ValueError unless all tokenizers have the same ids below `vocab_size`, end of an
     answer, and ids of a text.
     """
-    vocabularies = [
-        {i: token for token, i in t.get_vocab().items() if i < vocab_size} for t in tokenizers
-    ]
-    first = vocabularies[0]
-    for name, tokenizer, own in zip(names[1:], tokenizers[1:], vocabularies[1:], strict=True):
-        other = next((i for i in sorted(own.keys() & first.keys()) if own[i] != first[i]), None)
-        if other is not None or tokenizer.eos_token_id != tokenizers[0].eos_token_id:
-            what = "eos_token" if other is None else f"id {other}"
-            ours = tokenizers[0].eos_token if other is None else first[other]
-            theirs = tokenizer.eos_token if other is None else own[other]
+    first = tokenizers[0]
+    tokens = _tokens(first, vocab_size)
+    text = first.encode(TEXT, add_special_tokens=False)
+    for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
+        others = _tokens(tokenizer, vocab_size)
+        different = [i for i in sorted(tokens.keys() & others.keys()) if tokens[i] != others[i]]
+        pair = None
+        if different:
+            what = f"id {different[0]}"
+            pair = (others[different[0]], tokens[different[0]])
+        elif tokenizer.eos_token_id != first.eos_token_id:
+            what = "eos_token"
+            pair = (tokenizer.eos_token, first.eos_token)
+        if pair is not None:
             raise ValueError(
-                f"{what} of {name!r} is {theirs!r}, but {ours!r} for {names[0]!r}. Specialists "
+                f"{what} of {name!r} is {pair[0]!r}, but {pair[1]!r} for {names[0]!r}. Specialists "
                 "must have the same vocabulary and tokenizer.eos_token"
             )
         # a vocabulary that is a prefix of another may still encode text differently
-        if tokenizer.encode(TEXT, add_special_tokens=False) != tokenizers[0].encode(
-            TEXT, add_special_tokens=False
-        ):
+        if tokenizer.encode(TEXT, add_special_tokens=False) != text:
             raise ValueError(
                 f"The tokenizers of {name!r} and {names[0]!r} encode the same text differently, "
-                f"with {len(tokenizer)} and {len(tokenizers[0])} tokens. Specialists must have the "
-                "same vocabulary"
+                f"with {len(tokenizer)} and {len(first)} tokens. Specialists must have the same "
+                "vocabulary"
             )
+
+
+def _tokens(tokenizer, vocab_size: int) -> dict[int, str]:
+    """Return the tokens below `vocab_size` by id."""
+    return {i: token for token, i in tokenizer.get_vocab().items() if i < vocab_size}
 
 
 class Encoder:
     """Turns prompts and answers into ids: `tokenizers` and `templates` are one per specialist."""
 
     def __init__(self, tokenizers: Sequence, templates: Sequence[str], vocab_size: int):
-        self.tokenizers, self.templates, self.vocab_size = (
-            tuple(tokenizers),
-            tuple(templates),
-            vocab_size,
-        )
+        self.tokenizers = tuple(tokenizers)
+        self.templates = tuple(templates)
+        self.vocab_size = vocab_size
         # some specialists may lack the added tokens of a larger vocabulary
         self.tokenizer = min(self.tokenizers, key=len)
 
     @property
     def pad_token_id(self) -> int:
         """Padding id; padding is masked."""
-        pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
-        return 0 if pad is None or pad >= self.vocab_size else pad
+        for pad in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if pad is not None:
+                return pad if pad < self.vocab_size else 0
+        return 0
 
     def prompt(self, prompt: str | Sequence[Mapping], system: str | None = None) -> list[list[int]]:
         """Return the ids of a prompt for each specialist; `prompt` is a text or a chat, messages
@@ -106,11 +115,12 @@ class Encoder:
         that cannot hold it.
         """
         messages = _messages(prompt, system)
-        pairs = zip(self.tokenizers, self.templates, strict=True)
-        ids = [
-            _chat_ids(t, messages) if template == CHAT else _text_ids(t, template, messages)
-            for t, template in pairs
-        ]
+        ids = []
+        for tokenizer, template in zip(self.tokenizers, self.templates, strict=True):
+            if template == CHAT:
+                ids.append(_chat_ids(tokenizer, messages))
+            else:
+                ids.append(_text_ids(tokenizer, template, messages))
         if not all(ids):
             raise ValueError(
                 f"Prompt {prompt!r} has no tokens for specialist {ids.index([])}. Pass some text"
@@ -123,7 +133,8 @@ class Encoder:
         """
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
-        ids = ids + [eos] if end and eos is not None else ids
+        if end and eos is not None:
+            ids = [*ids, eos]
         if any(i >= self.vocab_size for i in ids):
             raise ValueError(
                 f"Ids of the response must be below {self.vocab_size}, the smallest vocabulary, "
@@ -143,11 +154,8 @@ class Encoder:
         `responses`.
         """
         is_list = not isinstance(prompts, str) and not isinstance(responses, str)
-        if (
-            not is_list
-            or not len(prompts)
-            or (responses is not None and len(responses) != len(prompts))
-        ):
+        count = len(prompts) if responses is None else len(responses)
+        if not is_list or not len(prompts) or count != len(prompts):
             raise ValueError(
                 "Expected a list of at least one prompt, and None or one response for each, but "
                 f"prompts is {prompts!r} and responses is {responses!r}"
@@ -183,27 +191,23 @@ class Encoder:
 def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    is_chat = (
-        isinstance(prompt, Sequence)
-        and len(prompt)
-        and all(isinstance(turn, Mapping) for turn in prompt)
-    )
-    is_chat = is_chat and all(
-        "role" in turn and isinstance(turn.get("content"), str) for turn in prompt
-    )
-    if (
-        not is_chat
-        or prompt[-1]["role"] != "user"
-        or (system is not None and prompt[0]["role"] == "system")
-    ):
+    is_chat = isinstance(prompt, Sequence) and len(prompt) and all(map(_is_turn, prompt))
+    is_chat = is_chat and prompt[-1]["role"] == "user"
+    has_two = is_chat and system is not None and prompt[0]["role"] == "system"
+    if not is_chat or has_two:
         raise ValueError(
             "Expected a text, or messages with role and content that end with the user's, and at "
             f"most one system text, but prompt is {prompt!r} and system is {system!r}"
         )
-    return [
-        *([] if system is None else [{"role": "system", "content": system}]),
-        *map(dict, prompt),
-    ]
+    messages = [dict(turn) for turn in prompt]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _is_turn(turn) -> bool:
+    is_mapping = isinstance(turn, Mapping)
+    return is_mapping and "role" in turn and isinstance(turn.get("content"), str)
 
 
 def _chat_ids(tokenizer, messages: list[dict[str, str]]) -> list[int]:
@@ -226,36 +230,30 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
     # in one pass, since a prompt may contain such braces
     text = re.sub(r"\{(prompt|system)\}", lambda match: values[match[1]], template)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    bos = [tokenizer.bos_token_id]
     # some tokenizers have a BOS that they never prepend: GPT-2's is its EOS
     puts_bos = tokenizer.encode(text, add_special_tokens=True)[:1] == bos
-    return ids if not puts_bos or ids[:1] == bos else [*bos, *ids]
+    return [*bos, *ids] if puts_bos and ids[:1] != bos else ids
 
 
 def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists'
     numbers of ids.
     """
-    counts = [None if tensors is None else len(tensors) for tensors in (ids, mask)]
-    shapes = [f"of length {counts[0]} and {counts[1]}"]
-    fits = counts == [len(sizes)] * 2
-    if fits:
-        shapes = [f"{tuple(i.shape)} and {tuple(m.shape)}" for i, m in zip(ids, mask, strict=True)]
-        fits = all(
-            i.dim() == 2
-            and i.shape[1]
-            and i.shape == m.shape
-            and len(i) == len(ids[0])
-            and _are_ids(i, size)
-            # on the CPU, at least one token in each prompt
-            and (not _has_values(m) or bool(m.bool().any(1).all()))
-            for i, m, size in zip(ids, mask, sizes, strict=True)
-        )
+    ids = list(ids or ())
+    mask = list(mask or ())
+    fits = len(ids) == len(mask) == len(sizes)
+    for i, m, size in zip(ids, mask, sizes, strict=False):
+        is_shaped = i.dim() == 2 and i.shape[1] > 0 and i.shape == m.shape and len(i) == len(ids[0])
+        # on the CPU, at least one token in each prompt
+        has_tokens = is_shaped and (not _has_values(m) or bool(m.bool().any(1).all()))
+        fits = fits and has_tokens and _are_ids(i, size)
     if not fits:
+        shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (ids, mask)]
         raise ValueError(
             f"Expected prompt_ids and prompt_mask as from fuser.encode, {len(sizes)} tensors [B, "
             "P_s] each with at least one token per prompt and ids below "
-            f"{', '.join(map(str, sizes))}, but got {', '.join(shapes)}"
+            f"{', '.join(map(str, sizes))}, but got {shapes[0]} and {shapes[1]}"
         )
     return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
 
@@ -265,13 +263,8 @@ def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: i
     have.
     """
     shape = None if ids is None else tuple(ids.shape)
-    if (
-        ids is None
-        or ids.dim() != 2
-        or len(ids) != rows
-        or ids.shape[1] < least
-        or not _are_ids(ids, vocab_size)
-    ):
+    fits = ids is not None and ids.dim() == 2 and len(ids) == rows and ids.shape[1] >= least
+    if not fits or not _are_ids(ids, vocab_size):
         raise ValueError(
             f"Expected response_ids [{rows}, R], one row per prompt, with ids from 0 to "
             f"{vocab_size - 1}, including padding, but got {shape}"

@@ -2,7 +2,8 @@
 
 UltraFuser (arXiv 2403.08281), Sec. 3.2:
 
-    h_s = E_s(template_s(x), y_<i),  w = softmax_s(g(h_s)),  o = sum_s w_s o_s,  L = sum_i CE(o_i, y_i)
+    h_s = E_s(template_s(x), y_<i),  w = softmax_s(g(h_s))
+    o = sum_s w_s o_s,               L = sum_i CE(o_i, y_i)
 
 Symbols: `modules.fuser` (g), `ops.fusion` (o, L), `methods.ultrafuser.inputs` (templates). A
 specialist's sequence is its prompt, padded on the left, and the answer; token i of the answer comes

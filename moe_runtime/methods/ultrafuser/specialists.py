@@ -23,31 +23,32 @@ def check_specialists(specialists: Sequence) -> None:
     """Raise ValueError unless `specialists` is a list of at least two folders or models, without
     duplicate models.
     """
-    is_list = not isinstance(specialists, (str, os.PathLike, nn.Module))
-    models = [one for one in specialists if isinstance(one, nn.Module)] if is_list else []
-    is_plain = all(isinstance(model, PreTrainedModel) for model in models) and len(
-        set(map(id, models))
-    ) == len(models)
-    if not is_list or len(specialists) < 2 or not is_plain:
-        if is_list:
-            found = [type(one).__name__ for one in specialists]
-        else:
-            found = type(specialists).__name__
+    given = type(specialists).__name__
+    is_valid = False
+    if not isinstance(specialists, (str, os.PathLike, nn.Module)):
+        given = [type(one).__name__ for one in specialists]
+        models = [one for one in specialists if isinstance(one, nn.Module)]
+        is_valid = len(specialists) > 1 and len(set(map(id, models))) == len(models)
+        is_valid = is_valid and all(isinstance(model, PreTrainedModel) for model in models)
+    if not is_valid:
         raise ValueError(
             "specialists must be a list of at least two folders or causal LMs of transformers, "
-            f"each loaded separately, but got {found}. Pass get_base_model() of PEFT models"
+            f"each loaded separately, but got {given}. Pass get_base_model() of PEFT models"
         )
 
 
 def paths_of(specialists: Sequence) -> list[str | None]:
     """Return the path that each specialist was loaded from, or None."""
-    paths = [
-        getattr(one, "name_or_path", None) if isinstance(one, nn.Module) else os.fspath(one)
-        for one in specialists
-    ]
-    return [
-        os.path.abspath(path) if path and os.path.isdir(path) else path or None for path in paths
-    ]
+    paths = []
+    for one in specialists:
+        if isinstance(one, nn.Module):
+            path = getattr(one, "name_or_path", None) or None
+        else:
+            path = os.fspath(one)
+        if path and os.path.isdir(path):
+            path = os.path.abspath(path)
+        paths.append(path)
+    return paths
 
 
 def open_model(source, dtype="auto") -> PreTrainedModel:
@@ -116,13 +117,11 @@ def unchanged_keys(fuser) -> set[str]:
     A specialist that trains is saved even before its first step, so that resuming from this
     checkpoint restores it.
     """
-    at_rest = [
-        s
-        for s, model in enumerate(fuser.specialists)
-        if not trains(model) and s not in fuser.touched
-    ]
-    same = [s for s in at_rest if not has_changed(fuser, s)]
-    return {f"specialists.{s}.{key}" for s in same for key in fuser.specialists[s].state_dict()}
+    keys = set()
+    for s, model in enumerate(fuser.specialists):
+        if not trains(model) and s not in fuser.touched and not has_changed(fuser, s):
+            keys |= {f"specialists.{s}.{key}" for key in model.state_dict()}
+    return keys
 
 
 def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
@@ -137,11 +136,10 @@ def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
         return f"is at {path} in {folder}, which is being replaced"
     if has_changed(fuser, s):
         return "has changed since it was loaded"
-    if (
-        s not in fuser.opened
-        and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]
-    ):
-        return f"has other weights than {path}"
+    if s not in fuser.opened:
+        weights = fingerprint(open_model(path, dtype=model.dtype))
+        if weights != fuser.fingerprints[s]:
+            return f"has other weights than {path}"
     fuser.opened.add(s)
     return None
 
@@ -150,13 +148,15 @@ def device_map(fuser) -> dict[str, str]:
     """Return the devices of a fuser's gate and specialists, or of a specialist's parts if
     accelerate has split it.
     """
-    places = {"gate": fuser.gate.score.weight.device}
-    for s, model in enumerate(fuser.specialists):
-        own = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
-        places |= {f"specialists.{s}.{part}".rstrip("."): device for part, device in own.items()}
+    devices = {"gate": str(fuser.gate.score.weight.device)}
     # accelerate uses a number for the accelerator's devices
     kind = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
-    return {part: f"{kind}:{d}" if isinstance(d, int) else str(d) for part, d in places.items()}
+    for s, model in enumerate(fuser.specialists):
+        parts = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
+        for part, device in parts.items():
+            name = f"specialists.{s}.{part}".rstrip(".")
+            devices[name] = f"{kind}:{device}" if isinstance(device, int) else str(device)
+    return devices
 
 
 def one_each(name: str, value, count: int) -> list:
@@ -175,15 +175,12 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
     differ.
     """
     if names is None:
-        found = [Path(path).name if path else "" for path in paths_of(specialists)]
-        unique = len(set(found)) == len(found) and all(map(is_plain_name, found))
-        names = found if unique else [f"specialist-{s}" for s in range(len(found))]
+        names = [Path(path or "").name for path in paths_of(specialists)]
+        if len(set(names)) < len(names) or not all(map(is_plain_name, names)):
+            names = [f"specialist-{s}" for s in range(len(names))]
     names = tuple(names)
-    if (
-        len(names) != len(specialists)
-        or len(set(names)) < len(names)
-        or not all(map(is_plain_name, names))
-    ):
+    is_unique = len(set(names)) == len(names) == len(specialists)
+    if not is_unique or not all(map(is_plain_name, names)):
         raise ValueError(
             f"names must be different words, one for each of the {len(specialists)} specialists, "
             f"but got {names}"
@@ -196,15 +193,11 @@ def encoder_of(tokenizers, templates, names, vocab_size) -> Encoder | None:
     if any(tokenizer is None for tokenizer in tokenizers):
         return None
     check_tokenizers(tokenizers, names, vocab_size)
-    chosen = [
-        t or (CHAT if own.chat_template else "{prompt}")
-        for t, own in zip(templates, tokenizers, strict=True)
-    ]
-    return Encoder(
-        tokenizers,
-        [check_template(t, own) for t, own in zip(chosen, tokenizers, strict=True)],
-        vocab_size,
-    )
+    checked = []
+    for template, tokenizer in zip(templates, tokenizers, strict=True):
+        default = CHAT if tokenizer.chat_template else "{prompt}"
+        checked.append(check_template(template or default, tokenizer))
+    return Encoder(tokenizers, checked, vocab_size)
 
 
 def trains(model: nn.Module) -> bool:

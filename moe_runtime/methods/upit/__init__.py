@@ -1,14 +1,14 @@
 """UpIT, upcycling instruction tuning (arXiv 2410.01610): checkpoints of one tuning run become the
 experts of an MoE model.
 
-    (tune)              with any trainer and the callback ExpertCheckpoints               Algorithm 1, lines 1 to 3
+    (tune)              with any trainer and ExpertCheckpoints     Algorithm 1, lines 1 to 3
     choose_checkpoints  the checkpoints that become experts
-    expand_experts      children of the two experts that differ most, up to `count`       lines 4 and 5, Algorithm 2
-    perplexities        perplexity of each expert on each example of the seed data        line 8, Algorithm 3
-    fill_buckets        assign each example to the expert with the lowest perplexity
-    init_routers        tune each expert and its routing vectors on its examples          lines 6 to 10, Eq. (1) and (2)
-    assemble            stack the experts, with the vectors as the router                 lines 11 to 13
-    (tune)              the assembled model, with any trainer                             line 14
+    expand_experts      children of the two that differ most       lines 4 and 5, Algorithm 2
+    perplexities        of each expert on each example             line 8, Algorithm 3
+    fill_buckets        each example to its best expert
+    init_routers        tune experts and their routing vectors     lines 6 to 10, Eq. (1) and (2)
+    assemble            the experts, the vectors as the router     lines 11 to 13
+    (tune)              the assembled model, with any trainer      line 14
     export_mixtral      optionally, write it as a stock Mixtral
 
     callback = ExpertCheckpoints("saved", every_epochs=0.25, base="base")

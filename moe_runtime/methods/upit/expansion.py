@@ -2,7 +2,8 @@
 2).
 
     while |E| < n:  (j, k) = the pair of E that differs most;  a, b at random, a + b = 1
-                    child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE;   E = E + child
+                    child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE
+                    E = E + child
 
 Only MLPs enter distance and DARE; the rest of a child is its parents' mean. LoRA experts: the same
 on every A and B, with a base of zero. `moe_runtime.ops.expansion` has the formulas;
@@ -181,10 +182,12 @@ def _other(child: Path) -> ValueError:
 def _children_in(out: Path, experts: Sequence[Path]) -> list[Path]:
     """Return the folders of `out` with names of children, without the given experts."""
     given = {path.resolve() for path in experts}
-    found = (
-        path for path in out.glob(f"{CHILD}*") if path.is_dir() and path.resolve() not in given
-    )
-    return [path for path in found if path.name.removeprefix(CHILD).isdecimal()]
+    children = []
+    for path in out.glob(f"{CHILD}*"):
+        is_numbered = path.name.removeprefix(CHILD).isdecimal()
+        if is_numbered and path.is_dir() and path.resolve() not in given:
+            children.append(path)
+    return children
 
 
 def _draw(seed: int, number: int, pool: int) -> tuple[tuple[int, int], tuple[float, float]]:
@@ -197,12 +200,8 @@ def _draw(seed: int, number: int, pool: int) -> tuple[tuple[int, int], tuple[flo
 
 def _seed(seed: int, number: int) -> int:
     """Return DARE's seed for expert `number`, so that each gets its own masks."""
-    return (
-        int.from_bytes(
-            hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little"
-        )
-        >> 1
-    )
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -211,22 +210,22 @@ def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """
     n = len(products)
     grown = torch.empty(n + 1, n + 1, dtype=torch.float64)
-    grown[:n, :n], grown[n], grown[:, n] = products, row, row
+    grown[:n, :n] = products
+    grown[n] = row
+    grown[:, n] = row
     return grown
 
 
-def _kept(path: Path) -> dict:
-    """Return the inner products that an earlier run recorded in `path`."""
-    kept = read_json(path).get("products")
-    return kept if isinstance(kept, dict) else {}
+def _recorded(path: Path) -> dict:
+    """Return the inner products that an earlier run recorded in `path`, with their settings."""
+    recorded = read_json(path).get("products")
+    return recorded if isinstance(recorded, dict) else {}
 
 
-def _values(kept: dict, path: Path, *shape: int) -> torch.Tensor:
-    """Return the inner products that an earlier run stored in `path`; raises ValueError for
-    malformed ones.
-    """
-    check_numbers(f"products of {path}", kept.get("values"), *shape)
-    return torch.tensor(kept["values"], dtype=torch.float64)
+def _values(recorded: dict, path: Path, *shape: int) -> torch.Tensor:
+    """Return recorded inner products as a tensor; raises ValueError for malformed ones."""
+    check_numbers(f"products of {path}", recorded.get("values"), *shape)
+    return torch.tensor(recorded["values"], dtype=torch.float64)
 
 
 def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
@@ -236,13 +235,14 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, **pool.comparison}
     path = out / SUMMARY
     if path.is_file() and not overwrite:
-        kept = _kept(path)
-        if {name: kept.get(name) for name in key} == key:
-            products = _values(kept, path, len(pool.experts), len(pool.experts))
+        recorded = _recorded(path)
+        if key.items() <= recorded.items():
+            products = _values(recorded, path, len(pool.experts), len(pool.experts))
             pool.skip(len(pool.experts), child=False)
             return products
-        if made := _children_in(out, [expert.path for expert in pool.experts]):
-            raise _other(made[0])
+        children = _children_in(out, [expert.path for expert in pool.experts])
+        if children:
+            raise _other(children[0])
     products = pool.products()
     if not torch.isfinite(products).all():
         bad = pool.experts[int((~torch.isfinite(products)).sum(0).argmax())]
@@ -262,15 +262,13 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torc
     kind = parents[0].kind if parents[0].kind == parents[1].kind else "ffn"
     child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}
     if (folder / RECORD).is_file():
-        kept = _kept(folder / RECORD)
-        if (
-            read_json(folder / RECORD).get("child") == child
-            and {name: kept.get(name) for name in pool.comparison} == pool.comparison
-        ):
-            products = _values(kept, folder / RECORD, len(pool.experts) + 1)
-            pool.skip(len(pool.experts), child=True)
-            return products
-        raise _other(folder)
+        recorded = _recorded(folder / RECORD)
+        is_same = read_json(folder / RECORD).get("child") == child
+        if not is_same or not pool.comparison.items() <= recorded.items():
+            raise _other(folder)
+        products = _values(recorded, folder / RECORD, len(pool.experts) + 1)
+        pool.skip(len(pool.experts), child=True)
+        return products
     products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
     base = str(parents[0].base or pool.base_folder)
     record = {
@@ -327,16 +325,9 @@ def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
 
 def _summarize(out: Path, found: Expansion) -> None:
     """Add the result to the summary."""
-    children = [
-        {
-            "folder": child.folder.name,
-            "parents": child.parents,
-            "weights": child.weights,
-            "distance": child.distance,
-        }
-        for child in found.children
-    ]
-    values = {"experts": [str(path) for path in found.experts], "children": children}
-    atomic_write_json(
-        out / SUMMARY, read_json(out / SUMMARY) | values | {"distance": found.distance.tolist()}
-    )
+    summary = read_json(out / SUMMARY)
+    summary["experts"] = [str(path) for path in found.experts]
+    summary["children"] = []
+    for child in found.children:
+        summary["children"].append(child._asdict() | {"folder": child.folder.name})
+    atomic_write_json(out / SUMMARY, summary | {"distance": found.distance.tolist()})

@@ -72,7 +72,7 @@ def route_folders(
 
     `rows` is read by `io.rows.read_rows`; `share` of them, but at least `at_least`, are the seed
     data. `buckets` "random" assigns as many rows at random. `learning_rate` defaults to the
-    paper's; `training` are UpitTraining's other settings. Experts already tuned by the same call are
+    paper's; `training` are UpitTraining's other settings. Experts that the same call has tuned are
     reused; those of another call raise an error, and `overwrite` removes all first.
     """
     check_choice("buckets", buckets, BUCKETS)

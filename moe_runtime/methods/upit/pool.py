@@ -1,7 +1,7 @@
 """Pool of experts, read together by rows of the same tensor, for inner products and children.
 
-    G_ij = <W_i - W_base, W_j - W_base> over the MLP tensors of all layers       UpIT's distances, before the metric
-    child = W_base + a D(W_j - W_base) + b D(W_k - W_base)                       for the MLPs; the parents' mean for the rest
+    G_ij = <W_i - W_base, W_j - W_base> over the MLP tensors of all layers, before the metric
+    child = W_base + a D(W_j - W_base) + b D(W_k - W_base) of an MLP; else the parents' mean
 
 The formulas are in `moe_runtime.ops.expansion`. Each pass reads each expert once. Memory holds
 CHUNK elements of all experts together, and the tensor of a child that is being assembled.
@@ -113,12 +113,12 @@ class Pool:
                 f"Base {self.base_folder} has other weights than the one that {expert.path} was "
                 "trained from. Pass the folder of its base"
             )
-        bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
-        if bad is not None:
-            raise ValueError(
-                f"{bad} in {expert.path} must have a floating dtype, but is "
-                f"{expert.spec(bad).dtype}"
-            )
+        for key in self.ffn:
+            if expert.spec(key).dtype not in FLOATS:
+                raise ValueError(
+                    f"{key} in {expert.path} must have a floating dtype, but is "
+                    f"{expert.spec(key).dtype}"
+                )
         self.experts.append(expert)
         self.prints.append(expert.fingerprint())
 
@@ -138,9 +138,9 @@ class Pool:
         self.base = self._stack.enter_context(Checkpoint(local_folder(self.base_folder)))
         self.base_specs = self.base.specs()
         self.base_hash, self.base_print = fingerprint(self.base), print_of(self.base)
-        want = {key: self.specs[key] for key in self.ffn}
-        got = {key: spec for key, spec in self.base_specs.items() if first.is_ffn(key)}
-        check_keys(_with_dtypes(got, want), want, source=self.base.path)
+        expected = {key: self.specs[key] for key in self.ffn}
+        of_base = {key: spec for key, spec in self.base_specs.items() if first.is_ffn(key)}
+        check_keys(_with_dtypes(of_base, expected), expected, source=self.base.path)
 
     def expect(self, count: int, progress: Progress | None) -> None:
         """Tell `progress` how many bytes growing to `count` experts will read: all MLPs once per
@@ -178,10 +178,9 @@ class Pool:
 
     def _compared(self, experts: list[torch.Tensor], base: torch.Tensor | None) -> tuple:
         """Return tensors in the dtype of their products."""
-        if self.wide:
-            experts = [tensor.double() for tensor in experts]
-            base = None if base is None else base.double()
-        return experts, base
+        if not self.wide:
+            return experts, base
+        return [tensor.double() for tensor in experts], None if base is None else base.double()
 
     def child(self, mix: Mix, products: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a child's tensors, in the dtypes of the first parent's.
@@ -191,9 +190,11 @@ class Pool:
         for key, spec in self.specs.items():
             spec = TensorSpec(spec.shape, self.experts[mix.parents[0]].spec(key).dtype)
             out = torch.empty(spec.shape, dtype=spec.dtype)
-            for index, part in (
-                self._grown(key, spec, mix, products) if key in self.ffn else self._mean(key, mix)
-            ):
+            if key in self.ffn:
+                parts = self._grown(key, spec, mix, products)
+            else:
+                parts = self._mean(key, mix)
+            for index, part in parts:
                 out[... if index is None else index] = part
             yield key, out
 
@@ -275,17 +276,21 @@ def _with_dtypes(
     }
 
 
+def _form(expert: Expert) -> dict:
+    """Return what all experts of a pool must share."""
+    if expert.kind != "lora":
+        return {"kind": "model"}
+    return {"kind": "adapter"} | {field: expert.adapter.get(field) for field in _ADAPTER_FIELDS}
+
+
 def _check_alike(first: Expert, other: Expert) -> None:
     """Raise ValueError unless two experts are of the same kind of model, with the same tensors."""
-    ours, theirs = (
-        {"kind": "adapter" if expert.kind == "lora" else "model"}
-        | {field: expert.adapter.get(field) for field in _ADAPTER_FIELDS if expert.kind == "lora"}
-        for expert in (first, other)
-    )
-    odd = next((field for field in ours if ours[field] != theirs.get(field)), None)
-    if odd is not None:
-        raise ValueError(
-            f"{odd} must be the same for all experts, but is {theirs.get(odd)!r} for {other.path} "
-            f"and {ours[odd]!r} for {first.path}"
-        )
+    ours = _form(first)
+    theirs = _form(other)
+    for field, value in ours.items():
+        if value != theirs.get(field):
+            raise ValueError(
+                f"{field} must be the same for all experts, but is {theirs.get(field)!r} for "
+                f"{other.path} and {value!r} for {first.path}"
+            )
     check_keys(_with_dtypes(other.specs(), first.specs()), first.specs(), source=other.path)

@@ -1,9 +1,9 @@
 """XFT: upcycle a dense model, tune it, learn how to mix its experts, merge it back to a dense
 model.
 
-    upcycle       every MLP becomes E copies of itself behind a router                        Sec. 3.1, Eq. (1) and (2)
+    upcycle       every MLP becomes E copies of itself behind a router     Sec. 3.1, Eq. (1), (2)
     (tune)        instruction tuning of all parameters, with any trainer
-    to_mergeable  MLP weights become sum_e alpha_e W_e with learnable alpha, all else frozen   Sec. 3.2, Eq. (4) to (6)
+    to_mergeable  MLP weights become sum_e alpha_e W_e, alpha learnable    Sec. 3.2, Eq. (4) to (6)
     (tune)        the mixing logits alone, on the same data, with any trainer
     merge         the dense model of Eq. (3), in the base's own architecture
 
@@ -55,16 +55,17 @@ class UpcycleReceipt:
     def __str__(self) -> str:
         """Return the receipt as a few lines of text."""
         c = self.config
-        exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
-        if self.preserves:
-            what = exact
-        else:
-            what = f"gate {c.gate} does not preserve the dense model's scale"
         if not math.isfinite(self.error):
             what = (
                 "the dense model's own logits, or the new one's, are not finite: look for broken "
                 "weights outside of the MLPs"
             )
+        elif not self.preserves:
+            what = f"gate {c.gate} does not preserve the dense model's scale"
+        elif self.error < 1e-5:
+            what = "rounding only"
+        else:
+            what = "the rounding of a narrow dtype, or more"
         gate = "no router, tokens assigned at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
             f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, "
@@ -118,9 +119,11 @@ def upcycle_to(
     changed.
     """
     swap.check_stock(model, family, config, options.get("layers"))
-    before, (dense_parameters, _) = probe_logits(model), sizes(model)
+    before = probe_logits(model)
+    dense_parameters = sum(parameter.numel() for parameter in model.parameters())
     swap.dense_to_moe(model, config, stage=stage, family=family, **options)
-    after, (moe_parameters, active_parameters) = probe_logits(model), sizes(model)
+    after = probe_logits(model)
+    moe_parameters, active_parameters = sizes(model)
     layers = {family.path.format(layer): layer for layer in model.config.moe_runtime["layers"]}
     names = [name for name, _ in model.named_parameters()]
     stacks = [name for name in names if name.partition(".experts.")[0] in layers]
@@ -208,7 +211,8 @@ def merge(
     for name, layer in model.named_modules() if alpha is None else ():
         if isinstance(layer, MergedMLP):
             learned.append(check_mixture(layer.alpha().detach(), name))
-    if learned and (moved := distance_moved(learned, layers[0].shared_rate)) <= UNMOVED:
+    moved = distance_moved(learned, layers[0].shared_rate) if learned else math.inf
+    if moved <= UNMOVED:
         warnings.warn(
             f"The mixing coefficients are within {moved:.1e} of the initial coefficients. Learn to "
             "mix before merging, with a larger learning rate, such as 1e-2",

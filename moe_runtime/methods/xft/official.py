@@ -1,13 +1,13 @@
 """Convert model folders of the released XFT code (ise-uiuc/xft) to ours and back, tensor by tensor;
 docs/xft-official.md.
 
-    model.layers.{l}.mlp.                                              ours, in the same place
-    calculator.experts.weight_{gate,up}.{e}.weight       [I, H]        experts.gate_up_proj [E, 2I, H], gate first
-    calculator.experts.weight_down.{e}.weight            [H, I]        experts.down_proj [E, H, I]
-    gate.gate_network.0.weight, .2.weight                              gate.weight [R, H], gate.weight_out [R, R]
-    gate.gate_network.weight (linear router)             [R, H]        gate.weight
-    gate.weight_noise.weight                             [R, H]        gate.noise_weight
-    average_weights                                      [R]           mixing_logits, float32
+    model.layers.{l}.mlp.                                   ours, in the same place
+    calculator.experts.weight_{gate,up}.{e}.weight [I, H]   experts.gate_up_proj [E, 2I, H]
+    calculator.experts.weight_down.{e}.weight      [H, I]   experts.down_proj [E, H, I]
+    gate.gate_network.0.weight, .2.weight                   gate.weight [R, H], weight_out [R, R]
+    gate.gate_network.weight (linear router)       [R, H]   gate.weight
+    gate.weight_noise.weight                       [R, H]   gate.noise_weight
+    average_weights                                [R]      mixing_logits, float32
 
 The weighted model stores the experts in separate files, `ffn_layer_{l}.pt`: {"weight_gate": {e:
 tensor}, ...}. Nothing is computed: a round trip in either direction is bit-identical.
@@ -155,15 +155,13 @@ def _flatten_experts(loaded: Mapping, name: str) -> dict:
     tensor}}, the MoE's names.
     """
     layer = int(re.search(r"\d+", name)[0])
-    kinds = {
-        kind: experts if isinstance(experts, Mapping) else {None: experts}
-        for kind, experts in loaded.items()
-    }
-    return {
-        EXPERTS.format(layer, kind, e): tensor
-        for kind, experts in kinds.items()
-        for e, tensor in experts.items()
-    }
+    flat = {}
+    for kind, experts in loaded.items():
+        if not isinstance(experts, Mapping):
+            experts = {None: experts}
+        for e, tensor in experts.items():
+            flat[EXPERTS.format(layer, kind, e)] = tensor
+    return flat
 
 
 class _Source(NamedTuple):
@@ -216,25 +214,17 @@ def _import(
     config = official_config.import_config(values, opened.stage, rope_theta)
     moe = moe_config(config)
     layers = range(config.num_hidden_layers)
-    found = opened.specs()
-    reason = None
-    narrow = [
-        key
-        for key, spec in found.items()
-        if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2
-    ]
-    if len(layers) * moe.num_experts * len(KINDS) > max(len(found), MAX_NAMES):
-        reason = (
+    specs = opened.specs()
+    if len(layers) * moe.num_experts * len(KINDS) > max(len(specs), MAX_NAMES):
+        raise ValueError(
             f"num_hidden_layers is {len(layers)} and num_experts is {moe.num_experts} in "
-            f"config.json, more than the {len(found)} tensors in {opened.path}"
+            f"config.json, more than the {len(specs)} tensors in {opened.path}"
         )
-    elif narrow:
-        reason = (
-            f"{narrow[0]} must be float16, bfloat16, float32 or float64, but is "
-            f"{found[narrow[0]].dtype}"
-        )
-    if reason is not None:
-        raise ValueError(reason)
+    for key, spec in specs.items():
+        if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
+            raise ValueError(
+                f"{key} must be float16, bfloat16, float32 or float64, but is {spec.dtype}"
+            )
     wanted = [_wanted(moe, layer, opened.stage) for layer in layers]
     specs = _check(opened, config, wanted)
     expected = sum(spec.nbytes for spec in specs.values())

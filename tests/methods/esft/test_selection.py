@@ -388,26 +388,16 @@ def test_a_number_of_experts_per_layer():
 @pytest.mark.parametrize("kind", ["stock", "ours"])
 def test_a_selection_of_another_model_is_named(kind):
     model = stock("mixtral") if kind == "stock" else tiny.upcycled()
-    for given in (model, numbered_layers(model)):
-        check_selection(given, ExpertSelection(experts={0: (3, 1), 1: ()}))
-        with pytest.raises(
-            ValueError,
-            match=r"selection has experts \[1\] of layer 7, but the model routes to layers 0, 1",
-        ):
-            check_selection(given, ExpertSelection(experts={7: (1,)}))
-        with pytest.raises(ValueError, match=r"selection has experts \[4\] of layer 1, .* to 3"):
-            check_selection(given, ExpertSelection(experts={1: (1, 4)}))
-        if kind == "ours":
-            with pytest.raises(
-                ValueError,
-                match=(
-                    r"selection has experts \[0\] of layer 1, "
-                    r".* "
-                    r"1 "
-                    r"to "
-                    r"3. "
-                    r"Pass "
-                    r"shared_experts=True"
-                ),
-            ):
-                check_selection(given, ExpertSelection(experts={1: (0,)}))
+    layers = numbered_layers(model)
+    check_selection(layers, ExpertSelection(experts={0: (3, 1), 1: ()}))
+    wrong = [
+        (7, (1,), r"selection has experts \[1\] of layer 7, but the model routes to layers 0, 1"),
+        (1, (1, 4), r"selection has experts \[4\] of layer 1, .* to 3"),
+    ]
+    for number, ids, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            check_selection(layers, ExpertSelection(experts={number: ids}))
+    if kind == "ours":
+        match = r"selection has experts \[0\] of layer 1, .* 1 to 3. Pass shared_experts=True"
+        with pytest.raises(ValueError, match=match):
+            check_selection(layers, ExpertSelection(experts={1: (0,)}))

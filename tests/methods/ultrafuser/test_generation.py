@@ -183,7 +183,7 @@ def test_texts_in_texts_out(fused, capsys):
             "output_hidden_states is not supported",
             id="states",
         ),
-        pytest.param({"prompt_ids": None}, "of length None and 3", id="none"),
+        pytest.param({"prompt_ids": None}, "but got [] and", id="none"),
     ],
 )
 def test_what_it_cannot_do_is_named(fused, settings, words):

@@ -1,0 +1,167 @@
+"""methods/ultrafuser/runs.py: two stages from folders and files, and how a run resumes."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from moe_runtime.methods import ultrafuser
+from moe_runtime.methods.ultrafuser import folders, runs
+from moe_runtime.methods.ultrafuser.runs import FuserConfig, train_folder
+from tests.methods.ultrafuser import fusers
+from tests.support.fuser_study import domain_rows
+
+STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with two specialists, the rows of two domains, and a config."""
+    home = tmp_path_factory.mktemp("home")
+    for name, model in zip(("a", "b"), fusers.specialists(2), strict=True):
+        model.save_pretrained(home / name)
+        fusers.tokenizer().save_pretrained(home / name)
+    for name, rows in domain_rows().items():
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+def config(home, **changes) -> FuserConfig:
+    domains = {name: {"train": str(home / f"{name}.jsonl")} for name in domain_rows()}
+    values = {
+        "max_length": 64,
+        "domains": {name: one | {"held_out_rows": 4} for name, one in domains.items()},
+        "specialists": {
+            "a": {"model": str(home / "a"), "template": "ultralm"},
+            "b": {"model": str(home / "b"), "template": "# {prompt}\n"},
+        },
+        "stage1": STEPS,
+        "stage2": STEPS,
+        "evaluations": 1,
+    }
+    return FuserConfig.from_dict(values | changes)
+
+
+@pytest.fixture(scope="module")
+def done(home, tmp_path_factory):
+    """A finished run."""
+    out = tmp_path_factory.mktemp("runs") / "out"
+    return train_folder(config(home), out, say=lambda text: None)
+
+
+def weights(folder):
+    return ultrafuser.load(folder).state_dict()
+
+
+def test_two_stages_make_a_folder_that_generates(done, home):
+    fused = ultrafuser.load(done.path)
+    gate = ultrafuser.load(done.path.with_name("gate"))
+    base = fusers.specialists(2)
+    assert fused.names == ("a", "b") and fused.templates[1] == "# {prompt}\n"
+    assert list(done.losses) == ["gate", "model"] and set(done.losses["gate"]) == {"sums", "words"}
+    for tuned, frozen, model in zip(fused.specialists, gate.specialists, base, strict=True):
+        expected = model.state_dict()
+        assert all(
+            torch.equal(value, expected[name]) for name, value in frozen.state_dict().items()
+        )
+        assert not torch.equal(tuned.lm_head.weight, model.lm_head.weight)
+    torch.manual_seed(0)
+    fresh = ultrafuser.UltraFuser(base, gate="mlp").gate.state_dict()
+    trained = gate.gate.state_dict()
+    # the last bias moves all scores alike
+    names = [name for name in fresh if name != "score.bias"]
+    assert not any(torch.equal(fresh[name], trained[name]) for name in names)
+    assert fused.complete(["1 and 2"], max_new_tokens=3, do_sample=False)
+    assert not list(done.path.parent.glob("*checkpoints"))
+
+
+def test_a_finished_run_is_not_run_again(done, home, monkeypatch):
+    monkeypatch.setattr(runs.fit, "train", None)
+    again = train_folder(config(home), done.path.parent, say=lambda text: None)
+    assert again == done
+
+
+@pytest.mark.parametrize("stage", ["gate", "model"])
+def test_an_interrupted_stage_resumes(done, home, tmp_path, monkeypatch, stage):
+    """After its last step, or after one of its checkpoints."""
+
+    def interrupted(fuser, folder, **options):
+        if folder.name == stage:
+            raise KeyboardInterrupt
+        return folders_save(fuser, folder, **options)
+
+    folders_save = folders.save
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_folder(config(home), tmp_path / "out", say=lambda text: None)
+    assert list((tmp_path / "out" / f"{stage}-checkpoints").glob("checkpoint-*"))
+    again = train_folder(config(home), tmp_path / "out", say=lambda text: None)
+    assert again.losses == done.losses
+    expected = weights(done.path)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(again.path).items())
+
+
+def test_another_run_s_folder_is_refused(done, home):
+    with pytest.raises(ValueError, match="holds another run, with a different seed"):
+        train_folder(config(home), done.path.parent, seed=3)
+    other = config(home, stage2=STEPS | {"learning_rate": 2e-2})
+    with pytest.raises(ValueError, match="different stage2. Use the same settings"):
+        train_folder(other, done.path.parent)
+
+
+def test_stage_two_alone_in_another_dtype(home, tmp_path):
+    one = config(home, two_stage=False, dtype="bfloat16", stage2=STEPS | {"steps": 1})
+    receipt = train_folder(one, tmp_path / "out", say=lambda text: None)
+    fused = ultrafuser.load(receipt.path)
+    assert fused.specialists[0].dtype == torch.bfloat16 and list(receipt.losses) == ["model"]
+    assert not (tmp_path / "out" / "gate").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"domains": {"sums": {"train": "x.jsonl"}}}, "domains must have at least 2, but got 1"),
+        ({"stage1": STEPS | {"batch_size": 3}}, "stage1.batch_size must be a multiple of the 2"),
+        ({"stage1": STEPS | {"steps": None, "epochs": 1}}, "stage1.epochs is 1.0. Set steps"),
+        ({"gates": 1}, "gates is not a valid key"),
+    ],
+)
+def test_a_wrong_config_names_the_key(home, tmp_path, changes, match):
+    values = config(home).to_dict() | changes
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match=match):
+        train_folder(tmp_path / "mine.yaml", tmp_path / "out")
+
+
+def test_models_and_data_are_checked_before_anything_is_written(home, tmp_path):
+    values = config(home).to_dict()
+    values["specialists"]["b"]["model"] = str(tmp_path / "none")
+    with pytest.raises(ValueError, match="specialists.b.model .*none' does not exist"):
+        train_folder(FuserConfig.from_dict(values), tmp_path / "out")
+    wide = fusers.specialist(3, hidden_size=64)
+    wide.save_pretrained(tmp_path / "wide")
+    fusers.tokenizer().save_pretrained(tmp_path / "wide")
+    values["specialists"]["b"]["model"] = str(tmp_path / "wide")
+    with pytest.raises(ValueError, match="The hidden sizes differ .* Set joint: true"):
+        train_folder(FuserConfig.from_dict(values), tmp_path / "out")
+    values = config(home).to_dict()
+    values["domains"]["words"]["train"] = str(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="domains.words: .*none.jsonl"):
+        train_folder(FuserConfig.from_dict(values), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("engine", ["FSDP1", "DEEPSPEED"])
+def test_engines_that_do_not_work_are_refused(home, monkeypatch, tmp_path, engine):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine.removesuffix("1")])
+    plugin = SimpleNamespace(fsdp_version=1)
+    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", plugin, raising=False)
+    with pytest.raises(ValueError, match=f"distributed_type NO, MULTI_GPU .* but it is {engine}"):
+        train_folder(config(home), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -16,6 +16,7 @@ from tests.support.layout import (
     Import,
     arrows,
     circles,
+    folder_circles,
     folder_of,
     imports,
     modules,
@@ -244,6 +245,7 @@ def undocumented(root: Path) -> list[str]:
 CHECKS = (
     bad_imports,
     circles,
+    folder_circles,
     global_changes,
     single_chairs,
     root_strangers,

@@ -292,9 +292,13 @@ def _hub():
     return importlib.import_module("moe_runtime.hf.models.hub")
 
 
+def _sources():
+    return importlib.import_module("moe_runtime.hf.common.sources")
+
+
 def _downloaded(name: str, source: Path) -> Path:
     """Return the folder of a Hub id's files, or any other path unchanged."""
-    return _hub().local_folder(source, name=name) if _hub().is_id(source) else source
+    return _sources().local_folder(source, name=name) if _sources().is_id(source) else source
 
 
 def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
@@ -305,7 +309,7 @@ def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
         repo,
         base=next((source for source in given.values()), None),
         command=shlex.join(["moe-runtime", *words]),
-        dataset=options.get("data") if _hub().is_id(options.get("data") or "") else None,
+        dataset=options.get("data") if _sources().is_id(options.get("data") or "") else None,
         method=words[0] if words and words[0] in _hub().PAPERS else None,
         facts=found if isinstance(found := console.jsonable(value), dict) else None,
     )

@@ -14,6 +14,8 @@ their tables.
 
 from importlib import import_module
 
+from moe_runtime.methods import cards as _cards  # noqa: F401 - registers the methods' papers
+
 __all__ = ["esft", "lora", "ultrafuser", "upit", "xft"]
 
 

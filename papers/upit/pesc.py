@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models.families import family_of, moe_shape
-from moe_runtime.hf.models.modeling import share_of_batch
+from moe_runtime.hf.common.outputs import share_of_batch
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io.checkpoint import Checkpoint, write_tensors

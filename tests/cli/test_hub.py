@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app
 from moe_runtime.hf.models import hub
+from moe_runtime.methods import cards  # noqa: F401 - registers the papers
 from tests.support import hub as stand_in
 from tests.support.patience import PATIENCE
 
@@ -196,8 +197,8 @@ def test_the_card_says_what_a_folder_is(files, method, kind, tmp_path):
     else:
         assert (
             f"- {method}" in head
-            and f"arxiv:{hub.PAPERS[method][1]}" in head
-            and hub.PAPERS[method][0] in body
+            and f"arxiv:{hub.PAPERS[method].arxiv}" in head
+            and hub.PAPERS[method].title in body
         )
 
 

@@ -25,6 +25,7 @@ RANK = {
     "hf.dropin": 5.2,
     "hf.training": 5.5,
     "methods": 7,
+    "methods.cards": 7,
     "methods.lora": 7,
     "methods.ultrafuser": 7,
     "methods.xft": 7.1,

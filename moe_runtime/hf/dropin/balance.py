@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice, check_number
+from moe_runtime.hf.common.outputs import check_gradients, share_of_batch
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
@@ -27,7 +28,6 @@ from moe_runtime.hf.dropin.layers import (
     routed_layers,
     token_mask,
 )
-from moe_runtime.hf.models import modeling
 from moe_runtime.ops import balance
 
 KINDS = ("per_layer", "pooled")
@@ -206,9 +206,7 @@ class BalanceLoss:
     def _complete(
         self, out: ModelOutput, logits: list[torch.Tensor], loss: torch.Tensor | None
     ) -> None:
-        modeling.check_gradients(
-            [p for router, _ in self.routers for p in router.parameters()], logits
-        )
+        check_gradients([p for router, _ in self.routers for p in router.parameters()], logits)
         aux_loss = self._loss(logits)
         if self._wanted:
             out["aux_loss"] = aux_loss
@@ -218,7 +216,7 @@ class BalanceLoss:
             # not an item, which evaluation would treat as a prediction
             out.aux_loss = aux_loss
         if loss is not None:
-            share = modeling.share_of_batch(self._kwargs, loss.device)
+            share = share_of_batch(self._kwargs, loss.device)
             out.lm_loss = loss
             out["loss"] = loss + self.coef * share * aux_loss.to(loss.device)
 

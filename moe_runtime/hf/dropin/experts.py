@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 from moe_runtime import backends
+from moe_runtime.hf.common.outputs import make_exports_portable
 from moe_runtime.hf.dropin import adapters, loading
 from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, note_gate, stack_names
 from moe_runtime.modules import packed, trainable
@@ -62,24 +63,6 @@ def register() -> None:
     make_exports_portable()
     adapters.install()
     loading.install()
-
-
-@functools.cache
-def make_exports_portable() -> None:
-    """Make transformers' exporters to formats without our ops set `backends.foreign_experts` while
-    they trace.
-    """
-    with contextlib.suppress(ImportError):  # a transformers without exporters
-        from transformers.exporters.utils import register_patch
-
-        for target, experts in (
-            ("onnx", "grouped_mm"),
-            ("executorch", "batched_mm"),
-            ("openvino", "batched_mm"),
-        ):
-            register_patch(target, "moe_runtime.backends.foreign_experts")(
-                lambda _, experts=experts: experts
-            )
 
 
 def patch(model: nn.Module) -> int:

@@ -327,7 +327,7 @@ def load_quantized(
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
 
-    from moe_runtime.hf.models.folders import load
+    from moe_runtime.hf.common.loading import load
 
     source = Path(source)
     implementation = settings.get("experts_implementation", NAME)
@@ -424,7 +424,7 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
     """
     import transformers
 
-    from moe_runtime.hf.models.folders import load
+    from moe_runtime.hf.common.loading import load
 
     shapes = {}
     names = {}

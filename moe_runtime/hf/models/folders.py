@@ -13,11 +13,10 @@ Conversion, FolderReceipt     counts and result of a conversion
 
 import copy
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -29,7 +28,8 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate, one_line, shown
+from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate
+from moe_runtime.hf.common.loading import check_folder, load, reason_of
 from moe_runtime.hf.models.configuration import (
     SHIM,
     become_mergeable,
@@ -41,114 +41,11 @@ from moe_runtime.hf.models.configuration import (
     stock_config,
 )
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape, write_mlp
-from moe_runtime.hf.models.hub import check_source, hub_problem, without_retries
 from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.models.swap import check_layers, mlp_error
 from moe_runtime.io import files
-from moe_runtime.io.checkpoint import (
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    CheckpointWriter,
-    TensorSpec,
-    check_keys,
-)
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.ops.merging import check_mixture, init_mixture, mixing, uniform_mixture
-
-MAX_LAYERS = 10_000
-MAX_EXPERTS = 2**16
-MAX_LABELS = 2**20
-MAX_SIZE = 2**31 - 1
-# keys of a config.json, or of parts of it (text_config), for which transformers or this package
-# allocates something
-_COUNTS = {
-    r"\w*layers|n_layer": MAX_LAYERS,
-    r"\w*experts(_per_tok)?": MAX_EXPERTS,
-    "num_labels": MAX_LABELS,
-}
-_SIZES = r"num_hidden_layers|n_layer|vocab_size|(\w+_)?hidden_size|(\w+_)?intermediate_size|head_dim|num_\w+_heads"
-
-
-def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
-    """Raise ValueError for invalid sizes in a config.json: text, NaN, negative, or larger than any
-    memory.
-    """
-    parts = [values]
-    while parts:
-        for key, value in parts.pop().items():
-            if isinstance(value, Mapping):
-                parts.append(value)
-            is_size = re.fullmatch(_SIZES, key) and not isinstance(value, list | None)
-            most = next(
-                (most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)),
-                MAX_SIZE if is_size else None,
-            )
-            fits = value == value and (most is None or not isinstance(value, int) or value <= most)
-            if not fits or (is_size and not (isinstance(value, int) and value >= 0)):
-                if is_size:
-                    valid = f"an integer from 0 to {most}"
-                else:
-                    valid = "a number" + f" up to {most}" * bool(most)
-                raise ValueError(
-                    f"{shown(key)[1:-1]} in {source} must be {valid}, but is {shown(value)}"
-                )
-
-
-def check_folder(source: str | os.PathLike) -> None:
-    """Call `check_counts` for a folder's config.json; do nothing for a Hub id. Raises ValueError if
-    it is not JSON.
-    """
-    path = Path(source, "config.json")
-    if os.path.isfile(path):
-        values = files.read_json(path)
-        check_counts(values, path)
-        # transformers would read it in place of these
-        if values.get("transformers_weights") not in (None, SINGLE, INDEX):
-            raise ValueError(
-                f"transformers_weights in {path} must be {SINGLE}, but is "
-                f"{shown(values['transformers_weights'])}"
-            )
-
-
-def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
-    """Return kind.from_pretrained(source) without ever running code from a folder or a Hub id.
-
-    A folder's weights must be those that `Checkpoint` opens: no pickles, and no files outside it.
-    Raises a ValueError with the `name` of the source if it cannot be loaded. Only TRL's `train
-    --trust_remote_code` runs a folder's code.
-    """
-    check_source(source, name)
-    check_folder(source)
-    if kind is AutoModelForCausalLM and os.path.isdir(source):
-        settings["use_safetensors"] = True
-        Checkpoint(source)
-    try:
-        with without_retries(source):
-            return kind.from_pretrained(source, trust_remote_code=False, **settings)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
-    except Exception as error:
-        reason = f"cannot be loaded by transformers: {reason_of(error)}"
-        if not os.path.exists(source):
-            problem = hub_problem(source, error).rstrip(".")
-            reason = (
-                f"is no folder, and cannot be loaded from the Hub: {problem}. Pass a folder or a "
-                "Hub id"
-            )
-        if "trust_remote_code" in str(error):
-            reason = (
-                "requires custom code (auto_map), which is never run. Use a model whose classes "
-                "are in transformers"
-            )
-        raise ValueError(f"{name} {str(source)!r} {reason}") from error
-
-
-def reason_of(error: Exception) -> str:
-    """Return the message of another package's error as one short line, to be included in another
-    message.
-    """
-    return one_line(error).rstrip(".:") or type(error).__name__
 
 
 def _build(config, cls: type | None = None) -> nn.Module:

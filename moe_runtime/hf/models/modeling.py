@@ -35,7 +35,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
-from moe_runtime.hf.dropin.experts import make_exports_portable
+from moe_runtime.hf.common.outputs import check_gradients, make_exports_portable, share_of_batch
 from moe_runtime.hf.models.configuration import ConfigMixin, moe_config
 from moe_runtime.hf.models.families import FAMILIES, PREFIX
 from moe_runtime.hf.models.hub import PushesCard
@@ -63,21 +63,6 @@ class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
     lm_loss: torch.FloatTensor | None = None
 
 
-def check_gradients(
-    parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]
-) -> None:
-    """Raise ValueError if routers with these `parameters` train but use_reentrant=True detached
-    their logits.
-    """
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-    if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
-        raise ValueError(
-            "use_reentrant=True in gradient checkpointing would lose the gradient of a balance "
-            "loss or router_aux_loss_coef. Pass gradient_checkpointing_kwargs={'use_reentrant': "
-            "False}"
-        )
-
-
 def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
     """Sum the layers' balance losses on the device of the first one; None if no layer has one."""
     losses = [record.balance_loss for record in records if record.balance_loss is not None]
@@ -99,21 +84,6 @@ def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
     mask = attention_mask.reshape(-1) if fits else None
     pooled = pooled_loss(logits, config.num_experts_per_tok, mask)
     return aux + config.router_aux_loss_coef * pooled.to(device)
-
-
-def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
-    """Return this call's share of the step's tokens; 1 unless Trainer passes num_items_in_batch.
-
-    The base's loss is then a sum over num_items_in_batch; without this factor, gradient
-    accumulation over n calls would count an auxiliary loss n times.
-    """
-    items = kwargs.get("num_items_in_batch")
-    labels = kwargs.get("shift_labels")
-    if items is None:
-        return 1.0
-    labels = kwargs["labels"][..., 1:] if labels is None else labels
-    items = items.to(device) if isinstance(items, torch.Tensor) else items
-    return labels.ne(-100).sum().to(device) / items
 
 
 def moe_layers(model: nn.Module) -> dict[int, nn.Module]:

@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_runtime.config import SHARED_GATES, STOCK_FAMILIES, MoEConfig, check_choice
+from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
@@ -434,7 +435,7 @@ def _probe(folder: str | Path) -> tuple[torch.Tensor, dict[int, float]]:
     """Return the logits of an upcycled model on the probe batch, and the mean weight of each
     layer's shared expert there.
     """
-    model = folders.load(AutoModelForCausalLM, folder)
+    model = load(AutoModelForCausalLM, folder)
     shares = {}
     for layer, module in moe_layers(model).items():
         module.gate.register_forward_hook(

@@ -13,9 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.config import check_positive
+from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.dropin.quantize import experts_of
 from moe_runtime.hf.models.configuration import write_legacy_rope
-from moe_runtime.hf.models.folders import load, skeleton
+from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.io import files
 from moe_runtime.io.files import atomic_write_json, read_json
 

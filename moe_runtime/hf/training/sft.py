@@ -33,16 +33,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.config import check_choice, one_line
+from moe_runtime.hf.common.loading import load
+from moe_runtime.hf.common.outputs import share_of_batch
+from moe_runtime.hf.common.sources import check_source, is_id, without_retries
 from moe_runtime.hf.dropin.parallel import shard_experts
-from moe_runtime.hf.models import modeling
-from moe_runtime.hf.models.folders import load, read_config, skeleton
-from moe_runtime.hf.models.hub import (
-    UNKNOWN_OWNER,
-    check_source,
-    is_id,
-    model_card,
-    without_retries,
-)
+from moe_runtime.hf.models.folders import read_config, skeleton
+from moe_runtime.hf.models.hub import UNKNOWN_OWNER, model_card
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
@@ -285,7 +281,7 @@ class _MoESFTTrainer(_MoETrainer):
                 items = None
             else:
                 items = torch.as_tensor(num_items_in_batch).clamp(min=1)
-            share = modeling.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
+            share = share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
             balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
         loss = lm_loss + balance_loss if caught else lm_loss
         if caught or self.aux_loss_enabled:

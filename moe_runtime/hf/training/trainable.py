@@ -1,11 +1,8 @@
-"""Train only some experts of a model's MoE layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
+"""Train only some experts of a model's MoE layers.
 
-    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves other
-                                                    parameters unchanged
-    ...                                             # any training loop over the parameters that
-                                                    require a gradient
-    fold_rows(model)                                # write the experts to the stacks; drop_rows
-                                                    restores the base instead
+    train_rows(model, {1: [0, 7], 2: [3]})
+    ...                     # any training loop over the parameters that require a gradient
+    fold_rows(model)        # write the experts to the stacks; drop_rows restores the base instead
 
 Trained experts are stored outside of their stacks (modules.trainable), in parameters
 `trained_<stack>` [n, ...] that the layers read instead of the stacks' rows. Layers are numbered as
@@ -20,7 +17,6 @@ Trainer at the first checkpoint. Experts that cannot be trained raise an error w
 import contextlib
 import functools
 import operator
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,22 +73,6 @@ def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
             paths[module], module, names, layer.num_experts, layer.num_shared
         )
     return layers
-
-
-def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_experts: bool) -> dict:
-    """Add the shared experts of our layers to `experts`, which must not contain them."""
-    experts = {number: tuple(ids) for number, ids in experts.items()}
-    for number, layer in layers.items():
-        if layer.num_shared and 0 in experts.get(number, ()):
-            raise ValueError(
-                f"experts of layer {number} must be routed ones, but are {list(experts[number])}, "
-                "and 0 is the shared one. Pass shared_experts=True to train it"
-            )
-    if shared_experts:
-        shared = {number: (0,) for number, layer in layers.items() if layer.num_shared}
-    else:
-        shared = {}
-    return experts | {number: (*experts.get(number, ()), *ids) for number, ids in shared.items()}
 
 
 def checked_experts(
@@ -186,18 +166,11 @@ def check_unwrapped(model: nn.Module) -> None:
         )
 
 
-# MLPs next to the experts that process every token; their gates are not part of them
-SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
-# parameters by which routers choose experts and sparse attention chooses keys, which get no
-# gradient
-CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$|(^|\.)indexer\.")
-
-
 class _Before(NamedTuple):
     """The previous state of a model."""
 
     patched: bool  # whether its experts ran on moe_runtime
-    requires_grad: dict[str, bool]  # of the parameters changed by freeze_for_esft, by plain name
+    requires_grad: dict[str, bool]  # of the parameters that `others` changed, by plain name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,10 +178,10 @@ class TrainableReceipt:
     """The selected trainable parameters."""
 
     experts: dict[int, tuple[int, ...]]  # layer -> ids, in the given order; without empty layers
-    shared_experts: tuple[str, ...]  # paths of the trained shared MLPs
     row_parameters: int  # elements of the trained experts, over all ranks
     trainable_parameters: int  # these and all others that require a gradient
     total_parameters: int  # the model's own
+    shared_experts: tuple[str, ...] = ()  # paths of the trained shared MLPs, if a method sets them
 
     @property
     def share(self) -> float:
@@ -217,10 +190,18 @@ class TrainableReceipt:
 
 
 def train_rows(
-    model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    experts: Mapping[int, Sequence[int]],
+    *,
+    dtype: torch.dtype | None = None,
+    others: Mapping[str, bool] | None = None,
+    layers: dict[int, ExpertsLayer] | None = None,
 ) -> TrainableReceipt:
     """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the other
     experts of these layers.
+
+    `others` says which other parameters, by name, require a gradient from now on; by default they
+    are left as they are. `layers` are those of `layers_of(model)`, if known.
 
     Their weights become parameters `trained_<stack>` [n, ...] in `dtype`, by default their stack's;
     no stack is copied. In float32 next to a bfloat16 model, they are cast where used, and their
@@ -239,62 +220,21 @@ def train_rows(
     sharded, adapted, quantized, not loaded, offloaded or tied to those of another layer, and for a
     model with experts that are already trained.
     """
-    layers = layers_of(model)
+    if layers is None:
+        layers = layers_of(model)
     experts = checked_experts(layers, experts, dtype)
-    _split(model, layers, experts, dtype, {})
-    return _receipt(model, ())
-
-
-def freeze_for_esft(
-    model: nn.Module,
-    experts: Mapping[int, Sequence[int]],
-    shared_experts: bool = False,
-    non_expert_modules: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> TrainableReceipt:
-    """Call `train_rows` and set whether other parameters are trained (ESFT, Table 3); by default
-    none are.
-
-    `shared_experts`: the MLPs next to the experts that process every token, and expert 0 of our own
-    layers that have a shared one, which `experts` must not contain. `non_expert_modules`:
-    everything but routed experts and shared MLPs: routers and the gates of shared MLPs, attention,
-    norms, embeddings, head, dense layers. Raises ValueError as train_rows.
-    """
-    layers = layers_of(model)
-    experts = checked_experts(layers, with_shared(layers, experts, shared_experts), dtype)
-    shared = _shared_mlps(model, layers)
-    stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
-    trains = {}
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if any(name.startswith(f"{path}.") for path in shared):
-            asked = shared_experts
-        else:
-            asked = non_expert_modules
-        trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
-        if trains[name] and parameter.dtype not in FLOATS:
+    for name, trains in (others or {}).items():
+        if trains and parameters[name].dtype not in FLOATS:
             raise ValueError(
-                f"{name} is {parameter.dtype}, but only floating-point parameters can be trained. "
-                "Freeze it"
+                f"{name} is {parameters[name].dtype}, but only floating-point parameters can be "
+                "trained. Freeze it"
             )
-    before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
+    before = {plain_name(name): parameters[name].requires_grad for name in others or ()}
     _split(model, layers, experts, dtype, before)
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(trains[name])
-    return _receipt(model, shared if shared_experts else ())
-
-
-def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str, ...]:
-    """Return the paths of the shared MLPs, found by name or, as in Gemma 4, as the `mlp` of the
-    experts' block.
-    """
-    beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
-    return tuple(
-        name
-        for name, _ in model.named_modules()
-        if name in beside or SHARED.search(plain_name(name))
-    )
+    for name, trains in (others or {}).items():
+        parameters[name].requires_grad_(trains)
+    return _receipt(model)
 
 
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
@@ -439,7 +379,7 @@ def _undo(model: nn.Module, rejoin) -> None:
     inner.__dict__.pop(STATE, None)
 
 
-def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
+def _receipt(model: nn.Module) -> TrainableReceipt:
     rows = 0
     experts = {}
     row_ids = set()
@@ -452,7 +392,6 @@ def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
     others = [p for p in model.parameters() if id(p) not in row_ids]
     return TrainableReceipt(
         experts=experts,
-        shared_experts=shared,
         row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),

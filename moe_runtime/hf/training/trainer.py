@@ -8,7 +8,7 @@ statistics, a stop at NaN.
                    moe_runtime.hf.dropin.balance for a stock model
 
 A layer's loss includes its coefficient. Over the micro-batches of a step it is a mean weighted by
-label tokens (outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the
+label tokens (hf.common.outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the
 optimizer, checkpoints and resumption are transformers' own. `check_rows` raises for token ids
 outside the vocabulary before anything runs. MoESFTTrainer is in `moe_runtime.hf.training.sft`.
 """
@@ -26,9 +26,9 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
+from moe_runtime.hf.common.outputs import share_of_batch
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.models import modeling
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.recording import MixingCallback, RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
@@ -382,7 +382,7 @@ class MoETrainer(_MoETrainer, Trainer):
         lm_loss = getattr(out, "lm_loss", None)
         ranks = self._ranks(num_items_in_batch)
         if lm_loss is not None:
-            share = modeling.share_of_batch(
+            share = share_of_batch(
                 {**inputs, "num_items_in_batch": num_items_in_batch}, loss.device
             )
             coef = 1.0 if self.balance_loss is None else self.balance_loss.coef

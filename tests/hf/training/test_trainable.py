@@ -9,7 +9,8 @@ import torch
 
 import moe_runtime
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trainable import drop_rows, fold_rows, freeze_for_esft, train_rows
+from moe_runtime.hf.training.trainable import drop_rows, fold_rows, train_rows
+from moe_runtime.methods.esft.freezing import freeze_for_esft
 from tests.hf import tiny
 from tests.hf.tiny import distance
 from tests.hf.training.trainables import (

@@ -10,7 +10,8 @@ import torch
 import moe_runtime
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.dropin.stats import RouterCounter
-from moe_runtime.hf.training.trainable import freeze_for_esft, train_rows
+from moe_runtime.hf.training.trainable import train_rows
+from moe_runtime.methods.esft.freezing import freeze_for_esft
 from tests.hf.tiny import distance
 from tests.hf.training.trainables import batch, model_of, paths_of, run, two_each
 from tests.support.trained_rows import gathered_rows, trained_rows

@@ -891,7 +891,7 @@ def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path
     model = upcycled()
     model.config.use_cache = value
     seen = []
-    hook = lambda module, args, kwargs: seen.append(kwargs["use_cache"])  # noqa: E731
+    hook = lambda module, args, kwargs: seen.append(kwargs["use_cache"])
     model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
     trainer = run(
         kind,

@@ -55,31 +55,31 @@ def matrices_of(
     stand_ins = {}
     start = 0
     for stack, shape in stacks.items():
-        count = shape[0] * ROWS
-        stand_ins[stack] = torch.arange(start, start + count, device="cpu").view(shape[0], ROWS, 1)
-        start += count
-    matrices = {stack: {e: {} for e in range(shape[0])} for stack, shape in stacks.items()}
-    owners = [
-        (stack, e, row)
-        for stack, shape in stacks.items()
-        for e in range(shape[0])
-        for row in range(ROWS)
-    ]
+        stop = start + shape[0] * ROWS
+        stand_ins[stack] = torch.arange(start, stop, device="cpu").view(shape[0], ROWS, 1)
+        start = stop
+    # first row of a published matrix -> its number of rows, its name, its row of a stack
+    matrices = {}
     for name, tensor in published(model, stand_ins).items():
-        rows_of = tensor if tensor.dim() == 3 else tensor[None]
-        for i, matrix in enumerate(rows_of):
-            stack, e, first = owners[int(matrix[0, 0])]
-            rows = [owners[int(value)] for value in matrix.flatten()]
-            if (
-                rows == [(stack, e, first + row) for row in range(len(rows))]
-                and matrix.shape[1] == 1
-            ):
-                matrices[stack][e][first] = (len(rows), name, i if tensor.dim() == 3 else None)
+        is_stack = tensor.dim() == 3
+        for i, matrix in enumerate(tensor if is_stack else tensor[None]):
+            rows = matrix.flatten().tolist()
+            if matrix.shape[1] == 1 and rows == list(range(rows[0], rows[0] + len(rows))):
+                matrices[rows[0]] = (len(rows), name, i if is_stack else None)
     names = {}
-    for stack, experts in matrices.items():
-        pairs = {e: [parts[first] for first in sorted(parts)] for e, parts in experts.items()}
-        if all(sum(rows for rows, *_ in parts) == ROWS for parts in pairs.values()):
-            names[stack] = {
-                e: [(name, row) for _, name, row in parts] for e, parts in pairs.items()
-            }
+    start = 0
+    for stack, shape in stacks.items():
+        experts = {}
+        for e in range(shape[0]):
+            row = start
+            start += ROWS
+            experts[e] = []
+            while row < start and row in matrices:
+                count, name, i = matrices[row]
+                experts[e].append((name, i))
+                row += count
+            if row != start:
+                experts[e] = None
+        if None not in experts.values():
+            names[stack] = experts
     return names

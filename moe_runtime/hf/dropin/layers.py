@@ -7,6 +7,7 @@ again in the backward pass, which is not a call of the model.
 
 import functools
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -101,22 +102,23 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
     """
     numbered: dict[int, RoutedLayer] = {}
     for layer in routed_layers(model).values():
-        digits = re.search(r"\d+", plain_name(layer.name))
-        number = None if digits is None else int(digits[0])
-        other = numbered.get(number)
-        problem = None
-        if number is None:
-            problem = (
+        name = plain_name(layer.name)
+        digits = re.search(r"\d+", name)
+        if digits is None:
+            raise ValueError(
                 f"Layer {layer.name} has no number in its path, but a model with numbered layers "
                 "is required"
             )
-        elif other is not None and plain_name(other.name) != plain_name(layer.name):
-            both = f"layers {other.name} and {layer.name} have the same number {number}"
-            problem = f"{both}, but a model with a single stack of layers is required"
+        number = int(digits[0])
+        other = numbered.get(number)
+        if other is not None and plain_name(other.name) != name:
+            hint = ""
             if isinstance(block_of(model, layer), LoRALinear):
-                problem += ", or LoRA experts of form 'block', which have one router for a layer"
-        if problem is not None:
-            raise ValueError(problem)
+                hint = ", or LoRA experts of form 'block', which have one router for a layer"
+            raise ValueError(
+                f"layers {other.name} and {layer.name} have the same number {number}, but a model "
+                f"with a single stack of layers is required{hint}"
+            )
         if other is None or _TRAINED_COPY.search(layer.name):
             numbered[number] = layer
     return numbered
@@ -134,16 +136,15 @@ def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
     if isinstance(block, LoRALinear) or isinstance(block.experts, LoRAExperts):
         raise ValueError(
             f"{layer.name} has LoRA experts, but whole ones are required. Convert them with "
-            "lora_moe.to_moe"
+            "moe_runtime.methods.lora.to_moe"
         )
     return block.experts
 
 
 def plain_name(name: str) -> str:
     """Return a layer's path without the parts of wrappers such as DDP or PEFT."""
-    name = ".".join(
-        part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS
-    )
+    parts = _TRAINED_COPY.sub("", name).split(".")
+    name = ".".join(part for part in parts if part not in _WRAPPERS)
     return name.removeprefix("base_model.model.")
 
 
@@ -217,8 +218,8 @@ def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
 def forget_compiled() -> None:
     """Make compiled code recompile, as torch.compile does not notice hooks that are added later."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0):
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if getattr(frames, "FRAME_COUNTER", 0):
         torch.compiler.reset()
 
 
@@ -229,14 +230,18 @@ def sizes(model: nn.Module) -> tuple[int, int]:
     total = sum(p.numel() for p in model.parameters())
     idle = 0.0
     for module in model.modules():
-        if isinstance(module, MoE | EWAMLP | LoRALinear):
-            # EWA assigns each token to one expert, whatever top_k is
-            seen = 1 if isinstance(module, EWAMLP) else module.config.top_k
-            # all experts of an MoE; for LoRA experts the pairs, without their common base
-            if isinstance(module, LoRAMoE):
-                pairs = module.experts.pairs()
-            else:
-                pairs = getattr(module, "pairs", list)()
-            parts = [half for pair in pairs for half in pair] or module.experts.parameters()
-            idle += (1 - seen / module.config.num_experts) * sum(p.numel() for p in parts)
+        if not isinstance(module, MoE | EWAMLP | LoRALinear):
+            continue
+        top_k = module.config.top_k
+        # of LoRA experts only the pairs, without their common base
+        if isinstance(module, LoRAMoE):
+            weights = itertools.chain(*module.experts.pairs())
+        elif isinstance(module, LoRALinear):
+            weights = itertools.chain(*module.pairs())
+        else:
+            weights = module.experts.parameters()
+            if isinstance(module, EWAMLP):
+                top_k = 1  # it assigns each token to one expert, whatever top_k is
+        unused = 1 - top_k / module.config.num_experts
+        idle += unused * sum(weight.numel() for weight in weights)
     return total, round(total - idle)

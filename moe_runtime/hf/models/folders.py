@@ -81,7 +81,7 @@ def read_layer(folder: Path) -> Layer:
     values = values.get("text_config") or values
 
     def first(*names: str) -> int:
-        return next((values[name] for name in names if values.get(name)), 0)
+        return next(filter(None, map(values.get, names)), 0)
 
     return Layer(
         first("hidden_size"),
@@ -187,14 +187,11 @@ def side_files(source: Path) -> list[str]:
     """Return the names of the files that a model derived from this folder also needs: tokenizer,
     generation config, ...
     """
-    names = [path.name for path in source.iterdir() if path.is_file()]
+    names = {path.name for path in source.iterdir() if path.is_file()}
     files.check_names(names, source)  # a receipt names them
     hidden = (".", "training_args")
-    return sorted(
-        n
-        for n in names
-        if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden)
-    )
+    names = names.difference(_OF_THESE)
+    return sorted(n for n in names if not (n.endswith(_LEFT_OUT) or n.startswith(hidden)))
 
 
 def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
@@ -210,11 +207,11 @@ def check_depth(config, checkpoint: Checkpoint) -> None:
     device needs memory.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
-    found = len(checkpoint.specs())
-    if layers > max(found, 100):
+    tensors = len(checkpoint.specs())
+    if layers > max(tensors, 100):
         raise ValueError(
-            f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only {found} "
-            "tensors"
+            f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only "
+            f"{tensors} tensors"
         )
 
 
@@ -227,32 +224,27 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     specs = checkpoint.specs()
     check_depth(config, checkpoint)
     model = _build(config)
-    renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
-    # the keys of the model, as transformers renames some between file and model (GPT-NeoX's
-    # embed_out)
-    own = {key: key for key in specs}
-    for source, target in (
-        (s, t) for r in renamings for s, t in zip(r.source_patterns, r.target_patterns)
-    ):
-        own = {key: re.sub(source, target, name) for key, name in own.items()}
-    passed_over = [
-        *(model._keys_to_ignore_on_load_unexpected or ()),
-        r"rotary_emb\.inv_freq$",
-        r"\.masked_bias$",
-    ]
-    got = {
-        own[key]: spec
-        for key, spec in specs.items()
-        if not any(re.search(p, own[key]) for p in passed_over)
-    }
-    tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
-    buffers = {name for name, _ in model.named_buffers()}
-    want = {
-        key: TensorSpec(tuple(tensor.shape), got[key].dtype if key in got else tensor.dtype)
-        for key, tensor in model.state_dict().items()
-        if key in got or key not in tied | buffers
-    }
-    check_keys(got, want, source=checkpoint.path)
+    # transformers renames some keys between file and model (GPT-NeoX's embed_out)
+    renamings = []
+    for renaming in get_checkpoint_conversion_mapping(type(model).__name__) or ():
+        renamings += zip(renaming.source_patterns, renaming.target_patterns)
+    ignored = [r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
+    ignored += model._keys_to_ignore_on_load_unexpected or ()
+    saved = {}
+    for key, spec in specs.items():
+        for source, target in renamings:
+            key = re.sub(source, target, key)
+        if not any(re.search(pattern, key) for pattern in ignored):
+            saved[key] = spec
+    optional = {name for name, _ in model.named_buffers()}
+    optional.update(getattr(model, "all_tied_weights_keys", ()))
+    expected = {}
+    for key, tensor in model.state_dict().items():
+        if key in saved:
+            expected[key] = TensorSpec(tuple(tensor.shape), saved[key].dtype)
+        elif key not in optional:
+            expected[key] = TensorSpec(tuple(tensor.shape), tensor.dtype)
+    check_keys(saved, expected, source=checkpoint.path)
 
 
 def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
@@ -271,12 +263,13 @@ def probe_logits(source) -> torch.Tensor:
     """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its
     folder.
     """
-    model = source if isinstance(source, torch.nn.Module) else load(AutoModelForCausalLM, source)
+    model = source
+    if not isinstance(source, nn.Module):
+        model = load(AutoModelForCausalLM, source)
     config = model.config.get_text_config()
     length = min(32, getattr(config, "max_position_embeddings", None) or 32)
-    input_ids = torch.randint(
-        0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -290,9 +283,7 @@ def skeleton(config) -> nn.Module:
     model = _build(config, getattr(transformers, (config.architectures or [""])[0], None))
     # cache what transformers looks up for every tensor of a model that was not loaded
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [
-        conversion for conversion in conversions if not isinstance(conversion, PrefixChange)
-    ]
+    model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
     return model
 
 
@@ -393,11 +384,13 @@ def open_upcycled(source: str | Path, stage: str | None = None):
     """
     config = read_config(source)
     block = getattr(config, "moe_runtime", None)
-    found = block.get("stage") if isinstance(block, dict) else None
-    if found is None or stage not in (None, found):
-        kind = "an upcycled model" if found is None else f"a model of stage {stage!r}"
-        got = f"model_type {config.model_type!r}, stage {found!r}"
-        raise ValueError(f"Expected the folder of {kind}, but {str(source)!r} has {got}")
+    saved = block.get("stage") if isinstance(block, dict) else None
+    if saved is None or stage not in (None, saved):
+        kind = "an upcycled model" if saved is None else f"a model of stage {stage!r}"
+        raise ValueError(
+            f"Expected the folder of {kind}, but {str(source)!r} has model_type "
+            f"{config.model_type!r}, stage {saved!r}"
+        )
     moe = moe_config(config)
     check_choice("base_model_type", block["base_model_type"], tuple(FAMILIES))
     family = FAMILIES[block["base_model_type"]]
@@ -415,8 +408,8 @@ def mixture_of(
         return uniform_mixture(moe.num_experts)
     if block["stage"] == "moe":
         return init_mixture(moe, shared_rate)
-    logits = checkpoint.get(f"{path}.mixing_logits")
-    alpha = mixing(logits, None if block["soup"] else block["shared_rate"])
+    learned = checkpoint.get(f"{path}.mixing_logits")
+    alpha = mixing(learned, None if block["soup"] else block["shared_rate"])
     return check_mixture(alpha, f"{path} of {checkpoint.path}")
 
 

@@ -51,13 +51,19 @@ class ExpertsLayer(NamedTuple):
     num_shared: int
 
 
+def _with_state(model: nn.Module) -> nn.Module | None:
+    return next((module for module in model.modules() if STATE in module.__dict__), None)
+
+
+def _is_split(model: nn.Module) -> bool:
+    return any(trainable.split_of(module) is not None for module in model.modules())
+
+
 def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
     """Return the MoE layers by number; with `fresh`, raise ValueError if experts of `model` are
     already trained.
     """
-    if fresh and any(
-        STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()
-    ):
+    if fresh and (_with_state(model) is not None or _is_split(model)):
         raise ValueError(
             "The model already trains some experts. Call fold_rows(model) or drop_rows(model) first"
         )
@@ -65,10 +71,7 @@ def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
     layers = {}
     for number, layer in numbered_layers(model).items():
         module = experts_module(model, layer)
-        if layer.is_stock:
-            names = tuple(name for name in stock.stack_names(module) if name)
-        else:
-            names = module.stacks()
+        names = stock.stack_names(module) if layer.is_stock else module.stacks()
         layers[number] = ExpertsLayer(
             paths[module], module, names, layer.num_experts, layer.num_shared
         )
@@ -81,33 +84,33 @@ def checked_experts(
     """Return `experts` without empty layers; raises ValueError for experts that cannot be
     trained.
     """
-    checked = {}
-    reason = None
     if dtype is not None and dtype not in FLOATS:
-        reason = f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}"
-    for number, ids in experts.items() if reason is None else ():
-        ids = tuple(operator.index(e) for e in ids)
+        raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}")
+    checked = {}
+    for number, ids in experts.items():
+        ids = tuple(map(operator.index, ids))
         if number not in layers:
-            reason = (
+            raise ValueError(
                 f"experts must name layers with experts ({', '.join(map(str, layers))}), but got "
                 f"layer {number!r}"
             )
-        elif len(set(ids)) < len(ids) or any(
-            e not in range(layers[number].num_experts) for e in ids
-        ):
-            most = layers[number].num_experts - 1
-            reason = (
-                f"experts of layer {number} must be different ids from 0 to {most}, but got "
+        E = layers[number].num_experts
+        if len(set(ids)) < len(ids) or not set(ids) <= set(range(E)):
+            raise ValueError(
+                f"experts of layer {number} must be different ids from 0 to {E - 1}, but got "
                 f"{list(ids)}"
             )
-        elif ids:
-            reason = _unfit(layers, number)
+        if ids:
+            _check_trainable(layers, number)
             checked[number] = ids
-        if reason is not None:
-            break
+    return checked
+
+
+def _check_trainable(layers: dict[int, ExpertsLayer], number: int) -> None:
+    """Raise ValueError if the experts of a layer cannot be trained."""
+    reason = _unfit(layers, number)
     if reason is not None:
         raise ValueError(reason)
-    return checked
 
 
 def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
@@ -120,12 +123,11 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
             f"{layer.name} holds only a part of its experts. Use shard_experts, not transformers' "
             "expert-parallel plan"
         )
-    owners = {
-        id(other.module._parameters.get(name)): n
-        for n, other in layers.items()
-        if n != number
-        for name in other.names
-    }
+    owners = {}
+    for other_number, other in layers.items():
+        if other_number != number:
+            stacks = [other.module._parameters.get(name) for name in other.names]
+            owners |= dict.fromkeys(map(id, stacks), other_number)
     for name in layer.names:
         stack = layer.module._parameters.get(name)
         path = f"{layer.name}.{name}"
@@ -154,16 +156,15 @@ def check_unwrapped(model: nn.Module) -> None:
     """
     # importing takes a second; if not imported, nothing is sharded
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
-        (fsdp is not None and isinstance(m, fsdp.FSDPModule))
-        or (m.__dict__.get("_tp_size") or 1) > 1
-        for m in model.modules()
-    )
-    if held:
-        raise ValueError(
-            f"The parameters of {type(model).__name__} are held by an engine. Pass the model "
-            "before it is wrapped"
-        )
+    engines = (nn.parallel.DistributedDataParallel,)
+    if fsdp is not None:
+        engines += (fsdp.FSDPModule,)
+    for module in model.modules():
+        if isinstance(module, engines) or (module.__dict__.get("_tp_size") or 1) > 1:
+            raise ValueError(
+                f"The parameters of {type(model).__name__} are held by an engine. Pass the model "
+                "before it is wrapped"
+            )
 
 
 class _Before(NamedTuple):
@@ -240,13 +241,12 @@ def train_rows(
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
     """Return the experts modules with separately stored rows, by layer number."""
     _state_of(model)
-    found = {
-        number: (layer.module, trainable.split_of(layer.module))
-        for number, layer in layers_of(model, False).items()
-    }
-    return {
-        number: (module, split) for number, (module, split) in found.items() if split is not None
-    }
+    modules = {}
+    for number, layer in layers_of(model, fresh=False).items():
+        split = trainable.split_of(layer.module)
+        if split is not None:
+            modules[number] = (layer.module, split)
+    return modules
 
 
 def fold_rows(model: nn.Module) -> None:
@@ -272,10 +272,8 @@ def _split(
 ) -> None:
     """Store all rows separately, or none if memory is insufficient."""
     check_unwrapped(model)
-    patched = all(
-        not stock.is_experts(m) or m.config._experts_implementation == stock.NAME
-        for m in model.modules()
-    )
+    stock_experts = filter(stock.is_experts, model.modules())
+    patched = all(one.config._experts_implementation == stock.NAME for one in stock_experts)
     if experts:
         stock.patch(model)
         forget_compiled()
@@ -304,10 +302,8 @@ def _guard(model: nn.Module) -> None:
     has already done so.
     """
     for module in model.modules():
-        saves = (
-            hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
-        )
-        if saves and any(trainable.split_of(part) is not None for part in module.modules()):
+        is_saved = hasattr(type(module), "save_pretrained")
+        if is_saved and "save_pretrained" not in module.__dict__ and _is_split(module):
             module.save_pretrained = functools.partial(_refuse_to_save, module)
 
 
@@ -344,10 +340,10 @@ def _refuse_others(module: nn.Module, args) -> None:
 
 
 def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
-    for module in model.modules():
-        if STATE in module.__dict__:
-            return module, module.__dict__[STATE]
-    if any(trainable.split_of(module) is not None for module in model.modules()):
+    inner = _with_state(model)
+    if inner is not None:
+        return inner, inner.__dict__[STATE]
+    if _is_split(model):
         return model, _Before(True, {})  # PEFT has unloaded the wrapper that stored the state
     raise ValueError(
         f"{type(model).__name__} has no separately trained experts. Pass a model prepared by "
@@ -366,10 +362,9 @@ def _undo(model: nn.Module, rejoin) -> None:
         if is_distributed(module.down_proj):
             parallel.forget_rows(inner, name)
         rejoin(module)
-        for key in [
-            key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_others
-        ]:
-            del module._forward_pre_hooks[key]
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _refuse_others:
+                del module._forward_pre_hooks[key]
     if not before.patched:
         stock.unpatch(inner)
     for name, parameter in inner.named_parameters():

@@ -93,18 +93,20 @@ class _MoETrainer(WholeSaves):
         self._sums: dict[str, list] = {}
         self._row_ids: torch.Tensor | None = None
         kinds = []
-        if any(isinstance(module, MergedMLP) for module in modules):
-            kinds.append(MixingCallback)
         if router_stats and routers:
             kinds.append(RouterStatsCallback)
+        if any(isinstance(module, MergedMLP) for module in modules):
+            kinds.append(MixingCallback)
         self._put_first(kinds)
 
     def _put_first(self, kinds: list[type[TrainerCallback]]) -> None:
-        """Put these callbacks, the last one first, before those that report logs."""
+        """Put these callbacks, and others that add to the logs, before those that report them."""
         callbacks = self.callback_handler.callbacks
+        first = [one for one in callbacks if isinstance(one, RouterStatsCallback | MixingCallback)]
         for kind in kinds:
-            callback = self.pop_callback(kind) or kind()
-            callbacks.insert(0, callback)
+            if not any(isinstance(callback, kind) for callback in first):
+                first.append(kind())
+        callbacks[:] = first + [callback for callback in callbacks if callback not in first]
 
     def _check(self, routers: list[torch.nn.Module]) -> None:
         """Raise ValueError if the model cannot be trained or saved with these arguments."""
@@ -442,16 +444,16 @@ def _largest(rows) -> int | None:
     ids.
     """
     largest = []
+    is_stored = hasattr(rows, "with_format") and not isinstance(rows, IterableDataset)
     if isinstance(rows, list | tuple):
         for row in rows:
             if isinstance(row, Mapping) and row.get("input_ids") is not None:
                 largest.append(_most(row["input_ids"]))
-    elif hasattr(rows, "with_format") and not isinstance(rows, IterableDataset):
-        if "input_ids" in (rows.column_names or ()):
-            # in batches from disk, as the rows may not fit into memory
-            for table in rows.select_columns("input_ids").with_format("arrow").iter(4096):
-                largest.append(_column_most(table["input_ids"]))
-    return max(filter(None, largest), default=None)
+    elif is_stored and "input_ids" in (rows.column_names or ()):
+        # in batches, as the rows may not fit into memory
+        for table in rows.select_columns("input_ids").with_format("arrow").iter(4096):
+            largest.append(_column_most(table["input_ids"]))
+    return max((one for one in largest if one is not None), default=None)
 
 
 def _column_most(column) -> int | None:

@@ -84,7 +84,9 @@ def trained(kind: str, implementation: str, tokenizer, folder):
 def test_equals_pefts_own(kind, tokenizer, tmp_path):
     losses, want = trained(kind, "eager", tokenizer, tmp_path)
     got_losses, got = trained(kind, "moe_runtime", tokenizer, tmp_path)
-    assert len(losses) == 3 and got_losses == pytest.approx(losses, rel=1e-3)
-    assert got.keys() == want.keys() and len(want) == 4
+    assert len(losses) == 3
+    assert got_losses == pytest.approx(losses, rel=1e-3)
+    assert got.keys() == want.keys()
+    assert len(want) == 4
     for name, value in want.items():
         assert distance(got[name], value) < 1e-3, name

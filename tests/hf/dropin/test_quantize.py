@@ -130,10 +130,8 @@ def test_save_and_load(make, form, tmp_path, capsys):
             mine = quantized.state_dict()
             theirs = other.state_dict()
             assert mine.keys() == theirs.keys()
-            assert all(
-                torch.equal(mine[key].view(torch.uint8), theirs[key].view(torch.uint8))
-                for key in mine
-            )
+            for key in mine:
+                assert torch.equal(mine[key].view(torch.uint8), theirs[key].view(torch.uint8))
         method = json.loads((folder / "config.json").read_text())["quantization_config"][
             "quant_method"
         ]
@@ -157,7 +155,8 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     mine = get_peft_model(copy.deepcopy(quantized), config)
     theirs = get_peft_model(twin_of(model, quantized), copy.deepcopy(config))
     lora = {name: tensor for name, tensor in mine.state_dict().items() if "lora" in name}
-    assert lora and not theirs.load_state_dict(lora, strict=False).unexpected_keys
+    assert lora
+    assert not theirs.load_state_dict(lora, strict=False).unexpected_keys
     before = digests(mine)
     results = []
     for one in (mine, theirs):
@@ -198,7 +197,8 @@ def test_compiles_in_one_graph_and_is_computed_again():
         model.train().zero_grad()
         model(input_ids=IDS, labels=IDS).loss.backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert len(grads[0]) == 4 and all(map(torch.equal, *grads))
+    assert len(grads[0]) == 4
+    assert all(map(torch.equal, *grads))
     with torch.no_grad():
         logits = model(IDS).logits
         with torch.autocast("cpu", torch.bfloat16):
@@ -382,7 +382,8 @@ def test_refused_before_anything_changes():
     ):
         with pytest.raises(ValueError, match=says):
             moe_runtime.quantize_experts(changed, form)
-    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(before[key], tensor)
     with pytest.raises(ValueError, match="has no quantized experts"):
         moe_runtime.save_quantized(model, "nowhere")
 
@@ -499,14 +500,16 @@ def test_offload_of_a_folder_and_of_16_bits(tmp_path):
     model = moe_runtime.load_quantized(
         tmp_path / "model", "nf4", device_map=PLACES, offload_folder=tmp_path / "disk"
     )
-    assert torch.equal(model(IDS).logits, expected) and experts_in(model)[0].down_proj.is_meta
+    assert torch.equal(model(IDS).logits, expected)
+    assert experts_in(model)[0].down_proj.is_meta
     model = moe_runtime.load_quantized(tmp_path / "model", "nf4", device_map="auto")
     assert torch.equal(model(IDS).logits, expected)
     model = qwen()
     moe_runtime.patch(model)
     expected = model(IDS).logits
     accelerate.cpu_offload(model, "cpu")
-    assert torch.equal(model(IDS).logits, expected) and experts_in(model)[0].down_proj.is_meta
+    assert torch.equal(model(IDS).logits, expected)
+    assert experts_in(model)[0].down_proj.is_meta
     with pytest.raises(ValueError, match="Quantize the model first, then offload it"):
         moe_runtime.quantize_experts(model, "nf4")
 

@@ -40,9 +40,9 @@ def test_read_then_write_gives_the_same_mlp(model_type):
     x = torch.randn(3, 32)
     assert torch.equal(other(x), mlp(x))
     again = families.read_mlp(other, family)
-    assert list(again) == list(weights) and all(
-        torch.equal(again[name], weights[name]) for name in weights
-    )
+    assert list(again) == list(weights)
+    for name in weights:
+        assert torch.equal(again[name], weights[name])
 
 
 @pytest.mark.parametrize("model_type", tiny.EVERY)
@@ -164,4 +164,5 @@ def test_write_refuses_what_does_not_fit_and_writes_nothing(spoil):
         ValueError, match="Expected an MLP with weights of shapes .*'gate_up_proj': \\(96, 32\\)"
     ):
         families.write_mlp(mlp, family, weights)
-    assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())
+    for name, value in mlp.state_dict().items():
+        assert torch.equal(value, before[name])

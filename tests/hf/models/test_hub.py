@@ -81,16 +81,15 @@ def test_cards_that_nobody_wrote_are_replaced(text, is_replaced, monkeypatch, tm
     card.write_text(text)
     hub.push(tmp_path, "me/tuned", base="me/base", method="xft")
     if is_replaced:
-        assert (
-            'from_pretrained("me/tuned")' in card.read_text()
-            and "base_model: me/base" in card.read_text()
-        )
+        assert 'from_pretrained("me/tuned")' in card.read_text()
+        assert "base_model: me/base" in card.read_text()
     else:
         assert card.read_text() == text
     # as after a training without push
     card.write_text(hub.model_card(tmp_path, f"OWNER/{tmp_path.name}"))
     hub.push(tmp_path, "me/tuned")
-    assert 'from_pretrained("me/tuned")' in card.read_text() and "OWNER" not in card.read_text()
+    assert 'from_pretrained("me/tuned")' in card.read_text()
+    assert "OWNER" not in card.read_text()
 
 
 def test_existing_paths_and_ids_pass(tmp_path):

@@ -95,7 +95,8 @@ def logged(trainer, name: str = "loss") -> list[float]:
 
 
 def assert_same_weights(model, want: dict[str, torch.Tensor]) -> None:
-    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, want[name])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, family, settings, base, tm
     whole = run("whole")
     run("run", [Stop()])
     resumed = run("run", resume=str(tmp_path / "run" / f"checkpoint-{STOP}"))
-    assert logged(resumed) == logged(whole) and len(logged(whole)) == STEPS
+    assert logged(resumed) == logged(whole)
+    assert len(logged(whole)) == STEPS
     want = whole.model.state_dict()
     assert_same_weights(resumed.model, want)
     trained = "lora" if settings.get("lora") else "experts"
@@ -251,8 +253,10 @@ def ranks(tmp_path_factory):
 def test_processes_resume(engine, case, ranks):
     for found in ranks():
         result = found[engine, case]
-        assert result["losses"] == result["wanted_losses"] and len(result["losses"]) == STEPS
-        assert result["different"] == [] and result["moved"]
+        assert result["losses"] == result["wanted_losses"]
+        assert len(result["losses"]) == STEPS
+        assert result["different"] == []
+        assert result["moved"]
         assert result["is_distributed"] == (engine != "ddp")
 
 

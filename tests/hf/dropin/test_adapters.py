@@ -20,6 +20,7 @@ from moe_runtime.modules import frozen
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.frozen_mlp import frozen_mlp
 from tests.hf import stock as families
+from tests.hf import tiny
 from tests.hf.tiny import distance
 from tests.support.stock_moe import batch, stock
 
@@ -56,7 +57,7 @@ def results(model, tokens=30, pool=None) -> list[torch.Tensor]:
     idx = torch.stack([torch.randperm(pool or E, generator=generator)[:K] for _ in range(tokens)])
     weight = torch.rand(tokens, K, dtype=dtype, generator=generator).requires_grad_()
     out = wrapper(x, idx, weight)
-    learned = [p for p in wrapper.parameters() if p.requires_grad]
+    learned = tiny.trained(wrapper)
     loss = (out * torch.linspace(-1, 1, 32, dtype=dtype)).sum()
     # a merged adapter gets none
     grads = torch.autograd.grad(loss, [x, weight, *learned], allow_unused=True)
@@ -117,10 +118,11 @@ def test_a_reader_that_takes_b_for_expert_slowest_is_caught(monkeypatch):
     right = frozen.pair_of
 
     def wrong(factors, E, *rest):
-        turned = [
-            f._replace(b=f.b.view(-1, E, f.b.shape[1] // E).transpose(1, 2).reshape(f.b.shape))
-            for f in factors
-        ]
+        turned = []
+        for f in factors:
+            turned.append(
+                f._replace(b=f.b.view(-1, E, f.b.shape[1] // E).transpose(1, 2).reshape(f.b.shape))
+            )
         return right(turned, E, *rest)
 
     monkeypatch.setattr(frozen, "pair_of", wrong)
@@ -324,7 +326,7 @@ def test_compiles_into_one_graph():
         moe_runtime.patch(model)
         wrapper = wrapper_of(model)
         args = inputs(model)
-        learned = [p for p in wrapper.parameters() if p.requires_grad]
+        learned = tiny.trained(wrapper)
         compiled = torch.compile(wrapper, fullgraph=True)
         outs = [call(*args) for call in (wrapper, compiled)]
         assert (
@@ -467,11 +469,10 @@ def test_every_family_trains_its_adapters(family):
     has moved.
     """
     model = families.build(family)
-    targets = {
-        f"{name.rpartition('.')[2]}.{stack}"
-        for name, module in families.experts_of(model).items()
-        for stack in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    }
+    targets = set()
+    for name, module in families.experts_of(model).items():
+        for stack in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+            targets.add(f"{name.rpartition('.')[2]}.{stack}")
     model = get_peft_model(
         model, LoraConfig(r=3, target_parameters=sorted(targets), init_lora_weights=False)
     ).eval()
@@ -482,18 +483,14 @@ def test_every_family_trains_its_adapters(family):
         torch.manual_seed(0)
         out = model(**families.batch()).logits
         out.float().square().mean().backward()
-        return [
-            out.detach(),
-            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-        ]
+        return [out.detach(), tiny.gradients(model)]
 
     logits, want = step()
     moe_runtime.patch(model)
     got = step()
     assert distance(got[0], logits) < 2e-6
     assert got[1].keys() == want.keys()
-    for name, value in want.items():
-        assert distance(got[1][name], value) < 1e-4, name
+    tiny.assert_close(got[1], want, 0.0001)
     live = [name for name, gradient in want.items() if gradient.norm() > 0]
     before = {name: model.get_parameter(name).detach().clone() for name in live}
     torch.optim.SGD([model.get_parameter(name) for name in live], lr=1.0).step()

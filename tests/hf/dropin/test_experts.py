@@ -165,11 +165,10 @@ def run(module, x, idx, weight, implementation: str) -> dict[str, torch.Tensor]:
     module.zero_grad()
     out = module(leaves[0], idx, leaves[1])
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-    used = {
-        name: p.grad
-        for name, p in module.named_parameters()
-        if module.has_post_expert_norm or "norm" not in name
-    }
+    used = {}
+    for name, p in module.named_parameters():
+        if module.has_post_expert_norm or "norm" not in name:
+            used[name] = p.grad
     return {"out": out.detach(), "dx": leaves[0].grad, "dweight": leaves[1].grad, **used}
 
 

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import moe_runtime
 from moe_runtime.hf.dropin import experts
-from tests.hf import stock
+from tests.hf import stock, tiny
 from tests.hf.tiny import distance
 
 # families whose generation draws tokens: float32 noise moves a draw, under transformers' own
@@ -105,14 +105,13 @@ def test_logits_calls_and_hooks(model, logits):
 @torch.no_grad()
 def test_patch_leaves_the_state_alone(model, logits):
     model.set_experts_implementation("eager")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = tiny.state(model)
     assert moe_runtime.patch(model) == len(stock.experts_of(model)) > 0
     torch.manual_seed(0)
     assert distance(model(**stock.batch()).logits, logits) < 2e-6
     after = model.state_dict()
     assert list(after) == list(before)
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor)
+    tiny.assert_equal(after, before)
     moe_runtime.unpatch(model)
     assert {
         module.config._experts_implementation for module in stock.experts_of(model).values()
@@ -123,11 +122,7 @@ def gradients(model, implementation: str) -> dict[str, torch.Tensor]:
     model.zero_grad()
     out = stock.run(model, implementation).logits
     (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    return tiny.gradients(model)
 
 
 def test_gradients(model):

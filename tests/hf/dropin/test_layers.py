@@ -19,6 +19,7 @@ from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.training.fit import pair_collator
 from papers.engine.tiny import train_tokenizer
+from tests.hf import tiny
 from tests.hf.tiny import distance, upcycled
 from tests.hf.training.test_trainer import COMMON as SETTINGS
 
@@ -75,13 +76,12 @@ def ids(rows: int = 2, length: int = 12) -> torch.Tensor:
 def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
     (model(ids(), labels=ids(), **inputs).loss).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return tiny.gradients(model)
 
 
 def assert_same(got: dict, want: dict, tolerance: float = 1e-5) -> None:
     assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert distance(got[name], value) < tolerance, name
+    tiny.assert_close(got, want, tolerance)
 
 
 @pytest.fixture
@@ -107,8 +107,7 @@ def test_gradient_checkpointing(kind, reentrant, routed):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     got = gradients(model)
-    for name, value in want.items():
-        assert torch.equal(got[name], value)
+    tiny.assert_equal(got, want)
     assert got.keys() == want.keys()
     first = routed[:2]
     again = routed[2:]
@@ -130,7 +129,7 @@ def test_a_compiled_training_step(kind):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     model.zero_grad()
     compiled(ids(), labels=ids(), use_cache=False).loss.backward()
-    assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want)
+    assert_same(tiny.gradients(model), want)
 
 
 @pytest.mark.slow
@@ -245,7 +244,7 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     assert sum("experts" in name for name in trains) == 8
     want = gradients(adapted(kind, E if r == "E" else r, "eager"))
     assert_same(gradients(model), want)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = tiny.weights(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for _ in range(2):
         gradients(model)
@@ -277,9 +276,10 @@ def test_what_target_modules_mean_for_the_stacks(kind, targets):
     torch.manual_seed(1)
     model = get_peft_model(stock(kind), config)
     assert moe_runtime.patch(model) == 2
-    trains = {
-        name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad
-    }
+    trains = set()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            trains.add(name.partition(".lora_")[0])
     parts = {re.sub(r".*\.layers\.\d+\.(\w+\.\w+).*", r"\1", name) for name in trains}
     attention = {f"self_attn.{name}_proj" for name in "qkvo"}
     assert parts == {"mlp.experts"} | (

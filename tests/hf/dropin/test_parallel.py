@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin.parallel import shard_experts
+from tests.hf import tiny
 from tests.hf.tiny import distance
 from tests.support import dist_expert_parallel as worker
 from tests.support.dist_launch import Launches
@@ -55,8 +56,7 @@ def test_equals_one_process(name, results):
         for parameter, gradient in want["gradients"].items():
             assert gradient.norm() > 0, parameter
             assert distance(got["gradients"][parameter], gradient) < 1e-5, parameter
-        for parameter, weight in want["weights"].items():
-            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+        tiny.assert_close(got["weights"], want["weights"], 1e-5)
         assert distance(got["logits"], want["logits"]) < 1e-5
 
 
@@ -119,8 +119,7 @@ def test_trainer(results, tmp_path):
     for got in ranks:
         assert got["wrapped"] == "DistributedDataParallel"
         assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
-        for parameter, weight in want["weights"].items():
-            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+        tiny.assert_close(got["weights"], want["weights"], 1e-5)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert all(
         torch.equal(weight, ranks[0]["weights"][parameter])
@@ -176,8 +175,7 @@ def test_trainer_saves_adapters(results, tmp_path):
     folder, ranks = results("lora")
     for got in ranks:
         assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
-        for parameter, weight in want["weights"].items():
-            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+        tiny.assert_close(got["weights"], want["weights"], 1e-5)
     saved = PeftModel.from_pretrained(worker.make("qwen3_moe"), folder / "checkpoint-2")
     for name, p in saved.named_parameters():
         assert torch.equal(p, ranks[0]["weights"][name])

@@ -28,6 +28,7 @@ from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import packed
+from tests.hf import tiny
 from tests.hf.dropin.test_layers import TOKENIZER
 from tests.support import cpu_build
 from tests.support.fences import ROOT, fences
@@ -86,12 +87,11 @@ def error(got, want) -> float:
 
 
 def digests(model) -> list[str]:
-    tensors = [
-        t
-        for m in experts_in(model)
-        for t in (*m.parameters(), *m.buffers())
-        if t.dtype == torch.uint8
-    ]
+    tensors = []
+    for m in experts_in(model):
+        for t in (*m.parameters(), *m.buffers()):
+            if t.dtype == torch.uint8:
+                tensors.append(t)
     assert tensors
     return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in tensors]
 
@@ -162,13 +162,10 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     for one in (mine, theirs):
         out = one(input_ids=IDS, labels=IDS)
         out.loss.backward()
-        results.append(
-            {"logits": out.logits.detach()}
-            | {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
-        )
+        results.append({"logits": out.logits.detach()} | tiny.gradients(one))
     assert results[0].keys() == results[1].keys()
     assert max(error(results[0][name], results[1][name]) for name in results[0]) < 2e-5
-    trained = [p for p in mine.parameters() if p.requires_grad]
+    trained = tiny.trained(mine)
     torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1).step()
     assert digests(mine) == before
     for merge in (mine.merge_adapter, mine.merge_and_unload):
@@ -196,7 +193,7 @@ def test_compiles_in_one_graph_and_is_computed_again():
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train().zero_grad()
         model(input_ids=IDS, labels=IDS).loss.backward()
-        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        grads.append(list(tiny.gradients(model).values()))
     assert len(grads[0]) == 4
     assert all(map(torch.equal, *grads))
     with torch.no_grad():
@@ -382,8 +379,7 @@ def test_refused_before_anything_changes():
     ):
         with pytest.raises(ValueError, match=says):
             moe_runtime.quantize_experts(changed, form)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(before[key], tensor)
+    tiny.assert_equal(before, model.state_dict())
     with pytest.raises(ValueError, match="has no quantized experts"):
         moe_runtime.save_quantized(model, "nowhere")
 
@@ -528,10 +524,9 @@ def test_offloaded_adapters_of_stacks_are_refused():
 def test_peft_counts_weights_not_bytes(form):
     model, (quantized, _) = qwen(), quantized_of(qwen(), form)
     config = LoraConfig(r=4, target_parameters=TARGETS)
-    counts = [
-        get_peft_model(one, copy.deepcopy(config)).get_nb_trainable_parameters()
-        for one in (model, quantized)
-    ]
+    counts = []
+    for one in (model, quantized):
+        counts.append(get_peft_model(one, copy.deepcopy(config)).get_nb_trainable_parameters())
     assert counts[0] == counts[1]
 
 

@@ -163,13 +163,13 @@ def test_collecting_changes_nothing():
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(model(x), before)
     for module in model.modules():
-        assert not (module._forward_hooks)
-        assert not (module._forward_pre_hooks)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
     with pytest.raises(TypeError):
         collect_router_stats(model, [{"wrong": x}])
     for module in model.modules():
-        assert not (module._forward_hooks)
-        assert not (module._forward_pre_hooks)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -312,9 +312,9 @@ def stock_counts(model, batches):
         inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool()
         for inputs in batches
     ]
-    kept = [
-        torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]) for ids in record.ids.values()
-    ]
+    kept = []
+    for ids in record.ids.values():
+        kept.append(torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]))
     return bincount(kept, 8)
 
 

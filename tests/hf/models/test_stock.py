@@ -192,10 +192,9 @@ def test_what_a_family_cannot_say_is_refused(to, base, settings, changes, messag
 def test_the_page_has_the_table():
     """docs/serving.md: families and bases, with the gates that are exact."""
     lines = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.M)
-    found = {
-        to: ([*re.findall(r"`(\w+)`", bases)], {*re.findall(r"`(\w+)`", gates)})
-        for to, bases, gates in lines
-    }
+    found = {}
+    for to, bases, gates in lines:
+        found[to] = ([*re.findall(r"`(\w+)`", bases)], {*re.findall(r"`(\w+)`", gates)})
     shared = {
         to: set(SHARED_GATES) if "shared" in stock.also else set() for to, stock in STOCK.items()
     }

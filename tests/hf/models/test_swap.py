@@ -36,10 +36,9 @@ def snapshot(model):
 
 def unchanged(model, before) -> bool:
     after = snapshot(model)
-    same = [
-        a[:-1] == b[:-1] and torch.equal(a[-1], b[-1])
-        for a, b in zip(after[-1], before[-1], strict=True)
-    ]
+    same = []
+    for a, b in zip(after[-1], before[-1], strict=True):
+        same.append(a[:-1] == b[:-1] and torch.equal(a[-1], b[-1]))
     return all(same) and after[:-1] == before[:-1]
 
 
@@ -52,7 +51,7 @@ def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
     model = tiny.dense(model_type)
     want = tiny.logits(model)
     config = model.config.to_dict()
-    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state = tiny.state(model)
     errors = swap.dense_to_moe(model, tiny.config_of(model))
     assert list(errors) == [0, 1]
     assert max(errors.values()) < 1e-12
@@ -195,7 +194,7 @@ def test_the_rest_of_the_model_is_the_same_objects():
     for module in model.modules():
         assert module.training
     for p in model.model.layers[0].mlp.parameters():
-        assert not (p.requires_grad)
+        assert not p.requires_grad
     for p in model.model.layers[1].mlp.parameters():
         assert p.requires_grad
     model(tiny.batch())
@@ -239,14 +238,14 @@ def offload(model):
     ("spoil", "message"),
     [
         pytest.param(
-            scale_class, "layers.1.mlp .* must compute .*difference is 1.0e-02", id="another-module"
+            scale_class, "layers.1.mlp .* must compute .*difference is 1.0e-2", id="another-module"
         ),
         pytest.param(
             scale_closure, "layers.0.mlp .* must compute .*difference is", id="patched-by-closure"
         ),
         pytest.param(
             scale_method,
-            "layers.1.mlp .* must compute .*difference is 1.0e-02",
+            "layers.1.mlp .* must compute .*difference is 1.0e-2",
             id="patched-by-method",
         ),
         pytest.param(
@@ -380,11 +379,11 @@ def test_experts_of_a_frozen_model_come_back_frozen():
     model = tiny.dense().requires_grad_(False)
     swap.dense_to_moe(model, tiny.config_of(model))
     for p in model.parameters():
-        assert not (p.requires_grad)
+        assert not p.requires_grad
     assert sum(isinstance(module, MoE) for module in model.modules()) == 2
     swap.moe_to_dense(model, first_expert)
     for p in model.parameters():
-        assert not (p.requires_grad)
+        assert not p.requires_grad
 
 
 def test_some_layers_are_verified_and_every_odd_one():

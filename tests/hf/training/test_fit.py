@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from moe_runtime.hf.training import fit
 from moe_runtime.io.rows import tokenize_pairs
 from papers.engine.tiny import small_llama, train_tokenizer
+from tests.hf import tiny
 from tests.hf.tiny import distance
 
 PAIRS = [
@@ -80,14 +81,12 @@ def test_before_a_loss_is_logged_there_is_none_to_show(train):
 def test_one_batch_or_many_small_ones(train):
     (one, first, _), (many, second, _) = train(), train(per_device_batch_size=1)
     assert first.history.held_out[-1][1] == pytest.approx(second.history.held_out[-1][1], rel=1e-4)
-    for name, weight in one.state_dict().items():
-        assert distance(many.state_dict()[name], weight) < 1e-3, name
+    tiny.assert_close(many.state_dict(), one.state_dict(), 0.001)
 
 
 def test_recomputed_activations_change_nothing(train):
     (one, *_), (other, *_) = train(), train(gradient_checkpointing=True)
-    for name, weight in one.state_dict().items():
-        assert torch.equal(other.state_dict()[name], weight)
+    tiny.assert_equal(other.state_dict(), one.state_dict())
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 4), (2.5, 10), (0.1, 1)])
@@ -121,8 +120,7 @@ def test_clipping_is_off_at_minus_one(train):
         train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0]
         for n in (-1.0, 1e9, 1e-3)
     )
-    for name, weight in free.state_dict().items():
-        assert torch.equal(clipped.state_dict()[name], weight)
+    tiny.assert_equal(clipped.state_dict(), free.state_dict())
     assert any(
         not torch.equal(tight.state_dict()[name], weight)
         for name, weight in free.state_dict().items()

@@ -83,10 +83,9 @@ def from_wandb(folder, stage) -> dict[str, dict[int, float]]:
         if kind in (1, 4):  # the record, or its last part
             record = wandb_internal_pb2.Record.FromString(whole)
             whole = b""
-            items = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                for item in record.history.item
-            }
+            items = {}
+            for item in record.history.item:
+                items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
             for name, value in items.items():
                 values.setdefault(name, {})[items["train/global_step"]] = value
     return values

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 import moe_runtime
 from moe_runtime.hf import MoESFTTrainer, MoETrainer, train_command
-from tests.hf import stock
+from tests.hf import stock, tiny
 from tests.hf.dropin.test_layers import TOKENIZER
 from tests.support import dist_resume as worker
 from tests.support.dist_launch import Launches
@@ -95,8 +95,7 @@ def logged(trainer, name: str = "loss") -> list[float]:
 
 
 def assert_same_weights(model, want: dict[str, torch.Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, want[name])
+    tiny.assert_equal(want, model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def assert_same_weights(model, want: dict[str, torch.Tensor]) -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(kind, family, settings, base, tmp_path):
     folder = base(family)
     torch.manual_seed(0)
-    start = {name: tensor.clone() for name, tensor in load(folder, **settings).state_dict().items()}
+    start = tiny.state(load(folder, **settings))
 
     def run(out: str, callbacks=(), resume=None):
         torch.manual_seed(0)

@@ -18,11 +18,11 @@ from tests.hf.tiny import VOCAB, dense
 
 
 def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes()
-        for path in folder.iterdir()
-        if path.is_file() and path.name not in left_out
-    }
+    values = {}
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in left_out:
+            values[path.name] = path.read_bytes()
+    return values
 
 
 def put(folder: Path, files: dict[str, str]) -> None:

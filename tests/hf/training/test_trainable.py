@@ -54,8 +54,7 @@ def test_gradients_are_those_of_the_whole_stacks(name):
             assert wanted.norm() > 0, path
             assert distance(parameter.grad, wanted) < 1e-5, path
     assert got.keys() == want.keys()
-    for path, value in want.items():
-        assert distance(got[path], value) < 1e-5, path
+    tiny.assert_close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss", "muse_spark"])
@@ -106,9 +105,9 @@ TABLE_3 = [
 
 def selected(model, which: str) -> dict[int, list[int]]:
     layers = numbered_layers(model)
-    everyone = {
-        number: list(range(layer.num_shared, layer.num_experts)) for number, layer in layers.items()
-    }
+    everyone = {}
+    for number, layer in layers.items():
+        everyone[number] = list(range(layer.num_shared, layer.num_experts))
     return {"all": everyone, "relevant": two_each(model), "none": {}}[which]
 
 
@@ -135,7 +134,7 @@ def test_table_3(which, shared, rest, name):
     """
     model = model_of(name)
     ids = batch(name)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = tiny.weights(model)
     kinds = kinds_of(model)
     paths = paths_of(model)
     experts = selected(model, which)
@@ -183,7 +182,7 @@ def test_what_routers_choose_by_stays_frozen(name):
     receipt = freeze_for_esft(model, two_each(model), True, True)
     assert receipt.shared_experts
     for path in receipt.shared_experts:
-        assert not ("gate" in path.rpartition(".")[2])
+        assert "gate" not in path.rpartition(".")[2]
     got = run(model, ids)
     trains = {path for path, p in model.named_parameters() if p.requires_grad}
     assert trains == got.keys() - {"logits"}
@@ -201,7 +200,7 @@ def test_what_routers_choose_by_stays_frozen(name):
 def test_the_others_stay_for_50_steps_and_the_optimizer_knows_none(name):
     model = model_of(name)
     ids = batch(name)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = tiny.weights(model)
     paths = paths_of(model)
     receipt = freeze_for_esft(model, two_each(model))
     optimizer = train(model, ids, 50)
@@ -308,5 +307,4 @@ def test_gradient_checkpointing(name, reentrant):
     assert calls == {number: 2 for number in calls}  # each layer ran again
     assert got.keys() == want.keys()
     assert len(got) > 1
-    for path, value in want.items():
-        assert distance(got[path], value) < 1e-6, path
+    tiny.assert_close(got, want, 1e-6)

@@ -115,20 +115,18 @@ def run(*args, **kwargs):
 
 
 def logged(trainer, name="loss"):
-    return [
-        entry[name]
-        for entry in trainer.state.log_history
-        if name in entry and "train_loss" not in entry
-    ]
+    values = []
+    for entry in trainer.state.log_history:
+        if name in entry and "train_loss" not in entry:
+            values.append(entry[name])
+    return values
 
 
 class Gradients(TrainerCallback):
     """Keeps the gradients of the first step, as the optimizer sees them."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.__dict__.setdefault(
-            "grads", {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        self.__dict__.setdefault("grads", tiny.gradients(model))
 
 
 def gradients(kind, model, folder, **settings):
@@ -228,8 +226,7 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(kind, settings, pla
     )
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     parts = gradients(kind, upcycled(**settings), tmp_path, places=places, **split)
-    for name, want in whole.items():
-        assert tiny.distance(parts[name], want) < 2e-5, name
+    tiny.assert_close(parts, whole, 2e-5)
 
 
 @KINDS
@@ -238,9 +235,9 @@ def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_p
     model = upcycled()
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     got = gradients(kind, upcycled(), tmp_path, places=places, **split)
-    batches = [
-        pair_collator(TOKENIZER)([row]) for row in tokenize_pairs(TOKENIZER, rows(places), 64)
-    ]
+    batches = []
+    for row in tokenize_pairs(TOKENIZER, rows(places), 64):
+        batches.append(pair_collator(TOKENIZER)([row]))
     tokens = [batch["labels"][:, 1:].ne(-100).sum() for batch in batches]
     for batch, count in zip(batches, tokens, strict=True):
         out = model.train()(**batch)
@@ -304,7 +301,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, noisy, stage, tmp_path):
     # 10 rows, 5 batches an epoch: step 4 lies inside the first epoch, step 8 inside the second
     settings |= {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     whole = run(kind, model(), tmp_path / "run", **settings)
-    weights = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    weights = tiny.weights(whole.model)
     history = [logged(whole, name) for name in ("loss", "grad_norm")]
     stats = (tmp_path / "run" / "router_stats.csv").read_text() if stage == "moe" else None
     resumed = trainer_of(kind, model(), tmp_path / "run", **settings)
@@ -321,7 +318,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, noisy, stage, tmp_path):
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
 def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
     model = mergeable()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = tiny.weights(model)
     trainer = run(kind, model, tmp_path, weight_decay=0.1, bf16=True)
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     mixing = {name: p for name, p in model.named_parameters() if name.endswith(".mixing_logits")}
@@ -393,7 +390,7 @@ def test_router_statistics_change_no_loss(kind, tmp_path):
     assert not logged(off, "router/max_violation")
     assert not (tmp_path / "False" / "router_stats.csv").exists()
     for m in on.model.modules():
-        assert not (m._forward_pre_hooks)
+        assert not m._forward_pre_hooks
 
 
 class Seen(TrainerCallback):
@@ -638,28 +635,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+def words(model, data, options: str) -> list[str]:
+    """The arguments of the command."""
+    return f"--model {model} --data {data} --report_to none {options}".split()
+
+
 def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     (tmp_path / "train.yaml").write_text(
         "max_steps: 3\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-2\n"
     )
-    argv = [
-        "--model",
-        str(folder / "moe"),
-        "--data",
-        str(folder / "rows.jsonl"),
-        "--config",
-        str(tmp_path / "train.yaml"),
-    ]
-    argv += [
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--max_steps",
-        "2",
-        "--logging_steps",
-        "1",
-        "--report_to",
-        "none",
-    ]
+    options = f"--config {tmp_path}/train.yaml --max_steps 2 --logging_steps 1"
+    argv = words(folder / "moe", folder / "rows.jsonl", f"{options} --output_dir {tmp_path}/out")
     code = "import sys; from moe_runtime.hf import train_command; train_command(sys.argv[1:])"
     done = forked(code, *argv)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -667,11 +653,10 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "moe")
     assert type(model) is type(start)
-    moved = [
-        name
-        for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True)
-        if not torch.equal(a, b)
-    ]
+    moved = []
+    for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True):
+        if not torch.equal(a, b):
+            moved.append(name)
     assert any(".gate.weight" in name for name in moved)
     assert any(".experts.down_proj" in name for name in moved)
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
@@ -682,21 +667,21 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
 
 NOTHING = [CHAT[0], {"role": "assistant", "content": None}]
 REFUSED = {
-    "null": ({"text": None}, [], "line 2 of .*bad.jsonl: text is null, but expected a string"),
-    "content": ({"messages": NOTHING}, [], "line 2 of .*: the content of turn 2 is null"),
+    "null": ({"text": None}, "", "line 2 of .*bad.jsonl: text is null, but expected a string"),
+    "content": ({"messages": NOTHING}, "", "line 2 of .*: the content of turn 2 is null"),
     "no-answer": (
         {"messages": CHAT[:1]},
-        [],
+        "",
         r"line 2 of .*: the roles are \['user'\], but expected at least one assistant turn",
     ),
     "tracker": (
         None,
-        ["--report_to", "wandb"],
+        "--report_to wandb",
         "'wandb' of report_to is not installed. Install it, or pass .*none",
     ),
     "no-template": (
         {"messages": CHAT},
-        [],
+        "",
         "The tokenizer has no chat template, .* Pass --chat_template_path",
     ),
 }
@@ -715,17 +700,8 @@ def test_the_command_refuses_in_one_line_before_it_trains(name, folder, tmp_path
         data = tmp_path / "bad.jsonl"
         good = {"messages": CHAT} if "messages" in bad else {"text": "2"}
         data.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    argv = [
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        "--output_dir",
-        str(tmp_path / "out"),
-        *options,
-    ]
     with pytest.raises(ValueError, match=says) as error:
-        train_command(argv)
+        train_command(words(model, data, f"--output_dir {tmp_path}/out {options}"))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -743,26 +719,10 @@ def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch)
         raise ZeroDivisionError
 
     monkeypatch.setattr(MoESFTTrainer, "train", train)
-    argv = [
-        "--model",
-        str(model),
-        "--data",
-        str(tmp_path / "rows.jsonl"),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    for options in ([], ["--train-on", "all"]):
+    options = f"--output_dir {tmp_path}/out --chat_template_path {tmp_path}/chat.jinja"
+    for more in ("", " --train-on all"):
         with pytest.raises(ZeroDivisionError):
-            train_command(
-                [
-                    *argv,
-                    "--chat_template_path",
-                    str(tmp_path / "chat.jinja"),
-                    "--report_to",
-                    "none",
-                    *options,
-                ]
-            )
+            train_command(words(model, tmp_path / "rows.jsonl", options + more))
     part, whole = (
         TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100]) for batch in batches
     )
@@ -775,24 +735,11 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
 ):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
-    argv = ["--model_name_or_path", str(folder / "moe"), "--data", str(folder / "rows.jsonl")]
-    argv += [
-        "--eval_data",
-        str(folder / "rows.jsonl"),
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "2",
-    ]
-    argv += [
-        "--output_dir",
-        str(tmp_path),
-        "--save_steps",
-        "1",
-        "--report_to",
-        "none",
-        "--no_router_stats",
-    ]
+    data = folder / "rows.jsonl"
+    argv = (
+        f"--model_name_or_path {folder}/moe --data {data} --eval_data {data} --eval_strategy steps "
+        f"--eval_steps 2 --output_dir {tmp_path} --save_steps 1 --report_to none --no_router_stats"
+    ).split()
     assert train_command([*argv, "--max_steps", "2"]) == tmp_path
     capsys.readouterr()
     assert (
@@ -820,28 +767,20 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
 
 def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = tiny.contents(folder)
     for name in ("moe", str(folder / "moe")):
         with pytest.raises(
             ValueError, match="^output_dir moe/ is .*moe, the model to train. Pass another folder"
         ):
             train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert tiny.contents(folder) == before
 
 
 def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
     folder, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    files = [
-        "--model",
-        str(folder / "moe"),
-        "--data",
-        str(folder / "rows.jsonl"),
-        "--report_to",
-        "none",
-        "--no_router_stats",
-    ]
+    files = words(folder / "moe", folder / "rows.jsonl", "--no_router_stats")
     with pytest.raises(
         ValueError, match="^output_dir None is not a folder. Pass --output_dir FOLDER$"
     ):
@@ -853,7 +792,7 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
         train_command([*argv, "--resume"])
     assert not list(tmp_path.iterdir())
     train_command([*argv, "--max_steps", "4"])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = tiny.contents(tmp_path)
     both = ["--resume", "--overwrite"]
     for more, match in (
         ((), "already exists. .*, or --overwrite .*, or --resume to continue from checkpoint-4$"),
@@ -866,7 +805,7 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
         ValueError, match="^output_dir out contains out/checkpoint-4, the model to train"
     ):
         train_command(inside)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert tiny.contents(tmp_path) == before
     # the earlier run's checkpoint of a later step is gone
     train_command([*argv, "--max_steps", "2", "--overwrite", "--seed", "7"])
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
@@ -886,7 +825,10 @@ def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path
     model = upcycled()
     model.config.use_cache = value
     seen = []
-    hook = lambda module, args, kwargs: seen.append(kwargs["use_cache"])
+
+    def hook(module, args, kwargs):
+        seen.append(kwargs["use_cache"])
+
     model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
     trainer = run(
         kind,
@@ -906,26 +848,10 @@ def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path
 
 
 def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, capsys):
-    argv = [
-        "--model",
-        str(folder / "moe"),
-        "--data",
-        str(folder / "rows.jsonl"),
-        "--report_to",
-        "none",
-        "--no_router_stats",
-    ]
-    argv += ["--max_steps", "3", "--save_strategy", "no"]
-    train_command(
-        [
-            *argv,
-            "--output_dir",
-            str(tmp_path / "whole"),
-            "--learning_rate",
-            "1000",
-            "--no_stop_on_nan",
-        ]
-    )
+    options = "--no_router_stats --max_steps 3 --save_strategy no"
+    argv = words(folder / "moe", folder / "rows.jsonl", options)
+    diverging = f"--output_dir {tmp_path}/whole --learning_rate 1000 --no_stop_on_nan"
+    train_command([*argv, *diverging.split()])
     guess = math.log(len(TOKENIZER))
     said = (
         f"warning: the training diverged, as a uniform guess has loss {guess:.2f}. Lower "

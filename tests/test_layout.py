@@ -468,6 +468,13 @@ PLANTED = [  # the check, a file, its text, a part of what is said
     pytest.param(bad_imports, "utils/x.py", "", "has no rank", id="unknown-folder"),
     pytest.param(circles, "ops/x.py", "import moe_runtime.ops.y", "ops.y", id="circle"),
     pytest.param(
+        folder_circles,
+        "hf/models/x.py",
+        IN_FUNCTION + "import moe_runtime.hf.training.fit",
+        "hf.training",
+        id="circle-of-folders",
+    ),
+    pytest.param(
         global_changes,
         "hf/models/x.py",
         "import sys\nsys.meta_path.append(1)",

@@ -43,7 +43,7 @@ def card_of(repo):
     code = re.search(r"```python\\n(.*?)```", card.text, re.DOTALL)[1]
     exec(code, names)
     return card, names["model"]
-"""
+"""  # noqa: E501
 UPCYCLE_AND_MERGE = """
 from transformers import AutoModelForCausalLM
 from tests.hf import tiny
@@ -88,7 +88,7 @@ assert Path("kept/config.json").is_file() and Path("kept/README.md").is_file()
 verb("xft merge moe other --push-to-hub nameless", fails="Cannot push to 'nameless'. Expected OWNER/NAME")
 verb("xft merge nobody/none other", fails="nobody/none.*Pass the folder of a model or a Hub id")
 assert not Path("other").exists()
-"""
+"""  # noqa: E501
 ADAPTERS = """
 from transformers import AutoModelForCausalLM
 from moe_runtime import esft
@@ -121,7 +121,7 @@ make_tokenizer().save_pretrained("lora/base")
 hub.push("lora/base", "me/lora-base")
 hub.push("lora/adapter", "me/lora", base="me/lora-base")
 torch.testing.assert_close(card_of("me/lora")[1].eval()(**batch()).logits, want, rtol=1e-4, atol=1e-4)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

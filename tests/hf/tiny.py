@@ -112,13 +112,13 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def assert_close(values, expected, tolerance: float) -> None:
-    """Assert that each tensor of the mapping `expected` is near the one of that name in `values`."""
+    """Assert that each tensor of `expected` is near the one of its name in `values`."""
     for name, tensor in expected.items():
         assert distance(values[name], tensor) < tolerance, name
 
 
 def assert_equal(values, expected) -> None:
-    """Assert that each tensor of the mapping `expected` has the bits of the one in `values`."""
+    """Assert that each tensor of `expected` equals the one of its name in `values`."""
     for name, tensor in expected.items():
         assert torch.equal(values[name], tensor), name
 

@@ -21,7 +21,10 @@ MAX_SIZE = 2**31 - 1
 # keys of a config.json, or of parts of it (text_config), for which transformers or this package
 # allocates something
 _LIMITS = {r"\w*layers|n_layer": 10_000, r"\w*experts(_per_tok)?": 2**16, "num_labels": 2**20}
-_SIZES = r"num_hidden_layers|n_layer|vocab_size|(\w+_)?hidden_size|(\w+_)?intermediate_size|head_dim|num_\w+_heads"
+_SIZES = (
+    r"num_hidden_layers|n_layer|vocab_size|(\w+_)?hidden_size|(\w+_)?intermediate_size|head_dim"
+    r"|num_\w+_heads"
+)
 
 
 def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:

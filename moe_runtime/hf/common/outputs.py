@@ -1,5 +1,5 @@
-"""What our model classes and the drop-in's balance losses share: the checks of an auxiliary loss and
-its share of a batch, and exports to formats without our ops.
+"""What our model classes and the drop-in share: the gradient of an auxiliary loss and its share of
+a batch, and exports to formats without our ops.
 """
 
 import contextlib

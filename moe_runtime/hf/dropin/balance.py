@@ -71,13 +71,15 @@ def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> tor
     mask = None
     if attention_mask is not None:
         mask = attention_mask.reshape(-1) != 0
-    fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,) and 1 <= top_k <= num_experts
-    if not fits or (mask is not None and len(mask) != shapes[0][0]):
-        size = "no mask" if mask is None else f"one of {tuple(attention_mask.shape)}"
+    fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,)
+    if mask is not None:
+        fits = fits and shapes[0][0] == len(mask)
+    if not fits or not 1 <= top_k <= num_experts:
+        size = None if mask is None else tuple(attention_mask.shape)
         raise ValueError(
             f"Expected router_logits of shape [T, {num_experts}] for each layer, 1 <= top_k <= "
             f"{num_experts} and an attention_mask [B, S] with B * S = T, but got router_logits "
-            f"{shapes}, top_k {top_k} and {size}"
+            f"{shapes}, top_k {top_k}, attention_mask {size}"
         )
     return mask
 
@@ -98,8 +100,8 @@ class BalanceLoss:
         if not self.routers or not layers:
             missing = "routers" if layers else "MoE layers"
             raise ValueError(
-                f"No {missing} of {type(model).__name__} are known to transformers. Pass a stock MoE model; for layers of moe_runtime set "
-                "MoEConfig(balance_loss=...)"
+                f"No {missing} of {type(model).__name__} are known to transformers. Pass a stock "
+                "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
             )
         self._logits: list[torch.Tensor] = []
         self._top_k = 1
@@ -160,7 +162,7 @@ class BalanceLoss:
         if self._as_tuple:
             # the parts of a tuple have no names, so it is built after the loss is added
             changes["return_dict"] = True
-        if not changes.keys().isdisjoint(names[: len(args)]):
+        if any(name in names[: len(args)] for name in changes):
             return (), named | changes
         return args, kwargs | changes
 
@@ -172,7 +174,7 @@ class BalanceLoss:
             self._logits.append(self._as_logits(type(module), scores))
 
     def _as_logits(self, router: type, scores: torch.Tensor) -> torch.Tensor:
-        """Return `scores` [T, E], or their logarithm if the router has already applied a softmax."""
+        """Return `scores` [T, E], or their logarithm if the router has applied a softmax."""
         softmaxed = self._softmaxed.get(router)
         if softmaxed is None:
             softmaxed = _are_probabilities(scores)
@@ -317,10 +319,11 @@ def _first_as_wide(E: int, parts: Sequence) -> torch.Tensor:
 
 
 def _are_probabilities(scores: torch.Tensor) -> torch.Tensor:
-    """Return whether all rows of `scores` [T, E] are distributions, [] bool; sums of bfloat16 may be
-    off by some thousandths.
+    """Return whether all rows of `scores` [T, E] are distributions, [] bool, to the precision of
+    bfloat16.
     """
-    return ((scores >= 0).all(-1) & ((scores.float().sum(-1) - 1).abs() < 1e-2)).all()
+    sums = scores.float().sum(-1)
+    return (scores >= 0).all() & ((sums - 1).abs() < 1e-2).all()
 
 
 def _log(probabilities: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,8 @@ def matrices_of(
     start = 0
     for stack, shape in stacks.items():
         stop = start + shape[0] * ROWS
-        stand_ins[stack] = torch.arange(start, stop, device="cpu").view(shape[0], ROWS, 1)
+        values = torch.arange(start, stop, device="cpu")
+        stand_ins[stack] = values.view(shape[0], ROWS, 1)
         start = stop
     # first row of a published matrix -> its number of rows, its name, its row of a stack
     matrices = {}
@@ -64,8 +65,10 @@ def matrices_of(
         is_stack = tensor.dim() == 3
         for i, matrix in enumerate(tensor if is_stack else tensor[None]):
             rows = matrix.flatten().tolist()
-            if matrix.shape[1] == 1 and rows == list(range(rows[0], rows[0] + len(rows))):
-                matrices[rows[0]] = (len(rows), name, i if is_stack else None)
+            first = rows[0]
+            in_order = rows == list(range(first, first + len(rows)))
+            if in_order and matrix.shape[1] == 1:
+                matrices[first] = (len(rows), name, i if is_stack else None)
     names = {}
     start = 0
     for stack, shape in stacks.items():

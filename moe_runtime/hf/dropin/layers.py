@@ -184,7 +184,8 @@ class OpenCall:
         # torch does not call hooks after a KeyboardInterrupt, even with always_call
         self._leave()
         mask = self.named(args, kwargs).get("attention_mask")
-        self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            self.mask = mask
         self.with_gradient += torch.is_grad_enabled()
         self.is_open = self._on_enter is None or self._on_enter(module)
 
@@ -211,9 +212,12 @@ def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
     With a cache, the mask also covers past tokens, and the new ones come last.
     """
-    if mask is None or not rows or rows % mask.shape[0] or mask.numel() < rows:
+    if mask is None or not rows:
         return None
-    return mask[:, -(rows // mask.shape[0]) :].reshape(rows) != 0
+    length, rest = divmod(rows, len(mask))
+    if rest or length > mask.shape[1]:
+        return None
+    return mask[:, -length:].reshape(rows) != 0
 
 
 def forget_compiled() -> None:

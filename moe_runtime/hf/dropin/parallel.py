@@ -245,14 +245,17 @@ def split_spread_rows(
     for name, stack in stacks.items():
         part = stack.detach().to_local()
         rows = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
-        rows[: index.numel()] = part.index_select(0, index)
+        rows[: len(index)] = part[index]
         rows = DTensor.from_local(rows, mesh, first.placements, run_check=False)
         parameters[trainable.PREFIX + name] = nn.Parameter(rows)
     trainable.register_maps(module, size, index)  # the last step that can run out of memory
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
-    places = tuple(e // size * most + owned[e // size].index(e) for e in ids)
-    trainable.remember(module, stacks, trainable.Split(ids, places, {}))
+    places = []
+    for e in ids:
+        owner = e // size
+        places.append(owner * most + owned[owner].index(e))
+    trainable.remember(module, stacks, trainable.Split(ids, tuple(places), {}))
     model._ddp_params_and_buffers_to_ignore = sorted({*_ignored(model), *_rows_in(module, path)})
 
 
@@ -285,7 +288,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     if not norms:
         return torch.zeros(())
-    norm = torch.linalg.vector_norm(torch.stack([sharded.gathered(norm) for norm in norms]))
+    norms = list(map(sharded.gathered, norms))
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local_part(gradient).mul_(scale)

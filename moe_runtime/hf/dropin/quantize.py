@@ -10,6 +10,7 @@ them can (PEFT's `target_parameters`). Attention, routers and embeddings are not
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -78,14 +79,14 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
 
 
 def _pack(module: nn.Module, name: str, format: str) -> int:
-    """Pack a stack of an experts module in place, on each rank its part; return the bytes before."""
+    """Pack a stack of an experts module, on each rank its part; return its bytes before."""
     stack = getattr(module, name).detach()
     spread = _spread_of(module, stack)
     local = local_part(stack)
     stored, kind = stored_as(module, local, format)
     result = modules.pack(stored, format, spread)._replace(format=kind)
     modules.put(module, name, result, stack.shape, stack.dtype, spread)
-    return local.numel() * local.element_size()
+    return local.nbytes
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -128,7 +129,7 @@ def stored_as(module: nn.Module, stack: torch.Tensor, format: str) -> tuple[torc
 def bytes_of(module: nn.Module, name: str) -> int:
     """Return the bytes of a packed stack."""
     data, scales, _ = modules.get(module, name)
-    return sum(tensor.numel() * tensor.element_size() for tensor in (data, *scales))
+    return sum(tensor.nbytes for tensor in (data, *scales))
 
 
 def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
@@ -278,7 +279,8 @@ def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[torch.Tenso
         scale = _read(checkpoint, name, row)
     wrong = packed.wrong_tensor(weight[None], [scale[None]], "fp8_block")
     if wrong is not None:
-        raise ValueError(f"{name if wrong[0] else key} of {checkpoint.path} {wrong[1]}")
+        is_scale, problem = wrong
+        raise ValueError(f"{name if is_scale else key} of {checkpoint.path} {problem}")
     return weight, modules.as_read(name, scale)
 
 
@@ -324,7 +326,8 @@ def load_quantized(
     spread = None
     ranks = 1
     if mesh is not None:
-        spread = (mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
+        copies = [Replicate()] * (mesh.ndim - 1)
+        spread = (mesh, (*copies, Shard(0)))
         ranks = mesh.size(-1)
     model, shapes, names = _without_stacks(config, source, format, settings, ranks)
     files = _Source(checkpoint, held, format, spread, names)
@@ -436,7 +439,8 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
         "__module__": base.__module__,
         "_keys_to_ignore_on_load_unexpected": passed_over,
     }
-    model = load(type(base.__name__, (base,), attributes), source, config=config, **settings)
+    without_stacks = type(base.__name__, (base,), attributes)
+    model = load(without_stacks, source, config=config, **settings)
     model.__class__ = base
     return model, shapes, names
 
@@ -486,8 +490,10 @@ def _read_stack(
     key = f"{path}.{name}"
     rank, ranks = source.ranks()
     count = shape[0] // ranks
-    stored, kind = stored_as(module, torch.empty(count, *shape[1:], device="meta"), source.format)
-    if source.held is not None and (key in checkpoint or f"{key}_blocks" in checkpoint):
+    local = torch.empty(count, *shape[1:], device="meta")
+    stored, kind = stored_as(module, local, source.format)
+    is_packed = key in checkpoint or f"{key}_blocks" in checkpoint
+    if source.held is not None and is_packed:
         share = _packed_share(source, module, key, shape)
         if source.held == source.format:  # copy the packed bytes
             return share
@@ -506,7 +512,8 @@ def _read_stack(
             pieces = [_dense(checkpoint, key, row) for key, row in parts[e]]
             return torch.cat([piece.t() if turns else piece for piece in pieces])
 
-    stack = modules.pack(_LazyStack(stored.shape, dtype, read), source.format, source.spread)
+    lazy = _LazyStack(stored.shape, dtype, read)
+    stack = modules.pack(lazy, source.format, source.spread)
     return stack._replace(format=kind)
 
 
@@ -540,11 +547,17 @@ def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Ten
 def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:
     """Return FP8 matrices as one stack, with their scale blocks concatenated."""
     data = torch.empty(shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(shape[0], -(-shape[1] // packed.BLOCK), -(-shape[2] // packed.BLOCK))
+    E, P, Q = shape
+    scales = torch.empty(E, math.ceil(P / packed.BLOCK), math.ceil(Q / packed.BLOCK))
     for e, keys in enumerate(parts):
-        weights, inverses = zip(*(_fp8(checkpoint, key, row) for key, row in keys))
-        data[e] = torch.cat([weight.view(torch.uint8) for weight in weights]).view(data.dtype)
-        scales[e] = torch.cat(inverses)
+        start = 0
+        block = 0
+        for key, row in keys:
+            weight, scale = _fp8(checkpoint, key, row)
+            data[e, start : start + len(weight)] = weight
+            scales[e, block : block + len(scale)] = scale
+            start += len(weight)
+            block += len(scale)
     return packed.Packed(data, [scales], "fp8_block")
 
 
@@ -595,14 +608,16 @@ def _size(checkpoint: Checkpoint, pairs: list[tuple[str, int | None]]) -> tuple[
     """Return rows and columns of an expert's matrices, one below the other; None if the file lacks
     one or they do not fit.
     """
-    sizes = []
+    rows = 0
+    widths = set()
     for key, row in pairs:
         if key not in checkpoint:
             return None
         size = checkpoint.specs()[key].shape
         if row is not None:
             size = size[1:] if row < size[0] else ()
-        sizes.append(size)
-    if any(len(size) != 2 or size[1] != sizes[0][1] for size in sizes):
-        return None
-    return sum(size[0] for size in sizes), sizes[0][1]
+        if len(size) != 2:
+            return None
+        rows += size[0]
+        widths.add(size[1])
+    return (rows, widths.pop()) if len(widths) == 1 else None

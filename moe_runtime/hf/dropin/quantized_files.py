@@ -24,6 +24,8 @@ from moe_runtime.modules.moe import Experts
 from moe_runtime.ops import packed
 from moe_runtime.ops.all_to_all import is_distributed
 
+Names = dict[str, dict[int, list[str]]]  # stack -> expert -> its matrices in the file
+
 
 def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
     """Write a model with packed experts: config.json and safetensors.
@@ -75,14 +77,13 @@ def _packed_experts(model: nn.Module) -> dict[str, nn.Module]:
     return experts
 
 
-def _published_form(
-    model: nn.Module, experts: dict[str, nn.Module]
-) -> tuple[dict[str, dict[int, list[str]]] | None, dict]:
+def _published_form(model: nn.Module, experts: dict[str, nn.Module]) -> tuple[Names | None, dict]:
     """Return the names of FP8 matrices if transformers loads them, else None, and the config's
     quantization.
     """
     first = next(iter(experts.values()))
-    form = next(iter(packing.layouts(first).values())).format.removesuffix(packed.TRANSPOSED)
+    layout = next(iter(packing.layouts(first).values()))
+    form = layout.format.removesuffix(packed.TRANSPOSED)
     linear = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -99,12 +100,14 @@ def _write_stacks(
     writer: CheckpointWriter,
     model: nn.Module,
     experts: dict[str, nn.Module],
-    names: dict[str, dict[int, list[str]]] | None,
+    names: Names | None,
     method: str,
 ) -> dict[str, torch.Tensor]:
     """Write the packed stacks, and return the model's other tensors without copies of tied ones."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    stacks = [f"{path}.{name}" for path, one in experts.items() for name in packing.layouts(one)]
+    stacks = []
+    for path, module in experts.items():
+        stacks += [f"{path}.{name}" for name in packing.layouts(module)]
     others = {}
     for key, tensor in _gathered(model, experts):
         stack = _stack_of(key, stacks)
@@ -176,11 +179,12 @@ def _names_in_files(
                 return None
             if pairs is None:
                 return None
-            names[stack] = {e: [key for key, _ in parts] for e, parts in pairs.items()}
-            if any(row is not None for parts in pairs.values() for _, row in parts):
-                return None
-            if not all(key.endswith(".weight") for parts in names[stack].values() for key in parts):
-                return None
+            names[stack] = {}
+            for e, parts in pairs.items():
+                names[stack][e] = [key for key, _ in parts]
+                for key, row in parts:
+                    if row is not None or not key.endswith(".weight"):
+                        return None
     return names if _knows_fp8(model) else None
 
 

@@ -82,7 +82,8 @@ class RoutingRecord:
                     f"is {file.metadata.get('format')!r}"
                 ) from None
             for _, name in calls:
-                record.ids.setdefault(name.rpartition("/")[0], []).append(file.get(name))
+                layer = name.rpartition("/")[0]
+                record.ids.setdefault(layer, []).append(file.get(name))
         record.check()
         return record
 
@@ -132,7 +133,8 @@ def _sizes(layers: dict[str, RoutedLayer]) -> dict[str, int]:
 def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tensor) -> None:
     if call.is_open:
         # a copy: the router's own tensor may be changed in place
-        record.ids.setdefault(name, []).append(topk_idx.detach().to(torch.int32, copy=True))
+        ids = topk_idx.detach().to(torch.int32, copy=True)
+        record.ids.setdefault(name, []).append(ids)
 
 
 @contextlib.contextmanager
@@ -227,15 +229,16 @@ class _Replay:
             self.repetitions += 1
         if number is None:
             problem = f"{self.layer.name} was called outside of a call of the model"
-        elif number >= len(self.ids):
-            problem = f"{self.layer.name} has a call {number}, but the record {len(self.ids)} calls"
-        elif len(self.ids[number]) != len(x):
+        elif number < len(self.ids) and len(self.ids[number]) == len(x):
+            return self.ids[number]
+        else:
+            recorded = f"{len(self.ids)} calls"
+            if number < len(self.ids):
+                recorded = f"{len(self.ids[number])} tokens"
             problem = (
                 f"call {number} of {self.layer.name} has {len(x)} tokens, but the record has "
-                f"{len(self.ids[number])} tokens"
+                f"{recorded}"
             )
-        else:
-            return self.ids[number]
         raise ValueError(
             f"{problem}. Replay the recorded batches in their order, with gradient checkpointing "
             "that recomputes them"
@@ -362,7 +365,8 @@ class _TopK(TorchFunctionMode):
     ) -> torch.Tensor | None:
         T, K = self.ids.shape
         wide = input.shape[-1]
-        if dim not in (-1, input.dim() - 1) or not largest or input.numel() != T * wide:
+        is_last = dim in (-1, input.dim() - 1)
+        if not is_last or not largest or input.numel() != T * wide:
             return None
         if wide == self.E and k == K:
             self.answered = True
@@ -370,7 +374,7 @@ class _TopK(TorchFunctionMode):
         if not (1 < wide < self.E and self.E % wide == 0):
             return None
         # the best groups by score, but first those with forced experts
-        groups = (
-            self.ids.long().div(self.E // wide, rounding_mode="floor").view(*input.shape[:-1], K)
-        )
-        return func(input.detach().scatter(-1, groups, torch.inf), k, dim=-1, sorted=sorted).indices
+        groups = self.ids.long() // (self.E // wide)
+        groups = groups.view(*input.shape[:-1], K)
+        scores = input.detach().scatter(-1, groups, torch.inf)
+        return func(scores, k, dim=-1, sorted=sorted).indices

@@ -2,7 +2,7 @@
 
 load           count_e / sum_e count_e                      share of the slots
 max violation  max_e count_e / mean_e count_e               1 when balanced
-entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
+entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 for a single expert
 
 Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every
 token. Supported are our own layers and stock ones behind transformers' experts interface. If
@@ -100,8 +100,11 @@ class RouterStats:
     @property
     def routed(self) -> tuple[torch.Tensor, ...]:
         """Return the slots of the routed experts, one [R] per layer."""
-        ids = map(self._experts, range(len(self.layers)))
-        return tuple(row[r.start : r.stop] for row, r in zip(self.counts, ids, strict=True))
+        rows = []
+        for i, row in enumerate(self.counts):
+            experts = self._experts(i)
+            rows.append(row[experts.start : experts.stop])
+        return tuple(rows)
 
     @property
     def load(self) -> torch.Tensor:
@@ -115,8 +118,10 @@ class RouterStats:
         """Return which experts received no slot, [L, E] bool; False for experts a layer does not
         have.
         """
-        stops = torch.tensor([self._experts(i).stop for i in range(len(self.layers))])
-        return dead_experts(self.counts) & (torch.arange(self.counts.shape[1]) < stops[:, None])
+        dead = dead_experts(self.counts)
+        for i, row in enumerate(dead):
+            row[self._experts(i).stop :] = False
+        return dead
 
     @property
     def max_violation(self) -> torch.Tensor:
@@ -167,7 +172,9 @@ class RouterStats:
         for i, row in enumerate(self.routed):
             entropy = self.entropy[i]
             unused = self.dead[i].nonzero().flatten().tolist()
-            if row.sum() < ENOUGH * len(row) or not (unused or entropy < min_entropy):
+            if row.sum() < ENOUGH * len(row):
+                continue
+            if not unused and entropy >= min_entropy:
                 continue
             text = f"entropy {entropy:.2f}, max violation {self.max_violation[i]:.2f}"
             if unused:
@@ -184,8 +191,9 @@ class RouterStats:
         counts = self.counts.tolist()
         rows = []
         for i, layer in enumerate(self.layers):
-            for e in self._experts(i, routed=False):
-                is_shared = int(e < self._experts(i).start)
+            routed = self._experts(i)
+            for e in range(routed.stop):
+                is_shared = int(e not in routed)
                 rows.append((layer, e, is_shared, counts[i][e], load[i][e]))
         return rows
 
@@ -214,8 +222,8 @@ class RouterStats:
             figure = require("matplotlib.figure", "plot").Figure(size, layout="constrained")
             ax = figure.add_subplot()
         relative = torch.full((L, stop), math.nan, dtype=torch.float64)
-        for i, row in enumerate(self.routed):
-            relative[i, ids[i].start : ids[i].stop] = expert_load(row) * len(row)
+        for experts, row, values in zip(ids, self.routed, relative, strict=True):
+            values[experts.start : experts.stop] = expert_load(row) * len(row)
         relative = relative[:, first:].numpy()
         # blue and red: seen without green, too
         image = ax.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
@@ -253,9 +261,10 @@ class RouterCounter:
         self._counts = {name: _zeros(layer) for name, layer in self.layers.items()}
         self._direct: dict[str, nn.Module] = {}  # layers whose dispatch counts in this call
         self._call = OpenCall(model, self._enter, self._leave)
-        self._handles = [
-            layer.watch(functools.partial(self._see, name)) for name, layer in self.layers.items()
-        ]
+        self._handles = []
+        for name, layer in self.layers.items():
+            see = functools.partial(self._see, name)
+            self._handles.append(layer.watch(see))
 
     def _enter(self, module: nn.Module) -> bool:
         is_open = module.training or not self.only_training

@@ -1,9 +1,10 @@
 """The MLPs of the supported dense architectures: a table of their names, and their conversion to
 expert stacks and back.
 
-    gated   mlp(x) = down(act(gate x) * up x)      our names gate_up_proj [2I, H] (gate first), down_proj [H, I]
-    plain   mlp(x) = down(act(up x))               our names up_proj [I, H],                    down_proj [H, I]
+    gated   mlp(x) = down(act(gate x) * up x)
+    plain   mlp(x) = down(act(up x))
 
+Our names are gate_up_proj [2I, H] (gate first), or up_proj [I, H], and down_proj [H, I].
 Biases are `<name>_bias`, as in `moe_runtime.modules.moe.Experts` without its leading expert
 dimension. The functions on modules serve a model in memory; those on names serve checkpoints that
 are read tensor by tensor.
@@ -255,10 +256,10 @@ def mlp_keys(family: Family, layer: int, bias: bool = False) -> dict[str, list[s
     """
     path = family.path.format(layer)
     keys = {}
-    for ours, names in ((family.up_name, family.up), ("down_proj", (family.down,))):
-        keys[ours] = [f"{path}.{name}.weight" for name in names]
-        if bias:
-            keys[f"{ours}_bias"] = [f"{path}.{name}.bias" for name in names]
+    for kind in ("weight", "bias") if bias else ("weight",):
+        suffix = "_bias" if kind == "bias" else ""
+        keys[family.up_name + suffix] = [f"{path}.{name}.{kind}" for name in family.up]
+        keys[f"down_proj{suffix}"] = [f"{path}.{family.down}.{kind}"]
     return keys
 
 

@@ -333,7 +333,7 @@ class Conversion:
         self.source = source
         self.writer = writer
         self.progress = progress
-        self.specs = source.specs() if specs is None else specs
+        self.specs = specs or source.specs()
         self.total = sum(spec.nbytes for spec in self.specs.values())
         self.done = self.tensors = self.bytes = 0
 
@@ -342,6 +342,11 @@ class Conversion:
         self.writer.add(key, tensor)
         self.tensors += 1
         self.bytes += tensor.numel() * tensor.element_size()
+
+    def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors of the target, by name."""
+        for key, tensor in tensors.items():
+            self.add(key, tensor)
 
     def read(self, *keys: str) -> None:
         """Report tensors of the source as done."""

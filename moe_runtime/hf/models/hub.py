@@ -60,7 +60,8 @@ _CARD = """---
 
 ## How to use
 {% if is_ours %}
-This needs the Python package moe_runtime, version {{ version }} or newer, installed from its own repository.
+This needs the Python package moe_runtime, version {{ version }} or newer, installed from its own
+repository.
 {% endif %}
 ```python
 {{ code }}

@@ -220,11 +220,14 @@ class _Model(PushesCard):
         stage = model.config.moe_runtime["stage"]
         if stage in FREEZE:
             FREEZE[stage](model)  # loading replaces frozen parameters by trainable ones
-        return (model, info) if output_loading_info else model
+        if output_loading_info:
+            return model, info
+        return model
 
     def _as_asked(self, out, return_dict: bool | None):
         """Return `out`, as a tuple if the caller or the config requests one."""
-        return_dict = self.config.return_dict if return_dict is None else return_dict
+        if return_dict is None:
+            return_dict = self.config.return_dict
         return out if return_dict else out.to_tuple()
 
 
@@ -305,7 +308,7 @@ def install_layers(model: PreTrainedModel) -> None:
             settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
             # transformers loads a parameter in the dtype in which it was created
             dtype = block["lora"].get("dtype")
-            settings["dtype"] = None if dtype is None else getattr(torch, dtype)
+            settings["dtype"] = dtype and getattr(torch, dtype)
             module = add_experts(model.get_submodule(path), config, **settings)
         elif block["stage"] == "moe":
             module = MoE(config)
@@ -475,6 +478,7 @@ def __getattr__(name: str):
     match = re.fullmatch(r"MoeRuntime(\w+?)(Config|Model|ForCausalLM)", name)
     for model_type in FAMILIES if match else ():
         if CONFIG_MAPPING[model_type].__name__ == f"{match[1]}Config":
-            _config_class(model_type) if match[2] == "Config" else model_classes(model_type)
+            make = _config_class if match[2] == "Config" else model_classes
+            make(model_type)
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

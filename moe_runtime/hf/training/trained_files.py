@@ -2,7 +2,8 @@
 
 A folder holds model.safetensors and expert_cfg.json. Row e of a layer's stacks is stored as
 
-    <path of the experts>.{e}.gate_proj.weight [I, H],  .up_proj.weight [I, H],  .down_proj.weight [H, I]
+    <path of the experts>.{e}.gate_proj.weight [I, H], .up_proj.weight [I, H],
+                             .down_proj.weight [H, I]
 
 for every layout of the model's stacks; in a DeepSeek model these are the official names,
 model.layers.{l}.mlp.experts.{e}.*. Experts with biases also have *.bias [I], [I] and [H]. Other

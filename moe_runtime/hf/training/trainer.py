@@ -8,9 +8,10 @@ statistics, a stop at NaN.
                    moe_runtime.hf.dropin.balance for a stock model
 
 A layer's loss includes its coefficient. Over the micro-batches of a step it is a mean weighted by
-label tokens (`hf.common.outputs.share_of_batch`), so it does not grow with gradient accumulation. The loop, the
-optimizer, checkpoints and resumption are transformers' own. `check_rows` raises for token ids
-outside the vocabulary before anything runs. MoESFTTrainer is in `moe_runtime.hf.training.sft`.
+label tokens (`hf.common.outputs.share_of_batch`), so it does not grow with gradient accumulation.
+The loop, the optimizer, checkpoints and resumption are transformers' own. `check_rows` raises for
+token ids outside the vocabulary before anything runs. MoESFTTrainer is in
+`moe_runtime.hf.training.sft`.
 """
 
 import functools

@@ -390,6 +390,22 @@ def tiny_qwen():
     ).eval()
 
 
+def test_patch_leaves_another_model_of_the_same_config_alone():
+    one = tiny_qwen()
+    other = type(one)(one.config)
+    other.load_state_dict(one.state_dict())
+    assert other.config is one.config
+    before = other.config._experts_implementation
+    moe_runtime.patch(one)
+    configs = {id(module.config) for module in one.modules() if hasattr(module, "config")}
+    assert configs == {id(one.config)}
+    assert other.config._experts_implementation == before
+    ids = torch.arange(12)[None]
+    assert distance(one(ids).logits, other.eval()(ids).logits) < 1e-5
+    moe_runtime.unpatch(one)
+    assert one.config._experts_implementation == before
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["model", "wrapped"])
 def test_patch_and_unpatch(wrapped):
     model = tiny_qwen()

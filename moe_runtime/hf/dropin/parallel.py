@@ -60,30 +60,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     experts that PEFT trains a copy of, and parameters that are already distributed in another way.
     """
     check_choice("gradients", gradients, GRADIENTS)
-    layers = {}
-    lora = []
-    for name, module in model.named_modules():
-        if is_experts(module) or isinstance(module, Experts):
-            layers[name] = module
-        elif isinstance(module, LoRAMoE | LoRALinear):
-            lora.append(name)
-    problem = None
-    if mesh.ndim > 2:
-        problem = (
-            "The mesh must have one dimension for the experts, or two for replicas and experts, "
-            f"but has {mesh.ndim}"
-        )
-    elif isinstance(model, nn.parallel.DistributedDataParallel):
-        problem = (
-            "The model is wrapped in DistributedDataParallel. Call shard_experts before wrapping it"
-        )
-    elif lora:
-        problem = (
-            f"{lora[0]} has LoRA experts, which have no stacks. Convert them to whole experts with "
-            "moe_runtime.methods.lora.to_moe"
-        )
-    if problem is not None:
-        raise ValueError(problem)
+    layers = _layers_to_shard(model, mesh)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     for name, module in layers.items():
         _check(name, module, mesh, placements)
@@ -119,6 +96,35 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         ):
             module.save_pretrained = types.MethodType(_save_whole_only, module)
     return len(layers)
+
+
+def _layers_to_shard(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]:
+    """Return the experts modules by path; raises ValueError for a mesh or model that does not fit."""
+    layers = {}
+    lora = []
+    for name, module in model.named_modules():
+        if is_experts(module) or isinstance(module, Experts):
+            layers[name] = module
+        elif isinstance(module, LoRAMoE | LoRALinear):
+            lora.append(name)
+    problem = None
+    if mesh.ndim > 2:
+        problem = (
+            "The mesh must have one dimension for the experts, or two for replicas and experts, "
+            f"but has {mesh.ndim}"
+        )
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
+        problem = (
+            "The model is wrapped in DistributedDataParallel. Call shard_experts before wrapping it"
+        )
+    elif lora:
+        problem = (
+            f"{lora[0]} has LoRA experts, which have no stacks. Convert them to whole experts with "
+            "moe_runtime.methods.lora.to_moe"
+        )
+    if problem is not None:
+        raise ValueError(problem)
+    return layers
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:

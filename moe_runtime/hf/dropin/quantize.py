@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from moe_runtime.config import shown
 from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin import offload
-from moe_runtime.hf.dropin.expert_names import matrices_of
+from moe_runtime.hf.dropin.expert_names import matrices_of, parts_in_file
 from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
@@ -502,7 +502,7 @@ def _read_stack(
             weight = packed.unpack(*share, e, dtype)
             return weight.t() if kind.endswith(packed.TRANSPOSED) else weight
     else:
-        parts = _parts(checkpoint, path, name, shape, source.names.get(key))
+        parts = parts_in_file(checkpoint, path, name, shape, source.names.get(key))
         parts = [parts[rank * count + e] for e in range(count)]
         if source.held == source.format == "fp8_block":
             return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
@@ -559,65 +559,3 @@ def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:
             start += len(weight)
             block += len(scale)
     return packed.Packed(data, [scales], "fp8_block")
-
-
-# how files name the projections of an expert
-_PROJECTIONS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3"), ("gate_up_proj",), ("gate", "up")),
-    "down_proj": (("down_proj",), ("w2",), ("down",)),
-    "up_proj": (("up_proj",), ("w1",), ("up",)),
-}
-
-
-def _parts(
-    checkpoint, path: str, name: str, shape, published: dict[int, list] | None
-) -> dict[int, list]:
-    """Return the place of each expert's matrix in a file, as one or two pairs (key, row).
-
-    It has the model's own name, the one that transformers publishes, or one of DeepSeek's,
-    Mixtral's or Phi-MoE's.
-    """
-    key = f"{path}.{name}"
-    candidates = [{e: [(key, e)] for e in range(shape[0])}]
-    if published:
-        candidates.append(published)
-    for block in ("mlp", "block_sparse_moe", "feed_forward", "moe"):
-        layer = path.replace(".mlp.", f".{block}.")
-        for names in _PROJECTIONS[name]:
-            parts = {}
-            for e in range(shape[0]):
-                parts[e] = [(f"{layer}.{e}.{part}.weight", None) for part in names]
-            candidates.append(parts)
-    wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
-    for parts in candidates:
-        unfit = []
-        for pairs in parts.values():
-            if _size(checkpoint, pairs) != tuple(shape[1:]):
-                unfit += pairs
-        if not unfit:
-            return parts
-        if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
-            wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
-    raise ValueError(
-        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and "
-        "call quantize_experts"
-    )
-
-
-def _size(checkpoint: Checkpoint, pairs: list[tuple[str, int | None]]) -> tuple[int, int] | None:
-    """Return rows and columns of an expert's matrices, one below the other; None if the file lacks
-    one or they do not fit.
-    """
-    rows = 0
-    widths = set()
-    for key, row in pairs:
-        if key not in checkpoint:
-            return None
-        size = checkpoint.specs()[key].shape
-        if row is not None:
-            size = size[1:] if row < size[0] else ()
-        if len(size) != 2:
-            return None
-        rows += size[0]
-        widths.add(size[1])
-    return (rows, widths.pop()) if len(widths) == 1 else None

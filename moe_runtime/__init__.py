@@ -23,7 +23,7 @@ _PUBLIC = {
     "mixing": "moe_runtime.ops.merging:mixing",
     "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp",
     "patch": "moe_runtime.hf.dropin.experts:patch",
-    "push_to_hub": "moe_runtime.hf.models.hub:push",
+    "push_to_hub": "moe_runtime.methods.cards:push_to_hub",
     "quantize_experts": "moe_runtime.hf.dropin.quantize:quantize_experts",
     "register": "moe_runtime.hf.dropin.experts:register",
     "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes",

@@ -88,7 +88,8 @@ def _xft(r) -> Iterator[Stage]:
 
 
 def _esft(r) -> Iterator[Stage]:
-    from moe_runtime.hf.training.trainable import freeze_for_esft, layers_of
+    from moe_runtime.hf.training.trainable import layers_of
+    from moe_runtime.methods.esft.freezing import freeze_for_esft
 
     def selected(model) -> None:
         dtype = None if r.trained_dtype is None else getattr(torch, r.trained_dtype)

@@ -214,6 +214,7 @@ def undocumented(root: Path) -> list[str]:
 CHECKS = (
     bad_imports,
     circles,
+    folder_circles,
     global_changes,
     folder_circles,
     single_chairs,
@@ -432,6 +433,13 @@ PLANTED = [  # the check, a file, its text, a part of what is said
     ),
     pytest.param(bad_imports, "utils/x.py", "", "has no rank", id="unknown-folder"),
     pytest.param(circles, "ops/x.py", "import moe_runtime.ops.y", "ops.y", id="circle"),
+    pytest.param(
+        folder_circles,
+        "hf/models/x.py",
+        IN_FUNCTION + "import moe_runtime.hf.training.fit",
+        "hf.training",
+        id="circle-of-folders",
+    ),
     pytest.param(
         global_changes,
         "hf/models/x.py",

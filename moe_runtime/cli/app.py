@@ -46,6 +46,7 @@ def train(context: typer.Context):
     --help).
     """
     require("trl")
+    import moe_runtime.methods  # noqa: F401 - their papers, for the model card
     from moe_runtime.hf.training.sft import train_command
 
     return {"path": train_command(context.args)}

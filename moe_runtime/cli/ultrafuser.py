@@ -21,7 +21,7 @@ app = group(
 
 def _check_push(options: dict) -> None:
     """Raise ValueError if the fused folder would refer to local folders."""
-    from moe_runtime.hf.models.hub import check_references
+    from moe_runtime.methods.cards import check_references
 
     if not options["copy"]:
         check_references(options["specialists"])

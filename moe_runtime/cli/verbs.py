@@ -184,8 +184,8 @@ def _downloading(function: Callable) -> Callable:
 
     def run(*args, **options):
         for name in _hub_arguments(function):
-            if _hub().is_id(options[name]):
-                options[name] = _hub().local_folder(options[name], name=name)
+            if _sources().is_id(options[name]):
+                options[name] = _sources().local_folder(options[name], name=name)
         return function(*args, **options)
 
     return run
@@ -266,6 +266,10 @@ def _hub():
     return importlib.import_module("moe_runtime.hf.models.hub")
 
 
+def _sources():
+    return importlib.import_module("moe_runtime.hf.common.sources")
+
+
 def _push(folder: Path, repo: str, sources: list[str], data: str | None, value) -> None:
     """Upload the output of a verb, with a model card that records the command."""
     words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]
@@ -276,7 +280,7 @@ def _push(folder: Path, repo: str, sources: list[str], data: str | None, value) 
         repo,
         base=sources[0] if sources else None,
         command=shlex.join([PROGRAM, *words]),
-        dataset=data if hub.is_id(data or "") else None,
+        dataset=data if _sources().is_id(data or "") else None,
         method=words[0] if words and words[0] in hub.PAPERS else None,
         facts=facts if isinstance(facts, dict) else None,
     )

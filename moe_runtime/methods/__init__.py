@@ -14,7 +14,8 @@ their tables.
 
 from importlib import import_module
 
-from moe_runtime.methods import prompts  # noqa: F401  registers them
+from moe_runtime.methods import cards as _cards  # noqa: F401 - registers the methods' papers
+from moe_runtime.methods import prompts as _prompts  # noqa: F401 - registers their formats
 
 __all__ = ["esft", "lora", "ultrafuser", "upit", "xft"]
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice, one_line
+from moe_runtime.hf.common.sources import check_source
 from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.models.folders import read_config
-from moe_runtime.hf.models.hub import check_source
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import files_print, is_plain_name, read_json

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app
 from moe_runtime.hf.models import hub
+from moe_runtime.methods import cards  # noqa: F401 - registers the papers
 from tests.support import hub as stand_in
 from tests.support.patience import PATIENCE
 
@@ -43,7 +44,7 @@ def card_of(repo):
     code = re.search(r"```python\\n(.*?)```", card.text, re.DOTALL)[1]
     exec(code, names)
     return card, names["model"]
-"""
+"""  # noqa: E501
 UPCYCLE_AND_MERGE = """
 from transformers import AutoModelForCausalLM
 from tests.hf import tiny
@@ -96,7 +97,7 @@ nameless = "Cannot push to 'nameless'. Expected OWNER/NAME"
 verb("xft merge moe other --push-to-hub nameless", fails=nameless)
 verb("xft merge nobody/none other", fails="nobody/none.*Pass the folder of a model or a Hub id")
 assert not Path("other").exists()
-"""
+"""  # noqa: E501
 ADAPTERS = """
 from transformers import AutoModelForCausalLM
 from moe_runtime import esft
@@ -207,8 +208,8 @@ def test_the_card_says_what_a_folder_is(files, method, kind, tmp_path):
     else:
         assert (
             f"- {method}" in head
-            and f"arxiv:{hub.PAPERS[method][1]}" in head
-            and hub.PAPERS[method][0] in body
+            and f"arxiv:{hub.PAPERS[method].arxiv}" in head
+            and hub.PAPERS[method].title in body
         )
 
 

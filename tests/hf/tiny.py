@@ -109,3 +109,41 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative Frobenius error."""
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def assert_close(values, expected, tolerance: float) -> None:
+    """Assert that each tensor of `expected` is near the one of its name in `values`."""
+    for name, tensor in expected.items():
+        assert distance(values[name], tensor) < tolerance, name
+
+
+def assert_equal(values, expected) -> None:
+    """Assert that each tensor of `expected` equals the one of its name in `values`."""
+    for name, tensor in expected.items():
+        assert torch.equal(values[name], tensor), name
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """Copies of the gradients that there are, by the parameters' names."""
+    parameters = model.named_parameters()
+    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+
+
+def trained(model) -> list[torch.nn.Parameter]:
+    """The parameters that require a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    """Copies of the parameters by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    """Copies of the state_dict's tensors."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def contents(folder) -> dict:
+    """The bytes of a folder's files by path."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.hf.dropin.parallel import clip_grad_norm, save_pretrained, shard_experts
-from moe_runtime.hf.training.trainable import fold_rows, freeze_for_esft, train_rows
+from moe_runtime.hf.training.trainable import fold_rows, train_rows
+from moe_runtime.methods.esft.freezing import freeze_for_esft
 from moe_runtime.modules.trainable import split_of
 from tests.support.dist_expert_parallel import MAX_NORM, batch, make, whole
 from tests.support.trained_rows import gathered_rows, trained_rows

@@ -26,6 +26,7 @@ RANK = {
     "hf.training": 5.5,
     "methods.prompts": 5.9,  # needs io alone; recipes name the formats
     "methods": 7,
+    "methods.cards": 7,
     "methods.lora": 7,
     "methods.ultrafuser": 7,
     "methods.xft": 7.1,

@@ -134,27 +134,25 @@ def _activating(stock):
                 "which PEFT would add the transposed update. Use a model with at least two "
                 "experts per layer"
             )
-        found = [
-            Factors(
-                self.lora_A[name].weight,
-                self.lora_B[name].weight,
-                self.scaling[name],
-                self.num_experts,
-            )
-            for name in active_adapters or ()
-            if name in self.lora_A
-        ]
-        if not found:
+        factors = []
+        is_meta = False
+        for name in active_adapters or ():
+            if name in self.lora_A:
+                a = self.lora_A[name].weight
+                b = self.lora_B[name].weight
+                factors.append(Factors(a, b, self.scaling[name], self.num_experts))
+                is_meta = is_meta or a.is_meta or b.is_meta
+        if not factors:
             yield
             return
-        if hasattr(base, "_hf_hook") and any(half.is_meta for one in found for half in one[:2]):
+        if is_meta and hasattr(base, "_hf_hook"):
             raise ValueError(
                 f"The adapter of {self.parameter_name} is offloaded, but PEFT reads its weights "
                 "without accelerate's hooks. Offload the model without adapters of the expert "
                 "stacks"
             )
         before = base.__dict__.pop(ADAPTERS, {})
-        base.__dict__[ADAPTERS] = {**before, self.parameter_name: found}
+        base.__dict__[ADAPTERS] = {**before, self.parameter_name: factors}
         try:
             yield
             if ADAPTERS in base.__dict__:
@@ -191,29 +189,26 @@ def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
     including merged ones.
     """
     layer = sys.modules.get(LAYER)
-    found = {}
+    stacks = {}
     if layer is None or not hasattr(layer, "ParamWrapper"):
-        return found
+        return stacks
     for name, module in model.named_modules():
         if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
             name = name.removesuffix(".base_layer" * name.count(".base_layer"))
-            found.setdefault(name, {})[module.parameter_name] = list(module.lora_A)
-    return found
+            stacks.setdefault(name, {})[module.parameter_name] = list(module.lora_A)
+    return stacks
 
 
 def expert_adapters(model: nn.Module) -> list[nn.Parameter]:
     """Return A and B of every adapter of an expert stack, in the order of the model's modules."""
     layer = sys.modules.get(LAYER)
-    found = []
+    parameters = []
     for module in model.modules() if hasattr(layer, "ParamWrapper") else ():
         if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
-            found += [
-                p
-                for name in module.lora_A
-                for half in (module.lora_A, module.lora_B)
-                for p in half[name].parameters()
-            ]
-    return found
+            for name in module.lora_A:
+                parameters += module.lora_A[name].parameters()
+                parameters += module.lora_B[name].parameters()
+    return parameters
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -227,7 +222,9 @@ def check_adapters(model: nn.Module) -> None:
     for module in model.modules():
         found = getattr(module, "peft_config", None)
         configs |= found if isinstance(found, dict) else {}
-    stacks = adapted_stacks(model)
+    adapted = set()  # names of adapters of any stack
+    for stack in adapted_stacks(model).values():
+        adapted.update(*stack.values())
     for adapter, config in configs.items():
         if getattr(config, "layer_replication", None):
             raise ValueError(
@@ -236,10 +233,9 @@ def check_adapters(model: nn.Module) -> None:
             )
         targets = getattr(config, "target_parameters", None)
         version = str(getattr(config, "peft_version", None) or "0")
-        if not targets or not any(
-            adapter in names for stack in stacks.values() for names in stack.values()
-        ):
-            _warn_of_experts_without_adapter(model, adapter, config, stacks)
+        if not targets or adapter not in adapted:
+            if adapter not in adapted:
+                _warn_of_experts_without_adapter(adapter, config)
             continue
         if (wrong := transposed_stack(model, adapter, version)) is not None:
             raise ValueError(
@@ -262,12 +258,12 @@ def check_adapters(model: nn.Module) -> None:
             )
 
 
-def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, stacks) -> None:
-    """Warn if an adapter names the experts' projections but does not match them."""
+def _warn_of_experts_without_adapter(adapter: str, config) -> None:
+    """Warn if an adapter, which matches no stack, names the experts' projections."""
     targets = getattr(config, "target_modules", None) or ()
     targets = [targets] if isinstance(targets, str) else targets
     named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
-    if named and not any(adapter in names for stack in stacks.values() for names in stack.values()):
+    if named:
         warnings.warn(
             f"Adapter {adapter!r} has target_modules {sorted(named)}, which do not match this "
             "model's expert stacks, so these get no adapter. Name them in target_parameters, for "

@@ -8,7 +8,6 @@ works for families with an auxiliary loss, which it replaces, and for families w
 """
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice, check_number
+from moe_runtime.hf.common.outputs import check_gradients, share_of_batch
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
@@ -27,7 +27,6 @@ from moe_runtime.hf.dropin.layers import (
     routed_layers,
     token_mask,
 )
-from moe_runtime.hf.models import modeling
 from moe_runtime.ops import balance
 
 KINDS = ("per_layer", "pooled")
@@ -69,15 +68,20 @@ def per_layer_loss(
 
 def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> torch.Tensor | None:
     shapes = sorted({tuple(logits.shape) for logits in router_logits})
-    fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,) and 1 <= top_k <= num_experts
-    if not fits or (attention_mask is not None and attention_mask.numel() != shapes[0][0]):
-        got = "" if attention_mask is None else f", attention_mask {tuple(attention_mask.shape)}"
+    mask = None
+    if attention_mask is not None:
+        mask = attention_mask.reshape(-1) != 0
+    fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,)
+    if mask is not None:
+        fits = fits and shapes[0][0] == len(mask)
+    if not fits or not 1 <= top_k <= num_experts:
+        size = None if mask is None else tuple(attention_mask.shape)
         raise ValueError(
             f"Expected router_logits of shape [T, {num_experts}] for each layer, 1 <= top_k <= "
             f"{num_experts} and an attention_mask [B, S] with B * S = T, but got router_logits "
-            f"{shapes}, top_k {top_k}{got}"
+            f"{shapes}, top_k {top_k}, attention_mask {size}"
         )
-    return None if attention_mask is None else attention_mask.reshape(-1) != 0
+    return mask
 
 
 class BalanceLoss:
@@ -94,10 +98,10 @@ class BalanceLoss:
         layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
         self.routers = _declared_routers(model) or _routers_beside(model, layers)
         if not self.routers or not layers:
+            missing = "routers" if layers else "MoE layers"
             raise ValueError(
-                f"No {'routers' if layers else 'MoE layers'} of {type(model).__name__} are known "
-                "to transformers. Pass a stock MoE model; for layers of moe_runtime set "
-                "MoEConfig(balance_loss=...)"
+                f"No {missing} of {type(model).__name__} are known to transformers. Pass a stock "
+                "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
             )
         self._logits: list[torch.Tensor] = []
         self._top_k = 1
@@ -111,12 +115,11 @@ class BalanceLoss:
             model.register_forward_pre_hook(self._prepare, with_kwargs=True),
             # before the call closes
             model.register_forward_hook(self._add, prepend=True),
-            *(
-                module.register_forward_hook(functools.partial(self._catch, i))
-                for module, i in self.routers
-            ),
             layers[0].module.register_forward_pre_hook(self._count, with_kwargs=True),
         ]
+        for router, place in self.routers:
+            catch = functools.partial(self._catch, place)
+            self._handles.append(router.register_forward_hook(catch))
         self._before = self._take_over()
 
     def _take_over(self) -> list[tuple]:
@@ -143,43 +146,44 @@ class BalanceLoss:
         names = self._call.names
         named = self._call.named(args, kwargs)
         config = self.model.config
-        asked = named.get("output_router_logits")
+        with_logits = named.get("output_router_logits")
+        if with_logits is None:
+            with_logits = config.get_text_config().output_router_logits
         as_dict = named.get("return_dict")
-        self._wanted = bool(
-            config.get_text_config().output_router_logits if asked is None else asked
-        )
-        self._as_tuple = not (config.return_dict if as_dict is None else as_dict)
+        if as_dict is None:
+            as_dict = config.return_dict
+        self._wanted = bool(with_logits)
+        self._as_tuple = not as_dict
         self._kwargs = named
-        # the model's auxiliary loss would be added as well
-        if asked or "output_router_logits" in names:
-            changes = {"output_router_logits": False}
-        else:
-            changes = {}
+        changes = {}
+        if "output_router_logits" in (*names, *named):
+            # the model's auxiliary loss would be added as well
+            changes["output_router_logits"] = False
         if self._as_tuple:
             # the parts of a tuple have no names, so it is built after the loss is added
             changes["return_dict"] = True
         if any(name in names[: len(args)] for name in changes):
-            args = ()
-            kwargs = named
+            return (), named | changes
         return args, kwargs | changes
 
     def _catch(self, place: Place, module, args, out) -> None:
         if self._call.is_open:
             parts = out if isinstance(out, (tuple, list)) else (out,)
-            found = place(parts)
-            self._logits.append(self._as_logits(type(module), found.reshape(-1, found.shape[-1])))
+            scores = place(parts)
+            scores = scores.reshape(-1, scores.shape[-1])
+            self._logits.append(self._as_logits(type(module), scores))
 
-    def _as_logits(self, router: type, found: torch.Tensor) -> torch.Tensor:
-        """Return `found` [T, E], or its logarithm if the router has already applied a softmax."""
+    def _as_logits(self, router: type, scores: torch.Tensor) -> torch.Tensor:
+        """Return `scores` [T, E], or their logarithm if the router has applied a softmax."""
         softmaxed = self._softmaxed.get(router)
         if softmaxed is None:
-            softmaxed = _are_probabilities(found)
+            softmaxed = _are_probabilities(scores)
             if torch.compiler.is_compiling():
                 # compiled code cannot branch on values
-                return torch.where(softmaxed, _log(found), found)
-            if found.numel():
+                return torch.where(softmaxed, _log(scores), scores)
+            if scores.numel():
                 self._softmaxed[router] = softmaxed = bool(softmaxed)
-        return _log(found) if softmaxed else found
+        return _log(scores) if softmaxed else scores
 
     def _count(self, module, args, kwargs) -> None:
         self._top_k = ids_of(args, kwargs).shape[-1]
@@ -206,9 +210,10 @@ class BalanceLoss:
     def _complete(
         self, out: ModelOutput, logits: list[torch.Tensor], loss: torch.Tensor | None
     ) -> None:
-        modeling.check_gradients(
-            [p for router, _ in self.routers for p in router.parameters()], logits
-        )
+        parameters = []
+        for router, _ in self.routers:
+            parameters += router.parameters()
+        check_gradients(parameters, logits)
         aux_loss = self._loss(logits)
         if self._wanted:
             out["aux_loss"] = aux_loss
@@ -218,7 +223,7 @@ class BalanceLoss:
             # not an item, which evaluation would treat as a prediction
             out.aux_loss = aux_loss
         if loss is not None:
-            share = modeling.share_of_batch(self._kwargs, loss.device)
+            share = share_of_batch(self._kwargs, loss.device)
             out.lm_loss = loss
             out["loss"] = loss + self.coef * share * aux_loss.to(loss.device)
 
@@ -231,8 +236,9 @@ class BalanceLoss:
                 f"{sorted(experts)}"
             )
         mask = token_mask(self._call.mask, rows.pop()) if len(rows) == 1 else None
-        function = balance.per_layer_loss if self.kind == "per_layer" else balance.pooled_loss
-        return function(logits, self._top_k, mask)
+        if self.kind == "per_layer":
+            return balance.per_layer_loss(logits, self._top_k, mask)
+        return balance.pooled_loss(logits, self._top_k, mask)
 
 
 def use_balance_loss(
@@ -253,47 +259,36 @@ def use_balance_loss(
             hook.__self__.close()
     if coef is None:
         coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
-    else:
-        coef = coef
     check_number("coef", coef, positive=True)
     return BalanceLoss(model, kind, float(coef))
 
 
 def _unwrap(model: nn.Module) -> PreTrainedModel:
     """Return transformers' model inside a PEFT, DDP or torch.compile wrapper."""
-    inner = model
-    while not isinstance(inner, PreTrainedModel):
-        parts = [getattr(inner, name, None) for name in ("module", "_orig_mod", "model")]
-        get = getattr(inner, "get_base_model", None)
-        if get is not None:
-            inner = get()
-        else:
-            inner = next((part for part in parts if isinstance(part, nn.Module)), None)
-        if inner is None:
-            raise ValueError(
-                "Expected a model of transformers, or PEFT or DDP around one, but got "
-                f"{type(model).__name__}"
-            )
-    return inner
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel):
+            return inner
+    raise ValueError(
+        "Expected a model of transformers, or PEFT or DDP around one, but got "
+        f"{type(model).__name__}"
+    )
 
 
 def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
     """List the modules that return router logits and their place in the output, as declared by the
     model's classes.
     """
-    found = {}
+    routers = {}
     for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            specs = getattr(part, "_can_record_outputs", None)
-        else:
-            specs = None
-        specs = (specs or {}).get("router_logits", [])
+        if not isinstance(part, PreTrainedModel):
+            continue
+        specs = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
         for spec in specs if isinstance(specs, list) else [specs]:
             for name, module in part.named_modules():
                 # not a recorder of the whole block, whose output is not that of a router
                 if _matches(spec, name, module) and not any(map(is_experts, module.modules())):
-                    found[module] = functools.partial(_at, getattr(spec, "index", 1))
-    return list(found.items())
+                    routers[module] = functools.partial(_at, getattr(spec, "index", 1))
+    return list(routers.items())
 
 
 def _routers_beside(
@@ -302,14 +297,13 @@ def _routers_beside(
     """Do the same for classes that declare nothing: find the routers by name in the blocks of
     `layers`.
     """
-    found = {}
+    routers = {}
     for layer in layers:
         for name, module in block_of(model, layer).named_children():
-            if name in ("gate", "router") or re.search(
-                "router|gating", type(module).__name__, re.IGNORECASE
-            ):
-                found[module] = functools.partial(_first_as_wide, layer.num_experts)
-    return list(found.items())
+            kind = type(module).__name__.lower()
+            if name in ("gate", "router") or "router" in kind or "gating" in kind:
+                routers[module] = functools.partial(_first_as_wide, layer.num_experts)
+    return list(routers.items())
 
 
 # not operator.itemgetter, which torch.compile cannot trace
@@ -318,15 +312,18 @@ def _at(index: int, parts: Sequence) -> torch.Tensor:
 
 
 def _first_as_wide(E: int, parts: Sequence) -> torch.Tensor:
-    floats = (part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point())
-    return next(part for part in floats if part.shape[-1] >= E)
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.is_floating_point() and part.shape[-1] >= E:
+            return part
+    raise ValueError(f"A router returned no scores of {E} experts")
 
 
-def _are_probabilities(found: torch.Tensor) -> torch.Tensor:
-    """Return whether all rows of `found` [T, E] are distributions, [] bool; sums of bfloat16 may be
-    off by some thousandths.
+def _are_probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """Return whether all rows of `scores` [T, E] are distributions, [] bool, to the precision of
+    bfloat16.
     """
-    return ((found >= 0).all(-1) & ((found.float().sum(-1) - 1).abs() < 1e-2)).all()
+    sums = scores.float().sum(-1)
+    return (scores >= 0).all() & ((sums - 1).abs() < 1e-2).all()
 
 
 def _log(probabilities: torch.Tensor) -> torch.Tensor:
@@ -337,10 +334,13 @@ def _matches(spec, name: str, module: nn.Module) -> bool:
     """Return whether transformers' recorder (an OutputRecorder, a class or the end of a path)
     refers to this module.
     """
-    kind = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
-    suffix = spec if isinstance(spec, str) else getattr(spec, "class_name", None)
     layer = (getattr(spec, "layer_name", None) or "").strip(".")
-    is_it = (kind is not None and isinstance(module, kind)) or bool(
-        suffix and name.endswith(suffix)
-    )
-    return is_it and (not layer or f".{layer}." in f".{name}.")
+    if layer and f".{layer}." not in f".{name}.":
+        return False
+    if isinstance(spec, str):
+        return name.endswith(spec)
+    kind = spec if isinstance(spec, type) else spec.target_class
+    if kind is not None and isinstance(module, kind):
+        return True
+    suffix = getattr(spec, "class_name", None)
+    return suffix is not None and name.endswith(suffix)

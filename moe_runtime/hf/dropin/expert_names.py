@@ -3,6 +3,7 @@ expert's projection.
 
 published(model, tensors)           what save_pretrained would write of these tensors of the model
 matrices_of(model, stacks)          each expert's matrices by their published names
+parts_in_file(checkpoint, ...)      where a folder holds each expert's matrices
 
 Many families rename: experts.0.w1.weight and experts.0.w3.weight (Mixtral) are gate and up of
 `experts.gate_up_proj`[0], GraniteMoE's input_linear.weight is that stack.
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+
+from moe_runtime.io.checkpoint import Checkpoint
 
 # of the stand-in for an expert's weight: enough to tell gate and up, stored one after the other or
 # in turn
@@ -55,31 +58,96 @@ def matrices_of(
     stand_ins = {}
     start = 0
     for stack, shape in stacks.items():
-        count = shape[0] * ROWS
-        stand_ins[stack] = torch.arange(start, start + count, device="cpu").view(shape[0], ROWS, 1)
-        start += count
-    matrices = {stack: {e: {} for e in range(shape[0])} for stack, shape in stacks.items()}
-    owners = [
-        (stack, e, row)
-        for stack, shape in stacks.items()
-        for e in range(shape[0])
-        for row in range(ROWS)
-    ]
+        stop = start + shape[0] * ROWS
+        values = torch.arange(start, stop, device="cpu")
+        stand_ins[stack] = values.view(shape[0], ROWS, 1)
+        start = stop
+    # first row of a published matrix -> its number of rows, its name, its row of a stack
+    matrices = {}
     for name, tensor in published(model, stand_ins).items():
-        rows_of = tensor if tensor.dim() == 3 else tensor[None]
-        for i, matrix in enumerate(rows_of):
-            stack, e, first = owners[int(matrix[0, 0])]
-            rows = [owners[int(value)] for value in matrix.flatten()]
-            if (
-                rows == [(stack, e, first + row) for row in range(len(rows))]
-                and matrix.shape[1] == 1
-            ):
-                matrices[stack][e][first] = (len(rows), name, i if tensor.dim() == 3 else None)
+        is_stack = tensor.dim() == 3
+        for i, matrix in enumerate(tensor if is_stack else tensor[None]):
+            rows = matrix.flatten().tolist()
+            first = rows[0]
+            in_order = rows == list(range(first, first + len(rows)))
+            if in_order and matrix.shape[1] == 1:
+                matrices[first] = (len(rows), name, i if is_stack else None)
     names = {}
-    for stack, experts in matrices.items():
-        pairs = {e: [parts[first] for first in sorted(parts)] for e, parts in experts.items()}
-        if all(sum(rows for rows, *_ in parts) == ROWS for parts in pairs.values()):
-            names[stack] = {
-                e: [(name, row) for _, name, row in parts] for e, parts in pairs.items()
-            }
+    start = 0
+    for stack, shape in stacks.items():
+        experts = {}
+        for e in range(shape[0]):
+            row = start
+            start += ROWS
+            experts[e] = []
+            while row < start and row in matrices:
+                count, name, i = matrices[row]
+                experts[e].append((name, i))
+                row += count
+            if row != start:
+                experts[e] = None
+        if None not in experts.values():
+            names[stack] = experts
     return names
+
+
+# how files name the projections of an expert
+_PROJECTIONS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3"), ("gate_up_proj",), ("gate", "up")),
+    "down_proj": (("down_proj",), ("w2",), ("down",)),
+    "up_proj": (("up_proj",), ("w1",), ("up",)),
+}
+
+
+def parts_in_file(
+    checkpoint, path: str, name: str, shape, published: dict[int, list] | None
+) -> dict[int, list]:
+    """Return the place of each expert's matrix in a file, as one or two pairs (key, row).
+
+    It has the model's own name, the one that transformers publishes, or one of DeepSeek's,
+    Mixtral's or Phi-MoE's.
+    """
+    key = f"{path}.{name}"
+    candidates = [{e: [(key, e)] for e in range(shape[0])}]
+    if published:
+        candidates.append(published)
+    for block in ("mlp", "block_sparse_moe", "feed_forward", "moe"):
+        layer = path.replace(".mlp.", f".{block}.")
+        for names in _PROJECTIONS[name]:
+            parts = {}
+            for e in range(shape[0]):
+                parts[e] = [(f"{layer}.{e}.{part}.weight", None) for part in names]
+            candidates.append(parts)
+    wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
+    for parts in candidates:
+        unfit = []
+        for pairs in parts.values():
+            if _size(checkpoint, pairs) != tuple(shape[1:]):
+                unfit += pairs
+        if not unfit:
+            return parts
+        if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
+            wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
+    raise ValueError(
+        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and "
+        "call quantize_experts"
+    )
+
+
+def _size(checkpoint: Checkpoint, pairs: list[tuple[str, int | None]]) -> tuple[int, int] | None:
+    """Return rows and columns of an expert's matrices, one below the other; None if the file lacks
+    one or they do not fit.
+    """
+    rows = 0
+    widths = set()
+    for key, row in pairs:
+        if key not in checkpoint:
+            return None
+        size = checkpoint.specs()[key].shape
+        if row is not None:
+            size = size[1:] if row < size[0] else ()
+        if len(size) != 2:
+            return None
+        rows += size[0]
+        widths.add(size[1])
+    return (rows, widths.pop()) if len(widths) == 1 else None

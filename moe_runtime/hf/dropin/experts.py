@@ -10,6 +10,7 @@ grouped products. Parameters keep their names, shapes and layout.
 """
 
 import contextlib
+import copy
 import functools
 
 import torch
@@ -17,6 +18,7 @@ from packaging.version import Version
 from torch import nn
 
 from moe_runtime import backends
+from moe_runtime.hf.common.outputs import make_exports_portable
 from moe_runtime.hf.dropin import adapters, loading
 from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, note_gate, stack_names
 from moe_runtime.modules import packed, trainable
@@ -64,24 +66,6 @@ def register() -> None:
     loading.install()
 
 
-@functools.cache
-def make_exports_portable() -> None:
-    """Make transformers' exporters to formats without our ops set `backends.foreign_experts` while
-    they trace.
-    """
-    with contextlib.suppress(ImportError):  # a transformers without exporters
-        from transformers.exporters.utils import register_patch
-
-        for target, experts in (
-            ("onnx", "grouped_mm"),
-            ("executorch", "batched_mm"),
-            ("openvino", "batched_mm"),
-        ):
-            register_patch(target, "moe_runtime.backends.foreign_experts")(
-                lambda _, experts=experts: experts
-            )
-
-
 def patch(model: nn.Module) -> int:
     """Run the experts of `model` on moe_runtime from now on and return the number of layers;
     `unpatch` reverts it.
@@ -95,60 +79,75 @@ def patch(model: nn.Module) -> int:
     from transformers import PreTrainedModel
 
     register()
-    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-    layers = {name: module for name, module in modules.items() if is_experts(module)}
-    ours = {name: module.experts for name, module in modules.items() if isinstance(module, MoE)}
+    layers = {}
+    ours = 0
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if is_experts(module):
+            layers[name] = module
+            check_stacks(module, stack_names(module), name)
+        elif isinstance(module, MoE):
+            ours += 1
+            stacks = getattr(module.experts, "stacks", None)  # LoRA experts have none
+            check_stacks(module.experts, stacks() if stacks else (), name)
     if not layers and not ours:
         raise ValueError(
             f"{type(model).__name__} has no experts that use transformers' experts interface. Pass "
             "an MoE model of a supported family (see docs/families.md)"
         )
-    for found, names in (
-        (layers, stack_names),
-        (ours, lambda experts: getattr(experts, "stacks", tuple)()),
-    ):
-        for name, module in found.items():
-            check_stacks(module, names(module), name)
     adapters.check_adapters(model)
-    for module in layers.values():
-        if module.config._experts_implementation != NAME:
-            setattr(module, BEFORE, module.config._experts_implementation)
+    changed = [m for m in layers.values() if m.config._experts_implementation != NAME]
+    if changed:
+        _separate_configs(model)
+    for module in changed:
+        setattr(module, BEFORE, module.config._experts_implementation)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
             module.set_experts_implementation(NAME)
     for name, module in layers.items():
         if ".modules_to_save." in name:  # PEFT's copy of a module has a copy of its config
             module.config._experts_implementation = NAME
-    missed = [
-        name for name, module in layers.items() if module.config._experts_implementation != NAME
-    ]
-    if missed:
-        still = layers[missed[0]].config._experts_implementation
-        unpatch(model)
-        raise ValueError(
-            f"experts_implementation of {missed[0] or type(model).__name__} cannot be set to "
-            f"{NAME!r} and is still {still!r}. Load the model through a class of transformers"
-        )
-    return len(layers) + len(ours)
+        implementation = module.config._experts_implementation
+        if implementation != NAME:
+            unpatch(model)
+            raise ValueError(
+                f"experts_implementation of {name or type(model).__name__} cannot be set to "
+                f"{NAME!r} and is still {implementation!r}. Load the model through a class of "
+                "transformers"
+            )
+    return len(layers) + ours
+
+
+def _separate_configs(model: nn.Module) -> None:
+    """Give the modules of `model` a copy of their configs, which other models may share."""
+    from transformers import PreTrainedConfig
+
+    copies = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copies))
 
 
 def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
     """Raise ValueError unless our kernels support the stacks of an experts module: floats, packed,
     or FP8 in blocks of 128.
     """
-    # LoRA experts have no stacks
-    is_fp8 = bool(names) and not packed.layouts(module) and packed.is_packed(module, names[0])
-    if is_fp8:
-        blocks = getattr(module, "block_size", None)
-        halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
-        if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
-            raise ValueError(
-                f"FP8 experts {path} {list(getattr(module, names[0]).shape)} have blocks of "
-                f"{blocks}, but need blocks of {BLOCK} x {BLOCK} that do not mix gate and up, and "
-                "an activation that moe_mlp supports"
-            )
-    elif not packed.layouts(module):
+    if packed.layouts(module):
+        return
+    if not names or not packed.is_packed(module, names[0]):
         check_floats([getattr(module, name) for name in names], path)
+        return
+    shape = getattr(module, names[0]).shape
+    blocks = getattr(module, "block_size", None)
+    fits = blocks is not None and tuple(blocks) == (BLOCK, BLOCK)
+    if names[0] == "gate_up_proj":
+        fits = fits and shape[1] // 2 % BLOCK == 0
+    if not fits or note_gate(module) is None:
+        raise ValueError(
+            f"FP8 experts {path} {list(shape)} have blocks of {blocks}, but need blocks of "
+            f"{BLOCK} x {BLOCK} that do not mix gate and up, and an activation that moe_mlp "
+            "supports"
+        )
 
 
 def check_runnable(module: nn.Module, implementation: str | None, path: str = "") -> None:
@@ -192,8 +191,11 @@ def experts_forward(
     and sums stay float32. A slot with an id outside 0..E-1 (the sentinel of expert parallelism)
     contributes nothing and gets no gradient.
     """
-    plain = trainable.split_of(self) is None and not packed.is_packed(self, stack_names(self)[0])
-    if (portable := backends.portable()) is not None and plain:
+    names = stack_names(self)
+    portable = backends.portable()
+    if portable is not None and not (
+        trainable.split_of(self) is not None or packed.is_packed(self, names[0])
+    ):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS[portable](self, hidden_states, top_k_index, top_k_weights)
@@ -203,7 +205,7 @@ def experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        stack_names(self),
+        names,
         gate,
         transposed=self.is_transposed,
         run=functools.partial(_composed, self) if gate is None else None,

@@ -10,6 +10,7 @@ makes the result None, and the class's own code runs.
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -83,18 +84,20 @@ def note_gate(module: nn.Module) -> Activation | None:
     Used for FP8Experts, a single class for the gates of all families whose branches depend on the
     instance's parameters.
     """
-    limits = {getattr(module, name, None) for name in LIMITS} | {None}
-    known = itertools.product(ACT, [True], limits, (0.0, 1.0), [False])
     if module.has_gate:
-        known = {gate: gate.apply for gate in itertools.starmap(Activation, known)}
-    else:
-        known = {}
-    if known:
-        gate = _first_equal(functools.partial(type(module)._apply_gate, module), known)
+        limits = {getattr(module, name, None) for name in LIMITS} | {None}
+        apply_gate = functools.partial(type(module)._apply_gate, module)
+        gate = _first_equal(apply_gate, _known_gates(limits, (False,)))
     else:
         gate = gate_of(module)
     module.__dict__[GATE] = gate
     return gate
+
+
+def _known_gates(limits: Iterable[float | None], interleaved: Iterable[bool]) -> dict:
+    """Return the gates that `moe_mlp` supports with these parameters, and what they compute."""
+    gates = itertools.product(ACT, [True], limits, (0.0, 1.0), interleaved)
+    return {gate: gate.apply for gate in itertools.starmap(Activation, gates)}
 
 
 def _of_instance(form: Form, module: nn.Module) -> Activation | None:
@@ -143,11 +146,9 @@ class _StandIn:
     """
 
     def __init__(self, act: str | None, limit: float, alpha: float):
-        self._act, self._numbers, self.read = (
-            act,
-            dict.fromkeys(LIMITS, limit) | dict.fromkeys(ALPHAS, alpha),
-            set(),
-        )
+        self._act = act
+        self._numbers = dict.fromkeys(LIMITS, limit) | dict.fromkeys(ALPHAS, alpha)
+        self.read = set()
 
     def __getattr__(self, name: str):
         if name == "act_fn" and self._act is not None:
@@ -164,53 +165,47 @@ def _form_of_gate(apply_gate, act: str | None) -> Form | None:
 
     The class itself cannot be the cache key, as PEFT creates a new one at every call.
     """
-    found = {}
+    gates = []
     for limit, alpha in ((3.0, QUICK), (0.7, QUICK), (3.0, 1.0)):
         stand_in = _StandIn(act, limit, alpha)
-        gates = itertools.product(ACT, [True], (None, limit), (0.0, 1.0), (False, True))
-        known = {gate: gate.apply for gate in itertools.starmap(Activation, gates)}
-        gate = _first_equal(functools.partial(apply_gate, stand_in), known)
-        if gate is None:
-            return None
-        found[limit, alpha] = gate
-    names = [[name for name in group if name in stand_in.read] for group in (LIMITS, ALPHAS)]
-    if max(map(len, names)) > 1:
+        known = _known_gates((None, limit), (False, True))
+        gates.append(_first_equal(functools.partial(apply_gate, stand_in), known))
+    limits = [name for name in LIMITS if name in stand_in.read]
+    alphas = [name for name in ALPHAS if name in stand_in.read]
+    if None in gates or len(limits) > 1 or len(alphas) > 1:
         return None
-    (first, other_limit, other_alpha), (limit, alpha) = (
-        found.values(),
-        (next(iter(group), None) for group in names),
-    )
-    wanted = [
-        first._replace(limit=None if first.limit is None else 0.7),
-        first if alpha is None else first._replace(act="silu"),
-    ]
     # every attribute that is read must affect the result in the assumed way
-    fits = [other_limit, other_alpha] == wanted and (first.limit is None) == (limit is None)
-    if fits and (alpha is None or first.act == "quick_gelu"):
-        return Form(first, limit, alpha)
-    return None
+    first, with_other_limit, with_other_alpha = gates
+    if (first.limit is not None) != bool(limits) or (alphas and first.act != "quick_gelu"):
+        return None
+    expected = first._replace(limit=0.7) if limits else first
+    if with_other_limit != expected:
+        return None
+    expected = first._replace(act="silu") if alphas else first
+    if with_other_alpha != expected:
+        return None
+    return Form(first, *(limits or [None]), *(alphas or [None]))
 
 
 @torch.no_grad()
-def _first_equal(wanted, candidates: dict):
-    """Return the key of the first candidate equal to `wanted`; None if there is none, or if
-    `wanted` cannot run.
+def _first_equal(function, candidates: dict):
+    """Return the key of the first candidate equal to `function`; None if there is none, or if it
+    cannot run.
     """
     with outside_of_modes():  # an outer fake or meta mode would give no numbers
         # both signs of both parts, unordered, and large enough that a clamp has an effect
         generator = torch.Generator(device="cpu").manual_seed(0)
         z = torch.randn(96, 16, dtype=torch.float64, device="cpu", generator=generator)
-        z *= torch.tensor(
-            [0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=torch.float64, device="cpu"
-        ).repeat_interleave(16)[:, None]
+        scales = torch.tensor([0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=z.dtype, device="cpu")
+        z *= scales.repeat_interleave(16)[:, None]
         try:
-            values = wanted(z.clone())
+            values = function(z.clone())
         except Exception:  # a class that needs more than numbers runs through its own code
             return None
         for key, candidate in candidates.items():
-            got = candidate(z)
-            if got.shape == values.shape and torch.allclose(
-                got, values.to(got.dtype), rtol=1e-6, atol=1e-9
-            ):
+            known = candidate(z)
+            if known.shape != values.shape:
+                continue
+            if torch.allclose(known, values.to(known.dtype), rtol=1e-6, atol=1e-9):
                 return key
     return None

@@ -7,6 +7,7 @@ again in the backward pass, which is not a call of the model.
 
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,22 +102,23 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
     """
     numbered: dict[int, RoutedLayer] = {}
     for layer in routed_layers(model).values():
-        digits = re.search(r"\d+", plain_name(layer.name))
-        number = None if digits is None else int(digits[0])
-        other = numbered.get(number)
-        problem = None
-        if number is None:
-            problem = (
+        name = plain_name(layer.name)
+        digits = re.search(r"\d+", name)
+        if digits is None:
+            raise ValueError(
                 f"Layer {layer.name} has no number in its path, but a model with numbered layers "
                 "is required"
             )
-        elif other is not None and plain_name(other.name) != plain_name(layer.name):
-            both = f"layers {other.name} and {layer.name} have the same number {number}"
-            problem = f"{both}, but a model with a single stack of layers is required"
+        number = int(digits[0])
+        other = numbered.get(number)
+        if other is not None and plain_name(other.name) != name:
+            hint = ""
             if isinstance(block_of(model, layer), LoRALinear):
-                problem += ", or LoRA experts of form 'block', which have one router for a layer"
-        if problem is not None:
-            raise ValueError(problem)
+                hint = ", or LoRA experts of form 'block', which have one router for a layer"
+            raise ValueError(
+                f"layers {other.name} and {layer.name} have the same number {number}, but a model "
+                f"with a single stack of layers is required{hint}"
+            )
         if other is None or _TRAINED_COPY.search(layer.name):
             numbered[number] = layer
     return numbered
@@ -134,16 +136,15 @@ def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
     if isinstance(block, LoRALinear) or isinstance(block.experts, LoRAExperts):
         raise ValueError(
             f"{layer.name} has LoRA experts, but whole ones are required. Convert them with "
-            "lora_moe.to_moe"
+            "moe_runtime.methods.lora.to_moe"
         )
     return block.experts
 
 
 def plain_name(name: str) -> str:
     """Return a layer's path without the parts of wrappers such as DDP or PEFT."""
-    name = ".".join(
-        part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS
-    )
+    parts = _TRAINED_COPY.sub("", name).split(".")
+    name = ".".join(part for part in parts if part not in _WRAPPERS)
     return name.removeprefix("base_model.model.")
 
 
@@ -183,7 +184,8 @@ class OpenCall:
         # torch does not call hooks after a KeyboardInterrupt, even with always_call
         self._leave()
         mask = self.named(args, kwargs).get("attention_mask")
-        self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            self.mask = mask
         self.with_gradient += torch.is_grad_enabled()
         self.is_open = self._on_enter is None or self._on_enter(module)
 
@@ -210,9 +212,12 @@ def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
     With a cache, the mask also covers past tokens, and the new ones come last.
     """
-    if mask is None or not rows or rows % mask.shape[0] or mask.numel() < rows:
+    if mask is None or not rows:
         return None
-    return mask[:, -(rows // mask.shape[0]) :].reshape(rows) != 0
+    length, rest = divmod(rows, len(mask))
+    if rest or length > mask.shape[1]:
+        return None
+    return mask[:, -length:].reshape(rows) != 0
 
 
 def forget_compiled() -> None:
@@ -228,14 +233,18 @@ def sizes(model: nn.Module) -> tuple[int, int]:
     total = sum(p.numel() for p in model.parameters())
     idle = 0.0
     for module in model.modules():
-        if isinstance(module, MoE | EWAMLP | LoRALinear):
-            # EWA assigns each token to one expert, whatever top_k is
-            seen = 1 if isinstance(module, EWAMLP) else module.config.top_k
-            # all experts of an MoE; for LoRA experts the pairs, without their common base
-            if isinstance(module, LoRAMoE):
-                pairs = module.experts.pairs()
-            else:
-                pairs = getattr(module, "pairs", list)()
-            parts = [half for pair in pairs for half in pair] or module.experts.parameters()
-            idle += (1 - seen / module.config.num_experts) * sum(p.numel() for p in parts)
+        if not isinstance(module, MoE | EWAMLP | LoRALinear):
+            continue
+        top_k = module.config.top_k
+        # of LoRA experts only the pairs, without their common base
+        if isinstance(module, LoRAMoE):
+            weights = itertools.chain(*module.experts.pairs())
+        elif isinstance(module, LoRALinear):
+            weights = itertools.chain(*module.pairs())
+        else:
+            weights = module.experts.parameters()
+            if isinstance(module, EWAMLP):
+                top_k = 1  # it assigns each token to one expert, whatever top_k is
+        unused = 1 - top_k / module.config.num_experts
+        idle += unused * sum(weight.numel() for weight in weights)
     return total, round(total - idle)

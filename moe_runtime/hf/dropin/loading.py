@@ -83,10 +83,7 @@ def convert_saved(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix:
     """
     targets = _tensors_of(model)
     partial = model.__dict__.get(PARTIAL, {})
-    is_saved = any(
-        key.removeprefix(prefix) not in targets for key in state_dict if key.startswith(prefix)
-    )
-    if not is_saved and not partial:
+    if not partial and _local_keys(state_dict, prefix) <= targets.keys():
         return
     _rename(model, state_dict, prefix, targets, partial)
     for name in list(partial):
@@ -115,19 +112,29 @@ def _rename(
     # ZeRO-3 has partitioned the parameters; a quantizer has conversions of its own, and only
     # adapters are trained
     is_excluded = is_deepspeed_zero3_enabled() or getattr(model, "hf_quantizer", None) is not None
-    conversions = [] if is_excluded else get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    renamed = {key: rename_source_key(key, renamings, converters) for key in keys}
-    if not any(name in targets and key not in targets for key, (name, _) in renamed.items()):
+    if is_excluded:
         return
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = []
+    converters = []
+    by_pattern = {}
+    for conversion in get_model_conversion_mapping(model, add_legacy=False):
+        if isinstance(conversion, WeightRenaming):
+            renamings.append(conversion)
+        elif isinstance(conversion, WeightConverter):
+            converters.append(conversion)
+            by_pattern |= dict.fromkeys(conversion.source_patterns, conversion)
+    renamed = {}
+    for key in _local_keys(state_dict, prefix):
+        name, pattern = rename_source_key(key, renamings, converters)
+        if name in targets:
+            renamed[key] = (name, pattern)
+    if renamed.keys() <= targets.keys():
+        return
     skipped = _modules_with_hooks(model)
     loaded = model.__dict__.get(LOADED, Loaded())
     moved = {}
     for key, (name, pattern) in renamed.items():
-        if name not in targets or name.rpartition(".")[0] in skipped:
+        if name.rpartition(".")[0] in skipped:
             continue
         tensor = state_dict.pop(prefix + key)
         if pattern is None:
@@ -136,6 +143,11 @@ def _rename(
             partial.setdefault(name, _Partial(by_pattern[pattern])).tensors[key] = (pattern, tensor)
         loaded.saved.add(key)
     state_dict.update(moved)
+
+
+def _local_keys(state_dict: Mapping[str, torch.Tensor], prefix: str) -> set[str]:
+    """Return the keys that start with `prefix`, without it."""
+    return {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -149,12 +161,11 @@ def _modules_with_hooks(model: nn.Module) -> set[str]:
     """Return the paths of experts whose hooks read saved names: packed stacks and separately
     trained rows.
     """
-    found = model.named_modules()
-    return {
-        path
-        for path, module in found
-        if packed.layouts(module) or trainable.split_of(module) is not None
-    }
+    paths = set()
+    for path, module in model.named_modules():
+        if packed.layouts(module) or trainable.split_of(module) is not None:
+            paths.add(path)
+    return paths
 
 
 def _is_complete(stack: _Partial, name: str, targets: Mapping[str, torch.Tensor]) -> bool:
@@ -175,9 +186,10 @@ def _convert(stack: _Partial, name: str, model: nn.Module) -> dict[str, torch.Te
         pattern, tensor = stack.tensors[key]
         converter.add_tensor(name, key, pattern, tensor)
     values = converter.convert(name, model=model, config=model.config)
-    return {
-        target: value[0] if isinstance(value, list) else value for target, value in values.items()
-    }
+    for target, value in values.items():
+        if isinstance(value, list):
+            values[target] = value[0]
+    return values
 
 
 def _natural(key: str) -> list[str | int]:

@@ -25,6 +25,8 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.common import sharded
+from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin.adapters import expert_adapters
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import packed, trainable
@@ -58,13 +60,53 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     experts that PEFT trains a copy of, and parameters that are already distributed in another way.
     """
     check_choice("gradients", gradients, GRADIENTS)
-    modules = dict(model.named_modules())
-    layers = {
-        name: part
-        for name, part in modules.items()
-        if is_experts(part) or isinstance(part, Experts)
-    }
-    lora = [name for name, part in modules.items() if isinstance(part, LoRAMoE | LoRALinear)]
+    layers = _layers_to_shard(model, mesh)
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    for name, module in layers.items():
+        _check(name, module, mesh, placements)
+    patch(model)
+    ignored = _ignored(model)
+    for name, module in layers.items():
+        setattr(module, GRADIENTS_OF, gradients)
+        # not a norm that experts share, which is a submodule
+        parameters = dict(module.named_parameters(recurse=False))
+        for parameter_name, parameter in parameters.items():
+            if parameter_name in packed.layouts(module):
+                _shard_packed(module, parameter_name, mesh, placements)
+            elif not isinstance(parameter, DTensor):
+                setattr(module, parameter_name, _shard(parameter, mesh, placements))
+        names = list(parameters)
+        if packed.layouts(module):
+            names += module._buffers  # scales of the rank's experts
+        ignored.update(f"{name}.{part}" for part in names)
+    model._ddp_params_and_buffers_to_ignore = sorted(ignored)
+    # each rank has initialized them from its own generator
+    for parameter in expert_adapters(model):
+        dist.broadcast(parameter.data, 0)
+
+    def check_once(model, _args) -> None:
+        check.remove()
+        _check_adapters(model, mesh)
+
+    check = model.register_forward_pre_hook(check_once)
+    for module in model.modules():
+        # not a PeftModel: adapters are whole on every rank, so PEFT can save them
+        if isinstance(module, PreTrainedModel) and any(
+            part in layers.values() for part in module.modules()
+        ):
+            module.save_pretrained = types.MethodType(_save_whole_only, module)
+    return len(layers)
+
+
+def _layers_to_shard(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]:
+    """Return the experts modules by path; raises ValueError for a mesh or model that does not fit."""
+    layers = {}
+    lora = []
+    for name, module in model.named_modules():
+        if is_experts(module) or isinstance(module, Experts):
+            layers[name] = module
+        elif isinstance(module, LoRAMoE | LoRALinear):
+            lora.append(name)
     problem = None
     if mesh.ndim > 2:
         problem = (
@@ -78,41 +120,11 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     elif lora:
         problem = (
             f"{lora[0]} has LoRA experts, which have no stacks. Convert them to whole experts with "
-            "lora_moe.to_moe"
+            "moe_runtime.methods.lora.to_moe"
         )
     if problem is not None:
         raise ValueError(problem)
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    for name, module in layers.items():
-        _check(name, module, mesh, placements)
-    patch(model)
-    ignored = _ignored(model)
-    for name, module in layers.items():
-        setattr(module, GRADIENTS_OF, gradients)
-        for parameter_name, parameter in list(
-            module.named_parameters(recurse=False)
-        ):  # not a norm that experts share, which is a submodule
-            if parameter_name in packed.layouts(module):
-                _shard_packed(module, parameter_name, mesh, placements)
-            elif not isinstance(parameter, DTensor):
-                setattr(module, parameter_name, _shard(parameter, mesh, placements))
-            ignored.add(f"{name}.{parameter_name}")
-        # scales of the rank's experts
-        ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}
-    model._ddp_params_and_buffers_to_ignore = sorted(ignored)
-    # each rank has initialized them from its own generator
-    for parameter in expert_adapters(model):
-        dist.broadcast(parameter.data, 0)
-    checked = model.register_forward_pre_hook(
-        lambda model, _: (checked.remove(), _check_adapters(model, mesh))[0]
-    )
-    for module in model.modules():
-        # not a PeftModel: adapters are whole on every rank, so PEFT can save them
-        if isinstance(module, PreTrainedModel) and any(
-            part in layers.values() for part in module.modules()
-        ):
-            module.save_pretrained = types.MethodType(_save_whole_only, module)
-    return len(layers)
+    return layers
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
@@ -178,10 +190,9 @@ def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     owners = set(mesh.mesh.flatten().tolist())
     for parameter in expert_adapters(model):
-        if isinstance(parameter, DTensor):
-            ranks = parameter.device_mesh.mesh.flatten().tolist()
-        else:
-            ranks = owners
+        if not isinstance(parameter, DTensor):
+            continue
+        ranks = parameter.device_mesh.mesh.flatten().tolist()
         if not owners.issubset(ranks):
             raise ValueError(
                 f"The experts' adapters are sharded by FSDP2 over ranks {ranks}, but the experts "
@@ -193,11 +204,10 @@ def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:
     """Return this rank's experts of a whole stack, in separate memory."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
-    size = parameter.shape[0] // mesh.size(-1)
-    part = parameter.detach()[rank * size : (rank + 1) * size].clone(
-        memory_format=torch.contiguous_format
-    )
-    part = part if part.is_meta else part.to(mesh.device_type)
+    part = parameter.detach().chunk(mesh.size(-1))[rank]
+    part = part.clone(memory_format=torch.contiguous_format)
+    if not part.is_meta:
+        part = part.to(mesh.device_type)
     whole = DTensor.from_local(part, mesh, placements, run_check=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
@@ -229,29 +239,29 @@ def split_spread_rows(
     stacks = {name: getattr(module, name) for name in names}
     first = stacks[names[0]]
     mesh = first.device_mesh
-    placements = first.placements
-    n = mesh.size(-1)
     rank = mesh.get_local_rank(mesh.ndim - 1)
     size = first.shape[0] // mesh.size(-1)
-    owned = [[e for e in ids if e // size == r] for r in range(n)]
+    owned = [[] for _ in range(mesh.size(-1))]
+    for e in ids:
+        owned[e // size].append(e)
     most = max(map(len, owned))
-    index = torch.tensor(
-        [e - rank * size for e in owned[rank]], dtype=torch.int64, device=first.to_local().device
-    )
-    rows = {}
+    local_ids = [e - rank * size for e in owned[rank]]
+    index = torch.tensor(local_ids, dtype=torch.int64, device=first.to_local().device)
+    parameters = {}
     for name, stack in stacks.items():
         part = stack.detach().to_local()
-        rows[name] = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
-        rows[name][: index.numel()] = part.index_select(0, index)
-    spread = {
-        name: DTensor.from_local(part, mesh, placements, run_check=False)
-        for name, part in rows.items()
-    }
+        rows = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
+        rows[: len(index)] = part[index]
+        rows = DTensor.from_local(rows, mesh, first.placements, run_check=False)
+        parameters[trainable.PREFIX + name] = nn.Parameter(rows)
     trainable.register_maps(module, size, index)  # the last step that can run out of memory
-    for name, part in spread.items():
-        module.register_parameter(trainable.PREFIX + name, nn.Parameter(part))
-    places = tuple(e // size * most + owned[e // size].index(e) for e in ids)
-    trainable.remember(module, stacks, trainable.Split(ids, places, {}))
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+    places = []
+    for e in ids:
+        owner = e // size
+        places.append(owner * most + owned[owner].index(e))
+    trainable.remember(module, stacks, trainable.Split(ids, tuple(places), {}))
     model._ddp_params_and_buffers_to_ignore = sorted({*_ignored(model), *_rows_in(module, path)})
 
 
@@ -282,11 +292,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if not norms:
+        return torch.zeros(())
+    norms = list(map(sharded.gathered, norms))
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+        local_part(gradient).mul_(scale)
     return norm
 
 
@@ -300,7 +312,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     groups = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            mesh = getattr(parameter, "device_mesh", None)
             groups.setdefault(mesh, []).append(parameter)
     return [{"params": parameters} for parameters in groups.values()]
 
@@ -323,15 +335,16 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
             "rank instead"
         )
     writes = dist.get_rank() == 0
-    found = {}
+    tensors = {}
+    by_id = {}
     # the parameters themselves, so that tied ones are one tensor, which transformers recognises
-    tensors = model.state_dict(keep_vars=True)
-    for tensor in tensors.values():
-        if id(tensor) not in found:
-            whole = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            found[id(tensor)] = whole.cpu() if writes else None
-    return {name: found[id(tensor)] for name, tensor in tensors.items()} if writes else {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in by_id:
+            whole = sharded.gathered(tensor.detach())
+            by_id[id(tensor)] = whole.cpu() if writes else None
+        if writes:
+            tensors[name] = by_id[id(tensor)]
+    return tensors
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
@@ -341,7 +354,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> N
     Tensors sharded by `shard_experts` or FSDP2 are gathered one at a time, and only rank 0 holds
     all of them, in CPU memory. `options` go to transformers' save_pretrained.
     """
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     whole = gathered(model)
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=whole, **options)

@@ -1,7 +1,9 @@
 """Axes of PEFT's LoRA on a stack of experts, by the PEFT version that wrote the file.
 
-    current     lora_A.weight [E r, in], row e r + j;  lora_B.weight [out, r E], column j E + e;  delta_e = s B_e A_e
-    reversed    lora_A.weight [E r, out],              lora_B.weight [in, r E];                   delta_e = s A_e^T B_e^T
+    current     lora_A.weight [E r, in], lora_B.weight [out, r E];    delta_e = s B_e A_e
+    reversed    lora_A.weight [E r, out], lora_B.weight [in, r E];    delta_e = s A_e^T B_e^T
+
+Row e r + j of lora_A.weight and column j E + e of lora_B.weight belong to expert e.
 
 | written by | stacks [E, out, in] | stacks [E, in, out] |
 |---|---|---|
@@ -47,9 +49,9 @@ def pack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return lora_A.weight [E r, in] and lora_B.weight [out, r E] of A [E, r, in] and B [E, out,
     r], as PEFT writes them.
     """
-    return a.reshape(-1, a.shape[2]).contiguous(), b.permute(1, 2, 0).reshape(
-        b.shape[1], -1
-    ).contiguous()
+    a = a.reshape(-1, a.shape[2])
+    b = b.permute(1, 2, 0).reshape(b.shape[1], -1)
+    return a.contiguous(), b.contiguous()
 
 
 def transposed_stack(model: nn.Module, adapter: str, version: str) -> str | None:

@@ -10,7 +10,9 @@ them can (PEFT's `target_parameters`). Attention, routers and embeddings are not
 """
 
 import functools
+import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from moe_runtime.config import shown
+from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin import offload
-from moe_runtime.hf.dropin.expert_names import matrices_of
+from moe_runtime.hf.dropin.expert_names import matrices_of, parts_in_file
 from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
@@ -66,15 +69,8 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     before = after = 0
     for module in found.values():
         for name in _names(module):
-            stack = getattr(module, name).detach()
-            spread = _spread_of(module, stack)
-            own = stack.to_local() if all_to_all.is_distributed(stack) else stack
-            before += own.numel() * own.element_size()
-            stored, kind = stored_as(module, own, format)
-            result = modules.pack(stored, format, spread)._replace(format=kind)
-            modules.put(module, name, result, stack.shape, stack.dtype, spread)
+            before += _pack(module, name, format)
             after += bytes_of(module, name)
-            del stack, own, stored, result
     _restrict(model)
     _run_here(model)
     receipt = Quantized(format, len(found), before, after)
@@ -82,21 +78,31 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     return receipt
 
 
+def _pack(module: nn.Module, name: str, format: str) -> int:
+    """Pack a stack of an experts module, on each rank its part; return its bytes before."""
+    stack = getattr(module, name).detach()
+    spread = _spread_of(module, stack)
+    local = local_part(stack)
+    stored, kind = stored_as(module, local, format)
+    result = modules.pack(stored, format, spread)._replace(format=kind)
+    modules.put(module, name, result, stack.shape, stack.dtype, spread)
+    return local.nbytes
+
+
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts modules of a model, stock or ours, by path; raises ValueError if it has
     none.
     """
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Experts) or is_experts(module)
-    }
-    if not found:
+    experts = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) or is_experts(module):
+            experts[name] = module
+    if not experts:
         raise ValueError(
             f"{type(model).__name__} has no experts that moe_runtime supports (see "
             "docs/families.md)"
         )
-    return found
+    return experts
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
@@ -123,17 +129,18 @@ def stored_as(module: nn.Module, stack: torch.Tensor, format: str) -> tuple[torc
 def bytes_of(module: nn.Module, name: str) -> int:
     """Return the bytes of a packed stack."""
     data, scales, _ = modules.get(module, name)
-    return sum(tensor.numel() * tensor.element_size() for tensor in (data, *scales))
+    return sum(tensor.nbytes for tensor in (data, *scales))
 
 
 def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
     """Return mesh and placements of a stack that `shard_experts`, but not FSDP2, has sharded;
     otherwise None.
     """
-    *others, last = getattr(stack, "placements", (None,))
-    spread = all_to_all.GRADIENTS_OF in module.__dict__ and last is not None and last.is_shard(0)
-    if spread and all(p.is_replicate() for p in others):
-        return (stack.device_mesh, tuple(stack.placements))
+    if all_to_all.GRADIENTS_OF not in module.__dict__ or not hasattr(stack, "placements"):
+        return None
+    *others, last = stack.placements
+    if last.is_shard(0) and all(placement.is_replicate() for placement in others):
+        return stack.device_mesh, tuple(stack.placements)
     return None
 
 
@@ -184,13 +191,12 @@ def _check_finite(path: str, module: nn.Module) -> None:
                 f"{path}.{name} is offloaded or has no weights. Quantize the model first, then "
                 "offload it"
             )
-        stack = stack.to_local() if all_to_all.is_distributed(stack) else stack
-        wrong = next((e for e, weight in enumerate(stack) if not weight.isfinite().all()), None)
-        if wrong is not None:
-            raise ValueError(
-                f"{path}.{name} of expert {wrong} has weights that are NaN or infinite. Repair the "
-                "model first"
-            )
+        for e, weight in enumerate(local_part(stack)):
+            if not weight.isfinite().all():
+                raise ValueError(
+                    f"{path}.{name} of expert {e} has weights that are NaN or infinite. Repair the "
+                    "model first"
+                )
 
 
 def _restrict(model: nn.Module) -> None:
@@ -210,13 +216,13 @@ def _restrict(model: nn.Module) -> None:
 def _set_experts_implementation(model: nn.Module, experts_implementation: str | dict) -> None:
     from moe_runtime.hf.dropin.experts import check_runnable
 
+    implementations = [experts_implementation]
     if isinstance(experts_implementation, dict):
-        by_part = experts_implementation
-    else:
-        by_part = {"": experts_implementation}
+        implementations = list(experts_implementation.values())
     for path, module in model.named_modules():  # of which a vision encoder has no experts
-        for implementation in by_part.values() if is_experts(module) else ():
-            check_runnable(module, implementation, path)
+        if is_experts(module):
+            for implementation in implementations:
+                check_runnable(module, implementation, path)
     type(model).set_experts_implementation(model, experts_implementation)
 
 
@@ -234,38 +240,6 @@ def _run_here(model: nn.Module) -> None:
 
     patch(model)
     offload.install()
-
-
-class _File:
-    """Lazy stack of a folder's tensors, read one expert at a time; `packed.pack` accepts it like a
-    tensor.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        parts: dict[int, list[tuple[str, int | None]]],
-        shape,
-        dtype,
-        read,
-    ):
-        self.checkpoint, self.parts, self.shape, self.dtype, self.read = (
-            checkpoint,
-            parts,
-            torch.Size(shape),
-            dtype,
-            read,
-        )
-        self.device = torch.device("cpu")
-
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return len(self.shape)
-
-    def __getitem__(self, e: int) -> torch.Tensor:
-        """Return expert e's weight [P, Q], from one tensor or from gate and up."""
-        pieces = [self.read(self.checkpoint, key, row).to(self.dtype) for key, row in self.parts[e]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _read(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
@@ -305,7 +279,8 @@ def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[torch.Tenso
         scale = _read(checkpoint, name, row)
     wrong = packed.wrong_tensor(weight[None], [scale[None]], "fp8_block")
     if wrong is not None:
-        raise ValueError(f"{name if wrong[0] else key} of {checkpoint.path} {wrong[1]}")
+        is_scale, problem = wrong
+        raise ValueError(f"{name if is_scale else key} of {checkpoint.path} {problem}")
     return weight, modules.as_read(name, scale)
 
 
@@ -327,7 +302,7 @@ def load_quantized(
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
 
-    from moe_runtime.hf.models.folders import load
+    from moe_runtime.hf.common.loading import load
 
     source = Path(source)
     implementation = settings.get("experts_implementation", NAME)
@@ -338,8 +313,8 @@ def load_quantized(
         )
     config = load(AutoConfig, source)
     held, format = _formats(config, source, format)
-    device_map = settings.get("device_map")
-    if offload.is_several(device_map):  # placed once the stacks are there
+    placement = {}
+    if offload.is_several(settings.get("device_map")):  # placed once the stacks are there
         placement = {name: settings.pop(name) for name in offload.SETTINGS if name in settings}
     checkpoint = Checkpoint(source)
     if held is not None and held != format:
@@ -348,10 +323,14 @@ def load_quantized(
             "time. Quantize the model in 16 bits where you have it",
             stacklevel=2,
         )
-    model, shapes, names = _without_stacks(
-        config, source, format, settings, 1 if mesh is None else mesh.size(-1)
-    )
-    spread = None if mesh is None else (mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
+    spread = None
+    ranks = 1
+    if mesh is not None:
+        copies = [Replicate()] * (mesh.ndim - 1)
+        spread = (mesh, (*copies, Shard(0)))
+        ranks = mesh.size(-1)
+    model, shapes, names = _without_stacks(config, source, format, settings, ranks)
+    files = _Source(checkpoint, held, format, spread, names)
     for path, module in experts_of(model).items():
         for name in _names(module):
             # transformers has kept it packed, as on a GPU
@@ -364,9 +343,7 @@ def load_quantized(
                     )
                 continue
             shape, dtype = shapes[path, name]
-            stack = _read_stack(
-                checkpoint, module, path, name, shape, dtype, held, format, spread, names
-            )
+            stack = _read_stack(files, module, path, name, shape, dtype)
             modules.put(module, name, stack.to(model.device), shape, dtype, spread)
     _run_here(model)
     if mesh is not None:
@@ -374,7 +351,7 @@ def load_quantized(
 
         shard_experts(model, mesh)
     _restrict(model)
-    return offload.dispatch(model, **placement) if offload.is_several(device_map) else model
+    return offload.dispatch(model, **placement) if placement else model
 
 
 def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]:
@@ -424,29 +401,26 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
     """
     import transformers
 
-    from moe_runtime.hf.models.folders import load
+    from moe_runtime.hf.common.loading import load
 
     shapes = {}
     names = {}
-    base = getattr(transformers, (config.architectures or [""])[0], None)
+    architecture = (config.architectures or ["model"])[0]
+    base = getattr(transformers, architecture, None)
     if base is None:
-        raise ValueError(
-            f"{source} is a {(config.architectures or ['model'])[0]}, which is not a class of "
-            "transformers"
-        )
+        raise ValueError(f"{source} is a {architecture}, which is not a class of transformers")
 
     def __init__(self, *args, **kwargs):
         base.__init__(self, *args, **kwargs)
         layers = experts_of(self)
+        stacks = {}
         for path, module in layers.items():
             _check(path, module, format, ranks)
             for name in _names(module):
-                shapes[path, name] = tuple(getattr(module, name).shape), getattr(module, name).dtype
-        names.update(
-            matrices_of(
-                self, {f"{path}.{name}": shape for (path, name), (shape, _) in shapes.items()}
-            )
-        )
+                stack = getattr(module, name)
+                shapes[path, name] = (tuple(stack.shape), stack.dtype)
+                stacks[f"{path}.{name}"] = tuple(stack.shape)
+        names.update(matrices_of(self, stacks))
         for path, module in layers.items():
             for name in _names(module):
                 # of two tied stacks a file has only one
@@ -465,58 +439,99 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
         "__module__": base.__module__,
         "_keys_to_ignore_on_load_unexpected": passed_over,
     }
-    model = load(type(base.__name__, (base,), attributes), source, config=config, **settings)
+    without_stacks = type(base.__name__, (base,), attributes)
+    model = load(without_stacks, source, config=config, **settings)
     model.__class__ = base
     return model, shapes, names
 
 
-def _read_stack(
-    checkpoint, module, path: str, name: str, shape, dtype, held, format: str, spread, names
-) -> packed.Packed:
-    """Return the stack `name` of a folder packed to `format`; with sharded experts, only this
-    rank's.
+class _Source(NamedTuple):
+    """A folder with experts, and how they are loaded."""
 
-    `names` are those of `matrices_of`.
+    checkpoint: Checkpoint
+    held: str | None  # the format of its experts; None: 16 bits
+    format: str  # to load them in
+    spread: tuple | None  # mesh and placements, if each rank loads its own experts
+    names: dict[str, dict[int, list]]  # of `matrices_of`
+
+    def ranks(self) -> tuple[int, int]:
+        """Return this rank among those that share the experts, and their number."""
+        if self.spread is None:
+            return 0, 1
+        mesh = self.spread[0]
+        return mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1)
+
+
+class _LazyStack:
+    """A stack that `read` computes one expert at a time; `packed.pack` accepts it like a tensor."""
+
+    def __init__(self, shape, dtype: torch.dtype, read: Callable[[int], torch.Tensor]):
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self.read = read
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    def __getitem__(self, e: int) -> torch.Tensor:
+        """Return expert e's weight [P, Q] in the packing order."""
+        return self.read(e).to(self.dtype)
+
+
+def _read_stack(
+    source: _Source, module: nn.Module, path: str, name: str, shape, dtype: torch.dtype
+) -> packed.Packed:
+    """Return the stack `name` of a folder packed to the source's format; with sharded experts, only
+    this rank's.
     """
+    checkpoint = source.checkpoint
     key = f"{path}.{name}"
-    order = torch.empty(shape, device="meta")
-    stored, kind = stored_as(module, order, format)
-    if spread is None:
-        ranks, rank = (1, 0)
-    else:
-        ranks, rank = (spread[0].size(-1), spread[0].get_local_rank(spread[0].ndim - 1))
+    rank, ranks = source.ranks()
     count = shape[0] // ranks
-    experts = range(rank * count, (rank + 1) * count)
-    stored = (count, *stored.shape[1:])
-    if held is not None and (key in checkpoint or f"{key}_blocks" in checkpoint):
-        entries = [
-            entry
-            for entry in checkpoint
-            if entry.startswith(key) and not entry.startswith(f"{key}_bias")
-        ]
-        tensors = {entry: _share(checkpoint, entry, rank, ranks) for entry in entries}
-        if held == "mxfp4" and key in tensors:
-            tensors[f"{key}_blocks"] = tensors.pop(key)
-        before, found = stored_as(module, order, held)
-        own = modules.from_saved(key, found, before.shape, tensors, count)
-        if ranks > 1 and held == "nf4":
-            own.scales.append(torch.tensor([experts[0]]))
-        if held == format:  # copy the packed bytes
-            return own
-        return modules.pack(_Unpacked(own, stored, dtype, kind), format, spread)._replace(
-            format=kind
-        )
-    parts = _parts(checkpoint, path, name, shape, names.get(key))
-    parts = {i: parts[e] for i, e in enumerate(experts)}
-    if held == format == "fp8_block":
-        return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
-    if is_transposed(module) and kind == format:
-        read = lambda *where: _dense(*where).t()
+    local = torch.empty(count, *shape[1:], device="meta")
+    stored, kind = stored_as(module, local, source.format)
+    is_packed = key in checkpoint or f"{key}_blocks" in checkpoint
+    if source.held is not None and is_packed:
+        share = _packed_share(source, module, key, shape)
+        if source.held == source.format:  # copy the packed bytes
+            return share
+
+        def read(e: int) -> torch.Tensor:
+            weight = packed.unpack(*share, e, dtype)
+            return weight.t() if kind.endswith(packed.TRANSPOSED) else weight
     else:
-        read = _dense
-    return modules.pack(_File(checkpoint, parts, stored, dtype, read), format, spread)._replace(
-        format=kind
-    )
+        parts = parts_in_file(checkpoint, path, name, shape, source.names.get(key))
+        parts = [parts[rank * count + e] for e in range(count)]
+        if source.held == source.format == "fp8_block":
+            return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
+        turns = is_transposed(module) and kind == source.format
+
+        def read(e: int) -> torch.Tensor:
+            pieces = [_dense(checkpoint, key, row) for key, row in parts[e]]
+            return torch.cat([piece.t() if turns else piece for piece in pieces])
+
+    lazy = _LazyStack(stored.shape, dtype, read)
+    stack = modules.pack(lazy, source.format, source.spread)
+    return stack._replace(format=kind)
+
+
+def _packed_share(source: _Source, module: nn.Module, key: str, shape) -> packed.Packed:
+    """Return this rank's experts of a stack that the folder holds packed."""
+    rank, ranks = source.ranks()
+    count = shape[0] // ranks
+    tensors = {}
+    for entry in source.checkpoint:
+        if entry.startswith(key) and not entry.startswith(f"{key}_bias"):
+            tensors[entry] = _share(source.checkpoint, entry, rank, ranks)
+    if source.held == "mxfp4" and key in tensors:
+        tensors[f"{key}_blocks"] = tensors.pop(key)
+    stored, kind = stored_as(module, torch.empty(shape, device="meta"), source.held)
+    share = modules.from_saved(key, kind, stored.shape, tensors, count)
+    if ranks > 1 and source.held == "nf4":
+        share.scales.append(torch.tensor([rank * count]))
+    return share
 
 
 def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Tensor:
@@ -529,101 +544,18 @@ def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Ten
     return checkpoint.get_rows(key, slice(rank * size, (rank + 1) * size))
 
 
-class _Unpacked:
-    """Packed stack that unpacks one expert at a time; `packed.pack` accepts it like a tensor."""
-
-    def __init__(self, own: packed.Packed, shape, dtype: torch.dtype, kind: str):
-        self.own, self.shape, self.dtype, self.device = (
-            own,
-            torch.Size(shape),
-            dtype,
-            own.data.device,
-        )
-        self.turn = kind.endswith(packed.TRANSPOSED)
-
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return 3
-
-    def __getitem__(self, e: int) -> torch.Tensor:
-        """Return expert e's weight in the packing order of the new format."""
-        weight = packed.unpack(*self.own, e, self.dtype)
-        return weight.t() if self.turn else weight
-
-
 def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:
     """Return FP8 matrices as one stack, with their scale blocks concatenated."""
     data = torch.empty(shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(shape[0], -(-shape[1] // packed.BLOCK), -(-shape[2] // packed.BLOCK))
-    for e, keys in parts.items():
-        weights, inverses = zip(*(_fp8(checkpoint, key, row) for key, row in keys))
-        data[e] = torch.cat([weight.view(torch.uint8) for weight in weights]).view(data.dtype)
-        scales[e] = torch.cat(inverses)
+    E, P, Q = shape
+    scales = torch.empty(E, math.ceil(P / packed.BLOCK), math.ceil(Q / packed.BLOCK))
+    for e, keys in enumerate(parts):
+        start = 0
+        block = 0
+        for key, row in keys:
+            weight, scale = _fp8(checkpoint, key, row)
+            data[e, start : start + len(weight)] = weight
+            scales[e, block : block + len(scale)] = scale
+            start += len(weight)
+            block += len(scale)
     return packed.Packed(data, [scales], "fp8_block")
-
-
-# how files name the projections of an expert
-_PROJECTIONS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3"), ("gate_up_proj",), ("gate", "up")),
-    "down_proj": (("down_proj",), ("w2",), ("down",)),
-    "up_proj": (("up_proj",), ("w1",), ("up",)),
-}
-
-
-def _parts(
-    checkpoint, path: str, name: str, shape, published: dict[int, list] | None
-) -> dict[int, list]:
-    """Return the place of each expert's matrix in a file, as one or two pairs (key, row).
-
-    It has the model's own name, the one that transformers publishes, or one of DeepSeek's,
-    Mixtral's or Phi-MoE's.
-    """
-    key = f"{path}.{name}"
-    candidates = [{e: [(key, e)] for e in range(shape[0])}, published or {}]
-    for layer in (
-        path,
-        *(
-            path.replace(".mlp.", f".{other}.")
-            for other in ("block_sparse_moe", "feed_forward", "moe")
-        ),
-    ):
-        for names in _PROJECTIONS[name]:
-            candidates.append(
-                {
-                    e: [(f"{layer}.{e}.{part}.weight", None) for part in names]
-                    for e in range(shape[0])
-                }
-            )
-    wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
-    for parts in filter(None, candidates):
-        unfit = [
-            pair
-            for pairs in parts.values()
-            if _size(checkpoint, pairs) != tuple(shape[1:])
-            for pair in pairs
-        ]
-        if not unfit:
-            return parts
-        if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
-            wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
-    raise ValueError(
-        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and "
-        "call quantize_experts"
-    )
-
-
-def _size(checkpoint: Checkpoint, pairs: list[tuple[str, int | None]]) -> tuple[int, int] | None:
-    """Return rows and columns of an expert's matrices, one below the other; None if the file lacks
-    one or they do not fit.
-    """
-    sizes = []
-    for key, row in pairs:
-        if key not in checkpoint:
-            return None
-        size = checkpoint.specs()[key].shape
-        if row is not None:
-            size = size[1:] if row < size[0] else ()
-        sizes.append(size)
-    if any(len(size) != 2 or size[1] != sizes[0][1] for size in sizes):
-        return None
-    return sum(size[0] for size in sizes), sizes[0][1]

@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_runtime.hf.common.sharded import gathered
 from moe_runtime.hf.dropin.expert_names import matrices_of, published
 from moe_runtime.hf.dropin.quantize import METHOD, experts_of, is_transposed
 from moe_runtime.io.checkpoint import CheckpointWriter
 from moe_runtime.io.files import check_out_dir
-from moe_runtime.modules import packed as modules
+from moe_runtime.modules import packed as packing
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops import packed
 from moe_runtime.ops.all_to_all import is_distributed
+
+Names = dict[str, dict[int, list[str]]]  # stack -> expert -> its matrices in the file
 
 
 def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -32,73 +35,21 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
     refuses. If experts are on several ranks, every rank must call this, and rank 0 writes. Raises
     ValueError for a model without packed experts or with PEFT's wrappers.
     """
-    found = {path: module for path, module in experts_of(model).items() if modules.layouts(module)}
-    if not found or not hasattr(model, "config") or any("base_layer" in path for path in found):
-        if found:
-            what = "has experts in a PEFT adapter. Unload it"
-        else:
-            what = "has no quantized experts. Use save_pretrained"
-        raise ValueError(f"{type(model).__name__} {what}")
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            f"{type(model).__name__} is offloaded. Call save_quantized before offloading it"
-        )
-    first = next(iter(found.values()))
-    form = next(iter(modules.layouts(first).values())).format.removesuffix(packed.TRANSPOSED)
-    names = _names_in_files(model, found) if form == "fp8_block" else None
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Embedding))
-    ]
+    experts = _packed_experts(model)
+    names, quantization = _published_form(model, experts)
     config = json.loads(model.config.to_json_string(use_diff=True))
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
-    if names is not None:
-        quantization = {
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": linear,
-        }
-    elif form == "mxfp4" and is_transposed(first) and not isinstance(first, Experts):
-        quantization = {"quant_method": "mxfp4", "modules_to_not_convert": linear}
-    else:
-        quantization = {"quant_method": METHOD, "format": form}
     config["quantization_config"] = quantization
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     on_ranks = any(map(is_distributed, model.parameters()))
     check_out_dir(folder, overwrite)
     if on_ranks and dist.get_rank():
-        for _ in _gathered(model, found):
+        for _ in _gathered(model, experts):
             pass
         dist.barrier()
         return Path(folder)
-    others = {}
-    stacks = [
-        f"{path}.{name}" for path, module in found.items() for name in modules.layouts(module)
-    ]
     with CheckpointWriter(folder, overwrite=overwrite) as writer:
-        for key, tensor in _gathered(model, found):
-            stack = next(
-                (
-                    stack
-                    for stack in stacks
-                    if key.startswith(stack) and not key.startswith(f"{stack}_bias")
-                ),
-                None,
-            )
-            if stack is None and key in tied:
-                continue
-            if stack is None:
-                others[key] = tensor.cpu() if on_ranks else tensor
-            elif names is not None:
-                for name, part in _per_expert(names[stack], tensor):
-                    writer.add(name + key.removeprefix(stack), part)
-            elif quantization["quant_method"] == METHOD and key in (stack, f"{stack}_blocks"):
-                # no other reader mistakes this for a stack
-                writer.add(stack, tensor.reshape(-1, 1))
-            else:
-                writer.add(key, tensor)
+        others = _write_stacks(writer, model, experts, names, quantization["quant_method"])
         for key, tensor in published(model, others).items():
             writer.add(key, tensor.contiguous())
         writer.write_text("config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -109,28 +60,103 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
     return Path(folder)
 
 
-def _gathered(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _packed_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the packed experts of a model by path; raises ValueError if it cannot be saved."""
+    experts = {
+        path: module for path, module in experts_of(model).items() if packing.layouts(module)
+    }
+    reason = None
+    if not experts or not hasattr(model, "config"):
+        reason = "has no quantized experts. Use save_pretrained"
+    elif any("base_layer" in path for path in experts):
+        reason = "has experts in a PEFT adapter. Unload it"
+    elif any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        reason = "is offloaded. Call save_quantized before offloading it"
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} {reason}")
+    return experts
+
+
+def _published_form(model: nn.Module, experts: dict[str, nn.Module]) -> tuple[Names | None, dict]:
+    """Return the names of FP8 matrices if transformers loads them, else None, and the config's
+    quantization.
+    """
+    first = next(iter(experts.values()))
+    layout = next(iter(packing.layouts(first).values()))
+    form = layout.format.removesuffix(packed.TRANSPOSED)
+    linear = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            linear.append(name)
+    if form == "fp8_block" and (names := _names_in_files(model, experts)) is not None:
+        quantization = {"quant_method": "fp8", "weight_block_size": [packed.BLOCK] * 2}
+        return names, quantization | {"modules_to_not_convert": linear}
+    if form == "mxfp4" and is_transposed(first) and not isinstance(first, Experts):
+        return None, {"quant_method": "mxfp4", "modules_to_not_convert": linear}
+    return None, {"quant_method": METHOD, "format": form}
+
+
+def _write_stacks(
+    writer: CheckpointWriter,
+    model: nn.Module,
+    experts: dict[str, nn.Module],
+    names: Names | None,
+    method: str,
+) -> dict[str, torch.Tensor]:
+    """Write the packed stacks, and return the model's other tensors without copies of tied ones."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    stacks = []
+    for path, module in experts.items():
+        stacks += [f"{path}.{name}" for name in packing.layouts(module)]
+    others = {}
+    for key, tensor in _gathered(model, experts):
+        stack = _stack_of(key, stacks)
+        if stack is None:
+            if key not in tied:
+                others[key] = tensor.cpu()
+        elif names is not None:
+            for e, parts in names[stack].items():
+                for name, rows in zip(parts, tensor[e].chunk(len(parts))):
+                    writer.add(name + key.removeprefix(stack), rows.contiguous())
+        elif method == METHOD and key in (stack, f"{stack}_blocks"):
+            # no other reader mistakes this for a stack
+            writer.add(stack, tensor.reshape(-1, 1))
+        else:
+            writer.add(key, tensor)
+    return others
+
+
+def _stack_of(key: str, stacks: list[str]) -> str | None:
+    """Return the stack that a saved tensor belongs to."""
+    for stack in stacks:
+        if key.startswith(stack) and not key.startswith(f"{stack}_bias"):
+            return stack
+    return None
+
+
+def _gathered(
+    model: nn.Module, experts: dict[str, nn.Module]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model by their saved names; tensors on several ranks are gathered on
     each.
     """
-    stacks = {
-        f"{path}.{name}": (module, name)
-        for path, module in found.items()
-        for name in modules.layouts(module)
-    }
+    stacks = {}
+    for path, module in experts.items():
+        for name, layout in packing.layouts(module).items():
+            stacks[f"{path}.{name}"] = (module, name, layout)
     for key, tensor in model.state_dict().items():
+        owner = re.sub(r"_packed\d$", "", key)
         if key in stacks and is_distributed(tensor):
-            module, name = stacks[key]
-            saved = modules.to_saved(
-                modules.whole(module, name), name, modules.layouts(module)[name]
-            )
-            yield from ((key.removesuffix(name) + part, whole) for part, whole in saved.items())
-        elif re.sub(r"_packed\d$", "", key) == key or re.sub(r"_packed\d$", "", key) not in stacks:
-            yield key, tensor.full_tensor() if is_distributed(tensor) else tensor
+            module, name, layout = stacks[key]
+            saved = packing.to_saved(packing.whole(module, name), name, layout)
+            for part, whole in saved.items():
+                yield key.removesuffix(name) + part, whole
+        elif owner == key or owner not in stacks:
+            yield key, gathered(tensor)
 
 
 def _names_in_files(
-    model: nn.Module, found: dict[str, nn.Module]
+    model: nn.Module, experts: dict[str, nn.Module]
 ) -> dict[str, dict[int, list[str]]] | None:
     """Return stack -> expert -> the published names of its matrices, if transformers loads them in
     FP8; otherwise None.
@@ -138,17 +164,12 @@ def _names_in_files(
     It knows FP8 for a matrix per expert, without biases. Where it has no GPU it takes a block's
     size from the number of blocks, which is right for whole blocks and for a single one.
     """
-    for path, module in found.items():
-        if (
-            isinstance(module, Experts)
-            or is_transposed(module)
-            or module.has_bias
-            or not path.endswith(".experts")
-        ):
-            return None
     names = {}
-    for path, module in found.items():
-        for name, layout in modules.layouts(module).items():
+    for path, module in experts.items():
+        is_plain = not isinstance(module, Experts) and path.endswith(".experts")
+        if not is_plain or is_transposed(module) or module.has_bias:
+            return None
+        for name, layout in packing.layouts(module).items():
             if any(size > packed.BLOCK and size % packed.BLOCK for size in layout.shape[1:]):
                 return None
             stack = f"{path}.{name}"
@@ -156,13 +177,14 @@ def _names_in_files(
                 pairs = matrices_of(model, {stack: layout.shape}).get(stack)
             except ValueError:
                 return None
-            if pairs is None or not all(
-                row is None and key.endswith(".weight")
-                for parts in pairs.values()
-                for key, row in parts
-            ):
+            if pairs is None:
                 return None
-            names[stack] = {e: [key for key, _ in parts] for e, parts in pairs.items()}
+            names[stack] = {}
+            for e, parts in pairs.items():
+                names[stack][e] = [key for key, _ in parts]
+                for key, row in parts:
+                    if row is not None or not key.endswith(".weight"):
+                        return None
     return names if _knows_fp8(model) else None
 
 
@@ -180,14 +202,3 @@ def _knows_fp8(model: nn.Module) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _per_expert(
-    names: dict[int, list[str]], stack: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the matrices of a stack, or the scales of one, by the published names of the
-    weights.
-    """
-    for e, parts in names.items():
-        for name, rows in zip(parts, stack[e].chunk(len(parts))):
-            yield name, rows.contiguous()

@@ -55,11 +55,10 @@ class RoutingRecord:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, the ids as int32."""
-        tensors = {
-            f"{layer}/{call}": ids.to("cpu", torch.int32).contiguous()
-            for layer, calls in self.ids.items()
-            for call, ids in enumerate(calls)
-        }
+        tensors = {}
+        for layer, calls in self.ids.items():
+            for call, ids in enumerate(calls):
+                tensors[f"{layer}/{call}"] = ids.to("cpu", torch.int32).contiguous()
         sizes = {f"num_experts/{layer}": str(E) for layer, E in self.num_experts.items()}
         with atomic_file(path) as beside:
             write_tensors(beside, tensors, {"format": FORMAT} | sizes)
@@ -69,23 +68,22 @@ class RoutingRecord:
         """Read a file of `save`; raises ValueError for other files and for ids out of range."""
         path = Path(path)
         with Checkpoint(path.parent, path.name) as file:
-            prefix = "num_experts/"
-            found = file.metadata.get("format")
-            sizes = {
-                k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)
-            }
-            names = [name.rpartition("/") for name in file.keys()]
-            numbers = (*sizes.values(), *(name[2] for name in names))
-            if found != FORMAT or not all(
-                number.isascii() and number.isdigit() for number in numbers
-            ):
+            record = cls()
+            try:
+                if file.metadata.get("format") != FORMAT:
+                    raise ValueError
+                for key, value in file.metadata.items():
+                    if key.startswith("num_experts/"):
+                        record.num_experts[key.removeprefix("num_experts/")] = int(value)
+                calls = sorted((int(name.rpartition("/")[2]), name) for name in file.keys())
+            except ValueError:
                 raise ValueError(
                     f"{path} must be a file written by save, of format {FORMAT!r}, but its format "
-                    f"is {found!r}"
-                )
-            record = cls({}, {layer: int(size) for layer, size in sizes.items()})
-            for layer, _, call in sorted(names, key=lambda name: int(name[2])):
-                record.ids.setdefault(layer, []).append(file.get(f"{layer}/{call}"))
+                    f"is {file.metadata.get('format')!r}"
+                ) from None
+            for _, name in calls:
+                layer = name.rpartition("/")[0]
+                record.ids.setdefault(layer, []).append(file.get(name))
         record.check()
         return record
 
@@ -94,13 +92,14 @@ class RoutingRecord:
         for layer, calls in self.ids.items():
             E = self.num_experts.get(layer, math.inf)
             for call, ids in enumerate(calls):
-                fits = ids.dim() == 2 and not ids.is_floating_point()
-                low, high = map(int, ids.aminmax()) if fits and ids.numel() else (0, 0)
-                if not fits or low < 0 or high >= E:
-                    got = f"{tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
+                low = high = 0
+                if ids.numel():
+                    low, high = (bound.item() for bound in ids.aminmax())
+                is_integer = ids.dim() == 2 and not ids.is_floating_point()
+                if not is_integer or low < 0 or high >= E:
                     raise ValueError(
                         f"ids of {layer}, call {call}, must be [T, K] integers from 0 to {E - 1}, "
-                        f"but got {got}"
+                        f"but got {tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
                     )
 
 
@@ -113,9 +112,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """
     layers = routed_layers(model)
     forget_compiled()
-    record = RoutingRecord(
-        {}, {plain_name(name): layer.num_experts for name, layer in layers.items()}
-    )
+    record = RoutingRecord({}, _sizes(layers))
     call = OpenCall(model)
     handles = [
         layer.watch(functools.partial(_note, call, record, plain_name(name)))
@@ -129,10 +126,15 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
             handle.remove()
 
 
+def _sizes(layers: dict[str, RoutedLayer]) -> dict[str, int]:
+    return {plain_name(name): layer.num_experts for name, layer in layers.items()}
+
+
 def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tensor) -> None:
     if call.is_open:
         # a copy: the router's own tensor may be changed in place
-        record.ids.setdefault(name, []).append(topk_idx.detach().to(torch.int32, copy=True))
+        ids = topk_idx.detach().to(torch.int32, copy=True)
+        record.ids.setdefault(name, []).append(ids)
 
 
 @contextlib.contextmanager
@@ -152,11 +154,9 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     for name, layer in layers.items():
         ids = record.ids.get(plain_name(name))
         if ids:
-            replays.append(
-                _StockReplay(model, layer, ids, calls)
-                if layer.is_stock
-                else _Replay(layer, ids, calls)
-            )
+            kind = _StockReplay if layer.is_stock else _Replay
+            replays.append(kind(layer, ids, calls))
+            replays[-1].attach(block_of(model, layer))
     try:
         yield
         for replay in replays:
@@ -165,7 +165,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
             getattr(module, "gradient_checkpointing", False) and module.training
             for module in model.modules()
         )
-        if recomputes and calls.with_gradient and not any(replay.repetitions for replay in replays):
+        repetitions = sum(replay.repetitions for replay in replays)
+        if recomputes and calls.with_gradient and not repetitions:
             warnings.warn(
                 "Gradient checkpointing has not recomputed its layers yet. A backward pass "
                 "outside of replay_routing would select experts again",
@@ -185,7 +186,7 @@ def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: Routin
         raise ValueError(
             f"{type(model).__name__} is compiled. Pass the original model, before torch.compile"
         )
-    sizes = {plain_name(name): layer.num_experts for name, layer in layers.items()}
+    sizes = _sizes(layers)
     if not any(record.ids.values()) or record.ids.keys() - sizes.keys():
         raise ValueError(
             f"The record must have layers of the model ({', '.join(sizes)}), but has "
@@ -203,7 +204,13 @@ class _Replay:
         self.calls = calls
         self.inputs: list[torch.Tensor] = []  # of the calls so far, to recognise repetitions
         self.repetitions = 0
-        self.handles = [layer.module.register_forward_pre_hook(self._give, with_kwargs=True)]
+        self.handles = []
+
+    def attach(self, block: nn.Module) -> None:
+        """Add the hooks to the layer, which is in `block`."""
+        self.handles.append(
+            self.layer.module.register_forward_pre_hook(self._give, with_kwargs=True)
+        )
 
     def _give(self, module, args, kwargs):
         x = args[0] if args else kwargs["x"]
@@ -220,32 +227,31 @@ class _Replay:
         else:
             number = self._repetition(x)
             self.repetitions += 1
-        if number is None or number >= len(self.ids) or len(self.ids[number]) != len(x):
-            if number is None:
-                problem = f"{self.layer.name} was called outside of a call of the model"
-            else:
-                if number < len(self.ids):
-                    has = f"{len(self.ids[number])} tokens"
-                else:
-                    has = f"{len(self.ids)} calls"
-                problem = (
-                    f"call {number} of {self.layer.name} has {len(x)} tokens, but the record has "
-                    f"{has}"
-                )
-            remedy = (
-                "Replay the recorded batches in their order, with gradient checkpointing that "
-                "recomputes them"
+        if number is None:
+            problem = f"{self.layer.name} was called outside of a call of the model"
+        elif number < len(self.ids) and len(self.ids[number]) == len(x):
+            return self.ids[number]
+        else:
+            recorded = f"{len(self.ids)} calls"
+            if number < len(self.ids):
+                recorded = f"{len(self.ids[number])} tokens"
+            problem = (
+                f"call {number} of {self.layer.name} has {len(x)} tokens, but the record has "
+                f"{recorded}"
             )
-            raise ValueError(f"{problem}. {remedy}")
-        return self.ids[number]
+        raise ValueError(
+            f"{problem}. Replay the recorded batches in their order, with gradient checkpointing "
+            "that recomputes them"
+        )
 
     def _repetition(self, x: torch.Tensor) -> int | None:
         """Return the call that checkpointing repeats: the only one of this size, or the latest with
         this input.
         """
-        found = [i for i in reversed(range(len(self.inputs))) if self.inputs[i].shape == x.shape]
-        found = found if len(found) == 1 else [i for i in found if torch.equal(self.inputs[i], x)]
-        return found[0] if found else None
+        calls = [i for i, known in enumerate(self.inputs) if known.shape == x.shape]
+        if len(calls) > 1:
+            calls = [i for i in calls if torch.equal(self.inputs[i], x)]
+        return calls[-1] if calls else None
 
     def finish(self) -> None:
         """Raise ValueError if not all calls of the record were used."""
@@ -267,21 +273,15 @@ class _StockReplay(_Replay):
     experts.
     """
 
-    def __init__(
-        self, model: nn.Module, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall
-    ):
-        self.layer = layer
-        self.ids = ids
-        self.calls = calls
-        self.inputs = []
-        self.repetitions = 0
-        self.mode: _TopK | None = None
-        self.is_wrong: torch.Tensor | None = None
-        self.steers = True
-        block = block_of(model, layer)
+    mode: "_TopK | None" = None
+    is_wrong: torch.Tensor | None = None
+    steers = True
+
+    def attach(self, block: nn.Module) -> None:
+        """Add the hooks to the block and its experts."""
         self.handles = [
             block.register_forward_pre_hook(self._start, with_kwargs=True),
-            layer.module.register_forward_pre_hook(self._compare, with_kwargs=True),
+            self.layer.module.register_forward_pre_hook(self._compare, with_kwargs=True),
             block.register_forward_hook(self._stop, always_call=True),
         ]
 
@@ -365,7 +365,8 @@ class _TopK(TorchFunctionMode):
     ) -> torch.Tensor | None:
         T, K = self.ids.shape
         wide = input.shape[-1]
-        if dim not in (-1, input.dim() - 1) or not largest or input.numel() != T * wide:
+        is_last = dim in (-1, input.dim() - 1)
+        if not is_last or not largest or input.numel() != T * wide:
             return None
         if wide == self.E and k == K:
             self.answered = True
@@ -373,7 +374,7 @@ class _TopK(TorchFunctionMode):
         if not (1 < wide < self.E and self.E % wide == 0):
             return None
         # the best groups by score, but first those with forced experts
-        groups = (
-            self.ids.long().div(self.E // wide, rounding_mode="floor").view(*input.shape[:-1], K)
-        )
-        return func(input.detach().scatter(-1, groups, torch.inf), k, dim=-1, sorted=sorted).indices
+        groups = self.ids.long() // (self.E // wide)
+        groups = groups.view(*input.shape[:-1], K)
+        scores = input.detach().scatter(-1, groups, torch.inf)
+        return func(scores, k, dim=-1, sorted=sorted).indices

@@ -2,7 +2,7 @@
 
 load           count_e / sum_e count_e                      share of the slots
 max violation  max_e count_e / mean_e count_e               1 when balanced
-entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
+entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 for a single expert
 
 Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every
 token. Supported are our own layers and stock ones behind transformers' experts interface. If
@@ -12,6 +12,7 @@ counts are used; otherwise counting costs one small scatter per layer, without a
 
 import csv
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -87,15 +88,23 @@ class RouterStats:
 
     def _experts(self, layer: int, routed: bool = True) -> range:
         """Return the ids of a layer's experts, without shared ones if `routed`."""
-        shared = self.num_shared if isinstance(self.num_shared, int) else self.num_shared[layer]
-        stop = self.counts.shape[1] if self.num_experts is None else self.num_experts[layer]
-        return range(shared if routed else 0, stop)
+        start = 0
+        if routed:
+            start = self.num_shared
+        if isinstance(start, tuple):
+            start = start[layer]
+        if self.num_experts is None:
+            return range(start, self.counts.shape[1])
+        return range(start, self.num_experts[layer])
 
     @property
     def routed(self) -> tuple[torch.Tensor, ...]:
         """Return the slots of the routed experts, one [R] per layer."""
-        ids = [self._experts(i) for i in range(len(self.layers))]
-        return tuple(row[r.start : r.stop] for row, r in zip(self.counts, ids, strict=True))
+        rows = []
+        for i, row in enumerate(self.counts):
+            experts = self._experts(i)
+            rows.append(row[experts.start : experts.stop])
+        return tuple(rows)
 
     @property
     def load(self) -> torch.Tensor:
@@ -109,18 +118,20 @@ class RouterStats:
         """Return which experts received no slot, [L, E] bool; False for experts a layer does not
         have.
         """
-        stops = torch.tensor([self._experts(i).stop for i in range(len(self.layers))])
-        return dead_experts(self.counts) & (torch.arange(self.counts.shape[1]) < stops[:, None])
+        dead = dead_experts(self.counts)
+        for i, row in enumerate(dead):
+            row[self._experts(i).stop :] = False
+        return dead
 
     @property
     def max_violation(self) -> torch.Tensor:
         """Return the routed experts' largest over mean load, [L] float64."""
-        return torch.stack([max_violation(row) for row in self.routed])
+        return torch.stack(tuple(map(max_violation, self.routed)))
 
     @property
     def entropy(self) -> torch.Tensor:
         """Return the normalised entropy of the routed experts' load, [L] float64."""
-        return torch.stack([load_entropy(row) for row in self.routed])
+        return torch.stack(tuple(map(load_entropy, self.routed)))
 
     def summary(self) -> dict[str, float]:
         """Return three numbers of the worst layer; NaN, NaN and 0 if nothing was routed.
@@ -140,21 +151,15 @@ class RouterStats:
         """Return the three numbers and each expert's load, for every layer."""
         values = {}
         load = self.load.tolist()
-        measures = zip(
-            self.max_violation.tolist(),
-            self.entropy.tolist(),
-            self.dead.sum(1).tolist(),
-            strict=True,
-        )
-        for i, (layer, (violation, entropy, dead)) in enumerate(
-            zip(self.layers, measures, strict=True)
-        ):
-            values[f"router/{layer}/max_violation"] = violation
-            values[f"router/{layer}/entropy"] = entropy
-            values[f"router/{layer}/dead_experts"] = float(dead)
-            values |= {
-                f"router/{layer}/load/{e}": load[i][e] for e in self._experts(i, routed=False)
-            }
+        violations = self.max_violation.tolist()
+        entropies = self.entropy.tolist()
+        dead = self.dead.sum(1).tolist()
+        for i, layer in enumerate(self.layers):
+            values[f"router/{layer}/max_violation"] = violations[i]
+            values[f"router/{layer}/entropy"] = entropies[i]
+            values[f"router/{layer}/dead_experts"] = float(dead[i])
+            for e in self._experts(i, routed=False):
+                values[f"router/{layer}/load/{e}"] = load[i][e]
         return values
 
     def warning(self, min_entropy: float = LOW_ENTROPY) -> str | None:
@@ -163,30 +168,34 @@ class RouterStats:
 
         A layer with fewer than ENOUGH slots per routed expert is not judged.
         """
-        found = []
-        measures = zip(self.entropy.tolist(), self.max_violation.tolist(), strict=True)
-        for layer, row, dead, (entropy, violation) in zip(
-            self.layers, self.routed, self.dead, measures, strict=True
-        ):
-            if row.sum() < ENOUGH * len(row) or not (dead.any() or entropy < min_entropy):
+        collapsed = []
+        for i, row in enumerate(self.routed):
+            entropy = self.entropy[i]
+            unused = self.dead[i].nonzero().flatten().tolist()
+            if row.sum() < ENOUGH * len(row):
                 continue
-            ids = ", ".join(map(str, dead.nonzero().flatten().tolist()))
-            unused = f"experts {ids} got no token, " if ids else ""
-            found.append(
-                f"layer {layer}: {unused}entropy {entropy:.2f}, max violation {violation:.2f}"
-            )
-        cure = ". Add a balance loss (balance_loss, balance_loss_coef)"
-        return "routers collapse: " + "; ".join(found) + cure if found else None
+            if not unused and entropy >= min_entropy:
+                continue
+            text = f"entropy {entropy:.2f}, max violation {self.max_violation[i]:.2f}"
+            if unused:
+                text = f"experts {', '.join(map(str, unused))} got no token, {text}"
+            collapsed.append(f"layer {self.layers[i]}: {text}")
+        if not collapsed:
+            return None
+        remedy = "Add a balance loss (balance_loss, balance_loss_coef)"
+        return f"routers collapse: {'; '.join(collapsed)}. {remedy}"
 
     def rows(self) -> list[tuple]:
         """Return one row of FIELDS per layer and expert."""
         load = self.load.tolist()
         counts = self.counts.tolist()
-        return [
-            (layer, e, int(e < self._experts(i).start), counts[i][e], load[i][e])
-            for i, layer in enumerate(self.layers)
-            for e in self._experts(i, routed=False)
-        ]
+        rows = []
+        for i, layer in enumerate(self.layers):
+            routed = self._experts(i)
+            for e in range(routed.stop):
+                is_shared = int(e not in routed)
+                rows.append((layer, e, is_shared, counts[i][e], load[i][e]))
+        return rows
 
     def to_csv(self, path: str | Path) -> None:
         """Write a CSV of FIELDS with one line per layer and expert."""
@@ -201,38 +210,28 @@ class RouterStats:
 
         Returns the Axes. Raises ImportError without matplotlib.
         """
-        ids = [self._experts(i) for i in range(len(self.layers))]
+        ids = list(map(self._experts, range(len(self.layers))))
         first = min(r.start for r in ids)
         stop = self.counts.shape[1]
         L = len(ids)
         is_path = isinstance(ax_or_path, (str, Path))
-        if is_path or ax_or_path is None:
+        ax = ax_or_path
+        if is_path or ax is None:
             # created without pyplot, hence without a display or global state
             size = (1.8 + 0.45 * (stop - first), 1.2 + 0.3 * L)
-            ax = (
-                require("matplotlib.figure", "plot")
-                .Figure(figsize=size, layout="constrained")
-                .add_subplot()
-            )
-        else:
-            ax = ax_or_path
+            figure = require("matplotlib.figure", "plot").Figure(size, layout="constrained")
+            ax = figure.add_subplot()
         relative = torch.full((L, stop), math.nan, dtype=torch.float64)
-        for i, row in enumerate(self.routed):
-            relative[i, ids[i].start : ids[i].stop] = expert_load(row) * len(row)
+        for experts, row, values in zip(ids, self.routed, relative, strict=True):
+            values[experts.start : experts.stop] = expert_load(row) * len(row)
         relative = relative[:, first:].numpy()
         # blue and red: seen without green, too
         image = ax.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
         if relative.shape[1] <= WIDEST:
             for (y, x), value in np.ndenumerate(relative):
-                look = {"color": "white" if abs(value - 1) > 0.7 else "#222222", "fontsize": 8}
-                ax.text(
-                    x,
-                    y,
-                    "" if math.isnan(value) else f"{value:.2f}",
-                    ha="center",
-                    va="center",
-                    **look,
-                )
+                if not math.isnan(value):
+                    color = "white" if abs(value - 1) > 0.7 else "#222222"
+                    ax.text(x, y, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
         ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
         step = 1 + (stop - first - 1) // 32
         ax.set_xticks(range(0, stop - first, step), range(first, stop, step))
@@ -262,9 +261,10 @@ class RouterCounter:
         self._counts = {name: _zeros(layer) for name, layer in self.layers.items()}
         self._direct: dict[str, nn.Module] = {}  # layers whose dispatch counts in this call
         self._call = OpenCall(model, self._enter, self._leave)
-        self._handles = [
-            layer.watch(functools.partial(self._see, name)) for name, layer in self.layers.items()
-        ]
+        self._handles = []
+        for name, layer in self.layers.items():
+            see = functools.partial(self._see, name)
+            self._handles.append(layer.watch(see))
 
     def _enter(self, module: nn.Module) -> bool:
         is_open = module.training or not self.only_training
@@ -309,8 +309,8 @@ class RouterCounter:
         `reset` sets them to 0.
         """
         device = next(iter(self._counts.values())).device
-        sizes = [layer.num_experts for layer in self.layers.values()]
-        counts = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+        most = max(map(len, self._counts.values()))
+        counts = torch.zeros(len(self._counts), most, dtype=torch.int64, device=device)
         for row, count in zip(counts, self._counts.values(), strict=True):
             row[: len(count)] = count
             if reset:
@@ -320,15 +320,18 @@ class RouterCounter:
         counts = counts.cpu()
         layers = list(self.layers.values())
         # skip uncalled layers: an adapter that trains a copy of a module keeps the original
-        called = [i for i in range(len(layers)) if counts[i].any()] or list(range(len(layers)))
-        layers = [layers[i] for i in called]
+        called = counts.any(1)
+        if called.any():
+            counts = counts[called]
+            layers = list(itertools.compress(layers, called))
         shared = tuple(layer.num_shared for layer in layers)
         sizes = tuple(layer.num_experts for layer in layers)
+        names = layer_names([plain_name(layer.name) for layer in layers])
         return RouterStats(
-            counts[called, : max(sizes)],
-            layer_names([plain_name(layer.name) for layer in layers]),
-            shared if len(set(shared)) > 1 else shared[0],
-            sizes if len(set(sizes)) > 1 else None,
+            counts[:, : max(sizes)],
+            names,
+            num_shared=shared if len(set(shared)) > 1 else shared[0],
+            num_experts=sizes if len(set(sizes)) > 1 else None,
         )
 
     def close(self) -> None:
@@ -340,7 +343,8 @@ class RouterCounter:
 
 def _zeros(layer: RoutedLayer) -> torch.Tensor:
     device = next(layer.module.parameters()).device
-    device = torch.device("cpu") if device.type == "meta" else device
+    if device.type == "meta":
+        device = torch.device("cpu")
     with torch.inference_mode(False):
         return torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
 
@@ -361,12 +365,13 @@ def layer_names(names: list[str]) -> tuple[str, ...]:
     """Return the first number in each path if that tells them apart, else the paths without the
     router's own name.
     """
-    numbers = [match[0] if (match := re.search(r"\d+", name)) else name for name in names]
-    return tuple(
-        numbers
-        if len(set(numbers)) == len(names)
-        else (name.rpartition(".")[0] or name for name in names)
-    )
+    numbers = []
+    for name in names:
+        digits = re.search(r"\d+", name)
+        numbers.append(name if digits is None else digits[0])
+    if len(set(numbers)) == len(names):
+        return tuple(numbers)
+    return tuple(name.rpartition(".")[0] or name for name in names)
 
 
 @torch.no_grad()

@@ -25,19 +25,19 @@ def legacy_rope(config: dict) -> dict:
     rope = config.get("rope_parameters")
     if not rope:
         return {}
+    base_type = _base_type(config)
     if "rope_theta" in rope:
-        base, share = _NAMES.get(_base_type(config), ("rope_theta", "partial_rotary_factor"))
-        keys = {base: rope["rope_theta"], "rope_scaling": _scaling(rope, _base_type(config))}
-        keys[share] = rope.get("partial_rotary_factor")
-        return {key: value for key, value in keys.items() if value is not None}
-    # one rope per layer type: the old format has two of them, for gemma3
-    if not {"full_attention", "sliding_attention"} <= set(rope):
+        base, share = _NAMES.get(base_type, ("rope_theta", "partial_rotary_factor"))
+        keys = {base: rope["rope_theta"], share: rope.get("partial_rotary_factor")}
+    elif "full_attention" in rope and "sliding_attention" in rope:
+        # one rope per layer type: the old format has two of them, for gemma3
+        keys = {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]}
+        rope = rope["full_attention"]
+        keys["rope_theta"] = rope["rope_theta"]
+    else:
         return {}
-    scaling = _scaling(rope["full_attention"], _base_type(config))
-    return {
-        "rope_theta": rope["full_attention"]["rope_theta"],
-        "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
-    } | ({} if scaling is None else {"rope_scaling": scaling})
+    keys["rope_scaling"] = _scaling(rope, base_type)
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def write_legacy_rope(folder: str | os.PathLike) -> None:
@@ -61,14 +61,10 @@ def _scaling(rope: dict, model_type: str) -> dict | None:
     if kind == "default":
         return None
     if model_type == "phi3":  # its old config takes exactly these three
-        return {"type": kind} | {
-            key: rope[key] for key in ("short_factor", "long_factor") if key in rope
-        }
-    return {
-        key: value
-        for key, value in rope.items()
-        if key not in ("rope_theta", "partial_rotary_factor")
-    }
+        factors = {key: rope[key] for key in ("short_factor", "long_factor") if key in rope}
+        return {"type": kind, **factors}
+    others = ("rope_theta", "partial_rotary_factor")
+    return {key: value for key, value in rope.items() if key not in others}
 
 
 FORMAT = 1
@@ -119,7 +115,9 @@ def moe_fields(
         "base_architecture": base_architecture,
         "shared_rate": shared_rate,
         "soup": soup,
-    } | ({} if lora is None else {"lora": lora})
+    }
+    if lora is not None:
+        block["lora"] = lora
     return {
         "moe_runtime": block,
         "num_experts": config.num_routed_experts,
@@ -187,20 +185,18 @@ def moe_config(hf_config) -> MoEConfig:
     upcycling wrote its block.
     """
     block = getattr(hf_config, "moe_runtime", None)
-    known = (
-        isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES
-    )
-    needed = {"config", "base_model_type", "base_architecture"}
-    known = (
-        known
-        and (needed | ({"soup", "shared_rate"} if block["stage"] == "mergeable" else set()))
-        <= block.keys()
-    )
-    layers = block.get("layers") if known else None
     count = hf_config.num_hidden_layers
-    if not isinstance(layers, list) or any(
-        type(layer) is not int or not 0 <= layer < count for layer in layers
-    ):
+    needed = {"config", "base_model_type", "base_architecture"}
+    fits = False
+    if isinstance(block, dict):
+        stage = block.get("stage")
+        if stage == "mergeable":
+            needed |= {"soup", "shared_rate"}
+        layers = block.get("layers")
+        fits = block.get("format") == FORMAT and stage in STAGES and needed <= block.keys()
+        fits = fits and isinstance(layers, list)
+        fits = fits and all(type(one) is int and 0 <= one < count for one in layers)
+    if not fits:
         raise ValueError(
             f"moe_runtime in config.json must have format {FORMAT}, a stage of "
             f"{', '.join(STAGES)}, a config and layers from 0 to {count - 1}, but is "

@@ -1,9 +1,10 @@
 """The MLPs of the supported dense architectures: a table of their names, and their conversion to
 expert stacks and back.
 
-    gated   mlp(x) = down(act(gate x) * up x)      our names gate_up_proj [2I, H] (gate first), down_proj [H, I]
-    plain   mlp(x) = down(act(up x))               our names up_proj [I, H],                    down_proj [H, I]
+    gated   mlp(x) = down(act(gate x) * up x)
+    plain   mlp(x) = down(act(up x))
 
+Our names are gate_up_proj [2I, H] (gate first), or up_proj [I, H], and down_proj [H, I].
 Biases are `<name>_bias`, as in `moe_runtime.modules.moe.Experts` without its leading expert
 dimension. The functions on modules serve a model in memory; those on names serve checkpoints that
 are read tensor by tensor.
@@ -133,16 +134,18 @@ def activation_name(act) -> str:
     from transformers.activations import ACT2FN
 
     function = act
+    name = type(act).__name__
     if isinstance(act, str):
+        name = act
         function = ACT2FN[act] if act in ACT2FN else None  # noqa: SIM401 - get() builds nothing
     learned = isinstance(function, nn.Module) and next(function.parameters(), None) is not None
     x = torch.linspace(-12, 12, 4801, dtype=torch.float64)
-    with torch.no_grad():
-        for name, ours in () if function is None or learned else ACT.items():
-            if (ours(x) - function(x)).abs().max() < 1e-5:
-                return name
-    shown = act if isinstance(act, str) else type(act).__name__
-    raise ValueError(f"hidden_act must be equivalent to one of {', '.join(ACT)}, but got {shown!r}")
+    if function is not None and not learned:
+        with torch.no_grad():
+            for ours, formula in ACT.items():
+                if (formula(x) - function(x)).abs().max() < 1e-5:
+                    return ours
+    raise ValueError(f"hidden_act must be equivalent to one of {', '.join(ACT)}, but got {name!r}")
 
 
 def moe_shape(family: Family, source) -> dict:
@@ -153,16 +156,19 @@ def moe_shape(family: Family, source) -> dict:
     """
     if isinstance(source, nn.Module):
         down = _linear(source, family.down)
-        sizes = (down.out_features, down.in_features)
+        H, I = down.weight.shape
         act = getattr(source, family.act)
         bias = down.bias is not None
     else:
-        sizes = (source.hidden_size, source.intermediate_size)
+        H = source.hidden_size
+        I = source.intermediate_size
         act = getattr(source, family.act_field)
-        bias = getattr(source, family.bias) if isinstance(family.bias, str) else family.bias
+        bias = family.bias
+        if isinstance(bias, str):
+            bias = getattr(source, bias)
     return {
-        "hidden_size": sizes[0],
-        "intermediate_size": sizes[1],
+        "hidden_size": H,
+        "intermediate_size": I,
         "hidden_act": activation_name(act),
         "gated": family.gated,
         "bias": bool(bias),
@@ -221,12 +227,12 @@ def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tenso
     shape = moe_shape(family, mlp)
     H = shape["hidden_size"]
     rows = shape["intermediate_size"] * (1 + family.gated)
-    want = {family.up_name: (rows, H), "down_proj": (H, shape["intermediate_size"])}
+    expected = {family.up_name: (rows, H), "down_proj": (H, shape["intermediate_size"])}
     if shape["bias"]:
-        want |= {f"{family.up_name}_bias": (rows,), "down_proj_bias": (H,)}
-    got = {name: tuple(weight.shape) for name, weight in weights.items()}
-    if got != want:
-        raise ValueError(f"Expected an MLP with weights of shapes {want}, but got {got}")
+        expected |= {f"{family.up_name}_bias": (rows,), "down_proj_bias": (H,)}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if shapes != expected:
+        raise ValueError(f"Expected an MLP with weights of shapes {expected}, but got {shapes}")
 
 
 def split_weights(
@@ -235,13 +241,13 @@ def split_weights(
     """Split our tensors into the base's, in the order of `mlp_keys`; the parts of a split tensor
     are copies.
     """
-    return {
-        name: [weight]
-        if name.startswith("down_proj") or len(family.up) == 1
-        # copies, as safetensors does not accept two views of one storage
-        else [part.clone() for part in weight.chunk(len(family.up))]
-        for name, weight in weights.items()
-    }
+    parts = {}
+    for name, weight in weights.items():
+        parts[name] = [weight]
+        if len(family.up) > 1 and not name.startswith("down_proj"):
+            # copies, as safetensors does not accept two views of one storage
+            parts[name] = [part.clone() for part in weight.chunk(len(family.up))]
+    return parts
 
 
 def mlp_keys(family: Family, layer: int, bias: bool = False) -> dict[str, list[str]]:
@@ -249,12 +255,12 @@ def mlp_keys(family: Family, layer: int, bias: bool = False) -> dict[str, list[s
     stacks, in order.
     """
     path = family.path.format(layer)
-    kinds = {"weight": ""} | ({"bias": "_bias"} if bias else {})
-    return {
-        ours + suffix: [f"{path}.{name}.{kind}" for name in names]
-        for kind, suffix in kinds.items()
-        for ours, names in ((family.up_name, family.up), ("down_proj", (family.down,)))
-    }
+    keys = {}
+    for kind in ("weight", "bias") if bias else ("weight",):
+        suffix = "_bias" if kind == "bias" else ""
+        keys[family.up_name + suffix] = [f"{path}.{name}.{kind}" for name in family.up]
+        keys[f"down_proj{suffix}"] = [f"{path}.{family.down}.{kind}"]
+    return keys
 
 
 class MLPKey(NamedTuple):
@@ -273,15 +279,18 @@ def locate_key(family: Family, key: str) -> MLPKey | None:
     match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)\.(weight|bias)", key)
     if match is None:
         return None
-    layer = int(match[1])
     module = match[2]
-    kind = match[3]
-    bias = "_bias" if kind == "bias" else ""
     if module == family.down:
-        return MLPKey(layer, f"down_proj{bias}", 0)
-    if module in family.up:
-        return MLPKey(layer, family.up_name + bias, family.up.index(module))
-    return None
+        name = "down_proj"
+        part = 0
+    elif module in family.up:
+        name = family.up_name
+        part = family.up.index(module)
+    else:
+        return None
+    if match[3] == "bias":
+        name += "_bias"
+    return MLPKey(int(match[1]), name, part)
 
 
 def expert_keys(family: Family, layer: int, bias: bool = False) -> dict[str, str]:

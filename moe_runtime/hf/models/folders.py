@@ -13,11 +13,10 @@ Conversion, FolderReceipt     counts and result of a conversion
 
 import copy
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -29,7 +28,8 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate, one_line, shown
+from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate
+from moe_runtime.hf.common.loading import check_folder, load, reason_of
 from moe_runtime.hf.models.configuration import (
     SHIM,
     become_mergeable,
@@ -41,114 +41,11 @@ from moe_runtime.hf.models.configuration import (
     stock_config,
 )
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape, write_mlp
-from moe_runtime.hf.models.hub import check_source, hub_problem, without_retries
 from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.models.swap import check_layers, mlp_error
 from moe_runtime.io import files
-from moe_runtime.io.checkpoint import (
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    CheckpointWriter,
-    TensorSpec,
-    check_keys,
-)
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.ops.merging import check_mixture, init_mixture, mixing, uniform_mixture
-
-MAX_LAYERS = 10_000
-MAX_EXPERTS = 2**16
-MAX_LABELS = 2**20
-MAX_SIZE = 2**31 - 1
-# keys of a config.json, or of parts of it (text_config), for which transformers or this package
-# allocates something
-_COUNTS = {
-    r"\w*layers|n_layer": MAX_LAYERS,
-    r"\w*experts(_per_tok)?": MAX_EXPERTS,
-    "num_labels": MAX_LABELS,
-}
-_SIZES = r"num_hidden_layers|n_layer|vocab_size|(\w+_)?hidden_size|(\w+_)?intermediate_size|head_dim|num_\w+_heads"
-
-
-def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
-    """Raise ValueError for invalid sizes in a config.json: text, NaN, negative, or larger than any
-    memory.
-    """
-    parts = [values]
-    while parts:
-        for key, value in parts.pop().items():
-            if isinstance(value, Mapping):
-                parts.append(value)
-            is_size = re.fullmatch(_SIZES, key) and not isinstance(value, list | None)
-            most = next(
-                (most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)),
-                MAX_SIZE if is_size else None,
-            )
-            fits = value == value and (most is None or not isinstance(value, int) or value <= most)
-            if not fits or (is_size and not (isinstance(value, int) and value >= 0)):
-                if is_size:
-                    valid = f"an integer from 0 to {most}"
-                else:
-                    valid = "a number" + f" up to {most}" * bool(most)
-                raise ValueError(
-                    f"{shown(key)[1:-1]} in {source} must be {valid}, but is {shown(value)}"
-                )
-
-
-def check_folder(source: str | os.PathLike) -> None:
-    """Call `check_counts` for a folder's config.json; do nothing for a Hub id. Raises ValueError if
-    it is not JSON.
-    """
-    path = Path(source, "config.json")
-    if os.path.isfile(path):
-        values = files.read_json(path)
-        check_counts(values, path)
-        # transformers would read it in place of these
-        if values.get("transformers_weights") not in (None, SINGLE, INDEX):
-            raise ValueError(
-                f"transformers_weights in {path} must be {SINGLE}, but is "
-                f"{shown(values['transformers_weights'])}"
-            )
-
-
-def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
-    """Return kind.from_pretrained(source) without ever running code from a folder or a Hub id.
-
-    A folder's weights must be those that `Checkpoint` opens: no pickles, and no files outside it.
-    Raises a ValueError with the `name` of the source if it cannot be loaded. Only TRL's `train
-    --trust_remote_code` runs a folder's code.
-    """
-    check_source(source, name)
-    check_folder(source)
-    if kind is AutoModelForCausalLM and os.path.isdir(source):
-        settings["use_safetensors"] = True
-        Checkpoint(source)
-    try:
-        with without_retries(source):
-            return kind.from_pretrained(source, trust_remote_code=False, **settings)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
-    except Exception as error:
-        reason = f"cannot be loaded by transformers: {reason_of(error)}"
-        if not os.path.exists(source):
-            problem = hub_problem(source, error).rstrip(".")
-            reason = (
-                f"is no folder, and cannot be loaded from the Hub: {problem}. Pass a folder or a "
-                "Hub id"
-            )
-        if "trust_remote_code" in str(error):
-            reason = (
-                "requires custom code (auto_map), which is never run. Use a model whose classes "
-                "are in transformers"
-            )
-        raise ValueError(f"{name} {str(source)!r} {reason}") from error
-
-
-def reason_of(error: Exception) -> str:
-    """Return the message of another package's error as one short line, to be included in another
-    message.
-    """
-    return one_line(error).rstrip(".:") or type(error).__name__
 
 
 def _build(config, cls: type | None = None) -> nn.Module:
@@ -184,7 +81,7 @@ def read_layer(folder: Path) -> Layer:
     values = values.get("text_config") or values
 
     def first(*names: str) -> int:
-        return next((values[name] for name in names if values.get(name)), 0)
+        return next(filter(None, map(values.get, names)), 0)
 
     return Layer(
         first("hidden_size"),
@@ -290,14 +187,11 @@ def side_files(source: Path) -> list[str]:
     """Return the names of the files that a model derived from this folder also needs: tokenizer,
     generation config, ...
     """
-    names = [path.name for path in source.iterdir() if path.is_file()]
+    names = {path.name for path in source.iterdir() if path.is_file()}
     files.check_names(names, source)  # a receipt names them
     hidden = (".", "training_args")
-    return sorted(
-        n
-        for n in names
-        if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden)
-    )
+    names = names.difference(_OF_THESE)
+    return sorted(n for n in names if not (n.endswith(_LEFT_OUT) or n.startswith(hidden)))
 
 
 def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
@@ -313,11 +207,11 @@ def check_depth(config, checkpoint: Checkpoint) -> None:
     device needs memory.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
-    found = len(checkpoint.specs())
-    if layers > max(found, 100):
+    tensors = len(checkpoint.specs())
+    if layers > max(tensors, 100):
         raise ValueError(
-            f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only {found} "
-            "tensors"
+            f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only "
+            f"{tensors} tensors"
         )
 
 
@@ -330,32 +224,27 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     specs = checkpoint.specs()
     check_depth(config, checkpoint)
     model = _build(config)
-    renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
-    # the keys of the model, as transformers renames some between file and model (GPT-NeoX's
-    # embed_out)
-    own = {key: key for key in specs}
-    for source, target in (
-        (s, t) for r in renamings for s, t in zip(r.source_patterns, r.target_patterns)
-    ):
-        own = {key: re.sub(source, target, name) for key, name in own.items()}
-    passed_over = [
-        *(model._keys_to_ignore_on_load_unexpected or ()),
-        r"rotary_emb\.inv_freq$",
-        r"\.masked_bias$",
-    ]
-    got = {
-        own[key]: spec
-        for key, spec in specs.items()
-        if not any(re.search(p, own[key]) for p in passed_over)
-    }
-    tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
-    buffers = {name for name, _ in model.named_buffers()}
-    want = {
-        key: TensorSpec(tuple(tensor.shape), got[key].dtype if key in got else tensor.dtype)
-        for key, tensor in model.state_dict().items()
-        if key in got or key not in tied | buffers
-    }
-    check_keys(got, want, source=checkpoint.path)
+    # transformers renames some keys between file and model (GPT-NeoX's embed_out)
+    renamings = []
+    for renaming in get_checkpoint_conversion_mapping(type(model).__name__) or ():
+        renamings += zip(renaming.source_patterns, renaming.target_patterns)
+    ignored = [r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
+    ignored += model._keys_to_ignore_on_load_unexpected or ()
+    saved = {}
+    for key, spec in specs.items():
+        for source, target in renamings:
+            key = re.sub(source, target, key)
+        if not any(re.search(pattern, key) for pattern in ignored):
+            saved[key] = spec
+    optional = {name for name, _ in model.named_buffers()}
+    optional.update(getattr(model, "all_tied_weights_keys", ()))
+    expected = {}
+    for key, tensor in model.state_dict().items():
+        if key in saved:
+            expected[key] = TensorSpec(tuple(tensor.shape), saved[key].dtype)
+        elif key not in optional:
+            expected[key] = TensorSpec(tuple(tensor.shape), tensor.dtype)
+    check_keys(saved, expected, source=checkpoint.path)
 
 
 def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
@@ -374,12 +263,13 @@ def probe_logits(source) -> torch.Tensor:
     """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its
     folder.
     """
-    model = source if isinstance(source, torch.nn.Module) else load(AutoModelForCausalLM, source)
+    model = source
+    if not isinstance(source, nn.Module):
+        model = load(AutoModelForCausalLM, source)
     config = model.config.get_text_config()
     length = min(32, getattr(config, "max_position_embeddings", None) or 32)
-    input_ids = torch.randint(
-        0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -393,9 +283,7 @@ def skeleton(config) -> nn.Module:
     model = _build(config, getattr(transformers, (config.architectures or [""])[0], None))
     # cache what transformers looks up for every tensor of a model that was not loaded
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [
-        conversion for conversion in conversions if not isinstance(conversion, PrefixChange)
-    ]
+    model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
     return model
 
 
@@ -445,7 +333,7 @@ class Conversion:
         self.source = source
         self.writer = writer
         self.progress = progress
-        self.specs = source.specs() if specs is None else specs
+        self.specs = specs or source.specs()
         self.total = sum(spec.nbytes for spec in self.specs.values())
         self.done = self.tensors = self.bytes = 0
 
@@ -454,6 +342,11 @@ class Conversion:
         self.writer.add(key, tensor)
         self.tensors += 1
         self.bytes += tensor.numel() * tensor.element_size()
+
+    def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors of the target, by name."""
+        for key, tensor in tensors.items():
+            self.add(key, tensor)
 
     def read(self, *keys: str) -> None:
         """Report tensors of the source as done."""
@@ -496,11 +389,13 @@ def open_upcycled(source: str | Path, stage: str | None = None):
     """
     config = read_config(source)
     block = getattr(config, "moe_runtime", None)
-    found = block.get("stage") if isinstance(block, dict) else None
-    if found is None or stage not in (None, found):
-        kind = "an upcycled model" if found is None else f"a model of stage {stage!r}"
-        got = f"model_type {config.model_type!r}, stage {found!r}"
-        raise ValueError(f"Expected the folder of {kind}, but {str(source)!r} has {got}")
+    saved = block.get("stage") if isinstance(block, dict) else None
+    if saved is None or stage not in (None, saved):
+        kind = "an upcycled model" if saved is None else f"a model of stage {stage!r}"
+        raise ValueError(
+            f"Expected the folder of {kind}, but {str(source)!r} has model_type "
+            f"{config.model_type!r}, stage {saved!r}"
+        )
     moe = moe_config(config)
     check_choice("base_model_type", block["base_model_type"], tuple(FAMILIES))
     family = FAMILIES[block["base_model_type"]]
@@ -518,8 +413,8 @@ def mixture_of(
         return uniform_mixture(moe.num_experts)
     if block["stage"] == "moe":
         return init_mixture(moe, shared_rate)
-    logits = checkpoint.get(f"{path}.mixing_logits")
-    alpha = mixing(logits, None if block["soup"] else block["shared_rate"])
+    learned = checkpoint.get(f"{path}.mixing_logits")
+    alpha = mixing(learned, None if block["soup"] else block["shared_rate"])
     return check_mixture(alpha, f"{path} of {checkpoint.path}")
 
 

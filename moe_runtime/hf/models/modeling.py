@@ -2,7 +2,7 @@
 
 `MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that
 `config.moe_runtime` lists, are `modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP`
-("mergeable"), `modules.ewa.EWAMLP` ("ewa") or what the result of `modules.lora_linear.add_experts`
+("mergeable"), `modules.ewa.EWAMLP` ("ewa") or the result of `modules.lora_linear.add_experts`
 ("lora"); the same holds for every family. Checkpoints hold the stacks unchanged:
 `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
 
@@ -22,6 +22,7 @@ import functools
 import inspect
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
-from moe_runtime.hf.dropin.experts import make_exports_portable
+from moe_runtime.hf.common.outputs import check_gradients, make_exports_portable, share_of_batch
 from moe_runtime.hf.models.configuration import ConfigMixin, moe_config
 from moe_runtime.hf.models.families import FAMILIES, PREFIX
 from moe_runtime.hf.models.hub import PushesCard
@@ -63,25 +64,12 @@ class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
     lm_loss: torch.FloatTensor | None = None
 
 
-def check_gradients(
-    parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]
-) -> None:
-    """Raise ValueError if routers with these `parameters` train but use_reentrant=True detached
-    their logits.
-    """
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-    if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
-        raise ValueError(
-            "use_reentrant=True in gradient checkpointing would lose the gradient of a balance "
-            "loss or router_aux_loss_coef. Pass gradient_checkpointing_kwargs={'use_reentrant': "
-            "False}"
-        )
-
-
 def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
     """Sum the layers' balance losses on the device of the first one; None if no layer has one."""
     losses = [record.balance_loss for record in records if record.balance_loss is not None]
-    return sum(loss.to(losses[0].device) for loss in losses) if losses else None
+    if not losses:
+        return None
+    return sum(loss.to(losses[0].device) for loss in losses)
 
 
 def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
@@ -92,28 +80,13 @@ def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
     aux = torch.zeros((), device=device) if balance is None else balance.to(device)
     if not config.router_aux_loss_coef or not config.num_experts_per_tok:
         return aux
-    rows = logits[0].shape[0]
-    fits = (
-        attention_mask is not None and attention_mask.dim() == 2 and attention_mask.numel() == rows
-    )
-    mask = attention_mask.reshape(-1) if fits else None
+    mask = None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        mask = attention_mask.reshape(-1)
+        if len(mask) != len(logits[0]):
+            mask = None
     pooled = pooled_loss(logits, config.num_experts_per_tok, mask)
     return aux + config.router_aux_loss_coef * pooled.to(device)
-
-
-def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
-    """Return this call's share of the step's tokens; 1 unless Trainer passes num_items_in_batch.
-
-    The base's loss is then a sum over num_items_in_batch; without this factor, gradient
-    accumulation over n calls would count an auxiliary loss n times.
-    """
-    items = kwargs.get("num_items_in_batch")
-    labels = kwargs.get("shift_labels")
-    if items is None:
-        return 1.0
-    labels = kwargs["labels"][..., 1:] if labels is None else labels
-    items = items.to(device) if isinstance(items, torch.Tensor) else items
-    return labels.ne(-100).sum().to(device) / items
 
 
 def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -134,7 +107,9 @@ def _layer_path(model: nn.Module, layer: int) -> str:
     its layers.
     """
     path = FAMILIES[model.config.moe_runtime["base_model_type"]].path.format(layer)
-    return path.removeprefix(f"{model.base_model_prefix}.") if isinstance(model, _Inner) else path
+    if isinstance(model, _Inner):
+        return path.removeprefix(f"{model.base_model_prefix}.")
+    return path
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -142,6 +117,13 @@ def is_routed(module: nn.Module) -> bool:
     forced.
     """
     return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
+
+
+def _draw(weights: Iterable[torch.Tensor]) -> None:
+    """Initialize [..., in] weights as those of linear layers."""
+    for weight in weights:
+        bound = weight.shape[-1] ** -0.5
+        init.uniform_(weight, -bound, bound)
 
 
 class _Model(PushesCard):
@@ -157,17 +139,13 @@ class _Model(PushesCard):
                 if name.endswith("_bias"):
                     init.zeros_(weight)
                 else:
-                    (init.normal_(weight, mean=0.0, std=std))
-        elif isinstance(module, DrawnHalves | LoRALinear):
-            # a LoRALinear initializes its router as a linear layer, not as Routers above
-            if isinstance(module, LoRALinear):
-                drawn = (*module.gate.parameters(), module.lora_a)
-            else:
-                drawn = module.values()
-            for weight in drawn:
-                init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
-            if isinstance(module, LoRALinear):
-                init.zeros_(module.lora_b)
+                    init.normal_(weight, mean=0.0, std=std)
+        elif isinstance(module, DrawnHalves):
+            _draw(module.values())
+        elif isinstance(module, LoRALinear):
+            # its router is initialized as a linear layer, not as Routers above
+            _draw([*module.gate.parameters(), module.lora_a])
+            init.zeros_(module.lora_b)
         elif isinstance(module, ZeroHalves):
             for weight in module.values():
                 init.zeros_(weight)
@@ -195,14 +173,11 @@ class _Model(PushesCard):
         output is not a tuple.
         """
         if output_router_logits is None:
-            want = self.config.output_router_logits
-        else:
-            want = output_router_logits
+            output_router_logits = self.config.output_router_logits
         balanced = self.config.moe_runtime["config"]["balance_loss"] != "none"
-        if want or balanced:
-            blocks = [module for module in self.modules() if is_routed(module)]
-        else:
-            blocks = []
+        blocks = []
+        if output_router_logits or balanced:
+            blocks = list(filter(is_routed, self.modules()))
         if not blocks or blocks[0].records is not None:
             return forward(*args, **kwargs), None, False
         records: list[RouterOutput] = []
@@ -214,10 +189,11 @@ class _Model(PushesCard):
             for block in blocks:
                 block.records = None
         if balanced or self.config.router_aux_loss_coef:
-            check_gradients(
-                [p for b in blocks for p in b.gate.parameters()], [r.router_logits for r in records]
-            )
-        return out, records, want
+            parameters = []
+            for block in blocks:
+                parameters += block.gate.parameters()
+            check_gradients(parameters, [record.router_logits for record in records])
+        return out, records, output_router_logits
 
     @classmethod
     def from_pretrained(
@@ -230,27 +206,28 @@ class _Model(PushesCard):
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
         # a model without a head ignores the checkpoint's head
-        left = ("lm_head.", "embed_out.") if issubclass(cls, _Inner) else ()
-        found = {kind: info.get(f"{kind}_keys") or () for kind in ("missing", "unexpected")}
-        bad = {
-            kind: new
-            for kind, keys in found.items()
-            if (new := sorted(k for k in keys if not k.startswith(left)))
-        }
-        if bad:
+        head = ("lm_head.", "embed_out.") if issubclass(cls, _Inner) else ()
+        wrong = []
+        for kind in ("missing", "unexpected"):
+            keys = [key for key in info.get(f"{kind}_keys") or () if not key.startswith(head)]
+            if keys:
+                wrong.append(f"{len(keys)} {kind}: {', '.join(sorted(keys))}")
+        if wrong:
             raise ValueError(
                 f"The keys of {pretrained_model_name_or_path} do not match {cls.__name__}: "
-                + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
-                + ". Pass a folder written by save_pretrained"
+                f"{'; '.join(wrong)}. Pass a folder written by save_pretrained"
             )
         stage = model.config.moe_runtime["stage"]
         if stage in FREEZE:
             FREEZE[stage](model)  # loading replaces frozen parameters by trainable ones
-        return (model, info) if output_loading_info else model
+        if output_loading_info:
+            return model, info
+        return model
 
     def _as_asked(self, out, return_dict: bool | None):
         """Return `out`, as a tuple if the caller or the config requests one."""
-        return_dict = self.config.return_dict if return_dict is None else return_dict
+        if return_dict is None:
+            return_dict = self.config.return_dict
         return out if return_dict else out.to_tuple()
 
 
@@ -271,11 +248,15 @@ class _Inner(_Model):
         """Run the base's forward; add `router_logits` if requested, and `balance_loss` if the
         layers have one.
         """
-        out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
+        out, records, with_logits = self._routed(
+            super().forward, output_router_logits, *args, **kwargs
+        )
         if records is None:
             return out
         balance = sum_balance_losses(records)
-        logits = tuple(record.router_logits for record in records) if want else None
+        logits = None
+        if with_logits:
+            logits = tuple(record.router_logits for record in records)
         out = MoeRuntimeModelOutput(**out, router_logits=logits, balance_loss=balance)
         return self._as_asked(out, kwargs.get("return_dict"))
 
@@ -293,22 +274,25 @@ class _CausalLM(_Model):
         """Run the base's forward; add the auxiliary losses to its loss, and `router_logits` if
         requested.
         """
-        out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
+        out, records, with_logits = self._routed(
+            super().forward, output_router_logits, *args, **kwargs
+        )
         if records is None:
             return out
+        fields = dict(out)
         logits = tuple(record.router_logits for record in records)
-        aux = lm_loss = None
-        if out.loss is not None or want:
-            aux = aux_loss(
+        if with_logits:
+            fields["router_logits"] = logits
+        if with_logits or out.loss is not None:
+            fields["aux_loss"] = aux_loss(
                 self.config, records, logits, kwargs.get("attention_mask"), out.logits.device
             )
-        fields = dict(out) | {"aux_loss": aux, "router_logits": logits if want else None}
         if out.loss is not None:
-            lm_loss = out.loss
-            fields["loss"] = lm_loss + share_of_batch(kwargs, lm_loss.device) * aux.to(
-                lm_loss.device
-            )
-        out = MoeRuntimeCausalLMOutput(**fields, lm_loss=lm_loss)
+            device = out.loss.device
+            fields["lm_loss"] = out.loss
+            share = share_of_batch(kwargs, device)
+            fields["loss"] = out.loss + share * fields["aux_loss"].to(device)
+        out = MoeRuntimeCausalLMOutput(**fields)
         return self._as_asked(out, kwargs.get("return_dict"))
 
 
@@ -324,7 +308,7 @@ def install_layers(model: PreTrainedModel) -> None:
             settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
             # transformers loads a parameter in the dtype in which it was created
             dtype = block["lora"].get("dtype")
-            settings["dtype"] = None if dtype is None else getattr(torch, dtype)
+            settings["dtype"] = dtype and getattr(torch, dtype)
             module = add_experts(model.get_submodule(path), config, **settings)
         elif block["stage"] == "moe":
             module = MoE(config)
@@ -464,11 +448,10 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
     # Trainer drops the columns, and generate the arguments, that the signature does not name
     signature = inspect.signature(base.forward)
     parameters = list(signature.parameters.values())
-    wanted = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
-    place = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    forward.__signature__ = signature.replace(
-        parameters=parameters[:place] + [wanted] + parameters[place:]
-    )
+    added = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
+    has_kwargs = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    parameters.insert(len(parameters) - has_kwargs, added)
+    forward.__signature__ = signature.replace(parameters=parameters)
     members = {
         "__module__": __name__,
         "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.",
@@ -495,6 +478,7 @@ def __getattr__(name: str):
     match = re.fullmatch(r"MoeRuntime(\w+?)(Config|Model|ForCausalLM)", name)
     for model_type in FAMILIES if match else ():
         if CONFIG_MAPPING[model_type].__name__ == f"{match[1]}Config":
-            _config_class(model_type) if match[2] == "Config" else model_classes(model_type)
+            make = _config_class if match[2] == "Config" else model_classes
+            make(model_type)
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,8 +30,9 @@ class SavedRows(NamedTuple):
     def row(self, model: nn.Module, row: torch.Tensor) -> torch.Tensor:
         """Return a row of the stack in the layout of the folder."""
         row = row[None]
-        saved = row if self.saved is None else to_saved(model, {self.name: row})[self.saved]
-        return saved[0] if self.stacked else saved
+        if self.saved is not None:
+            row = to_saved(model, {self.name: row})[self.saved]
+        return row[0] if self.stacked else row
 
 
 def saved_rows(
@@ -40,23 +41,22 @@ def saved_rows(
     """Return which tensors of a folder, by name, hold the rows `ids` of the stack `name` of
     `model`.
     """
-    found = {}
+    rows = {}
     shapes = {}
     one = torch.empty(1, *stack.shape[1:], device="meta")
     for saved, tensor in to_saved(model, {name: one}).items():
-        stacked = _FIRST.search(saved) is None
-        if stacked:
-            keys = {saved: ids}
-        else:
-            keys = {_FIRST.sub(rf"\g<1>{e}\g<2>", saved): (e,) for e in ids}
-        found |= {key: SavedRows(name, own, saved, stacked) for key, own in keys.items()}
-        shapes |= dict.fromkeys(
-            keys, (stack.shape[0], *tensor.shape[1:]) if stacked else tuple(tensor.shape)
-        )
+        if _FIRST.search(saved) is None:
+            rows[saved] = SavedRows(name, ids, saved, stacked=True)
+            shapes[saved] = (stack.shape[0], *tensor.shape[1:])
+            continue
+        for e in ids:
+            key = _FIRST.sub(rf"\g<1>{e}\g<2>", saved)
+            rows[key] = SavedRows(name, (e,), saved, stacked=False)
+            shapes[key] = tuple(tensor.shape)
     whole = {name: tuple(stack.shape)}
     if _choose(shapes, whole, checkpoint) is whole:
-        return {name: SavedRows(name, ids, None, True)}
-    return found
+        return {name: SavedRows(name, ids, None, stacked=True)}
+    return rows
 
 
 def saved_tensors(
@@ -67,17 +67,17 @@ def saved_tensors(
     """
     if not own:
         return {}
-    saved = to_saved(model, own)
-    shapes, whole = (
-        {name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own)
-    )
-    found = dict(own if _choose(shapes, whole, checkpoint) is whole else saved)
+    tensors = to_saved(model, own)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    whole = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    if _choose(shapes, whole, checkpoint) is whole:
+        tensors = dict(own)
     # a folder may hold both names of one weight
     for pair in getattr(model, "all_tied_weights_keys", {}).items():
         for name, twin in (pair, pair[::-1]):
-            if name in found and twin in checkpoint:
-                found.setdefault(twin, found[name])
-    return found
+            if name in tensors and twin in checkpoint:
+                tensors.setdefault(twin, tensors[name])
+    return tensors
 
 
 def _choose(
@@ -86,13 +86,13 @@ def _choose(
     """Return the set of names and shapes that the folder has: `saved`, as transformers writes, or
     `whole`, the model's own.
     """
-    specs = checkpoint.specs()
+    there = {key: spec.shape for key, spec in checkpoint.specs().items()}
     for shapes in (saved, whole):
-        if all(key in specs and specs[key].shape == shape for key, shape in shapes.items()):
+        if shapes.items() <= there.items():
             return shapes
-    key = next(key for key, shape in saved.items() if key not in specs or specs[key].shape != shape)
-    there = f"has it as {list(specs[key].shape)}" if key in specs else "lacks it"
+    key = next(key for key, shape in saved.items() if there.get(key) != shape)
+    problem = f"has it as {list(there[key])}" if key in there else "lacks it"
     raise ValueError(
-        f"{checkpoint.path} should have {key} {list(saved[key])}, but {there}. Pass a folder "
+        f"{checkpoint.path} should have {key} {list(saved[key])}, but {problem}. Pass a folder "
         "written by transformers' save_pretrained, or the model from the Hub"
     )

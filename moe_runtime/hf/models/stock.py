@@ -20,6 +20,7 @@ s_max on a probe batch. nonorm's routed weights are then exact; xft's are a soft
 probabilities: to first order around equal ones, a softmax over the chosen logits / R.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_runtime.config import SHARED_GATES, STOCK_FAMILIES, MoEConfig, check_choice
+from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
@@ -183,10 +185,13 @@ def exact_settings(
     kept.
     """
     stock = _stock(to)
-    gate = gate or (
-        "xft" if "shared" in stock.also and top_k in (None, 2) else next(iter(stock.gates))
-    )
-    return gate, 2 if gate in SHARED_GATES and top_k is None else top_k
+    if gate is None and "shared" in stock.also and top_k in (None, 2):
+        gate = "xft"
+    elif gate is None:
+        gate = next(iter(stock.gates))
+    if gate in SHARED_GATES and top_k is None:
+        top_k = 2
+    return gate, top_k
 
 
 def _stock(to: str) -> Stock:
@@ -212,74 +217,68 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
     rope = config.rope_parameters or {}
     base = block["base_model_type"]
     window = getattr(config, "sliding_window", None)
-    may = moe.num_routed_experts and ("shared" in stock.also or not moe.has_shared_expert)
     checks = {
         "stage": (block["stage"], ("moe",)),
         "model_type of the base": (base, stock.bases),
-        "gate": (is_exact(to, moe) or bool(approximate and may), (True,)),
         "router": (moe.router, ("linear",)),
         "noisy_gate": (moe.noisy_gate, (False,)),
-        "layers": (block["layers"], (block["layers"] if "partial" in stock.also else layers,)),
         "mlp_bias": (moe.bias, (False,)),
         "attention_bias": (getattr(config, "attention_bias", False), (False,)),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), (1.0, None)),
-        "sliding_window": (window, (window if "window" in stock.also else None,)),
     }
+    if "partial" not in stock.also:
+        checks["layers"] = (block["layers"], (layers,))
+    if "window" not in stock.also:
+        checks["sliding_window"] = (window, (None,))
     for name, (value, known) in checks.items():
         if value not in known:
-            only = f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}"
-            only += ". Use xft merge for a dense model"
             raise ValueError(
-                _inexact(to, moe, base, approximate or not may) if name == "gate" else only
+                f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}. "
+                "Use xft merge for a dense model"
             )
-    nearest = {name: moe.gate != "nonorm" for name in next(iter(stock.gates.values()))}
-    fields = {
-        name: getattr(config, name) for name in _COMMON if hasattr(config, name)
-    } | stock.more(config, base)
-    fields |= {name: getattr(moe, size) for name, size in stock.sizes.items()} | stock.gates.get(
-        moe.gate, nearest
-    )
-    fields |= {"sliding_window": window} if "window" in stock.also else {}
+    can_be_near = moe.num_routed_experts and ("shared" in stock.also or not moe.has_shared_expert)
+    if not is_exact(to, moe) and not (approximate and can_be_near):
+        raise ValueError(_inexact(to, moe, base, can_be_near and not approximate))
+    fields = {name: getattr(config, name) for name in _COMMON if hasattr(config, name)}
+    fields |= stock.more(config, base)
+    for name, size in stock.sizes.items():
+        fields[name] = getattr(moe, size)
+    if moe.gate in stock.gates:
+        fields |= stock.gates[moe.gate]
+    else:
+        fields |= dict.fromkeys(next(iter(stock.gates.values())), moe.gate != "nonorm")
+    if "window" in stock.also:
+        fields["sliding_window"] = window
     if "partial" in stock.also:
-        fields |= {"mlp_only_layers": [n for n in layers if n not in block["layers"]]}
-    else:
-        fields |= {}
+        fields["mlp_only_layers"] = sorted(set(layers) - set(block["layers"]))
     if moe.has_shared_expert:
-        fields |= {"shared_expert_intermediate_size": moe.intermediate_size}
-    else:
-        fields |= {}
-    if moe.has_shared_expert and moe.top_k == 2:
-        fields |= {"moe_intermediate_size": 2 * moe.intermediate_size, "norm_topk_prob": False}
-    return AutoConfig.for_model(
-        to,
-        **fields,
-        # its loss pools the layers, ours has one for each; the coefficient is the closest
-        # equivalent
-        router_aux_loss_coef=moe.balance_loss_coef if moe.balance_loss == "switch" else 0.0,
-        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[to]],
-    )
+        fields["shared_expert_intermediate_size"] = moe.intermediate_size
+        if moe.top_k == 2:
+            fields |= {"moe_intermediate_size": 2 * moe.intermediate_size, "norm_topk_prob": False}
+    # its loss pools the layers, ours has one for each; the coefficient is the closest equivalent
+    fields["router_aux_loss_coef"] = 0.0
+    if moe.balance_loss == "switch":
+        fields["router_aux_loss_coef"] = moe.balance_loss_coef
+    return AutoConfig.for_model(to, **fields, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[to]])
 
 
-def _inexact(to: str, moe: MoEConfig, base: str, never: bool) -> str:
+def _inexact(to: str, moe: MoEConfig, base: str, offer_nearest: bool) -> str:
     """Describe why the family does not compute the gate, and what to do."""
-    has_shared = "shared" in STOCK[to].also
-    known = [
-        *map(repr, STOCK[to].gates),
-        *(["'xft' and 'nonorm' with top_k 2"] if has_shared else []),
-    ]
-    others = [
-        f"--to {name}"
-        for name, stock in STOCK.items()
-        if base in stock.bases and is_exact(name, moe)
-    ]
-    others += [] if never else ["--approximate for the nearest neighbour, which needs training"]
-    remedies = ", ".join(["xft merge for a dense model", "xft export --to official", *others])
-    got = f"gate is {moe.gate!r}" + f" with top_k {moe.top_k}" * (
-        moe.has_shared_expert and has_shared
-    )
+    gate = f"gate is {moe.gate!r}"
+    known = list(map(repr, STOCK[to].gates))
+    if "shared" in STOCK[to].also:
+        known.append("'xft' and 'nonorm' with top_k 2")
+        if moe.has_shared_expert:
+            gate += f" with top_k {moe.top_k}"
+    remedies = ["xft merge for a dense model", "xft export --to official"]
+    for name, stock in STOCK.items():
+        if base in stock.bases and is_exact(name, moe):
+            remedies.append(f"--to {name}")
+    if offer_nearest:
+        remedies.append("--approximate for the nearest neighbour, which needs training")
     return (
-        f"{got}, but {to} supports only {' or '.join(known)}. Use {remedies}, or start with xft "
-        f"upcycle --for {to}"
+        f"{gate}, but {to} supports only {' or '.join(known)}. Use {', '.join(remedies)}, or start "
+        f"with xft upcycle --for {to}"
     )
 
 
@@ -299,10 +298,9 @@ class _Target:
     def saved(self, name: str, tensor: torch.Tensor, expert: int = 0) -> dict[str, torch.Tensor]:
         """Return the saved form of a tensor, or of the row [1, ...] of an expert in a stack."""
         self.left.pop(name, None)
-        found = folders.to_saved(self.model, {name: tensor})
-        return {
-            key.replace(".experts.0.", f".experts.{expert}."): value for key, value in found.items()
-        }
+        saved = folders.to_saved(self.model, {name: tensor})
+        number = f".experts.{expert}."
+        return {key.replace(".experts.0.", number): value for key, value in saved.items()}
 
 
 def export_stock(
@@ -336,12 +334,11 @@ def export_stock(
     target = _Target(new)
     with Checkpoint(folder) as source:
         folders.check_tensors(config, source)
-        # old checkpoints contain buffers that models compute themselves
-        specs = {
-            key: spec
-            for key, spec in source.specs().items()
-            if not key.endswith("rotary_emb.inv_freq")
-        }
+        specs = {}
+        for key, spec in source.specs().items():
+            # old checkpoints contain buffers that models compute themselves
+            if not key.endswith("rotary_emb.inv_freq"):
+                specs[key] = spec
         with CheckpointWriter(
             out, max_shard_size, overwrite=overwrite, expected_bytes=target.nbytes
         ) as writer:
@@ -350,17 +347,14 @@ def export_stock(
             job = Conversion(source, writer, progress, specs)
             for key in specs:
                 for saved in _converted(source, key, to, target, config, shares):
-                    for name, tensor in saved.items():
-                        job.add(name, tensor)
+                    job.add_all(saved)
                 job.read(key)
-            for name in [name for name in target.left if any(part in name for part in _ZERO)]:
-                for key, tensor in target.saved(
-                    name, torch.zeros_like(target.left[name], device="cpu")
-                ).items():
-                    job.add(key, tensor)
-    if logits is None:
-        error = None
-    else:
+            for name, tensor in list(target.left.items()):
+                if any(part in name for part in _ZERO):
+                    zeros = torch.zeros_like(tensor, device="cpu")
+                    job.add_all(target.saved(name, zeros))
+    error = None
+    if logits is not None:
         error = ((folders.probe_logits(out) - logits).norm() / logits.norm()).item()
     layers = config.moe_runtime["layers"]
     return FolderReceipt(
@@ -414,17 +408,15 @@ def _with_shared(
         if moe.top_k == 2 and is_down:
             row = torch.cat([row, -shared], 2)
         elif moe.top_k == 2:
-            row = torch.cat(
-                [half for pair in zip(row.chunk(2, 1), shared.chunk(2, 1)) for half in pair], 1
-            )
+            gate, up = row.chunk(2, 1)
+            shared_gate, shared_up = shared.chunk(2, 1)
+            row = torch.cat([gate, shared_gate, up, shared_up], 1)
         elif is_down and moe.gate == "xft":
             row = row * (1 - share)
         yield target.saved(key, row, e - 1)
     if is_down:
-        yield target.saved(
-            f"{head}.shared_expert.down_proj.weight",
-            shared[0] * (2 if moe.top_k == 2 else 2 * share),
-        )
+        weight = 1 if moe.top_k == 2 else share
+        yield target.saved(f"{head}.shared_expert.down_proj.weight", shared[0] * (2 * weight))
     else:
         for part, weight in zip(("gate_proj", "up_proj"), shared[0].chunk(2)):
             yield target.saved(f"{head}.shared_expert.{part}.weight", weight)
@@ -434,12 +426,12 @@ def _probe(folder: str | Path) -> tuple[torch.Tensor, dict[int, float]]:
     """Return the logits of an upcycled model on the probe batch, and the mean weight of each
     layer's shared expert there.
     """
-    model = folders.load(AutoModelForCausalLM, folder)
+    model = load(AutoModelForCausalLM, folder)
     shares = {}
+
+    def note(layer: int, _router, _inputs, out) -> None:
+        shares[layer] = out.topk_weight[:, -1].mean().item()
+
     for layer, module in moe_layers(model).items():
-        module.gate.register_forward_hook(
-            lambda _router, _inputs, out, layer=layer: shares.update(
-                {layer: out.topk_weight[:, -1].mean().item()}
-            )
-        )
+        module.gate.register_forward_hook(functools.partial(note, layer))
     return folders.probe_logits(model), shares

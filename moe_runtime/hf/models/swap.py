@@ -68,15 +68,15 @@ def verify_mlp(
         refuse_offloaded(mlp, family.path.format(layer))
         _refuse_broken(mlp, family.path.format(layer))
     first = repr(mlps[layers[0]])
-    run = sampled(layers) | {
-        layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)
-    }
-    errors = {layer: mlp_error(mlps[layer], family) for layer in sorted(run)}
-    for layer, error in errors.items():
+    errors = {}
+    for layer, mlp in mlps.items():
+        if layer not in sampled(layers) and repr(mlp) == first and not _patched(mlp):
+            continue
+        errors[layer] = error = mlp_error(mlp, family)
         if not error < TOLERANCE:
             formula = "down(act(gate x) * up x)" if family.gated else "down(act(up x))"
             raise ValueError(
-                f"{family.path.format(layer)} ({type(mlps[layer]).__name__}) must compute "
+                f"{family.path.format(layer)} ({type(mlp).__name__}) must compute "
                 f"{formula}, but the relative difference is {error:.1e}, above {TOLERANCE:.0e}. "
                 "Check whether the model is patched"
             )
@@ -181,10 +181,9 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
     block = model.config.moe_runtime
     config = moe_config(model.config)
     check_mergeable(config, soup)
-    merged = {
-        layer: MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta")
-        for layer in modules
-    }
+    merged = {}
+    for layer in modules:  # raises before anything is changed
+        merged[layer] = MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta")
     path = FAMILIES[block["base_model_type"]].path
     for layer, moe in modules.items():
         new = merged[layer]
@@ -217,16 +216,15 @@ def moe_to_dense(
         stock = classes.base_causal_lm(stock_config(model.config, classes.base_config))
     weights = {}
     for layer, module in modules.items():
-        weights[layer] = {
-            name: weight.detach() for name, weight in weights_of_layer(module).items()
-        }
+        weights[layer] = weights_of_layer(module)
         check_weights(stock.get_submodule(family.path.format(layer)), family, weights[layer])
     for layer, module in modules.items():
-        mlp = stock.get_submodule(family.path.format(layer))
+        path = family.path.format(layer)
+        mlp = stock.get_submodule(path)
         write_mlp(mlp, family, weights.pop(layer), module.experts.down_proj.requires_grad)
         if hasattr(mlp, "config"):
             mlp.config = model.config
-        model.set_submodule(family.path.format(layer), mlp.train(module.training))
+        model.set_submodule(path, mlp.train(module.training))
     become_stock(model)
     if block["stage"] == "mergeable":
         model.requires_grad_(True)
@@ -273,13 +271,13 @@ def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
 
 
 def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) -> None:
-    want = moe_shape(family, mlp)
+    shape = moe_shape(family, mlp)
     reason = None
-    got = {name: getattr(config, name) for name in want}
-    if got != want:
+    configured = {name: getattr(config, name) for name in shape}
+    if configured != shape:
         reason = (
-            f"The config must have {want}, the shape of layer {layer}'s MLP (see moe_shape), but "
-            f"has {got}"
+            f"The config must have {shape}, the shape of layer {layer}'s MLP (see moe_shape), but "
+            f"has {configured}"
         )
     elif getattr(mlp, "residual_dropout", 0):
         reason = (
@@ -299,13 +297,12 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
     stage = model.config.moe_runtime["stage"]
     reasons = []
     if stage not in stages:
+        hint = ""
         if stage == "lora":
             hint = (
                 ". Convert it to whole experts with lora.to_moe, or to a dense model with "
                 "lora.merge"
             )
-        else:
-            hint = ""
         reasons.append(
             f"The model's stage must be {' or '.join(map(repr, stages))}, but is {stage!r}{hint}"
         )
@@ -333,9 +330,13 @@ def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None
     """Raise ValueError if accelerate moves the weights of `module` at `path`, or they are on the
     meta device.
     """
-    hooked = any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module]))
-    if hooked or (recurse and any(parameter.is_meta for parameter in module.parameters())):
-        why = "carries accelerate's hooks" if hooked else "is on the meta device"
+    why = None
+    if recurse and any(parameter.is_meta for parameter in module.parameters()):
+        why = "is on the meta device"
+    for part in module.modules() if recurse else [module]:
+        if hasattr(part, "_hf_hook"):
+            why = "carries accelerate's hooks"
+    if why is not None:
         raise ValueError(
             f"{path} {why}, but weights must stay on one device. "
             "Load the model with from_pretrained without device_map, or call "
@@ -349,11 +350,9 @@ def _refuse_broken(mlp: nn.Module, path: str) -> None:
     """
     for name, weight in mlp.named_parameters():
         # torch has no aminmax for 8-bit floats
-        if (
-            weight.numel()
-            and weight.dtype.itemsize > 1
-            and not torch.stack(weight.detach().aminmax()).isfinite().all()
-        ):
+        if not weight.numel() or weight.dtype.itemsize == 1:
+            continue
+        if not torch.stack(weight.detach().aminmax()).isfinite().all():
             raise ValueError(f"{path}.{name} contains NaN or infinity, but weights must be finite")
 
 
@@ -364,22 +363,21 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
     """
     shape = moe_shape(family, mlp)
     ours = {name: weight.double() for name, weight in read_mlp(mlp, family).items()}
-    device = ours["down_proj"].device
-    x = torch.randn(
-        2, 8, shape["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    x = x.to(device)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, shape["hidden_size"], generator=generator, dtype=torch.float64)
+    x = x.to(ours["down_proj"].device)
     z = nn.functional.linear(x, ours[family.up_name], ours.get(f"{family.up_name}_bias"))
     h = Activation(shape["hidden_act"], family.gated).apply(z)
-    want = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
+    expected = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
     try:
-        got = copy.deepcopy(mlp).double().eval()(x)
+        out = copy.deepcopy(mlp).double().eval()(x)
     # a patched forward with other arguments, or bound to the original's weights
     except (RuntimeError, TypeError):
         return float("inf")
-    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
+    if not isinstance(out, torch.Tensor) or out.shape != expected.shape:
         return float("inf")
-    return ((got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+    scale = expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return ((out - expected).norm() / scale).item()
 
 
 def _patched(mlp: nn.Module) -> bool:

@@ -58,6 +58,18 @@ class _IndexUnpickler(Unpickler):
         return super().find_class(module, name)
 
 
+def checkpoints(folder: str | Path, file: str = "") -> list[Path]:
+    """Return a Trainer's checkpoints in `folder`, those that have `file` if given."""
+    paths = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    numbered = [path for path in paths if path.name.rpartition("-")[2].isdecimal()]
+    return [path for path in numbered if (path / file).exists()]
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def refusal(path: Path, error: Exception) -> ValueError:
     """Return the error for a file of a checkpoint that could not be read because of `error`."""
     unsupported = re.search(

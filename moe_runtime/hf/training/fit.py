@@ -26,6 +26,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin.parallel import gathered, shard_experts
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh, gather, state
 from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
@@ -140,11 +141,13 @@ def train(
     losses = losses or functools.partial(row_losses, tokenizer=tokenizer)
 
     def take() -> tuple[float, tuple]:
-        found = losses(model, held_out, batch_size=device_batch, bf16=bf16)
-        return mean_loss(*found), found
+        measured = losses(model, held_out, batch_size=device_batch, bf16=bf16)
+        return mean_loss(*measured), measured
 
+    every = evaluations
+    if isinstance(evaluations, int):
+        every = max(round(total / evaluations), 1)
     best = Best(model, folder) if keep_best else None
-    every = max(round(total / evaluations), 1) if isinstance(evaluations, int) else evaluations
     recorder = Recorder(history, take, every, on_step, best)
     arguments = _arguments(
         folder,
@@ -175,16 +178,11 @@ def train(
     )
     _run(made, recorder, last_checkpoint(folder))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    values = [
-        value
-        for held in made.optimizer.state.values()
-        for value in held.values()
-        if torch.is_tensor(value)
-    ]
-    size = sum(
-        t.numel() * t.element_size()
-        for t in (v.to_local() if hasattr(v, "to_local") else v for v in values)
-    )
+    size = 0
+    for state_of in made.optimizer.state.values():
+        for value in state_of.values():
+            if torch.is_tensor(value):
+                size += local_part(value).nbytes
 
     def state_dict() -> dict | None:
         if made._trains_spread():
@@ -201,8 +199,9 @@ def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> No
     trainer.remove_callback(PrinterCallback)
     if checkpoint is not None:
         recorder.restore(checkpoint)
+        checkpoint = str(checkpoint)
     with stopping_with_a_checkpoint(trainer):
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.balance_loss is not None:
         trainer.balance_loss.close()
 
@@ -303,27 +302,25 @@ def each_row(
     order = range(len(rows))
     if by_length:
         lengths = [len(ids) for ids in rows["input_ids"]]
-        order = sorted(order, key=lambda place: -lengths[place])
+        order = sorted(order, key=lambda number: -lengths[number])
     # the same number for every rank, as the forward pass of a sharded model waits for the others
-    places = [
-        order[min(rank + i * ranks, len(rows) - 1)] for i in range(math.ceil(len(rows) / ranks))
-    ]
+    count = math.ceil(len(rows) / ranks)
+    numbers = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(count)]
+    loader = DataLoader(rows.select(numbers), batch_size=batch_size, collate_fn=collator)
     training = model.training
     bf16 = bf16 or needs_autocast(model)
     model.eval()
-    found = []
+    results = []
     try:
         with bar("judging", "row") as update:
-            for batch in DataLoader(
-                rows.select(places), batch_size=batch_size, collate_fn=collator
-            ):
+            for batch in loader:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    found += take(model, send_to_device(batch, device))
-                update(min(len(found) * ranks, len(rows)), len(rows))
+                    results += take(model, send_to_device(batch, device))
+                update(min(len(results) * ranks, len(rows)), len(rows))
     finally:
         model.train(training)
-    by_place = dict(gather(list(zip(places, found, strict=True))))
-    return [by_place[place] for place in range(len(rows))]
+    by_number = dict(gather(list(zip(numbers, results, strict=True))))
+    return [by_number[number] for number in range(len(rows))]
 
 
 def row_losses(

@@ -13,9 +13,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.config import check_positive
+from moe_runtime.hf.common.loading import load
+from moe_runtime.hf.common.sharded import gathered
 from moe_runtime.hf.dropin.quantize import experts_of
 from moe_runtime.hf.models.configuration import write_legacy_rope
-from moe_runtime.hf.models.folders import load, skeleton
+from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.io import files
 from moe_runtime.io.files import atomic_write_json, read_json
 
@@ -45,15 +47,19 @@ def leading() -> Iterator[bool]:
 
     Every process must call it, or an error of rank 0 would leave the others waiting.
     """
-    error = None
+    outcome = None
     try:
         yield state().is_main_process
-    except Exception as raised:
-        error = raised
-    kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-    outcome = agree(None if error is None else (kind, str(error) or type(error).__name__))
-    if error is not None or outcome is not None:
-        raise error or outcome[0](outcome[1])
+    except Exception as error:
+        kind = RuntimeError
+        if isinstance(error, ValueError | OSError):
+            kind = ValueError if isinstance(error, ValueError) else OSError
+        agree((kind, str(error) or type(error).__name__))
+        raise
+    outcome = agree()
+    if outcome is not None:
+        kind, message = outcome
+        raise kind(message)
 
 
 @contextlib.contextmanager
@@ -95,11 +101,11 @@ def engine() -> str:
     """
     from accelerate import Accelerator
 
-    made = Accelerator(cpu=state().device.type == "cpu")
-    version = getattr(getattr(made.state, "fsdp_plugin", None), "fsdp_version", 2)
-    return made.distributed_type.value + "1" * (
-        made.distributed_type.value == "FSDP" and version == 1
-    )
+    accelerator = Accelerator(cpu=state().device.type == "cpu")
+    engine = accelerator.distributed_type.value
+    if engine == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version == 1:
+        return "FSDP1"
+    return engine
 
 
 def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
@@ -122,17 +128,12 @@ def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
             "experts can be sharded"
         )
     elif source is not None:
-        counts = {
-            len(next(layer.parameters(False)))
-            for layer in experts_of(skeleton(load_config(source))).values()
-        }
-        odd = [count for count in counts if count % ep_size]
-        if odd:
-            reason = (
-                f"must divide the {odd[0]} experts of the layers in {source}, but got {ep_size}"
-            )
-        else:
-            reason = None
+        for layer in experts_of(skeleton(load_config(source))).values():
+            count = len(next(layer.parameters(False)))
+            if count % ep_size:
+                reason = (
+                    f"must divide the {count} experts of the layers in {source}, but got {ep_size}"
+                )
     if reason is not None:
         raise ValueError(f"ep_size {reason}")
 
@@ -144,7 +145,8 @@ def expert_mesh(ep_size: int):
     from torch.distributed.device_mesh import init_device_mesh
 
     copies = state().num_processes // ep_size
-    return init_device_mesh(state().device.type, (copies, ep_size) if copies > 1 else (ep_size,))
+    shape = (copies, ep_size) if copies > 1 else (ep_size,)
+    return init_device_mesh(state().device.type, shape)
 
 
 def free_memory() -> None:
@@ -174,12 +176,8 @@ def load_model(
     """Load a causal LM in `dtype` ("auto": as saved), to `device` if given; raises ValueError if
     transformers cannot.
     """
-    model = load(
-        AutoModelForCausalLM,
-        source,
-        name,
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-    )
+    # transformers accepts a dtype's name as well
+    model = load(AutoModelForCausalLM, source, name, dtype=dtype)
     return model if device is None else model.to(device)
 
 
@@ -200,8 +198,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter on the CPU, gathered if it is sharded by FSDP2. Every process must call
     it.
     """
-    tensor = parameter.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
+    return gathered(parameter.detach()).cpu()
 
 
 def save_whole(
@@ -213,12 +210,9 @@ def save_whole(
     `state_dict` replaces the weights of a sharded model; FSDP2 holds them in float32 under mixed
     precision.
     """
-    narrow = getattr(torch, dtype)
-    if state_dict is not None:
-        state_dict = {
-            name: value.to(narrow) if value.is_floating_point() else value
-            for name, value in state_dict.items()
-        }
+    for name, value in (state_dict or {}).items():
+        if value.is_floating_point():
+            state_dict[name] = value.to(getattr(torch, dtype))
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
     values = read_json(folder / "config.json")

@@ -18,8 +18,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from moe_runtime.config import check_number, check_numbers, one_line, shown
+from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter, layer_names
+from moe_runtime.hf.training.checkpoint_files import checkpoints, step_of
 from moe_runtime.hf.training.ranks import state, whole
 from moe_runtime.io.files import atomic_file, atomic_write_text, read_json
 from moe_runtime.modules.merged import MergedMLP
@@ -60,8 +62,9 @@ class Best:
         if not is_resumed:
             self.path.unlink(missing_ok=True)
         elif self.path.is_file():
-            kept = self._kept()
-            self.loss, self.rows = kept["loss"], (kept["losses"], kept["tokens"], kept.get("exact"))
+            saved = self._read()
+            self.loss = saved["loss"]
+            self.rows = (saved["losses"], saved["tokens"], saved.get("exact"))
 
     def see(self, loss: float, rows: tuple[list, list, list | None]) -> None:
         """Keep the weights if `loss`, the mean over `rows`, is the lowest so far."""
@@ -69,9 +72,9 @@ class Best:
             return
         self.loss = loss
         self.rows = rows
-        values = {"loss": loss, "weights": self._weights()} | dict(
-            zip(("losses", "tokens", "exact"), rows, strict=True)
-        )
+        losses, tokens, exact = rows
+        values = {"loss": loss, "losses": losses, "tokens": tokens, "exact": exact}
+        values["weights"] = self._weights()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.path) as beside:
             torch.save(values, beside)
@@ -81,46 +84,41 @@ class Best:
         """Restore the kept weights, and return their `row_losses`; None if every loss was NaN."""
         if self.rows is None:
             return None
-        kept = self._kept()["weights"]
+        saved = self._read()["weights"]
         for name, weight in self._weights().items():
-            weight.copy_(kept[name])
+            weight.copy_(saved[name])
         return self.rows
 
-    def _kept(self) -> dict:
+    def _read(self) -> dict:
         """Return the contents of the file; raises ValueError unless `see` wrote it for this model's
         parameters.
         """
         try:
-            kept = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-            reason = None
+            saved = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+            weights = saved["weights"]
+            for name, weight in self._weights().items():
+                same = weights[name].shape == weight.shape and weights[name].dtype == weight.dtype
+                if not same:
+                    raise ValueError(f"{name} is not {list(weight.shape)}, {weight.dtype}")
         except Exception as error:  # torch.load may raise anything for a file of another kind
-            kept = {}
             reason = one_line(str(error).strip().partition("\n")[0], 200) or type(error).__name__
-        for name, weight in self._weights().items() if reason is None else ():
-            if isinstance(kept, dict) and isinstance(kept.get("weights"), dict):
-                found = kept["weights"].get(name)
-            else:
-                found = None
-            if (
-                not torch.is_tensor(found)
-                or found.shape != weight.shape
-                or found.dtype != weight.dtype
-            ):
-                reason = f"{name} is not {list(weight.shape)}, {weight.dtype}"
-        if reason is not None:
             raise ValueError(
                 f"Cannot read {self.path} of this training ({reason}). Remove its folder to start "
                 "again"
-            )
-        for name in ("losses", "tokens", *(["exact"] if kept.get("exact") is not None else [])):
-            check_numbers(f"{name} of {self.path}", kept.get(name), None, finite=False)
-        check_numbers(f"loss of {self.path}", kept.get("loss"))
-        return kept
+            ) from error
+        for name in ("losses", "tokens", "exact"):
+            if name != "exact" or saved.get(name) is not None:
+                check_numbers(f"{name} of {self.path}", saved.get(name), None, finite=False)
+        check_numbers(f"loss of {self.path}", saved.get("loss"))
+        return saved
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return the local part of each trained parameter."""
-        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-        return {name: p.to_local() if hasattr(p, "to_local") else p for name, p in trained.items()}
+        return {
+            name: local_part(parameter.detach())
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
 
 
 class Recorder(TrainerCallback):
@@ -165,9 +163,12 @@ class Recorder(TrainerCallback):
         if self.on_step is not None:
             self.on_step(state.global_step, state.max_steps, self.loss)
         step = state.global_step
-        every = self.every
-        is_done = state.global_step >= state.max_steps
-        if is_done or (step % every == 0 if isinstance(every, int) else step in every):
+        is_done = step >= state.max_steps
+        if isinstance(self.every, int):
+            is_due = step % self.every == 0
+        else:
+            is_due = step in self.every
+        if is_done or is_due:
             start = time.perf_counter()
             loss, self.last = self.take()
             if self.best is not None:
@@ -201,39 +202,35 @@ class Recorder(TrainerCallback):
         """Load the history of a checkpoint; raises ValueError for a file not written by
         `on_save`.
         """
-        values = read_json(checkpoint / self.NAME)
-        place = f"of {checkpoint / self.NAME}"
+        path = checkpoint / self.NAME
+        values = read_json(path)
         points = {name: values.get(name, []) for name in ("train", "held_out", "rows")}
-        pairs = [
-            values.get("last"),
-            *(points["rows"] if isinstance(points["rows"], list) else [None]),
-        ]
-        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        try:
+            losses, tokens = values["last"]
+            steps = [step for step, _ in points["rows"]]
+            rows = [row for _, row in points["rows"]]
+            count = len(losses)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"last and rows {place} must be pairs of lists, but got {shown(pairs)}. Remove the "
-                "checkpoint"
-            )
-        (losses, tokens), exact = values["last"], values.get("exact")
-        for what, part in (
-            ("losses", losses),
-            ("tokens", tokens),
-            *([("exact", exact)] if exact is not None else []),
-        ):
-            check_numbers(
-                f"{what} {place}",
-                part,
-                len(losses) if isinstance(losses, list) else None,
-                finite=False,
-            )
-        check_number(f"seconds {place}", values.get("seconds"))
-        for name in ("train", "held_out"):  # a loss may be NaN
-            check_numbers(f"{name} {place}", points[name], None, 2, finite=False)
-        check_numbers(f"steps {place}", [step for step, _ in points["rows"]], None)
-        for _, row in points["rows"]:
-            check_numbers(f"rows {place}", row, None, finite=False)
-        self.last, self.before = (losses, tokens, exact), values["seconds"]
-        for name, found in points.items():
-            getattr(self.history, name)[:] = map(tuple, found)
+                f"last and rows of {path} must be pairs of lists, but got "
+                f"{shown([values.get('last'), points['rows']])}. Remove the checkpoint"
+            ) from error
+        exact = values.get("exact")
+        # a loss may be NaN
+        check_numbers(f"losses of {path}", losses, count, finite=False)
+        check_numbers(f"tokens of {path}", tokens, count, finite=False)
+        if exact is not None:
+            check_numbers(f"exact of {path}", exact, count, finite=False)
+        check_number(f"seconds of {path}", values.get("seconds"))
+        check_numbers(f"train of {path}", points["train"], None, 2, finite=False)
+        check_numbers(f"held_out of {path}", points["held_out"], None, 2, finite=False)
+        check_numbers(f"steps of {path}", steps, None)
+        for row in rows:
+            check_numbers(f"rows of {path}", row, None, finite=False)
+        self.last = (losses, tokens, exact)
+        self.before = values["seconds"]
+        for name, pairs in points.items():
+            getattr(self.history, name)[:] = map(tuple, pairs)
 
     def _seconds(self) -> float:
         return self.before + time.perf_counter() - self.start - self.paused
@@ -241,21 +238,19 @@ class Recorder(TrainerCallback):
 
 def last_checkpoint(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint that `train` wrote to a folder, or None."""
-    found = [
-        path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{Recorder.NAME}")
-    ]
-    folders = [path for path in found if path.name.rpartition("-")[2].isdecimal()]
-    return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return max(checkpoints(folder, Recorder.NAME), key=step_of, default=None)
 
 
 def _whole_lines(path: Path) -> list[list[str]]:
     """Read the lines of router_stats.csv, except an incomplete last one and damaged ones."""
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         text = file.read()
-    lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
-    return [
-        one for one in lines if len(one) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", one[0])
-    ]
+    text = text[: text.rfind("\n") + 1].replace("\0", "")
+    lines = []
+    for line in csv.reader(text.splitlines()):
+        if len(line) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", line[0]):
+            lines.append(line)
+    return lines
 
 
 class RouterStatsCallback(TrainerCallback):
@@ -290,12 +285,13 @@ class RouterStatsCallback(TrainerCallback):
         self._file = Path(self.path or Path(args.output_dir) / "router_stats.csv")
         if not state.is_world_process_zero:
             return
-        kept = []
+        lines = [("step", *FIELDS)]
         if state.global_step and self._file.exists():
-            kept = [line for line in _whole_lines(self._file) if int(line[0]) <= state.global_step]
+            earlier = _whole_lines(self._file)
+            lines += [line for line in earlier if int(line[0]) <= state.global_step]
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self._file) as beside:
-            self._write([("step", *FIELDS), *kept], beside, "w")
+            self._write(lines, beside, "w")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Read the counts since the last training log."""
@@ -304,12 +300,16 @@ class RouterStatsCallback(TrainerCallback):
         stats = self._counter.read(reset=True, reduce=True)
         if not stats.counts.any():
             return
-        values = stats.summary() | (stats.per_layer() if self.per_layer else {})
+        values = stats.summary()
+        if self.per_layer:
+            values |= stats.per_layer()
         logs.update(values)  # for the reporting callbacks that come after this one
         state.log_history[-1].update(values)
         if state.is_world_process_zero:
             self._write([(state.global_step, *row) for row in stats.rows()], self._file, "a")
-            warning = None if self._warned else stats.warning(self.min_entropy)
+            if self._warned:
+                return
+            warning = stats.warning(self.min_entropy)
             if warning:
                 self._warned = True
                 logger.warning(f"step {state.global_step}: {warning}")
@@ -340,11 +340,10 @@ class MixingCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Find the layers and store their initial coefficients."""
-        layers = {
-            plain_name(name): module
-            for name, module in model.named_modules()
-            if isinstance(module, MergedMLP)
-        }
+        layers = {}
+        for name, module in model.named_modules():
+            if isinstance(module, MergedMLP):
+                layers[plain_name(name)] = module
         if not layers:
             raise ValueError(
                 f"{type(model).__name__} has no mergeable layers. Call xft.to_mergeable first"
@@ -354,19 +353,20 @@ class MixingCallback(TrainerCallback):
 
     def _alphas(self) -> torch.Tensor | None:
         """Return the coefficients [L, E]; None while ZeRO-3 has partitioned the logits."""
-        layers = [
-            (whole(one.mixing_logits), None if one.soup else one.shared_rate)
-            for one in self._layers.values()
-        ]
-        if all(len(logits) for logits, _ in layers):
-            return torch.stack([mixing(*layer) for layer in layers])
-        return None
+        alphas = []
+        for layer in self._layers.values():
+            logits = whole(layer.mixing_logits)
+            if not len(logits):
+                return None
+            alphas.append(mixing(logits, None if layer.soup else layer.shared_rate))
+        return torch.stack(alphas)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Add the coefficients to a training log."""
         if logs is None or "loss" not in logs or (alphas := self._alphas()) is None:
             return
-        self._first = alphas if self._first is None else self._first
+        if self._first is None:
+            self._first = alphas
         values = {f"mixing/alpha/{e}": alpha for e, alpha in enumerate(alphas.mean(0).tolist())}
         values["mixing/max_change"] = (alphas - self._first).abs().max().item()
         if self.per_layer:

@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from moe_runtime.hf.dropin.loading import LOADED, Loaded, loading_whole
 from moe_runtime.hf.dropin.parallel import gathered
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.checkpoint_files import check_checkpoint, refusal
+from moe_runtime.hf.training.checkpoint_files import check_checkpoint, checkpoints, refusal, step_of
 from moe_runtime.io import signals
 from moe_runtime.io.files import atomic_model, naming
 from moe_runtime.ops.all_to_all import is_distributed
@@ -39,24 +39,15 @@ SPREAD = {"model": "experts", "optimizer": "experts-optimizer"}
 
 def last_whole_checkpoint(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint of transformers' Trainer in `folder`, or None."""
-    found = [
-        path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    ]
-    whole = [path for path in found if path.name.rpartition("-")[2].isdecimal() and _is_whole(path)]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return max(filter(_is_whole, checkpoints(folder)), key=step_of, default=None)
 
 
 def _remove_halves(folder: str | Path, last: Path) -> None:
     """Remove incomplete checkpoints newer than `last` in `folder`, which transformers would count
     among the kept ones.
     """
-    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = path.name.rpartition("-")[2]
-        if (
-            step.isdecimal()
-            and int(step) > int(last.name.rpartition("-")[2])
-            and not _is_whole(path)
-        ):
+    for path in checkpoints(folder):
+        if step_of(path) > step_of(last) and not _is_whole(path):
             shutil.rmtree(path, ignore_errors=True)
 
 

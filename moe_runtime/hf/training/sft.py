@@ -33,16 +33,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.config import check_choice, one_line
+from moe_runtime.hf.common.loading import load
+from moe_runtime.hf.common.outputs import share_of_batch
+from moe_runtime.hf.common.sources import check_source, is_id, without_retries
 from moe_runtime.hf.dropin.parallel import shard_experts
-from moe_runtime.hf.models import modeling
-from moe_runtime.hf.models.folders import load, read_config, skeleton
-from moe_runtime.hf.models.hub import (
-    UNKNOWN_OWNER,
-    check_source,
-    is_id,
-    model_card,
-    without_retries,
-)
+from moe_runtime.hf.models.folders import read_config, skeleton
+from moe_runtime.hf.models.hub import UNKNOWN_OWNER, model_card
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
@@ -172,28 +168,25 @@ def _with_config(argv: list[str]) -> list[str]:
     """Return the arguments with --config FILE as two words, as TRL expects; raises ValueError for a
     file without options.
     """
-    argv = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith("--config=") else (word,))
-    ]
-    if "--config" not in argv:
-        return argv
-    path = Path(*argv[argv.index("--config") + 1 :][:1])
     import yaml
 
+    words = []
+    for word in argv:
+        words += word.split("=", 1) if word.startswith("--config=") else [word]
+    if "--config" not in words:
+        return words
+    path = Path(*words[words.index("--config") + 1 :][:1])
     check_regular(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        is_fine = isinstance(values, dict) and all(isinstance(name, str) for name in values)
-        reason = None if is_fine else f"holds {type(values).__name__}"
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = f"cannot be read: {one_line(error)}"
-    if reason is not None:
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise ValueError(f"it holds {type(values).__name__}")
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(
-            f"Config {str(path)!r} {reason}. Pass a YAML file with one `name: value` per option"
-        )
-    return argv
+            f"Config {str(path)!r} cannot be read: {one_line(error)}. Pass a YAML file with one "
+            "`name: value` per option"
+        ) from error
+    return words
 
 
 class _MoESFTTrainer(_MoETrainer):
@@ -207,13 +200,17 @@ class _MoESFTTrainer(_MoETrainer):
 
     def __init__(self, model, args=None, *more, train_on: str = "assistant", **kwargs):
         check_choice("train_on", train_on, TRAIN_ON)
-        self._train_on = "all" if getattr(args, "completion_only_loss", None) is False else train_on
+        if getattr(args, "completion_only_loss", None) is False:
+            train_on = "all"
+        self._train_on = train_on
         if args is not None and _layout(kwargs.get("train_dataset")):
             args.assistant_only_loss = False  # we provide the masks
         super().__init__(model, args, *more, **kwargs)
         self._caught: list[torch.Tensor] | None = None
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        model.base_model.register_forward_hook(self._catch)
+        inner = self.model
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        inner.base_model.register_forward_hook(self._catch)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags=None
@@ -228,12 +225,14 @@ class _MoESFTTrainer(_MoETrainer):
         if not self.is_world_process_zero() or not has_model:
             return
         repo = self.args.hub_model_id or f"{UNKNOWN_OWNER}/{folder.resolve().name}"
+        if dataset_name is not None and not is_id(dataset_name):
+            dataset_name = None  # a local file
         card = model_card(
             folder,
             repo,
             command=self.card_command,
             base=self.card_base,
-            dataset=dataset_name if dataset_name is not None and is_id(dataset_name) else None,
+            dataset=dataset_name,
             facts={"steps": self.state.global_step, "trl": require("trl").__version__},
         )
         atomic_write_text(folder / "README.md", card)
@@ -248,10 +247,9 @@ class _MoESFTTrainer(_MoETrainer):
         ours = formatting_func is None and args.dataset_text_field == "text"
         if layout and ours and isinstance(processing_class, PreTrainedTokenizerBase):
             how = {"tokenizer": processing_class, "layout": layout, "train_on": self._train_on}
-            if isinstance(dataset, IterableDataset):
-                workers = {}
-            else:
-                workers = {"num_proc": args.dataset_num_proc}
+            workers = {}
+            if not isinstance(dataset, IterableDataset):
+                workers["num_proc"] = args.dataset_num_proc
             with args.main_process_first(local=True):
                 dataset = dataset.map(
                     _masked,
@@ -278,16 +276,16 @@ class _MoESFTTrainer(_MoETrainer):
         finally:
             self._caught = None
         lm_loss = result[0] if return_outputs else result
+        loss = lm_loss
         balance_loss = torch.zeros_like(lm_loss.detach())
         if caught:
-            # clamped, as in TRL, for a step without label tokens
-            if num_items_in_batch is None:
-                items = None
-            else:
-                items = torch.as_tensor(num_items_in_batch).clamp(min=1)
-            share = modeling.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
+            items = num_items_in_batch
+            if items is not None:
+                # clamped, as in TRL, for a step without label tokens
+                items = torch.as_tensor(items).clamp(min=1)
+            share = share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
             balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
-        loss = lm_loss + balance_loss if caught else lm_loss
+            loss = lm_loss + balance_loss
         if caught or self.aux_loss_enabled:
             pooled = self._pooled(num_items_in_batch)
             self._note(lm_loss - pooled, balance_loss + pooled, inputs, num_items_in_batch)
@@ -299,15 +297,19 @@ class _MoESFTTrainer(_MoETrainer):
         """
         if not self.aux_loss_enabled:
             return 0.0
-        steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
         mode = "train" if self.model.training else "eval"
-        return self.router_aux_loss_coef * self._metrics[mode]["aux_loss"][-1] / steps
+        pooled = self.router_aux_loss_coef * self._metrics[mode]["aux_loss"][-1]
+        if num_items_in_batch is not None:
+            pooled = pooled / self.current_gradient_accumulation_steps
+        return pooled
 
 
 def _layout(dataset) -> tuple[str, ...]:
     """Return the layout of a dataset; () if TRL prepares it: ids, images, other columns."""
-    first = next(iter(dataset), {}) if dataset is not None else {}
-    return () if {"input_ids", "image", "images"} & first.keys() else layout_of(first)
+    first = next(iter(dataset or ()), {})
+    if {"input_ids", "image", "images"} & first.keys():
+        return ()
+    return layout_of(first)
 
 
 def _masked(row, place: int, tokenizer, layout: tuple[str, ...], train_on: str) -> dict:
@@ -349,8 +351,9 @@ def train_command(argv: list[str] | None = None) -> Path:
     if args.completion_only_loss is False:  # TRL's name of --train_on all
         ours.train_on = "all"
     # True, the last checkpoint, can only be spelled on a command line
-    resume = args.resume_from_checkpoint or ours.resume
-    resume = True if str(resume).lower() == "true" else resume or None
+    resume = args.resume_from_checkpoint or ours.resume or None
+    if str(resume).lower() == "true":
+        resume = True
     _check(name, ours, script, args, model, mixture)
     check = functools.partial(_check_output, name, ours, args, resume, adapter=model.use_peft)
     check()
@@ -397,14 +400,10 @@ def _command(argv: Sequence[str] | None) -> str:
     """Return the command line for a model card, with the names of local files in place of their
     paths.
     """
-    words = sys.argv[2:] if argv is None else argv
-    return shlex.join(
-        [
-            "moe-runtime",
-            "train",
-            *(Path(word).name if os.path.exists(word) else word for word in words),
-        ]
-    )
+    words = ["moe-runtime", "train"]
+    for word in sys.argv[2:] if argv is None else argv:
+        words.append(Path(word).name if os.path.exists(word) else word)
+    return shlex.join(words)
 
 
 @contextmanager
@@ -485,6 +484,7 @@ def _load_spread(name: str, ep_size: int, args, peft_config):
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
     """Raise ValueError for a model without files or tokenizer, and no data."""
     path = Path(name or "")
+    needs_eval_data = ours.eval_data is None and args.eval_strategy != "no"
     reason = None
     if name is None:
         reason = "No model is given. Pass a folder or a Hub id with --model"
@@ -499,12 +499,7 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         )
     if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
         reason = "No data is given. Pass a file, a folder or the id of a dataset with --data"
-    elif (
-        reason is None
-        and ours.data is not None
-        and ours.eval_data is None
-        and args.eval_strategy != "no"
-    ):
+    elif reason is None and ours.data is not None and needs_eval_data:
         reason = "No evaluation data is given. Pass --eval_data, or --eval_strategy no"
     known = get_available_reporting_integrations()
     # valid, but not listed
@@ -534,17 +529,14 @@ def _check_output(
 
     An adapter may be written into the folder of its model.
     """
-    out, source, last = (
-        *map(Path, map(os.path.realpath, (args.output_dir, name))),
-        last_whole_checkpoint(args.output_dir),
-    )
+    out = Path(args.output_dir).resolve()
+    source = Path(name).resolve()
+    last = last_whole_checkpoint(args.output_dir)
     checkpoint = last if resume is True else resume
-    resumes = checkpoint is not None and Path(os.path.realpath(checkpoint)).is_relative_to(out)
-    beside = (
-        adapter
-        and source == out
-        and not [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
-    )
+    resumes = checkpoint is not None and Path(checkpoint).resolve().is_relative_to(out)
+    into_its_model = adapter and source == out
+    was_trained = [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
+    may_be_full = resumes or ours.overwrite or (into_its_model and not was_trained)
     reason = None
     if not args.output_dir:
         reason = "is not a folder. Pass --output_dir FOLDER"
@@ -554,17 +546,16 @@ def _check_output(
         reason = "cannot be both resumed and overwritten. Pass either --resume or --overwrite"
     elif resume is True and last is None:
         reason = "has no complete checkpoint. Run without --resume"
-    elif source.exists() and source.is_relative_to(out) and not (adapter and source == out):
-        reason = (
-            f"{'is' if source == out else 'contains'} {name}, the model to train. Pass another "
-            "folder"
-        )
-    elif not (resumes or beside or ours.overwrite) and out.is_dir() and contents_of(out):
+    elif source.exists() and source.is_relative_to(out) and not into_its_model:
+        verb = "is" if source == out else "contains"
+        reason = f"{verb} {name}, the model to train. Pass another folder"
+    elif not may_be_full and out.is_dir() and contents_of(out):
         reason = (
             "already exists. Pass a new or empty folder, or --overwrite to replace its model and "
             "checkpoints"
         )
-        reason += f", or --resume to continue from {last.name}" if last else ""
+        if last:
+            reason += f", or --resume to continue from {last.name}"
     if reason is not None:
         raise ValueError(f"output_dir {args.output_dir or None} {reason}")
 
@@ -579,11 +570,14 @@ def _remove_checkpoints(folder: str) -> None:
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:
     """Return the training and evaluation examples: from --data, else from TRL's flags."""
+    held_out = None
     if ours.data is not None:
         answers = ours.train_on == "assistant"
         rows = read_rows(ours.data, answers=answers)
         rows = rows.add_column(ROW_ID, list(range(len(rows))))
-        return rows, read_rows(ours.eval_data, answers=answers) if evaluates else None
+        if evaluates:
+            held_out = read_rows(ours.eval_data, answers=answers)
+        return rows, held_out
     if mixture.datasets:
         sets = trl.get_dataset(mixture)
     else:
@@ -591,4 +585,6 @@ def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> t
         sets = load(
             script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
         )
-    return sets[script.dataset_train_split], sets[script.dataset_test_split] if evaluates else None
+    if evaluates:
+        held_out = sets[script.dataset_test_split]
+    return sets[script.dataset_train_split], held_out

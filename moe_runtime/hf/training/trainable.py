@@ -1,11 +1,8 @@
-"""Train only some experts of a model's MoE layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
+"""Train only some experts of a model's MoE layers.
 
-    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves other
-                                                    parameters unchanged
-    ...                                             # any training loop over the parameters that
-                                                    require a gradient
-    fold_rows(model)                                # write the experts to the stacks; drop_rows
-                                                    restores the base instead
+    train_rows(model, {1: [0, 7], 2: [3]})
+    ...                     # any training loop over the parameters that require a gradient
+    fold_rows(model)        # write the experts to the stacks; drop_rows restores the base instead
 
 Trained experts are stored outside of their stacks (modules.trainable), in parameters
 `trained_<stack>` [n, ...] that the layers read instead of the stacks' rows. Layers are numbered as
@@ -20,7 +17,6 @@ Trainer at the first checkpoint. Experts that cannot be trained raise an error w
 import contextlib
 import functools
 import operator
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,13 +51,19 @@ class ExpertsLayer(NamedTuple):
     num_shared: int
 
 
+def _with_state(model: nn.Module) -> nn.Module | None:
+    return next((module for module in model.modules() if STATE in module.__dict__), None)
+
+
+def _is_split(model: nn.Module) -> bool:
+    return any(trainable.split_of(module) is not None for module in model.modules())
+
+
 def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
     """Return the MoE layers by number; with `fresh`, raise ValueError if experts of `model` are
     already trained.
     """
-    if fresh and any(
-        STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()
-    ):
+    if fresh and (_with_state(model) is not None or _is_split(model)):
         raise ValueError(
             "The model already trains some experts. Call fold_rows(model) or drop_rows(model) first"
         )
@@ -69,30 +71,11 @@ def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
     layers = {}
     for number, layer in numbered_layers(model).items():
         module = experts_module(model, layer)
-        if layer.is_stock:
-            names = tuple(name for name in stock.stack_names(module) if name)
-        else:
-            names = module.stacks()
+        names = stock.stack_names(module) if layer.is_stock else module.stacks()
         layers[number] = ExpertsLayer(
             paths[module], module, names, layer.num_experts, layer.num_shared
         )
     return layers
-
-
-def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_experts: bool) -> dict:
-    """Add the shared experts of our layers to `experts`, which must not contain them."""
-    experts = {number: tuple(ids) for number, ids in experts.items()}
-    for number, layer in layers.items():
-        if layer.num_shared and 0 in experts.get(number, ()):
-            raise ValueError(
-                f"experts of layer {number} must be routed ones, but are {list(experts[number])}, "
-                "and 0 is the shared one. Pass shared_experts=True to train it"
-            )
-    if shared_experts:
-        shared = {number: (0,) for number, layer in layers.items() if layer.num_shared}
-    else:
-        shared = {}
-    return experts | {number: (*experts.get(number, ()), *ids) for number, ids in shared.items()}
 
 
 def checked_experts(
@@ -101,33 +84,33 @@ def checked_experts(
     """Return `experts` without empty layers; raises ValueError for experts that cannot be
     trained.
     """
-    checked = {}
-    reason = None
     if dtype is not None and dtype not in FLOATS:
-        reason = f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}"
-    for number, ids in experts.items() if reason is None else ():
-        ids = tuple(operator.index(e) for e in ids)
+        raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}")
+    checked = {}
+    for number, ids in experts.items():
+        ids = tuple(map(operator.index, ids))
         if number not in layers:
-            reason = (
+            raise ValueError(
                 f"experts must name layers with experts ({', '.join(map(str, layers))}), but got "
                 f"layer {number!r}"
             )
-        elif len(set(ids)) < len(ids) or any(
-            e not in range(layers[number].num_experts) for e in ids
-        ):
-            most = layers[number].num_experts - 1
-            reason = (
-                f"experts of layer {number} must be different ids from 0 to {most}, but got "
+        E = layers[number].num_experts
+        if len(set(ids)) < len(ids) or not set(ids) <= set(range(E)):
+            raise ValueError(
+                f"experts of layer {number} must be different ids from 0 to {E - 1}, but got "
                 f"{list(ids)}"
             )
-        elif ids:
-            reason = _unfit(layers, number)
+        if ids:
+            _check_trainable(layers, number)
             checked[number] = ids
-        if reason is not None:
-            break
+    return checked
+
+
+def _check_trainable(layers: dict[int, ExpertsLayer], number: int) -> None:
+    """Raise ValueError if the experts of a layer cannot be trained."""
+    reason = _unfit(layers, number)
     if reason is not None:
         raise ValueError(reason)
-    return checked
 
 
 def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
@@ -140,12 +123,11 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
             f"{layer.name} holds only a part of its experts. Use shard_experts, not transformers' "
             "expert-parallel plan"
         )
-    owners = {
-        id(other.module._parameters.get(name)): n
-        for n, other in layers.items()
-        if n != number
-        for name in other.names
-    }
+    owners = {}
+    for other_number, other in layers.items():
+        if other_number != number:
+            stacks = [other.module._parameters.get(name) for name in other.names]
+            owners |= dict.fromkeys(map(id, stacks), other_number)
     for name in layer.names:
         stack = layer.module._parameters.get(name)
         path = f"{layer.name}.{name}"
@@ -174,30 +156,22 @@ def check_unwrapped(model: nn.Module) -> None:
     """
     # importing takes a second; if not imported, nothing is sharded
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
-        (fsdp is not None and isinstance(m, fsdp.FSDPModule))
-        or (m.__dict__.get("_tp_size") or 1) > 1
-        for m in model.modules()
-    )
-    if held:
-        raise ValueError(
-            f"The parameters of {type(model).__name__} are held by an engine. Pass the model "
-            "before it is wrapped"
-        )
-
-
-# MLPs next to the experts that process every token; their gates are not part of them
-SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
-# parameters by which routers choose experts and sparse attention chooses keys, which get no
-# gradient
-CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$|(^|\.)indexer\.")
+    engines = (nn.parallel.DistributedDataParallel,)
+    if fsdp is not None:
+        engines += (fsdp.FSDPModule,)
+    for module in model.modules():
+        if isinstance(module, engines) or (module.__dict__.get("_tp_size") or 1) > 1:
+            raise ValueError(
+                f"The parameters of {type(model).__name__} are held by an engine. Pass the model "
+                "before it is wrapped"
+            )
 
 
 class _Before(NamedTuple):
     """The previous state of a model."""
 
     patched: bool  # whether its experts ran on moe_runtime
-    requires_grad: dict[str, bool]  # of the parameters changed by freeze_for_esft, by plain name
+    requires_grad: dict[str, bool]  # of the parameters that `others` changed, by plain name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,10 +179,10 @@ class TrainableReceipt:
     """The selected trainable parameters."""
 
     experts: dict[int, tuple[int, ...]]  # layer -> ids, in the given order; without empty layers
-    shared_experts: tuple[str, ...]  # paths of the trained shared MLPs
     row_parameters: int  # elements of the trained experts, over all ranks
     trainable_parameters: int  # these and all others that require a gradient
     total_parameters: int  # the model's own
+    shared_experts: tuple[str, ...] = ()  # paths of the trained shared MLPs, if a method sets them
 
     @property
     def share(self) -> float:
@@ -217,10 +191,18 @@ class TrainableReceipt:
 
 
 def train_rows(
-    model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    experts: Mapping[int, Sequence[int]],
+    *,
+    dtype: torch.dtype | None = None,
+    others: Mapping[str, bool] | None = None,
+    layers: dict[int, ExpertsLayer] | None = None,
 ) -> TrainableReceipt:
     """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the other
     experts of these layers.
+
+    `others` says which other parameters, by name, require a gradient from now on; by default they
+    are left as they are. `layers` are those of `layers_of(model)`, if known.
 
     Their weights become parameters `trained_<stack>` [n, ...] in `dtype`, by default their stack's;
     no stack is copied. In float32 next to a bfloat16 model, they are cast where used, and their
@@ -239,74 +221,32 @@ def train_rows(
     sharded, adapted, quantized, not loaded, offloaded or tied to those of another layer, and for a
     model with experts that are already trained.
     """
-    layers = layers_of(model)
+    if layers is None:
+        layers = layers_of(model)
     experts = checked_experts(layers, experts, dtype)
-    _split(model, layers, experts, dtype, {})
-    return _receipt(model, ())
-
-
-def freeze_for_esft(
-    model: nn.Module,
-    experts: Mapping[int, Sequence[int]],
-    shared_experts: bool = False,
-    non_expert_modules: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> TrainableReceipt:
-    """Call `train_rows` and set whether other parameters are trained (ESFT, Table 3); by default
-    none are.
-
-    `shared_experts`: the MLPs next to the experts that process every token, and expert 0 of our own
-    layers that have a shared one, which `experts` must not contain. `non_expert_modules`:
-    everything but routed experts and shared MLPs: routers and the gates of shared MLPs, attention,
-    norms, embeddings, head, dense layers. Raises ValueError as train_rows.
-    """
-    layers = layers_of(model)
-    experts = checked_experts(layers, with_shared(layers, experts, shared_experts), dtype)
-    shared = _shared_mlps(model, layers)
-    stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
-    trains = {}
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if any(name.startswith(f"{path}.") for path in shared):
-            asked = shared_experts
-        else:
-            asked = non_expert_modules
-        trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
-        if trains[name] and parameter.dtype not in FLOATS:
+    for name, trains in (others or {}).items():
+        if trains and parameters[name].dtype not in FLOATS:
             raise ValueError(
-                f"{name} is {parameter.dtype}, but only floating-point parameters can be trained. "
-                "Freeze it"
+                f"{name} is {parameters[name].dtype}, but only floating-point parameters can be "
+                "trained. Freeze it"
             )
-    before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
+    before = {plain_name(name): parameters[name].requires_grad for name in others or ()}
     _split(model, layers, experts, dtype, before)
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(trains[name])
-    return _receipt(model, shared if shared_experts else ())
-
-
-def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str, ...]:
-    """Return the paths of the shared MLPs, found by name or, as in Gemma 4, as the `mlp` of the
-    experts' block.
-    """
-    beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
-    return tuple(
-        name
-        for name, _ in model.named_modules()
-        if name in beside or SHARED.search(plain_name(name))
-    )
+    for name, trains in (others or {}).items():
+        parameters[name].requires_grad_(trains)
+    return _receipt(model)
 
 
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
     """Return the experts modules with separately stored rows, by layer number."""
     _state_of(model)
-    found = {
-        number: (layer.module, trainable.split_of(layer.module))
-        for number, layer in layers_of(model, False).items()
-    }
-    return {
-        number: (module, split) for number, (module, split) in found.items() if split is not None
-    }
+    modules = {}
+    for number, layer in layers_of(model, fresh=False).items():
+        split = trainable.split_of(layer.module)
+        if split is not None:
+            modules[number] = (layer.module, split)
+    return modules
 
 
 def fold_rows(model: nn.Module) -> None:
@@ -332,10 +272,8 @@ def _split(
 ) -> None:
     """Store all rows separately, or none if memory is insufficient."""
     check_unwrapped(model)
-    patched = all(
-        not stock.is_experts(m) or m.config._experts_implementation == stock.NAME
-        for m in model.modules()
-    )
+    stock_experts = filter(stock.is_experts, model.modules())
+    patched = all(one.config._experts_implementation == stock.NAME for one in stock_experts)
     if experts:
         stock.patch(model)
         forget_compiled()
@@ -364,10 +302,8 @@ def _guard(model: nn.Module) -> None:
     has already done so.
     """
     for module in model.modules():
-        saves = (
-            hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
-        )
-        if saves and any(trainable.split_of(part) is not None for part in module.modules()):
+        is_saved = hasattr(type(module), "save_pretrained")
+        if is_saved and "save_pretrained" not in module.__dict__ and _is_split(module):
             module.save_pretrained = functools.partial(_refuse_to_save, module)
 
 
@@ -404,10 +340,10 @@ def _refuse_others(module: nn.Module, args) -> None:
 
 
 def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
-    for module in model.modules():
-        if STATE in module.__dict__:
-            return module, module.__dict__[STATE]
-    if any(trainable.split_of(module) is not None for module in model.modules()):
+    inner = _with_state(model)
+    if inner is not None:
+        return inner, inner.__dict__[STATE]
+    if _is_split(model):
         return model, _Before(True, {})  # PEFT has unloaded the wrapper that stored the state
     raise ValueError(
         f"{type(model).__name__} has no separately trained experts. Pass a model prepared by "
@@ -426,10 +362,9 @@ def _undo(model: nn.Module, rejoin) -> None:
         if is_distributed(module.down_proj):
             parallel.forget_rows(inner, name)
         rejoin(module)
-        for key in [
-            key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_others
-        ]:
-            del module._forward_pre_hooks[key]
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _refuse_others:
+                del module._forward_pre_hooks[key]
     if not before.patched:
         stock.unpatch(inner)
     for name, parameter in inner.named_parameters():
@@ -439,7 +374,7 @@ def _undo(model: nn.Module, rejoin) -> None:
     inner.__dict__.pop(STATE, None)
 
 
-def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
+def _receipt(model: nn.Module) -> TrainableReceipt:
     rows = 0
     experts = {}
     row_ids = set()
@@ -452,7 +387,6 @@ def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
     others = [p for p in model.parameters() if id(p) not in row_ids]
     return TrainableReceipt(
         experts=experts,
-        shared_experts=shared,
         row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),

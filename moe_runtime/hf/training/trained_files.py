@@ -2,7 +2,8 @@
 
 A folder holds model.safetensors and expert_cfg.json. Row e of a layer's stacks is stored as
 
-    <path of the experts>.{e}.gate_proj.weight [I, H],  .up_proj.weight [I, H],  .down_proj.weight [H, I]
+    <path of the experts>.{e}.gate_proj.weight [I, H], .up_proj.weight [I, H],
+                             .down_proj.weight [H, I]
 
 for every layout of the model's stacks; in a DeepSeek model these are the official names,
 model.layers.{l}.mlp.experts.{e}.*. Experts with biases also have *.bias [I], [I] and [H]. Other
@@ -61,10 +62,12 @@ def parse_name(name: str) -> ExpertName | None:
     in the path.
     """
     match = _EXPERT.fullmatch(name)
-    digits = re.search(r"\d+", match["path"]) if match else None
-    if digits:
-        return ExpertName(match["path"], int(digits[0]), int(match["expert"]), match["part"])
-    return None
+    if match is None:
+        return None
+    digits = re.search(r"\d+", match["path"])
+    if digits is None:
+        return None
+    return ExpertName(match["path"], int(digits[0]), int(match["expert"]), match["part"])
 
 
 def layout_of(module: nn.Module) -> Layout:
@@ -77,16 +80,14 @@ def layout_of(module: nn.Module) -> Layout:
 
 def stack_parts(layout: Layout) -> dict[str, tuple[str, ...]]:
     """Return the parts of an expert that each stack holds, by the stack's name."""
+    parts = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
     if layout.gated:
-        up, parts = ("gate_up_proj", ("gate_proj", "up_proj"))
-    else:
-        up, parts = ("up_proj", ("up_proj",))
-    stacks = {up: tuple(f"{part}.weight" for part in parts), "down_proj": ("down_proj.weight",)}
-    if layout.bias:
-        stacks |= {
-            f"{up}_bias": tuple(f"{part}.bias" for part in parts),
-            "down_proj_bias": ("down_proj.bias",),
-        }
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    stacks = {}
+    for stack, names in parts.items():
+        stacks[stack] = tuple(f"{name}.weight" for name in names)
+        if layout.bias:
+            stacks[f"{stack}_bias"] = tuple(f"{name}.bias" for name in names)
     return stacks
 
 
@@ -95,11 +96,13 @@ def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.
     or [out] for biases.
     """
     names = stack_parts(layout)[stack]
-    row = row.t() if layout.transposed else row  # no effect on a bias
+    if layout.transposed:
+        row = row.t()  # no effect on a bias
     if len(names) == 1:
         return {names[0]: row}
-    halves = (row[0::2], row[1::2]) if layout.interleaved else row.chunk(2)
-    return dict(zip(names, halves, strict=True))
+    if layout.interleaved:
+        return {names[0]: row[0::2], names[1]: row[1::2]}
+    return dict(zip(names, row.chunk(2), strict=True))
 
 
 def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -107,10 +110,10 @@ def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> t
     inverse of `split_row`.
     """
     halves = [parts[name] for name in stack_parts(layout)[stack]]
-    if len(halves) == 1:
-        row = halves[0]
+    if layout.interleaved:
+        row = torch.stack(halves, dim=1).flatten(0, 1)  # a single one stays as it is
     else:
-        row = torch.stack(halves, dim=1).flatten(0, 1) if layout.interleaved else torch.cat(halves)
+        row = torch.cat(halves)
     return row.t() if layout.transposed else row
 
 
@@ -203,17 +206,17 @@ def check_trains(model: nn.Module) -> None:
     model = holder(model)
     if model is None:
         return
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    frozen = [
-        name
-        for name in _trained_names(model)
-        if name in parameters and not parameters[name].requires_grad
-    ]
-    if frozen:
-        raise ValueError(
-            f"{frozen[0]} was selected for training but is frozen. Add PEFT's adapters before "
-            "esft.train_only, or none"
-        )
+    parameters = _plain_parameters(model)
+    for name in _trained_names(model):
+        if name in parameters and not parameters[name].requires_grad:
+            raise ValueError(
+                f"{name} was selected for training but is frozen. Add PEFT's adapters before the "
+                "experts are selected, or none"
+            )
+
+
+def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def holder(model: nn.Module, attribute: str = TRAINING) -> nn.Module | None:
@@ -229,23 +232,22 @@ def training_of(model: nn.Module) -> Training | None:
 
 def split_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts modules with separately stored trained rows, by plain path."""
-    layers = (
-        (experts_path(layer), experts_module(model, layer))
-        for layer in numbered_layers(model).values()
-    )
-    return {path: module for path, module in layers if split_of(module) is not None}
+    modules = {}
+    for layer in numbered_layers(model).values():
+        module = experts_module(model, layer)
+        if split_of(module) is not None:
+            modules[experts_path(layer)] = module
+    return modules
 
 
 def _trained_names(model: nn.Module) -> list[str]:
     """Return the plain names of the parameters recorded by `mark`: the experts' rows, and the
     others.
     """
-    rows = [
-        f"{path}.{PREFIX}{stack}"
-        for path, m in split_modules(model).items()
-        for stack in trained_parameters(m)
-    ]
-    return [*rows, *training_of(model).others]
+    names = list(training_of(model).others)
+    for path, module in split_modules(model).items():
+        names += [f"{path}.{PREFIX}{stack}" for stack in trained_parameters(module)]
+    return names
 
 
 def is_split(model: nn.Module) -> bool:
@@ -266,14 +268,15 @@ def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
 
     If the model is distributed, every process must call it; those without `keep` get nothing.
     """
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    found = {}
+    parameters = _plain_parameters(model)
+    tensors = {}
     for name in _trained_names(model):
-        tensor = whole(parameters[name]) if name in parameters else None
         # names changed by an engine raise an error when the file is written
-        if keep and tensor is not None:
-            found[name] = tensor
-    return found
+        if name in parameters:
+            tensor = whole(parameters[name])
+            if keep:
+                tensors[name] = tensor
+    return tensors
 
 
 @torch.no_grad()
@@ -285,27 +288,33 @@ def trained_tensors(
 
     Sharded tensors are gathered, so every process must call this, unless `state_dict` is complete.
     """
-    source = gathered(model) if state_dict is None else state_dict
-    source = {plain_name(name): value for name, value in source.items()}
-    tensors = {}
-
-    def find(name: str) -> torch.Tensor:
-        if name not in source:
+    if state_dict is None:
+        state_dict = gathered(model)
+    values = {plain_name(name): value for name, value in state_dict.items()}
+    for name in _trained_names(model):
+        if name not in values:
             raise ValueError(
-                f"{name}, which the model trains, is missing from the {len(source)} tensors of "
+                f"{name}, which the model trains, is missing from the {len(values)} tensors of "
                 f"{type(model).__name__}"
             )
-        return whole(source[name])
+        values[name] = whole(values[name])
+    return _named_as_saved(model, values)
 
+
+def _named_as_saved(
+    model: nn.Module, values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return views of the trained parameters, given by plain name, by their names in the file."""
+    tensors = {}
     for path, module in split_modules(model).items():
         split = split_of(module)
         layout = layout_of(module)
         for stack in trained_parameters(module):
-            rows = find(f"{path}.{PREFIX}{stack}")
-            for expert, place in zip(split.ids, split.places, strict=True):
-                for part, tensor in split_row(layout, stack, rows[place]).items():
-                    tensors[f"{path}.{expert}.{part}"] = tensor
-    return tensors | {name: find(name) for name in training_of(model).others}
+            rows = values[f"{path}.{PREFIX}{stack}"]
+            for expert, row in zip(split.ids, split.places, strict=True):
+                for part, view in split_row(layout, stack, rows[row]).items():
+                    tensors[f"{path}.{expert}.{part}"] = view
+    return tensors | {name: values[name] for name in training_of(model).others}
 
 
 def save_trained(
@@ -368,26 +377,23 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     there is no file, for a truncated file, and for a duplicate name.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
-    reason = None
-    tensors: dict[str, torch.Tensor] = {}
     if not files:
-        reason = f"{str(folder)!r} has no .safetensors file. Pass the folder of an adapter"
+        raise ValueError(f"{str(folder)!r} has no .safetensors file. Pass the folder of an adapter")
+    tensors: dict[str, torch.Tensor] = {}
     for file in files:
         check_regular(file)
         try:
-            found = load_file(file)
+            read = load_file(file)
         except (SafetensorError, OSError) as error:
-            reason = f"{file} is not a valid safetensors file ({error}). Download it again"
-            break
-        found = {
-            f"model.{name}" if name.startswith("layers.") else name: tensor
-            for name, tensor in found.items()
-        }
-        if twice := sorted(found.keys() & tensors.keys()):
-            reason = f"{file} has {twice[0]}, which is also in another file of the folder"
-        tensors |= found
-    if reason is not None:
-        raise ValueError(reason)
+            raise ValueError(
+                f"{file} is not a valid safetensors file ({error}). Download it again"
+            ) from error
+        for name, tensor in read.items():
+            if name.startswith("layers."):
+                name = f"model.{name}"
+            if name in tensors:
+                raise ValueError(f"{file} has {name}, which is also in another file of the folder")
+            tensors[name] = tensor
     return tensors
 
 
@@ -414,41 +420,28 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
             "distributing it"
         )
     else:
-        targets = _targets(model, training)
-        want, own = (
-            {name: tuple(t.shape) for name, t in found.items()} for found in (targets, tensors)
-        )
-        if lacks := want.keys() ^ own.keys():
-            kind = "lacks" if min(lacks) in want else "has"
-            reason = (
-                f"{folder} {kind} {min(lacks)}, but must have the {len(want)} tensors that the "
-                "model trains. Prepare the model with the selection in expert_cfg.json"
-            )
-        elif other := [name for name in want if own[name] != want[name]]:
-            reason = (
-                f"{other[0]} in {folder} has shape {list(own[other[0]])}, but the model's is "
-                f"{list(want[other[0]])}"
-            )
+        values = {name: p.detach() for name, p in _plain_parameters(model).items()}
+        targets = _named_as_saved(model, values)
+        for name in sorted(targets.keys() | tensors.keys()):
+            if name not in targets or name not in tensors:
+                kind = "lacks" if name in targets else "has"
+                reason = (
+                    f"{folder} {kind} {name}, but must have the {len(targets)} tensors that the "
+                    "model trains. Prepare the model with the selection in expert_cfg.json"
+                )
+                break
+            if tensors[name].shape != targets[name].shape:
+                reason = (
+                    f"{name} in {folder} has shape {list(tensors[name].shape)}, but the model's is "
+                    f"{list(targets[name].shape)}"
+                )
+                break
     if reason is not None:
         raise ValueError(reason)
     if training.check is not None:
         training.check(training.config, folder)
-    for name, place in targets.items():
-        place.copy_(tensors[name])
-
-
-def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
-    """Return the views of trained parameters that each tensor of the file is copied to."""
-    tensors = {}
-    for path, module in split_modules(model).items():
-        split = split_of(module)
-        layout = layout_of(module)
-        for stack, parameter in trained_parameters(module).items():
-            for expert, place in zip(split.ids, split.places, strict=True):
-                for part, view in split_row(layout, stack, parameter.detach()[place]).items():
-                    tensors[f"{path}.{expert}.{part}"] = view
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    return tensors | {name: parameters[name].detach() for name in training.others}
+    for name, target in targets.items():
+        target.copy_(tensors[name])
 
 
 def _take_names(
@@ -466,27 +459,21 @@ def _take_names(
     present.
     """
     split = split_of(module)
-    parts = {
-        name: state_dict[name]
-        for name in state_dict
-        if name.startswith(prefix) and parse_name(name)
-    }
-    if split is None or not parts:
+    experts = {}  # id -> part -> tensor
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        parsed = parse_name(name)
+        if split is not None and parsed is not None:
+            experts.setdefault(parsed.expert, {})[parsed.part] = state_dict.pop(name)
+    if not experts:
         return
-    ids = split.ids
     stacks = stack_parts(layout)
-    want = {f"{prefix}{e}.{name}" for names in stacks.values() for name in names for e in ids}
-    if parts.keys() != want:
-        there = sorted({parse_name(name).expert for name in parts})
+    parts = set().union(*stacks.values())
+    if set(experts) != set(split.ids) or any(one.keys() != parts for one in experts.values()):
         errors.append(
-            f"{prefix[:-1]}: the file must have the trained experts {sorted(ids)}, but has {there}"
+            f"{prefix[:-1]}: the file must have the trained experts {sorted(split.ids)}, but has "
+            f"{sorted(experts)}"
         )
         return
-    for stack, names in stacks.items():
-        rows = [
-            join_row(layout, stack, {name: parts[f"{prefix}{e}.{name}"] for name in names})
-            for e in ids
-        ]
+    for stack in stacks:
+        rows = [join_row(layout, stack, experts[e]) for e in split.ids]
         state_dict[f"{prefix}{PREFIX}{stack}"] = torch.stack(rows)
-    for name in parts:
-        del state_dict[name]

@@ -8,9 +8,10 @@ statistics, a stop at NaN.
                    moe_runtime.hf.dropin.balance for a stock model
 
 A layer's loss includes its coefficient. Over the micro-batches of a step it is a mean weighted by
-label tokens (outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the
-optimizer, checkpoints and resumption are transformers' own. `check_rows` raises for token ids
-outside the vocabulary before anything runs. MoESFTTrainer is in `moe_runtime.hf.training.sft`.
+label tokens (`hf.common.outputs.share_of_batch`), so it does not grow with gradient accumulation.
+The loop, the optimizer, checkpoints and resumption are transformers' own. `check_rows` raises for
+token ids outside the vocabulary before anything runs. MoESFTTrainer is in
+`moe_runtime.hf.training.sft`.
 """
 
 import functools
@@ -26,9 +27,10 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
+from moe_runtime.hf.common.outputs import share_of_batch
+from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.models import modeling
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.recording import MixingCallback, RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
@@ -68,9 +70,8 @@ class _MoETrainer(WholeSaves):
             # before the constructor of transformers' class, as TRL reads the config there
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         use_cache = _UseCache()
-        super().__init__(
-            *args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]}
-        )
+        kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), use_cache]
+        super().__init__(*args, **kwargs)
         self.remove_callback(use_cache)
         if self._trains_spread() and all(
             is_distributed(p) for p in self.model.parameters() if p.requires_grad
@@ -81,11 +82,8 @@ class _MoETrainer(WholeSaves):
                 self.accelerator.prepare_model, evaluation_mode=True
             )
         self._passes_use_cache = use_cache.put_back()
-        routers = [
-            module
-            for module in self.model.modules()
-            if isinstance(module, Router) or is_experts(module)
-        ]
+        modules = list(self.model.modules())
+        routers = [one for one in modules if isinstance(one, Router) or is_experts(one)]
         self._check(routers)
         self._check_place(self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -95,20 +93,21 @@ class _MoETrainer(WholeSaves):
         # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
         self._sums: dict[str, list] = {}
         self._row_ids: torch.Tensor | None = None
+        kinds = []
+        if router_stats and routers:
+            kinds.append(RouterStatsCallback)
+        if any(isinstance(module, MergedMLP) for module in modules):
+            kinds.append(MixingCallback)
+        self._put_first(kinds)
+
+    def _put_first(self, kinds: list[type[TrainerCallback]]) -> None:
+        """Put these callbacks, and others that add to the logs, before those that report them."""
         callbacks = self.callback_handler.callbacks
-        mine = [
-            callback
-            for callback in callbacks
-            if isinstance(callback, RouterStatsCallback | MixingCallback)
-        ]
-        mergeable = any(isinstance(module, MergedMLP) for module in self.model.modules())
-        for kind, there in (
-            (RouterStatsCallback, router_stats and routers),
-            (MixingCallback, mergeable),
-        ):
-            if there and not any(isinstance(callback, kind) for callback in mine):
-                mine.append(kind())
-        callbacks[:] = mine + [callback for callback in callbacks if callback not in mine]
+        first = [one for one in callbacks if isinstance(one, RouterStatsCallback | MixingCallback)]
+        for kind in kinds:
+            if not any(isinstance(callback, kind) for callback in first):
+                first.append(kind())
+        callbacks[:] = first + [callback for callback in callbacks if callback not in first]
 
     def _check(self, routers: list[torch.nn.Module]) -> None:
         """Raise ValueError if the model cannot be trained or saved with these arguments."""
@@ -170,12 +169,12 @@ class _MoETrainer(WholeSaves):
         their loss.
         """
         mode = "train" if self.model.training else "eval"
-        weight = float(inputs["labels"].shape[0])
-        if mode == "train":
-            if num_items_in_batch is not None:
-                weight = 1.0
-            else:
-                weight = 1.0 / self.current_gradient_accumulation_steps
+        if mode == "eval":
+            weight = float(inputs["labels"].shape[0])
+        elif num_items_in_batch is None:
+            weight = 1.0 / self.current_gradient_accumulation_steps
+        else:
+            weight = 1.0
         parts = torch.stack(
             [lm_loss.detach().float(), balance_loss.detach().float(), lm_loss.new_ones(()).float()]
         )
@@ -184,21 +183,18 @@ class _MoETrainer(WholeSaves):
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Log as transformers does, with the two parts of the loss."""
+        losses = [key for key in logs if key.endswith("loss")]
         mode = "train" if "loss" in logs else "eval"
-        sums, first = (None, 0) if "train_loss" in logs else self._sums.pop(mode, (None, 0))
-        if sums is not None and any(key.endswith("loss") for key in logs):
+        sums = None
+        if "train_loss" not in logs:
+            sums, first = self._sums.pop(mode, (None, 0))
+        if sums is not None and losses:
             lm_loss, balance_loss, weight = self.accelerator.gather(sums[None]).sum(0).tolist()
-            prefix = ""
             if mode == "train":
                 weight = (self.state.global_step - first) * self.accelerator.num_processes
-            else:
-                prefix = min((key for key in logs if key.endswith("_loss")), key=len).removesuffix(
-                    "loss"
-                )
-            logs[f"{prefix}lm_loss"], logs[f"{prefix}balance_loss"] = (
-                lm_loss / weight,
-                balance_loss / weight,
-            )
+            prefix = min(losses, key=len).removesuffix("loss")  # such as eval_
+            logs[f"{prefix}lm_loss"] = lm_loss / weight
+            logs[f"{prefix}balance_loss"] = balance_loss / weight
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
@@ -221,12 +217,9 @@ class _MoETrainer(WholeSaves):
         good checkpoints.
         """
         if self.stop_on_nan:
-            named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            # local part under FSDP2
-            own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)
-            bad = next((name for name, p in own if not torch.isfinite(p).all()), None)
-            if bad is not None:
-                raise ValueError(self._not_finite(f"{bad} has NaN or infinite values"))
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad and not local_part(parameter).isfinite().all():
+                    raise ValueError(self._not_finite(f"{name} has NaN or infinite values"))
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -288,7 +281,7 @@ class _MoETrainer(WholeSaves):
     def _not_finite(self, what: str) -> str:
         rows = ""
         if self._row_ids is not None:
-            numbers = ", ".join(str(place + 1) for place in self._row_ids.tolist())
+            numbers = ", ".join(map(str, (self._row_ids + 1).tolist()))
             rows = f" in a batch of the examples {numbers}"
         last = last_whole_checkpoint(self.args.output_dir)
         return (
@@ -320,7 +313,9 @@ class _MoETrainer(WholeSaves):
     def _prepare_inputs(self, inputs):
         self._row_ids = inputs.pop(ROW_ID, None)
         inputs = super()._prepare_inputs(inputs)
-        return {"use_cache": self.args.use_cache, **inputs} if self._passes_use_cache else inputs
+        if self._passes_use_cache:
+            return {"use_cache": self.args.use_cache, **inputs}
+        return inputs
 
 
 class _UseCache(TrainerCallback):
@@ -331,7 +326,9 @@ class _UseCache(TrainerCallback):
     model = None
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = model
+        if hasattr(model, "get_base_model"):
+            self.model = model.get_base_model()
         self.value = getattr(getattr(self.model, "config", None), "use_cache", None)
 
     def put_back(self) -> bool:
@@ -346,10 +343,9 @@ class _UseCache(TrainerCallback):
 
 
 def _collate_with_row_ids(collator, rows: list[dict]):
-    ids = torch.tensor([row[ROW_ID] for row in rows])
-    batch = collator(
-        [{name: value for name, value in row.items() if name != ROW_ID} for row in rows]
-    )
+    rows = [dict(row) for row in rows]
+    ids = torch.tensor([row.pop(ROW_ID) for row in rows])
+    batch = collator(rows)
     batch[ROW_ID] = ids
     return batch
 
@@ -382,7 +378,7 @@ class MoETrainer(_MoETrainer, Trainer):
         lm_loss = getattr(out, "lm_loss", None)
         ranks = self._ranks(num_items_in_batch)
         if lm_loss is not None:
-            share = modeling.share_of_batch(
+            share = share_of_batch(
                 {**inputs, "num_items_in_batch": num_items_in_batch}, loss.device
             )
             coef = 1.0 if self.balance_loss is None else self.balance_loss.coef
@@ -423,14 +419,16 @@ def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
     largest = max(ids, default=0)
     if size is None or largest < size:
         return
-    text = None
+    token = str(largest)
+    rows = largest + 1
     if hasattr(tokenizer, "convert_ids_to_tokens"):
         text = tokenizer.convert_ids_to_tokens(largest)
-    rows = max(largest + 1, len(tokenizer) if text is not None else 0)
+        if text is not None:
+            token = f"{largest} ({text!r})"
+            rows = max(rows, len(tokenizer))
     raise ValueError(
-        f"Token ids must be below vocab_size ({size}), but got "
-        f"{largest}{'' if text is None else f' ({text!r})'}. Use the model's tokenizer, or enlarge "
-        f"the model: model.resize_token_embeddings({rows})"
+        f"Token ids must be below vocab_size ({size}), but got {token}. Use the model's tokenizer, "
+        f"or enlarge the model: model.resize_token_embeddings({rows})"
     )
 
 
@@ -446,22 +444,17 @@ def _largest(rows) -> int | None:
     """Return the largest id of rows in memory or on disk; None for streamed rows and rows without
     ids.
     """
+    largest = []
+    is_stored = hasattr(rows, "with_format") and not isinstance(rows, IterableDataset)
     if isinstance(rows, list | tuple):
-        found = (
-            _most(row["input_ids"])
-            for row in rows
-            if isinstance(row, Mapping) and row.get("input_ids") is not None
-        )
-    elif (
-        isinstance(rows, IterableDataset)
-        or not hasattr(rows, "with_format")
-        or "input_ids" not in (rows.column_names or ())
-    ):
-        found = ()
-    else:  # in batches from disk, as the rows may not fit into memory
-        batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
-        found = (_column_most(table["input_ids"]) for table in batches)
-    return max((one for one in found if one is not None), default=None)
+        for row in rows:
+            if isinstance(row, Mapping) and row.get("input_ids") is not None:
+                largest.append(_most(row["input_ids"]))
+    elif is_stored and "input_ids" in (rows.column_names or ()):
+        # in batches, as the rows may not fit into memory
+        for table in rows.select_columns("input_ids").with_format("arrow").iter(4096):
+            largest.append(_column_most(table["input_ids"]))
+    return max((one for one in largest if one is not None), default=None)
 
 
 def _column_most(column) -> int | None:

@@ -43,6 +43,7 @@ from moe_runtime.methods.esft.adapters import (
 from moe_runtime.methods.esft.base import base_of, check_base, check_model
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
+from moe_runtime.methods.esft.freezing import freeze_for_esft
 from moe_runtime.methods.esft.lora import apply, save_lora, save_peft, train_lora
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
@@ -122,7 +123,7 @@ def train_only(
                 "the adapter, or turn it off"
             )
     base = base_of(model, layers, selection.experts)
-    receipt = trainable.freeze_for_esft(
+    receipt = freeze_for_esft(
         model,
         selection.experts,
         selection.shared_experts,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from moe_runtime.hf.models.folders import load
+from moe_runtime.hf.common.loading import load
 from moe_runtime.io.files import is_plain_name
 from moe_runtime.methods.ultrafuser.inputs import CHAT, Encoder, check_template, check_tokenizers
 

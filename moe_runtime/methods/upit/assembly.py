@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
+from moe_runtime.hf.common.sources import local_folder
 from moe_runtime.hf.models import families, folders, swap
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
-from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_keys
 from moe_runtime.io.files import atomic_folder, check_out_dir, check_paths
 from moe_runtime.methods.lora import to_lora_moe

@@ -24,10 +24,10 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from moe_runtime.config import check_number, check_positive
+from moe_runtime.hf.common.sources import local_folder
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import to_saved
-from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size
 from moe_runtime.io.files import atomic_folder, read_json

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from moe_runtime.config import check_choice, shown
+from moe_runtime.hf.common.sources import local_folder
 from moe_runtime.hf.models import families, folders
-from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.io.files import check_out_dir, check_paths, files_print, hash_of, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, saved_steps

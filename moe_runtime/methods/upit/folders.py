@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.config import check_choice, check_positive, shown
+from moe_runtime.hf.common.sources import local_folder
 from moe_runtime.hf.models.folders import FolderReceipt
-from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.hf.models.stock import export_stock
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import rows as data

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from moe_runtime.hf.common.sources import local_folder
 from moe_runtime.hf.models.folders import Progress
-from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys
 from moe_runtime.methods.upit.checkpoints import fingerprint
 from moe_runtime.methods.upit.experts import Expert, open_expert, print_of

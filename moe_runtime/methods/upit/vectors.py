@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moe_runtime.hf.common.outputs import share_of_batch
 from moe_runtime.hf.dropin.layers import OpenCall
 from moe_runtime.hf.models.families import family_of
-from moe_runtime.hf.models.modeling import share_of_batch
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods.upit.models import each_row, loader, row_means

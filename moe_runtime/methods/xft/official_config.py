@@ -28,9 +28,9 @@ from moe_runtime.config import (
     one_line,
     shown,
 )
+from moe_runtime.hf.common.loading import check_counts
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
-from moe_runtime.hf.models.folders import check_counts
 from moe_runtime.io.files import read_json
 
 MODEL_TYPE = "llama_moe_upscaling"

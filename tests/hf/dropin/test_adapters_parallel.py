@@ -94,9 +94,8 @@ def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, resul
     want = model.state_dict()
     saved = moe_runtime.load_quantized(f"{folder}-quantized").state_dict()
     assert want.keys() == saved.keys()
-    assert all(
-        torch.equal(want[key].view(torch.uint8), saved[key].view(torch.uint8)) for key in want
-    )
+    for key in want:
+        assert torch.equal(want[key].view(torch.uint8), saved[key].view(torch.uint8))
 
 
 @pytest.fixture
@@ -140,7 +139,8 @@ def test_packed_stacks_refuse_what_would_be_wrong(six_experts, four, tmp_path):
     assert shard_experts(model, four["ep"]) == 2
     experts = model.model.layers[0].mlp.experts
     first = experts.down_proj
-    assert shard_experts(model, four["ep"]) == 2 and experts.down_proj is first
+    assert shard_experts(model, four["ep"]) == 2
+    assert experts.down_proj is first
     with pytest.raises(
         RuntimeError,
         match="down_proj is quantized and distributed, but 'down_proj_packed0' is missing",

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 import moe_runtime
 from papers.engine.tiny import train_tokenizer
-from tests.hf.tiny import distance
+from tests.hf import tiny
 from tests.support.stock_moe import stock
 
 TEXTS = ["Write 1: x = 1", "Write 2: x = 2", "Say no", "Say yes"]
@@ -84,7 +84,8 @@ def trained(kind: str, implementation: str, tokenizer, folder):
 def test_equals_pefts_own(kind, tokenizer, tmp_path):
     losses, want = trained(kind, "eager", tokenizer, tmp_path)
     got_losses, got = trained(kind, "moe_runtime", tokenizer, tmp_path)
-    assert len(losses) == 3 and got_losses == pytest.approx(losses, rel=1e-3)
-    assert got.keys() == want.keys() and len(want) == 4
-    for name, value in want.items():
-        assert distance(got[name], value) < 1e-3, name
+    assert len(losses) == 3
+    assert got_losses == pytest.approx(losses, rel=1e-3)
+    assert got.keys() == want.keys()
+    assert len(want) == 4
+    tiny.assert_close(got, want, 0.001)

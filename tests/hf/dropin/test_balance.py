@@ -49,9 +49,9 @@ def reference(model, inputs, kind="per_layer"):
         groups = [out.router_logits]
     else:
         groups = [(logits,) for logits in out.router_logits]
-    parts = [
-        load_balancing_loss_func(group, E, K, inputs.get("attention_mask")) for group in groups
-    ]
+    parts = []
+    for group in groups:
+        parts.append(load_balancing_loss_func(group, E, K, inputs.get("attention_mask")))
     plain = model(**inputs, output_router_logits=False).loss
     return plain, torch.stack(parts).mean()
 
@@ -112,7 +112,8 @@ def test_a_models_own_loss_is_replaced(name, kind, padding):
     with_own = model(**inputs).loss
     in_use = use_balance_loss(model, kind, COEF)
     out = model(**inputs)
-    assert close(out.aux_loss, aux_loss) and torch.equal(out.lm_loss, lm_loss)
+    assert close(out.aux_loss, aux_loss)
+    assert torch.equal(out.lm_loss, lm_loss)
     assert close(out.loss, lm_loss + COEF * aux_loss)
     assert [tuple(x.shape) for x in out.router_logits] == [(18, 8)] * 2
     in_use.close()
@@ -138,14 +139,15 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
     (loss + COEF * per_layer_loss(caught, 8, 2, inputs["attention_mask"])).backward()
     for handle in handles:
         handle.remove()
-    want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    want = list(tiny.gradients(model).values())
     model.zero_grad()
     use_balance_loss(model, "per_layer", COEF)
     model(**inputs).loss.backward()
-    got = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(modules) == 2 and all(
-        tiny.distance(a, b) < 1e-5 for a, b in zip(got, want, strict=True) if b.norm() > 0
-    )
+    got = list(tiny.gradients(model).values())
+    assert len(modules) == 2
+    for a, b in zip(got, want, strict=True):
+        if b.norm() > 0:
+            assert tiny.distance(a, b) < 1e-5
     assert all(any(p.grad.norm() > 0 for p in module.parameters()) for module in modules)
 
 
@@ -157,7 +159,8 @@ def test_routers_are_found_in_every_family_by_what_it_declares_and_without(famil
     beside = balance._routers_beside(model, layers)
     # a layer whose experts go by the token's id has no say in the balance
     hashed = family == "deepseek_v4"
-    assert len(beside) == len(layers) and len(declared) in (0, len(layers) - hashed)
+    assert len(beside) == len(layers)
+    assert len(declared) in (0, len(layers) - hashed)
     places = dict(beside)
     seen = []
 
@@ -169,7 +172,8 @@ def test_routers_are_found_in_every_family_by_what_it_declares_and_without(famil
         module.register_forward_hook(functools.partial(compare, place))
     with torch.no_grad():
         families.run(model, "eager")
-    assert all(seen) and len(seen) >= len(declared)
+    assert all(seen)
+    assert len(seen) >= len(declared)
 
 
 class Collapse(torch.overrides.TorchFunctionMode):
@@ -210,7 +214,8 @@ def test_a_collapse_costs_every_family_the_same(family):
         families.run(model, "eager", output_router_logits=True)
     # every slot on `used` experts, each of probability 1 / used: E sum_e (top_k / used) (1 / used)
     (loss, E, top_k), *_ = seen
-    assert loss.item() == pytest.approx(E / used * top_k, rel=1e-4) and E in (8, 9)
+    assert loss.item() == pytest.approx(E / used * top_k, rel=1e-4)
+    assert E in (8, 9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -232,8 +237,10 @@ def test_compiled_code_tells_them_apart_too():
     compiled = torch.compile(
         lambda found: in_use._as_logits(torch.nn.Linear, found), backend="eager", fullgraph=True
     )
-    assert torch.equal(compiled(x), x) and close(compiled(x.softmax(-1)), x.log_softmax(-1))
-    assert torch.equal(in_use._as_logits(torch.nn.Linear, x[:0]), x[:0]) and not in_use._softmaxed
+    assert torch.equal(compiled(x), x)
+    assert close(compiled(x.softmax(-1)), x.log_softmax(-1))
+    assert torch.equal(in_use._as_logits(torch.nn.Linear, x[:0]), x[:0])
+    assert not in_use._softmaxed
     assert close(in_use._as_logits(torch.nn.Linear, x.softmax(-1)), x.log_softmax(-1))
     assert in_use._softmaxed == {torch.nn.Linear: True}
     torch.compiler.reset()
@@ -245,12 +252,10 @@ def test_nothing_is_added_without_labels_and_nothing_is_kept():
     plain = model(input_ids=inputs["input_ids"])
     in_use = use_balance_loss(model, "per_layer", COEF)
     out = model(input_ids=inputs["input_ids"])
-    assert (
-        torch.equal(out.logits, plain.logits)
-        and out.loss is None
-        and out.aux_loss is None
-        and not in_use._logits
-    )
+    assert torch.equal(out.logits, plain.logits)
+    assert out.loss is None
+    assert out.aux_loss is None
+    assert not in_use._logits
     tokens = model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False)
     in_use.close()
     assert torch.equal(
@@ -266,10 +271,8 @@ def test_closing_gives_hooks_and_config_back():
     in_use = use_balance_loss(model, "per_layer", 0.2)  # takes the place of the first
     inputs = batch()
     out = model(**inputs)
-    assert (
-        close(out.loss, out.lm_loss + 0.2 * out.aux_loss)
-        and model.config.router_aux_loss_coef == 0.2
-    )
+    assert close(out.loss, out.lm_loss + 0.2 * out.aux_loss)
+    assert model.config.router_aux_loss_coef == 0.2
     in_use.close()
     assert model.config.to_dict() == before
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
@@ -289,7 +292,8 @@ def test_checkpointing_keeps_the_gradient_or_is_refused(reentrant):
             model(**inputs)
     else:
         model(**inputs).loss.backward()
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), want, strict=True))
+        for p, g in zip(model.parameters(), want, strict=True):
+            assert torch.equal(p.grad, g)
 
 
 def test_inside_peft_the_router_in_training_gets_the_gradient():
@@ -306,7 +310,9 @@ def test_inside_peft_the_router_in_training_gets_the_gradient():
     assert torch.equal(out.loss, want.loss)
     (out.loss - out.lm_loss).backward()
     trained = [p for name, p in model.named_parameters() if ".gate.modules_to_save." in name]
-    assert len(trained) == 2 and all(p.grad.norm() > 0 for p in trained)
+    assert len(trained) == 2
+    for p in trained:
+        assert p.grad.norm() > 0
 
 
 def test_the_whole_model_is_one_graph():
@@ -339,7 +345,8 @@ def test_compiled_models_have_the_loss_too(late):
     use_balance_loss(model, "per_layer", COEF)
     loss = compiled(**inputs).loss
     loss.backward()
-    assert close(loss, want) and close(model.model.layers[0].mlp.gate.weight.grad, gradient)
+    assert close(loss, want)
+    assert close(model.model.layers[0].mlp.gate.weight.grad, gradient)
     torch.compiler.reset()
 
 
@@ -367,10 +374,9 @@ ROWS = [{name: tensor[0].tolist() for name, tensor in row.items()} for row in RO
 def collate(rows):
     """Pad to the longest row, by hand."""
     length = max(len(row["input_ids"]) for row in rows)
-    out = {
-        name: torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows])
-        for name, fill in {"input_ids": 0, "labels": -100}.items()
-    }
+    out = {}
+    for name, fill in {"input_ids": 0, "labels": -100}.items():
+        out[name] = torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows])
     return out | {"attention_mask": (out["labels"] != -100).long()}
 
 
@@ -409,11 +415,9 @@ def test_accumulation_makes_it_the_mean_weighted_by_tokens(name, kind, tmp_path)
     )
     trainer = Plain(model, args, collate, ROWS)
     trainer.train()
-    assert all(
-        tiny.distance(a, b) < 1e-5
-        for a, b in zip(trainer.gradients, want, strict=True)
-        if b.norm() > 0
-    )
+    for a, b in zip(trainer.gradients, want, strict=True):
+        if b.norm() > 0:
+            assert tiny.distance(a, b) < 1e-5
 
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "routers.md"
@@ -429,9 +433,10 @@ def test_the_examples_of_the_docs_run(text, tmp_path, monkeypatch):
     stock("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained("model")
     names: dict = {"__name__": "__main__"}
     exec(compile(text, str(DOCUMENT), "exec"), names)
-    gradients = [
-        p.grad for n, p in names["model"].named_parameters() if n.endswith("mlp.gate.weight")
-    ]
-    assert len(gradients) == 2 and all(
-        (grad is not None) == ("backward" in text) for grad in gradients
-    )
+    gradients = []
+    for n, p in names["model"].named_parameters():
+        if n.endswith("mlp.gate.weight"):
+            gradients.append(p.grad)
+    assert len(gradients) == 2
+    for grad in gradients:
+        assert (grad is not None) == ("backward" in text)

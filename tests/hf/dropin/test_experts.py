@@ -165,11 +165,10 @@ def run(module, x, idx, weight, implementation: str) -> dict[str, torch.Tensor]:
     module.zero_grad()
     out = module(leaves[0], idx, leaves[1])
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-    used = {
-        name: p.grad
-        for name, p in module.named_parameters()
-        if module.has_post_expert_norm or "norm" not in name
-    }
+    used = {}
+    for name, p in module.named_parameters():
+        if module.has_post_expert_norm or "norm" not in name:
+            used[name] = p.grad
     return {"out": out.detach(), "dx": leaves[0].grad, "dweight": leaves[1].grad, **used}
 
 
@@ -185,7 +184,8 @@ def test_same_as_eager(flags, fields, fused, dropped, backend, device, monkeypat
     got = run(module, x, idx, weight, "moe_runtime")
     assert got.keys() == want.keys()
     for name, value in want.items():
-        assert value.norm() > 0 and distance(got[name], value) < 5e-6, name
+        assert value.norm() > 0, name
+        assert distance(got[name], value) < 5e-6, name
     assert (got["dweight"][(idx < 0) | (idx >= E)] == 0).all()
 
 
@@ -351,10 +351,8 @@ def test_counts_are_the_dispatchs_own():
     module.moe_runtime_counts = torch.zeros(E, dtype=torch.int64)
     module(torch.randn(T, H), idx, weight)
     live = idx[(idx >= 0) & (idx < E)]
-    assert (
-        torch.equal(module.moe_runtime_counts, torch.bincount(live, minlength=E))
-        and live.numel() < T * K
-    )
+    assert torch.equal(module.moe_runtime_counts, torch.bincount(live, minlength=E))
+    assert live.numel() < T * K
     assert "moe_runtime_counts" not in module.state_dict()
 
 
@@ -403,6 +401,22 @@ def tiny_qwen():
     ).eval()
 
 
+def test_patch_leaves_another_model_of_the_same_config_alone():
+    one = tiny_qwen()
+    other = type(one)(one.config)
+    other.load_state_dict(one.state_dict())
+    assert other.config is one.config
+    before = other.config._experts_implementation
+    moe_runtime.patch(one)
+    configs = {id(module.config) for module in one.modules() if hasattr(module, "config")}
+    assert configs == {id(one.config)}
+    assert other.config._experts_implementation == before
+    ids = torch.arange(12)[None]
+    assert distance(one(ids).logits, other.eval()(ids).logits) < 1e-5
+    moe_runtime.unpatch(one)
+    assert one.config._experts_implementation == before
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["model", "wrapped"])
 def test_patch_and_unpatch(wrapped):
     model = tiny_qwen()
@@ -414,7 +428,8 @@ def test_patch_and_unpatch(wrapped):
     # a second time changes nothing
     assert moe_runtime.patch(outer) == moe_runtime.patch(outer) == 2
     assert model.config._experts_implementation == "moe_runtime"
-    assert distance(model(ids).logits, want) < 1e-5 and list(model.state_dict()) == keys
+    assert distance(model(ids).logits, want) < 1e-5
+    assert list(model.state_dict()) == keys
     moe_runtime.unpatch(outer)
     assert model.config._experts_implementation == before != "moe_runtime"
     moe_runtime.unpatch(outer)

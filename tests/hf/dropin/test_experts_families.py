@@ -13,7 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import moe_runtime
 from moe_runtime.hf.dropin import experts
-from tests.hf import stock
+from tests.hf import stock, tiny
 from tests.hf.tiny import distance
 
 # families whose generation draws tokens: float32 noise moves a draw, under transformers' own
@@ -98,19 +98,20 @@ def test_logits_calls_and_hooks(model, logits):
     assert distance(got, logits) < 2e-6
     assert seen["moe_runtime"] == seen["eager"]  # the router's and the experts' among them
     names = [watched[module] for module in modules]
-    assert names and names == [name for name, _ in seen["eager"] if name in stock.experts_of(model)]
+    assert names
+    assert names == [name for name, _ in seen["eager"] if name in stock.experts_of(model)]
 
 
 @torch.no_grad()
 def test_patch_leaves_the_state_alone(model, logits):
     model.set_experts_implementation("eager")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = tiny.state(model)
     assert moe_runtime.patch(model) == len(stock.experts_of(model)) > 0
     torch.manual_seed(0)
     assert distance(model(**stock.batch()).logits, logits) < 2e-6
     after = model.state_dict()
     assert list(after) == list(before)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    tiny.assert_equal(after, before)
     moe_runtime.unpatch(model)
     assert {
         module.config._experts_implementation for module in stock.experts_of(model).values()
@@ -121,11 +122,7 @@ def gradients(model, implementation: str) -> dict[str, torch.Tensor]:
     model.zero_grad()
     out = stock.run(model, implementation).logits
     (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    return tiny.gradients(model)
 
 
 def test_gradients(model):
@@ -145,9 +142,8 @@ def test_gradients(model):
             for name in want
             if name.startswith(layer) and ("gate.w" in name or "router" in name)
         ]
-        assert routers and all(
-            want[name].norm() > noise for name in [f"{prefix}.down_proj", *routers]
-        ), routers
+        assert routers, routers
+        assert all(want[name].norm() > noise for name in [f"{prefix}.down_proj", *routers]), routers
 
 
 @torch.no_grad()
@@ -166,7 +162,9 @@ def test_generate(family, model):
                 **stock.batch(), max_new_tokens=4, min_new_tokens=4, do_sample=False
             )
         tokens.append(getattr(out, "sequences", out))
-    assert torch.equal(*tokens) and tokens[0].shape[1] >= 16 and modules
+    assert torch.equal(*tokens)
+    assert tokens[0].shape[1] >= 16
+    assert modules
 
 
 @torch.no_grad()
@@ -180,7 +178,8 @@ def test_saved_and_loaded(model, logits, tmp_path):
     with called() as modules:
         torch.manual_seed(0)
         got = loaded.eval()(**stock.batch()).logits
-    assert modules and distance(got, logits) < 2e-6
+    assert modules
+    assert distance(got, logits) < 2e-6
 
 
 @torch.no_grad()
@@ -198,13 +197,15 @@ def test_router_logits_and_auxiliary_loss(family, model):
     got = stock.run(model, "moe_runtime", output_router_logits=True, **labels)
     assert got.keys() == want.keys()
     losses = [key for key in ("loss", "aux_loss") if isinstance(want.get(key), torch.Tensor)]
-    assert all(want[key] > 0 and distance(got[key], want[key]) < 2e-6 for key in losses) and (
-        "loss" in losses or not labels
-    )
+    for key in losses:
+        assert want[key] > 0
+        assert distance(got[key], want[key]) < 2e-6
+    assert "loss" in losses or not labels
     for ours, theirs in zip(
         got.get("router_logits") or (), want.get("router_logits") or (), strict=True
     ):
-        assert theirs.numel() and distance(ours, theirs) < 2e-6
+        assert theirs.numel()
+        assert distance(ours, theirs) < 2e-6
 
 
 def first_calls(model) -> list[tuple[nn.Module, tuple]]:
@@ -261,13 +262,16 @@ def test_experts_alone(model, case):
         idx = torch.arange(idx.shape[1]).expand_as(idx) + 1
     got = all_gradients(module, "moe_runtime", x, idx, weight)
     if case == "nothing":
-        assert got["out"].shape == x.shape and all(
-            (grad == 0).all() for grad in got.values() if grad is not None
-        )
+        assert got["out"].shape == x.shape
+        for grad in got.values():
+            if grad is not None:
+                assert (grad == 0).all()
         return
-    assert (got["down_proj"][idx.max() + 1 :] == 0).all() and got["down_proj"].norm() > 0
+    assert (got["down_proj"][idx.max() + 1 :] == 0).all()
+    assert got["down_proj"].norm() > 0
     for name, value in all_gradients(module, "eager", x, idx, weight).items():
-        assert value.norm() > 0 and distance(got[name], value) < 2e-6, name
+        assert value.norm() > 0, name
+        assert distance(got[name], value) < 2e-6, name
 
 
 def test_every_decorated_class(family, model):
@@ -282,7 +286,7 @@ def test_every_decorated_class(family, model):
         want, got = (
             all_gradients(module, which, x, idx, weight) for which in ("eager", "moe_runtime")
         )
-        assert all(
-            value.norm() > 0 and distance(got[key], value) < 2e-6 for key, value in want.items()
-        )
+        for key, value in want.items():
+            assert value.norm() > 0
+            assert distance(got[key], value) < 2e-6
     assert stock.experts_classes(family)

@@ -19,6 +19,7 @@ from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.training.fit import pair_collator
 from papers.engine.tiny import train_tokenizer
+from tests.hf import tiny
 from tests.hf.tiny import distance, upcycled
 from tests.hf.training.test_trainer import COMMON as SETTINGS
 
@@ -75,13 +76,12 @@ def ids(rows: int = 2, length: int = 12) -> torch.Tensor:
 def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
     (model(ids(), labels=ids(), **inputs).loss).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return tiny.gradients(model)
 
 
 def assert_same(got: dict, want: dict, tolerance: float = 1e-5) -> None:
     assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert distance(got[name], value) < tolerance, name
+    tiny.assert_close(got, want, tolerance)
 
 
 @pytest.fixture
@@ -107,15 +107,14 @@ def test_gradient_checkpointing(kind, reentrant, routed):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     got = gradients(model)
-    assert (
-        all(torch.equal(got[name], value) for name, value in want.items())
-        and got.keys() == want.keys()
-    )
+    tiny.assert_equal(got, want)
+    assert got.keys() == want.keys()
     first = routed[:2]
     again = routed[2:]
     # each layer ran again, and took the same way; the last layer comes first
     assert len(again) == 2
-    assert all(torch.equal(a, b) for a, b in zip(first, reversed(again)))
+    for a, b in zip(first, reversed(again)):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.slow
@@ -130,7 +129,7 @@ def test_a_compiled_training_step(kind):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     model.zero_grad()
     compiled(ids(), labels=ids(), use_cache=False).loss.backward()
-    assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want)
+    assert_same(tiny.gradients(model), want)
 
 
 @pytest.mark.slow
@@ -153,7 +152,9 @@ def test_autocast(kind):
         model = stock(kind, implementation)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = gradients(model)
-        assert all(g.dtype == torch.float32 for g in got.values()) and got.keys() == want.keys()
+        for g in got.values():
+            assert g.dtype == torch.float32
+        assert got.keys() == want.keys()
         errors[implementation] = torch.tensor(
             [distance(got[name], value) for name, value in want.items()]
         )
@@ -195,17 +196,16 @@ def test_trainers_come_to_eagers_losses_and_weights(trainer, kind, tmp_path):
     losses = {
         name: trained(trainer, model, tmp_path / name, **settings) for name, model in models.items()
     }
-    assert (
-        losses["moe_runtime"] == pytest.approx(losses["eager"], rel=2e-4)
-        and losses["eager"][2] < losses["eager"][0]
-    )
+    assert losses["moe_runtime"] == pytest.approx(losses["eager"], rel=2e-4)
+    assert losses["eager"][2] < losses["eager"][0]
     before = stock(kind).state_dict()
     for (name, want), got in zip(
         models["eager"].state_dict().items(), models["moe_runtime"].state_dict().values()
     ):
         moved = want - before[name]
         # Adam's first steps are signs: where a gradient is nothing but rounding, they differ
-        assert moved.norm() > 0 and distance(got - before[name], moved) < 2e-2, name
+        assert moved.norm() > 0, name
+        assert distance(got - before[name], moved) < 2e-2, name
 
 
 def test_a_trained_model_is_saved_as_it_was_and_loads_anywhere(tmp_path):
@@ -240,10 +240,11 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     assert moe_runtime.patch(model) == 2
     trains = [name for name, p in model.named_parameters() if p.requires_grad]
     # q, v and both stacks, in both layers, two factors each
-    assert len(trains) == 16 and sum("experts" in name for name in trains) == 8
+    assert len(trains) == 16
+    assert sum("experts" in name for name in trains) == 8
     want = gradients(adapted(kind, E if r == "E" else r, "eager"))
     assert_same(gradients(model), want)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = tiny.weights(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for _ in range(2):
         gradients(model)
@@ -255,9 +256,8 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     loaded = PeftModel.from_pretrained(stock(kind), tmp_path).eval()
     assert distance(loaded(ids()).logits, logits) < 1e-6
     merged = model.merge_and_unload()
-    assert [m for m in merged.modules() if is_experts(m)] and distance(
-        merged(ids()).logits, logits
-    ) < 1e-5
+    assert [m for m in merged.modules() if is_experts(m)]
+    assert distance(merged(ids()).logits, logits) < 1e-5
 
 
 PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
@@ -276,9 +276,10 @@ def test_what_target_modules_mean_for_the_stacks(kind, targets):
     torch.manual_seed(1)
     model = get_peft_model(stock(kind), config)
     assert moe_runtime.patch(model) == 2
-    trains = {
-        name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad
-    }
+    trains = set()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            trains.add(name.partition(".lora_")[0])
     parts = {re.sub(r".*\.layers\.\d+\.(\w+\.\w+).*", r"\1", name) for name in trains}
     attention = {f"self_attn.{name}_proj" for name in "qkvo"}
     assert parts == {"mlp.experts"} | (
@@ -294,7 +295,9 @@ def test_what_target_modules_mean_for_the_stacks(kind, targets):
 
 def test_on_an_upcycled_model_all_linear_is_the_attention():
     model = get_peft_model(upcycled(), LoraConfig(r=2, target_modules="all-linear"))
-    assert all(".self_attn." in name for name, p in model.named_parameters() if p.requires_grad)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert ".self_attn." in name
 
 
 def test_deepcopy_and_hooks_of_a_whole_model():

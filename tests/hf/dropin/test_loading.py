@@ -38,11 +38,11 @@ def saved(model: PreTrainedModel, folder) -> dict[str, torch.Tensor]:
 
 def different(model: nn.Module, other: nn.Module) -> list[str]:
     tensors = other.state_dict()
-    return [
-        name
-        for name, tensor in model.state_dict().items()
-        if not torch.equal(tensor, tensors[name])
-    ]
+    values = []
+    for name, tensor in model.state_dict().items():
+        if not torch.equal(tensor, tensors[name]):
+            values.append(name)
+    return values
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,8 @@ def test_every_family_loads_what_it_has_saved(family, tmp_path):
     one = moved(model)
     many = moved(model)
     result = one.load_state_dict(tensors, strict=False)
-    assert different(one, model) == [] and result.unexpected_keys == []
+    assert different(one, model) == []
+    assert result.unexpected_keys == []
     assert not any("experts" in name for name in result.missing_keys) or model.all_tied_weights_keys
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len([*(tmp_path / "many").glob("*.safetensors")]) > 3
@@ -90,9 +91,9 @@ def test_forms(form, assign, tmp_path):
         target = other = moved(model).to("meta")
     given = dict(tensors)
     target.load_state_dict(tensors, assign=assign)
-    assert different(other, model) == [] and not any(
-        parameter.is_meta for parameter in other.parameters()
-    )
+    assert different(other, model) == []
+    for parameter in other.parameters():
+        assert not parameter.is_meta
     assert tensors.keys() == given.keys()
 
 
@@ -100,11 +101,10 @@ def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
     model = stock.build("mixtral")
     tensors = saved(model, tmp_path)
     other = moved(model)
-    late = {
-        name: tensors.pop(name)
-        for name in list(tensors)
-        if ".1.block_sparse_moe.experts.5.w2" in name
-    }
+    late = {}
+    for name in list(tensors):
+        if ".1.block_sparse_moe.experts.5.w2" in name:
+            late[name] = tensors.pop(name)
     assert len(late) == 1
     other.load_state_dict(tensors, strict=False)
     says = (
@@ -115,9 +115,8 @@ def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
         with pytest.raises(ValueError, match=says):
             use()
     other.load_state_dict(late, strict=False)
-    assert different(other, model) == [] and torch.equal(
-        other(**stock.batch()).logits, model(**stock.batch()).logits
-    )
+    assert different(other, model) == []
+    assert torch.equal(other(**stock.batch()).logits, model(**stock.batch()).logits)
 
 
 def test_more_than_ten_experts_keep_their_order(tmp_path):
@@ -144,9 +143,10 @@ def test_another_number_of_experts_is_a_size_mismatch(tmp_path):
 
 def test_weights_that_a_model_does_not_save_are_not_expected():
     model = stock.build("mixtral")
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if ".experts." not in name
-    }
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if ".experts." not in name:
+            tensors[name] = tensor
     with (
         pytest.raises(ValueError, match="no weights for model.layers.0.mlp.experts.gate_up_proj"),
         loading.loading_whole(model),

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin.parallel import clip_grad_norm, shard_experts
+from tests.hf import tiny
 from tests.hf.tiny import distance
 from tests.support import dist_expert_parallel as worker
 from tests.support.dist_launch import Launches
@@ -48,15 +49,14 @@ def test_equals_one_process(name, results):
     want = alone(worker.SCENARIOS[name].family, len(ranks))
     assert min(want["norms"]) > worker.MAX_NORM  # or nothing was clipped
     for rank, got in enumerate(ranks):
-        assert not got["missing"] and got["gradients"].keys() == want["gradients"].keys()
+        assert not got["missing"]
+        assert got["gradients"].keys() == want["gradients"].keys()
         assert got["losses"] == pytest.approx([losses[rank] for losses in want["losses"]], rel=1e-5)
         assert got["norms"] == pytest.approx(want["norms"], rel=1e-5)
         for parameter, gradient in want["gradients"].items():
-            assert gradient.norm() > 0 and distance(got["gradients"][parameter], gradient) < 1e-5, (
-                parameter
-            )
-        for parameter, weight in want["weights"].items():
-            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+            assert gradient.norm() > 0, parameter
+            assert distance(got["gradients"][parameter], gradient) < 1e-5, parameter
+        tiny.assert_close(got["weights"], want["weights"], 1e-5)
         assert distance(got["logits"], want["logits"]) < 1e-5
 
 
@@ -82,10 +82,8 @@ def test_each_rank_holds_its_share(name, results):
     for got in ranks:
         assert {parameter for parameter in whole if "experts" in parameter} == got["experts"].keys()
         for parameter, shape in got["experts"].items():
-            assert (
-                shape[0] == whole[parameter][0] // scenario.mesh[1] // replicas
-                and shape[1:] == whole[parameter][1:]
-            )
+            assert shape[0] == whole[parameter][0] // scenario.mesh[1] // replicas
+            assert shape[1:] == whole[parameter][1:]
 
 
 COUNTED = [
@@ -126,12 +124,12 @@ def test_trainer(results, tmp_path):
     model = worker.make("qwen3_moe")
     want = worker.train_and_save(model, 1, str(tmp_path), type(model).save_pretrained)
     folder, ranks = results("trainer")
-    assert len(want["steps"]) == 2 and min(norm for _, norm in want["steps"]) > worker.MAX_NORM
+    assert len(want["steps"]) == 2
+    assert min(norm for _, norm in want["steps"]) > worker.MAX_NORM
     for got in ranks:
         assert got["wrapped"] == "DistributedDataParallel"
         assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
-        for parameter, weight in want["weights"].items():
-            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+        tiny.assert_close(got["weights"], want["weights"], 1e-5)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert all(
         torch.equal(weight, ranks[0]["weights"][parameter])
@@ -141,9 +139,8 @@ def test_trainer(results, tmp_path):
         AutoModelForCausalLM.from_pretrained(there / "step1").state_dict()
         for there in (tmp_path, folder)
     )
-    assert first.keys() == got.keys() and not torch.equal(
-        got["lm_head.weight"], model.lm_head.weight
-    )
+    assert first.keys() == got.keys()
+    assert not torch.equal(got["lm_head.weight"], model.lm_head.weight)
     assert all(distance(got[name], weight) < 1e-5 for name, weight in first.items())
 
 
@@ -173,7 +170,8 @@ def test_the_command_trains_with_ep_size(results):
     folders = (f"{folder}-base", folder, f"{folder}-whole")
     base, got, want = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in folders)
     for name, weight in want.items():
-        assert distance(got[name], weight) < 1e-5 and not torch.equal(weight, base[name]), name
+        assert distance(got[name], weight) < 1e-5, name
+        assert not torch.equal(weight, base[name]), name
 
 
 @pytest.mark.slow
@@ -187,10 +185,10 @@ def test_trainer_saves_adapters(results, tmp_path):
     folder, ranks = results("lora")
     for got in ranks:
         assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
-        for parameter, weight in want["weights"].items():
-            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+        tiny.assert_close(got["weights"], want["weights"], 1e-5)
     saved = PeftModel.from_pretrained(worker.make("qwen3_moe"), folder / "checkpoint-2")
-    assert all(torch.equal(p, ranks[0]["weights"][name]) for name, p in saved.named_parameters())
+    for name, p in saved.named_parameters():
+        assert torch.equal(p, ranks[0]["weights"][name])
     assert (folder / "checkpoint-1").is_dir()
 
 
@@ -250,9 +248,9 @@ def test_refuses(three):
         with pytest.raises(ValueError, match=says):
             shard_experts(quantized, mesh)
     after = dict(model.named_parameters())
-    assert after.keys() == before.keys() and all(
-        after[name] is parameter for name, parameter in before.items()
-    )
+    assert after.keys() == before.keys()
+    for name, parameter in before.items():
+        assert after[name] is parameter
     assert model.model.layers[0].mlp.experts.config._experts_implementation != "moe_runtime"
 
 
@@ -268,7 +266,8 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     assert torch.equal(got.to_local(), down[2:4]) and not got.requires_grad  # rank 1 of 3
     assert got.to_local().untyped_storage().nbytes() == down.nbytes // 3  # the rest is gone
     assert shard_experts(model, mesh) == 2
-    assert all(first[name] is parameter for name, parameter in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert first[name] is parameter
     with pytest.raises(ValueError, match="parallel.save_pretrained.* on every rank"):
         model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
     with pytest.raises(ValueError, match="The experts of Qwen3MoeModel are distributed"):

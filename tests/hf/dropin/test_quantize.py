@@ -28,6 +28,7 @@ from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import packed
+from tests.hf import tiny
 from tests.hf.dropin.test_layers import TOKENIZER
 from tests.support import cpu_build
 from tests.support.fences import ROOT, fences
@@ -86,12 +87,11 @@ def error(got, want) -> float:
 
 
 def digests(model) -> list[str]:
-    tensors = [
-        t
-        for m in experts_in(model)
-        for t in (*m.parameters(), *m.buffers())
-        if t.dtype == torch.uint8
-    ]
+    tensors = []
+    for m in experts_in(model):
+        for t in (*m.parameters(), *m.buffers()):
+            if t.dtype == torch.uint8:
+                tensors.append(t)
     assert tensors
     return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in tensors]
 
@@ -130,10 +130,8 @@ def test_save_and_load(make, form, tmp_path, capsys):
             mine = quantized.state_dict()
             theirs = other.state_dict()
             assert mine.keys() == theirs.keys()
-            assert all(
-                torch.equal(mine[key].view(torch.uint8), theirs[key].view(torch.uint8))
-                for key in mine
-            )
+            for key in mine:
+                assert torch.equal(mine[key].view(torch.uint8), theirs[key].view(torch.uint8))
         method = json.loads((folder / "config.json").read_text())["quantization_config"][
             "quant_method"
         ]
@@ -157,19 +155,17 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     mine = get_peft_model(copy.deepcopy(quantized), config)
     theirs = get_peft_model(twin_of(model, quantized), copy.deepcopy(config))
     lora = {name: tensor for name, tensor in mine.state_dict().items() if "lora" in name}
-    assert lora and not theirs.load_state_dict(lora, strict=False).unexpected_keys
+    assert lora
+    assert not theirs.load_state_dict(lora, strict=False).unexpected_keys
     before = digests(mine)
     results = []
     for one in (mine, theirs):
         out = one(input_ids=IDS, labels=IDS)
         out.loss.backward()
-        results.append(
-            {"logits": out.logits.detach()}
-            | {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
-        )
+        results.append({"logits": out.logits.detach()} | tiny.gradients(one))
     assert results[0].keys() == results[1].keys()
     assert max(error(results[0][name], results[1][name]) for name in results[0]) < 2e-5
-    trained = [p for p in mine.parameters() if p.requires_grad]
+    trained = tiny.trained(mine)
     torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1).step()
     assert digests(mine) == before
     for merge in (mine.merge_adapter, mine.merge_and_unload):
@@ -197,8 +193,9 @@ def test_compiles_in_one_graph_and_is_computed_again():
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train().zero_grad()
         model(input_ids=IDS, labels=IDS).loss.backward()
-        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert len(grads[0]) == 4 and all(map(torch.equal, *grads))
+        grads.append(list(tiny.gradients(model).values()))
+    assert len(grads[0]) == 4
+    assert all(map(torch.equal, *grads))
     with torch.no_grad():
         logits = model(IDS).logits
         with torch.autocast("cpu", torch.bfloat16):
@@ -382,7 +379,7 @@ def test_refused_before_anything_changes():
     ):
         with pytest.raises(ValueError, match=says):
             moe_runtime.quantize_experts(changed, form)
-    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    tiny.assert_equal(before, model.state_dict())
     with pytest.raises(ValueError, match="has no quantized experts"):
         moe_runtime.save_quantized(model, "nowhere")
 
@@ -514,14 +511,16 @@ def test_offload_of_a_folder_and_of_16_bits(tmp_path):
     model = moe_runtime.load_quantized(
         tmp_path / "model", "nf4", device_map=PLACES, offload_folder=tmp_path / "disk"
     )
-    assert torch.equal(model(IDS).logits, expected) and experts_in(model)[0].down_proj.is_meta
+    assert torch.equal(model(IDS).logits, expected)
+    assert experts_in(model)[0].down_proj.is_meta
     model = moe_runtime.load_quantized(tmp_path / "model", "nf4", device_map="auto")
     assert torch.equal(model(IDS).logits, expected)
     model = qwen()
     moe_runtime.patch(model)
     expected = model(IDS).logits
     accelerate.cpu_offload(model, "cpu")
-    assert torch.equal(model(IDS).logits, expected) and experts_in(model)[0].down_proj.is_meta
+    assert torch.equal(model(IDS).logits, expected)
+    assert experts_in(model)[0].down_proj.is_meta
     with pytest.raises(ValueError, match="Quantize the model first, then offload it"):
         moe_runtime.quantize_experts(model, "nf4")
 
@@ -540,10 +539,9 @@ def test_offloaded_adapters_of_stacks_are_refused():
 def test_peft_counts_weights_not_bytes(form):
     model, (quantized, _) = qwen(), quantized_of(qwen(), form)
     config = LoraConfig(r=4, target_parameters=TARGETS)
-    counts = [
-        get_peft_model(one, copy.deepcopy(config)).get_nb_trainable_parameters()
-        for one in (model, quantized)
-    ]
+    counts = []
+    for one in (model, quantized):
+        counts.append(get_peft_model(one, copy.deepcopy(config)).get_nb_trainable_parameters())
     assert counts[0] == counts[1]
 
 

@@ -48,11 +48,10 @@ def tensors_of(path) -> list[str]:
     """One of each kind of tensor of the experts, the second of two matrices or scales among
     them.
     """
-    keys = [
-        key
-        for key in load_file(path / "model.safetensors")
-        if "experts" in key and not key.endswith("_bias")
-    ]
+    keys = []
+    for key in load_file(path / "model.safetensors"):
+        if "experts" in key and not key.endswith("_bias"):
+            keys.append(key)
     kinds = {
         "".join(part for part in key.split(".") if not part.isdigit()): key for key in sorted(keys)
     }
@@ -103,9 +102,10 @@ def write(path, changed, tensors: dict, config: dict) -> None:
 def meaning(tensors: dict, name: str, shape: torch.Size) -> torch.Tensor:
     """The stack [E, P, Q] in float64 from a folder's tensors, by a way of our own."""
     path, _, stack = name.rpartition(".")
-    parts = {
-        key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)
-    }
+    parts = {}
+    for key, tensor in tensors.items():
+        if key.startswith(name):
+            parts[key.removeprefix(name)] = tensor
     E, P, Q = shape
     if f"{path}.0.down_proj.weight" in tensors:
         projections = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)

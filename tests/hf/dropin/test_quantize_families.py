@@ -101,14 +101,14 @@ def test_folders_with_other_names_are_read(model, tmp_path, monkeypatch):
 
     def names(model, stacks):
         parts = {"gate_up_proj": ("gate_proj", "up_proj")}
-        return {
-            stack: {
-                e: [(f"{path}.{e}.{part}.weight", None) for part in parts.get(name, (name,))]
-                for e in range(shape[0])
-            }
-            for stack, shape in stacks.items()
-            for path, _, name in [stack.rpartition(".")]
-        }
+        values = {}
+        for stack, shape in stacks.items():
+            for path, _, name in [stack.rpartition(".")]:
+                values[stack] = {
+                    e: [(f"{path}.{e}.{part}.weight", None) for part in parts.get(name, (name,))]
+                    for e in range(shape[0])
+                }
+        return values
 
     monkeypatch.setattr(quantized_files, "published", lambda model, tensors: tensors)
     monkeypatch.setattr(quantized_files, "matrices_of", names)

@@ -14,10 +14,8 @@ def test_of_ewa_one_expert_is_active():
     model = tiny.dense()
     dense = sum(p.numel() for p in model.parameters())
     receipt = baselines.to_ewa(model, num_experts=4)
-    assert (
-        sizes(model) == (receipt.moe_parameters, receipt.active_parameters)
-        and receipt.dense_parameters == dense
-    )
+    assert sizes(model) == (receipt.moe_parameters, receipt.active_parameters)
+    assert receipt.dense_parameters == dense
     assert receipt.moe_parameters > receipt.active_parameters == dense
 
 

@@ -76,7 +76,8 @@ def test_measures_of_a_balanced_a_collapsed_and_a_mixed_layer():
     want = torch.tensor([1, 0, 1.5 * math.log(2) / math.log(4), 0], dtype=torch.float64)
     assert torch.allclose(entropy, want)
     one = torch.tensor([7])
-    assert stats.max_violation(one) == 1 and stats.load_entropy(one) == 1
+    assert stats.max_violation(one) == 1
+    assert stats.load_entropy(one) == 1
 
 
 def test_four_layers_that_collapse_on_different_experts_are_all_flagged():
@@ -86,12 +87,11 @@ def test_four_layers_that_collapse_on_different_experts_are_all_flagged():
         counts[layer, 2 * layer : 2 * layer + 2] = 500
     assert counts.sum(0).unique().tolist() == [500]
     seen = RouterStats(counts, ("0", "1", "2", "3"))
-    assert seen.max_violation.tolist() == [4] * 4 and seen.dead.sum(1).tolist() == [6] * 4
+    assert seen.max_violation.tolist() == [4] * 4
+    assert seen.dead.sum(1).tolist() == [6] * 4
     warning = seen.warning()
-    assert (
-        all(f"layer {layer}: experts" in warning for layer in range(4))
-        and "entropy 0.33" in warning
-    )
+    assert all(f"layer {layer}: experts" in warning for layer in range(4))
+    assert "entropy 0.33" in warning
 
 
 def test_warning_is_for_dead_experts_and_low_entropy_only():
@@ -107,11 +107,9 @@ def test_warning_is_for_dead_experts_and_low_entropy_only():
 
 def test_shared_experts_are_in_the_load_but_not_in_the_measures():
     seen = RouterStats(torch.tensor([[100, 50, 50, 50, 50]]), ("0",), num_shared=1)
-    assert (
-        seen.max_violation.tolist() == [1]
-        and seen.entropy.tolist() == [1]
-        and seen.warning() is None
-    )
+    assert seen.max_violation.tolist() == [1]
+    assert seen.entropy.tolist() == [1]
+    assert seen.warning() is None
     assert seen.load[0, 0] == 1 / 3
 
 
@@ -129,10 +127,12 @@ def test_counts_are_the_bincount_of_the_ids(settings):
     batches = [torch.randn(2, 9, H), torch.randn(7, H), torch.randn(0, H)]
     got = collect_router_stats(model, batches)
     want = sum(bincount(ids_of(model, x), got.counts.shape[1]) for x in batches)
-    assert torch.equal(got.counts, want) and got.layers == ("0", "1")
+    assert torch.equal(got.counts, want)
+    assert got.layers == ("0", "1")
     assert got.num_shared == model.layers[0]["mlp"].config.has_shared_expert
     assert torch.allclose(got.load.sum(1), torch.ones(2, dtype=torch.float64))
-    assert all(math.isfinite(value) for value in got.summary().values())
+    for value in got.summary().values():
+        assert math.isfinite(value)
 
 
 def test_padding_is_left_out():
@@ -141,7 +141,8 @@ def test_padding_is_left_out():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
     got = collect_router_stats(model, [{"x": x, "attention_mask": mask}])
     ids = [i.view(2, 6, -1)[mask.bool()] for i in ids_of(model, x)]
-    assert torch.equal(got.counts, bincount(ids)) and got.counts[0].sum() == 9 * 3
+    assert torch.equal(got.counts, bincount(ids))
+    assert got.counts[0].sum() == 9 * 3
     counter = RouterCounter(model)
     model(x, mask)
     assert torch.equal(counter.read().counts, got.counts)
@@ -159,13 +160,16 @@ def test_collecting_changes_nothing():
     modes = [module.training for module in model.modules()]
     before = model(x)
     collect_router_stats(model, [x])
-    assert [module.training for module in model.modules()] == modes and torch.equal(
-        model(x), before
-    )
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(model(x), before)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
     with pytest.raises(TypeError):
         collect_router_stats(model, [{"wrong": x}])
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -181,7 +185,8 @@ def test_recomputation_is_not_counted(reentrant):
     counts = counter.read().counts
     counter.close()
     model.reentrant = None
-    assert torch.equal(counts, bincount(ids_of(model, x))) and counts.sum(1).tolist() == [24, 24]
+    assert torch.equal(counts, bincount(ids_of(model, x)))
+    assert counts.sum(1).tolist() == [24, 24]
 
 
 def test_outputs_and_gradients_do_not_know_of_the_counter():
@@ -194,7 +199,8 @@ def test_outputs_and_gradients_do_not_know_of_the_counter():
         out.square().sum().backward()
         results.append([out, *(p.grad for p in model.parameters())])
         assert counter is None or counter.read().counts.sum() == 8 * 3 * 2
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_reading_resets_when_asked_and_training_only_when_asked():
@@ -204,7 +210,8 @@ def test_reading_resets_when_asked_and_training_only_when_asked():
     model(x)
     model.eval()(x)
     assert counter.read().counts.sum() == 4 * 3 * 2
-    assert counter.read(reset=True).counts.sum() == 4 * 3 * 2 and counter.read().counts.sum() == 0
+    assert counter.read(reset=True).counts.sum() == 4 * 3 * 2
+    assert counter.read().counts.sum() == 0
     model.train().layers[0]["mlp"](x)  # not a call of the model itself
     assert counter.read().counts.sum() == 0
     model(x)
@@ -224,31 +231,21 @@ def test_layers_of_different_sizes_are_counted_and_judged_each_by_its_own(tmp_pa
         model.layers[1]["mlp"].gate.weight.zero_()  # ties go to experts 0 and 1
     seen = collect_router_stats(model, [x])
     first, second = (torch.bincount(ids.flatten().long(), minlength=5) for ids in ids_of(model, x))
-    assert seen.counts.tolist() == [first.tolist(), second.tolist()] and second.tolist() == [
-        40,
-        40,
-        0,
-        0,
-        0,
-    ]
-    assert seen.num_experts == (5, 3) and seen.num_shared == (1, 0)
+    assert seen.counts.tolist() == [first.tolist(), second.tolist()]
+    assert second.tolist() == [40, 40, 0, 0, 0]
+    assert seen.num_experts == (5, 3)
+    assert seen.num_shared == (1, 0)
     assert seen.dead.tolist() == [(first == 0).tolist(), [False, False, True, False, False]]
-    assert seen.max_violation[1] == 1.5 and seen.entropy[1] == pytest.approx(
-        math.log(2) / math.log(3)
-    )
-    assert [row[:3] for row in seen.rows()[5:]] == [("1", 0, 0), ("1", 1, 0), ("1", 2, 0)] and len(
-        seen.rows()
-    ) == 8
-    assert (
-        "layer 1: experts 2 got no token" in seen.warning()
-        and "router/1/load/2" in seen.per_layer()
-    )
+    assert seen.max_violation[1] == 1.5
+    assert seen.entropy[1] == pytest.approx(math.log(2) / math.log(3))
+    assert [row[:3] for row in seen.rows()[5:]] == [("1", 0, 0), ("1", 1, 0), ("1", 2, 0)]
+    assert len(seen.rows()) == 8
+    assert "layer 1: experts 2 got no token" in seen.warning()
+    assert "router/1/load/2" in seen.per_layer()
     assert "router/1/load/3" not in seen.per_layer()
     drawn = seen.heatmap(tmp_path / "load.png").images[0].get_array()
-    assert (
-        drawn.mask.tolist() == [[True] + [False] * 4, [False] * 3 + [True] * 2]
-        and drawn[1, 0] == 1.5
-    )
+    assert drawn.mask.tolist() == [[True] + [False] * 4, [False] * 3 + [True] * 2]
+    assert drawn[1, 0] == 1.5
 
 
 def test_processes_add_their_counts(tmp_path):
@@ -260,7 +257,8 @@ def test_csv_holds_every_expert(tmp_path):
     seen.to_csv(tmp_path / "x.csv")
     with open(tmp_path / "x.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == stats.FIELDS and len(rows) == 2 * 5
+    assert tuple(rows[0]) == stats.FIELDS
+    assert len(rows) == 2 * 5
     assert [int(row["slots"]) for row in rows] == seen.counts.flatten().tolist()
     assert [float(row["load"]) for row in rows] == seen.load.flatten().tolist()
     assert [(row["layer"], row["expert"], row["shared"]) for row in rows[4:7]] == [
@@ -273,12 +271,11 @@ def test_csv_holds_every_expert(tmp_path):
 def test_per_layer_numbers_are_named_by_layer():
     seen = RouterStats(torch.tensor([[4, 4], [8, 0]]), ("0", "3"))
     values = seen.per_layer()
-    assert (
-        values["router/3/load/0"] == 1
-        and values["router/3/max_violation"] == 2
-        and values["router/0/entropy"] == 1
-    )
-    assert values["router/3/dead_experts"] == 1 and len(values) == 2 * (3 + 2)
+    assert values["router/3/load/0"] == 1
+    assert values["router/3/max_violation"] == 2
+    assert values["router/0/entropy"] == 1
+    assert values["router/3/dead_experts"] == 1
+    assert len(values) == 2 * (3 + 2)
     assert seen.summary() == {
         "router/max_violation": 2,
         "router/min_entropy": 0,
@@ -293,12 +290,14 @@ def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
     seen = RouterStats(torch.tensor([[9, 0, 3, 6], [9, 3, 3, 3]]), ("0", "5"), num_shared=1)
     ax = seen.heatmap(tmp_path / "load.png")
     image = imread(tmp_path / "load.png")
-    assert image.shape[0] > 100 and image[..., :3].std() > 0.05
+    assert image.shape[0] > 100
+    assert image[..., :3].std() > 0.05
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "3"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "5"]
     assert ax.images[0].get_array().tolist() == [[0, 1, 2], [1, 1, 1]]
     mine = Figure().add_subplot()
-    assert seen.heatmap(mine) is mine and len(mine.images) == 1
+    assert seen.heatmap(mine) is mine
+    assert len(mine.images) == 1
     seen.heatmap(tmp_path / "load.pdf")
     assert (tmp_path / "load.pdf").read_bytes().startswith(b"%PDF")
 
@@ -313,9 +312,9 @@ def stock_counts(model, batches):
         inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool()
         for inputs in batches
     ]
-    kept = [
-        torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]) for ids in record.ids.values()
-    ]
+    kept = []
+    for ids in record.ids.values():
+        kept.append(torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]))
     return bincount(kept, 8)
 
 
@@ -329,7 +328,8 @@ def test_stock_counts_are_the_bincount_of_the_ids(name, implementation):
     want = stock_counts(model, batches)
     got = collect_router_stats(model, batches)
     dense = model.config.num_hidden_layers - 2  # leading layers without experts
-    assert torch.equal(got.counts, want) and got.layers == (str(dense), str(dense + 1))
+    assert torch.equal(got.counts, want)
+    assert got.layers == (str(dense), str(dense + 1))
     assert got.counts.sum(1).tolist() == [2 * (18 + 15 + 5)] * 2
 
 
@@ -339,11 +339,13 @@ def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
     added = []
     monkeypatch.setattr(RouterCounter, "_add", lambda self, name, ids: added.append(name))
     want = stock_counts(model, [batch()])
-    assert torch.equal(collect_router_stats(model, [batch()]).counts, want) and not added
+    assert torch.equal(collect_router_stats(model, [batch()]).counts, want)
+    assert not added
     collect_router_stats(model, [batch(padding=3)])
     # padding is masked by a hook
     assert added == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    assert not any(hasattr(module, "moe_runtime_counts") for module in model.modules())
+    for module in model.modules():
+        assert not (hasattr(module, "moe_runtime_counts"))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "moe_runtime"])
@@ -366,7 +368,8 @@ def test_stock_outputs_do_not_know_of_the_counter_and_recomputation_does_not_cou
         results.append([out.logits, out.loss, *(p.grad for p in model.parameters())])
         assert counter is None or counter.read().counts.sum(1).tolist() == [36, 36]
         assert list(model.state_dict()) == keys
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("sentinel", [-1, 5, 100])
@@ -386,11 +389,10 @@ def test_stock_layers_next_to_our_own():
     model = nn.ModuleDict({"ours": Toy(), "stock": stock("qwen3_moe").eval()})
     model.forward = lambda x, ids: (model["ours"](x), model["stock"](ids))
     seen = collect_router_stats(model, [{"x": torch.randn(8, H), "ids": batch()["input_ids"]}])
-    assert seen.num_experts == (5, 5, 8, 8) and seen.num_shared == (1, 1, 0, 0)
-    assert (
-        seen.counts.sum(1).tolist() == [24, 24, 36, 36]
-        and seen.layers[2] == "stock.model.layers.0.mlp"
-    )
+    assert seen.num_experts == (5, 5, 8, 8)
+    assert seen.num_shared == (1, 1, 0, 0)
+    assert seen.counts.sum(1).tolist() == [24, 24, 36, 36]
+    assert seen.layers[2] == "stock.model.layers.0.mlp"
 
 
 @pytest.mark.slow

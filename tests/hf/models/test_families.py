@@ -40,9 +40,9 @@ def test_read_then_write_gives_the_same_mlp(model_type):
     x = torch.randn(3, 32)
     assert torch.equal(other(x), mlp(x))
     again = families.read_mlp(other, family)
-    assert list(again) == list(weights) and all(
-        torch.equal(again[name], weights[name]) for name in weights
-    )
+    assert list(again) == list(weights)
+    for name in weights:
+        assert torch.equal(again[name], weights[name])
 
 
 @pytest.mark.parametrize("model_type", tiny.EVERY)
@@ -72,9 +72,10 @@ def test_expert_keys_are_the_upcycled_checkpoints():
         model = tiny.upcycled(model_type)
         family = FAMILIES[model_type]
         bias = model_type != "phi3"
-        keys = [
-            key for layer in range(2) for key in families.expert_keys(family, layer, bias).values()
-        ]
+        keys = []
+        for layer in range(2):
+            for key in families.expert_keys(family, layer, bias).values():
+                keys.append(key)
         assert sorted(keys) == sorted(key for key in model.state_dict() if ".mlp.experts." in key)
 
 
@@ -157,11 +158,11 @@ def test_a_family_is_found_by_model_config_and_name():
 )
 def test_write_refuses_what_does_not_fit_and_writes_nothing(spoil):
     _, family, mlp = mlp_of("llama")
-    before = {name: value.clone() for name, value in mlp.state_dict().items()}
+    before = tiny.state(mlp)
     weights = {name: value + 1 for name, value in families.read_mlp(mlp, family).items()}
     spoil(weights)
     with pytest.raises(
         ValueError, match="Expected an MLP with weights of shapes .*'gate_up_proj': \\(96, 32\\)"
     ):
         families.write_mlp(mlp, family, weights)
-    assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())
+    tiny.assert_equal(before, mlp.state_dict())

@@ -9,8 +9,9 @@ import pytest
 from huggingface_hub import constants
 from transformers import AutoConfig
 
+from moe_runtime.hf.common import sources
+from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.models import hub
-from moe_runtime.hf.models.folders import load
 from moe_runtime.hf.training.sft import train_command
 from papers.evaluation.evaluate_models import find_models
 from tests.hf import tiny
@@ -48,11 +49,11 @@ def unreachable(monkeypatch):
 def test_a_misspelt_folder_is_refused_by_name_before_any_request(source, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     monkeypatch.setattr(AutoConfig, "from_pretrained", None)
-    monkeypatch.setattr(hub, "is_reachable", None)
+    monkeypatch.setattr(sources, "is_reachable", None)
     says = f"odel '{source}' is neither a folder nor a Hub id. "
     for call in (
         lambda: load(AutoConfig, source),
-        lambda: hub.local_folder(source),
+        lambda: sources.local_folder(source),
         lambda: find_models([source]),
         lambda: train_command(["--model", source, "--data", "rows.jsonl", "--output_dir", "out"]),
     ):
@@ -80,27 +81,29 @@ def test_cards_that_nobody_wrote_are_replaced(text, is_replaced, monkeypatch, tm
     card.write_text(text)
     hub.push(tmp_path, "me/tuned", base="me/base", method="xft")
     if is_replaced:
-        assert (
-            'from_pretrained("me/tuned")' in card.read_text()
-            and "base_model: me/base" in card.read_text()
-        )
+        assert 'from_pretrained("me/tuned")' in card.read_text()
+        assert "base_model: me/base" in card.read_text()
     else:
         assert card.read_text() == text
     # as after a training without push
     card.write_text(hub.model_card(tmp_path, f"OWNER/{tmp_path.name}"))
     hub.push(tmp_path, "me/tuned")
-    assert 'from_pretrained("me/tuned")' in card.read_text() and "OWNER" not in card.read_text()
+    assert 'from_pretrained("me/tuned")' in card.read_text()
+    assert "OWNER" not in card.read_text()
 
 
 def test_existing_paths_and_ids_pass(tmp_path):
     for source in (tmp_path, f"{tmp_path}/", "allenai/OLMoE-1B-7B-0924", "a/b.c-d_e"):
-        hub.check_source(source)
+        sources.check_source(source)
     with pytest.raises(ValueError, match="A Hub id has an owner, as in openai-community/gpt2"):
-        hub.check_source("gpt2")
+        sources.check_source("gpt2")
 
 
 def test_an_unreachable_hub_is_asked_once(unreachable):
-    for call in (lambda: load(AutoConfig, "owner/none"), lambda: hub.local_folder("owner/none")):
+    for call in (
+        lambda: load(AutoConfig, "owner/none"),
+        lambda: sources.local_folder("owner/none"),
+    ):
         with pytest.raises(
             ValueError,
             match="'owner/none' .*not among the downloaded models, and .*127.0.0.1:9 cannot",

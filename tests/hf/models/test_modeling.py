@@ -99,13 +99,15 @@ def test_the_model_without_its_head_is_the_same_model(model_type, tmp_path):
     model = tiny.upcycled(model_type, layers=[1], router="mlp")
     model.save_pretrained(tmp_path / "whole")
     inner = AutoModel.from_pretrained(tmp_path / "whole")
-    assert type(inner) is type(model.base_model) and type(inner).__name__.endswith("Model")
+    assert type(inner) is type(model.base_model)
+    assert type(inner).__name__.endswith("Model")
     assert set(inner.state_dict()) == set(model.base_model.state_dict())
     batch = tiny.batch()
     torch.testing.assert_close(
         inner(batch).last_hidden_state, model.base_model(batch).last_hidden_state, rtol=0, atol=0
     )
-    assert list(modeling.moe_layers(inner)) == [1] and len(routers(inner)) == 1
+    assert list(modeling.moe_layers(inner)) == [1]
+    assert len(routers(inner)) == 1
     with torch.device("meta"):
         empty = AutoModel.from_config(model.config)
     assert {name: p.shape for name, p in empty.named_parameters()} == {
@@ -128,7 +130,9 @@ def test_mergeable_models_come_back(model_type, soup, tmp_path):
     loaded = reload(model, tmp_path, dtype=torch.float32)
     assert torch.equal(tiny.logits(loaded), tiny.logits(model))
     trained = [name for name, p in loaded.named_parameters() if p.requires_grad]
-    assert len(trained) == 2 and all(name.endswith(".mlp.mixing_logits") for name in trained)
+    assert len(trained) == 2
+    for name in trained:
+        assert name.endswith(".mlp.mixing_logits")
     assert loaded.config.moe_runtime == model.config.moe_runtime
 
 
@@ -140,9 +144,8 @@ def test_mixing_logits_stay_float32(tmp_path):
         model.model.layers[0].mlp.mixing_logits.fill_(1.00123)
     loaded = reload(model, tmp_path)
     mixing = loaded.model.layers[0].mlp.mixing_logits
-    assert mixing.dtype == torch.float32 and torch.equal(
-        mixing, model.model.layers[0].mlp.mixing_logits
-    )
+    assert mixing.dtype == torch.float32
+    assert torch.equal(mixing, model.model.layers[0].mlp.mixing_logits)
     assert loaded.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
     narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
     assert narrow.model.layers[0].mlp.mixing_logits.dtype == torch.float32
@@ -173,17 +176,16 @@ def test_tied_weights_and_generation_config(tied, tmp_path):
     loaded = reload(model, tmp_path)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
-    assert (
-        torch.equal(tiny.logits(loaded), tiny.logits(model))
-        and loaded.generation_config.max_length == 17
-    )
+    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert loaded.generation_config.max_length == 17
 
 
 @pytest.mark.parametrize("make", [tiny.upcycled, mergeable])
 def test_pickle_and_deepcopy(make):
     model = make()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(copied) is type(model) and type(copied.config) is type(model.config)
+        assert type(copied) is type(model)
+        assert type(copied.config) is type(model.config)
         assert torch.equal(tiny.logits(copied), tiny.logits(model))
     assert AutoConfig.for_model("moe_runtime_llama").num_hidden_layers == 32
 
@@ -329,7 +331,8 @@ def test_breakage_2_from_config_initialises_everything(model_type, make):
             assert abs(parameter.std().item() - want) < 0.01, name
         if name.endswith("mixing_logits"):
             assert torch.equal(parameter, torch.ones(3))
-    assert type(model) is type(make(model_type)) and tiny.logits(model).isfinite().all()
+    assert type(model) is type(make(model_type))
+    assert tiny.logits(model).isfinite().all()
 
 
 @pytest.mark.parametrize("model_type", tiny.ALL)
@@ -357,11 +360,10 @@ def test_breakage_7_in_memory_and_loaded_run_the_same(tmp_path):
     for m in (model, loaded):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             tiny.logits(m)
-        ops = {
-            event.key: event.count
-            for event in profile.key_averages()
-            if event.key.startswith("moe_runtime::")
-        }
+        ops = {}
+        for event in profile.key_averages():
+            if event.key.startswith("moe_runtime::"):
+                ops[event.key] = event.count
         assert ops == {"moe_runtime::moe_layer": 2}
 
 
@@ -413,10 +415,8 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
     through.train()
     resumed = trainer(4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(
-        not torch.equal(a, b)
-        for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True)
-    )
+    for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True):
+        assert not torch.equal(a, b)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(tiny.logits(loaded), tiny.logits(resumed.model))
     assert tiny.distance(tiny.logits(resumed.model), tiny.logits(through.model)) < 1e-5

@@ -31,9 +31,7 @@ def gradients(model, **kwargs):
     model.zero_grad()
     loss = model(tiny.batch(), labels=tiny.batch(), **kwargs).loss
     loss.backward()
-    return loss, {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    return loss, tiny.gradients(model)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
@@ -49,8 +47,10 @@ def test_gradient_checkpointing_changes_nothing(model_type, stage):
     checkpoint_layers(model, use_reentrant=False)
     torch.manual_seed(5)
     again, got = gradients(model)
-    assert torch.equal(loss, again) and list(got) == list(want)
-    assert all(tiny.distance(got[name], want[name]) < 1e-5 for name in want)
+    assert torch.equal(loss, again)
+    assert list(got) == list(want)
+    for name in want:
+        assert tiny.distance(got[name], want[name]) < 1e-5
 
 
 def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
@@ -58,7 +58,9 @@ def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
     checkpoint_layers(model, use_reentrant=True)
     with pytest.raises(ValueError, match="use_reentrant=True in gradient checkpointing would lose"):
         model(tiny.batch(), labels=tiny.batch())
-    assert all(module.records is None for module in model.modules() if isinstance(module, MoE))
+    for module in model.modules():
+        if isinstance(module, MoE):
+            assert module.records is None
     model.eval()(tiny.batch(), labels=tiny.batch())
     plain = tiny.upcycled().train()
     checkpoint_layers(plain, use_reentrant=True)
@@ -82,12 +84,15 @@ def test_balance_losses_are_added_and_reported_apart(kind, training):
             )
     model(tiny.batch())
     want = sum(record.balance_loss for record in records)
-    assert want > 0 and torch.allclose(out.aux_loss, want)
+    assert want > 0
+    assert torch.allclose(out.aux_loss, want)
     assert torch.equal(out.lm_loss, plain(tiny.batch(), labels=tiny.batch()).loss)
-    assert torch.equal(out.loss, out.lm_loss + out.aux_loss) and out.router_logits is None
+    assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
+    assert out.router_logits is None
     out.aux_loss.backward()
     # the first layer's router has the second's loss too, through its experts
-    assert all(weight.grad.abs().sum() > 0 for weight in routers(model))
+    for weight in routers(model):
+        assert weight.grad.abs().sum() > 0
 
 
 def test_the_pooled_loss_is_transformers():
@@ -101,13 +106,16 @@ def test_the_pooled_loss_is_transformers():
     model.config.router_aux_loss_coef = 0.25
     out = model(tiny.batch(), attention_mask=mask, labels=labels)
     want = 0.25 * load_balancing_loss_func(out.router_logits, 3, 2, mask)
-    assert torch.allclose(out.aux_loss, want) and torch.equal(out.lm_loss, plain.loss)
+    assert torch.allclose(out.aux_loss, want)
+    assert torch.equal(out.lm_loss, plain.loss)
     assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
     out.aux_loss.backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in routers(model))
+    for weight in routers(model):
+        assert weight.grad.abs().sum() > 0
     assert model(tiny.batch(), output_router_logits=False).get("router_logits") is None
     loss, aux, *_ = model(tiny.batch(), labels=labels, return_dict=False)
-    assert loss.dim() == 0 and aux.dim() == 0
+    assert loss.dim() == 0
+    assert aux.dim() == 0
 
 
 def test_gradient_accumulation_counts_the_auxiliary_loss_once():
@@ -115,10 +123,11 @@ def test_gradient_accumulation_counts_the_auxiliary_loss_once():
     labels = tiny.batch()
     labels[1, :7] = -100  # the second row has fewer tokens
     items = labels[:, 1:].ne(-100).sum()
-    out = [
-        model(tiny.batch()[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items)
-        for i in range(2)
-    ]
+    out = []
+    for i in range(2):
+        out.append(
+            model(tiny.batch()[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items)
+        )
     counts = labels[:, 1:].ne(-100).sum(1) / items
     want = sum(count * o.aux_loss for count, o in zip(counts, out, strict=True))
     assert torch.allclose(sum(o.loss - o.lm_loss for o in out), want, atol=1e-6)
@@ -128,7 +137,9 @@ def test_records_go_even_when_the_forward_fails():
     model = tiny.upcycled(balance_loss="cv2", balance_loss_coef=0.1)
     with pytest.raises((IndexError, RuntimeError)):
         model(torch.tensor([[tiny.VOCAB + 5]]))
-    assert all(module.records is None for module in model.modules() if isinstance(module, MoE))
+    for module in model.modules():
+        if isinstance(module, MoE):
+            assert module.records is None
 
 
 def test_breakage_3_what_trl_reads(tmp_path):
@@ -150,7 +161,9 @@ def test_breakage_3_what_trl_reads(tmp_path):
         out.router_logits, config.num_experts, config.num_experts_per_tok, None
     )
     (aux + out.balance_loss).backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in routers(model))
+    for weight in routers(model):
+        assert weight.grad.abs().sum() > 0
     assert model.base_model(tiny.batch(), output_router_logits=False).router_logits is None
     hidden = model.base_model(tiny.batch(), return_dict=False)
-    assert isinstance(hidden, tuple) and hidden[0].shape == (2, 12, 32)
+    assert isinstance(hidden, tuple)
+    assert hidden[0].shape == (2, 12, 32)

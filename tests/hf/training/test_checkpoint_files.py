@@ -105,7 +105,8 @@ def test_no_file_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, b
         path.write_bytes(path.read_bytes()[:40] if path.exists() else b"")
     with pytest.raises(ValueError, match="Resume from another checkpoint") as refused:
         trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
-    assert str(path) in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert str(path) in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
     assert not touched.exists()
 
 
@@ -148,7 +149,8 @@ def test_no_index_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, 
     plant_in_index(folder, Planted(touched), where)
     with pytest.raises(ValueError, match="Resume from another checkpoint") as refused:
         check_checkpoint(checkpoint)
-    assert str(folder) in str(refused.value) and not touched.exists()
+    assert str(folder) in str(refused.value)
+    assert not touched.exists()
     state = {"optimizer": {"param_groups": [{"lr": 0.0}]}}
     with contextlib.suppress(Exception):
         dcp.load(state, checkpoint_id=folder)

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from moe_runtime.hf.training import fit
 from moe_runtime.io.rows import tokenize_pairs
 from papers.engine.tiny import small_llama, train_tokenizer
+from tests.hf import tiny
 from tests.hf.tiny import distance
 
 PAIRS = [
@@ -72,25 +73,20 @@ def train(tokenizer, rows, tmp_path):
 def test_before_a_loss_is_logged_there_is_none_to_show(train):
     seen = []
     train(steps=12, on_step=lambda step, steps, loss: seen.append(loss))
-    assert (
-        seen[0] is None
-        and isinstance(seen[-1], float)
-        and all(loss is None or math.isfinite(loss) for loss in seen)
-    )
+    assert seen[0] is None
+    assert isinstance(seen[-1], float)
+    assert all(loss is None or math.isfinite(loss) for loss in seen)
 
 
 def test_one_batch_or_many_small_ones(train):
     (one, first, _), (many, second, _) = train(), train(per_device_batch_size=1)
     assert first.history.held_out[-1][1] == pytest.approx(second.history.held_out[-1][1], rel=1e-4)
-    for name, weight in one.state_dict().items():
-        assert distance(many.state_dict()[name], weight) < 1e-3, name
+    tiny.assert_close(many.state_dict(), one.state_dict(), 0.001)
 
 
 def test_recomputed_activations_change_nothing(train):
     (one, *_), (other, *_) = train(), train(gradient_checkpointing=True)
-    assert all(
-        torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items()
-    )
+    tiny.assert_equal(other.state_dict(), one.state_dict())
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 4), (2.5, 10), (0.1, 1)])
@@ -100,7 +96,8 @@ def test_epochs_are_counted_in_steps(train, epochs, steps):
 
 
 def test_the_last_step_of_an_epoch_may_be_smaller():
-    assert fit.count_steps(17, 2, 4, 1) == 10 and fit.count_steps(17, 1, 2, 2) == 5
+    assert fit.count_steps(17, 2, 4, 1) == 10
+    assert fit.count_steps(17, 1, 2, 2) == 5
 
 
 def test_warmup_then_a_line_to_zero(train):
@@ -113,7 +110,9 @@ def test_adafactor_runs_without_its_relative_step(train):
     _, _, watch = train(optimizer="adafactor", schedule="constant")
     group = watch.optimizer.param_groups[0]
     assert "Adafactor" in type(getattr(watch.optimizer, "optimizer", watch.optimizer)).__name__
-    assert not group["relative_step"] and not group["scale_parameter"] and watch.rates == [1e-2] * 4
+    assert not group["relative_step"]
+    assert not group["scale_parameter"]
+    assert watch.rates == [1e-2] * 4
 
 
 def test_clipping_is_off_at_minus_one(train):
@@ -121,8 +120,7 @@ def test_clipping_is_off_at_minus_one(train):
         train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0]
         for n in (-1.0, 1e9, 1e-3)
     )
-    for name, weight in free.state_dict().items():
-        assert torch.equal(clipped.state_dict()[name], weight)
+    tiny.assert_equal(clipped.state_dict(), free.state_dict())
     assert any(
         not torch.equal(tight.state_dict()[name], weight)
         for name, weight in free.state_dict().items()
@@ -131,7 +129,8 @@ def test_clipping_is_off_at_minus_one(train):
 
 def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
     (_, first, _), (other, second, _) = train(), train(bf16=True)
-    assert all(p.dtype == torch.float32 for p in other.parameters())
+    for p in other.parameters():
+        assert p.dtype == torch.float32
     assert first.losses != second.losses == pytest.approx(first.losses, rel=0.05)
 
 
@@ -149,7 +148,9 @@ def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
         1 - place % 2 for place in range(len(rows))
     ]
     losses, tokens, exact = fit.row_losses(model.train(), rows, tokenizer, batch_size=batch_size)
-    assert model.training and len(losses) == len(rows) and set(exact) == {0}
+    assert model.training
+    assert len(losses) == len(rows)
+    assert set(exact) == {0}
     for place in (0, 5, 21):
         ids, labels = (torch.tensor([rows[place][name]]) for name in ("input_ids", "labels"))
         assert losses[place] == pytest.approx(
@@ -194,7 +195,8 @@ def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, tmp_path):
     assert torch.equal(model.model.norm.weight, watch.seen[best])
     assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
     found = fit.row_losses(model, held_out, tokenizer)
-    assert fit.mean_loss(*found) == pytest.approx(min(losses), rel=1e-4) and done.exact == found[2]
+    assert fit.mean_loss(*found) == pytest.approx(min(losses), rel=1e-4)
+    assert done.exact == found[2]
     assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
 
 
@@ -224,7 +226,8 @@ def test_a_training_that_goes_on_remembers_its_best(tokenizer, rows, tmp_path):
         )
     broken = model_of(tokenizer)
     got = fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, **settings)
-    assert got.history.held_out == want.history.held_out and got.losses == want.losses
+    assert got.history.held_out == want.history.held_out
+    assert got.losses == want.losses
     assert torch.equal(broken.lm_head.weight, straight.lm_head.weight)
 
 
@@ -232,7 +235,8 @@ def test_the_optimizers_bytes_and_what_trains_are_counted(train):
     model, done, _ = train()
     params = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
-    assert done.trained_parameters == params and done.optimizer_bytes == 8 * params + 4 * tensors
+    assert done.trained_parameters == params
+    assert done.optimizer_bytes == 8 * params + 4 * tensors
 
 
 def test_adams_betas_reach_the_optimizer(train):

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 import moe_runtime
 from moe_runtime.hf import MoESFTTrainer, MoETrainer, train_command
-from tests.hf import stock
+from tests.hf import stock, tiny
 from tests.hf.dropin.test_layers import TOKENIZER
 from tests.support import dist_resume as worker
 from tests.support.dist_launch import Launches
@@ -95,7 +95,7 @@ def logged(trainer, name: str = "loss") -> list[float]:
 
 
 def assert_same_weights(model, want: dict[str, torch.Tensor]) -> None:
-    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+    tiny.assert_equal(want, model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def assert_same_weights(model, want: dict[str, torch.Tensor]) -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(kind, family, settings, base, tmp_path):
     folder = base(family)
     torch.manual_seed(0)
-    start = {name: tensor.clone() for name, tensor in load(folder, **settings).state_dict().items()}
+    start = tiny.state(load(folder, **settings))
 
     def run(out: str, callbacks=(), resume=None):
         torch.manual_seed(0)
@@ -129,7 +129,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, family, settings, base, tm
     whole = run("whole")
     run("run", [Stop()])
     resumed = run("run", resume=str(tmp_path / "run" / f"checkpoint-{STOP}"))
-    assert logged(resumed) == logged(whole) and len(logged(whole)) == STEPS
+    assert logged(resumed) == logged(whole)
+    assert len(logged(whole)) == STEPS
     want = whole.model.state_dict()
     assert_same_weights(resumed.model, want)
     trained = "lora" if settings.get("lora") else "experts"
@@ -251,8 +252,10 @@ def ranks(tmp_path_factory):
 def test_processes_resume(engine, case, ranks):
     for found in ranks():
         result = found[engine, case]
-        assert result["losses"] == result["wanted_losses"] and len(result["losses"]) == STEPS
-        assert result["different"] == [] and result["moved"]
+        assert result["losses"] == result["wanted_losses"]
+        assert len(result["losses"]) == STEPS
+        assert result["different"] == []
+        assert result["moved"]
         assert result["is_distributed"] == (engine != "ddp")
 
 

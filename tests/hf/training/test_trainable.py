@@ -9,7 +9,8 @@ import torch
 
 import moe_runtime
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trainable import drop_rows, fold_rows, freeze_for_esft, train_rows
+from moe_runtime.hf.training.trainable import drop_rows, fold_rows, train_rows
+from moe_runtime.methods.esft.freezing import freeze_for_esft
 from tests.hf import tiny
 from tests.hf.tiny import distance
 from tests.hf.training.trainables import (
@@ -37,7 +38,8 @@ def test_gradients_are_those_of_the_whole_stacks(name):
     assert receipt.experts == {number: tuple(ids) for number, ids in experts.items()}
     want = run(whole, ids)
     got = run(apart, ids)
-    assert want["logits"].norm() > 0 and distance(got["logits"], want["logits"]) < 2e-6
+    assert want["logits"].norm() > 0
+    assert distance(got["logits"], want["logits"]) < 2e-6
     rows = trained_rows(apart)
     assert rows.keys() == experts.keys()
     for number, layer in rows.items():
@@ -45,13 +47,14 @@ def test_gradients_are_those_of_the_whole_stacks(name):
         for stack, parameter in layer.stacks.items():
             path = f"{paths[number]}.{stack}"
             assert parameter is apart.get_parameter(f"{paths[number]}.trained_{stack}")
-            assert not apart.get_parameter(path).requires_grad and path not in got
+            assert not apart.get_parameter(path).requires_grad
+            assert path not in got
             got.pop(f"{paths[number]}.trained_{stack}")
             wanted = want.pop(path)[list(layer.ids)]
-            assert wanted.norm() > 0 and distance(parameter.grad, wanted) < 1e-5, path
+            assert wanted.norm() > 0, path
+            assert distance(parameter.grad, wanted) < 1e-5, path
     assert got.keys() == want.keys()
-    for path, value in want.items():
-        assert distance(got[path], value) < 1e-5, path
+    tiny.assert_close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss", "muse_spark"])
@@ -102,9 +105,9 @@ TABLE_3 = [
 
 def selected(model, which: str) -> dict[int, list[int]]:
     layers = numbered_layers(model)
-    everyone = {
-        number: list(range(layer.num_shared, layer.num_experts)) for number, layer in layers.items()
-    }
+    everyone = {}
+    for number, layer in layers.items():
+        everyone[number] = list(range(layer.num_shared, layer.num_experts))
     return {"all": everyone, "relevant": two_each(model), "none": {}}[which]
 
 
@@ -131,7 +134,7 @@ def test_table_3(which, shared, rest, name):
     """
     model = model_of(name)
     ids = batch(name)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = tiny.weights(model)
     kinds = kinds_of(model)
     paths = paths_of(model)
     experts = selected(model, which)
@@ -152,7 +155,9 @@ def test_table_3(which, shared, rest, name):
         train(model, ids, 3)
     fold_rows(model)
     after = dict(model.named_parameters())
-    assert after.keys() == before.keys() and all(p.requires_grad for p in after.values())
+    assert after.keys() == before.keys()
+    for p in after.values():
+        assert p.requires_grad
     of_stack = {path: number for number, path in paths.items()}
     for path, value in before.items():
         if kinds[path] == "experts":
@@ -175,9 +180,9 @@ def test_what_routers_choose_by_stays_frozen(name):
     ids = batch(name)
     indexers = {path for path, _ in model.named_parameters() if "indexer" in path.split(".")}
     receipt = freeze_for_esft(model, two_each(model), True, True)
-    assert receipt.shared_experts and not any(
-        "gate" in path.rpartition(".")[2] for path in receipt.shared_experts
-    )
+    assert receipt.shared_experts
+    for path in receipt.shared_experts:
+        assert "gate" not in path.rpartition(".")[2]
     got = run(model, ids)
     trains = {path for path, p in model.named_parameters() if p.requires_grad}
     assert trains == got.keys() - {"logits"}
@@ -195,7 +200,7 @@ def test_what_routers_choose_by_stays_frozen(name):
 def test_the_others_stay_for_50_steps_and_the_optimizer_knows_none(name):
     model = model_of(name)
     ids = batch(name)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = tiny.weights(model)
     paths = paths_of(model)
     receipt = freeze_for_esft(model, two_each(model))
     optimizer = train(model, ids, 50)
@@ -245,7 +250,9 @@ def test_a_plain_model_again(name, undo):
     for (name, p), (other, q) in zip(
         model.named_parameters(), before.named_parameters(), strict=True
     ):
-        assert name == other and torch.equal(p, q) and p.requires_grad == q.requires_grad, name
+        assert name == other, name
+        assert torch.equal(p, q), name
+        assert p.requires_grad == q.requires_grad, name
     for one, other in zip(model.modules(), before.modules(), strict=True):
         assert one.__dict__.keys() == other.__dict__.keys()
         assert len(one._forward_pre_hooks) == len(other._forward_pre_hooks)
@@ -298,6 +305,6 @@ def test_gradient_checkpointing(name, reentrant):
     calls = count_calls(model)
     got = run(model, ids)
     assert calls == {number: 2 for number in calls}  # each layer ran again
-    assert got.keys() == want.keys() and len(got) > 1
-    for path, value in want.items():
-        assert distance(got[path], value) < 1e-6, path
+    assert got.keys() == want.keys()
+    assert len(got) > 1
+    tiny.assert_close(got, want, 1e-6)

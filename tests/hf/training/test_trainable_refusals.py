@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trainable import drop_rows, fold_rows, freeze_for_esft, train_rows
+from moe_runtime.hf.training.trainable import drop_rows, fold_rows, train_rows
 from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.methods.esft.freezing import freeze_for_esft
 from tests.hf import tiny
 from tests.hf.training.trainables import batch, model_of
 from tests.support.trained_rows import gathered_rows, trained_rows

@@ -10,7 +10,9 @@ import torch
 import moe_runtime
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.dropin.stats import RouterCounter
-from moe_runtime.hf.training.trainable import freeze_for_esft, train_rows
+from moe_runtime.hf.training.trainable import train_rows
+from moe_runtime.methods.esft.freezing import freeze_for_esft
+from tests.hf import tiny
 from tests.hf.tiny import distance
 from tests.hf.training.trainables import batch, model_of, paths_of, run, two_each
 from tests.support.trained_rows import gathered_rows, trained_rows
@@ -49,8 +51,7 @@ def test_compiles_as_one_graph(name):
     module.compile(fullgraph=True, backend="aot_eager")
     got = run(model, ids)
     assert got.keys() == want.keys()
-    for path, value in want.items():
-        assert distance(got[path], value) < 2e-6, path
+    tiny.assert_close(got, want, 2e-6)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "ours"])
@@ -69,7 +70,8 @@ def test_counts_and_generation_are_the_models_own(name):
         counter.close()
         assert counts.any()
         seen.append((counts, model.generate(ids, max_new_tokens=3, do_sample=False)))
-    assert all(torch.equal(a, b) for a, b in zip(*seen))
+    for a, b in zip(*seen):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "ours"])
@@ -113,7 +115,8 @@ def test_rows_are_those_of_the_stacks_in_the_order_asked_for():
     train_rows(model, {0: [3, 1], 1: []})
     own = trained_rows(model)
     gathered = gathered_rows(model)
-    assert own.keys() == gathered.keys() == {0} and gathered[0].ids == (3, 1)
+    assert own.keys() == gathered.keys() == {0}
+    assert gathered[0].ids == (3, 1)
     assert gathered[0].stacks.keys() == {
         "gate_up_proj",
         "down_proj",
@@ -122,10 +125,8 @@ def test_rows_are_those_of_the_stacks_in_the_order_asked_for():
     }
     for stack, rows in gathered[0].stacks.items():
         whole = model.get_parameter(f"{paths_of(model)[0]}.{stack}")
-        assert (
-            torch.equal(rows, own[0].stacks[stack])
-            and torch.equal(rows, whole[[3, 1]])
-            and not rows.requires_grad
-        )
+        assert torch.equal(rows, own[0].stacks[stack])
+        assert torch.equal(rows, whole[[3, 1]])
+        assert not rows.requires_grad
         rows.zero_()
         assert own[0].stacks[stack].any()

@@ -115,20 +115,18 @@ def run(*args, **kwargs):
 
 
 def logged(trainer, name="loss"):
-    return [
-        entry[name]
-        for entry in trainer.state.log_history
-        if name in entry and "train_loss" not in entry
-    ]
+    values = []
+    for entry in trainer.state.log_history:
+        if name in entry and "train_loss" not in entry:
+            values.append(entry[name])
+    return values
 
 
 class Gradients(TrainerCallback):
     """Keeps the gradients of the first step, as the optimizer sees them."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.__dict__.setdefault(
-            "grads", {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        self.__dict__.setdefault("grads", tiny.gradients(model))
 
 
 def gradients(kind, model, folder, **settings):
@@ -163,7 +161,8 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
     trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
     metrics = trainer.evaluate()
     parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
-    assert [len(values) for values in parts] == [2, 2, 2] and min(parts[2]) > 1e-3
+    assert [len(values) for values in parts] == [2, 2, 2]
+    assert min(parts[2]) > 1e-3
     for loss, lm_loss, balance_loss in zip(*parts, strict=True):
         assert abs(loss - lm_loss - balance_loss) < 1e-5
     assert abs(metrics["eval_loss"] - metrics["eval_lm_loss"] - metrics["eval_balance_loss"]) < 1e-5
@@ -206,7 +205,8 @@ def test_gradients_added_in_place_train_the_same_model(name, tmp_path, monkeypat
         run("trainer", model, tmp_path / str(enabled), max_steps=2, **split)
         assert bool(added) == enabled
         trained.append(dict(model.named_parameters()))
-    assert all(weight.equal(trained[1][key]) for key, weight in trained[0].items())
+    for key, weight in trained[0].items():
+        assert weight.equal(trained[1][key])
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
@@ -226,8 +226,7 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(kind, settings, pla
     )
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     parts = gradients(kind, upcycled(**settings), tmp_path, places=places, **split)
-    for name, want in whole.items():
-        assert tiny.distance(parts[name], want) < 2e-5, name
+    tiny.assert_close(parts, whole, 2e-5)
 
 
 @KINDS
@@ -236,9 +235,9 @@ def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_p
     model = upcycled()
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     got = gradients(kind, upcycled(), tmp_path, places=places, **split)
-    batches = [
-        pair_collator(TOKENIZER)([row]) for row in tokenize_pairs(TOKENIZER, rows(places), 64)
-    ]
+    batches = []
+    for row in tokenize_pairs(TOKENIZER, rows(places), 64):
+        batches.append(pair_collator(TOKENIZER)([row]))
     tokens = [batch["labels"][:, 1:].ne(-100).sum() for batch in batches]
     for batch, count in zip(batches, tokens, strict=True):
         out = model.train()(**batch)
@@ -256,9 +255,8 @@ def test_checkpointing_changes_neither_losses_nor_counts(kind, tmp_path):
     for on in (False, True):
         trainer = run(kind, upcycled(), tmp_path / str(on), gradient_checkpointing=on)
         results.append((logged(trainer), (tmp_path / str(on) / "router_stats.csv").read_text()))
-    assert (
-        results[0][0] == pytest.approx(results[1][0], rel=1e-6) and results[0][1] == results[1][1]
-    )
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert results[0][1] == results[1][1]
 
 
 @KINDS
@@ -278,9 +276,8 @@ def test_reentrant_checkpointing_is_refused_with_a_balance_loss(kind, tmp_path):
 def test_bf16(kind, dtype, tmp_path):
     trainer = run(kind, upcycled().to(dtype), tmp_path, bf16=True)
     losses = logged(trainer)
-    assert losses[-1] < losses[0] and all(
-        map(math.isfinite, losses + logged(trainer, "balance_loss"))
-    )
+    assert losses[-1] < losses[0]
+    assert all(map(math.isfinite, losses + logged(trainer, "balance_loss")))
     full = run(kind, upcycled(), tmp_path)
     assert losses == pytest.approx(logged(full), rel=5e-2)
 
@@ -304,14 +301,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, noisy, stage, tmp_path):
     # 10 rows, 5 batches an epoch: step 4 lies inside the first epoch, step 8 inside the second
     settings |= {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     whole = run(kind, model(), tmp_path / "run", **settings)
-    weights = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    weights = tiny.weights(whole.model)
     history = [logged(whole, name) for name in ("loss", "grad_norm")]
     stats = (tmp_path / "run" / "router_stats.csv").read_text() if stage == "moe" else None
     resumed = trainer_of(kind, model(), tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert [logged(resumed, name) for name in ("loss", "grad_norm")] == history and len(
-        history[0]
-    ) == 8
+    assert [logged(resumed, name) for name in ("loss", "grad_norm")] == history
+    assert len(history[0]) == 8
     for name, parameter in resumed.model.named_parameters():
         assert torch.equal(parameter, weights[name]), name
     start = dict(model().named_parameters())
@@ -322,14 +318,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, noisy, stage, tmp_path):
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
 def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
     model = mergeable()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = tiny.weights(model)
     trainer = run(kind, model, tmp_path, weight_decay=0.1, bf16=True)
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     mixing = {name: p for name, p in model.named_parameters() if name.endswith(".mixing_logits")}
-    assert len(mixing) == 2 and optimized == {id(p) for p in mixing.values()}
-    assert len(trainer.optimizer.state) == 2 and all(
-        p.dtype == torch.float32 for p in mixing.values()
-    )
+    assert len(mixing) == 2
+    assert optimized == {id(p) for p in mixing.values()}
+    assert len(trainer.optimizer.state) == 2
+    for p in mixing.values():
+        assert p.dtype == torch.float32
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in mixing), name
     assert not (tmp_path / "router_stats.csv").exists()
@@ -366,18 +363,17 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     with pytest.raises(ValueError, match="loss is nan at step 3") as error:
         trainer.train()
     message = str(error.value)
-    assert (
-        f"resume from {tmp_path / 'checkpoint-2'}" in message
-        and ("batch of the examples" in message) == with_ids
-    )
+    assert f"resume from {tmp_path / 'checkpoint-2'}" in message
+    assert ("batch of the examples" in message) == with_ids
     if with_ids:
         named = message.partition("examples ")[2].partition(".")[0].split(", ")
-        assert len(named) == 2 and all(
-            int(i) in (range(100, 110) if kind == "sft" else range(10)) for i in named
-        )
+        assert len(named) == 2
+        for i in named:
+            assert int(i) in (range(100, 110) if kind == "sft" else range(10))
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-    assert all(torch.isfinite(p).all() for p in saved.parameters())
+    for p in saved.parameters():
+        assert torch.isfinite(p).all()
     assert torch.equal(moe_layers(saved)[0].gate.weight, router)  # the optimizer did not see step 3
 
 
@@ -387,16 +383,14 @@ def test_router_statistics_change_no_loss(kind, tmp_path):
         run(kind, upcycled(noisy_gate=True), tmp_path / str(s), parts={"router_stats": s})
         for s in (True, False)
     )
-    assert logged(on) == logged(off) and len(logged(on)) == 3
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True)
-    )
-    assert (
-        not logged(off, "router/max_violation")
-        and not (tmp_path / "False" / "router_stats.csv").exists()
-    )
-    assert not any(m._forward_pre_hooks for m in on.model.modules())
+    assert logged(on) == logged(off)
+    assert len(logged(on)) == 3
+    for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not logged(off, "router/max_violation")
+    assert not (tmp_path / "False" / "router_stats.csv").exists()
+    for m in on.model.modules():
+        assert not m._forward_pre_hooks
 
 
 class Seen(TrainerCallback):
@@ -442,7 +436,8 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
         **settings,
     )
     counts = torch.zeros(2, 2, 4, dtype=torch.int64)  # [log, layer, expert]
-    assert len(masks) == 8 and any((mask == 0).any() for mask in masks)
+    assert len(masks) == 8
+    assert any((mask == 0).any() for mask in masks)
     assert len(records) == 2 * len(masks)
     for call, ids in enumerate(records):
         kept = ids[masks[call // 2].flatten().bool()].flatten().long()
@@ -459,7 +454,9 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
         (counts[:, 1, 2] / counts[:, 1].sum(-1)).tolist()
     )
     reported = [logs for logs in seen.logs if "loss" in logs]
-    assert len(reported) == 2 and all("router/min_entropy" in logs for logs in reported)
+    assert len(reported) == 2
+    for logs in reported:
+        assert "router/min_entropy" in logs
 
 
 def test_lora_keeps_the_balance_loss(tmp_path):
@@ -475,9 +472,9 @@ def test_lora_keeps_the_balance_loss(tmp_path):
         for name, p in trainer.model.named_parameters()
         if ".gate." in name and p.requires_grad
     }
-    assert len(routers) == 2 and all(
-        trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in routers.values()
-    )
+    assert len(routers) == 2
+    for p in routers.values():
+        assert trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0
     with open(tmp_path / "router_stats.csv", newline="") as file:
         assert len(list(csv.reader(file))) == 1 + 3 * 2 * 4
 
@@ -500,7 +497,8 @@ def test_a_stock_model_trains_with_a_loss_per_layer(kind, name, tmp_path):
     trainer = run(kind, stock_moe(name), tmp_path, [0, 7], max_steps=1, parts=dict(STOCK_LOSS))
     got = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
     want = [want.loss.item(), want.lm_loss.item(), 0.1 * want.aux_loss.item()]
-    assert got == pytest.approx(want, rel=1e-5) and want[2] > 0.1
+    assert got == pytest.approx(want, rel=1e-5)
+    assert want[2] > 0.1
     assert len(logged(trainer, "router/max_violation")) == 1
 
 
@@ -619,10 +617,8 @@ def test_sft_trains_on_what_all_commands_do(row, settings, tmp_path, monkeypatch
         # of a packed row the first of several
         got = batch["labels"][0].tolist()
         count = len(ids)
-        assert batch["input_ids"][0].tolist()[:count] == ids and got[:count] in (
-            labels,
-            [-100, *labels[1:]],
-        )
+        assert batch["input_ids"][0].tolist()[:count] == ids
+        assert got[:count] in (labels, [-100, *labels[1:]])
         assert set(got[count:]) <= {-100} or settings.get("packing")
         if rows is read:
             trainer.train()
@@ -639,28 +635,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+def words(model, data, options: str) -> list[str]:
+    """The arguments of the command."""
+    return f"--model {model} --data {data} --report_to none {options}".split()
+
+
 def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     (tmp_path / "train.yaml").write_text(
         "max_steps: 3\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-2\n"
     )
-    argv = [
-        "--model",
-        str(folder / "moe"),
-        "--data",
-        str(folder / "rows.jsonl"),
-        "--config",
-        str(tmp_path / "train.yaml"),
-    ]
-    argv += [
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--max_steps",
-        "2",
-        "--logging_steps",
-        "1",
-        "--report_to",
-        "none",
-    ]
+    options = f"--config {tmp_path}/train.yaml --max_steps 2 --logging_steps 1"
+    argv = words(folder / "moe", folder / "rows.jsonl", f"{options} --output_dir {tmp_path}/out")
     code = "import sys; from moe_runtime.hf import train_command; train_command(sys.argv[1:])"
     done = forked(code, *argv)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -668,38 +653,35 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "moe")
     assert type(model) is type(start)
-    moved = [
-        name
-        for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True)
-        if not torch.equal(a, b)
-    ]
-    assert any(".gate.weight" in name for name in moved) and any(
-        ".experts.down_proj" in name for name in moved
-    )
+    moved = []
+    for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True):
+        if not torch.equal(a, b):
+            moved.append(name)
+    assert any(".gate.weight" in name for name in moved)
+    assert any(".experts.down_proj" in name for name in moved)
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "balance_loss" in entry] == [1, 2]
-    assert (tmp_path / "out" / "router_stats.csv").exists() and (
-        tmp_path / "out" / "tokenizer.json"
-    ).exists()
+    assert (tmp_path / "out" / "router_stats.csv").exists()
+    assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
 NOTHING = [CHAT[0], {"role": "assistant", "content": None}]
 REFUSED = {
-    "null": ({"text": None}, [], "line 2 of .*bad.jsonl: text is null, but expected a string"),
-    "content": ({"messages": NOTHING}, [], "line 2 of .*: the content of turn 2 is null"),
+    "null": ({"text": None}, "", "line 2 of .*bad.jsonl: text is null, but expected a string"),
+    "content": ({"messages": NOTHING}, "", "line 2 of .*: the content of turn 2 is null"),
     "no-answer": (
         {"messages": CHAT[:1]},
-        [],
+        "",
         r"line 2 of .*: the roles are \['user'\], but expected at least one assistant turn",
     ),
     "tracker": (
         None,
-        ["--report_to", "wandb"],
+        "--report_to wandb",
         "'wandb' of report_to is not installed. Install it, or pass .*none",
     ),
     "no-template": (
         {"messages": CHAT},
-        [],
+        "",
         "The tokenizer has no chat template, .* Pass --chat_template_path",
     ),
 }
@@ -718,18 +700,10 @@ def test_the_command_refuses_in_one_line_before_it_trains(name, folder, tmp_path
         data = tmp_path / "bad.jsonl"
         good = {"messages": CHAT} if "messages" in bad else {"text": "2"}
         data.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    argv = [
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        "--output_dir",
-        str(tmp_path / "out"),
-        *options,
-    ]
     with pytest.raises(ValueError, match=says) as error:
-        train_command(argv)
-    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+        train_command(words(model, data, f"--output_dir {tmp_path}/out {options}"))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch):
@@ -745,30 +719,15 @@ def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch)
         raise ZeroDivisionError
 
     monkeypatch.setattr(MoESFTTrainer, "train", train)
-    argv = [
-        "--model",
-        str(model),
-        "--data",
-        str(tmp_path / "rows.jsonl"),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    for options in ([], ["--train-on", "all"]):
+    options = f"--output_dir {tmp_path}/out --chat_template_path {tmp_path}/chat.jinja"
+    for more in ("", " --train-on all"):
         with pytest.raises(ZeroDivisionError):
-            train_command(
-                [
-                    *argv,
-                    "--chat_template_path",
-                    str(tmp_path / "chat.jinja"),
-                    "--report_to",
-                    "none",
-                    *options,
-                ]
-            )
+            train_command(words(model, tmp_path / "rows.jsonl", options + more))
     part, whole = (
         TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100]) for batch in batches
     )
-    assert part == "3 is it</s>" and whole == TOKENIZER.apply_chat_template(CHAT, tokenize=False)
+    assert part == "3 is it</s>"
+    assert whole == TOKENIZER.apply_chat_template(CHAT, tokenize=False)
 
 
 def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
@@ -776,24 +735,11 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
 ):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
-    argv = ["--model_name_or_path", str(folder / "moe"), "--data", str(folder / "rows.jsonl")]
-    argv += [
-        "--eval_data",
-        str(folder / "rows.jsonl"),
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "2",
-    ]
-    argv += [
-        "--output_dir",
-        str(tmp_path),
-        "--save_steps",
-        "1",
-        "--report_to",
-        "none",
-        "--no_router_stats",
-    ]
+    data = folder / "rows.jsonl"
+    argv = (
+        f"--model_name_or_path {folder}/moe --data {data} --eval_data {data} --eval_strategy steps "
+        f"--eval_steps 2 --output_dir {tmp_path} --save_steps 1 --report_to none --no_router_stats"
+    ).split()
     assert train_command([*argv, "--max_steps", "2"]) == tmp_path
     capsys.readouterr()
     assert (
@@ -802,15 +748,11 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
     said = capsys.readouterr()
     assert "after step 4" in said.out
     card = (tmp_path / "README.md").read_text()
-    assert (
-        f'from_pretrained("OWNER/{tmp_path.name}")' in card
-        and "2404.15247" in card
-        and "None" not in card
-    )
-    assert (
-        "moe-runtime train --model_name_or_path moe --data rows.jsonl" in card
-        and "| steps | 4 |" in card
-    )
+    assert f'from_pretrained("OWNER/{tmp_path.name}")' in card
+    assert "2404.15247" in card
+    assert "None" not in card
+    assert "moe-runtime train --model_name_or_path moe --data rows.jsonl" in card
+    assert "| steps | 4 |" in card
     lines = [line for line in said.err.splitlines() if line.startswith("training: ")]
     assert lines[0].startswith("training: 50% 2/4 [")
     assert re.fullmatch(r"training: 75% 3/4 \[\d\d:\d\d<\d\d:\d\d, +\S+(step/s|s/step)\]", lines[1])
@@ -825,28 +767,20 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
 
 def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = tiny.contents(folder)
     for name in ("moe", str(folder / "moe")):
         with pytest.raises(
             ValueError, match="^output_dir moe/ is .*moe, the model to train. Pass another folder"
         ):
             train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert tiny.contents(folder) == before
 
 
 def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
     folder, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    files = [
-        "--model",
-        str(folder / "moe"),
-        "--data",
-        str(folder / "rows.jsonl"),
-        "--report_to",
-        "none",
-        "--no_router_stats",
-    ]
+    files = words(folder / "moe", folder / "rows.jsonl", "--no_router_stats")
     with pytest.raises(
         ValueError, match="^output_dir None is not a folder. Pass --output_dir FOLDER$"
     ):
@@ -858,7 +792,7 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
         train_command([*argv, "--resume"])
     assert not list(tmp_path.iterdir())
     train_command([*argv, "--max_steps", "4"])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = tiny.contents(tmp_path)
     both = ["--resume", "--overwrite"]
     for more, match in (
         ((), "already exists. .*, or --overwrite .*, or --resume to continue from checkpoint-4$"),
@@ -871,7 +805,7 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
         ValueError, match="^output_dir out contains out/checkpoint-4, the model to train"
     ):
         train_command(inside)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert tiny.contents(tmp_path) == before
     # the earlier run's checkpoint of a later step is gone
     train_command([*argv, "--max_steps", "2", "--overwrite", "--seed", "7"])
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
@@ -891,7 +825,10 @@ def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path
     model = upcycled()
     model.config.use_cache = value
     seen = []
-    hook = lambda module, args, kwargs: seen.append(kwargs["use_cache"])  # noqa: E731
+
+    def hook(module, args, kwargs):
+        seen.append(kwargs["use_cache"])
+
     model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
     trainer = run(
         kind,
@@ -911,26 +848,10 @@ def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path
 
 
 def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, capsys):
-    argv = [
-        "--model",
-        str(folder / "moe"),
-        "--data",
-        str(folder / "rows.jsonl"),
-        "--report_to",
-        "none",
-        "--no_router_stats",
-    ]
-    argv += ["--max_steps", "3", "--save_strategy", "no"]
-    train_command(
-        [
-            *argv,
-            "--output_dir",
-            str(tmp_path / "whole"),
-            "--learning_rate",
-            "1000",
-            "--no_stop_on_nan",
-        ]
-    )
+    options = "--no_router_stats --max_steps 3 --save_strategy no"
+    argv = words(folder / "moe", folder / "rows.jsonl", options)
+    diverging = f"--output_dir {tmp_path}/whole --learning_rate 1000 --no_stop_on_nan"
+    train_command([*argv, *diverging.split()])
     guess = math.log(len(TOKENIZER))
     said = (
         f"warning: the training diverged, as a uniform guess has loss {guess:.2f}. Lower "

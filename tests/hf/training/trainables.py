@@ -32,18 +32,18 @@ def batch(name: str) -> torch.Tensor:
 
 def two_each(model) -> dict[int, list[int]]:
     """Two routed experts of each layer, the later one first."""
-    return {
-        number: [layer.num_experts - 1 - number % 2, layer.num_shared]
-        for number, layer in numbered_layers(model).items()
-    }
+    values = {}
+    for number, layer in numbered_layers(model).items():
+        values[number] = [layer.num_experts - 1 - number % 2, layer.num_shared]
+    return values
 
 
 def paths_of(model) -> dict[int, str]:
     names = {module: name for name, module in model.named_modules()}
-    return {
-        number: names[experts_module(model, layer)]
-        for number, layer in numbered_layers(model).items()
-    }
+    values = {}
+    for number, layer in numbered_layers(model).items():
+        values[number] = names[experts_module(model, layer)]
+    return values
 
 
 def run(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -72,7 +72,7 @@ def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
     slot_row = meta(T * 6)
     dlogits = meta(T, N, dtype=dtype)
     weight = meta(N, H, dtype=dtype)
-    step = lambda: combine.sum_rows_and_router(rows, slot_row, T, 6, meta(1), dlogits, weight)  # noqa: E731
+    step = lambda: combine.sum_rows_and_router(rows, slot_row, T, 6, meta(1), dlogits, weight)
     cases = _finish(record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} N={N}")
     return [case._replace(max_registers=255) for case in cases]
 

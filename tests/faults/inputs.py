@@ -110,12 +110,14 @@ def _fuser(folder: Path) -> None:
     for name, model in zip(("a", "b"), fusers.specialists(2), strict=True):
         model.save_pretrained(folder / name)
         fusers.tokenizer().save_pretrained(folder / name)
+    parent = folder.parent
+    final = parent.with_name(parent.name.removesuffix(".new")) / "fuser"
     domains = {}
     for name, rows in fuser_study.domain_rows().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        domains[name] = {"train": str(_final(folder.parent) / "fuser" / f"{name}.jsonl")}
+        domains[name] = {"train": str(final / f"{name}.jsonl")}
         domains[name]["held_out_rows"] = 4
-    sources = {name: str(_final(folder.parent) / "fuser" / name) for name in ("a", "b")}
+    sources = {name: str(final / name) for name in ("a", "b")}
     steps = {"steps": 4, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 2}
     config = {
         "max_length": 64,

@@ -62,9 +62,7 @@ _AUTO = "transformers.models.auto.configuration_auto"
 
 
 class _AutoLoader(SourceFileLoader):
-    """Load a file of transformers/models/auto as Python does, then add our configs if it defines
-    the table.
-    """
+    """Load a file of transformers/models/auto as Python does, then add our configs to the table."""
 
     def exec_module(self, module) -> None:
         super().exec_module(module)

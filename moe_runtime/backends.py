@@ -147,10 +147,10 @@ foreign_experts: str | None = None
 
 @constant_in_graphs
 def portable() -> str | None:
-    """Return the experts implementation for a foreign runtime, "batched_mm" in torch.onnx.export;
-    None if torch runs the graph.
+    """Return the experts implementation for a foreign runtime, or None if torch runs the graph.
 
-    For a foreign runtime the ops trace their equations in plain torch, every expert on every token.
+    It is "batched_mm" in torch.onnx.export. For a foreign runtime the ops trace their equations in
+    plain torch, every expert on every token.
     """
     if not exporting():
         return None

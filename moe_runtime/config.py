@@ -123,11 +123,10 @@ def check_bool(name: str, value: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """Configuration of one Mixture-of-Experts layer. `num_experts` and `top_k` include the shared
-    expert, as in the XFT paper.
+    """Configuration of one MoE layer. `num_experts` and `top_k` include the shared expert.
 
-    The defaults are those of XFT for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token,
-    including the shared one.
+    The counts are those of the XFT paper. The defaults are those of XFT for DeepSeek-Coder-1.3B
+    (Sec. 4.1): 8 experts, 6 per token, including the shared one.
     """
 
     hidden_size: int
@@ -214,8 +213,9 @@ class MoEConfig:
 
 
 class Layer(NamedTuple):
-    """Sizes of one MoE layer; experts and slots include a shared expert, which is expert 0 and
-    processes every token.
+    """Sizes of one MoE layer; experts and slots include a shared expert, which is expert 0.
+
+    The shared expert processes every token.
     """
 
     hidden_size: int

@@ -28,12 +28,11 @@ from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 @torch.no_grad()
 def average_experts_(weight: Any, share: float) -> Tensor:
-    """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it. Not
-    differentiable.
+    """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it.
 
-    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks. Raises ValueError
-    for another share, experts that overlap in memory and stacks that DeepSpeed ZeRO-3 has
-    partitioned.
+    Not differentiable. `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks.
+    Raises ValueError for another share, experts that overlap in memory and stacks that DeepSpeed
+    ZeRO-3 has partitioned.
     """
     check_share(share)
     is_deepspeeds = getattr(weight, "ds_id", None) is not None

@@ -75,10 +75,10 @@ class FuserGate(nn.Module):
         return self
 
     def forward(self, hidden: Sequence[Tensor]) -> Tensor:
-        """Compute [..., S] from `hidden` S of [..., H_s] of any float dtype, not affected by
-        autocast.
+        """Compute [..., S] from `hidden` S of [..., H_s], not affected by autocast.
 
-        The weights are float32, and float64 with float64 parameters.
+        The states are of any float dtype. The weights are float32, and float64 with float64
+        parameters.
         """
         sizes = tuple(h.shape[-1] for h in hidden)
         if sizes != self.hidden_sizes:

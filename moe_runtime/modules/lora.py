@@ -20,9 +20,7 @@ TARGETS = ("gate_proj", "up_proj", "down_proj")
 
 
 class DrawnHalves(nn.ParameterDict):
-    """The a of each target, [E, r, in]; a separate class tells transformers how to
-    initialize it.
-    """
+    """The a of each target, [E, r, in]; a class of its own, which transformers initializes."""
 
 
 class ZeroHalves(nn.ParameterDict):
@@ -30,13 +28,12 @@ class ZeroHalves(nn.ParameterDict):
 
 
 class LoRAExperts(nn.Module):
-    """E low-rank experts over `base`, a gated MLP with the linear layers of TARGETS, which is
-    referenced and frozen.
+    """E low-rank experts over `base`, a gated MLP with the linear layers of TARGETS.
 
-    `lora_a[target]` [E, r, in] is initialized as in nn.Linear and `lora_b[target]` [E, r, out] to
-    zero, so that every expert starts as the base. The update is alpha / rank times b^T a. Its dtype
-    may differ from the base's, in which it computes. The base's weights are read directly and its
-    layers never called: each must be a plain nn.Linear.
+    The base is referenced and frozen. `lora_a[target]` [E, r, in] is initialized as in nn.Linear
+    and `lora_b[target]` [E, r, out] to zero, so that every expert starts as the base. The update is
+    alpha / rank times b^T a. Its dtype may differ from the base's, in which it computes. The base's
+    weights are read directly and its layers never called: each must be a plain nn.Linear.
     """
 
     def __init__(

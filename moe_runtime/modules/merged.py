@@ -81,11 +81,11 @@ class MergedMLP(nn.Module):
         return self.__dict__ | {"_mixture": None}
 
     def release(self) -> None:
-        """Free the cached mixture, which has the size of a dense MLP; the next forward pass
-        recomputes it.
+        """Free the cached mixture, which has the size of a dense MLP.
 
-        Call it after changing the experts without updating autograd's version counter, for example
-        by `weight.data.copy_()`. Changes of the mixing logits are always detected.
+        The next forward pass recomputes it. Call it after changing the experts without updating
+        autograd's version counter, for example by `weight.data.copy_()`. Changes of the mixing
+        logits are always detected.
         """
         self._mixture = None
 

@@ -25,9 +25,9 @@ def combine(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str | Non
     fits = y.dim() == 2 and topk_weight.dim() == 2
     fits = fits and y.shape[0] == topk_weight.numel() == slot_row.numel()
     if not fits or slot_row.dtype not in INTEGERS:
-        got = f"y is {kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
         raise ValueError(
-            f"Expected y [T * K, H], topk_weight [T, K] and slot_row [T * K] of integers, but {got}"
+            "Expected y [T * K, H], topk_weight [T, K] and slot_row [T * K] of integers, but y is "
+            f"{kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
         )
     topk_weight = topk_weight.to(wide_dtype(y.dtype))
     return torch.ops.moe_runtime.combine(

@@ -50,12 +50,11 @@ def route_forward(
     topk_idx: Tensor | None = None,
     block_count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Route `router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32;
-    `shared` is 0 or 1.
+    """Route `router_logits` [T, E], E >= 1 -> weights [T, top_k] float32, ids int32.
 
-    `topk_idx` [T, top_k] int32 are the ids if the caller has selected them. `block_count` of
-    `new_block_count` is filled with the number of slots of each block of tokens for each expert,
-    for `route_plan`.
+    `bias` is [E], `shared` 0 or 1. `topk_idx` [T, top_k] int32 are the ids if the caller has
+    selected them. `block_count` of `new_block_count` is filled with the number of slots of each
+    block of tokens for each expert, for `route_plan`.
     """
     T, E = router_logits.shape
     router_logits = _rows(router_logits)
@@ -86,9 +85,7 @@ def route_forward(
 
 
 def new_block_count(router_logits: Tensor, shared: int) -> Tensor:
-    """Return an uninitialized [blocks of tokens, E + shared] int32 for `route_forward` of these
-    logits.
-    """
+    """Return an uninitialized [blocks of tokens, E + shared] int32 for `route_forward`."""
     T, E = router_logits.shape
     return router_logits.new_empty(-(-T // block_tokens(T, E)), E + shared, dtype=torch.int32)
 
@@ -106,9 +103,7 @@ def route_backward(
     shared: int,
     is_forced: bool = False,
 ) -> Tensor:
-    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E],
-    in their dtype.
-    """
+    """Return the gradient of `router_logits` [T, E] in their dtype from `dweight` [T, K]."""
     T, E = router_logits.shape
     K = topk_idx.shape[1]
     router_logits = _rows(router_logits)
@@ -134,9 +129,7 @@ def route_backward(
 
 
 def dispatch_forward(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R],
-    slot_row [R], all int32.
-    """
+    """Sort the slots of `topk_idx` [T, K] of integers -> the four arrays of `Dispatch`."""
     return route_plan(topk_idx, num_experts)[:4]
 
 
@@ -148,8 +141,7 @@ def route_plan(
     block_count: Tensor | None = None,
     count_tokens: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute `dispatch_forward` and the `tile_map` of each of up to 4 `block_rows` in a single
-    launch.
+    """Compute `dispatch_forward` and up to 4 `tile_map`s, of `block_rows`, in a single launch.
 
     `block_count` [blocks, E] contains the counts of `route_forward` for these ids, `count_tokens`
     is the tokens of a block.
@@ -189,8 +181,7 @@ def route_plan(
 
 
 def tile_map(expert_offsets: Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> Tensor:
-    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its
-    expert's end row.
+    """Return [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
 
     Tiles are in row order; after the last one the expert is -1. No tile contains rows of experts
     below `first_expert`, or dropped rows.
@@ -207,11 +198,10 @@ def tile_map(expert_offsets: Tensor, R: int, BLOCK_M: int, first_expert: int = 0
 def merge_experts_forward(
     weight: Tensor, alpha: Tensor, out: Tensor | None = None, seen: Tensor | None = None
 ) -> Tensor:
-    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's
-    dtype unless given.
+    """Compute sum_e alpha[e] weight[e] -> `out` [...], in weight's dtype unless given.
 
-    With `seen` [E] float32 the kernel leaves `out` unchanged if alpha equals it, without
-    synchronizing with the host.
+    `weight` is [E, ...], `alpha` [E] float32. With `seen` [E] float32 the kernel leaves `out`
+    unchanged if alpha equals it, without synchronizing with the host.
     """
     weight, stride_e, P = _experts(weight)
     if out is None:
@@ -260,11 +250,10 @@ def merge_experts_backward_alpha(dout: Tensor, weight: Tensor) -> Tensor:
 def combine_forward(
     y: Tensor, topk_weight: Tensor, slot_row: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's
-    dtype.
+    """Sum each token's rows of `y` [R, H], times their weights -> [T, H] in y's dtype.
 
-    `num_rows` [1] int32 is read on the device: slots whose row is not below it contribute nothing,
-    whatever their values.
+    `topk_weight` is [T, K] float32, `slot_row` [R] or [T, K] of integers. `num_rows` [1] int32 is
+    read on the device: slots whose row is not below it contribute nothing, whatever their values.
     """
     T, K = topk_weight.shape
     H = y.shape[1]
@@ -292,9 +281,7 @@ def combine_forward(
 def combine_backward(
     dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of
-    `combine_forward`.
-    """
+    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]."""
     if dout.dtype != y.dtype:  # autograd passes y's dtype
         dy, dweight = combine_backward(dout.float(), y.float(), topk_weight, slot_row)
         return dy.to(y.dtype), dweight
@@ -333,9 +320,7 @@ def _dtype(tensor: Tensor) -> int:
 
 
 def _index(index: Tensor) -> tuple[Tensor, int]:
-    """Return `index` as contiguous int32 or int64, widened if narrower, and its item size
-    in bytes.
-    """
+    """Return `index` as contiguous int32 or int64, and its item size in bytes."""
     if index.dtype not in (torch.int32, torch.int64):
         index = index.int()
     return index.contiguous(), index.element_size()

@@ -37,9 +37,9 @@ def dispatch(topk_idx: Tensor, num_experts: int, backend: str | None = None) -> 
     Raises ValueError for a bad shape or dtype.
     """
     if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS or num_experts < 1:
-        got = f"topk_idx is {kind(topk_idx)}, num_experts is {num_experts}"
         raise ValueError(
-            f"Expected topk_idx [T, K] of integers and num_experts of at least 1, but {got}"
+            "Expected topk_idx [T, K] of integers and num_experts of at least 1, but topk_idx is "
+            f"{kind(topk_idx)}, num_experts is {num_experts}"
         )
     chosen = backends.pick("dispatch", topk_idx, backend, cuda_fits=cuda_kernels.fits(num_experts))
     if chosen == "cuda":

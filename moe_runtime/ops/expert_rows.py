@@ -57,15 +57,15 @@ def check_trained(
     ):
         fits = False
     if not fits:
-        wanted = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
+        expected = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
         if not is_mask:
-            wanted += ", and trained with it"
-        raise ValueError(f"Expected {wanted}, but trainable is {kind(trainable)}")
+            expected += ", and trained with it"
+        raise ValueError(f"Expected {expected}, but trainable is {kind(trainable)}")
     if trained is None:
         return
     if not matches(trained, (*trained.shape[:1], *stack.shape[1:]), stack):
-        wanted = f"[n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}"
-        raise ValueError(f"Expected {wanted}, but {name} is {kind(trained)}")
+        expected = f"[n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}"
+        raise ValueError(f"Expected {expected}, but {name} is {kind(trained)}")
     if stack.requires_grad:
         raise ValueError(
             f"The stack of {name} must be frozen, as only `trained` is trained, but it requires a "

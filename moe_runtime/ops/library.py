@@ -133,18 +133,14 @@ def inputs_of(op: str) -> Any:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype for `tensor`; None if autocast is off, and for float64, which it does
-    not change.
-    """
+    """Return autocast's dtype for `tensor`; None if autocast is off, and for float64."""
     device = tensor.device.type
     on = device != "meta" and tensor.dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32, or float64 of float64: torch.promote_types(dtype, float32), which would be a
-    node of exported graphs.
-    """
+    """Return float32, or float64 of float64; unlike torch.promote_types it is no graph node."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

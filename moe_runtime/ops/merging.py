@@ -34,11 +34,10 @@ from moe_runtime.ops.workspace import scratch
 
 
 def mixing(logits: Tensor, shared_rate: float | None) -> Tensor:
-    """Compute Eq. (5): `logits` [E - 1] of the routed experts -> alpha [E] float32 (or float64),
-    shared expert first, sum 1.
+    """Compute Eq. (5): `logits` [E - 1] -> alpha [E] float32 or float64, shared expert first.
 
-    shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises ValueError for a
-    rate outside 0..1.
+    alpha sums to 1. shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises
+    ValueError for a rate outside 0..1.
     """
     if logits.dim() != 1:
         raise ValueError(
@@ -54,9 +53,7 @@ def mixing(logits: Tensor, shared_rate: float | None) -> Tensor:
 
 
 def soup_logits(num_experts: int, shared_rate: float) -> Tensor:
-    """Return logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...], to
-    initialize a learned soup.
-    """
+    """Return logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...]."""
     if num_experts == 1:
         return torch.zeros(1)
     rest = (1 - shared_rate) / (num_experts - 1)
@@ -70,8 +67,9 @@ def uniform_mixture(num_experts: int, device: torch.device | None = None) -> Ten
 
 
 def init_mixture(config: MoEConfig, shared_rate: float) -> Tensor:
-    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs
-    a shared expert.
+    """Return alpha [E] before training: [shared_rate, (1 - shared_rate) / (E - 1), ...].
+
+    Raises ValueError for a gate without a shared expert.
     """
     if not config.has_shared_expert:
         raise ValueError(
@@ -81,8 +79,9 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> Tensor:
 
 
 def check_mixture(alpha: Tensor, place: str) -> Tensor:
-    """Return the learned coefficients `alpha` [E]; raises a ValueError that names the layer if any
-    is not finite.
+    """Return the coefficients `alpha` [E] of a layer; raises ValueError unless all are finite.
+
+    The message names the layer.
     """
     if not alpha.isfinite().all():
         raise ValueError(
@@ -201,13 +200,12 @@ def merged_linear(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute x merged^T + bias [..., out] of `x` [..., in], experts `weight` [E, out, in] and
-    `alpha` [E].
+    """Compute x W^T + bias [..., out] of `x` [..., in] with W merged from `weight` [E, out, in].
 
-    `merged` [out, in] is the detached result of `merge_experts(weight, alpha)` in x's dtype
-    (autocast's under autocast); None merges here. Differentiable in x, alpha and `bias` [out], and
-    in `weight` if it requires a gradient, which materializes dW. Supports autocast as F.linear
-    does. Raises ValueError for mismatched shapes and dtypes.
+    `alpha` is [E]. `merged` [out, in] is the detached result of `merge_experts(weight, alpha)` in
+    x's dtype (autocast's under autocast); None merges here. Differentiable in x, alpha and `bias`
+    [out], and in `weight` if it requires a gradient, which materializes dW. Supports autocast as
+    F.linear does. Raises ValueError for mismatched shapes and dtypes.
     """
     _check_linear(x, weight, alpha, merged, bias)
     if (torch.is_grad_enabled() and weight.requires_grad) or backends.portable() is not None:
@@ -230,9 +228,9 @@ def _check_linear(
 ) -> None:
     fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
     if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
-        got = f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
         raise ValueError(
-            f"Expected x [..., in], weight [E, out, in] and alpha [E] with E >= 1, but {got}"
+            "Expected x [..., in], weight [E, out, in] and alpha [E] with E >= 1, but x is "
+            f"{tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
         )
     if merged is not None and merged.requires_grad:
         raise ValueError(

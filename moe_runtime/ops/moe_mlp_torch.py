@@ -307,17 +307,17 @@ def activate_backward(
         gate, up = activation.split(z[rows])
         dgate, dup = activation.split(dz[rows])
         gate = gate.to(wide)
-        if activation.interleaved:
-            gate = gate.contiguous()
+        if up is not None:
+            up = up.to(wide)
+            if activation.interleaved:
+                gate = gate.contiguous()
+                up = up.contiguous()
         grad = dh[rows].to(wide)
         w = weight[rows, None]
         below = activation.below(gate)
         h = act(below)
         value = h
         if up is not None:
-            up = up.to(wide)
-            if activation.interleaved:
-                up = up.contiguous()
             factor = activation.shifted(up)
             value = torch.mul(h, factor)
         torch.sum(value * grad, 1, out=dweight[rows])

@@ -23,7 +23,7 @@ from tests.support.cuda_build import cubins, needs_nvcc
 ROOT = Path(__file__).resolve().parents[1]
 SITE = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
 IGNORED = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info", "runs", ".*")
-WHEEL_BUDGET = 1_010_000  # bytes
+WHEEL_BUDGET = 838_000  # bytes; 812,892 when papers/ left it
 CUDA_WHEEL_BUDGET = 3_000_000
 
 LINKED = ("bench", "kernels")  # folders at the root that the package reaches by symlinks

@@ -186,10 +186,10 @@ def test_a_rerun_resumes_after_a_crash(home, adapter, tmp_path, monkeypatch):
 
 def test_a_warning_if_p_is_not_reached(home, tmp_path):
     line = f"select --summary {home}/made/summary.json --out {tmp_path}"
-    assert "warning" not in succeed(f"{line}/some.json --p 0.1")
+    assert "warning: " not in succeed(f"{line}/some.json --p 0.1")
     output = succeed(f"{line}/all.json --p 1.0")
     assert "warning: p is 1.0, but the scores sum to only" in output
-    assert "warning" not in succeed(f"{line}/share.json --p 1.0 --variant normalized")
+    assert "warning: " not in succeed(f"{line}/share.json --p 1.0 --variant normalized")
 
 
 def test_a_selection_of_another_model_is_refused_before_training(home, tmp_path):

@@ -117,10 +117,6 @@ class Stages(KeptStages):
             "scores", f"scores of {task}", settings, [base], make, holds="seen", result=Scored
         )
 
-    def base_model(self):
-        """Load the base."""
-        return self._load(self.base().folder)
-
     def selection(self, task: str, score: str, **flags) -> esft.ExpertSelection:
         """Return the experts of a task that reach the recipe's p; `flags` are ExpertSelection's."""
         p = getattr(self.recipe.p, score)

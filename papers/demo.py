@@ -1,5 +1,4 @@
-"""XFT end to end on real text, in minutes on two cores: the code of `python -m papers demo` and `make
-demo`.
+"""XFT end to end on real text, in minutes on two cores: the code of `python -m papers demo`.
 
     standard library's source, documentation, sums -> tokenizer, base model
     few examples of each                           -> SFT, and XFT: upcycle -> tune -> learn mixing

@@ -1,4 +1,4 @@
-"""Commands of this package, made as those of `moe_runtime.cli` are, under another program's name."""
+"""Commands of this package, made like those of `moe_runtime.cli`."""
 
 import functools
 from pathlib import Path

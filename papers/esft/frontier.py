@@ -5,7 +5,8 @@ Each method is tuned on the task's rows alone, at several learning rates, and ev
 way. At point i its task loss is t_i and the loss of general row r is g_i[r]. Where the task loss
 first reaches t, `depth` below the base's, row r has loss
 
-    g[r] = (1 - w) g_{i-1}[r] + w g_i[r]      w = (t_{i-1} - t) / (t_{i-1} - t_i),  t_{i-1} > t >= t_i
+    g[r] = (1 - w) g_{i-1}[r] + w g_i[r]
+    w = (t_{i-1} - t) / (t_{i-1} - t_i),  t_{i-1} > t >= t_i
 
 All runs take the same number of steps. For each depth, validation rows choose among a method's
 rates that reach it with every seed; the table, its significance tests and the picture use held-out

@@ -395,15 +395,15 @@ def run(
     tuned = {}
     for task in recipe.tasks:
         tuned[task] = stages.esft(task, stages.selection(task, recipe.score))
-    stages.say(
-        f"{'task':16s}{'base':>9s}{'tuned':>9s}{'general':>9s}{'then':>9s}{'trained':>14s}{'of all':>8s}{'train s':>9s}"
-    )
+    heads = ("base", "tuned", "general", "then")
+    listed = "".join(f"{head:>9s}" for head in heads)
+    stages.say(f"{'task':16s}{listed}{'trained':>14s}{'of all':>8s}{'train s':>9s}")
     for task, one in tuned.items():
-        losses = f"{base.tasks[task].loss:9.4f}{one.loss:9.4f}{base.general_loss:9.4f}{one.general_loss:9.4f}"
+        losses = f"{base.tasks[task].loss:9.4f}{one.loss:9.4f}"
+        losses += f"{base.general_loss:9.4f}{one.general_loss:9.4f}"
         share = one.trained_parameters / one.parameters
-        stages.say(
-            f"{task:16s}{losses}{one.trained_parameters:14,}{share:8.1%}{one.total_seconds:9.0f}"
-        )
+        costs = f"{one.trained_parameters:14,}{share:8.1%}{one.total_seconds:9.0f}"
+        stages.say(f"{task:16s}{losses}{costs}")
     for task, one in tuned.items():
         stages.say(f"the adapter of {task}: {one.folder}; its base: {base.folder}")
     return [base, *tuned.values()]

@@ -341,7 +341,10 @@ def verdict(results: dict) -> str:
         losses[row["model"]] = row["loss"]
     merged = losses["merged"]
     best = results["best_sft"]
-    rates = [name for name in losses if name.startswith("SFT")]
+    rates = []
+    for name in losses:
+        if name.startswith("SFT"):
+            rates.append(name)
     lower = sum(losses[name] > merged for name in rates)
     equal = losses[rates[RATES.index(1.0)]] - merged
     return (

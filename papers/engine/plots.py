@@ -299,7 +299,10 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
     reference = report.entry(report.reference)
     axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
     near = _near({entry.name: entry.loss for entry in entries}, reference.name)
-    shown = [entry for entry in entries if entry.name in near]
+    shown = []
+    for entry in entries:
+        if entry.name in near:
+            shown.append(entry)
     values = []
     for entry in shown:
         values.extend((*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry)))
@@ -431,7 +434,9 @@ def curves(report):
         if entry.results[0].history:
             watched.append(entry)
     for entry, (colour, marker) in zip(watched, cycle(len(watched))):
-        ways = [result.history for result in entry.results]
+        ways = []
+        for result in entry.results:
+            ways.append(result.history)
         for way in ways:
             axes.plot(*zip(*way, strict=True), color=colour, alpha=0.35, linewidth=0.8)
         steps, points = zip(

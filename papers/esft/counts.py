@@ -166,7 +166,10 @@ class Study(Finding):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        return [tuple(map(str, row)) for row in self.table[1:]]
+        rows = []
+        for row in self.table[1:]:
+            rows.append(tuple(map(str, row)))
+        return rows
 
     def legend(self) -> str:
         """Return what the table's numbers are."""

@@ -149,7 +149,9 @@ def _pair(row: dict, chat: bool) -> dict | None:
     except ValueError:
         return None
     if "messages" in found:
-        texts = [turn["content"] for turn in found["messages"]]
+        texts = []
+        for turn in found["messages"]:
+            texts.append(turn["content"])
         question, answer = texts if len(texts) == 2 else (None, None)
     else:
         question = found.get("prompt")
@@ -518,7 +520,9 @@ def _configured(asked: Asked, choices: Choices):
     ids = []
     for i, row in enumerate(asked.rows):
         ids.append(str(row.get("task_id", row.get("idx", i))))
-    problems = [{"id": i} | row for i, row in zip(ids, rows)]
+    problems = []
+    for i, row in zip(ids, rows):
+        problems.append({"id": i} | row)
     shown_ones = problems[:shots]
     problems = problems[shots:]
     if choices.chat and "prefix" not in rows[0]:

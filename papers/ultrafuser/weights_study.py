@@ -168,13 +168,17 @@ def measure(process, rows: int | None) -> dict:
         means.append([])
         by_row.append([])
         for domain, chosen in places.items():
-            of_domain = [weights[place] for place in chosen]
+            of_domain = []
+            for place in chosen:
+                of_domain.append(weights[place])
             all_tokens = list(itertools.chain(*of_domain))
             tokens[domain] = len(all_tokens)
             means[-1].append(_mean(all_tokens))
             by_row[-1].append([_mean(row) for row in of_domain])
         folders.append("/".join(fused.folder.parts[-2:]))
-    specialists = {recipe.domain_of(name): name for name in recipe.specialists}
+    specialists = {}
+    for name in recipe.specialists:
+        specialists[recipe.domain_of(name)] = name
     return {
         "domains": {domain: specialists.get(domain) for domain in places},
         "specialists": first.names,

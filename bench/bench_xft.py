@@ -53,7 +53,9 @@ class Tuned:
         ).train()
         xft.upcycle(self.model, num_experts=size.E, top_k=size.K)
         self.ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
-        moes = [layer.mlp for layer in self.model.model.layers]
+        moes = []
+        for layer in self.model.model.layers:
+            moes.append(layer.mlp)
         for parameter in (p for moe in moes for p in moe.experts.parameters()):
             nn.init.normal_(parameter, 0.0, 0.02)  # or all experts were the same
         self.blocks = {

@@ -252,7 +252,9 @@ def text(found: Comparison) -> str:
     kinds = []
     for kind, variant, count, *ratios in by_kind(found):
         kinds.append([kind, variant, str(count), *(f"{ratio:.3f}" for ratio in ratios)])
-    lines = [f"warning: {warning}" for warning in found.warnings]
+    lines = []
+    for warning in found.warnings:
+        lines.append(f"warning: {warning}")
     heads = ["benchmark", "variant", "A ms", "B ms", "B / A", "noise", ""]
     lines += ["", markdown(heads, rows)]
     heads = ["kind", "variant", "benchmarks", "least B / A", "median", "most"]

@@ -114,7 +114,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
     # run first on a GPU, since a run may be cut short
-    wanted = {name for goal in GOALS for name in goal.benchmarks}
+    wanted = set()
+    for goal in GOALS:
+        for name in goal.benchmarks:
+            wanted.add(name)
     items.sort(key=lambda item: item.name not in wanted)
     if chosen := _chosen(config):  # all functions of a shape before the next one's
         items.sort(key=lambda item: _place(item, chosen))

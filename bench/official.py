@@ -1,7 +1,7 @@
 """An XFT layer as the released code computes it (ise-uiuc/xft, commit 4c5e439), step by step, in
 our own words.
 
-    logits = router(x)                                       sorted twice: the best k + 1, then all of them
+    logits = router(x)                                       sorted: the best k + 1, then all
     p = softmax of all logits, s = its k best                rounded to x's dtype
     weights = [softmax(s) s_1, 1 - s_1]                      Eq. (2), rounded to x's dtype
     slots sorted by expert, x gathered, three linears per expert, results joined, weighted, added up

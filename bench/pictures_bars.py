@@ -427,7 +427,9 @@ def breakdown(benches: list[Bench]):
             found.append(bench)
     if not found:
         return None
-    heights = [bars_height(len(parts(bench))) for bench in found]
+    heights = []
+    for bench in found:
+        heights.append(bars_height(len(parts(bench))))
     figure, all_axes = grid("Where the time of a training step goes", found, heights, 1)
     for axes, bench in zip(all_axes, found):
         _stack(axes, bench)
@@ -446,7 +448,9 @@ def parts(bench: Bench) -> dict[str, dict[str, float]]:
     """Return {implementation: {part: ms}}: the shared parts, measured once, and the
     implementation's experts.
     """
-    ms = {name: row["ms"] for name, row in bench.rows.items()}
+    ms = {}
+    for name, row in bench.rows.items():
+        ms[name] = row["ms"]
     shared = {part: ms[part] for part in SHARED if part in ms}
     found: dict[str, dict[str, float]] = {}
     for name, value in ms.items():

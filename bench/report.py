@@ -73,7 +73,9 @@ def cpu_table(rows: dict) -> str:
         for other in variants[1:]:
             is_measured = (name, other) in rows
             cells.append(f"{rows[name, other]['ms'] / ours:.2f}" if is_measured else "-")
-    heads = [variant.removesuffix(" (floor)") for variant in variants]
+    heads = []
+    for variant in variants:
+        heads.append(variant.removesuffix(" (floor)"))
     return markdown(["shape", "dtype", "pass", *heads], lines.values())
 
 
@@ -92,7 +94,8 @@ def steps_table(rows: dict) -> str:
         for dtype in ("fp32", "bf16"):
             name = f"{function}[tiny-Qwen3-MoE-{dtype}]"
             cells = [f"{rows[name, VARIANTS[0]]['ms']:.0f} ms"]
-            cells += [f"{rows[name, other]['ratio']:.2f}" for other in VARIANTS[1:]]
+            for other in VARIANTS[1:]:
+                cells.append(f"{rows[name, other]['ratio']:.2f}")
             lines.append([what, dtype, *cells])
     return markdown(["tiny Qwen3-MoE", "dtype", *VARIANTS], lines)
 
@@ -127,7 +130,9 @@ def _table(function: str, benches: dict[str, dict]) -> str:
         for variant, row in rows.items():
             cells[name, variant] = described.cell(row)
             variants[variant] = None
-    short = {name: name.partition("[")[2].rstrip("]") or "all" for name in benches}
+    short = {}
+    for name in benches:
+        short[name] = name.partition("[")[2].rstrip("]") or "all"
     lines = []
     if len(variants) <= max(len(benches), 4):
         for name in benches:
@@ -190,7 +195,10 @@ def outcomes(paths: list[Path]) -> str:
     """Return how many tests passed, and which failed and why, of files that
     tests/support/outcomes.py wrote into too.
     """
-    last = {line["name"]: line for line in _lines(paths) if "outcome" in line}
+    last = {}
+    for line in _lines(paths):
+        if "outcome" in line:
+            last[line["name"]] = line
     if not last:
         return ""
     counts = Counter(line["outcome"] for line in last.values())
@@ -215,7 +223,10 @@ def text(paths: list[Path]) -> str:
         with contextlib.suppress(KeyError):  # of what was not measured, or is a GPU's
             parts.append(table(rows))
     names = {name for name, _ in rows}
-    asked = [goal for goal in _goals(paths) if not names.isdisjoint(goal.benchmarks)]
+    asked = []
+    for goal in _goals(paths):
+        if not names.isdisjoint(goal.benchmarks):
+            asked.append(goal)
     if asked:
         parts.append(goals(rows, asked).strip())
     parts.append(tables(paths).strip())
@@ -260,7 +271,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return
     if options.out:
-        measured = [{"name": name, "extra_info": info} for name, info in _infos(options.files)]
+        measured = []
+        for name, info in _infos(options.files):
+            measured.append({"name": name, "extra_info": info})
         atomic_write_json(options.out, {"benchmarks": measured})
     if options.goals:
         print(goals_of(options.files))

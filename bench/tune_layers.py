@@ -30,7 +30,9 @@ def main(arguments: list[str]) -> int:
     names = list(known) if given.shape == "all" else given.shape.split(",")
     for name in names:
         check_choice("shape", name, (*known, "all"))
-    layers = {known[name]: LAYERS[known[name]] for name in names}
+    layers = {}
+    for name in names:
+        layers[known[name]] = LAYERS[known[name]]
     try:
         for step in tune.tune(
             layers,

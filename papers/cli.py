@@ -1,4 +1,7 @@
-"""The commands of the laboratory: `python -m papers ...`; they import lazily."""
+"""The commands of the laboratory: `python -m papers ...`.
+
+They import lazily, so that --help is fast.
+"""
 
 import importlib
 from pathlib import Path

@@ -79,11 +79,7 @@ TABLES = {
             ".1 .3 1 --preset frontier",
             {"factors": Factors, "depths": Depths},
         ),
-        Table(
-            "counts",
-            "Show the experts that each task's selection trains, and where in text (Figures 2, 4 "
-            "and 9).",
-        ),
+        Table("counts", "Show the experts that each task's selection trains (Figures 2 and 4)."),
     ),
     "upit": (
         Table(
@@ -106,8 +102,7 @@ TABLES = {
         ),
         Table(
             "weights",
-            "Show the gate's weights by domain, as a map and token by token on a page (Table 6, "
-            "Figures 6 to 8).",
+            "Show the gate's weights by domain (Table 6, Figure 6).",
             "--rows 100",
             {"rows": Rows},
         ),

@@ -1,5 +1,4 @@
-"""XFT end to end on real text, in minutes on two cores: the code of `python -m papers demo` and `make
-demo`.
+"""XFT end to end on real text, in minutes on two cores: the code of `python -m papers demo`.
 
     standard library's source, documentation, sums -> tokenizer, base model
     few examples of each                           -> SFT, and XFT: upcycle -> tune -> learn mixing
@@ -342,7 +341,10 @@ def verdict(results: dict) -> str:
         losses[row["model"]] = row["loss"]
     merged = losses["merged"]
     best = results["best_sft"]
-    rates = [name for name in losses if name.startswith("SFT")]
+    rates = []
+    for name in losses:
+        if name.startswith("SFT"):
+            rates.append(name)
     lower = sum(losses[name] > merged for name in rates)
     equal = losses[rates[RATES.index(1.0)]] - merged
     return (

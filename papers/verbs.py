@@ -1,4 +1,4 @@
-"""Commands of this package, made as those of `moe_runtime.cli` are, under another name."""
+"""Commands of this package, made like those of `moe_runtime.cli`."""
 
 import functools
 from pathlib import Path
@@ -17,4 +17,7 @@ def recipes(method: str | None = None) -> list[str]:
     paths = sorted(FOLDER.glob(f"{method or '*'}/recipes/*.yaml"))
     if method is not None:
         return [path.stem for path in paths]
-    return [f"{path.parts[-3]}/{path.stem}" for path in paths]
+    recipes = []
+    for path in paths:
+        recipes.append(f"{path.parts[-3]}/{path.stem}")
+    return recipes

@@ -102,7 +102,10 @@ def compare(
             f"{weight.shape}"
         )
     weight = weight / weight.mean()
-    names = [name for name in losses if name != reference]
+    names = []
+    for name in losses:
+        if name != reference:
+            names.append(name)
     found = []
     for name in names:
         found.append(_difference(weight, arrays[name], arrays[reference], level))
@@ -131,7 +134,9 @@ def holm(p: Sequence[float]) -> list[float]:
     """Correct one family of p-values by Holm's step-down: sorted p_(i) times m - i + 1, made
     monotone; NaN counts as 1.
     """
-    filled = [1.0 if math.isnan(value) else value for value in p]
+    filled = []
+    for value in p:
+        filled.append(1.0 if math.isnan(value) else value)
     corrected = [0.0] * len(filled)
     largest = 0.0
     for rank, i in enumerate(sorted(range(len(filled)), key=filled.__getitem__)):

@@ -103,7 +103,9 @@ class DomainReport(Report):
     def of_domains(self) -> dict[str, Report]:
         """Return the same table for each domain."""
         names = ("command", "title", "source", "settings", "seeds", "reference")
-        shared = {name: getattr(self, name) for name in names}
+        shared = {}
+        for name in names:
+            shared[name] = getattr(self, name)
         tables = {}
         for domain in self.domains:
             tables[domain] = Report(
@@ -417,7 +419,9 @@ def _bars(axes, results: Sequence, layer: int) -> None:
     """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a
     line.
     """
-    by_seed = [shares(result.counts) for result in results]
+    by_seed = []
+    for result in results:
+        by_seed.append(shares(result.counts))
     means = {}
     for name in by_seed[0]:
         means[name] = torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()

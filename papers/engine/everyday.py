@@ -24,28 +24,100 @@ from moe_runtime.io.files import atomic_folder
 from papers.engine.corpora import Pairs, domain_rows, standard_library_pairs
 from papers.engine.sums import NAMES, THINGS
 
-# the last wording of each line is held out
+# wordings to train on, and held-out ones
 INTENTS = {
-    "set_alarm": """Wake me up at {time} on {day}. | I have to be up by {time}. | Set an alarm for {time}. | Ring at {time}.
-        Make sure I do not sleep past {time}. | Please get me out of bed on {day} at {time}. | Alarm at {time}, please.""",
-    "set_timer": """Count down {number} minutes. | Tell me when {number} minutes are over. | Start a timer of {number} minutes.
-        The eggs need {number} minutes, let me know. | {number} minutes from now, beep. | Timer, {number} minutes.""",
-    "get_weather": """Will it rain in {city} on {day}? | How cold is it in {city}? | The forecast for {city}, please.
-        What is the weather like in {city}? | Is the sun out in {city}? | Do I need an umbrella in {city}?""",
-    "send_message": """Text {name} that I am late. | Let {name} know that I got the {thing}. | Message {name}: {day} is fine.
-        Write to {name}: see you on {day}. | Tell {name} I come at {time}. | Send {name} a note about the {thing}.""",
-    "make_call": """Call {name}. | Ring {name} up, please. | I want to talk to {name} on the phone. | Dial the number of {name}.
-        Give {name} a ring on {day}. | Phone {name} for me. | Get {name} on the line.""",
-    "play_music": """Play some jazz. | Put on the new album of {name}. | Music for {number} minutes, please.
-        Turn on my {day} playlist. | Let us listen to something by {name}. | I would like to hear a song about {city}.""",
-    "book_table": """A table for {number} on {day}, please. | We want to eat out at {time}. | Book dinner for {number}.
-        Reserve at {time}. | Find us a restaurant in {city}. | Get {name} and me a table for {day}.""",
-    "order_item": """Buy {number} {thing}. | Order {thing} for {name}. | Get me {number} {thing} by {day}.
-        We are out of {thing}, get more. | I need {number} {thing} delivered. | Put {thing} into my basket.""",
-    "find_route": """How do I get to {city}? | Show me the way to {city}. | Take me to {city} by {time}.
-        What is the fastest road to {city}? | Which train goes to {city} on {day}? | Directions to {city}, please.""",
-    "add_note": """Write down that {name} has my {thing}. | Note: {number} {thing}. | Save this for later: {city}, {day}.
-        Remember that the {thing} are in {city}. | Put it on my list that {name} likes {thing}. | Note that {day} is free.""",
+    "set_alarm": (
+        (
+            "Wake me up at {time} on {day}.",
+            "I have to be up by {time}.",
+            "Set an alarm for {time}.",
+            "Make sure I do not sleep past {time}.",
+            "Please get me out of bed on {day} at {time}.",
+        ),
+        ("Ring at {time}.", "Alarm at {time}, please."),
+    ),
+    "set_timer": (
+        (
+            "Count down {number} minutes.",
+            "Tell me when {number} minutes are over.",
+            "The eggs need {number} minutes, let me know.",
+            "{number} minutes from now, beep.",
+        ),
+        ("Start a timer of {number} minutes.", "Timer, {number} minutes."),
+    ),
+    "get_weather": (
+        (
+            "Will it rain in {city} on {day}?",
+            "How cold is it in {city}?",
+            "What is the weather like in {city}?",
+            "Is the sun out in {city}?",
+        ),
+        ("The forecast for {city}, please.", "Do I need an umbrella in {city}?"),
+    ),
+    "send_message": (
+        (
+            "Text {name} that I am late.",
+            "Let {name} know that I got the {thing}.",
+            "Write to {name}: see you on {day}.",
+            "Tell {name} I come at {time}.",
+        ),
+        ("Message {name}: {day} is fine.", "Send {name} a note about the {thing}."),
+    ),
+    "make_call": (
+        (
+            "Call {name}.",
+            "Ring {name} up, please.",
+            "I want to talk to {name} on the phone.",
+            "Give {name} a ring on {day}.",
+            "Phone {name} for me.",
+        ),
+        ("Dial the number of {name}.", "Get {name} on the line."),
+    ),
+    "play_music": (
+        (
+            "Play some jazz.",
+            "Put on the new album of {name}.",
+            "Turn on my {day} playlist.",
+            "Let us listen to something by {name}.",
+        ),
+        ("Music for {number} minutes, please.", "I would like to hear a song about {city}."),
+    ),
+    "book_table": (
+        (
+            "A table for {number} on {day}, please.",
+            "We want to eat out at {time}.",
+            "Reserve at {time}.",
+            "Find us a restaurant in {city}.",
+        ),
+        ("Book dinner for {number}.", "Get {name} and me a table for {day}."),
+    ),
+    "order_item": (
+        (
+            "Buy {number} {thing}.",
+            "Order {thing} for {name}.",
+            "We are out of {thing}, get more.",
+            "I need {number} {thing} delivered.",
+        ),
+        ("Get me {number} {thing} by {day}.", "Put {thing} into my basket."),
+    ),
+    "find_route": (
+        (
+            "How do I get to {city}?",
+            "Show me the way to {city}.",
+            "What is the fastest road to {city}?",
+            "Which train goes to {city} on {day}?",
+        ),
+        ("Take me to {city} by {time}.", "Directions to {city}, please."),
+    ),
+    "add_note": (
+        (
+            "Write down that {name} has my {thing}.",
+            "Note: {number} {thing}.",
+            "Remember that the {thing} are in {city}.",
+            "Put it on my list that {name} likes {thing}.",
+        ),
+        ("Save this for later: {city}, {day}.", "Note that {day} is free."),
+    ),
 }
 # the last four are held out
 SENTENCES = (
@@ -78,12 +150,7 @@ LONGEST = 160  # characters of a function's prompt
 def _intents(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
     while True:
         label = generator.choice(list(INTENTS))
-        lines = []
-        for line in INTENTS[label].splitlines():
-            lines.append(line.split(" | "))
-        wording = generator.choice(
-            [w.strip() for line in lines for w in (line[-1:] if is_held_out else line[:-1])]
-        )
+        wording = generator.choice(INTENTS[label][is_held_out])
         yield f"What is the intent of this request?\n{_filled(wording, generator)[0]}", label
 
 

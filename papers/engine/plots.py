@@ -1,12 +1,10 @@
-"""One style for all pictures, the tables' figures with error bars over seeds, and HTML pages of
-coloured tokens.
+"""One style for all pictures, and the tables' figures with error bars over seeds.
 
 Colours have a contrast of at least 3 on white and on the dark ground that an SVG takes where the
 reader's pages are dark, and are told apart without colour vision; markers and names say the same. A
 picture of a run that only checks that everything works says so across its middle.
 """
 
-import html
 import importlib
 import itertools
 import math
@@ -301,7 +299,10 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
     reference = report.entry(report.reference)
     axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
     near = _near({entry.name: entry.loss for entry in entries}, reference.name)
-    shown = [entry for entry in entries if entry.name in near]
+    shown = []
+    for entry in entries:
+        if entry.name in near:
+            shown.append(entry)
     values = []
     for entry in shown:
         values.extend((*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry)))
@@ -433,7 +434,9 @@ def curves(report):
         if entry.results[0].history:
             watched.append(entry)
     for entry, (colour, marker) in zip(watched, cycle(len(watched))):
-        ways = [result.history for result in entry.results]
+        ways = []
+        for result in entry.results:
+            ways.append(result.history)
         for way in ways:
             axes.plot(*zip(*way, strict=True), color=colour, alpha=0.35, linewidth=0.8)
         steps, points = zip(
@@ -497,74 +500,3 @@ def _seeds(report) -> str:
 def _bars(report, deviations) -> list[float] | None:
     """Return error bars; None where one seed has no deviation."""
     return [*deviations] if len(report.seeds) > 1 else None
-
-
-_STYLE = """\
-:root {{ color-scheme: light dark; --page: #ffffff; --text: #1b1b1b; --soft: #5a5a5a; --line: #d8d8d8; {light} }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --page: #16181b; --text: #f0f0f0; --soft: #a8a8a8; --line: #3a3d42; {dark} }}
-}}
-body {{ margin: 2rem auto; max-width: 60rem; padding: 0 1rem; background: var(--page); color: var(--text);
-  font: 1rem/1.7 system-ui, sans-serif; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-p.note, p.mean {{ color: var(--soft); font-size: 0.875rem; }}
-pre {{ border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.8rem 1rem; white-space: pre-wrap;
-  overflow-wrap: anywhere; font: 0.95rem/1.8 ui-monospace, monospace; }}
-span[style] {{ background: {background}; border-radius: 0.15rem;
-  print-color-adjust: exact; }}
-"""
-_PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="note">{note}</p>
-<p class="note">{scale}</p>
-{sections}
-</body>
-</html>
-"""
-
-
-def page(
-    title: str, note: str, scale: str, sections: str, *, light: str, dark: str, background: str
-) -> str:
-    """Return an HTML page; `title` and `note` are text, `scale` and `sections` HTML, `light`,
-    `dark`, `background` CSS.
-    """
-    style = _STYLE.format(light=light, dark=dark, background=background)
-    return _PAGE.format(
-        title=html.escape(title),
-        style=style,
-        note=html.escape(note),
-        scale=scale,
-        sections=sections,
-    )
-
-
-def section(name: str, blocks: Sequence[str]) -> str:
-    """Return HTML blocks under a heading."""
-    return f"<section>\n<h2>{html.escape(name)}</h2>\n" + "\n".join(blocks) + "\n</section>"
-
-
-def block(tokens: str, said: str) -> str:
-    """Return HTML tokens and a line of text below."""
-    return f'<pre>\n{tokens}</pre>\n<p class="mean">{html.escape(said, quote=False)}</p>'
-
-
-def token(piece: str, style: str, said: str = "") -> str:
-    """Return a token with a CSS `style` and the tooltip `said`."""
-    title = f' title="{html.escape(said)}"' if said else ""
-    # a browser takes a lone carriage return and control characters for errors
-    clean = "".join(
-        c if c in "\n\t" or c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for c in piece
-    )
-    return f'<span style="{style}"{title}>{html.escape(clean)}</span>'

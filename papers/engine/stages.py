@@ -455,7 +455,9 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
             first = min(domain.validation_rows, len(judging) - 1)
             found[f"{name}-held_out"] = judging.select(range(first, len(judging)))
             found[f"{name}-validation"] = judging.select(range(first))
-    prompts = [domain.prompt for domain in domains.values()]
+    prompts = []
+    for domain in domains.values():
+        prompts.append(domain.prompt)
     if "chat" in prompts:
         tokenizer.chat_template = own
     else:

@@ -58,7 +58,9 @@ class Entry:
         """Share of the held-out examples with an exact match, mean over the seeds; None if a seed
         did not record it.
         """
-        rates = [exact_match(result) for result in self.results]
+        rates = []
+        for result in self.results:
+            rates.append(exact_match(result))
         return None if None in rates else statistics.fmean(rates)
 
     @property
@@ -208,7 +210,10 @@ class Report(Finding):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        return [self._row(entry) for entry in self.entries]
+        rows = []
+        for entry in self.entries:
+            rows.append(self._row(entry))
+        return rows
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         one = self.comparison(entry.name)

@@ -1,24 +1,115 @@
 """The experts that each task trains, found by running the base alone: nothing is tuned.
 
-counts    experts by layer, how gate values concentrate on few experts, and a page with held-out
-          text, each token coloured by the share of its experts that train    Figures 4, 2 and 9
-
-The analyses are in `analyses`; the pictures are here.
+gate mass    c_r = sum of the r largest shares g_e / sum_e g_e of a layer    ESFT, Fig. 2
+counts       experts that a selection trains, by layer                       ESFT, Fig. 4
 """
 
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from moe_runtime.methods.esft.selection import SCORES
+from moe_runtime.config import check_positive
+from moe_runtime.methods.esft.scores import ExpertScores
+from moe_runtime.methods.esft.selection import SCORES, ExpertSelection
 from papers.engine import plots
 from papers.engine.plots import GREY, cycle
 from papers.engine.tables import Command, Finding, Run, finite
-from papers.esft import analyses
-from papers.esft.analyses import ExpertCounts, GateMass
-from papers.esft.study import Stages
 
 
-def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a layer"):
+class _Plain:
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateMass(_Plain):
+    """The share of a layer's gate values on its r best experts, r = 1, 2, ...: mean and standard
+    deviation over the layers.
+    """
+
+    tasks: Sequence[str]
+    share: Sequence[Sequence[float]]  # [tasks][R], of the expert of each rank alone
+    cumulative: Sequence[Sequence[float]]  # [tasks][R]
+    share_sd: Sequence[Sequence[float]]
+    cumulative_sd: Sequence[Sequence[float]]
+
+    def experts_for(self, mass: float) -> list[int]:
+        """Return how many experts per task hold at least `mass` of the gate values, on average over
+        the layers.
+        """
+        reach = []
+        for row in self.cumulative:
+            reach.append([r for r, value in enumerate(row, 1) if value >= mass - 1e-9])
+        experts_for = []
+        for found, row in zip(reach, self.cumulative, strict=True):
+            experts_for.append(min(found, default=len(row)))
+        return experts_for
+
+
+def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMass:
+    """Sort each layer's shares of the scores in descending order (Fig. 2); `scores` of one model,
+    by task.
+    """
+    _check(scores.values(), "scores")
+    found = {"share": [], "cumulative": [], "share_sd": [], "cumulative_sd": []}
+    for one in scores.values():
+        table = one.scores(score)[:, one.num_shared :]
+        share = (table / table.sum(1, keepdim=True)).sort(1, descending=True).values
+        for name, rows in (("share", share), ("cumulative", share.cumsum(1))):
+            found[name].append(rows.mean(0).tolist())
+            found[f"{name}_sd"].append(rows.std(0, correction=0).tolist())
+    return GateMass(tasks=tuple(scores), **found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCounts(_Plain):
+    """Experts that train, by task and layer."""
+
+    tasks: Sequence[str]
+    layers: Sequence[int]
+    counts: Sequence[Sequence[int]]  # [tasks][layers]
+    num_experts: int  # routed experts per layer
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of all routed experts that trains, per task."""
+        shares = []
+        for row in self.counts:
+            shares.append(sum(row) / (len(self.layers) * self.num_experts))
+        return shares
+
+
+def expert_counts(
+    selections: Mapping[str, ExpertSelection], num_experts: int, layers: Sequence[int] | None = None
+) -> ExpertCounts:
+    """Count the selected experts per layer (Fig. 4); `num_experts` are the routed ones of a layer,
+    `layers` all by default.
+    """
+    check_positive("num_experts", num_experts)
+    layers = sorted(
+        {n for one in selections.values() for n in one.experts} if layers is None else set(layers)
+    )
+    counts = []
+    for one in selections.values():
+        counts.append([len(one.experts.get(layer, ())) for layer in layers])
+    return ExpertCounts(
+        tasks=tuple(selections), layers=layers, counts=counts, num_experts=num_experts
+    )
+
+
+def _check(scores: Iterable[ExpertScores], name: str) -> None:
+    scores = list(scores)
+    shapes = set()
+    for one in scores:
+        shapes.add((one.layers, one.num_experts, one.num_shared))
+    if len(shapes) != 1:
+        problem = "empty" if not shapes else f"of {len(shapes)} kinds of models"
+        raise ValueError(f"{name} must be scores of one model's layers, but is {problem}")
+
+
+def draw_gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a layer"):
     """Draw the cumulative share over the experts by rank, mean and standard deviation over the
     layers (Fig. 2).
     """
@@ -45,7 +136,7 @@ def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a
     return figure
 
 
-def expert_counts(counts: ExpertCounts, title: str = "Experts that are trained"):
+def draw_counts(counts: ExpertCounts, title: str = "Experts that are trained"):
     """Draw the number of trained experts by task and layer (Fig. 4)."""
     tasks = []
     for task, share in zip(counts.tasks, counts.shares, strict=True):
@@ -57,9 +148,6 @@ def expert_counts(counts: ExpertCounts, title: str = "Experts that are trained")
     plots.heat_map(axes, counts.counts, tasks, counts.layers, label, top=top, form="{:.0f}")
     axes.set(xlabel="layer")
     return figure
-
-
-TEXTS = 4  # per task on the page
 
 
 @dataclass(kw_only=True)
@@ -78,7 +166,10 @@ class Study(Finding):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        return [tuple(map(str, row)) for row in self.table[1:]]
+        rows = []
+        for row in self.table[1:]:
+            rows.append(tuple(map(str, row)))
+        return rows
 
     def legend(self) -> str:
         """Return what the table's numbers are."""
@@ -95,101 +186,59 @@ class Study(Finding):
         return values
 
 
+COLUMNS = (
+    "task, score",
+    "p",
+    "experts per layer",
+    "fewest",
+    "most",
+    "of all",
+    "experts with half of the gate values",
+)
+
+
 def _counts(process: Run) -> dict:
     recipe = process.recipe
-    found = []
+    counts = []
     masses = []
     for stages in process.all:
         scores = {task: stages.scores(task).scores for task in recipe.tasks}
         first = next(iter(scores.values()))
-        selections = {
-            f"{task}, {score}": stages.selection(task, score)
-            for task in recipe.tasks
-            for score in SCORES
-        }
+        selections = {}
+        for task in recipe.tasks:
+            for score in SCORES:
+                selections[f"{task}, {score}"] = stages.selection(task, score)
         routed = first.num_experts - first.num_shared
-        found.append(analyses.expert_counts(selections, routed, first.layers))
-        masses.append(analyses.gate_mass(scores))
-    files = {}
+        counts.append(expert_counts(selections, routed, first.layers))
+        masses.append(gate_mass(scores))
+    picture = process.out / "counts-gate-mass.png"
     if process.is_main:
-        files = {
-            "gate mass": process.out / "counts-gate-mass.png",
-            "page": process.out / "counts.html",
-        }
-        plots.save(gate_mass(masses[0]), files["gate mass"])
-        _page(process, files["page"])
-
-    def line(place: int, name: str) -> tuple:
-        rows = [one.counts[place] for one in found]
-        mean = statistics.fmean(statistics.fmean(row) for row in rows)
-        share = statistics.fmean(one.shares[place] for one in found)
+        plots.save(draw_gate_mass(masses[0]), picture)
+    half = dict(zip(masses[0].tasks, masses[0].experts_for(0.5), strict=True))
+    table: list[tuple] = [COLUMNS]
+    for place, name in enumerate(counts[0].tasks):
         task, _, score = name.rpartition(", ")
-        reach = masses[0].experts_for(0.5)[masses[0].tasks.index(task)]
+        rows = [one.counts[place] for one in counts]  # of the seeds
+        mean = statistics.fmean(map(statistics.fmean, rows))
+        share = statistics.fmean(one.shares[place] for one in counts)
         p = f"{getattr(recipe.p, score):g}"
-        return (
-            name,
-            p,
-            f"{mean:.1f}",
-            min(map(min, rows)),
-            max(map(max, rows)),
-            f"{share:.1%}",
-            reach,
-        )
-
-    names = found[0].tasks
-    table = [
-        (
-            "task, score",
-            "p",
-            "experts per layer",
-            "fewest",
-            "most",
-            "of all",
-            "experts with half of the gate values",
-        )
-    ]
-    table += [line(place, name) for place, name in enumerate(names)]
-    note = f"{found[0].num_experts} routed experts in each of {len(found[0].layers)} layers."
+        ends = min(map(min, rows)), max(map(max, rows))
+        table.append((name, p, f"{mean:.1f}", *ends, f"{share:.1%}", half[task]))
+    note = f"{counts[0].num_experts} routed experts in each of {len(counts[0].layers)} layers."
 
     def summary(report: Study) -> list[str]:
-        summary = []
-        for name, path in report.files.items():
-            summary.append(f"{name}: {path}")
-        return summary
+        return [f"gate mass: {picture}"]
 
-    return {"found": found, "table": table, "note": note, "files": files, "summary": summary}
-
-
-def _page(process: Run, path) -> None:
-    """Write the page: held-out examples of every task, under the selection by token scores, as in
-    the paper.
-    """
-    stages: Stages = process.all[0]
-    model = stages.base_model()
-    tokenizer = stages.tokenizer
-    recipe = process.recipe
-    texts = {}
-    for task in recipe.tasks:
-        rows = stages.part(f"{task}-held_out").select(range(TEXTS))
-        decoded = []
-        for row in rows:
-            decoded.append(tokenizer.decode(row["input_ids"], skip_special_tokens=True))
-        selection = stages.selection(task, "token")
-        texts[task] = analyses.token_shares(
-            model, tokenizer, decoded, selection, max_length=recipe.max_length
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    analyses.write_page(
-        path, texts, title=f"Experts that ESFT-Token trains, p = {recipe.p.token:g}"
-    )
+    files = {"gate mass": picture}
+    return {"found": counts, "table": table, "note": note, "files": files, "summary": summary}
 
 
 COMMANDS = {
     "counts": Command(
         "Experts that are trained",
-        "ESFT, Figures 2, 4 and 9",
+        "ESFT, Figures 2 and 4",
         _counts,
-        lambda report: expert_counts(report.found[0]),
+        lambda report: draw_counts(report.found[0]),
         report=Study,
     )
 }

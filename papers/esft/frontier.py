@@ -5,7 +5,8 @@ Each method is tuned on the task's rows alone, at several learning rates, and ev
 way. At point i its task loss is t_i and the loss of general row r is g_i[r]. Where the task loss
 first reaches t, `depth` below the base's, row r has loss
 
-    g[r] = (1 - w) g_{i-1}[r] + w g_i[r]      w = (t_{i-1} - t) / (t_{i-1} - t_i),  t_{i-1} > t >= t_i
+    g[r] = (1 - w) g_{i-1}[r] + w g_i[r]
+    w = (t_{i-1} - t) / (t_{i-1} - t_i),  t_{i-1} > t >= t_i
 
 All runs take the same number of steps. For each depth, validation rows choose among a method's
 rates that reach it with every seed; the table, its significance tests and the picture use held-out
@@ -156,7 +157,9 @@ def general_at(entry: Entry, depth: float, kind: str = "held_out") -> float:
     """Return a run's general loss per label token at `depth`, mean over the seeds; infinite unless
     all reach it.
     """
-    rows = [course.at(depth, kind) for course in entry.results]
+    rows = []
+    for course in entry.results:
+        rows.append(course.at(depth, kind))
     tokens = entry.results[0].tokens[f"{GENERAL}-{kind}"]
     if None in rows:
         return math.inf
@@ -230,7 +233,8 @@ class Frontier(Finding):
                 first = entry.results[0]
                 _, task, general = curve(entry)[-1]
                 row = [name, f"{first.rate:g}", f"{first.trained_parameters:,}"]
-                row += [self._cell(name, entry, depth) for depth in self.depths]
+                for depth in self.depths:
+                    row.append(self._cell(name, entry, depth))
                 row += [f"{task:.4f}", f"{entry.exact:.3f}", f"{general:.4f}"]
                 rows.append(tuple(row))
         return rows
@@ -268,7 +272,9 @@ class Frontier(Finding):
         for name, ladder in self.ladders.items():
             ladders[name] = {}
             for entry in ladder:
-                general = [general_at(entry, depth) for depth in self.depths]
+                general = []
+                for depth in self.depths:
+                    general.append(general_at(entry, depth))
                 ladders[name][f"{entry.results[0].rate:g}"] = [curve(entry), general]
         comparisons = {}
         for depth, found in self.comparisons.items():

@@ -117,10 +117,6 @@ class Stages(KeptStages):
             "scores", f"scores of {task}", settings, [base], make, holds="seen", result=Scored
         )
 
-    def base_model(self):
-        """Load the base."""
-        return self._load(self.base().folder)
-
     def selection(self, task: str, score: str, **flags) -> esft.ExpertSelection:
         """Return the experts of a task that reach the recipe's p; `flags` are ExpertSelection's."""
         p = getattr(self.recipe.p, score)
@@ -399,15 +395,15 @@ def run(
     tuned = {}
     for task in recipe.tasks:
         tuned[task] = stages.esft(task, stages.selection(task, recipe.score))
-    stages.say(
-        f"{'task':16s}{'base':>9s}{'tuned':>9s}{'general':>9s}{'then':>9s}{'trained':>14s}{'of all':>8s}{'train s':>9s}"
-    )
+    heads = ("base", "tuned", "general", "then")
+    listed = "".join(f"{head:>9s}" for head in heads)
+    stages.say(f"{'task':16s}{listed}{'trained':>14s}{'of all':>8s}{'train s':>9s}")
     for task, one in tuned.items():
-        losses = f"{base.tasks[task].loss:9.4f}{one.loss:9.4f}{base.general_loss:9.4f}{one.general_loss:9.4f}"
+        losses = f"{base.tasks[task].loss:9.4f}{one.loss:9.4f}"
+        losses += f"{base.general_loss:9.4f}{one.general_loss:9.4f}"
         share = one.trained_parameters / one.parameters
-        stages.say(
-            f"{task:16s}{losses}{one.trained_parameters:14,}{share:8.1%}{one.total_seconds:9.0f}"
-        )
+        costs = f"{one.trained_parameters:14,}{share:8.1%}{one.total_seconds:9.0f}"
+        stages.say(f"{task:16s}{losses}{costs}")
     for task, one in tuned.items():
         stages.say(f"the adapter of {task}: {one.folder}; its base: {base.folder}")
     return [base, *tuned.values()]

@@ -3,7 +3,7 @@
     main        base, FFT, LoRA, ESFT-Token, ESFT-Gate    Tables 1 and 2, Figure 5
     frontier    general losses at equal task losses,      not in the paper (see `frontier`)
                 random experts included
-    counts      the experts that a selection trains       Figures 2, 4 and 9 (see `counts`)
+    counts      the experts that a selection trains       Figures 2 and 4 (see `counts`)
 
 The measure is the held-out loss per label token, on the tasks and on general text, in place of the
 paper's benchmarks. A table also shows what was trained and at what cost.

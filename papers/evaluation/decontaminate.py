@@ -125,7 +125,10 @@ def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        missing = [name for name in columns if name not in value]
+        missing = []
+        for name in columns:
+            if name not in value:
+                missing.append(name)
         if missing:
             raise ValueError(
                 f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}"

@@ -154,7 +154,9 @@ def evaluate(
     choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
     for one in asked:
         one.build(choices)
-    tokenizers = [tokenizer_of(model, prompt) for model in known]
+    tokenizers = []
+    for model in known:
+        tokenizers.append(tokenizer_of(model, prompt))
     out = Path(out)
     scores = []
     out.mkdir(parents=True, exist_ok=True)
@@ -303,17 +305,24 @@ def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
         if score is not other and score.values and len(score.values) == len(other.values):
             comparisons.append(_difference(score, other))
     corrected = holm([one.p for one in comparisons])
-    return [
-        one._replace(p_corrected=q, verdict=one.verdict if q <= LEVEL else VERDICTS[2])
-        for one, q in zip(comparisons, corrected, strict=True)
-    ]
+    compared = []
+    for one, q in zip(comparisons, corrected, strict=True):
+        compared.append(
+            one._replace(p_corrected=q, verdict=one.verdict if q <= LEVEL else VERDICTS[2])
+        )
+    return compared
 
 
 def _difference(score: Score, other: Score) -> Comparison:
     """Compare two models on a task; p and the verdict are not corrected yet."""
     stats = require("scipy.stats")
-    differences = [a - b for a, b in zip(score.values, other.values, strict=True)]
-    moved = [difference for difference in differences if difference]
+    differences = []
+    for a, b in zip(score.values, other.values, strict=True):
+        differences.append(a - b)
+    moved = []
+    for difference in differences:
+        if difference:
+            moved.append(difference)
     gained = sum(difference > 0 for difference in moved)
     is_binary = set(score.values) | set(other.values) <= {0, 1}
     p = 1.0

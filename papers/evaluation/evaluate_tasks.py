@@ -1,14 +1,14 @@
 """The tasks of `python -m papers eval`: built-in ones that read files, and YAML tasks, all run as tasks
-of lm-eval.
+of lm-eval. By task: a problem's columns, and when an answer is right:
 
-task        a problem's columns                        an answer is right if
-gsm8k       question, answer                           its number equals the gold answer's: lm-eval's two scores
-humaneval   prompt, test, entry_point                  prompt and answer pass the test
-mbpp        text or prompt, test_list                  it passes every test
-arithmetic  prompt, completion                         its last number is the gold answer's
-intent      a pair; or prompt, raw_answers             it equals the gold answer, as JSON if both are, else up to whitespace
-json        a pair; or prompt, raw_answers             as for intent
-function    a pair; or prompt, raw_answers             as for intent
+gsm8k         question, answer: its number equals the gold answer's; lm-eval's two scores
+humaneval     prompt, test, entry_point: prompt and answer pass the test
+mbpp          text or prompt, test_list: it passes every test
+arithmetic    prompt, completion: its last number is the gold answer's
+intent        a pair, or prompt and raw_answers: it equals the gold answer, as JSON if both are,
+              else up to whitespace
+json          as for intent
+function      as for intent
 
 `Task.problems` of a built-in task builds the questions and `Task.judge` scores the answers; lm-eval
 runs the requests.
@@ -149,7 +149,9 @@ def _pair(row: dict, chat: bool) -> dict | None:
     except ValueError:
         return None
     if "messages" in found:
-        texts = [turn["content"] for turn in found["messages"]]
+        texts = []
+        for turn in found["messages"]:
+            texts.append(turn["content"])
         question, answer = texts if len(texts) == 2 else (None, None)
     else:
         question = found.get("prompt")
@@ -207,8 +209,10 @@ SCHOOL_EXAMPLES = (
         "That takes 180 / 20 = 9 minutes.\n#### 9",
     },
     {
-        "question": "Of 1,500 voters, 40% vote by mail and the others at one of 3 stations, equally many at "
-        "each. How many vote at each station?",
+        "question": (
+            "Of 1,500 voters, 40% vote by mail and the others at one of 3 stations, equally many "
+            "at each. How many vote at each station?"
+        ),
         "answer": "By mail vote 1500 * 40 / 100 = 600.\nAt the stations vote 1500 - 600 = 900.\n"
         "At each station vote 900 / 3 = 300.\n#### 300",
     },
@@ -516,7 +520,9 @@ def _configured(asked: Asked, choices: Choices):
     ids = []
     for i, row in enumerate(asked.rows):
         ids.append(str(row.get("task_id", row.get("idx", i))))
-    problems = [{"id": i} | row for i, row in zip(ids, rows)]
+    problems = []
+    for i, row in zip(ids, rows):
+        problems.append({"id": i} | row)
     shown_ones = problems[:shots]
     problems = problems[shots:]
     if choices.chat and "prefix" not in rows[0]:

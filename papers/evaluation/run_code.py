@@ -131,7 +131,9 @@ def confinement() -> str:
             tempfile.TemporaryDirectory(prefix="moe-runtime-") as folder,
             contextlib.suppress(OSError, subprocess.SubprocessError),
         ):
-            words = [word.format(folder) for word in command]
+            words = []
+            for word in command:
+                words.append(word.format(folder))
             done = subprocess.run(
                 [*words, sys.executable, "-I", "-c", "pass"],
                 capture_output=True,

@@ -1,10 +1,11 @@
 """A whole UltraFuser study as one YAML file: the domains, a specialist of each, and how they are
 fused.
 
-    domains: {code: {train: code, limit: 900}, ...}         training and held-out rows of each domain
-    specialists: {code: {model: ..., template: codellama}}  a folder or a Hub id; without one, tuned from the base
-    base_model | pretrain, specialist: {...}                the base of such specialists, and how they are tuned
-    stage1, stage2: {steps, learning_rate, batch_size}      the gate alone, then all parameters
+    domains: {code: {train: code, limit: 900}, ...}           training and held-out rows of each
+    specialists: {code: {model: ..., template: codellama}}    a folder or a Hub id; without one,
+                                                              tuned from the base
+    base_model | pretrain, specialist: {...}                  that base, and how they are tuned
+    stage1, stage2: {steps, learning_rate, batch_size}        the gate alone, then all parameters
 
 The defaults are the paper's (arXiv 2403.08281, App. A): AdamW and a cosine schedule in both stages,
 batches with equal shares of all domains, the loss on responses. The models are checked, by their

@@ -2,7 +2,7 @@
 
     ablate     specialists, specialists tuned further, and fused models:    Tables 2 and 4,
                the gate alone, directly, in two stages, balanced            Figure 5
-    weights    the gate's weights by domain, and token by token             Table 6, Figures 6 to 8
+    weights    the gate's weights by domain                                 Table 6, Figure 6
 
 The measure is the held-out loss per response token of every domain, in place of the paper's
 benchmarks.

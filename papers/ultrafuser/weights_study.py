@@ -1,22 +1,16 @@
-"""The gate's weights by domain and specialist: UltraFuser's Table 6, its pictures, and a page
-(Figures 6 to 8).
+"""The gate's weights by domain and specialist: UltraFuser's Table 6, and its pictures.
 
     mean(t, s) = mean over the response tokens of domain t's held-out rows of w_s
 
 If every specialist has kept its skill, the largest weight on a domain is that of its own
-specialist. On the page a token has the colour of the specialist with the largest weight: the
-farther above equal weights, 1/S, the deeper.
+specialist.
 """
 
 import itertools
-import os
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from moe_runtime.config import check_positive
-from moe_runtime.io.files import atomic_write_text
 from papers.engine import plots
 from papers.engine.domains import places_of
 from papers.engine.plots import cycle, figure_of, legend_below
@@ -98,122 +92,6 @@ def _of_rows(axes, report) -> None:
     )
 
 
-# Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page
-ON_LIGHT = (
-    "0, 114, 178",
-    "213, 94, 0",
-    "0, 158, 115",
-    "230, 159, 0",
-    "204, 121, 167",
-    "86, 180, 233",
-)
-ON_DARK = (
-    "58, 150, 210",
-    "240, 120, 40",
-    "30, 185, 140",
-    "235, 170, 30",
-    "220, 140, 185",
-    "110, 195, 240",
-)
-_NOTE = (
-    "Each token has the colour of the specialist with the largest weight: the deeper, the farther "
-    "above equal weights."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenWeights:
-    """A response in pieces, one per token, and the gate's weights [R][S] on each."""
-
-    prompt: str
-    pieces: Sequence[str]
-    weights: Sequence[Sequence[float]]
-
-    @property
-    def mean(self) -> list[float]:
-        """The mean weight of each specialist over the tokens."""
-        mean = []
-        for of in zip(*self.weights, strict=True):
-            mean.append(sum(of) / len(self.weights))
-        return mean
-
-
-def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text that each id adds; a character of several ids goes to the last one."""
-    pieces = []
-    before = ""
-    for count in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:count])
-        whole = text if count == len(ids) else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        pieces.append(whole[len(before) :])
-        before = whole if len(whole) > len(before) else before
-    return pieces
-
-
-def page(
-    specialists: Sequence[str],
-    texts: Mapping[str, Sequence[TokenWeights]],
-    title: str = "Which specialist writes",
-    note: str = "",
-) -> str:
-    """Return an HTML page of responses by domain."""
-    S = len(specialists)
-    whole = []
-    for own in range(S):
-        whole.append([float(s == own) for s in range(S)])
-    scale = " ".join(
-        _token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True)
-    )
-    sections = "\n".join(
-        plots.section(domain, [_block(specialists, one) for one in found])
-        for domain, found in texts.items()
-    )
-    return plots.page(
-        title,
-        f"{_NOTE} {note}".strip(),
-        f"Specialists: {scale}",
-        sections,
-        light=_variables(ON_LIGHT, S),
-        dark=_variables(ON_DARK, S),
-        background="rgba(var(--c), calc(0.6 * var(--s)))",
-    )
-
-
-def write_page(
-    path: str | os.PathLike, specialists: Sequence[str], texts: Mapping, **options
-) -> None:
-    """Write `page`, atomically."""
-    atomic_write_text(path, page(specialists, texts, **options))
-
-
-def _variables(colours: Sequence[str], count: int) -> str:
-    return " ".join(f"--c{s}: {colours[s % len(colours)]};" for s in range(count))
-
-
-def _block(specialists: Sequence[str], text: TokenWeights) -> str:
-    def described(weights: Sequence[float]) -> str:
-        return ", ".join(
-            f"{name} {weight:.2f}" for name, weight in zip(specialists, weights, strict=True)
-        )
-
-    pairs = zip(text.pieces, text.weights, strict=True)
-    tokens = "".join(
-        _token(piece, weights, described(weights)) for piece, weights in pairs if piece
-    )
-    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {described(text.mean)}")
-
-
-def _token(piece: str, weights: Sequence[float], tooltip: str) -> str:
-    top = max(range(len(weights)), key=weights.__getitem__)
-    even = 1 / len(weights)
-    depth = max((weights[top] - even) / (1 - even), 0.0)
-    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", tooltip)
-
-
-TEXTS = 3  # per domain on the page
-PROMPT = 160  # shown characters of a prompt
-
-
 @dataclass(kw_only=True)
 class GateWeights(Finding):
     """The gate's weights on the held-out rows of every domain."""
@@ -224,7 +102,6 @@ class GateWeights(Finding):
     folders: list[str]  # the fused models', one per seed
     mean: list  # [seeds][domains][S], over tokens
     by_row: list  # [seeds][domains][rows][S], means over a row's tokens
-    page: Path
 
     def over_seeds(self) -> list[list[float]]:
         """Return [domains][S], the mean over the seeds."""
@@ -280,7 +157,6 @@ def measure(process, rows: int | None) -> dict:
     places = {}
     for domain, place in places_of(first.counts).items():
         places[domain] = list(range(place.start, place.stop))[:rows]
-    page = process.out / "weights.html"
     folders = []
     means = []
     by_row = []
@@ -292,15 +168,17 @@ def measure(process, rows: int | None) -> dict:
         means.append([])
         by_row.append([])
         for domain, chosen in places.items():
-            of_domain = [weights[place] for place in chosen]
+            of_domain = []
+            for place in chosen:
+                of_domain.append(weights[place])
             all_tokens = list(itertools.chain(*of_domain))
             tokens[domain] = len(all_tokens)
             means[-1].append(_mean(all_tokens))
             by_row[-1].append([_mean(row) for row in of_domain])
         folders.append("/".join(fused.folder.parts[-2:]))
-        if stages is first and process.is_main:
-            _write_page(page, first, places, weights)
-    specialists = {recipe.domain_of(name): name for name in recipe.specialists}
+    specialists = {}
+    for name in recipe.specialists:
+        specialists[recipe.domain_of(name)] = name
     return {
         "domains": {domain: specialists.get(domain) for domain in places},
         "specialists": first.names,
@@ -308,27 +186,8 @@ def measure(process, rows: int | None) -> dict:
         "folders": folders,
         "mean": means,
         "by_row": by_row,
-        "page": page,
         "summary": _summary,
     }
-
-
-def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weights: list) -> None:
-    rows = stages.part("held_out")
-    tokenizer = stages.encoder.tokenizer
-    texts = {}
-    for domain, chosen in places.items():
-        texts[domain] = []
-        for place in chosen[:TEXTS]:
-            row = rows[place]
-            prompt = " ".join(
-                tokenizer.decode(row["prompt_ids"][0], skip_special_tokens=True).split()
-            )
-            pieces = pieces_of(tokenizer, row["response_ids"])
-            prompt = prompt if len(prompt) <= PROMPT else f"{prompt[:PROMPT]}..."
-            texts[domain].append(TokenWeights(prompt=prompt, pieces=pieces, weights=weights[place]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_page(path, stages.names, texts, note="Held-out rows, their given responses.")
 
 
 def _mean(weights: list[list[float]]) -> list[float]:
@@ -358,4 +217,4 @@ def _summary(report: GateWeights) -> list[str]:
             most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
             sentence += f"; {own} leads on {most} of {len(rows)} rows"
         lines.append(f"{sentence}.")
-    return [*lines, f"coloured tokens: {report.page}"]
+    return lines

@@ -60,7 +60,9 @@ class Stages(study.Stages):
             other = copy.copy(self)
             other.only = domain
             tuned.append(other.prepared("ffn"))
-        last = [saved_experts(one.folder)[-1] for one in tuned]
+        last = []
+        for one in tuned:
+            last.append(saved_experts(one.folder)[-1])
         made = {"experts": [path.relative_to(self.out).as_posix() for path in last], "parents": []}
         settings = {"branches": list(self.recipe.domains)}
         pool = self._stage(
@@ -146,7 +148,9 @@ def _summary(report: Report) -> list[str]:
     for entry in report.entries:
         if entry.results[0].history:
             watched.append(entry)
-    histories = {entry.name: _means(entry) for entry in watched}
+    histories = {}
+    for entry in watched:
+        histories[entry.name] = _means(entry)
     steps = sorted({step for history in histories.values() for step in history})
     width = max(map(len, histories))
     lines = [f"{'held-out loss at step':{width}s}" + "".join(f"{step:8d}" for step in steps)]

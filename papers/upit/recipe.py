@@ -6,7 +6,8 @@
     checkpoints: {count: 4, which: back}            m checkpoints of the first tuning, grown to
                                                     experts.num_experts
     expansion, seed_data, router: {...}             steps 2, 3 and 4 of the method
-    ffn, lora: {sft, init, post: {epochs, learning_rate, ...}}     the training stages of each kind of expert; one may be null
+    ffn, lora: {sft, init, post: {...}}             the training stages of each kind of expert; one
+                                                    may be null
 
 The defaults are the paper's (arXiv 2410.01610, Sec. 4.1), otherwise those of
 `moe_runtime.methods.upit`.

@@ -273,7 +273,8 @@ KIND = "op"
 
 @pytest.mark.parametrize("n", range(3))
 def bench_quick(interleaved, n):
-    interleaved({"copy (floor)": lambda: time.sleep(0.001), "moe_runtime": lambda: time.sleep(0.002)}, bytes=8)
+    floor = {"copy (floor)": lambda: time.sleep(0.001)}
+    interleaved(floor | {"moe_runtime": lambda: time.sleep(0.002)}, bytes=8)
 """
 DIES = """
 import os
@@ -398,7 +399,7 @@ from moe_runtime.bench import running
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 running.FOLDER = Path(sys.argv[1])
-running.SETTINGS = tuple(f"--rootdir={sys.argv[1]}" if word.startswith("--rootdir") else word for word in running.SETTINGS)
+running.SETTINGS = (f"--rootdir={sys.argv[1]}", *running.SETTINGS[1:])
 sys.argv = ["moe-runtime", *sys.argv[2:]]
 cli.main()
 """

@@ -111,8 +111,8 @@ BOX = r"\n### {}\n.*?\n\| machine \| (.*?) \|\n\| hours \| about ([\d.]+)"
 
 
 def steps_of(recipe, name: str, training) -> float:
-    """The optimizer steps of a stage in `python -m papers run`: ESFT's of all tasks, UpIT's with those
-    of its dense baseline.
+    """The optimizer steps of a stage of a recipe: ESFT's of all tasks, UpIT's with those of its
+    dense baseline.
     """
     examples = EXAMPLES.get(recipe.name, 110_000)
     epochs = training.epochs

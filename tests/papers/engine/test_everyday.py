@@ -34,10 +34,8 @@ def test_parts_have_their_sizes_and_share_nothing(rows):
 
 def test_a_held_out_request_is_worded_like_none_to_train_on(rows):
     wordings = {}
-    for label, text in INTENTS.items():
-        for line in text.splitlines():
-            *train, held_out = (one.strip() for one in line.split(" | "))
-            wordings |= dict.fromkeys(train, (label, False)) | {held_out: (label, True)}
+    for label, (train, held_out) in INTENTS.items():
+        wordings |= dict.fromkeys(train, (label, False)) | dict.fromkeys(held_out, (label, True))
     for place, part in enumerate(rows["intent"]):
         for row in part:
             text = row["prompt"].partition("\n")[2]

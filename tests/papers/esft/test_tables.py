@@ -3,7 +3,6 @@ and what it refuses.
 """
 
 import json
-import re
 import statistics
 
 import pytest
@@ -126,8 +125,6 @@ def test_counts(recipe, out):
     for name, counts in zip(found.tasks, found.counts, strict=True):
         selection = stages.selection(*name.split(", "))
         assert counts == [len(selection.experts[layer]) for layer in found.layers]
-    page = (out / "counts.html").read_text()
-    assert "<h2>words</h2>" in page and "turn " in re.sub("<[^>]*>", "", page)
     for name in ("counts.png", "counts-gate-mass.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "counts.json").read_text())["found"][0]["counts"] == found.counts

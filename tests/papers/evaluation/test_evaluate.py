@@ -1,4 +1,4 @@
-"""papers/evaluation/evaluate.py and its parts: answers against transformers' own, verdicts on known answers,
+"""papers/evaluation/evaluate.py: answers against transformers' own, verdicts on known answers,
 resumption, bad input.
 """
 
@@ -393,7 +393,9 @@ BODIES = {
 
 @pytest.mark.parametrize("prompt", ["plain", pytest.param("chat", marks=pytest.mark.slow)])
 def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
-    tasks = f"humaneval={write(tmp_path / 'h.jsonl', [CODE])},mbpp={write(tmp_path / 'm.jsonl', [MBPP])}"
+    humaneval = write(tmp_path / "h.jsonl", [CODE])
+    mbpp = write(tmp_path / "m.jsonl", [MBPP])
+    tasks = f"humaneval={humaneval},mbpp={mbpp}"
     if prompt == "plain":
         asked = {
             BOS + CODE["prompt"]: "    {}",

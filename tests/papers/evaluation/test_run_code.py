@@ -1,6 +1,4 @@
-"""papers/evaluation/run_code.py: programs that do harm fail, one after the other or side by side, and harm
-nothing.
-"""
+"""papers/evaluation/run_code.py: programs that do harm fail, side by side, and harm nothing."""
 
 import signal
 import socket
@@ -133,7 +131,8 @@ def test_an_interruption_leaves_no_program_behind(stop):
     script = """\
         import signal
         from papers.evaluation.run_code import confinement, run_programs
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
+        # a shell's background job starts with SIGINT ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print("started", flush=True)
         run_programs(["import time\\ntime.sleep(60)"] * 3, seconds=60)
     """

@@ -1,4 +1,4 @@
-"""papers/evaluation/smollm2.py: a GGUF file of the wheel's form and name, made here, becomes a folder that
+"""papers/evaluation/smollm2.py: a GGUF file like the one of the wheel becomes a folder that
 transformers loads.
 """
 

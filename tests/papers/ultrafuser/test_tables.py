@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from papers.ultrafuser import tables as ultrafuser_tables
-from papers.ultrafuser import weights_study as ultrafuser_weights_study
 from papers.ultrafuser.recipe import load_recipe
 from papers.ultrafuser.tables import DIRECT, FULL, GATE, TWO_STAGE
-from papers.ultrafuser.weights_study import TokenWeights
 from tests.support import fuser_study
 
 OPTIONS = {"ablate": {}, "weights": {"rows": 4}}
@@ -85,17 +83,6 @@ def test_weights_are_means_over_tokens(tables):
     assert int(leads[1]) == sum(row[1] > row[0] for row in report.by_row[0][1])
 
 
-def test_the_page_shows_the_responses(tables):
-    page = (tables.out / "weights.html").read_text()
-    stages = ultrafuser_tables.Stages(tables.recipe, tables.out, say=print)
-    assert page.count("<pre>") == 6 and "<h2>words</h2>" in page and "http" not in page
-    row = stages.part("held_out")[6]
-    text = re.sub(r"<[^>]+>", "", page.split("<h2>words</h2>")[1].split("</pre>")[0])
-    assert text.strip() == stages.tokenizer.decode(row["response_ids"]).replace(
-        "<", "&lt;"
-    ).replace(">", "&gt;")
-
-
 @pytest.mark.parametrize("command", OPTIONS)
 def test_pictures_and_numbers_are_there(tables, command):
     assert (tables.out / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
@@ -125,22 +112,3 @@ def test_a_table_is_read_again(tables, monkeypatch):
 def test_bad_options_fail_before_anything(tables, command, options, match):
     with pytest.raises(ValueError, match=match):
         tables.run(command, say=print, **options)
-
-
-def test_pieces_are_the_text():
-    from tests.methods.ultrafuser.fusers import tokenizer
-
-    text = "a é 文 def\n"
-    ids = tokenizer().encode(text, add_special_tokens=False)
-    pieces = ultrafuser_weights_study.pieces_of(tokenizer(), ids)
-    assert len(pieces) == len(ids) and "".join(pieces) == text and "文" in pieces
-
-
-def test_a_token_has_the_colour_of_its_specialist():
-    text = TokenWeights(
-        prompt="a < b", pieces=["<", "", "c"], weights=[[0.1, 0.9], [0.5, 0.5], [0.75, 0.25]]
-    )
-    page = ultrafuser_weights_study.page(("x", "y"), {"d": [text]})
-    assert '<span style="--c:var(--c1);--s:0.800" title="x 0.10, y 0.90">&lt;</span>' in page
-    assert '<span style="--c:var(--c0);--s:0.500" title="x 0.75, y 0.25">c</span>' in page
-    assert "a &lt; b" in page and page.count("<span") == 4  # two of the scale

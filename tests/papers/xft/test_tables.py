@@ -60,8 +60,10 @@ def make(command, recipe, out, **options):
     return report, said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", TABLES)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "table1")) for name in TABLES],
+)
 def test_a_table(command, recipe, out):
     names, options = TABLES[command]
     before = times(out)

@@ -13,7 +13,7 @@ import pytest
 from moe_runtime.experiments.stages import tokenized_domains
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import encode_chat
+from moe_runtime.io.prompts import PROMPTS, encode_chat, put_prompt, register_prompt
 from moe_runtime.methods.esft.recipe import Task, task_rows
 from moe_runtime.methods.esft.runs import _split_rows
 from moe_runtime.methods.upit.recipe import PromptedDomain
@@ -338,6 +338,16 @@ def test_a_tokenizer_without_a_template_names_the_options():
         encode_chat(with_template(None), {"messages": chat("a", "b")})
     ids, mask = encode_chat(with_template(None), {"messages": chat("a", "b")}, prompt="deepseek")
     assert learnt(TOKENIZER, ids, mask) == [" b</s>"]
+
+
+def test_a_registered_format(monkeypatch):
+    monkeypatch.setitem(PROMPTS, "question", None)  # which also removes it afterwards
+    register_prompt("question", text="Q: {instruction}\nA: ")
+    row = {"prompt": "{x}?", "completion": "1"}
+
+    assert put_prompt(row, "question") == {"prompt": "Q: {x}?\nA: ", "completion": "1"}
+    with pytest.raises(ValueError, match="'question' requires .* got messages"):
+        put_prompt({"messages": chat("a", "b")}, "question")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])

@@ -277,6 +277,42 @@ def test_threads_write_one_path(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_hidden_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    locked = files.locked
+    swept = []
+
+    def sweep_first(path, wait=True):
+        if not swept:
+            swept.append(path)
+            path.rmdir()
+        return locked(path, wait)
+
+    monkeypatch.setattr(files, "locked", sweep_first)
+    atomic_write_text(tmp_path / "a", "text")
+
+    assert len(swept) == 1
+    assert (tmp_path / "a").read_text() == "text"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_no_writer_restores_a_folder_that_another_one_is_replacing(tmp_path, monkeypatch):
+    out = write(tmp_path / "out", ten_tensors())
+    rename = os.rename
+    are_busy = []
+
+    def rename_and_sweep(source, target):
+        rename(source, target)
+        if source == out:
+            are_busy.append(files._sweep(out, out))
+
+    monkeypatch.setattr(os, "rename", rename_and_sweep)
+    write(out, {"new": torch.zeros(3)}, overwrite=True)
+
+    assert are_busy == [True]
+    assert Checkpoint(out).keys() == ["new"]
+    assert siblings(out) == []
+
+
 def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, monkeypatch):
     left = tmp_path / ".out.tmp-1-2"
     open_ = os.open

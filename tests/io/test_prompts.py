@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import encode_chat
+from moe_runtime.io.prompts import PROMPTS, encode_chat, put_prompt, register_prompt
 from moe_runtime.methods.esft.runs import _split_rows
 from papers.engine.stages import tokenized_domains
 from papers.engine.tiny import train_tokenizer
@@ -338,6 +338,16 @@ def test_a_tokenizer_without_a_template_names_the_options():
         encode_chat(with_template(None), {"messages": chat("a", "b")})
     ids, mask = encode_chat(with_template(None), {"messages": chat("a", "b")}, prompt="deepseek")
     assert learnt(TOKENIZER, ids, mask) == [" b</s>"]
+
+
+def test_a_registered_format(monkeypatch):
+    monkeypatch.setitem(PROMPTS, "question", None)  # which also removes it afterwards
+    register_prompt("question", text="Q: {instruction}\nA: ")
+    row = {"prompt": "{x}?", "completion": "1"}
+
+    assert put_prompt(row, "question") == {"prompt": "Q: {x}?\nA: ", "completion": "1"}
+    with pytest.raises(ValueError, match="'question' requires .* got messages"):
+        put_prompt({"messages": chat("a", "b")}, "question")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])

@@ -21,7 +21,7 @@ SITE = [path for path in sys.path if path.endswith(("site-packages", "dist-packa
 ABI = "torch-stable-abi211-cu130-x86_64-linux"
 
 
-def library(path: Path, newest: str = "GLIBC_2.17") -> Path:
+def library(path: Path, newest: str = "GLIBC_2.28") -> Path:
     """What `build_hub` looks at in a library: the names of glibc's versions."""
     path.write_bytes(f"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.3\0{newest}\0".encode())
     return path

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app as main_app
+from moe_runtime.methods.upit import folders as upit_folders
 from moe_runtime.methods.upit import router as upit_router
 from tests.support.upit_study import write_study
 
@@ -33,6 +34,25 @@ def folders(tmp_path_factory):
         for file in (folder / "base").glob("tokenizer*"):
             (folder / f"saved/step-{i + 1}" / file.name).write_bytes(file.read_bytes())
     return folder
+
+
+@pytest.mark.parametrize("buckets", ["skilled", "random"])
+def test_buckets_are_random_on_request_alone(folders, tmp_path, monkeypatch, buckets):
+    class Dealt(Exception):
+        pass
+
+    def deal(experts, picked, dealt, *_, **__):
+        raise Dealt(dealt)
+
+    monkeypatch.setattr(upit_router, "init_routers", deal)
+    monkeypatch.setattr(upit_folders.upit_buckets, "random_buckets", lambda *_: "random")
+    monkeypatch.setattr(upit_folders.upit_buckets, "fill_buckets", lambda *_: [[0], [1]])
+    experts = [folders / "saved/step-1", folders / "saved/step-2"]
+    with pytest.raises(Dealt) as dealt:
+        upit_folders.route_folders(
+            experts, folders / "sums.jsonl", tmp_path, base=folders / "base", buckets=buckets
+        )
+    assert dealt.value.args == ([[0], [1]] if buckets == "skilled" else "random",)
 
 
 def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypatch):

@@ -232,6 +232,17 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
     assert order[order.index("move") + 1 :] == [str(tmp_path)]
 
 
+def test_a_file_and_then_its_folder_are_flushed(tmp_path, monkeypatch):
+    order = []
+    sync = files._sync
+    replace = os.replace
+    monkeypatch.setattr(files, "_sync", lambda path: (order.append(path), sync(path)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("move"), replace(*paths)))
+    atomic_write_text(tmp_path / "a.txt", "new")
+    first, *rest = order
+    assert first.name == "a.txt" and first.parent != tmp_path and rest == ["move", tmp_path]
+
+
 def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     out = tmp_path / "out"
     kept = [".out.tmp-abc", ".out.tmp-1", ".outer.tmp-1-2", "out.tmp-1-2", "x.out.tmp-1-2"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from moe_runtime.hf.models import modeling, swap
+from moe_runtime.hf.models import folders, modeling, swap
 from moe_runtime.methods import lora
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
@@ -32,6 +32,13 @@ def snapshot(model):
             for name, p in model.named_parameters()
         ],
     )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_probe_leaves_the_mode(training):
+    model = tiny.dense("llama").train(training)
+    folders.probe_logits(model)
+    assert model.training == training
 
 
 def unchanged(model, before) -> bool:

@@ -60,6 +60,16 @@ def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
     torch.testing.assert_close(model(IDS).logits, want)  # the second matrices are zeros
 
 
+def test_the_seed_draws_the_matrices(tokenizer):
+    first, same, other = (
+        lora_baseline.add_lora(model_of(tokenizer), RANK, 2.0, seed).state_dict()
+        for seed in (3, 3, 4)
+    )
+    drawn = [name for name in first if ".lora_A." in name]
+    assert drawn and all(torch.equal(first[name], same[name]) for name in drawn)
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+
+
 def test_what_was_trained_is_read_back(tokenizer, tmp_path):
     torch.manual_seed(0)
     model = lora_baseline.add_lora(model_of(tokenizer), RANK, 2.0)

@@ -212,6 +212,16 @@ def test_alpha_given_by_hand():
     )
 
 
+def test_alpha_given_by_hand_for_each_layer():
+    model = tuned()
+    want = [layer.mlp.experts.down_proj[e].clone() for e, layer in enumerate(model.model.layers)]
+    alpha = torch.eye(len(want), 4).tolist()
+    merged = xft.merge(model, alpha=alpha)
+    assert len(want) > 1
+    for layer, expert in zip(merged.model.layers, want, strict=True):
+        assert torch.equal(layer.mlp.down_proj.weight, expert)
+
+
 def test_uniform_alpha_is_the_mean_of_the_experts():
     model = tuned()
     want = [layer.mlp.experts.down_proj.mean(0) for layer in model.model.layers]

@@ -256,13 +256,13 @@ BUGS = [
     Bug(
         "gate and up change places in the merged model",
         f"{HF}/models/families.py",
-        "else [part.clone() for part in weight.chunk(len(family.up))]",
-        "else [part.clone() for part in weight.chunk(len(family.up))][::-1]",
+        "[part.clone() for part in weight.chunk(len(family.up))]",
+        "[part.clone() for part in weight.chunk(len(family.up))][::-1]",
         "hf/models/test_families.py hf/models/test_swap.py",
     ),
     Bug(
         "gradient accumulation counts the balance loss once a call",
-        f"{HF}/models/outputs.py",
+        f"{HF}/common/outputs.py",
         "return labels.ne(-100).sum().to(device) / items",
         "return 1.0",
         "hf/models/test_outputs.py hf/dropin/test_balance.py hf/training/test_trainer.py",
@@ -277,8 +277,8 @@ BUGS = [
     Bug(
         "all else trains beside the selected experts",
         f"{HF}/training/trainable.py",
-        "parameter.requires_grad_(trains[name])",
-        "parameter.requires_grad_(True)",
+        "parameters[name].requires_grad_(trains)",
+        "parameters[name].requires_grad_(True)",
         "hf/training/test_trainable.py",
     ),
     # methods

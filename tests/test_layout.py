@@ -50,7 +50,8 @@ ASIDE = {
 }
 # what would change a process that only imports us
 GLOBAL = re.compile(
-    r"(sys\.meta_path|DEFAULT_CALLBACKS)\.(append|insert|extend)|(sys\.meta_path|DEFAULT_CALLBACKS) \+?= "
+    r"(sys\.meta_path|DEFAULT_CALLBACKS)\.(append|insert|extend)"
+    r"|(sys\.meta_path|DEFAULT_CALLBACKS) \+?= "
 )
 # lines
 MAX_FILE = 600

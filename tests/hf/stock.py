@@ -277,7 +277,7 @@ The experts of these families do not use transformers' experts interface; `moe_r
 | family | why |
 |---|---|
 {outside}
-"""
+"""  # noqa: E501
 
 
 def render() -> str:

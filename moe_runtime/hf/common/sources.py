@@ -59,8 +59,8 @@ def is_reachable() -> bool:
         return False
     now = time.monotonic()
     endpoint = constants.ENDPOINT
-    asked, answered = _probed.get(endpoint, (-math.inf, False))
-    if now - asked > PROBE_EVERY:
+    tried, answered = _probed.get(endpoint, (-math.inf, False))
+    if now - tried > PROBE_EVERY:
         try:
             get_session().head(endpoint, timeout=PROBE_SECONDS)
             answered = True

@@ -220,8 +220,9 @@ def check_adapters(model: nn.Module) -> None:
     """
     configs = {}
     for module in model.modules():
-        found = getattr(module, "peft_config", None)
-        configs |= found if isinstance(found, dict) else {}
+        by_adapter = getattr(module, "peft_config", None)
+        if isinstance(by_adapter, dict):
+            configs |= by_adapter
     adapted = set()  # names of adapters of any stack
     for stack in adapted_stacks(model).values():
         adapted.update(*stack.values())

@@ -117,8 +117,8 @@ class BalanceLoss:
             model.register_forward_hook(self._add, prepend=True),
             layers[0].module.register_forward_pre_hook(self._count, with_kwargs=True),
         ]
-        for router, place in self.routers:
-            catch = functools.partial(self._catch, place)
+        for router, pick in self.routers:
+            catch = functools.partial(self._catch, pick)
             self._handles.append(router.register_forward_hook(catch))
         self._before = self._take_over()
 
@@ -166,10 +166,10 @@ class BalanceLoss:
             return (), named | changes
         return args, kwargs | changes
 
-    def _catch(self, place: Place, module, args, out) -> None:
+    def _catch(self, pick: Place, module, args, out) -> None:
         if self._call.is_open:
             parts = out if isinstance(out, (tuple, list)) else (out,)
-            scores = place(parts)
+            scores = pick(parts)
             scores = scores.reshape(-1, scores.shape[-1])
             self._logits.append(self._as_logits(type(module), scores))
 

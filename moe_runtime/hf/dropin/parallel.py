@@ -99,7 +99,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
 
 
 def _layers_to_shard(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]:
-    """Return the experts modules by path; raises ValueError for a mesh or model that does not fit."""
+    """Return the experts modules by path; raises ValueError for an unfit mesh or model."""
     layers = {}
     lora = []
     for name, module in model.named_modules():
@@ -174,9 +174,9 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
                 "mesh"
             )
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
-            got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
             problem = (
-                f"has {part} as {got}, but must be unsharded. Call shard_experts before fully_shard"
+                f"has {part} as a DTensor {tuple(stack.placements)} on {stack.device_mesh}, but "
+                "must be unsharded. Call shard_experts before fully_shard"
             )
     if problem is not None:
         raise ValueError(f"{name} {problem}")

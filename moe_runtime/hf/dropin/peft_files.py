@@ -26,12 +26,12 @@ def is_reversed(version: str | None, transposed: bool) -> bool | None:
     unknown.
     """
     try:
-        found = Version((version or "").partition("@")[0])
+        written_by = Version((version or "").partition("@")[0])
     except InvalidVersion:
         return None
-    if found.is_prerelease and found.release[:2] in ((0, 19), (0, 20)):
+    if written_by.is_prerelease and written_by.release[:2] in ((0, 19), (0, 20)):
         return None  # built while the axes changed
-    return found < Version("0.20") and (not transposed or found >= Version("0.19"))
+    return written_by < Version("0.20") and (not transposed or written_by >= Version("0.19"))
 
 
 def unpack(

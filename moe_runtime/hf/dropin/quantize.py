@@ -61,19 +61,19 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     separately, and for a model without experts.
     """
     packed.of_name(format)
-    found = experts_of(model)
-    for name, module in found.items():
+    experts = experts_of(model)
+    for name, module in experts.items():
         _check(name, module, format)
-    for name, module in found.items():
+    for name, module in experts.items():
         _check_finite(name, module)
     before = after = 0
-    for module in found.values():
+    for module in experts.values():
         for name in _names(module):
             before += _pack(module, name, format)
             after += bytes_of(module, name)
     _restrict(model)
     _run_here(model)
-    receipt = Quantized(format, len(found), before, after)
+    receipt = Quantized(format, len(experts), before, after)
     print(receipt)
     return receipt
 

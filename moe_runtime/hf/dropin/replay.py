@@ -299,12 +299,12 @@ class _StockReplay(_Replay):
 
     def _compare(self, module, args, kwargs) -> None:
         mode = self.mode
-        got = ids_of(args, kwargs)
-        same = mode is not None and got.shape == mode.ids.shape
+        ids = ids_of(args, kwargs)
+        same = mode is not None and ids.shape == mode.ids.shape
         if mode is not None:
             mode.ends = True
         self.steers = self.steers and same and mode.answered
-        is_wrong = (got != mode.ids).any() if same else torch.ones((), dtype=torch.bool)
+        is_wrong = (ids != mode.ids).any() if same else torch.ones((), dtype=torch.bool)
         if self.is_wrong is None or not same:
             self._refuse(is_wrong)
         self.is_wrong = is_wrong if self.is_wrong is None else self.is_wrong | is_wrong

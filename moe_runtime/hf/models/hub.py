@@ -226,7 +226,7 @@ def model_card(
         if isinstance(value, int | float | str) and not is_path:
             rows.append((key, value))
     base_or_blank = base_id or "BASE"
-    has_tokenizer = any(Path(folder).glob("tokenizer*"))
+    tokenizer = repo if any(Path(folder).glob("tokenizer*")) else base_or_blank
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base_id,
@@ -244,9 +244,7 @@ def model_card(
         method=method if paper is None else paper.name,
         is_ours=kind is not _MODEL,
         version=__version__,
-        code=kind.code.format(
-            repo=repo, base=base_or_blank, tokenizer=repo if has_tokenizer else base_or_blank
-        ),
+        code=kind.code.format(repo=repo, base=base_or_blank, tokenizer=tokenizer).strip(),
         command=command,
         facts=rows,
         paper=paper,

@@ -369,8 +369,8 @@ def _converted(
     moe = moe_config(config)
     also = STOCK[to].also
     name = key
-    for ours, theirs in STOCK[to].names.items():
-        name = name.replace(ours, theirs)
+    for ours, stock_name in STOCK[to].names.items():
+        name = name.replace(ours, stock_name)
     if ".experts." in key and moe.has_shared_expert:
         yield from _with_shared(
             source, key, target, moe, shares.get(int(re.search(r"\.(\d+)\.", key)[1]))

@@ -68,9 +68,10 @@ def verify_mlp(
         refuse_offloaded(mlp, family.path.format(layer))
         _refuse_broken(mlp, family.path.format(layer))
     first = repr(mlps[layers[0]])
+    probed = sampled(layers)
     errors = {}
     for layer, mlp in mlps.items():
-        if layer not in sampled(layers) and repr(mlp) == first and not _patched(mlp):
+        if layer not in probed and repr(mlp) == first and not _patched(mlp):
             continue
         errors[layer] = error = mlp_error(mlp, family)
         if not error < TOLERANCE:

@@ -166,7 +166,7 @@ def train(
         max_grad_norm=max_grad_norm,
         bf16=bf16,
     )
-    made = trainer(
+    runner = trainer(
         model=model,
         args=arguments,
         train_dataset=rows,
@@ -176,18 +176,18 @@ def train(
         balance_loss_coef=balance_loss_coef,
         callbacks=[SplitAdafactor(), *callbacks, recorder],
     )
-    _run(made, recorder, last_checkpoint(folder))
+    _run(runner, recorder, last_checkpoint(folder))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 0
-    for state_of in made.optimizer.state.values():
+    for state_of in runner.optimizer.state.values():
         for value in state_of.values():
             if torch.is_tensor(value):
                 size += local_part(value).nbytes
 
     def state_dict() -> dict | None:
-        if made._trains_spread():
+        if runner._trains_spread():
             return gathered(model)
-        return made.accelerator.get_state_dict(made.model_wrapped)
+        return runner.accelerator.get_state_dict(runner.model_wrapped)
 
     return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
 
@@ -370,11 +370,11 @@ def sums_of(
     return list(zip(losses.double().sum(1).tolist(), counted.sum(1).tolist(), exact, strict=True))
 
 
-def means_of(found: Sequence[tuple]) -> tuple[list[float], list[int], list[int] | None]:
+def means_of(results: Sequence[tuple]) -> tuple[list[float], list[int], list[int] | None]:
     """Return each row's mean, its number of label tokens, and the exact matches, None if they are
     unknown.
     """
-    sums, tokens, exact = zip(*found, strict=True)
+    sums, tokens, exact = zip(*results, strict=True)
     means = [total / count for total, count in zip(sums, tokens, strict=True)]
     return means, list(tokens), None if None in exact else list(exact)
 

@@ -90,9 +90,9 @@ def largest(value: int) -> int:
     """Return the largest value of all processes. Every process must call this."""
     if state().num_processes == 1:
         return value
-    found = torch.tensor(value, device=state().device)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return int(found)
+    tensor = torch.tensor(value, device=state().device)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return int(tensor)
 
 
 def engine() -> str:

@@ -263,9 +263,9 @@ class StopCallback(TrainerCallback):
 
     def agree(self) -> None:
         """Agree on a stop that was requested of any process; every process must call this."""
-        asked = self.stopping.asked
+        request = self.stopping.asked
         # costs one more number per step, when the loss is read on the host anyway
-        code = ranks.largest(signals.code_of(asked) if asked is not None else 0)
+        code = ranks.largest(signals.code_of(request) if request is not None else 0)
         if code and self.agreed is None:
             self.agreed = signals.of(code)
 
@@ -304,11 +304,11 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
         callback.agree()  # on a stop requested after the last step
     # a later request concerns only this process, which stops immediately, as between training runs
     ended = trainer.state.global_step >= trainer.state.max_steps
-    asked = callback.agreed or stopping.asked
+    request = callback.agreed or stopping.asked
     if callback.agreed is not None and ended:
         signals.raise_later(callback.agreed)
-    elif asked is not None:
-        raise asked
+    elif request is not None:
+        raise request
 
 
 def hold_workers(loader):

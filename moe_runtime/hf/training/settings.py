@@ -123,12 +123,13 @@ class Training(Node):
 
     @model_validator(mode="after")
     def _check_training(self):
-        both = (self.epochs is None) == (self.steps is None)
-        if both or not (self.max_grad_norm == -1 or self.max_grad_norm > 0):
-            clipping = (
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                f"epochs is {self.epochs} and steps is {self.steps}. Set exactly one of the two"
+            )
+        if self.max_grad_norm != -1 and self.max_grad_norm <= 0:
+            raise ValueError(
                 "max_grad_norm must be a number above 0, or -1 for no clipping, but got "
                 f"{self.max_grad_norm}"
             )
-            found = f"epochs is {self.epochs} and steps is {self.steps}. Set exactly one of the two"
-            raise ValueError(found if both else clipping)
         return self

@@ -312,11 +312,11 @@ def _layout(dataset) -> tuple[str, ...]:
     return layout_of(first)
 
 
-def _masked(row, place: int, tokenizer, layout: tuple[str, ...], train_on: str) -> dict:
+def _masked(row, number: int, tokenizer, layout: tuple[str, ...], train_on: str) -> dict:
     """Return the ids of a row, and as TRL's assistant_masks which of them are trained."""
     ids, labels = encode(
         tokenizer,
-        in_form(row, layout, f"example {place + 1}", train_on == "assistant"),
+        in_form(row, layout, f"example {number + 1}", train_on == "assistant"),
         train_on=train_on,
     )
     return {"input_ids": ids, "assistant_masks": [int(label != -100) for label in labels]}

@@ -132,10 +132,10 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
         stack = layer.module._parameters.get(name)
         path = f"{layer.name}.{name}"
         if stack is None or not stack.is_floating_point() or is_quantized(stack):
-            got = "no parameter" if stack is None else f"{stack.dtype} ({type(stack).__name__})"
+            actual = "no parameter" if stack is None else f"{stack.dtype} ({type(stack).__name__})"
             return (
                 f"{path} must be a floating-point tensor that is not quantized or held by an "
-                f"engine, but is {got}"
+                f"engine, but is {actual}"
             )
         # under FSDP the other ranks load nothing and get rank 0's weights
         if stack.is_meta and not is_fsdp_enabled():

@@ -347,12 +347,12 @@ def check_place(folder: str | Path) -> None:
     """Raise ValueError for the folder of a whole model, as an adapter's file has the same name as
     its weights.
     """
-    found = weights_of(folder)
+    weights = weights_of(folder)
     # a config.json next to an adapter's two files is that of its base, as in Hub repositories
-    if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
+    if weights and not (weights == [SINGLE] and (Path(folder) / CONFIG).is_file()):
         raise ValueError(
-            f"Folder {folder} holds a whole model ({found[0]}), but only trained experts are being "
-            "saved. Choose another folder"
+            f"Folder {folder} holds a whole model ({weights[0]}), but only trained experts are "
+            "being saved. Choose another folder"
         )
 
 

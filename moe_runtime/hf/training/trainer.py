@@ -355,12 +355,12 @@ def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
     the same.
     """
     saved = read_json(Path(folder) / trained_files.CONFIG)
-    own = json.loads(json.dumps(config))
+    prepared = json.loads(json.dumps(config))
     for name in ("experts", "shared_experts", "non_expert_modules"):
-        if saved.get(name) != own.get(name):
+        if saved.get(name) != prepared.get(name):
             return (
-                f"{name} is {own.get(name)}, but {saved.get(name)} in checkpoint {folder}. Prepare "
-                "the model with the selection in expert_cfg.json there"
+                f"{name} is {prepared.get(name)}, but {saved.get(name)} in checkpoint {folder}. "
+                "Prepare the model with the selection in expert_cfg.json there"
             )
     return None
 

@@ -121,7 +121,7 @@ cpp.use("the CPU library is not built")
 there, kept = torch.export.load(f"{folder}/there.pt2").module()(x), len(calls)
 cpp.use(cpp.bind(Path(built)))
 torch.save((there, kept, torch.export.load(f"{folder}/nowhere.pt2").module()(x), len(calls)), f"{folder}/out.pt")
-"""
+"""  # noqa: E501
 
 
 def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_path, monkeypatch):

@@ -392,7 +392,7 @@ moe_runtime.load_quantized(sys.argv[1], "nf4", dtype="bfloat16")  # a small one:
 before = peak()
 moe_runtime.load_quantized(sys.argv[2], "nf4", dtype="bfloat16")
 print("grew", peak() - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from papers.cli import app
 from moe_runtime.methods import esft, ultrafuser
+from papers.cli import app
 from papers.engine.recipe import METHODS
 from papers.memory_plan import recipe_of
 from tests.support import dist_rehearsal, rehearsal

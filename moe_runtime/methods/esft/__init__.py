@@ -105,10 +105,7 @@ def train_only(
     check_is_selection(selection)
     check_unwrapped(model)
     check_is_base(model)
-    flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
-    selection = replace(
-        selection, **{name: flag for name, flag in flags.items() if flag is not None}
-    )
+    selection = with_flags(selection, shared_experts, non_expert_modules)
     layers = layers_of(model, fresh=False)
     check_model(selection.base, model, layers, "The selection", check_weights=check_weights)
     check_selection(layers, selection)
@@ -139,6 +136,17 @@ def train_only(
             others.append(plain_name(name))
     trained_files.mark(model, to_config(selection, base), tuple(others), dtype, _check_folder)
     return receipt
+
+
+def with_flags(
+    selection: ExpertSelection, shared_experts: bool | None, non_expert_modules: bool | None
+) -> ExpertSelection:
+    """Return the selection with the flags that are given."""
+    if shared_experts is not None:
+        selection = replace(selection, shared_experts=shared_experts)
+    if non_expert_modules is not None:
+        selection = replace(selection, non_expert_modules=non_expert_modules)
+    return selection
 
 
 def _check_folder(config: dict, folder: str | Path) -> None:

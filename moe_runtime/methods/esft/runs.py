@@ -11,7 +11,6 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -219,10 +218,7 @@ def train_folder(
     is_file = not isinstance(selection, esft.ExpertSelection)
     if is_file:
         selection = load_selection(selection)
-    flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
-    selection = replace(
-        selection, **{name: flag for name, flag in flags.items() if flag is not None}
-    )
+    selection = esft.with_flags(selection, shared_experts, non_expert_modules)
     if lora is not None:
         check_lora(selection, *lora)
     trained_files.check_place(out)
@@ -230,23 +226,19 @@ def train_folder(
     check_choice("train_on", train_on, TRAIN_ON)
     ranks.check_ep_size(training.ep_size, source)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
-    compared = {
-        name: value for name, value in training.to_dict().items() if name not in NOT_COMPARED
-    }
     settings = {
         "selection": selection.to_dict(),
-        "training": compared,
+        "training": training.to_dict(),
         "dtype": dtype,
         "seed": seed,
-    }
-    settings |= {
-        "data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]
-    }
-    settings |= {
+        "data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)],
         "source": [str(source), files_print(source)],
         "rows": [max_length, packed, prompt, train_on],
     }
-    settings |= {"lora": list(lora)} if lora else {}
+    for name in NOT_COMPARED:
+        del settings["training"][name]
+    if lora is not None:
+        settings["lora"] = list(lora)
 
     def check() -> None:
         check_out_dir(out, overwrite)
@@ -254,13 +246,13 @@ def train_folder(
 
     check()
     with ranks.sole_training(checkpoints, check):
-        loaded = _load(source)
+        model, tokenizer = _load(source)
         if is_file:
-            _check_complete(loaded[0], selection)
-        parts = _split_rows(loaded[1], rows, held_out, max_length, packed, prompt, train_on)
+            _check_complete(model, selection)
         return _train(
-            *loaded,
-            *parts,
+            model,
+            tokenizer,
+            *_split_rows(tokenizer, rows, held_out, max_length, packed, prompt, train_on),
             selection,
             training,
             out,

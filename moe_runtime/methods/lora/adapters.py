@@ -119,21 +119,20 @@ def save_stacked(
     """
     first = _experts(next(iter(layers.values())))
     parameters = [f"experts.{parameter}" for parameter in _stacked(first)]
-    ranks = {
-        parameter: 2 * first.rank for parameter in parameters if parameter.endswith("gate_up_proj")
-    }
-    gates = {
-        f"{name.rpartition('.')[2]}.gate"
-        for name, layer in layers.items()
-        if isinstance(layer, LoRAMoE)
-    }
+    ranks = {}
+    alphas = {}
+    if "experts.gate_up_proj" in parameters:
+        ranks["experts.gate_up_proj"] = 2 * first.rank
+        alphas["experts.gate_up_proj"] = 2 * first.alpha
+    gates = set()
+    for name, layer in layers.items():
+        if isinstance(layer, LoRAMoE):
+            gates.add(f"{name.rpartition('.')[2]}.gate")
     config = _config(first, base_model) | {
         "target_modules": [],
         "target_parameters": parameters,
         "rank_pattern": ranks,
-        "alpha_pattern": {
-            parameter: first.alpha * rank / first.rank for parameter, rank in ranks.items()
-        },
+        "alpha_pattern": alphas,
         "modules_to_save": sorted(gates) or None,
     }
     _write(folder, _stacked_tensors(layers), config, overwrite)
@@ -148,10 +147,8 @@ def _stacked_tensors(layers: Mapping[str, LoRAExperts | LoRAMoE]) -> dict[str, t
             tensors[place + HALVES[1]] = b.permute(2, 1, 0).reshape(b.shape[2], -1)
     for name, layer in layers.items():
         if isinstance(layer, LoRAMoE):
-            tensors |= {
-                f"{PREFIX}{name}.gate.{key}": value
-                for key, value in layer.gate.state_dict().items()
-            }
+            for key, value in layer.gate.state_dict().items():
+                tensors[f"{PREFIX}{name}.gate.{key}"] = value
     return tensors
 
 
@@ -162,10 +159,11 @@ def _places(
     the stack's name.
     """
     pairs = _stacked(layer)
-    return {
-        key: (f"{PREFIX}{name}.experts{PLACES[key] if len(pairs) == 2 else ''}", pair)
-        for key, pair in pairs.items()
-    }
+    places = {}
+    for key, pair in pairs.items():
+        nested = PLACES[key] if len(pairs) == 2 else ""
+        places[key] = (f"{PREFIX}{name}.experts{nested}", pair)
+    return places
 
 
 @torch.no_grad()
@@ -176,27 +174,26 @@ def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.P
     path = os.path.join(folder, WEIGHTS)
     _check_config(_experts(next(iter(layers.values()))), os.path.join(folder, CONFIG))
     tensors = read_tensors(folder)
-    found = []
+    pairs = []
     specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    shapes = {key: tuple(tensor.shape) for key, tensor in _stacked_tensors(layers).items()}
-    want = {
-        key: TensorSpec(shape, specs[key].dtype if key in specs else None)
-        for key, shape in shapes.items()
-    }
-    check_keys(specs, want, source=path)
+    expected = {}
+    for key, tensor in _stacked_tensors(layers).items():
+        dtype = specs[key].dtype if key in specs else None  # any dtype will do
+        expected[key] = TensorSpec(tuple(tensor.shape), dtype)
+    check_keys(specs, expected, source=path)
     for name, layer in layers.items():
         experts = _experts(layer)
         for parameter, (place, (a, b)) in _places(name, experts).items():
-            new_b = (
-                tensors[place + HALVES[1]].view(b.shape[2], b.shape[1], b.shape[0]).permute(2, 1, 0)
-            )
-            split = {parameter: (tensors[place + HALVES[0]].view(a.shape), new_b)}
+            new_a = tensors[place + HALVES[0]].view(a.shape)
+            new_b = tensors[place + HALVES[1]].view(b.shape[::-1]).permute(2, 1, 0)
+            split = {parameter: (new_a, new_b)}
             if parameter == "gate_up_proj":
-                split = _split(experts, *split[parameter], f"{place} in {path}")
-            found += [(experts, target, pair) for target, pair in split.items()]
-    for layer, target, (a, b) in found:
-        layer.lora_a[target].copy_(a)
-        layer.lora_b[target].copy_(b)
+                split = _split(experts, new_a, new_b, f"{place} in {path}")
+            for target, (half_a, half_b) in split.items():
+                pairs.append((experts.lora_a[target], half_a))
+                pairs.append((experts.lora_b[target], half_b))
+    for parameter, value in pairs:
+        parameter.copy_(value)
     for name, layer in layers.items():
         if isinstance(layer, LoRAMoE):
             gate = layer.gate.state_dict()
@@ -212,23 +209,25 @@ def _stacked(layer: LoRAExperts) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Return (a [E, r, in], b [E, r, out]) by the stack's name; gate and up together have twice the
     rank.
     """
-    found = {}
+    pairs = {}
     if {"gate_proj", "up_proj"} & set(layer.targets):
-        gate, up = (_halves(layer, target) for target in ("gate_proj", "up_proj"))
-        zero = torch.zeros_like(gate[1])
-        b = torch.cat([torch.cat([gate[1], zero], 2), torch.cat([zero, up[1]], 2)], 1)
-        found["gate_up_proj"] = torch.cat([gate[0], up[0]], 1), b
+        gate_a, gate_b = _halves(layer, "gate_proj")
+        up_a, up_b = _halves(layer, "up_proj")
+        zero = torch.zeros_like(gate_b)
+        b = torch.cat([torch.cat([gate_b, zero], 2), torch.cat([zero, up_b], 2)], 1)
+        pairs["gate_up_proj"] = (torch.cat([gate_a, up_a], 1), b)
     if "down_proj" in layer.targets:
-        found["down_proj"] = _halves(layer, "down_proj")
-    return found
+        pairs["down_proj"] = _halves(layer, "down_proj")
+    return pairs
 
 
 def _halves(layer: LoRAExperts, target: str) -> tuple[torch.Tensor, torch.Tensor]:
     if target in layer.targets:
         return layer.lora_a[target].detach(), layer.lora_b[target].detach()
-    (out, size), some = getattr(layer.base, target).weight.shape, next(iter(layer.lora_a.values()))
-    shape = layer.num_experts, layer.rank
-    return some.new_zeros(*shape, size), some.new_zeros(*shape, out)
+    out, size = getattr(layer.base, target).weight.shape
+    like = next(iter(layer.lora_a.values()))
+    a = like.new_zeros(layer.num_experts, layer.rank, size)
+    return a, like.new_zeros(layer.num_experts, layer.rank, out)
 
 
 def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -237,18 +236,17 @@ def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, 
     """
     r = layer.rank
     I = b.shape[2] // 2
-    found = {"gate_proj": (a[:, :r], b[:, :r, :I]), "up_proj": (a[:, r:], b[:, r:, I:])}
-    beside = [
-        b[:, :r, I:],
-        b[:, r:, :I],
-        *(found.pop(target)[1] for target in set(found) - set(layer.targets)),
-    ]
+    halves = {"gate_proj": (a[:, :r], b[:, :r, :I]), "up_proj": (a[:, r:], b[:, r:, I:])}
+    beside = [b[:, :r, I:], b[:, r:, :I]]
+    for target in ("gate_proj", "up_proj"):
+        if target not in layer.targets:
+            beside.append(halves.pop(target)[1])
     if any(part.any() for part in beside):
         raise ValueError(
             f"Each rank of {key} must belong to one of the targets {', '.join(layer.targets)}, but "
             "some belong to both gate and up or to another target. PEFT can load this adapter"
         )
-    return found
+    return halves
 
 
 def _config(layer: LoRAExperts, base_model: str) -> dict:
@@ -279,11 +277,10 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
 def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
     with atomic_folder(folder, overwrite) as tmp:
         # copies, since safetensors rejects tensors that share memory, as a stack's experts do
-        plain = {
-            key: t.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for key, t in tensors.items()
-        }
-        write_tensors(tmp / WEIGHTS, plain)
+        copies = {}
+        for key, tensor in tensors.items():
+            copies[key] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        write_tensors(tmp / WEIGHTS, copies)
         atomic_write_json(tmp / CONFIG, config)
 
 
@@ -306,11 +303,8 @@ def is_pattern(text: str) -> bool:
     except (re.error, RecursionError, OverflowError):
         return False
     repeats = re.findall(r"[*+{]|(?<!\()\?", text)
-    return (
-        len(text) <= MAX_PATTERN
-        and len(repeats) <= MAX_REPEATS
-        and not re.search(r"\)[*+?{]", text)
-    )
+    is_short = len(text) <= MAX_PATTERN and len(repeats) <= MAX_REPEATS
+    return is_short and not re.search(r"\)[*+?{]", text)
 
 
 def check_patterns(folder: str | os.PathLike) -> None:
@@ -321,15 +315,12 @@ def check_patterns(folder: str | os.PathLike) -> None:
     config = read_json(path) if path.is_file() else {}
     for name in ("rank_pattern", "alpha_pattern"):
         values = config.get(name) or {}
-        if isinstance(values, dict):
-            odd = [key for key in values if not is_pattern(key)]
-        else:
-            odd = [values]
-        if odd:
-            raise ValueError(
-                f"{name} in {path} has {shown(odd[0])}, but must map names, with at most "
-                f"{MAX_REPEATS} repetitions and no repeated group, to numbers"
-            )
+        for key in values if isinstance(values, dict) else [values]:
+            if not isinstance(values, dict) or not is_pattern(key):
+                raise ValueError(
+                    f"{name} in {path} has {shown(key)}, but must map names, with at most "
+                    f"{MAX_REPEATS} repetitions and no repeated group, to numbers"
+                )
     targets = config.get("target_modules")
     if isinstance(targets, str) and re.search(r"\)[*+{]", targets):
         raise ValueError(
@@ -371,35 +362,46 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
     config = read_json(path)
     rank = config.get("r")
     alpha = config.get("lora_alpha")
-    initial = config.get("init_lora_weights")
-    odd = [name for name in PLAIN if config.get(name) not in (None, False, "none", [], {})]
-    odd += ["peft_type"] * (config.get("peft_type") != "LORA") + ["init_lora_weights"] * (
-        initial not in INITIAL
-    )
-    odd += ["r"] * (not isinstance(rank, int) or rank < 1) + ["lora_alpha"] * (
-        not isinstance(alpha, int | float)
-    )
-    if odd:
+    odd = other_setting(config, PLAIN)
+    if odd is None and (not isinstance(rank, int) or rank < 1):
+        odd = "r"
+    if odd is None and not isinstance(alpha, int | float):
+        odd = "lora_alpha"
+    if odd is not None:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only peft_type 'LORA' with "
+            f"{odd} in {path} is {shown(config.get(odd))}, but only peft_type 'LORA' with "
             "pairs A, B is supported. If init_lora_weights changed the base, convert the adapter "
             "when saving it with path_initial_model_for_weight_conversion of peft's "
             "save_pretrained"
         )
-    alpha = alpha * rank**0.5 if config.get("use_rslora") else alpha
+    if config.get("use_rslora"):
+        alpha *= rank**0.5
     return Adapter(str(folder), rank, float(alpha), _pairs(folder, rank))
+
+
+def other_setting(config: Mapping, names: Sequence[str]) -> str | None:
+    """Return the first setting of PEFT that is not plain LoRA's, of those in `names`, or None."""
+    for name in names:
+        if config.get(name) not in (None, False, "none", [], {}):
+            return name
+    if config.get("peft_type") != "LORA":
+        return "peft_type"
+    return None if config.get("init_lora_weights") in INITIAL else "init_lora_weights"
 
 
 def _pairs(folder: str | os.PathLike, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     tensors = read_tensors(folder)
     pairs = {}
     odd = None
-    for key in [key for key in tensors if key.startswith(PREFIX) and key.endswith(HALVES[0])]:
+    for key in list(tensors):
+        if not key.startswith(PREFIX) or not key.endswith(HALVES[0]):
+            continue
         name = key.removesuffix(HALVES[0])
         a = tensors.pop(key)
         b = tensors.pop(name + HALVES[1], None)
+        shapes = [list(a.shape), None if b is None else list(b.shape)]
         if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
-            odd = f"{name} with A, B of {[list(a.shape), None if b is None else list(b.shape)]}"
+            odd = f"{name} with A, B of {shapes}"
         pairs[name.removeprefix(PREFIX)] = a, b
     if odd or tensors or not pairs:
         raise ValueError(
@@ -460,13 +462,16 @@ def read_experts(
     """Read adapter folders of a stock `model`; raises ValueError if they do not fit it, each other
     or the settings.
     """
-    if isinstance(folders, str | Path) or len(folders) != num_experts:
-        shown = repr(folders) if isinstance(folders, str | Path) else f"{len(folders)} folders"
+    is_one = isinstance(folders, str | Path)
+    if is_one or len(folders) != num_experts:
+        given = repr(folders) if is_one else f"{len(folders)} folders"
         raise ValueError(
-            f"experts must have a folder for each of the {num_experts} experts, but got {shown}"
+            f"experts must have a folder for each of the {num_experts} experts, but got {given}"
         )
-    known = {str(folder): None for folder in folders}
-    known = {folder: read_adapter(folder) for folder in known}
+    known = {}
+    for folder in map(str, folders):
+        if folder not in known:
+            known[folder] = read_adapter(folder)
     adapters = tuple(known[str(folder)] for folder in folders)
     _check_alike(adapters)
     places = {path: _place(family, path) for path in adapters[0].pairs}
@@ -492,11 +497,10 @@ def read_experts(
     )
     for name, value in {"rank": rank, "alpha": alpha, "targets": targets, "layers": layers}.items():
         theirs = getattr(found, name)
-        if isinstance(theirs, int | float):
-            same = value == theirs
-        else:
-            same = set(value or ()) == set(theirs)
-        if value is not None and not same:
+        if value is None:
+            continue
+        is_number = isinstance(theirs, int | float)
+        if value != theirs if is_number else set(value) != set(theirs):
             raise ValueError(
                 f"{name} is {value}, but {theirs} in the experts' adapters. Leave it None with "
                 "adapters"
@@ -529,10 +533,9 @@ def _check_alike(adapters: Sequence[Adapter]) -> None:
     for adapter in adapters[1:]:
         alone = sorted(first.pairs.keys() ^ adapter.pairs.keys())
         if alone or (first.rank, first.scaling) != (adapter.rank, adapter.scaling):
-            if alone:
-                what = f"changes other layers, such as {alone[0]}"
-            else:
-                what = f"has rank {adapter.rank}"
+            what = (
+                f"changes other layers, such as {alone[0]}" if alone else f"has rank {adapter.rank}"
+            )
             raise ValueError(
                 f"{adapter.folder} {what}, scaling {adapter.scaling}. All experts must match "
                 f"{first.folder}, rank {first.rank} and scaling {first.scaling}"
@@ -561,16 +564,14 @@ def _check_backbone(
         check_choice("backbone", backbone, BACKBONES)
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
-    changes_tied = (
-        backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths)
-    )
-    if changes_tied or (paths and backbone is None):
-        if changes_tied:
-            what = "the head, whose weights are the embeddings'"
-        else:
-            what = f"{paths[0]} and {len(paths) - 1} more"
-        how = "" if changes_tied else "backbone='mean' to add the experts' mean change there, or "
+    if paths and backbone is None:
         raise ValueError(
-            f"{folder} changes {what} outside of the MLPs, but backbone is {backbone}. Use "
-            f"{how}backbone='base' to ignore it"
+            f"{folder} changes {paths[0]} and {len(paths) - 1} more outside of the MLPs, but "
+            "backbone is None. Use backbone='mean' to add the experts' mean change there, or "
+            "backbone='base' to ignore it"
+        )
+    if backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths):
+        raise ValueError(
+            f"{folder} changes the head, whose weights are the embeddings' outside of the MLPs, "
+            "but backbone is mean. Use backbone='base' to ignore it"
         )

@@ -34,11 +34,11 @@ from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.lora.adapters import (
     CONFIG,
     HALVES,
-    INITIAL,
     PLAIN,
     PREFIX,
     WEIGHTS,
     is_pattern,
+    other_setting,
     read_tensors,
 )
 from moe_runtime.modules.moe import FLOATS
@@ -71,10 +71,9 @@ class Pair(NamedTuple):
         wider.
         """
         wide = torch.promote_types(self.a.dtype, torch.float32)
-        a, b = (
-            half.to(wide) if expert is None else half[expert].to(wide) for half in (self.a, self.b)
-        )
-        change = (b @ a).mul_(self.scaling)
+        a = self.a if expert is None else self.a[expert]
+        b = self.b if expert is None else self.b[expert]
+        change = (b.to(wide) @ a.to(wide)).mul_(self.scaling)
         return change.transpose(-2, -1) if self.transposed else change
 
 
@@ -127,62 +126,46 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     tensors = read_tensors(folder)
     _check_config(config, path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    firsts = [key for key in tensors if key.endswith(HALVES[0])]
     halves = {}
     keys = {}
     odd = None
-    for key in firsts:
+    for key in [key for key in tensors if key.endswith(HALVES[0])]:
         place = key.removesuffix(HALVES[0])
         name = _parameter_of(model, config, place.removeprefix(PREFIX))
         a = tensors.pop(key)
-        b = tensors.pop(place + HALVES[1], None)
-        fits = (
-            b is not None
-            and a.dim() == b.dim() == 2
-            and a.is_floating_point()
-            and b.is_floating_point()
-        )
+        b = tensors.pop(place + HALVES[1], torch.empty(0))
+        fits = a.dim() == b.dim() == 2 and a.is_floating_point() and b.is_floating_point()
         if name is None or name in halves or not fits or not key.startswith(PREFIX):
             odd = odd or key
-        halves[name], keys[name] = (a, b), place
-    # PEFT also saves the frozen weight of a head that has a pair
-    frozen = {
-        f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight"
-        for name in halves
-        if name is not None
-    }
-    whole = {
-        key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key not in frozen
-    }
-    odd = odd or next(
-        (
-            key
-            for key, t in whole.items()
-            if key not in parameters or parameters[key].shape != t.shape
-        ),
-        None,
-    )
+            continue
+        halves[name] = (a, b)
+        keys[name] = place
+        # PEFT also saves the frozen weight of a head that has a pair
+        tensors.pop(f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight", None)
+    whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    for key, tensor in whole.items():
+        if key not in parameters or parameters[key].shape != tensor.shape:
+            odd = odd or key
     if odd or not halves:
         raise ValueError(
             f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}, but must have lora_A.weight and "
             f"lora_B.weight of linear layers or of the target_parameters in {path}, for a "
             f"{type(model).__name__} like the base"
         )
-    stacks = {name for name in halves if parameters[name].dim() == 3}
-    layouts = {
-        name: getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
-        for name in stacks
-    }
-    reverse = _reversed(
-        folder, config, {name: (parameters[name], layouts[name], *halves[name]) for name in stacks}
-    )
+    stacks = {}
+    for name, pair in halves.items():
+        if parameters[name].dim() == 3:
+            module = model.get_submodule(name.rpartition(".")[0])
+            stacks[name] = (parameters[name], getattr(module, "is_transposed", False), *pair)
+    reverse = _reversed(folder, config, stacks)
     pairs = {}
     for name, (a, b) in halves.items():
         shape = parameters[name].shape
-        flipped = layouts.get(name, False)
-        if name in stacks and not (a.shape[0] % shape[0] or b.shape[1] % shape[0]):
-            a, b = unpack(a, b, shape[0], reverse)
+        flipped = False
         if name in stacks:
+            flipped = stacks[name][1]
+            if a.shape[0] % shape[0] == 0 and b.shape[1] % shape[0] == 0:
+                a, b = unpack(a, b, shape[0], reverse)
             shape = (shape[2], shape[1]) if flipped else shape[1:]
         rank, scaling = _rank(config, name)
         if (b.shape[-2], a.shape[-1]) != tuple(shape) or not a.shape[-2] == b.shape[-1] == rank:
@@ -196,26 +179,19 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    odd = [
-        name
-        for name in PLAIN
-        if name not in READ and config.get(name) not in (None, False, "none", [], {})
-    ]
-    odd += ["peft_type"] * (config.get("peft_type") != "LORA")
-    odd += ["init_lora_weights"] * (config.get("init_lora_weights") not in INITIAL)
-    odd += [name for name in ("r", "lora_alpha") if not _is_positive(config.get(name))]
-    odd += [
-        name
-        for name in ("rank_pattern", "alpha_pattern")
-        if not _are_patterns(config.get(name) or {})
-    ]
+    odd = other_setting(config, [name for name in PLAIN if name not in READ])
+    for name in ("r", "lora_alpha"):
+        if not _is_positive(config.get(name)):
+            odd = odd or name
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not _are_patterns(config.get(name) or {}):
+            odd = odd or name
     targets = config.get("target_parameters") or []
-    odd += ["target_parameters"] * (
-        not isinstance(targets, list) or not all(isinstance(name, str) for name in targets)
-    )
-    if odd:
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        odd = odd or "target_parameters"
+    if odd is not None:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only LoRA with pairs A, B and "
+            f"{odd} in {path} is {shown(config.get(odd))}, but only LoRA with pairs A, B and "
             "whole modules is supported"
         )
 
@@ -242,12 +218,11 @@ def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> st
     if isinstance(module, nn.Linear):
         return f"{path}.weight" if path == place else None
     targets = config.get("target_parameters") or []
-    names = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-    chain = [
-        name
-        for name in names
-        if any(name == target or name.endswith(f".{target}") for target in targets)
-    ]
+    chain = []
+    for parameter, _ in module.named_parameters(recurse=False):
+        name = f"{path}.{parameter}"
+        if any(name == target or name.endswith(f".{target}") for target in targets):
+            chain.append(name)
     outer = place.count(".base_layer") - path.count(".base_layer")
     return chain[-1 - outer] if outer < len(chain) else None
 
@@ -256,15 +231,10 @@ def _rank(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Return the rank of a target, and the scaling."""
 
     def pattern(of: str, default):
-        patterns = config.get(of) or {}
-        return next(
-            (
-                value
-                for key, value in patterns.items()
-                if re.match(rf"(.*\.)?({key})(\.weight)?$", name)
-            ),
-            default,
-        )
+        for key, value in (config.get(of) or {}).items():
+            if re.match(rf"(.*\.)?({key})(\.weight)?$", name):
+                return value
+        return default
 
     rank = pattern("rank_pattern", config["r"])
     alpha = pattern("alpha_pattern", config["lora_alpha"])
@@ -329,10 +299,8 @@ def convert_folder(
     tensors = read_tensors(folder)
     stacks = {name: pair for name, pair in adapter.pairs.items() if pair.is_stack}
     for name, pair in stacks.items():
-        tensors |= {
-            adapter.keys[name] + half: new
-            for half, new in zip(HALVES, pack(pair.a, pair.b), strict=True)
-        }
+        for half, tensor in zip(HALVES, pack(pair.a, pair.b), strict=True):
+            tensors[adapter.keys[name] + half] = tensor
     write_adapter(
         out,
         tensors,

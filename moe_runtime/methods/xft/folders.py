@@ -88,9 +88,9 @@ def _mlp_error(
     worst = 0.0
     for layer in sorted(swap.sampled(layers)):
         keys = families.mlp_keys(family, layer, moe.bias)
-        weights = {
-            name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()
-        }
+        weights = {}
+        for name, parts in keys.items():
+            weights[name] = torch.cat([checkpoint.get(key) for key in parts])
         error = folders.stock_mlp_error(config, weights, layer)
         if not error < swap.TOLERANCE:
             raise ValueError(
@@ -131,24 +131,20 @@ def _check_mlps(
     """Raise ValueError unless the layers' MLP tensors exist, with the config's shapes and one
     dtype.
     """
-    specs = {
-        key: spec
-        for key, spec in checkpoint.specs().items()
-        if families.locate_key(family, key) is not None
-    }
-    dtype = next((spec.dtype for spec in specs.values()), torch.float32)
-    want = {
-        key: TensorSpec(shape, dtype)
-        for layer in layers
-        for key, shape in _mlp_specs(family, moe, layer)
-    }
-    other = set(range(num_layers)) - set(layers)  # these stay dense
-    specs = {
-        key: spec
-        for key, spec in specs.items()
-        if families.locate_key(family, key).layer not in other
-    }
-    check_keys(specs, want, source=checkpoint.path)
+    dense = set(range(num_layers)) - set(layers)
+    specs = {}
+    dtype = None
+    for key, spec in checkpoint.specs().items():
+        place = families.locate_key(family, key)
+        if place is not None:
+            dtype = dtype or spec.dtype
+            if place.layer not in dense:
+                specs[key] = spec
+    expected = {}
+    for layer in layers:
+        for key, shape in _mlp_specs(family, moe, layer):
+            expected[key] = TensorSpec(shape, dtype or torch.float32)
+    check_keys(specs, expected, source=checkpoint.path)
 
 
 def _mlp_specs(family, moe: MoEConfig, layer: int):
@@ -156,17 +152,18 @@ def _mlp_specs(family, moe: MoEConfig, layer: int):
     I = moe.intermediate_size
     for name, keys in families.mlp_keys(family, layer, moe.bias).items():
         rows = H if name.startswith("down_proj") else I * (1 + family.gated) // len(keys)
-        columns = () if name.endswith("_bias") else (I,) if name == "down_proj" else (H,)
-        yield from ((key, (rows, *columns)) for key in keys)
+        columns = I if name == "down_proj" else H
+        shape = (rows,) if name.endswith("_bias") else (rows, columns)
+        for key in keys:
+            yield key, shape
 
 
 def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int]) -> int:
     total = 0
     for key, spec in checkpoint.specs().items():
         place = families.locate_key(family, key)
-        total += spec.nbytes * (
-            moe.num_experts if place is not None and place.layer in layers else 1
-        )
+        is_expert = place is not None and place.layer in layers
+        total += spec.nbytes * (moe.num_experts if is_expert else 1)
     return total
 
 
@@ -236,10 +233,10 @@ def merge_folder(
         folders.check_tensors(config, checkpoint)
         rows = given or [mixture_of(checkpoint, config, moe, path, shared_rate) for path in paths]
         mixtures = dict(zip(paths, rows, strict=True))
-        expected = sum(
-            spec.nbytes // (moe.num_experts if key.rpartition(".experts.")[0] in paths else 1)
-            for key, spec in checkpoint.specs().items()
-        )
+        expected = 0
+        for key, spec in checkpoint.specs().items():
+            is_expert = key.rpartition(".experts.")[0] in paths
+            expected += spec.nbytes // (moe.num_experts if is_expert else 1)
         with CheckpointWriter(
             target, max_shard_size, overwrite=overwrite, expected_bytes=expected
         ) as writer:
@@ -250,11 +247,9 @@ def merge_folder(
                 path, _, rest = key.rpartition(".experts.")
                 if path in paths:
                     weight = merge_rows(expert_rows(checkpoint, key), mixtures[path])
-                    layer = paths[path]
                     parts = families.split_weights(family, {rest: weight})[rest]
-                    for part, name in zip(
-                        parts, families.mlp_keys(family, layer, moe.bias)[rest], strict=True
-                    ):
+                    names = families.mlp_keys(family, paths[path], moe.bias)[rest]
+                    for part, name in zip(parts, names, strict=True):
                         job.add(name, part)
                 elif not _is_router(key, paths):
                     job.add(key, checkpoint.get(key))
@@ -305,19 +300,18 @@ def compare_folders(
 
     `progress(done, total)` counts models. Raises ValueError for a distance that is not finite.
     """
-    found = []
+    logits = []
     for done, folder in enumerate((dense, other), 1):
-        found.append(folders.probe_logits(folder))
+        logits.append(folders.probe_logits(folder))
         if progress is not None:
             progress(done, 2)
-    first, second = found
+    first, second = logits
     error = ((second - first).norm() / first.norm()).item()
     if not math.isfinite(error):
-        bad = [
-            str(folder)
-            for folder, out in zip((dense, other), found, strict=True)
-            if not out.isfinite().all()
-        ]
+        bad = []
+        for folder, logits in ((dense, first), (other, second)):
+            if not logits.isfinite().all():
+                bad.append(str(folder))
         why = f"; NaN or infinity in the logits of {' and '.join(bad)}" if bad else ""
         raise ValueError(
             f"The relative error of {other} is {error}{why}. Pass models with finite weights"

@@ -394,9 +394,9 @@ def test_a_selection_of_another_model_is_named(kind):
         (7, (1,), r"selection has experts \[1\] of layer 7, but the model routes to layers 0, 1"),
         (1, (1, 4), r"selection has experts \[4\] of layer 1, .* to 3"),
     ]
-    for number, ids, match in wrong:
+    for number, experts, match in wrong:
         with pytest.raises(ValueError, match=match):
-            check_selection(layers, ExpertSelection(experts={number: ids}))
+            check_selection(layers, ExpertSelection(experts={number: experts}))
     if kind == "ours":
         match = r"selection has experts \[0\] of layer 1, .* 1 to 3. Pass shared_experts=True"
         with pytest.raises(ValueError, match=match):

@@ -357,7 +357,9 @@ def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
     "change, words",
     [
         pytest.param(
-            lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "but got [(3, 7), (3, 5)] and", id="S"
+            lambda b: b.update(prompt_ids=b["prompt_ids"][:2]),
+            "but got [(3, 7), (3, 5)] and",
+            id="S",
         ),
         pytest.param(lambda b: b.update(prompt_mask=None), " and []", id="none"),
         pytest.param(

@@ -234,12 +234,12 @@ def machine() -> tuple[int, float, str]:
     """Return the number of processes of this run, the free bytes of memory of each, and the engine
     that the launcher sets.
     """
-    gpus = int(os.environ.get("WORLD_SIZE", 1))
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
     engine = "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"
     engine = "zero3" if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else engine
     if torch.cuda.is_available():
-        return gpus, torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))[0], engine
-    return gpus, free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), engine
+        return gpus, torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0], engine
+    return gpus, free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), engine
 
 
 def free_memory() -> int:

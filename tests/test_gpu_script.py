@@ -38,7 +38,8 @@ PYTHON = """#!/usr/bin/env bash
 [ "$1" != -c ] || exit 0
 echo "$*" >>"$CALLS"
 case "$*" in *bench.device_check*) echo '{"name": "", "commit": "'$COMMIT'"}' >>"$3" ;; esac
-for word in $HANG; do case "$*" in *"$word"*) trap '' INT; echo hang >"$CLOCK.waits"; sleep 100 ;; esac; done
+hang() { trap '' INT; echo hang >"$CLOCK.waits"; sleep 100; }
+for word in $HANG; do case "$*" in *"$word"*) hang ;; esac; done
 results= previous=
 for word; do
     case "$previous" in
@@ -59,9 +60,13 @@ exit $status
 """
 PROGRAM = """#!/usr/bin/env bash
 echo "${0##*/} $*" >>"$CALLS"
-for word in $HANG; do case "$0" in *"$word"*) trap '' INT; echo hang >"$CLOCK.waits"; sleep 100 ;; esac; done
+hang() { trap '' INT; echo hang >"$CLOCK.waits"; sleep 100; }
+for word in $HANG; do case "$0" in *"$word"*) hang ;; esac; done
 previous=
-for word; do [ "$previous" != --log-file ] || echo '"ID","Kernel Name"' >"$word"; previous=$word; done
+for word; do
+    [ "$previous" != --log-file ] || echo '"ID","Kernel Name"' >"$word"
+    previous=$word
+done
 echo 9.0
 """
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.common.sources import check_source
+from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.files import read_json
 from moe_runtime.io.rows import require

@@ -142,7 +142,7 @@ def draw_counts(counts: ExpertCounts, title: str = "Experts that are trained"):
     for task, share in zip(counts.tasks, counts.shares, strict=True):
         tasks.append(f"{task}\n{share:.1%} of all")
     label = f"experts of {counts.num_experts}"
-    top = max(max(map(max, counts.counts)), 1)
+    top = max(1, *map(max, counts.counts))
     size = (max(6.4, 2.6 + 0.42 * len(counts.layers)), 1.8 + 0.5 * len(tasks))
     figure, axes = plots.new_figure(f"{title} (ESFT)", size)
     plots.heat_map(axes, counts.counts, tasks, counts.layers, label, top=top, form="{:.0f}")

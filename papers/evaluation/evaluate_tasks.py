@@ -1,5 +1,5 @@
-"""The tasks of `python -m papers eval`: built-in ones that read files, and YAML tasks, all run as tasks
-of lm-eval. By task: a problem's columns, and when an answer is right:
+"""The tasks of `python -m papers eval`: built-in ones that read files, and YAML tasks, all run as
+tasks of lm-eval. By task: a problem's columns, and when an answer is right:
 
 gsm8k         question, answer: its number equals the gold answer's; lm-eval's two scores
 humaneval     prompt, test, entry_point: prompt and answer pass the test

@@ -44,7 +44,7 @@ def card_of(repo):
     code = re.search(r"```python\\n(.*?)```", card.text, re.DOTALL)[1]
     exec(code, names)
     return card, names["model"]
-"""  # noqa: E501
+"""
 UPCYCLE_AND_MERGE = """
 from transformers import AutoModelForCausalLM
 from tests.hf import tiny
@@ -97,7 +97,7 @@ nameless = "Cannot push to 'nameless'. Expected OWNER/NAME"
 verb("xft merge moe other --push-to-hub nameless", fails=nameless)
 verb("xft merge nobody/none other", fails="nobody/none.*Pass the folder of a model or a Hub id")
 assert not Path("other").exists()
-"""  # noqa: E501
+"""
 ADAPTERS = """
 from transformers import AutoModelForCausalLM
 from moe_runtime import esft

@@ -170,7 +170,7 @@ def write_shards(folder: Path) -> dict:
     first, second = SHARDS
     for shard, keys in ((first, SHARDS[first]), (second, TENSORS.keys() - set(SHARDS[first]))):
         (folder / shard).write_bytes(save({key: TENSORS[key] for key in keys}))
-        index["weight_map"] |= {key: shard for key in keys}
+        index["weight_map"] |= dict.fromkeys(keys, shard)
     (folder / INDEX).write_text(json.dumps(index))
     return index
 

@@ -185,7 +185,7 @@ def evil_folder(folder: Path, touched: Path, model_type: str) -> None:
     for name in ("processor_config", "preprocessor_config"):
         kinds = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")
         values = {
-            "auto_map": {kind: "processing_evil.Evil" for kind in kinds},
+            "auto_map": dict.fromkeys(kinds, "processing_evil.Evil"),
             "processor_class": "Evil",
         }
         (folder / f"{name}.json").write_text(json.dumps(values))

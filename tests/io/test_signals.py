@@ -62,7 +62,8 @@ def stopped(title: str, at: float, number: int, *arguments) -> subprocess.Comple
 def completed(*arguments) -> subprocess.CompletedProcess:
     """Run the command to its end."""
     program, arguments = program_of([str(argument) for argument in arguments])
-    code = f"import sys\nfrom moe_runtime import cli\nsys.argv[0] = {program.argv0!r}\ncli.main({program.commands!r})"
+    code = f"import sys\nfrom moe_runtime import cli\nsys.argv[0] = {program.argv0!r}\n"
+    code += f"cli.main({program.commands!r})"
     return forked(code, *arguments)
 
 

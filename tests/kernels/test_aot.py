@@ -41,7 +41,8 @@ def reports(tmp_path_factory) -> dict[tuple[int, int | str], Report]:
 
 def name(job: tuple[int, int]) -> str:
     case = CASES[job[0]]
-    return f"sm_{job[1]}-{case.kernel.split('.')[1].strip('_').removesuffix('_kernel')}-{case.note}-{case.title()}"
+    kernel = case.kernel.split(".")[1].strip("_").removesuffix("_kernel")
+    return f"sm_{job[1]}-{kernel}-{case.note}-{case.title()}"
 
 
 @pytest.mark.slow
@@ -214,13 +215,13 @@ def test_cases_are_what_the_launcher_gives():
 # what Triton and ptxas are known to do wrongly
 LOOP = """tt.func public @_kernel(%n: i32) attributes {{noinline = false}} {{
   %acc = scf.for %k = %c0 to %n step %c1 iter_args(%sum = %zero) -> (tensor<16x16xf32>)  : i32 {{
-    %first = tt.dot %a, %b, %sum : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32> loc(#loc3)
+    %first = tt.dot %a, %b, %sum : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>
     scf.if %flag {{
       {inner}
     }} loc(#loc4)
     scf.yield %first : tensor<16x16xf32> loc(#loc5)
   }} loc(#loc6)
-  %last = tt.dot %a, %b, %acc : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32> loc(#loc7)
+  %last = tt.dot %a, %b, %acc : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>
   {outer}
 }} loc(#loc)"""
 DOT = (
@@ -332,13 +333,15 @@ from tests.support import aot
 cases, mine = aot.all_cases(), aot.kernels() | {"mutant._chained_kernel": mutant._chained_kernel}
 up = next(c for c in cases if c.kernel == "grouped_gemm._up_fwd_kernel" and 90 in c.capabilities)
 ptx = aot.assemble(up, 90).asm["ptx"]
-print(len(aot.missing_fences(ptx)), len(aot.missing_fences(ptx.replace("fence.proxy.async", "membar"))))
+weaker = ptx.replace("fence.proxy.async", "membar")
+print(len(aot.missing_fences(ptx)), len(aot.missing_fences(weaker)))
 with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
     low = next(c for c in cases if c.kernel == "lora._lora_fwd_low_kernel")
     pathlib.Path(file.name).write_bytes(aot.assemble(low, 90).asm["cubin"])
     sass = aot._cuobjdump("-sass", pathlib.Path(file.name))
     product = re.search(r"\n.*HGMMA\S+ R\d+, (R\d+), gdesc.*gsb0.*", sass)
-    changed = sass[: product.end()] + f"\n        /*fff0*/                   MOV {product[1]}, RZ ;" + sass[product.end() :]
+    move = f"\n        /*fff0*/                   MOV {product[1]}, RZ ;"
+    changed = sass[: product.end()] + move + sass[product.end() :]
     print(len(aot.rewritten_operands(sass)), len(aot.rewritten_operands(changed)))
     aot.kernels = lambda: mine
     case = aot.Case("mutant._chained_kernel", {"p": "*bf16:16", "n": "i32"}, {"B": 64})

@@ -153,7 +153,7 @@ def test_trains_all_that_it_says_and_nothing_else():
     layer = make(E=4)
     x = torch.randn(64, H)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in layer.parameters()], lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(list(layer.parameters()), lr=1e-2, weight_decay=0.1)
     for _ in range(2):
         optimizer.zero_grad()
         layer(x).square().mean().backward()

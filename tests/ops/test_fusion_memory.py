@@ -27,7 +27,8 @@ def step(T, V):
     if which == "ours":
         loss = fused_cross_entropy(hidden, heads, gate, labels)
     else:
-        loss = F.cross_entropy(sum(gate[:, s : s + 1] * F.linear(hidden[s], heads[s]) for s in range(S)), labels)
+        parts = (gate[:, s : s + 1] * F.linear(hidden[s], heads[s]) for s in range(S))
+        loss = F.cross_entropy(sum(parts), labels)
     loss.backward()
     return before, loss.item(), gate.grad.norm().item()
 

@@ -180,7 +180,8 @@ calls = cpp.bind(build.library_path("cpu")).handle
 z, h = torch.zeros(4096, 128), torch.zeros(4096, 128)
 seen = []
 for rows in (4096, 4096, 64, 4096, 1, 48, 4096, 2, 96, 4096):
-    calls.moert_cpu_activate(0, 0, 0, float("inf"), 0.0, z.data_ptr(), rows, 128, h.data_ptr(), torch.get_num_threads())
+    data = (z.data_ptr(), rows, 128, h.data_ptr())
+    calls.moert_cpu_activate(0, 0, 0, float("inf"), 0.0, *data, torch.get_num_threads())
     seen.append(sorted(os.listdir("/proc/self/task")))
 print(len(seen[0]), all(ids == seen[1] for ids in seen[1:]))
 """
@@ -431,8 +432,10 @@ from moe_runtime.native.library import cpp
 found = cpp.bind(build.library_path("cpu")).openmp
 torch_own = ctypes.CDLL(torch.__path__[0] + "/lib/libtorch_cpu.so").GOMP_parallel
 address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
-same = address(ctypes.CDLL(found).GOMP_parallel) == address(torch_own) != address(other.GOMP_parallel)
-print(sum("gomp" in path.name for path in {library.Path(line[5]) for line in library._maps() if len(line) > 5}), same)
+mine = address(ctypes.CDLL(found).GOMP_parallel)
+same = mine == address(torch_own) != address(other.GOMP_parallel)
+paths = {library.Path(line[5]) for line in library._maps() if len(line) > 5}
+print(sum("gomp" in path.name for path in paths), same)
 """
 
 

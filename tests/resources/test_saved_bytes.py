@@ -97,7 +97,7 @@ def mixture(layers: int, recompute: bool = False):
 def selected(model, chosen: list[int]):
     """The model where only `chosen` experts of each layer train."""
     layers = range(model.config.num_hidden_layers)
-    esft.train_only(model, ExpertSelection(experts={layer: chosen for layer in layers}))
+    esft.train_only(model, ExpertSelection(experts=dict.fromkeys(layers, chosen)))
     return model
 
 

@@ -212,7 +212,8 @@ def _type(value, specialise: bool = True) -> str | int | tuple | dict | None:
     if isinstance(value, float):
         return "fp32"
     if hasattr(value, "block_shape"):
-        return f"tensordesc<{_type(value.base)[1:].removesuffix(':16')}[{','.join(map(str, value.block_shape))}]>"
+        block = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_type(value.base)[1:].removesuffix(':16')}[{block}]>"
     return f"*{TYPES[str(value.dtype).removeprefix('torch.')]}" + ":16" * (
         value.data_ptr() % 16 == 0
     )

@@ -105,27 +105,30 @@ WHAT = {
 }
 HEAD = """# Kernels
 
-This page lists what every Triton kernel compiles to on each GPU that it supports. To measure launch configs on your own
-GPU:
+This page lists what every Triton kernel compiles to on each GPU that it supports. To measure
+launch configs on your own GPU:
 
 ```bash
 moe-runtime tune --shape olmoe
 ```
 
-Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails if it is out of date.
+Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py`
+fails if it is out of date.
 
-The kernels were compiled on a machine without a GPU: the tables show that nothing spills, that tensor cores, TMA and cp.async
-are in use, and how much of a processor one block occupies, **not speed**.
+The kernels were compiled on a machine without a GPU: the tables show that nothing spills, that
+tensor cores, TMA and cp.async are in use, and how much of a processor one block occupies, **not
+speed**.
 
 | kernel | purpose |
 |---|---|
 {what}
 
-The tables below have one line for each launch config of `kernels/tiles.py` and one for each other kernel, in bfloat16 unless
-stated otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; for `up` it has BLOCK_N columns of gate and as many of up. Registers
-are per thread, shared memory per block. `rows an expert` is the mean number of rows per expert from which the config is used.
-GPT-OSS-20B's lines are the same configs for its experts: interleaved and clamped gate and up, biases, weights stored in x
-out.
+The tables below have one line for each launch config of `kernels/tiles.py` and one for each other
+kernel, in bfloat16 unless stated otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; for `up` it
+has BLOCK_N columns of gate and as many of up. Registers are per thread, shared memory per block.
+`rows an expert` is the mean number of rows per expert from which the config is used.
+GPT-OSS-20B's lines are the same configs for its experts: interleaved and clamped gate and up,
+biases, weights stored in x out.
 """
 COLUMNS = (
     "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
@@ -133,8 +136,8 @@ COLUMNS = (
 AMD_HEAD = f"""
 ## {GPUS[AMD]}
 
-Compiled, not run: these kernels have not run on such a GPU, and their configs are those of sm_80. Configs that exceed {AMD}'s
-64 KiB of shared memory or spill are listed as they are.
+Compiled, not run: these kernels have not run on such a GPU, and their configs are those of sm_80.
+Configs that exceed {AMD}'s 64 KiB of shared memory or spill are listed as they are.
 
 | kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | scratch bytes |
 |---|---|---|---|---|---|---|---|---|

@@ -131,3 +131,4 @@ def main(out: str, engine: str) -> None:
         spread(out)
         save_spread(out)
     dist.barrier()
+    return None

@@ -48,7 +48,10 @@ def main(out: str) -> None:
     dist.barrier()
     found["no place"] = said(lambda: stages.made_once(out / "file" / "stage", "result.json", write))
     rows = SimpleNamespace(make_data=lacks)
-    make = lambda tmp: stages.KeptStages._made_data(rows, tmp)
+
+    def make(tmp):
+        return stages.KeptStages._made_data(rows, tmp)
+
     found["rows"] = said(lambda: stages.made_once(out / "rows", "rows.json", make))
     real = stages.atomic_write_text
     stages.atomic_write_text = full

@@ -5,7 +5,7 @@ Every step runs its real processes on `tests.support.fake_gpu`; only timeout, nv
 compute-sanitizer are stand-ins. The clock is a file, so that limits, shares and leftovers are those
 of a GPU machine, whatever this one is.
 
-    python -m tests.support.dry_run /tmp/dry first                            # results in /tmp/dry/out
+    python -m tests.support.dry_run /tmp/dry first        # results in /tmp/dry/out
     python -m tests.support.dry_run /tmp/dry first --faults "bench_forward[OLMoE-16384=lost"
     --missing "httpx datasets"
 """
@@ -54,7 +54,9 @@ if late:
     set(deadline)
     os.killpg(child.pid, number)
     began = time.monotonic()
-    while open(clock + ".waits").read() == "late" and child.poll() is None and time.monotonic() - began < 20:
+    while open(clock + ".waits").read() == "late" and child.poll() is None:
+        if time.monotonic() - began >= 20:
+            break
         time.sleep(0.005)
     if child.poll() is None:
         set(deadline + grace)

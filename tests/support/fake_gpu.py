@@ -6,8 +6,11 @@ at random. Tests are collected as on a GPU and not run: their twins are the CPU 
 stands where a GPU would work: it costs time, and FAULTS says what happens there, WORD=KIND with
 spaces between: what has WORD in its name, with _ for spaces
 
-    segv   dies by a signal      lost   breaks the CUDA context, and every later call fails in this process
-    hang   never ends            oom    finds no memory          taken   ends everything, once: the machine is taken back
+    segv    dies by a signal
+    lost    breaks the CUDA context, and every later call fails in this process
+    hang    never ends
+    oom     finds no memory
+    taken   ends everything, once: the machine is taken back
 """
 
 import fcntl
@@ -337,3 +340,4 @@ def pytest_pyfunc_call(pyfuncitem):
     if _state.tests:
         alive()
         return True
+    return None

@@ -93,6 +93,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         else:
             self.absent()
+        return None
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)

@@ -82,6 +82,7 @@ def _know_the_builtins() -> None:
             # a launch within a launch finds them patched
             if is_builtin(member := getattr(package, name)):
                 interpreter._patch_attr(package, name, member, builder, scope)
+        return None
 
     interpreter._patch_builtin = patch_builtin
 
@@ -107,6 +108,7 @@ def _call_builtins_directly() -> None:
 
             made[member] = call
         scope.set_attr(obj, name, made[member])
+        return None
 
     interpreter._patch_attr = patch_attr
 

@@ -1,8 +1,9 @@
 """A compute-sanitizer for Triton's interpreter (triton 3.6 to 3.9).
 
 - every unmasked lane of a load, store or atomic lies inside a tensor that was passed to the kernel
-- lanes masked off without `other=` read NaN or the smallest integer, where the interpreter alone gives 0
-- two programs that store to one address, or one that reads what another stores, are a race (atomics excepted)
+- lanes masked off without `other=` read NaN or the smallest integer, not the interpreter's 0
+- two programs that store to one address, or one that reads what another stores, are a race
+  (atomics excepted)
 """
 
 import numpy as np

@@ -38,7 +38,8 @@ def main():
     from vllm import LLM, SamplingParams
     folder, options, prompt, new = json.loads(sys.argv[1])
     llm = LLM(folder, dtype="float32", max_model_len=64, enforce_eager=True, **options)
-    settings = SamplingParams(max_tokens=new, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
+    greedy = {"temperature": 0, "logprobs": 1, "detokenize": False, "ignore_eos": True}
+    settings = SamplingParams(max_tokens=new, **greedy)
     out = llm.generate([{"prompt_token_ids": prompt}], settings)[0].outputs[0]
     logprobs = [found[token].logprob for token, found in zip(out.token_ids, out.logprobs)]
     print("RESULT", json.dumps([list(out.token_ids), logprobs]))

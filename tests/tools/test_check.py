@@ -165,9 +165,7 @@ def test_a_run_of_other_bits_is_found(few, monkeypatch):
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param(
-            lambda out: out * float("nan"), "the error is inf times", id="not a number"
-        ),
+        pytest.param(lambda out: out * float("nan"), "the error is inf times", id="not a number"),
         pytest.param(lambda out: out.detach(), "the error is inf times", id="no gradient"),
         pytest.param(lambda out: out[:-1], "the error is inf times", id="another shape"),
         pytest.param(lambda out: out.unknown, "has no attribute 'unknown'", id="an error"),

@@ -134,7 +134,7 @@ def _name_of(act_fn, approximate: str | None) -> str | None:
         if act_fn.__module__ not in PLAIN_MODULES:
             return None
         options = {} if approximate is None else {"approximate": approximate}
-        return _first_equal(lambda z: act_fn(**options)(z), ACT)
+        return _first_equal(act_fn(**options), ACT)
     if getattr(act_fn, "__module__", None) not in PLAIN_FUNCTIONS:
         return None
     return _first_equal(act_fn, ACT)

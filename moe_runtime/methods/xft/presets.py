@@ -1,4 +1,4 @@
-"""Settings of XFT's router: as the paper describes it (Sec. 3.1), and as the released code trains it.
+"""Settings of XFT's router: the paper's (Sec. 3.1), and those of the released code.
 
 docs/xft-official.md lists the differences (X1 to X4).
 """

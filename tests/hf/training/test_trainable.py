@@ -204,7 +204,7 @@ def test_the_others_stay_for_50_steps_and_the_optimizer_knows_none(name):
     paths = paths_of(model)
     receipt = freeze_for_esft(model, two_each(model))
     optimizer = train(model, ids, 50)
-    states = [state for state in optimizer.state.values()]
+    states = list(optimizer.state.values())
     assert (
         sum(state[key].numel() for state in states for key in ("exp_avg", "exp_avg_sq"))
         == 2 * receipt.row_parameters
@@ -304,7 +304,7 @@ def test_gradient_checkpointing(name, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     calls = count_calls(model)
     got = run(model, ids)
-    assert calls == {number: 2 for number in calls}  # each layer ran again
+    assert calls == dict.fromkeys(calls, 2)  # each layer ran again
     assert got.keys() == want.keys()
     assert len(got) > 1
     tiny.assert_close(got, want, 1e-6)

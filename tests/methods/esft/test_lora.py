@@ -170,7 +170,7 @@ def test_experts_that_are_not_selected_cost_no_bytes():
         4 * receipt.trainable_parameters,
         8 * receipt.trainable_parameters,
     ]
-    state = {name: t for name, t in peft.get_peft_model_state_dict(model).items()}
+    state = dict(peft.get_peft_model_state_dict(model).items())
     everyone = sum(t.nbytes for t in state.values())
     # 3 of 2 x 8 experts
     assert all(name.endswith(".weight") for name in state) and everyone == 16 * bytes_of[0] / 3

@@ -145,7 +145,7 @@ def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_do
 @pytest.mark.parametrize("score", ["gate", "token"])
 def test_sets_are_minimal_nested_and_grow_with_p(score):
     scores = ExpertScores.from_sums(sums_of("law"))
-    before = {layer: () for layer in LAYERS}
+    before = dict.fromkeys(LAYERS, ())
     for p in (0.05, 0.1, 0.2, 0.3, 0.5, 0.9):
         selection = select_experts(scores, p, score, "normalized")
         for row, (layer, experts) in zip(

@@ -259,7 +259,7 @@ def test_what_is_not_lora_of_this_model_is_one_error(tmp_path, spoil, match):
 def test_one_expert_has_a_meaning_in_plain_stacks_of_today_alone(
     tmp_path, family, version, is_clear
 ):
-    experts_of = {name: 1 for name in ("num_experts", "num_local_experts", "num_experts_per_tok")}
+    experts_of = dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1)
     made = adapted(
         tmp_path, family, model=stock(family, **SQUARE[family], **experts_of), parameters=BOTH
     )

@@ -167,8 +167,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folders, out = json.loads(sys.argv[1]), {}
 ids = torch.load(sys.argv[2])
 for folder in folders:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
-    assert not any(info.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (folder, info)
+    options = {"output_loading_info": True, "trust_remote_code": False}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    assert not any(info.get(kind) for kind in kinds), (folder, info)
     assert type(model).__module__.startswith("transformers.models."), type(model)
     with torch.no_grad():
         out[folder] = model.eval()(ids).logits

@@ -193,7 +193,7 @@ def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
     )
     assert begun["Upcycle_SFT"] == pytest.approx(prepared["ffn"], rel=1e-4)
     assert begun["LoRAMoE_SFT"] == pytest.approx(prepared["lora"], rel=1e-4)
-    assert not [path for path in made.out.glob("*.tmp*")]
+    assert not list(made.out.glob("*.tmp*"))
 
 
 def test_tokens_of_every_domain_are_counted(made):

@@ -60,9 +60,9 @@ def _op(dtype=BF16, K: int = 8, H: int = 4096, index=torch.int32) -> list[Case]:
 
 
 def _weights(partials: int) -> list[Case]:
-    step = lambda: combine.sum_rows(
-        None, meta(T * 8), meta(T * 8, partials, dtype=FP32), T, 8, meta(1)
-    )
+    def step():
+        combine.sum_rows(None, meta(T * 8), meta(T * 8, partials, dtype=FP32), T, 8, meta(1))
+
     return _finish(record(step), False, f"the weights' gradient alone, {partials} partials")
 
 
@@ -72,7 +72,10 @@ def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
     slot_row = meta(T * 6)
     dlogits = meta(T, N, dtype=dtype)
     weight = meta(N, H, dtype=dtype)
-    step = lambda: combine.sum_rows_and_router(rows, slot_row, T, 6, meta(1), dlogits, weight)
+
+    def step():
+        combine.sum_rows_and_router(rows, slot_row, T, 6, meta(1), dlogits, weight)
+
     cases = _finish(record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} N={N}")
     return [case._replace(max_registers=255) for case in cases]
 

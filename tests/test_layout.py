@@ -145,6 +145,10 @@ def single_chairs(root: Path) -> list[str]:
         for name in re.findall(r'"(moe_runtime\.[\w.]+)', path.read_text()):
             if name in known and name != source:
                 importers.setdefault(name, set()).add(source)
+    for path in (root / "bench").glob("*.py"):
+        for found in imports(ast.parse(path.read_text())):
+            module = found.name.rpartition(".")[0]
+            importers.setdefault(module, set()).add(path.name)
     return [
         (
             f"{path.relative_to(root)}: {lines_of([path])} lines, imported by "

@@ -366,7 +366,7 @@ FLOWS = {
         (specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")
     ),
     "docs/upit-tables.md": Flow(
-        (study("upit"), mine), {"router --seeds 1": "router --seeds 1 --recipe upit/study.yaml"}
+        (study("upit"), mine), {"main --seeds 1": "main --seeds 1 --recipe upit/study.yaml"}
     ),
     "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),
     "docs/xft-official.md": Flow((theirs,)),

@@ -24,9 +24,7 @@ RANK = {
     "hf.models": 5.1,
     "hf.dropin": 5.2,
     "hf.training": 5.5,
-    "methods.prompts": 5.9,  # needs io alone; recipes name the formats
     "methods": 7,
-    "methods.cards": 7,
     "methods.lora": 7,
     "methods.ultrafuser": 7,
     "methods.xft": 7.1,
@@ -123,8 +121,8 @@ def folder_of(module: str) -> str:
     if parts[0] == PAPERS:
         folder = ".".join(parts[:2])
         return folder if folder in RANK else PAPERS
-    depth = 2 if parts[1:2] in (["hf"], ["methods"]) else 1
-    return ".".join(parts[1 : 1 + depth])
+    folder = ".".join(parts[1:3])
+    return folder if folder in RANK else ".".join(parts[1:2])
 
 
 def components(targets: dict[str, set[str]]) -> list[list[str]]:

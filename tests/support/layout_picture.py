@@ -60,7 +60,7 @@ def folder_arrows(root: Path) -> set[tuple[str, str]]:
     pairs = {
         (folder_of_init(a), folder_of_init(b))
         for a, b in pairs
-        if {a, b}.isdisjoint(("", "__main__", "methods.prompts"))
+        if {a, b}.isdisjoint(("", "__main__", "methods"))
     }
     return {(a, b) for a, b in pairs if a != b}
 

@@ -26,7 +26,7 @@ from torch import nn
 from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trained_files import (
-    Layout,
+    ExpertLayout,
     experts_path,
     join_row,
     layout_of,
@@ -154,7 +154,7 @@ class Change(NamedTuple):
     parameter: torch.Tensor
     ids: tuple[int, ...] | None = None
     layer: int | None = None
-    layout: Layout | None = None
+    layout: ExpertLayout | None = None
 
     def values(self, adapter: "Adapter", *ids: int) -> torch.Tensor:
         """Return the values from `adapter`; of a stack the rows `ids` [n, ...], by default all that

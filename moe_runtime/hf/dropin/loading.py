@@ -30,11 +30,11 @@ from moe_runtime.modules.moe import Experts
 
 PARTIAL = "moe_runtime_partial"  # attribute of a model: its _Partial stacks by name
 GUARDS = "moe_runtime_partial_guards"  # attribute of such a model: the hooks that raise
-LOADED = "moe_runtime_loaded"  # attribute of a model inside `loading_whole`: its Loaded
+LOADED = "moe_runtime_loaded"  # attribute of a model inside `loading_whole`: its LoadedNames
 
 
 @dataclass
-class Loaded:
+class LoadedNames:
     """The names that have been loaded into a model."""
 
     names: set[str] = field(default_factory=set)  # of the model's parameters and buffers
@@ -131,7 +131,7 @@ def _rename(
     if renamed.keys() <= targets.keys():
         return
     skipped = _modules_with_hooks(model)
-    loaded = model.__dict__.get(LOADED, Loaded())
+    loaded = model.__dict__.get(LOADED, LoadedNames())
     moved = {}
     for key, (name, pattern) in renamed.items():
         if name.rpartition(".")[0] in skipped:
@@ -240,12 +240,12 @@ def _refuse(partial: Mapping[str, _Partial], *_) -> None:
 
 
 @contextmanager
-def loading_whole(model: nn.Module) -> Iterator[Loaded]:
+def loading_whole(model: nn.Module) -> Iterator[LoadedNames]:
     """Load a whole checkpoint in the block, in one or more files; raise ValueError if a stack got
     no weights.
     """
     install()
-    model.__dict__[LOADED] = loaded = Loaded()
+    model.__dict__[LOADED] = loaded = LoadedNames()
     try:
         yield loaded
     finally:

@@ -330,7 +330,7 @@ def load_quantized(
         spread = (mesh, (*copies, Shard(0)))
         ranks = mesh.size(-1)
     model, shapes, names = _without_stacks(config, source, format, settings, ranks)
-    files = _Source(checkpoint, held, format, spread, names)
+    files = _ExpertsFolder(checkpoint, held, format, spread, names)
     for path, module in experts_of(model).items():
         for name in _names(module):
             # transformers has kept it packed, as on a GPU
@@ -445,7 +445,7 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
     return model, shapes, names
 
 
-class _Source(NamedTuple):
+class _ExpertsFolder(NamedTuple):
     """A folder with experts, and how they are loaded."""
 
     checkpoint: Checkpoint
@@ -481,7 +481,7 @@ class _LazyStack:
 
 
 def _read_stack(
-    source: _Source, module: nn.Module, path: str, name: str, shape, dtype: torch.dtype
+    source: _ExpertsFolder, module: nn.Module, path: str, name: str, shape, dtype: torch.dtype
 ) -> packed.Packed:
     """Return the stack `name` of a folder packed to the source's format; with sharded experts, only
     this rank's.
@@ -517,7 +517,7 @@ def _read_stack(
     return stack._replace(format=kind)
 
 
-def _packed_share(source: _Source, module: nn.Module, key: str, shape) -> packed.Packed:
+def _packed_share(source: _ExpertsFolder, module: nn.Module, key: str, shape) -> packed.Packed:
     """Return this rank's experts of a stack that the folder holds packed."""
     rank, ranks = source.ranks()
     count = shape[0] // ranks

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from moe_runtime.hf.dropin.loading import LOADED, Loaded, loading_whole
+from moe_runtime.hf.dropin.loading import LOADED, LoadedNames, loading_whole
 from moe_runtime.hf.dropin.parallel import gathered
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.checkpoint_files import check_checkpoint, checkpoints, refusal, step_of
@@ -173,7 +173,7 @@ class WholeSaves:
         """Warn as transformers does, but not of saved names, with which it compares a sharded
         checkpoint.
         """
-        loaded = self.model.__dict__.get(LOADED, Loaded())
+        loaded = self.model.__dict__.get(LOADED, LoadedNames())
         missing = [name for name in load_result.missing_keys if name not in loaded.names]
         unexpected = [name for name in load_result.unexpected_keys if name not in loaded.saved]
         super()._issue_warnings_after_load(type(load_result)(missing, unexpected))

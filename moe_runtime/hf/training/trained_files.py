@@ -32,14 +32,14 @@ from moe_runtime.modules.trainable import PREFIX, split_of, trained_parameters
 from moe_runtime.ops.all_to_all import is_distributed
 
 CONFIG = "expert_cfg.json"
-TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its Training
+TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its TrainedParameters
 Check = Callable[[dict[str, Any], str | Path], None]  # (config, folder); raises ValueError
 _EXPERT = re.compile(
     r"(?P<path>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.(?:weight|bias))"
 )
 
 
-class Layout(NamedTuple):
+class ExpertLayout(NamedTuple):
     """Layout of the stacks of an experts module."""
 
     gated: bool
@@ -70,15 +70,15 @@ def parse_name(name: str) -> ExpertName | None:
     return ExpertName(match["path"], int(digits[0]), int(match["expert"]), match["part"])
 
 
-def layout_of(module: nn.Module) -> Layout:
+def layout_of(module: nn.Module) -> ExpertLayout:
     """Return the layout of an experts module, ours or transformers'."""
     if hasattr(module, "up_name"):
-        return Layout(module.config.gated, bias=module.config.bias)
+        return ExpertLayout(module.config.gated, bias=module.config.bias)
     interleaved = module.has_gate and not getattr(module, "is_concatenated", True)
-    return Layout(module.has_gate, module.is_transposed, interleaved, module.has_bias)
+    return ExpertLayout(module.has_gate, module.is_transposed, interleaved, module.has_bias)
 
 
-def stack_parts(layout: Layout) -> dict[str, tuple[str, ...]]:
+def stack_parts(layout: ExpertLayout) -> dict[str, tuple[str, ...]]:
     """Return the parts of an expert that each stack holds, by the stack's name."""
     parts = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
     if layout.gated:
@@ -91,7 +91,7 @@ def stack_parts(layout: Layout) -> dict[str, tuple[str, ...]]:
     return stacks
 
 
-def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.Tensor]:
+def split_row(layout: ExpertLayout, stack: str, row: torch.Tensor) -> dict[str, torch.Tensor]:
     """Split a row of the stack of this name into views of an expert's tensors, by part: [out, in],
     or [out] for biases.
     """
@@ -105,7 +105,7 @@ def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.
     return dict(zip(names, row.chunk(2), strict=True))
 
 
-def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def join_row(layout: ExpertLayout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Assemble a row of the stack of this name from an expert's tensors, [out, in] each: the
     inverse of `split_row`.
     """
@@ -124,7 +124,7 @@ def experts_path(layer: RoutedLayer) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class TrainedParameters:
     """The trained parameters of a model, stored on it by `mark`."""
 
     config: dict[str, Any]  # expert_cfg.json
@@ -160,7 +160,7 @@ def mark(
     unguard(model)  # train_rows disables saving, which is now correct
     # shard_experts may have installed one that does not wait for other ranks
     save = model.__dict__.get("save_pretrained")
-    setattr(model, TRAINING, Training(config, others, dtypes, hooks, save, check))
+    setattr(model, TRAINING, TrainedParameters(config, others, dtypes, hooks, save, check))
     model.save_pretrained = functools.partial(save_trained, model)
 
 
@@ -224,7 +224,7 @@ def holder(model: nn.Module, attribute: str = TRAINING) -> nn.Module | None:
     return next((module for module in model.modules() if attribute in module.__dict__), None)
 
 
-def training_of(model: nn.Module) -> Training | None:
+def training_of(model: nn.Module) -> TrainedParameters | None:
     """Return the record that `mark` stored on `model`, or None if it trains no experts."""
     marked = holder(model)
     return None if marked is None else getattr(marked, TRAINING)
@@ -445,7 +445,7 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
 
 
 def _take_names(
-    layout: Layout,
+    layout: ExpertLayout,
     module: nn.Module,
     state_dict,
     prefix: str,

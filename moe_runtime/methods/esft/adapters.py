@@ -27,7 +27,7 @@ from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trainable import ExpertsLayer, layers_of
 from moe_runtime.hf.training.trained_files import (
-    Layout,
+    ExpertLayout,
     join_row,
     layout_of,
     parse_name,
@@ -141,7 +141,7 @@ class Change(NamedTuple):
     parameter: torch.Tensor
     ids: tuple[int, ...] | None = None
     layer: int | None = None
-    layout: Layout | None = None
+    layout: ExpertLayout | None = None
 
     def values(self, adapter: "Adapter", *ids: int) -> torch.Tensor:
         """Return the values from `adapter`; of a stack the rows `ids` [n, ...], by default all that

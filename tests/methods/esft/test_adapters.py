@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moe_runtime.hf.dropin.experts import register
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.training.trained_files import (
-    Layout,
+    ExpertLayout,
     experts_path,
     join_row,
     layout_of,
@@ -66,7 +66,7 @@ def test_names_of_experts(name, want):
 def test_a_row_is_the_matrices_of_a_linear_mlp(gated, transposed, interleaved, bias):
     I = 5
     H = 3
-    layout = Layout(gated, transposed, interleaved and gated, bias)
+    layout = ExpertLayout(gated, transposed, interleaved and gated, bias)
     up = torch.randn(I * (1 + gated), H)
     rows = {"gate_up_proj" if gated else "up_proj": up, "down_proj": torch.randn(H, I)}
     if bias:

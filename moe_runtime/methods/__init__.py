@@ -7,9 +7,8 @@
     lora          LoRA experts: part of upit, and a baseline of xft and esft
 
 In each folder `__init__` holds the paper's algorithm and the public names, and the other files its
-steps; `folders` does the same from disk to disk, and `official` reads and writes the released
-code's files. `recipe` holds the settings of the paper's experiments, `study` their stages, `tables`
-their tables.
+steps; `folders` and `runs` do the same from disk to disk, and `official` reads and writes the
+released code's files.
 """
 
 from importlib import import_module

@@ -98,9 +98,8 @@ def assemble(
             )
         config = opened[0].config
         moe = folders.config_for_folder(config, **settings)
-        if vectors is None:
-            rows = None
-        else:
+        rows = None
+        if vectors is not None:
             rows = _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
         if kinds == {"lora"}:
             return _assemble_adapters(
@@ -176,8 +175,9 @@ def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
     source = Checkpoint(local_folder(base or models.base_of(named)))
     first = opened[0]
     specs = source.specs()
-    want = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
-    check_keys({key: specs[key] for key in want if key in specs}, want, source=source.path)
+    expected = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
+    present = {key: spec for key, spec in specs.items() if key in expected}
+    check_keys(present, expected, source=source.path)
     return source
 
 
@@ -197,15 +197,16 @@ class _Made:
         self.moe = moe
         self.source = source
         self.seed = seed
-        self.family, self.specs = opened[0].family, opened[0].specs()
+        self.family = opened[0].family
+        self.specs = opened[0].specs()
 
     def expected(self) -> int:
         """Bytes of the target's tensors, routers aside."""
-        n = len(self.opened)
-        return sum(
-            spec.nbytes * (n if self.opened[0].is_ffn(key) else 1)
-            for key, spec in self.specs.items()
-        )
+        total = 0
+        for key, spec in self.specs.items():
+            copies = len(self.opened) if self.opened[0].is_ffn(key) else 1
+            total += spec.nbytes * copies
+        return total
 
     def of(self, key: str) -> dict[str, torch.Tensor]:
         """Return the target's tensors for a key of the experts; a stack comes with its first part,
@@ -283,9 +284,8 @@ def _assemble_adapters(
         for key in expert.keys():
             _finite(expert.get(key), key, expert)
     model = models.load_base(opened, device="cpu")
-    layers = sorted(
-        {place.layer for place in map(opened[0].locate, opened[0].keys()) if place is not None}
-    )
+    places = map(opened[0].locate, opened[0].keys())
+    layers = sorted({place.layer for place in places if place is not None})
     rows = None if vectors is None else vectors[:, layers].transpose(0, 1).contiguous()
     to_lora_moe(
         model,
@@ -301,5 +301,5 @@ def _assemble_adapters(
         side_files = folders.copy_side_files(Path(source), _Copies(tmp))
         model.save_pretrained(tmp, max_shard_size=max_shard_size)
     tensors = list(model.parameters())
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    size = sum(tensor.nbytes for tensor in tensors)
     return FolderReceipt(out, moe, len(tensors), size, side_files, layers)

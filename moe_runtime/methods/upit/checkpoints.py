@@ -71,14 +71,10 @@ class ExpertCheckpoints(TrainerCallback):
         if every_steps is not None:
             check_positive("every_steps", every_steps)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        is_float = dtype is None or (
-            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
-        )
-        if (
-            None not in (every_epochs, every_steps)
-            or (only_changed and base is None)
-            or not is_float
-        ):
+        fits = None in (every_epochs, every_steps) and not (only_changed and base is None)
+        if dtype is not None:
+            fits = fits and isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        if not fits:
             raise ValueError(
                 "Expected at most one of the intervals, a base if only_changed, and a floating "
                 f"dtype such as 'bfloat16', but every_epochs is {every_epochs}, every_steps is "
@@ -117,10 +113,8 @@ class ExpertCheckpoints(TrainerCallback):
             due = state.global_step % self.every_steps == 0
         else:
             # completed intervals; the epoch is a sum of fractions, hence inexact
-            passed = [
-                math.floor(epoch / self.every_epochs + 1e-6) for epoch in (before, self._epoch)
-            ]
-            due = passed[0] != passed[1]
+            passed = math.floor(before / self.every_epochs + 1e-6)
+            due = passed != math.floor(self._epoch / self.every_epochs + 1e-6)
         due = due or state.global_step >= state.max_steps
         if due or control.should_training_stop:
             self._save(state, model, processing_class, due)
@@ -146,8 +140,6 @@ class ExpertCheckpoints(TrainerCallback):
             "max_steps": state.max_steps,
             "epoch": state.epoch,
             "due": due,
-        }
-        record |= {
             "base": None if self.base is None else str(self.base),
             "base_hash": self._base_hash,
         }
@@ -191,14 +183,8 @@ def save_expert(
     """
     model = _unwrap(model)
     if _is_peft(model):
-        _save_adapter(
-            model,
-            target,
-            tokenizer,
-            dtype,
-            is_main,
-            {"format": FORMAT, "kind": "lora"} | (record or {}),
-        )
+        record = {"format": FORMAT, "kind": "lora"} | (record or {})
+        _save_adapter(model, target, tokenizer, dtype, is_main, record)
         return
     record = {"format": FORMAT, "kind": "ffn" if base is None else "delta"} | (record or {})
     if not is_main:
@@ -223,11 +209,8 @@ def save_expert(
             with Changed(writer, Checkpoint(local_folder(base, name="base"))) as changed:
                 for key, tensor in _tensors(model, dtype):
                     changed.add(key, tensor)
-            record = (
-                {"base": str(base), "base_hash": fingerprint(changed.base)}
-                | record
-                | {"absent": changed.absent}
-            )
+            known = {"base": str(base), "base_hash": fingerprint(changed.base)}
+            record = known | record | {"absent": changed.absent}
         writer.write_text(RECORD, json.dumps(record, indent=2) + "\n")
 
 
@@ -256,29 +239,26 @@ class Changed:
         if spec is not None:
             self.absent.remove(key)
         if spec == (tuple(tensor.shape), tensor.dtype) and _same_bits(tensor, self.base.get(key)):
-            smaller = self._left_out is None or spec.nbytes < self._specs[self._left_out].nbytes
-            self._left_out = key if smaller else self._left_out
+            if self._left_out is None or spec.nbytes < self._specs[self._left_out].nbytes:
+                self._left_out = key
             return
         self._is_empty = False
         self.writer.add(key, tensor)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+    a = a.contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(a, b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def saved_steps(folder: str | Path, prefixes: tuple[str, ...] = (STEP,)) -> list[Path]:
     """Return the folders <prefix><n> in a folder, by n; an empty list if it does not exist."""
-    found = [
-        path
-        for path in Path(folder).glob("*-*")
-        if path.is_dir() and path.name.startswith(prefixes)
-    ]
-    numbered = {path: path.name.rpartition("-")[2] for path in found}
-    return sorted(
-        (path for path, number in numbered.items() if number.isdigit()),
-        key=lambda p: int(numbered[p]),
-    )
+    numbered = {}
+    for path in Path(folder).glob("*-*"):
+        number = path.name.rpartition("-")[2]
+        if path.is_dir() and path.name.startswith(prefixes) and number.isdigit():
+            numbered[path] = int(number)
+    return sorted(numbered, key=numbered.get)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -318,9 +298,7 @@ def _check_model(model: nn.Module) -> None:
     elif trained_files.training_of(inner) is not None:
         reason = "trains ESFT experts. Use a dense model, or esft.save_adapter"
     elif _is_peft(inner):
-        if "default" in inner.peft_config:
-            reason = None
-        else:
+        if "default" not in inner.peft_config:
             reason = "has no adapter 'default', the name used by get_peft_model"
     elif not isinstance(inner, PreTrainedModel):
         reason = "not a model of transformers or PEFT"

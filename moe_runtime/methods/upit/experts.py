@@ -41,13 +41,11 @@ class Expert:
         self._own = Checkpoint(path, ADAPTER if kind == "lora" else None)
         self._base = Checkpoint(base) if kind == "delta" else None
         self._config = None
-        own = self._own.specs()
-        specs = {} if self._base is None else self._base.specs()
-        absent = set(record.get("absent", ()))
         # in the order of the base's bytes, for sequential reads
-        self._specs = {
-            key: own.get(key, spec) for key, spec in specs.items() if key not in absent
-        } | own
+        self._specs = {} if self._base is None else self._base.specs()
+        for key in record.get("absent", ()):
+            self._specs.pop(key, None)
+        self._specs |= self._own.specs()
 
     def __enter__(self) -> "Expert":
         return self
@@ -132,9 +130,10 @@ class Expert:
 def print_of(checkpoint: Checkpoint) -> str:
     """Return a cheap hash of a folder's model or adapter that changes if any file does."""
     folder = checkpoint.path
-    settings = [
-        path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()
-    ]
+    settings = []
+    for path in (folder / CONFIG, folder / ADAPTER_CONFIG):
+        if path.is_file():
+            settings.append(path.read_text())
     files = [files_print(path) for path in sorted(folder.glob("*.safetensors"))]
     return hash_of([fingerprint(checkpoint), files, settings])
 
@@ -208,12 +207,7 @@ def choose_checkpoints(
         found = [Path(folder) for folder in folders]
     steps = [path.name.rpartition("-")[2] for path in found]
     if all(map(str.isdecimal, steps)):
-        found = [
-            path
-            for _, path in sorted(
-                zip(map(int, steps), found, strict=True), key=lambda pair: pair[0]
-            )
-        ]
+        found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
     if not 1 <= count <= len(found):
         where = f" in {folders}" if isinstance(folders, str | Path) else ""
         raise ValueError(

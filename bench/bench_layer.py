@@ -189,12 +189,12 @@ class Layer:
         """Return `variants` and those that are measured on a GPU only; `notes` says why others are
         missing.
         """
-        found = self.variants(notes)
+        variants = self.variants(notes)
         if self.shape.T > EAGER:
-            found.pop("transformers eager", None)
+            variants.pop("transformers eager", None)
         if self.shape.shared:
-            found["moe_runtime, shared dense"] = functools.partial(self.ours, shared="dense")
-        return found | {"dense FFN": self.dense()} | peers.installed(self, notes)
+            variants["moe_runtime, shared dense"] = functools.partial(self.ours, shared="dense")
+        return variants | {"dense FFN": self.dense()} | peers.installed(self, notes)
 
     def forward(self, variant):
         return variant[0] if isinstance(variant, tuple) else variant
@@ -210,15 +210,15 @@ class Layer:
 def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     """Return every variant that runs here, and why others do not."""
     notes: dict = {}
-    found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
+    variants = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
     # torch's loop on a GPU, as transformers' own
     names = []
     for name in machine.others("moe_mlp", layer.x.dtype):
         if not CUDA or name != "torch" or layer.shape.T <= EAGER:
             names.append(name)
     for name in names:
-        found[f"moe_runtime {name}"] = functools.partial(layer.ours, backend=name)
-    return found | ({"official": layer.official()} if layer.shape.shared else {}), notes
+        variants[f"moe_runtime {name}"] = functools.partial(layer.ours, backend=name)
+    return variants | ({"official": layer.official()} if layer.shape.shared else {}), notes
 
 
 def measure(

@@ -142,11 +142,11 @@ def bench_qlora(interleaved, size, setting):
         optimizer.zero_grad()
         return loss.detach()
 
-    found = estimate(size, setting)
+    estimated = estimate(size, setting)
     details = {
         "moe_runtime": {
-            "estimate MiB": found.peak / 2**20,
-            "weights MiB": (found.experts + found.rest) / 2**20,
+            "estimate MiB": estimated.peak / 2**20,
+            "weights MiB": (estimated.experts + estimated.rest) / 2**20,
         }
     }
     held = functools.partial(clock.held_bytes, model, optimizer)

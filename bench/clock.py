@@ -104,9 +104,9 @@ def difference(got, want) -> dict[str, float]:
 
     if want is None or got.shape != want.shape:
         return {}
-    found = worst_row(got.detach(), want.detach())
+    worst = worst_row(got.detach(), want.detach())
     # JSON has no NaN: a result that holds one, or is of another shape, differs by no number
-    return {"difference": found if math.isfinite(found) else None}
+    return {"difference": worst if math.isfinite(worst) else None}
 
 
 def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):

@@ -95,9 +95,9 @@ class Comparison(NamedTuple):
     @property
     def regressions(self) -> list[Row | Missing]:
         regressions = []
-        for found in (*self.rows, *self.missing):
-            if found.regression:
-                regressions.append(found)
+        for one in (*self.rows, *self.missing):
+            if one.regression:
+                regressions.append(one)
         return regressions
 
 

@@ -68,10 +68,10 @@ def _interpret() -> bool:
     not installed.
     """
     try:
-        found = importlib.util.find_spec("tests.support.interp_fix")
+        spec = importlib.util.find_spec("tests.support.interp_fix")
     except ModuleNotFoundError:
         return False
-    if found is None:
+    if spec is None:
         return False
     os.environ["TRITON_INTERPRET"] = "1"  # before a benchmark imports triton
     from tests.support import interp_fast, interp_fix

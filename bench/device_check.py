@@ -29,27 +29,27 @@ def device() -> dict:
     """Return the GPU's name and sizes, the versions of installed packages, and which programs
     exist.
     """
-    found = machine.describe() | {name: machine.version(name) for name in PACKAGES}
+    values = machine.describe() | {name: machine.version(name) for name in PACKAGES}
     for name in PROGRAMS:
-        found[name] = bool(shutil.which(name))
+        values[name] = bool(shutil.which(name))
     if machine.CUDA:
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found |= {
+        values |= {
             "capability": f"{about.major}.{about.minor}",
             "multiprocessors": about.multi_processor_count,
             "memory GiB": round(about.total_memory / 2**30, 1),
             "L2 MiB": round(about.L2_cache_size / 2**20, 1),
             "torch's CUDA": torch.version.cuda,
         }
-    return found
+    return values
 
 
 def main(arguments: list[str]) -> int:
     """Print and write the description."""
     records = Records(Path(arguments[0]) if arguments else None)
-    found = device()
-    print("\n".join(f"{name}: {value}" for name, value in found.items()))
-    records.write("", device=found)
+    values = device()
+    print("\n".join(f"{name}: {value}" for name, value in values.items()))
+    records.write("", device=values)
     reason = "torch.cuda.is_available() is False. Run this on a machine with a CUDA GPU."
     if machine.CUDA:
         reason = backends.why_not(

@@ -89,8 +89,8 @@ def _instruction_set() -> str:
     """Return the variant that the CPU library runs, or where there is none what torch's own kernels
     use.
     """
-    found = cpp.find()
-    return torch.backends.cpu.get_cpu_capability() if isinstance(found, str) else found.variant
+    library = cpp.find()
+    return torch.backends.cpu.get_cpu_capability() if isinstance(library, str) else library.variant
 
 
 def version(package: str) -> str:
@@ -120,13 +120,13 @@ def free_memory() -> int:
     if CUDA:
         return torch.cuda.mem_get_info()[0]
     try:
-        found = re.search(
+        match = re.search(
             r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
         )
     except OSError:
-        found = None
-    if found:
-        return int(found[1]) << 10
+        match = None
+    if match:
+        return int(match[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

@@ -121,11 +121,11 @@ def installed(layer, notes: dict) -> dict:
     """Return the packages that can be imported and run this layer, in the form of
     `Layer.gpu_variants`.
     """
-    found = {}
+    variants = {}
     for name, build in PACKAGES.items():
         try:
-            found[name] = build(layer)
+            variants[name] = build(layer)
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name == name
             notes[name] = "not installed" if missing else one_line(error)
-    return found
+    return variants

@@ -230,7 +230,7 @@ def legend(figure, handles: list, columns: int = 3) -> None:
     """
     title = figure.get_suptitle()
     figure.suptitle("")
-    found = figure.legend(
+    box = figure.legend(
         handles=handles,
         loc="outside upper center",
         ncols=min(columns, len(handles)),
@@ -239,7 +239,7 @@ def legend(figure, handles: list, columns: int = 3) -> None:
         title=title,
         title_fontsize=12,
     )
-    found.get_title().set_color(INK)
+    box.get_title().set_color(INK)
 
 
 def number(value: float) -> str:
@@ -421,17 +421,17 @@ def breakdown(benches: list[Bench]):
     """Draw a training step's parts, stacked, a bar per implementation; None if it was not
     measured.
     """
-    found = []
+    measured = []
     for bench in benches:
         if bench.function == "bench_step_breakdown" and parts(bench):
-            found.append(bench)
-    if not found:
+            measured.append(bench)
+    if not measured:
         return None
     heights = []
-    for bench in found:
+    for bench in measured:
         heights.append(bars_height(len(parts(bench))))
-    figure, all_axes = grid("Where the time of a training step goes", found, heights, 1)
-    for axes, bench in zip(all_axes, found):
+    figure, all_axes = grid("Where the time of a training step goes", measured, heights, 1)
+    for axes, bench in zip(all_axes, measured):
         _stack(axes, bench)
         plain(axes, f"{bench.shape}, {bench.dtype}")
         axes.grid(axis="y", visible=False)
@@ -452,14 +452,14 @@ def parts(bench: Bench) -> dict[str, dict[str, float]]:
     for name, row in bench.rows.items():
         ms[name] = row["ms"]
     shared = {part: ms[part] for part in SHARED if part in ms}
-    found: dict[str, dict[str, float]] = {}
+    stacks: dict[str, dict[str, float]] = {}
     for name, value in ms.items():
         implementation, _, part = name.rpartition(": ")
         if part in EXPERTS:
-            found.setdefault(implementation or "moe_runtime", {})[part] = value
+            stacks.setdefault(implementation or "moe_runtime", {})[part] = value
     parts = {}
-    for name in ordered(found):
-        parts[name] = shared | found[name]
+    for name in ordered(stacks):
+        parts[name] = shared | stacks[name]
     return parts
 
 

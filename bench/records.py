@@ -60,7 +60,7 @@ class Records:
             written = self.path.read_bytes()
         except OSError as error:
             raise ValueError(f"Cannot read {self.path} ({error.strerror}). {WRITTEN}") from error
-        found = []
+        lines = []
         for number, text in enumerate(written.split(b"\n"), 1):
             try:
                 line = json.loads(text)
@@ -76,8 +76,8 @@ class Records:
                         f"Line {number} of {self.path} has an invalid {name}, {shown(line[name])}. "
                         f"{WRITTEN}"
                     )
-            found.append(line)
-        return found
+            lines.append(line)
+        return lines
 
     def done(self) -> set[str]:
         """Return the benchmarks that need not run again."""
@@ -160,10 +160,10 @@ def benchmarks(path: str | Path) -> list[dict]:
 
 def _benchmarks(path: Path) -> list[dict]:
     if path.suffix == ".jsonl":
-        found = []
+        benches = []
         for line in Records(path).lines():
             if "extra_info" in line:
-                found.append(line)
+                benches.append(line)
     else:
         listed = read_json(path).get("benchmarks", [])
         if not isinstance(listed, list):
@@ -172,16 +172,16 @@ def _benchmarks(path: Path) -> list[dict]:
         infos = []
         for bench in listed:
             infos.append(bench.get("extra_info", {}) if isinstance(bench, dict) else None)
-        found = []
+        benches = []
         for bench, info in zip(listed, infos):
             if not isinstance(info, dict) or "rows" in info:
-                found.append(bench)
-        if not found:
+                benches.append(bench)
+        if not benches:
             raise ValueError(f"{path} contains no benchmarks. {WRITTEN}")
-    for bench in found:
+    for bench in benches:
         if not _is_benchmark(bench):
             raise ValueError(f"{path} contains an invalid benchmark: {shown(bench)}. {WRITTEN}")
-    return found
+    return benches
 
 
 def _is_benchmark(bench: dict) -> bool:

@@ -50,11 +50,11 @@ class Outcome(NamedTuple):
 
 def kinds() -> dict[str, list[Path]]:
     """Return kind -> files of benchmarks, as each says it in its KIND; none is imported."""
-    found: dict[str, list[Path]] = {}
+    kinds: dict[str, list[Path]] = {}
     for path in sorted(FOLDER.glob("bench_*.py")):
         said = re.search(r'^KIND = "(\w+)"', path.read_text(), re.MULTILINE)
-        found.setdefault(said[1] if said else "op", []).append(path)
-    return found
+        kinds.setdefault(said[1] if said else "op", []).append(path)
+    return kinds
 
 
 def files(only: str | None) -> list[Path]:
@@ -111,8 +111,8 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
     for path in (lines, target):
         check_out_file(path, overwrite=True)
     begun = benchmarks(lines)
-    for path, found in ((lines, begun), (target, _there(target))):
-        if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):
+    for path, benches in ((lines, begun), (target, _there(target))):
+        if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in benches):
             kind = ("tiny", "real") if tiny else ("real", "tiny")
             raise ValueError(
                 f"{path} contains {kind[1]} results. Choose another file than {target} for "

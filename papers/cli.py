@@ -132,12 +132,12 @@ def memory(
     from moe_runtime.cli.tools import print_plan
     from papers import memory_plan
 
-    found = memory_plan.recipe_of(recipe)
-    if found is None:
+    plan = memory_plan.recipe_of(recipe)
+    if plan is None:
         raise ValueError(
             f"recipe must be a YAML file or one of {', '.join(recipes())}, but got {recipe!r}"
         )
-    return print_plan(memory_plan.planner_of(found, gpu), gpus, gpu_memory, engine)
+    return print_plan(memory_plan.planner_of(plan, gpu), gpus, gpu_memory, engine)
 
 
 app.registered_commands += evaluate.app.registered_commands

@@ -203,8 +203,8 @@ def _solved(stages: Stages, result: Result, sums) -> float:
         labels = batch.pop("labels")
         return all_right(model(**batch, use_cache=False).logits, labels)
 
-    found = each_row(_loaded(stages, result), sums, take, collator=pair_collator(stages.tokenizer))
-    return sum(found) / len(found)
+    right = each_row(_loaded(stages, result), sums, take, collator=pair_collator(stages.tokenizer))
+    return sum(right) / len(right)
 
 
 def all_right(logits: torch.Tensor, labels: torch.Tensor) -> list[bool]:

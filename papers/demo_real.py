@@ -125,12 +125,12 @@ def run(
     init = stages.merge(moe)
     merged = stages.mix(moe)
     merged = merged._replace(steps=moe.steps + merged.steps)
-    found = dict(zip(NOTES, (base, sft, stages.sft(longer), moe, init, merged), strict=True))
-    for name, one in found.items():
+    models = dict(zip(NOTES, (base, sft, stages.sft(longer), moe, init, merged), strict=True))
+    for name, one in models.items():
         link(out / name, one.folder)
     files = ",".join(f"{name}={tasks / f'{name}-held_out.jsonl'}" for name in names)
     asked = {}
-    for name, one in found.items():
+    for name, one in models.items():
         if name != "INIT":
             asked[name] = one
     report = evaluate(
@@ -144,7 +144,7 @@ def run(
         shots=0,
         max_new_tokens=max(TOKENS[name] for name in names),
     )
-    results = _results(stages, found, report, measured)
+    results = _results(stages, models, report, measured)
     atomic_write_json(out / "results.json", jsonable(results))
     plots.save(_picture(results), out / "real.png")
     text = transcript(out / "eval", tasks, names)
@@ -206,13 +206,13 @@ def _measured(stages: Stages) -> dict[str, float]:
     models generate.
     """
     recipe = stages.recipe
-    found = {}
+    measured = {}
     for name in ("sft", "tune", "mix"):
         model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
         if name != "sft":
             xft.upcycle(model, layers=recipe.layers, **recipe.experts)
         if name != "mix":
-            found[f"{'dense' if name == 'sft' else 'MoE'} tokens/s"] = _speed(model, stages)
+            measured[f"{'dense' if name == 'sft' else 'MoE'} tokens/s"] = _speed(model, stages)
         else:
             xft.to_mergeable(model, shared_rate=recipe.shared_rate)
         ends = []
@@ -230,12 +230,12 @@ def _measured(stages: Stages) -> dict[str, float]:
                 on_step=lambda *_, ends=ends: ends.append(time.perf_counter()),
                 **settings,
             )
-        found[name] = statistics.median(
+        measured[name] = statistics.median(
             after - before for before, after in itertools.pairwise(ends)
         )
         del model
         ranks.free_memory()
-    return found
+    return measured
 
 
 @torch.no_grad()

@@ -271,18 +271,18 @@ def check(recipe: Node, name: str = "recipe") -> None:
             return
         if model is None or sum(p.numel() for p in model.parameters()) < SMALL:
             continue
-        found = planner.plan(stage.name, planner.setting_of(stage.name, engine, gpus))
-        if found.share.total + RESERVED <= size:
+        plan = planner.plan(stage.name, planner.setting_of(stage.name, engine, gpus))
+        if plan.share.total + RESERVED <= size:
             continue
         parts = ", ".join(
-            f"{of} {value / 1e9:.1f}" for of, value in found.share._asdict().items() if value
+            f"{of} {value / 1e9:.1f}" for of, value in plan.share._asdict().items() if value
         )
-        near = planner.nearest(stage.name, found.setting, size)
+        near = planner.nearest(stage.name, plan.setting, size)
         if near is None:
             fits = "No setting fits"
         else:
             fits = f"It fits with {near.setting}: {near.share.total / 1e9:.1f} GB"
         raise ValueError(
-            f"{name}: stage {stage.name} needs {found.share.total / 1e9:.1f} GB per GPU ({parts}) "
-            f"with {found.setting}, but only {size / 1e9:.1f} GB are free. {fits}"
+            f"{name}: stage {stage.name} needs {plan.share.total / 1e9:.1f} GB per GPU ({parts}) "
+            f"with {plan.setting}, but only {size / 1e9:.1f} GB are free. {fits}"
         )

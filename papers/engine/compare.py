@@ -106,12 +106,12 @@ def compare(
     for name in losses:
         if name != reference:
             names.append(name)
-    found = []
+    differences = []
     for name in names:
-        found.append(_difference(weight, arrays[name], arrays[reference], level))
-    corrected = holm([p for _, _, _, p, _ in found])
+        differences.append(_difference(weight, arrays[name], arrays[reference], level))
+    corrected = holm([p for _, _, _, p, _ in differences])
     compare = []
-    for name, (mean, low, high, p, direction), q in zip(names, found, corrected, strict=True):
+    for name, (mean, low, high, p, direction), q in zip(names, differences, corrected, strict=True):
         compare.append(
             Comparison(
                 name=name,

@@ -278,10 +278,10 @@ class DomainStages(KeptStages):
         model = load()
         training = self.judging
         batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
-        found = trainers.row_losses(
+        losses = trainers.row_losses(
             model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16
         )
-        return {"rows": self.counts} | loss_of(*found) | sizes_of(model)
+        return {"rows": self.counts} | loss_of(*losses) | sizes_of(model)
 
     def _documents(self) -> list[str]:
         return stages.domain_documents(

@@ -212,19 +212,23 @@ def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
     parts = []
     for is_held_out, count in ((False, train), (True, held_out)):
         check_positive("held_out" if is_held_out else "train", count)
-        found: dict[str, str] = {}
+        examples: dict[str, str] = {}
         tries = _MAKERS[name](random.Random(f"{name} {seed} {is_held_out}"), is_held_out)
         for _, (prompt, completion) in zip(range(100 * count), tries, strict=False):
-            found.setdefault(prompt, completion)
-            if len(found) == count:
+            examples.setdefault(prompt, completion)
+            if len(examples) == count:
                 break
-        if len(found) < count:
+        if len(examples) < count:
             where = "held out" if is_held_out else "to train on"
             raise ValueError(
-                f"There are only {len(found)} examples of {name} {where}, but {count} are requested"
+                f"There are only {len(examples)} examples of {name} {where}, but {count} are "
+                "requested"
             )
         parts.append(
-            [{"prompt": prompt, "completion": completion} for prompt, completion in found.items()]
+            [
+                {"prompt": prompt, "completion": completion}
+                for prompt, completion in examples.items()
+            ]
         )
     return Pairs(*parts)
 

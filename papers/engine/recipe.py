@@ -43,23 +43,23 @@ def _as_sources(value: Any) -> str | list[Source]:
         raise PydanticCustomError("sources", "a source, or a list of sources")
     if isinstance(value, str):
         return value
-    found = []
+    sources = []
     for place, one in enumerate(value):
         try:
-            found.append(
+            sources.append(
                 one
                 if isinstance(one, Source)
                 else Source.from_dict({"source": one} if isinstance(one, str) else one)
             )
         except ValueError as error:
             raise ValueError(f"{place}.{error}") from None
-    weighed = sum(one.weight is not None for one in found)
-    if weighed not in (0, len(found)):
+    weighed = sum(one.weight is not None for one in sources)
+    if weighed not in (0, len(sources)):
         raise ValueError(
-            f"weight must be given for all sources or for none, but {weighed} of {len(found)} have "
-            "one"
+            f"weight must be given for all sources or for none, but {weighed} of {len(sources)} "
+            "have one"
         )
-    return found
+    return sources
 
 
 Sources = Annotated[Any, PlainValidator(_as_sources)]  # str | list[Source]

@@ -395,18 +395,18 @@ def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
     """Return the rows of one part: of a single source in order, or of several, mixed."""
     answers = getattr(rows, "train_on", "assistant") == "assistant"
     listed = rows.listed(part)
-    found = []
+    parts = []
     for one in listed:
-        found.append(
+        parts.append(
             built_in[one.source]()[part == "held_out"]
             if one.source in built_in
             else data.read_rows(one.source, one.split, answers)
         )
     if isinstance(getattr(rows, part), str):
-        return found[0]
+        return parts[0]
     weights = [one.weight for one in listed]
     return data.mix(
-        found, None if None in weights else weights, [one.limit for one in listed], rows.repeat
+        parts, None if None in weights else weights, [one.limit for one in listed], rows.repeat
     )
 
 
@@ -432,7 +432,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     held-out rows become `<name>-validation`.
     """
     own = tokenizer.chat_template
-    found = {}
+    parts = {}
     counts = {}
     for name, domain in domains.items():
         counts[name] = domain.held_out_rows + domain.validation_rows
@@ -447,14 +447,14 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
         }
         for part, limit in (("train", domain.limit), ("held_out", counts[name])):
             how = {"prompt": domain.prompt, "train_on": domain.train_on}
-            found[f"{name}-{part}"] = data.tokenize_pairs(
+            parts[f"{name}-{part}"] = data.tokenize_pairs(
                 tokenizer, rows[part], max_length, limit=limit, **how
             )
         if domain.validation_rows:
-            judging = found[f"{name}-held_out"]
+            judging = parts[f"{name}-held_out"]
             first = min(domain.validation_rows, len(judging) - 1)
-            found[f"{name}-held_out"] = judging.select(range(first, len(judging)))
-            found[f"{name}-validation"] = judging.select(range(first))
+            parts[f"{name}-held_out"] = judging.select(range(first, len(judging)))
+            parts[f"{name}-validation"] = judging.select(range(first))
     prompts = []
     for domain in domains.values():
         prompts.append(domain.prompt)
@@ -463,9 +463,9 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     else:
         tokenizer.chat_template = next(filter(None, map(TEMPLATES.get, prompts)), own)
     # truncation at max_length may have made rows equal
-    known = {tuple(ids) for name in domains for ids in found[f"{name}-held_out"]["input_ids"]}
+    known = {tuple(ids) for name in domains for ids in parts[f"{name}-held_out"]["input_ids"]}
     for name in domains:
-        ids = found[f"{name}-train"]["input_ids"]
+        ids = parts[f"{name}-train"]["input_ids"]
         left = []
         for place, row in enumerate(ids):
             if tuple(row) not in known:
@@ -476,8 +476,8 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
                 "held_out. Choose others"
             )
         if len(left) < len(ids):
-            found[f"{name}-train"] = found[f"{name}-train"].select(left)
-    return found
+            parts[f"{name}-train"] = parts[f"{name}-train"].select(left)
+    return parts
 
 
 def without(train, held_out, source: str | None):

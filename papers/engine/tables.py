@@ -256,11 +256,11 @@ class Report(Finding):
             marks = f"- and +: lower and higher than {self.reference}'s by the same test"
         else:
             marks = ""
-        found = "; ".join(filter(None, (marks, f"0 on {', '.join(zero)}" if zero else "")))
+        notes = "; ".join(filter(None, (marks, f"0 on {', '.join(zero)}" if zero else "")))
         return (
             "\n"
             "exact match: rows whose label tokens are all the most probable ones, as in greedy "
-            f"decoding, of all; {found}."
+            f"decoding, of all; {notes}."
         )
 
     def legend(self) -> str:
@@ -318,11 +318,13 @@ def verdict(report: Report, name: str) -> str:
 
 def environment() -> dict:
     """Return the date, machine and versions of a run."""
-    found = moe_runtime.doctor()
+    values = moe_runtime.doctor()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "moe_runtime": moe_runtime.__version__,
-        **{name: found[name] for name in ("system", "packages", "devices", "settings", "backends")},
+        **{
+            name: values[name] for name in ("system", "packages", "devices", "settings", "backends")
+        },
         "load": os.getloadavg()[0],
     }
 
@@ -487,12 +489,12 @@ def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> l
     """Return sentences that compare the methods `names` with `reference` instead of the table's
     own.
     """
-    found = {}
+    losses = {}
     for entry in entries:
-        found[entry.name] = [result.losses for result in entry.results]
+        losses[entry.name] = [result.losses for result in entry.results]
     tokens = entries[0].results[0].tokens
     sentences = []
-    for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens):
+    for one in compare({name: losses[name] for name in (reference, *names)}, reference, tokens):
         sentences.append(f"{one}.")
     return sentences
 

@@ -53,14 +53,14 @@ def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMa
     by task.
     """
     _check(scores.values(), "scores")
-    found = {"share": [], "cumulative": [], "share_sd": [], "cumulative_sd": []}
+    values = {"share": [], "cumulative": [], "share_sd": [], "cumulative_sd": []}
     for one in scores.values():
         table = one.scores(score)[:, one.num_shared :]
         share = (table / table.sum(1, keepdim=True)).sort(1, descending=True).values
         for name, rows in (("share", share), ("cumulative", share.cumsum(1))):
-            found[name].append(rows.mean(0).tolist())
-            found[f"{name}_sd"].append(rows.std(0, correction=0).tolist())
-    return GateMass(tasks=tuple(scores), **found)
+            values[name].append(rows.mean(0).tolist())
+            values[f"{name}_sd"].append(rows.std(0, correction=0).tolist())
+    return GateMass(tasks=tuple(scores), **values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,8 +68,8 @@ def decontaminate(
     benchmarks = {one: _texts(one) for one in against}
     if not benchmarks:
         raise ValueError("No benchmark is given. Pass --against FILE at least once")
-    found = Substrings(benchmarks, min_chars) if method == "substring" else NGrams(benchmarks, n)
-    for name, searched in found.searched.items():
+    search = Substrings(benchmarks, min_chars) if method == "substring" else NGrams(benchmarks, n)
+    for name, searched in search.searched.items():
         if searched == 0:
             if method == "substring":
                 reason = f"{min_chars} characters (--min-chars)"
@@ -87,7 +87,7 @@ def decontaminate(
     with atomic_file(out) as beside, atomic_file(listing) as listing_beside:
         with open(beside, "w", encoding="utf-8") as file:
             for count, row in enumerate(raw_rows(rows), 1):
-                hit = found.first(texts_of(row, columns))
+                hit = search.first(texts_of(row, columns))
                 if hit is None:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     continue
@@ -107,7 +107,7 @@ def decontaminate(
         for name in benchmarks:
             by_benchmark[name] = counts[name]
         report = Report(
-            Path(out), count, count - len(dropped), by_benchmark, dropped, texts, found.searched
+            Path(out), count, count - len(dropped), by_benchmark, dropped, texts, search.searched
         )
         settings = {"against": list(against), "method": method}
         settings |= {"n": n} if method == "ngram" else {"min_chars": min_chars}

@@ -73,7 +73,7 @@ class Report(NamedTuple):
 
     def print(self) -> None:
         """Print a line for every task and model."""
-        found = {(one.task, one.metric, one.model): one for one in self.comparisons}
+        comparisons = {(one.task, one.metric, one.model): one for one in self.comparisons}
         columns = [
             ("task", "left"),
             ("model", "left"),
@@ -99,7 +99,7 @@ class Report(NamedTuple):
                 interval,
                 str(score.problems),
             ]
-            if (one := found.get((score.task, score.metric, score.model))) is not None:
+            if (one := comparisons.get((score.task, score.metric, score.model))) is not None:
                 row += [f"+{one.gained} -{one.lost}", f"{one.p_corrected:.2g}", one.verdict]
             rows.append(row + [""] * (len(columns) - len(row)))
         print_table("Scores", columns, rows)
@@ -107,7 +107,7 @@ class Report(NamedTuple):
             tests = " and ".join(sorted({one.test for one in self.comparisons}))
             print(
                 f"+ and -: problems better and worse than the reference's; p: {tests}, corrected "
-                f"by Holm for {len(found)}."
+                f"by Holm for {len(comparisons)}."
             )
         for note in self.notes:
             print(f"note: {note}")
@@ -213,7 +213,7 @@ def _scores(
     require("lm_eval.api.task", "eval").tqdm = lambda rows, **_: rows
     with bar(f"{lm.model.name}, {asked.name}", "request") as lm.progress:
         try:
-            found = evaluator.evaluate(
+            output = evaluator.evaluate(
                 lm,
                 {"tasks": built, "groups": {}},
                 limit=limit,
@@ -228,7 +228,7 @@ def _scores(
                 f"Task {asked.name!r} failed: {type(error).__name__}: {one_line(error, 400)}"
             ) from error
     scores = []
-    for name, samples in found["samples"].items():
+    for name, samples in output["samples"].items():
         metric = samples[0]["metrics"][0]
         by_filter: dict[str, list[dict]] = {}
         for sample in samples:
@@ -244,7 +244,7 @@ def _scores(
                 for problem, sample in zip(problems, of_filter, strict=True):
                     problem[label] = sample[metric]
                     problem[f"found, {filter_name}"] = sample["filtered_resps"][0]
-            score = float(found["results"][name][f"{metric},{filter_name}"])
+            score = float(output["results"][name][f"{metric},{filter_name}"])
             scores.append(_score(name, lm, label, score, values))
         lines = []
         for problem in problems:
@@ -379,14 +379,14 @@ def _notes(
 
 def picture(report: Report, path: Path) -> None:
     """Plot the scores with their intervals, one group of bars for each task."""
-    found = {}
+    scores_of = {}
     for score in report.scores:
-        found[(f"{score.task}\n{score.metric}", score.model)] = score
-    tasks, models = (list(dict.fromkeys(names)) for names in zip(*found))
+        scores_of[(f"{score.task}\n{score.metric}", score.model)] = score
+    tasks, models = (list(dict.fromkeys(names)) for names in zip(*scores_of))
     figure, axes = new_figure("", (max(6.0, 2.0 + (0.5 + 0.36 * len(models)) * len(tasks)), 4.8))
     scores = {}
     for model in models:
-        scores[model] = [found[task, model] for task in tasks]
+        scores[model] = [scores_of[task, model] for task in tasks]
     spans = {}
     for model, of in scores.items():
         spans[model] = [None if math.isnan(s.low) else (s.low, s.high) for s in of]

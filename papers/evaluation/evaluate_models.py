@@ -116,28 +116,28 @@ def _kind(folder: str, base: str | None) -> str:
     adapter.
     """
     path = Path(folder)
-    found = []
+    kinds = []
     for kind, mark in KINDS.items():
         if (path / mark).is_file():
-            found.append(kind)
+            kinds.append(kind)
     is_model = (path / "config.json").is_file() or not path.is_dir()
     if base is not None:
-        found = [kind for kind in found if kind != "fused"]
-        if not found:
+        kinds = [kind for kind in kinds if kind != "fused"]
+        if not kinds:
             raise ValueError(
                 f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of "
                 "an adapter"
             )
-        return found[0]
+        return kinds[0]
     for source in (folder, base):
         if source is not None:
             check_source(source)
-    if not found and not is_model:
+    if not kinds and not is_model:
         raise ValueError(
             f"{folder!r} has no config.json, {', '.join(KINDS.values())}. Pass the folder of a "
             "model"
         )
-    return found[0] if found and ("fused" in found or not is_model) else "model"
+    return kinds[0] if kinds and ("fused" in kinds or not is_model) else "model"
 
 
 def tokenizer_of(model: Model, prompt: str):
@@ -498,8 +498,8 @@ class FusedLM:
             for row, scores in zip(batch, logits, strict=True):
                 ids = torch.tensor(row[2], device=scores.device)[len(row[2]) - row[3] :]
                 scores = scores[len(row[2]) - row[3] : len(row[2])]
-                found = scores.gather(1, ids[:, None]).sum().item()
-                out[row[0]] = found, bool((scores.argmax(-1) == ids).all())
+                total = scores.gather(1, ids[:, None]).sum().item()
+                out[row[0]] = total, bool((scores.argmax(-1) == ids).all())
                 if requests:
                     self.cache_hook.add_partial(kind, requests[row[0]].args, out[row[0]])
         return out

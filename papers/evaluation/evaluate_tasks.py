@@ -71,14 +71,14 @@ class Task:
 
 def number_after_mark(text: str) -> Decimal | None:
     """Return the number after the first ####, without dollar signs and thousands separators."""
-    found = re.search(rf"####\s*\$?\s*({NUMBER})", text)
-    return _decimal(found[1]) if found else None
+    match = re.search(rf"####\s*\$?\s*({NUMBER})", text)
+    return _decimal(match[1]) if match else None
 
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text."""
-    found = re.findall(NUMBER, text)
-    return _decimal(found[-1]) if found else None
+    numbers = re.findall(NUMBER, text)
+    return _decimal(numbers[-1]) if numbers else None
 
 
 def _decimal(text: str) -> Decimal | None:
@@ -145,17 +145,17 @@ def _pair(row: dict, chat: bool) -> dict | None:
     """Build a problem from a pair in any layout, or from a chat of two turns."""
     layout = layout_of(row)
     try:
-        found = in_form(row, layout, "the problem", answers=False) if layout else {}
+        row_in_form = in_form(row, layout, "the problem", answers=False) if layout else {}
     except ValueError:
         return None
-    if "messages" in found:
+    if "messages" in row_in_form:
         texts = []
-        for turn in found["messages"]:
+        for turn in row_in_form["messages"]:
             texts.append(turn["content"])
         question, answer = texts if len(texts) == 2 else (None, None)
     else:
-        question = found.get("prompt")
-        answer = found.get("completion")
+        question = row_in_form.get("prompt")
+        answer = row_in_form.get("completion")
     if not isinstance(question, str) or not isinstance(answer, str):
         return None
     return {
@@ -416,7 +416,7 @@ class Asked(NamedTuple):
             return {self.name: _configured(self, choices)}
         manager = require("lm_eval.tasks", "eval").TaskManager(include_defaults=not self.source)
         try:
-            found = manager.load([self.source or self.name])["tasks"]
+            tasks = manager.load([self.source or self.name])["tasks"]
         except KeyError as error:
             known = ", ".join(TASKS)
             raise ValueError(
@@ -427,17 +427,17 @@ class Asked(NamedTuple):
                 f"Task {self.name!r} cannot be built: "
                 f"{one_line(error, 400) or type(error).__name__}"
             ) from error
-        if unsafe := [name for name, one in found.items() if getattr(one, "UNSAFE_CODE", False)]:
+        if unsafe := [name for name, one in tasks.items() if getattr(one, "UNSAFE_CODE", False)]:
             raise ValueError(
                 f"Task {unsafe[0]!r} of lm-eval would run code without limits. Use humaneval or "
                 "mbpp, or a file for them"
             )
-        if odd := [name for name in found if not is_plain_name(name)]:
+        if odd := [name for name in tasks if not is_plain_name(name)]:
             raise ValueError(
                 "Task names must be plain file names, as results are written under them, but got "
                 f"{odd[0]!r}"
             )
-        return found
+        return tasks
 
 
 def find_tasks(text: str) -> list[Asked]:

@@ -474,7 +474,7 @@ def test_a_yaml_task_and_shots_from_the_command_line(home, monkeypatch, tmp_path
     )
     tasks = "smoke.yaml,arithmetic=sums.jsonl"
     words = [
-        "moe-runtime",
+        "papers",
         "eval",
         str(home / "dense"),
         str(home / "moe"),
@@ -487,7 +487,7 @@ def test_a_yaml_task_and_shots_from_the_command_line(home, monkeypatch, tmp_path
     ]
     monkeypatch.setattr("sys.argv", [*words, "--max-new-tokens", "4", "--json"])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        cli.main("papers.cli")
     found = json.loads(capsys.readouterr().out)
     assert not end.value.code and (tmp_path / "out/results.png").stat().st_size > 1000
     assert [(s["task"], s["model"], s["problems"]) for s in found["scores"]] == [

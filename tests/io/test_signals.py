@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.hf.tiny import dense
 from tests.papers.xft.test_study import make_recipe
+from tests.support.cli import program_of
 from tests.support.dist_launch import forked, launch
 from tests.support.patience import PATIENCE
 

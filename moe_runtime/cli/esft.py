@@ -1,6 +1,4 @@
-"""moe-runtime esft: score experts, select some, train only those, and merge the adapter into its
-base.
-"""
+"""moe-runtime esft: score experts, select some, train only those, merge the adapter."""
 
 import warnings  # noqa: I001
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""moe-runtime ultrafuser: fuse specialists token by token, train the fused model on your own data,
-generate.
-"""
+"""moe-runtime ultrafuser: fuse specialists token by token, train the fused model, generate."""
 
 import json
 from pathlib import Path

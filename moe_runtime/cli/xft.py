@@ -1,6 +1,4 @@
-"""moe-runtime xft: upcycle a dense model, make the tuned MoE model mergeable, merge it; from folder
-to folder.
-"""
+"""moe-runtime xft: upcycle a dense model, make the tuned MoE model mergeable, merge it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -112,26 +110,26 @@ def upcycle(
 
 
 def _exports(folder: Path) -> dict[str, str | None]:
-    """Return the ways to export the model of a folder, each with the reason if it is not
-    possible.
-    """
+    """Return the ways to export the model of a folder, each with the reason if it cannot."""
     from moe_runtime.hf.models.folders import read_config
     from moe_runtime.hf.models.stock import stock_config
     from moe_runtime.methods.xft.official_config import export_values
 
-    found = {}
     model = read_config(folder)
+    reasons = {"xft merge to a dense model": None}
+    if model.moe_runtime["config"]["gate"] not in config.SHARED_GATES:
+        reasons["xft merge to a dense model"] = "after xft to-mergeable --soup"
     for name in (*config.STOCK_FAMILIES, "official"):
         try:
-            export_values(model) if name == "official" else stock_config(model, name)
-            found[f"xft export --to {name}"] = None
+            if name == "official":
+                export_values(model)
+            else:
+                stock_config(model, name)
+            reasons[f"xft export --to {name}"] = None
         except ValueError as error:
             if name in ("mixtral", "official"):
-                found[f"xft export --to {name}"] = "no, " + str(error).partition(". ")[0]
-    is_shared = model.moe_runtime["config"]["gate"] in config.SHARED_GATES
-    return {
-        "xft merge to a dense model": None if is_shared else "after xft to-mergeable --soup"
-    } | found
+                reasons[f"xft export --to {name}"] = "no, " + str(error).partition(". ")[0]
+    return reasons
 
 
 @verb(app, "tuned mergeable --shared-rate 0.75", push="target")
@@ -231,16 +229,11 @@ def export(
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ):
-    """Export an MoE model to a format that does not need this package. For a dense model, use
-    merge.
-    """
-    names = ("--approximate", approximate), ("--check", check)
-    if wrong := [
-        name
-        for name, given in (names if to == "official" else [("--keep-rope", keep_rope)])
-        if given
-    ]:
-        raise ValueError(f"{wrong[0]} is not valid with --to {to}")
+    """Export an MoE model to a format that does not need this package. For a dense one, merge."""
+    if to == "official" and (approximate or check):
+        raise ValueError("--approximate and --check are not valid with --to official")
+    if to != "official" and keep_rope:
+        raise ValueError(f"--keep-rope is not valid with --to {to}")
     if to == "official":
         from moe_runtime.methods.xft.official import export_official
 

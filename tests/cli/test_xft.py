@@ -45,7 +45,7 @@ def test_export_is_of_the_form_that_is_asked_for(tmp_path):
         ((), "gate is 'xft', but .*mixtral"),
         (("--to", "gguf"), "to must be one of mixtral, "),
         (("--keep-rope",), "--keep-rope is not valid with --to mixtral"),
-        (("--to", "official", "--check"), "--check is not valid with --to official"),
+        (("--to", "official", "--check"), "--check are not valid with --to official"),
     ):
         out = invoke("export", tmp_path / "ours", tmp_path / "out", *arguments)
         assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception))

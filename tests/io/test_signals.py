@@ -30,8 +30,7 @@ from moe_runtime import cli
 from moe_runtime.io import console
 from tests.support.cli import program_of
 
-# a shell's background job ignores it, and we stay as we are started
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 title, at, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 bar = console.bar
@@ -62,9 +61,13 @@ def stopped(title: str, at: float, number: int, *arguments) -> subprocess.Comple
 def completed(*arguments) -> subprocess.CompletedProcess:
     """Run the command to its end."""
     program, arguments = program_of([str(argument) for argument in arguments])
-    code = f"import sys\nfrom moe_runtime import cli\nsys.argv[0] = {program.argv0!r}\n"
-    code += f"cli.main({program.commands!r})"
-    return forked(code, *arguments)
+    lines = [
+        "import sys",
+        "from moe_runtime import cli",
+        f"sys.argv[0] = {program.argv0!r}",
+        f"cli.main({program.commands!r})",
+    ]
+    return forked("\n".join(lines), *arguments)
 
 
 def last_line(done: subprocess.CompletedProcess) -> str:

@@ -353,7 +353,9 @@ def gathered(arch: int) -> Case:
     weight = meta(E, 16, H, dtype=layer.dtype)
     order = (layer.row_slot, layer.map, layer.K)
     (made,) = record(lambda: grouped_gemm.gathered_gemm_forward(layer.x, weight, *order, tile))
-    return made._replace(capabilities=(arch,), note="gathered rows alone", expect=expect(arch, made))
+    return made._replace(
+        capabilities=(arch,), note="gathered rows alone", expect=expect(arch, made)
+    )
 
 
 def tf32(arch: int) -> list[Case]:

@@ -203,7 +203,8 @@ def combine_forward(
     Grid: the tiles of `_tile` of out [T, H]. A program sums the K rows of its tokens. T K H
     elements are read, T H written.
     """
-    (T, K), H = topk_weight.shape, y.shape[1]
+    T, K = topk_weight.shape
+    H = y.shape[1]
     if not y.numel():
         return y.new_zeros(T, H)
     out = y.new_empty(T, H)
@@ -232,10 +233,8 @@ def combine_backward(
     R H elements of y are read and as many of dy written, T H of dout read, K times, from L2.
     """
     R, H = y.shape
-    dy, dweight = (
-        y.new_empty(R, H),
-        torch.empty(topk_weight.shape, dtype=torch.float32, device=y.device),
-    )
+    dy = y.new_empty(R, H)
+    dweight = torch.empty(topk_weight.shape, dtype=torch.float32, device=y.device)
     BLOCK_S, BLOCK_H = _tile(y)
     if R:
         with torch.cuda.device_of(y):

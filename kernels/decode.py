@@ -184,12 +184,15 @@ def plan_forward(
     new = functools.partial(torch.empty, device=source.device, dtype=torch.int32)
     T = source.shape[0]
     if logits is None:
-        idx, weight, route = topk_idx.contiguous(), None, None
+        idx = topk_idx.contiguous()
+        weight = None
+        route = None
         K = topk_idx.shape[1]
     else:
         K = top_k
         logits = route_operand(logits)
-        idx, weight = new(T, K), new(T, K, dtype=torch.float32)
+        idx = new(T, K)
+        weight = new(T, K, dtype=torch.float32)
         route = route_of(logits, K, gate, shared, False)
         tokens = min(_slots_block(T * K) // triton.next_power_of_2(K), 4096 // route.E_PAD)
         route = route._replace(BLOCK_T=max(1, tokens))

@@ -265,14 +265,17 @@ def dispatch_forward(
     counts), and again one for each block. R ids are read twice, 2 E R / BLOCK_S counts written and
     read, and 3 R numbers written, two of them scattered.
     """
-    idx, R, E, K = topk_idx.contiguous(), topk_idx.numel(), num_experts, topk_idx.shape[1]
+    idx = topk_idx.contiguous()
+    R = idx.numel()
+    E = num_experts
     if not R:
         return idx.new_zeros(E + 1, dtype=torch.int32), *(
             idx.new_empty(0, dtype=torch.int32) for _ in range(3)
         )
     offsets = idx.new_empty(E + 1, dtype=torch.int32)
     row_token, row_slot, slot_row = (idx.new_empty(R, dtype=torch.int32) for _ in range(3))
-    blocks, start = triton.cdiv(R, BLOCK_S), None
+    start = None
+    blocks = triton.cdiv(R, BLOCK_S)
     with torch.cuda.device_of(idx):  # Triton launches on the current device
         if blocks > 1:
             less = idx.new_empty(E + 2, blocks, dtype=torch.int32)
@@ -289,7 +292,7 @@ def dispatch_forward(
             Sorted(offsets, row_token, row_slot, slot_row),
             R,
             E,
-            K,
+            idx.shape[1],
             blocks,
             BLOCK_S=BLOCK_S,
             BLOCK_J=BLOCK_J,
@@ -304,7 +307,8 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
 
     Grid: blocks of BLOCK_R rows. R numbers are read, R scattered.
     """
-    slot_row, R = torch.empty_like(row_slot), row_slot.numel()
+    slot_row = torch.empty_like(row_slot)
+    R = row_slot.numel()
     if R:
         with torch.cuda.device_of(row_slot):
             _invert_kernel[(triton.cdiv(R, BLOCK_R),)](

@@ -152,7 +152,8 @@ def dare_merge_forward(
 
     Grid: blocks of 4 BLOCK_C elements. 3 P elements are read (2 P without a base), P written.
     """
-    out, P = torch.empty_like(first), first.numel()
+    out = torch.empty_like(first)
+    P = first.numel()
     BLOCK_C = 256
     if P:
         with torch.cuda.device_of(first):

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.compiling import named
-from moe_runtime.kernels.tiles import SHARED_MEMORY, cells, nearest, outer, precision, tile_of
+from moe_runtime.kernels.tiles import (
+    SHARED_MEMORY,
+    arch_of,
+    cells,
+    nearest,
+    outer,
+    precision,
+    tile_of,
+)
 
 ROWS = 8192  # tokens whose partial sums are in memory together
 BLOCK_V = 4096
@@ -24,10 +32,10 @@ class FusionTile(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    GROUP_M: int  # row tiles that go over the ids together
-    PRECISION: str  # of float32 operands
     num_warps: int
     num_stages: int
+    PRECISION: str  # of float32 operands
+    GROUP_M: int = 8  # row tiles that go over the ids together
 
 
 class FusedSums(NamedTuple):
@@ -158,7 +166,8 @@ def _fused_hidden_bwd_kernel(
     BLOCK_H: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row, live = t.to(tl.int64), t < T
+    row = t.to(tl.int64)
+    live = t < T
     gate = tl.load(gate_ptr + row * stride_gate, mask=live, other=0.0)
     total = tl.zeros([BLOCK_T], tl.float32)
     for h0 in range(0, H, BLOCK_H):
@@ -194,7 +203,8 @@ def fused_loss_forward(
     [T, H_s], `heads` S of [V or more, H_s]. What a launch moves, `_forward` says.
     """
     T, S = gate.shape
-    nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
+    nll = gate.new_empty(T)
+    score = gate.new_empty((T, S) if need_score else 0)
     for start in range(0, T, ROWS):
         rows = slice(start, start + ROWS)
         found = _forward(
@@ -284,11 +294,11 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
     L2 or memory come cdiv(V, BLOCK_N) times the states and cdiv(T, BLOCK_M) times the heads. T V
     float32 logits are written if asked for, and (2 + S) T cdiv(V, BLOCK_N) sums.
     """
-    (T, S), sizes = gate.shape, tuple(h.shape[1] for h in hidden)
+    T, S = gate.shape
+    sizes = tuple(h.shape[1] for h in hidden)
     x = hidden[0]
     if config is None:
-        major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
-        config = fusion_config(10 * major + minor, x.dtype, precision(x), sizes, need_score)
+        config = fusion_config(arch_of(x.device), x.dtype, precision(x), sizes, need_score)
     tiles = triton.cdiv(V, config.BLOCK_N)
     partial = gate.new_empty(2 + S * need_score, T, tiles)
     # no label's logit, no loss: NaN says so where asking would wait for the GPU
@@ -315,7 +325,8 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
     top = partial[0].amax(1, keepdim=True)
     share = (partial[0] - top).exp_()
     total = (partial[1] * share).sum(1)
-    lse, valid = top[:, 0] + total.log(), labels != ignore_index
+    lse = top[:, 0] + total.log()
+    valid = labels != ignore_index
     nll = torch.where(valid, lse - target[:, 0], 0.0)
     if not need_score:
         return nll, lse, None
@@ -331,16 +342,18 @@ def fusion_config(
     With expectations every specialist has an accumulator, beside the mixture's: the more of them,
     the narrower the tile.
     """
-    wide = min(128, max(16, 512 // triton.next_power_of_2(len(sizes) + 1))) if expect else 64
+    rows = 128
+    wide = 64
+    if expect:
+        rows = 64
+        wide = min(128, max(16, 512 // triton.next_power_of_2(len(sizes) + 1)))
     if arch == 0:
-        block_m, block_n, block_k, warps, stages = 16, 32, 32, 4, 1
-    elif dtype == torch.float32 or any(size % 16 for size in sizes):
+        return FusionTile(16, 32, 32, 4, 1, precision)
+    if dtype == torch.float32 or any(size % 16 for size in sizes):
         # unaligned, every load is element by element, and a wide tile of pointers spills
-        block_m, block_n, block_k, warps, stages = 64, min(wide, 64), 32, 8, 2
-    elif SHARED_MEMORY[nearest(arch)] < 128 << 10:
-        block_m, block_n, block_k, warps, stages = 64 if expect else 128, min(wide, 64), 32, 8, 4
-    elif expect or nearest(arch) == 80:
-        block_m, block_n, block_k, warps, stages = 64 if expect else 128, wide, 64, 8, 4
-    else:
-        block_m, block_n, block_k, warps, stages = 128, 128, 64, 8, 4
-    return FusionTile(block_m, block_n, block_k, 8, precision, warps, stages)
+        return FusionTile(64, min(wide, 64), 32, 8, 2, precision)
+    if SHARED_MEMORY[nearest(arch)] < 128 << 10:
+        return FusionTile(rows, min(wide, 64), 32, 8, 4, precision)
+    if expect or nearest(arch) == 80:
+        return FusionTile(rows, wide, 64, 8, 4, precision)
+    return FusionTile(128, 128, 64, 8, 4, precision)

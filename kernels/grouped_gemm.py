@@ -80,7 +80,8 @@ def _store_activation(
     if h_ptr is not None:
         if FORM.INTERLEAVED:
             gate, up = pairs(gate, BLOCK_M, BLOCK_N)
-        h = activate(below(gate, FORM.LIMIT), FORM.ACT)
+        ACT: tl.constexpr = FORM.ACT  # Triton 3.6 passes no plain string on
+        h = activate(below(gate, FORM.LIMIT), ACT)
         if FORM.GATED:
             h = h * shifted(up, FORM.LIMIT, FORM.UP_OFFSET)
         h_ptr += rows.first.to(tl.int64) * I
@@ -146,10 +147,10 @@ def _up_tile(
             gate, up = halves(gate, BLOCK_M, WIDTH)
         PIECES: tl.constexpr = 4 if FORM.INTERLEAVED else 2
         COLUMNS: tl.constexpr = BLOCK_N // PIECES
+        PART: tl.constexpr = WIDTH // PIECES
         for i in tl.static_range(PIECES):
             col0 = n0 + i * COLUMNS
             if FORM.INTERLEAVED:
-                PART: tl.constexpr = COLUMNS * 2
                 c0 = col0 * 2
                 part = piece(gate, i, PIECES, BLOCK_M, WIDTH)
                 part = add_terms(part, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, PART)

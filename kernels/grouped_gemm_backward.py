@@ -72,6 +72,7 @@ def store_dz(
     live = (m < rows.left)[:, None]
     mask = live & (n < I)[None, :]
     width = I * 2 if FORM.GATED else I
+    ACT: tl.constexpr = FORM.ACT
     LIMIT: tl.constexpr = FORM.LIMIT
     if FORM.INTERLEAVED:
         c = col0 * 2 + tl.arange(0, BLOCK_N * 2)
@@ -82,7 +83,7 @@ def store_dz(
     else:
         offset = rows.first.to(tl.int64) * width + cells(m.to(tl.int64), width, n)
         gate = tl.load(out.z + offset, mask=mask, other=0.0).to(tl.float32)
-    value, slope = activate_grad(below(gate, LIMIT), FORM.ACT)
+    value, slope = activate_grad(below(gate, LIMIT), ACT)
     weighted = dh * weight[:, None]
     if FORM.GATED and not FORM.INTERLEAVED:
         up = tl.load(out.z + offset + I, mask=mask, other=0.0).to(tl.float32)

@@ -135,6 +135,7 @@ def _lora_fwd_kernel(
     check_lora_tile(TILE)
     BLOCK_T: tl.constexpr = TILE.BLOCK_T
     BLOCK_I: tl.constexpr = TILE.BLOCK_I
+    PRECISION: tl.constexpr = TILE.PRECISION
     tile_t, tile_i = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_T), tl.cdiv(I, BLOCK_I), 8)
     t = tile_t.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -146,7 +147,7 @@ def _lora_fwd_kernel(
     mixed = tl.zeros([BLOCK_T, BLOCK_I], tl.float32)
     for e in range(E):
         weight = tl.load(experts.weight + (t * E + e), mask=t < T, other=0.0)[:, None]
-        g, u = expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, at, scaling, TILE.PRECISION)
+        g, u = expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, at, scaling, PRECISION)
         mixed += weigh(weight, activate(g, ACT) * u)
         low_ptr += R
         if gate_b_ptr is not None:
@@ -210,8 +211,9 @@ def lora_forward(
     first loops over the experts, one of the second over the columns of I. At least 3 T I elements
     move for h, and (2 T I + E r I) for q, of which other experts' programs find z in L2.
     """
-    T, I = z.shape[0], z.shape[1] // 2
-    E, width = weight.shape[1], low.shape[2]
+    T, E = weight.shape
+    I = z.shape[1] // 2
+    width = low.shape[2]
     rank = width // E
     h = z.new_empty(T, I)
     if not T:

@@ -251,8 +251,9 @@ def lora_backward(
     Grids: the tiles of dz [T, I], then BLOCK_T tokens of one expert each, as of `lora_forward`. At
     least 5 T I elements move for dz, and 3 T I + 3 E r I for the others.
     """
-    T, I = z.shape[0], z.shape[1] // 2
-    E, width = weight.shape[1], low.shape[2]
+    T, E = weight.shape
+    I = z.shape[1] // 2
+    width = low.shape[2]
     rank = width // E
     dz = torch.empty_like(z)
     dweight = torch.empty_like(weight)
@@ -298,8 +299,9 @@ def lora_backward_w(
     Grid: blocks of BLOCK_I columns of one expert; a program sums over all tokens. At least 3 T I
     elements and 3 E r I are read, which the experts' programs share in L2, and 3 E r I written.
     """
-    T, I = z.shape[0], z.shape[1] // 2
-    E, width = weight.shape[1], low.shape[2]
+    T, E = weight.shape
+    I = z.shape[1] // 2
+    width = low.shape[2]
     rank = width // E
     grads = [
         torch.empty_like(w) if need else None for w, need in zip((gate_b, up_b, down_a), needs)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.compiling import named
-from moe_runtime.kernels.tiles import cells, outer, precision, tile_of
+from moe_runtime.kernels.tiles import arch_of, cells, outer, precision, tile_of
 
 MAX_EXPERTS = 8  # experts whose loads are in flight together
 TILE_BYTES = 1 << 15  # of the experts that one program sums
@@ -190,12 +190,12 @@ def merged_linear_backward_alpha(
     memory come T N cdiv(K, BLOCK_K) of dout and T K cdiv(N, BLOCK_N) of x.
     """
     weight, stride_e, _ = _rows(weight)
-    T, (E, N, K) = dout.shape[0], weight.shape
+    T = dout.shape[0]
+    E, N, K = weight.shape
     if not T * N * K:
         return torch.zeros(E, dtype=torch.float32, device=weight.device)
     if config is None:
-        major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
-        config = linear_config(10 * major + minor, x.dtype, weight.dtype, precision(x), T, N, K)
+        config = linear_config(arch_of(x.device), x.dtype, weight.dtype, precision(x), T, N, K)
     tiles = triton.cdiv(N, config["BLOCK_N"]) * triton.cdiv(K, config["BLOCK_K"])
     partial = torch.empty(E, tiles, dtype=torch.float32, device=weight.device)
     with torch.cuda.device_of(weight):
@@ -230,25 +230,21 @@ def linear_config(
     arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int
 ) -> dict:
     """Return the linear backward's constants and options on sm_`arch` (0: the interpreter)."""
-    aligned = (
-        N % 16 == 0 and K % 16 == 0
-    )  # else every load is element by element, and a wide tile of pointers spills
     if arch == 0:
-        block_n, block_k, block_t, warps, stages = 32, 32, 16, 4, 1
-    elif dtype == torch.float32:
-        block_n, block_k, block_t, warps, stages = (
-            (64, 128, 32, 8, 3) if precision == "tf32" else (64, 64, 32, 8, 2)
-        )
-    elif not aligned:
-        block_n, block_k, block_t, warps, stages = 64, 64, 32, 8, 2
-    elif (
-        arch in (90, 100, 103) and weight_dtype.itemsize == 2
-    ):  # wide enough for L2; needs 196 KiB of shared memory
-        block_n, block_k, block_t, warps, stages = 128, 256, 64, 8, 4
+        config = (32, 32, 16, 4, 1)
+    elif dtype == torch.float32 and precision == "tf32":
+        config = (64, 128, 32, 8, 3)
+    elif dtype == torch.float32 or N % 16 or K % 16:
+        # unaligned, every load is element by element, and a wide tile of pointers spills
+        config = (64, 64, 32, 8, 2)
+    elif arch in (90, 100, 103) and weight_dtype.itemsize == 2:
+        # wide enough for L2; needs 196 KiB of shared memory
+        config = (128, 256, 64, 8, 4)
     else:
-        block_n, block_k, block_t, warps, stages = 128, 128, 64, 8, 3
-    clip = (max(16, triton.next_power_of_2(size)) for size in (N, K, T))
-    block_n, block_k, block_t = (min(*pair) for pair in zip((block_n, block_k, block_t), clip))
+        config = (128, 128, 64, 8, 3)
+    *blocks, warps, stages = config
+    sizes = (max(16, triton.next_power_of_2(size)) for size in (N, K, T))
+    block_n, block_k, block_t = map(min, blocks, sizes)
     return {
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,

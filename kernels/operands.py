@@ -287,17 +287,17 @@ def weight_operand(
 
     `k_last`: the sum runs over the last dimension. BLOCK_N is that of the weight's block.
     """
-    if isinstance(weight, PackedWeight):
-        stack, scale = weight.data, weight.scale
-    else:
-        stack, scale = weight, None
+    stack = weight.data if isinstance(weight, PackedWeight) else weight
     stride_e, *strides = stack.stride()
     stride_n, stride_k = strides if k_last else strides[::-1]
-    if trained is not None:
-        index, separate, stride_other = trained.index, trained.weight, trained.weight.stride(0)
-    else:
-        index, separate, stride_other = None, None, 0 if scale is None else scale.stride(0)
-    group = Weight(separate, index, scale, bias, stride_e, stride_other, stride_n, stride_k)
+    group = Weight(None, None, None, bias, stride_e, 0, stride_n, stride_k)
+    if isinstance(weight, PackedWeight):
+        group = group._replace(scale=weight.scale, stride_other=weight.scale.stride(0))
+    elif trained is not None:
+        stride = trained.weight.stride(0)
+        group = group._replace(
+            trained=trained.weight, trained_index=trained.index, stride_other=stride
+        )
     if tile.TMA:
         block = [tile.BLOCK_N, tile.BLOCK_K] if k_last else [tile.BLOCK_K, tile.BLOCK_N]
         stack = descriptor(stack, [1, *block])

@@ -41,7 +41,8 @@ def _shared_activation_fwd_kernel(
     else:
         z = z_ptr + cells(t, width, i)
         gate = tl.load(z, mask=mask, other=0.0).to(tl.float32)
-    h = activate(below(gate, FORM.LIMIT), FORM.ACT)
+    ACT: tl.constexpr = FORM.ACT
+    h = activate(below(gate, FORM.LIMIT), ACT)
     if FORM.GATED:
         if not FORM.INTERLEAVED:
             up = tl.load(z + I, mask=mask, other=0.0).to(tl.float32)

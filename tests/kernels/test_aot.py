@@ -196,18 +196,16 @@ def test_cases_are_what_the_launcher_gives():
         case.signature["a"] == "tensordesc<bf16[64,32]>" and case.signature["y_ptr"] == "*bf16:16"
     )
     assert case.signature["num_m"] == "i32" and case.signature["K"] == "i32:16"
-    assert (
-        case.constants["stride_k"] == 1
-        and case.constants["BIAS"] is True
-        and case.constants["TMA"] is True
-    )
+    weight = case.signature["weight"]
+    assert weight["stride_k"] == 1 and weight["bias"] == "*bf16:16" and weight["scale"] is None
+    assert case.constants["TILE"]["TMA"] is True and case.constant("K_LAST") is True
     (case,) = aot.record(
         lambda: grouped_gemm.Layer(odd=True).down_forward(tiles.Tile(64, 64, 32, TMA=True))
     )
     assert (
         case.signature["a"] == "*bf16:16"
         and case.signature["stride_a"] == "i32"
-        and not case.constants["TMA"]
+        and not case.constant("TMA")
     )
     assert aot._type(torch.empty(0, 2**31, dtype=torch.int8, device="meta").stride(0)) == "i64:16"
 

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 def config(m, n, k, precision="ieee", group=8):
-    return fusion.FusionTile(m, n, k, group, precision, 4, 2)
+    return fusion.FusionTile(m, n, k, 4, 2, precision, group)
 
 
 def mixed(hidden, heads, gate, V):

@@ -27,6 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TREE = get_command(main_app)
 
 
+@pytest.mark.parametrize(
+    "text, found", [(None, None), ("4", [4]), ("0-3,8", [0, 1, 2, 3, 8]), (" 2 - 2 ", [2])]
+)
+def test_numbers_and_ranges(text, found):
+    assert cli_verbs.numbers(text) == found
+
+
 def walk(command, words=()) -> dict[tuple[str, ...], object]:
     """Return words -> command of all groups and verbs."""
     found = {words: command}

@@ -15,6 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from moe_runtime import config
+from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, verb
 from moe_runtime.methods.prompts import PROMPTS

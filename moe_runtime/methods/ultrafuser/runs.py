@@ -179,6 +179,10 @@ def train_folder(
                 if not ranks.agree(run.is_done(name)):
                     run.train(name)
     losses = {name: read_json(out / f"{name}.json") for name in stages}
+    with ranks.leading() as main:
+        # again, which removes what a killed process left beside the file
+        for name in stages if main else ():
+            atomic_write_json(out / f"{name}.json", losses[name])
     for name, by_domain in losses.items():
         listed = ", ".join(f"{loss:.4f} of {domain}" for domain, loss in by_domain.items())
         run.say(f"{name}: held-out loss {listed}")

@@ -422,7 +422,7 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
     else:
         values = {name: p.detach() for name, p in _plain_parameters(model).items()}
         targets = _named_as_saved(model, values)
-        for name in sorted(targets.keys() | tensors.keys()):
+        for name in (*sorted(targets.keys() ^ tensors.keys()), *targets):
             if name not in targets or name not in tensors:
                 kind = "lacks" if name in targets else "has"
                 reason = (

@@ -245,14 +245,14 @@ def offload(model):
     ("spoil", "message"),
     [
         pytest.param(
-            scale_class, "layers.1.mlp .* must compute .*difference is 1.0e-2", id="another-module"
+            scale_class, "layers.1.mlp .* must compute .*difference is 1.0e-02", id="another-module"
         ),
         pytest.param(
             scale_closure, "layers.0.mlp .* must compute .*difference is", id="patched-by-closure"
         ),
         pytest.param(
             scale_method,
-            "layers.1.mlp .* must compute .*difference is 1.0e-2",
+            "layers.1.mlp .* must compute .*difference is 1.0e-02",
             id="patched-by-method",
         ),
         pytest.param(

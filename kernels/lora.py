@@ -98,7 +98,7 @@ def weigh(weight, tile):
 @triton.jit
 def outer_offsets(t, i, r, T, I, R, width):
     """`Offsets` of the first expert; the kernel moves its pointers to the next one."""
-    low = cells(t, width, r)
+    low = cells(t.to(tl.int64), width, r)
     low_mask = outer(t < T, r < R)
     b = cells(r.to(tl.int64), I, i)
     b_mask = outer(r < R, i < I)
@@ -108,13 +108,13 @@ def outer_offsets(t, i, r, T, I, R, width):
 @triton.jit
 def low_offsets(e, t, r, T, R, E):
     """Where expert e's tile of `low` is, and its mask."""
-    return (t * E + e)[:, None] * R + r[None, :], outer(t < T, r < R)
+    return cells(t.to(tl.int64) * E + e, R, r), outer(t < T, r < R)
 
 
 @triton.jit
 def matrix_offsets(e, r, i, R, I):
     """Where the tile of expert e's matrix is, and its mask."""
-    return (e * R + r)[:, None] * I + i[None, :], outer(r < R, i < I)
+    return cells(e.to(tl.int64) * R + r, I, i), outer(r < R, i < I)
 
 
 @triton.jit(do_not_specialize=["T", "plane"], repr=named("lora_fwd", "ACT", "TILE"))

@@ -42,7 +42,7 @@ class LoraGradients(NamedTuple):
 def _load_dh(dh_ptr, t, i, T, I):
     """A tile of dh, [BLOCK_T, BLOCK_I] float32."""
     mask = outer(t < T, i < I)
-    dh = tl.load(dh_ptr + cells(t, I, i), mask=mask, other=0.0)
+    dh = tl.load(dh_ptr + cells(t.to(tl.int64), I, i), mask=mask, other=0.0)
     return dh.to(tl.float32)
 
 

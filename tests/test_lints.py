@@ -66,6 +66,22 @@ def keywords(call: ast.Call) -> set[str]:
     return {k.arg for k in call.keywords}
 
 
+def shared_keywords(call: ast.Call) -> set[str]:
+    """Return the keys of the dicts that functions of kernels/ return as **function(...)."""
+    names = set()
+    for keyword in call.keywords:
+        if keyword.arg is None and isinstance(keyword.value, ast.Call):
+            names.add(ast.unparse(keyword.value.func))
+    keys = set()
+    for path in KERNELS if names else ():
+        for f in ast.parse(path.read_text()).body:
+            if isinstance(f, ast.FunctionDef) and f.name in names:
+                for node in ast.walk(f):
+                    if isinstance(node, ast.Dict):
+                        keys |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+    return keys
+
+
 # (a) the host never waits for the GPU
 def host_syncs(tree: ast.Module, file: str) -> list[str]:
     """Calls that read a tensor's values on the host."""
@@ -148,7 +164,7 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
     bad += [
         (node, "a launch without enable_fp_fusion=")
         for node in launches
-        if "enable_fp_fusion" not in keywords(node)
+        if "enable_fp_fusion" not in keywords(node) | shared_keywords(node)
     ]
     launched = {node.func.value.id for node in launches}
     jitted = {f.name for f in functions(tree, jit=True)}
@@ -225,12 +241,15 @@ def is_launch(node: ast.AST) -> bool:
 
 
 def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
-    """Whether an expression is made of constexpr arguments and comparisons with None."""
+    """Whether an expression is made of constexpr arguments and names, and comparisons with None."""
     constants = {
         a.arg
         for a in f.args.args
         if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)
     }
+    for one in ast.walk(f):
+        if isinstance(one, ast.AnnAssign) and "constexpr" in ast.unparse(one.annotation):
+            constants.add(one.target.id)
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
         return True
     if isinstance(node, ast.Name):
@@ -245,7 +264,7 @@ def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
 LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")
 NARROW = {  # file:function:product -> why it does
     "combine.py:sum_slots:t * K": "every caller's t is int64",
-    "routing.py:route_rows:t * STRIDE_T": "its first token is int64",
+    "tiles.py:cells:rows[:, None] * stride": "callers widen rows, which is checked there",
 }
 
 
@@ -255,9 +274,13 @@ def narrow_offsets(tree: ast.Module, file: str, known=NARROW) -> list[str]:
     for f in functions(tree, jit=True):
         defined = definitions(f)
         for node in ast.walk(f):
-            if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "cells":
+                pairs = [(node.args[1], node.args[0])]
+            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                pairs = [(node.left, node.right), (node.right, node.left)]
+            else:
                 continue
-            for length, other in ((node.left, node.right), (node.right, node.left)):
+            for length, other in pairs:
                 if not (isinstance(length, ast.Name) and LENGTH.fullmatch(length.id)) or is_small(
                     other, f
                 ):

@@ -291,7 +291,8 @@ def test_rows_of_dz(far_rows, unfilled):
     )
 
 
-def test_partial_gradients_of_the_weights(unfilled):
+def test_partial_gradients_of_the_weights(unfilled, monkeypatch):
+    monkeypatch.setattr(grouped_gemm_backward, "check_tile", lambda tile: None)
     # a block of two columns (no GPU has one) makes `partial` large before z is: two thirds of its
     # size
     row = 2**30 - 1

@@ -57,6 +57,7 @@ NOT_RUN = {
     "make test-avx2": NotRun("is a part of the suite"),
     "make test-aot": NotRun("is a part of the suite"),
     "make stress": NotRun("is the suite's longer form"),
+    "python -m tests.support.kill_matrix": NotRun("traces and runs parts of the suite for hours"),
     "python -m tests.support.planted": NotRun("runs parts of the suite, once for each bug"),
     "vllm serve": NotRun(
         "starts a server of another package",

@@ -202,7 +202,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
     return Path(folder)
 
 
-def _training(model: nn.Module) -> trained_files.Training:
+def _training(model: nn.Module) -> trained_files.TrainedParameters:
     training = trained_files.training_of(model)
     if training is None:
         raise ValueError(
@@ -211,7 +211,7 @@ def _training(model: nn.Module) -> trained_files.Training:
     return training
 
 
-def _adapter(training: trained_files.Training, tensors: dict[str, torch.Tensor]) -> Adapter:
+def _adapter(training: trained_files.TrainedParameters, tensors: dict[str, torch.Tensor]) -> Adapter:
     selection = ExpertSelection.from_dict(training.config, "model")
     return Adapter(selection=selection, tensors=tensors, base=selection.base, source="model")
 

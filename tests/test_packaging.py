@@ -70,7 +70,8 @@ def shipped() -> list[Path]:
 def data_files(root: Path) -> set[str]:
     """List what else a wheel holds: tables, configs, and the sources of the compiled libraries."""
     csrc = root / "csrc"
-    sources = {"moe_runtime/native/cuda_table.json", "moe_runtime/hf/training/fsdp2.yaml"}
+    sources = {"moe_runtime/py.typed", "moe_runtime/native/cuda_table.json"}
+    sources.add("moe_runtime/hf/training/fsdp2.yaml")
     for path in csrc.rglob("*"):
         if path.suffix in SOURCES or path.match("cpu/*.cpp"):
             sources.add(f"moe_runtime/_csrc/{path.relative_to(csrc)}")

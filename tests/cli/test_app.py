@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import moe_runtime.kernels.tiles  # noqa: F401  interpreted or compiled, as the other kernels are
 from moe_runtime import cli
 from moe_runtime.backends import OPS
 from moe_runtime.io import console

@@ -238,7 +238,7 @@ def completed(line: str, shell: str = "bash") -> list[str]:
         pytest.param("python -m papers run upit/l", ["upit/llama-2-7b-lora"], id="recipe"),
         pytest.param(
             "python -m papers run ultrafuser/",
-            ["ultrafuser/sums", "ultrafuser/tiny", "ultrafuser/ultrafuser-13b"],
+            ["ultrafuser/tiny", "ultrafuser/ultrafuser-13b"],
             id="more",
         ),
         pytest.param(
@@ -246,7 +246,7 @@ def completed(line: str, shell: str = "bash") -> list[str]:
             ["tiny", "tinyllama-1.1b"],
             id="a method's recipe",
         ),
-        pytest.param("python -m papers upit ckpt b", ["back"], id="a table's strategy"),
+        pytest.param("python -m papers upit b", ["budget"], id="a table"),
         pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
         pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
     ],

@@ -13,6 +13,7 @@ import traceback
 
 import pytest
 
+import moe_runtime.kernels.tiles  # noqa: F401  interpreted or compiled, as the other kernels are
 from moe_runtime.native.library import cuda
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense

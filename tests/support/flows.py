@@ -57,7 +57,6 @@ NOT_RUN = {
     "make test-avx2": NotRun("is a part of the suite"),
     "make test-aot": NotRun("is a part of the suite"),
     "make stress": NotRun("is the suite's longer form"),
-    "python -m tests.support.kill_matrix": NotRun("traces and runs parts of the suite for hours"),
     "python -m tests.support.planted": NotRun("runs parts of the suite, once for each bug"),
     "vllm serve": NotRun(
         "starts a server of another package",
@@ -323,7 +322,6 @@ FLOWS = {
             "bench --tiny": "bench --tiny --only merging",
         },
     ),
-    "docs/build.md": Flow((library,)),
     "docs/commands.md": Flow(),
     "docs/cpu.md": Flow(),
     "docs/data.md": Flow((benchmarks,)),

@@ -217,9 +217,13 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
     rope = config.rope_parameters or {}
     base = block["base_model_type"]
     window = getattr(config, "sliding_window", None)
+    _check_known(
+        to, {"stage": (block["stage"], ("moe",)), "model_type of the base": (base, stock.bases)}
+    )
+    can_be_near = moe.num_routed_experts and ("shared" in stock.also or not moe.has_shared_expert)
+    if not is_exact(to, moe) and not (approximate and can_be_near):
+        raise ValueError(_inexact(to, moe, base, can_be_near and not approximate))
     checks = {
-        "stage": (block["stage"], ("moe",)),
-        "model_type of the base": (base, stock.bases),
         "router": (moe.router, ("linear",)),
         "noisy_gate": (moe.noisy_gate, (False,)),
         "mlp_bias": (moe.bias, (False,)),
@@ -230,15 +234,7 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
         checks["layers"] = (block["layers"], (layers,))
     if "window" not in stock.also:
         checks["sliding_window"] = (window, (None,))
-    for name, (value, known) in checks.items():
-        if value not in known:
-            raise ValueError(
-                f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}. "
-                "Use xft merge for a dense model"
-            )
-    can_be_near = moe.num_routed_experts and ("shared" in stock.also or not moe.has_shared_expert)
-    if not is_exact(to, moe) and not (approximate and can_be_near):
-        raise ValueError(_inexact(to, moe, base, can_be_near and not approximate))
+    _check_known(to, checks)
     fields = {name: getattr(config, name) for name in _COMMON if hasattr(config, name)}
     fields |= stock.more(config, base)
     for name, size in stock.sizes.items():
@@ -260,6 +256,16 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
     if moe.balance_loss == "switch":
         fields["router_aux_loss_coef"] = moe.balance_loss_coef
     return AutoConfig.for_model(to, **fields, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[to]])
+
+
+def _check_known(to: str, checks: dict[str, tuple]) -> None:
+    """Raise ValueError for the first name whose value is not among those that `to` supports."""
+    for name, (value, known) in checks.items():
+        if value not in known:
+            raise ValueError(
+                f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}. "
+                "Use xft merge for a dense model"
+            )
 
 
 def _inexact(to: str, moe: MoEConfig, base: str, offer_nearest: bool) -> str:

@@ -211,7 +211,9 @@ def _training(model: nn.Module) -> trained_files.TrainedParameters:
     return training
 
 
-def _adapter(training: trained_files.TrainedParameters, tensors: dict[str, torch.Tensor]) -> Adapter:
+def _adapter(
+    training: trained_files.TrainedParameters, tensors: dict[str, torch.Tensor]
+) -> Adapter:
     selection = ExpertSelection.from_dict(training.config, "model")
     return Adapter(selection=selection, tensors=tensors, base=selection.base, source="model")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import planted
+
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 OPS = sorted((ROOT / "moe_runtime" / "ops").glob("*.py"))
@@ -494,3 +496,9 @@ def test_exceptions_still_exist():
         for line in narrow_offsets(ast.parse(path.read_text()), path.name, ())
     ]
     assert {line.rpartition(" (line")[0] for line in lines} == set(NARROW)
+
+
+def test_the_planted_bugs_still_have_a_place(capsys):
+    """Of `tests.support.planted`, whose run takes hours: its texts, and the tests that it names."""
+    table = planted.bugs()
+    assert planted.check(ROOT, table) == len(table) >= 150, capsys.readouterr().out

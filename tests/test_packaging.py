@@ -214,7 +214,7 @@ def test_sdist_holds_sources_only(sdist):
 @pytest.mark.slow
 def test_every_import_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(r"^(?:dependencies|train|plot|bench) = \[(.*?)\]$", text, re.S | re.M)
+    lists = re.findall(r"^(?:dependencies|train|plot|eval|bench) = \[(.*?)\]$", text, re.S | re.M)
     declared = {
         name.replace("-", "_").lower() for name in re.findall(r"""["']([\w-]+)""", " ".join(lists))
     }

@@ -61,7 +61,7 @@ def test_recipe_end_to_end(path, tmp_path, monkeypatch):
         (tmp_path / "out").mkdir()
         launch(dist_rehearsal.__file__, 2, tmp_path, "out", engine, recipe.method, "mine.yaml")
     # what is there is found again by one process, whatever engine made it
-    study = importlib.import_module(f"moe_runtime.methods.{recipe.method}.study")
+    study = importlib.import_module(f"papers.{recipe.method}.study")
     before = {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")}
     results = study.run("mine.yaml", tmp_path / "out", say=lambda text: None)
     assert {
@@ -85,7 +85,7 @@ def _check(recipe, name: str, base, last, out) -> None:
         return
     ids = AutoTokenizer.from_pretrained(next(out.glob("data-*")) / "tokenizer")
     part = {"xft": "train", "esft": "code-train", "upit": "code-train"}[recipe.method]
-    stages = importlib.import_module(f"moe_runtime.methods.{recipe.method}.study").Stages(
+    stages = importlib.import_module(f"papers.{recipe.method}.study").Stages(
         "mine.yaml", out, say=lambda text: None
     )
     assert re.match(begins, ids.decode(stages.part(part)[0]["input_ids"])), ids.decode(

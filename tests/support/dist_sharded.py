@@ -48,7 +48,7 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
     """Return the stages' results, where their trainings began, and the kinds of parameters that
     they had.
     """
-    stages = importlib.import_module(f"moe_runtime.methods.{method}.study").Stages(
+    stages = importlib.import_module(f"papers.{method}.study").Stages(
         recipe, out, say=say
     )
     watches = []

@@ -179,10 +179,10 @@ class TrainableReceipt:
     """The selected trainable parameters."""
 
     experts: dict[int, tuple[int, ...]]  # layer -> ids, in the given order; without empty layers
+    shared_experts: tuple[str, ...]  # paths of the trained shared MLPs, if a method sets them
     row_parameters: int  # elements of the trained experts, over all ranks
     trainable_parameters: int  # these and all others that require a gradient
     total_parameters: int  # the model's own
-    shared_experts: tuple[str, ...] = ()  # paths of the trained shared MLPs, if a method sets them
 
     @property
     def share(self) -> float:
@@ -387,6 +387,7 @@ def _receipt(model: nn.Module) -> TrainableReceipt:
     others = [p for p in model.parameters() if id(p) not in row_ids]
     return TrainableReceipt(
         experts=experts,
+        shared_experts=(),
         row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),

@@ -48,9 +48,7 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
     """Return the stages' results, where their trainings began, and the kinds of parameters that
     they had.
     """
-    stages = importlib.import_module(f"papers.{method}.study").Stages(
-        recipe, out, say=say
-    )
+    stages = importlib.import_module(f"papers.{method}.study").Stages(recipe, out, say=say)
     watches = []
     train = trainers.train
     left = set(stopped)

@@ -13,36 +13,20 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.support import planted
+from tests.support import forked, planted
 from tests.support.planted import Bug
 
 PLUGIN = ("-p", "tests.support.kill_plugin")
 LIMITS = ("--timeout", "120", "-o", "timeout_method=signal")
 # the tests that load the libraries of csrc/
 NATIVE = re.compile(r"tests/(ops/\w*cpp\w*|csrc/\w+|native/\w+)\.py::")
-
-
-def run_pytest(root: Path, *arguments: str, timeout: float | None = None) -> int | None:
-    """Run pytest and return its exit code, or None after `timeout` seconds."""
-    command = planted.pytest_command(*PLUGIN, *arguments)
-    try:
-        done = subprocess.run(
-            command,
-            cwd=root,
-            env=planted.environment(root),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return done.returncode
 
 
 def file_of(name: str) -> str:
@@ -65,7 +49,8 @@ def run_selected(root: Path, names: list[str], timeout: float) -> tuple[set[str]
             files = dict.fromkeys(map(file_of, left))
             options = ["--continue-on-collection-errors", "--select", str(selection)]
             seconds = max(deadline - time.monotonic(), 1)
-            code = run_pytest(root, *LIMITS, *options, *files, timeout=seconds)
+            arguments = [*planted.QUIET, *PLUGIN, *LIMITS, *options, *files]
+            code = forked.run_pytest(root, arguments, seconds)
             fresh, started = read_log(Path(f"{selection}.log"))
             failed |= fresh
             last = started[-1:]
@@ -102,9 +87,16 @@ def record_trace(folder: Path) -> None:
     planted.copy_tree(tree)
     print(f"tracing make test; the trace is kept in {folder}", flush=True)
     data = str(folder / "data")
-    code = run_pytest(tree, "--trace-to", data, "--timeout", "1200")
-    if code not in (0, 1):
-        raise RuntimeError(f"pytest ended with {code} while it was traced")
+    options = [*planted.QUIET, *PLUGIN, "--trace-to", data, "--timeout", "1200"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tree,
+        env=forked.environment(tree),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode} while it was traced")
 
 
 class Trace:

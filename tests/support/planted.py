@@ -26,10 +26,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("planted.toml")
 FOLDERS = ("moe_runtime", "kernels", "csrc", "papers", "bench")
 SUFFIXES = (".py", ".cu", ".cuh", ".h", ".cpp")
+# what `make test` selects
+QUIET = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
 
 
 class Bug(NamedTuple):
@@ -124,36 +128,17 @@ def planted(file: Path, bug: Bug) -> Iterator[None]:
         file.write_text(source)
 
 
-def pytest_command(*arguments: str) -> list[str]:
-    """Return the command that runs what `make test` selects."""
-    quiet = ["-q", "-p", "no:cacheprovider", "-m", "not slow"]
-    return [sys.executable, "-m", "pytest", *quiet, *arguments]
-
-
-def environment(root: Path) -> dict[str, str]:
-    """Return the environment in which the copy below `root` is what Python imports."""
-    own = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    return os.environ | own
-
-
 def failures(root: Path, arguments: list[str], timeout: float | None) -> list[str]:
     """Run pytest and return the tests that failed; RuntimeError if it did not run to its end."""
-    command = pytest_command("-rfE", *arguments)
-    try:
-        done = subprocess.run(
-            command,
-            cwd=root,
-            env=environment(root),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end after {timeout:.0f} s") from None
-    if done.returncode not in (0, 1):
-        output = (done.stdout + done.stderr)[-500:]
-        raise RuntimeError(f"pytest ended with {done.returncode}: {output}")
-    return re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", done.stdout, re.MULTILINE)
+    with tempfile.TemporaryDirectory(prefix="pytest-") as folder:
+        output = Path(folder, "output")
+        code = forked.run_pytest(root, [*QUIET, "-rfE", *arguments], timeout, output)
+        text = output.read_text()
+    if code is None:
+        raise RuntimeError(f"no end after {timeout:.0f} s")
+    if code not in (0, 1):
+        raise RuntimeError(f"pytest ended with {code}: {text[-500:]}")
+    return re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", text, re.MULTILINE)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,0 +1,64 @@
+"""How much there is to read, and how densely it is written: budgets and ceilings of each folder.
+
+A budget counts nodes of the syntax tree, so that folding lines gains nothing. Raise one only by
+lowering another by as much in the same commit.
+"""
+
+import pytest
+
+from tests.support.density import ROOT, Density, measured, python_files, total
+
+NODES = {
+    "bench": 40_000,
+    "kernels": 38_000,
+    "moe_runtime": 260_000,
+    "papers": 75_000,
+    "tests": 420_000,
+}
+NODES_PER_LINE = 6.5
+PER_THOUSAND_LINES = {"conditionals": 15, "tuples": 5, "comprehensions": 25}
+
+SAMPLE = """\
+a, b = 1, 2
+c = a if b else None
+d = [x for x in (a, b)]
+e, f = d
+"""
+
+
+def excesses(name: str, density: Density) -> list[str]:
+    """Say where a folder has more than its limits."""
+    excess = []
+    if density.nodes > NODES[name]:
+        excess.append(f"{name} has {density.nodes} nodes, {NODES[name]} at most")
+    if density.nodes_per_line > NODES_PER_LINE:
+        excess.append(f"{name} has {density.nodes_per_line:.2f} nodes a line")
+    for kind, most in PER_THOUSAND_LINES.items():
+        if density.per_thousand(kind) > most:
+            excess.append(f"{name} has {density.per_thousand(kind):.1f} {kind} per 1,000 lines")
+    return excess
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_folder_keeps_its_budget(name):
+    assert excesses(name, total(ROOT / name)) == []
+
+
+def test_only_kernels_may_switch_the_formatter_off():
+    folders = NODES.keys() - {"kernels"}
+    files = [path for name in folders for path in python_files(ROOT / name)]
+    skip = "# fmt: " + "skip"
+    assert [path for path in files if skip in path.read_text()] == []
+
+
+def test_what_is_counted():
+    sample = measured(SAMPLE)
+    assert (sample.lines, sample.conditionals, sample.tuples, sample.comprehensions) == (4, 1, 1, 1)
+    spaced = measured(SAMPLE.replace("(a, b)", "(\n    a,\n    b,\n)"))
+    assert spaced.nodes == sample.nodes  # how it is laid out does not count
+
+
+def test_each_excess_is_reported():
+    dense = Density(1, lines=10, nodes=50_000, conditionals=1, tuples=1, comprehensions=1)
+    assert len(excesses("bench", dense)) == 5
+    assert excesses("bench", Density(1, lines=9_000, nodes=39_000)) == []

@@ -25,7 +25,7 @@ from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.packed import BLOCK, TRANSPOSED
@@ -216,7 +216,7 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | FrozenExperts):
+def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: ExpertStacks | FrozenExperts):
     """Compute two grouped products with the class's own code between them."""
     E = experts.up.shape[0]
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
@@ -230,13 +230,15 @@ def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | Fr
     return combine(y, live_weights(topk_weight, topk_idx, E), slot_row), expert_offsets
 
 
-def _product(rows, experts: Experts | FrozenExperts, name: str, expert_offsets) -> torch.Tensor:
+def _product(
+    rows, experts: ExpertStacks | FrozenExperts, name: str, expert_offsets
+) -> torch.Tensor:
     """Return the grouped product of `rows` [R, in] with the stack `name`, its bias and its low-rank
     terms.
     """
     stack = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias")
-    if isinstance(experts, Experts):
+    if isinstance(experts, ExpertStacks):
         trained = getattr(experts, f"{name}_trained")
         return grouped_gemm(
             rows, stack, expert_offsets, bias, trainable=experts.trainable, trained=trained

@@ -31,7 +31,7 @@ PLAIN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 PLAIN_FUNCTIONS = ("torch", "torch.nn.functional", "torch._C._nn")
 
 
-class Form(NamedTuple):
+class GateForm(NamedTuple):
     """The gate of a class, and the attributes of an instance that hold its parameters."""
 
     activation: Activation
@@ -100,7 +100,7 @@ def _known_gates(limits: Iterable[float | None], interleaved: Iterable[bool]) ->
     return {gate: gate.apply for gate in itertools.starmap(Activation, gates)}
 
 
-def _of_instance(form: Form, module: nn.Module) -> Activation | None:
+def _of_instance(form: GateForm, module: nn.Module) -> Activation | None:
     """Fill in the instance's parameters; None for values that `moe_mlp` does not support."""
     # by name, as torch 2.11 cannot trace unpacking a constant tuple
     activation = form.activation
@@ -119,11 +119,11 @@ def _of_instance(form: Form, module: nn.Module) -> Activation | None:
 
 
 @constant_in_graphs  # a module as argument would make the graph specific to it
-def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> Form | None:
+def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> GateForm | None:
     """Return the form of a class; `act_fn` is the type of an activation, a function or None."""
     act = _name_of(act_fn, approximate)
     if not gated:
-        return None if act is None else Form(Activation(act, gated=False))
+        return None if act is None else GateForm(Activation(act, gated=False))
     return _form_of_gate(kind._apply_gate, act)
 
 
@@ -160,7 +160,7 @@ class _StandIn:
 
 
 @functools.lru_cache(maxsize=256)
-def _form_of_gate(apply_gate, act: str | None) -> Form | None:
+def _form_of_gate(apply_gate, act: str | None) -> GateForm | None:
     """Run a class's `_apply_gate` on numbers and determine which supported form it is.
 
     The class itself cannot be the cache key, as PEFT creates a new one at every call.
@@ -184,7 +184,7 @@ def _form_of_gate(apply_gate, act: str | None) -> Form | None:
     expected = first._replace(act="silu") if alphas else first
     if with_other_alpha != expected:
         return None
-    return Form(first, *(limits or [None]), *(alphas or [None]))
+    return GateForm(first, *(limits or [None]), *(alphas or [None]))
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from moe_runtime.io.console import bar
 from moe_runtime.ops.all_to_all import is_distributed
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """Result of `train`."""
 
     history: History
@@ -109,7 +109,7 @@ def train(
     trainer: Callable[..., MoETrainer] = MoETrainer,
     collator: Callable | None = None,
     losses: Callable | None = None,
-) -> Trained:
+) -> TrainingResult:
     """Train all parameters that require a gradient, in place, in all processes of the run, with
     transformers' Trainer.
 
@@ -189,7 +189,7 @@ def train(
             return gathered(model)
         return runner.accelerator.get_state_dict(runner.model_wrapped)
 
-    return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
+    return TrainingResult(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
 
 
 def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:

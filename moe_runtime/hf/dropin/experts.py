@@ -13,9 +13,8 @@ import contextlib
 import copy
 import functools
 
-import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime import backends
 from moe_runtime.hf.common.outputs import make_exports_portable
@@ -180,10 +179,10 @@ def unpatch(model: nn.Module) -> None:
 
 def experts_forward(
     self: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     """Compute the experts module `self` on `hidden_states` [T, H] with ids and weights [T, K] ->
     [T, H] in the same dtype.
 
@@ -230,9 +229,7 @@ def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: ExpertStacks
     return combine(y, live_weights(topk_weight, topk_idx, E), slot_row), expert_offsets
 
 
-def _product(
-    rows, experts: ExpertStacks | FrozenExperts, name: str, expert_offsets
-) -> torch.Tensor:
+def _product(rows, experts: ExpertStacks | FrozenExperts, name: str, expert_offsets) -> Tensor:
     """Return the grouped product of `rows` [R, in] with the stack `name`, its bias and its low-rank
     terms.
     """

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moe_runtime.backends import constant_in_graphs
-from moe_runtime.modules.moe import is_plain
+from moe_runtime.modules.moe import Experts, is_plain
 from moe_runtime.ops._torch_private import outside_of_modes
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
@@ -47,8 +47,15 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
+def has_stacks(module: nn.Module) -> bool:
+    """Return whether `module` holds stacks of experts: stock ones, or our Experts."""
+    return isinstance(module, Experts) or is_experts(module)
+
+
 def stack_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the up and down projections and of their biases, if any."""
+    if isinstance(module, Experts):
+        return module.stacks()
     up = "gate_up_proj" if module.has_gate else "up_proj"
     if module.has_bias:
         return (up, "down_proj", f"{up}_bias", "down_proj_bias")
@@ -62,6 +69,8 @@ def gate_of(module: nn.Module) -> Activation | None:
     All attributes that the result depends on are read here, so that torch.compile guards them and
     one graph serves all layers.
     """
+    if isinstance(module, Experts):
+        return module.activation()
     if GATE in module.__dict__:
         return module.__dict__[GATE]
     act_fn = getattr(module, "act_fn", None)

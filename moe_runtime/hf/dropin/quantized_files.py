@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.hf.common.sharded import gathered
 from moe_runtime.hf.dropin.expert_names import matrices_of, published
@@ -102,7 +101,7 @@ def _write_stacks(
     experts: dict[str, nn.Module],
     names: Names | None,
     method: str,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Write the packed stacks, and return the model's other tensors without copies of tied ones."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     stacks = []
@@ -134,9 +133,7 @@ def _stack_of(key: str, stacks: list[str]) -> str | None:
     return None
 
 
-def _gathered(
-    model: nn.Module, experts: dict[str, nn.Module]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(model: nn.Module, experts: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model by their saved names; tensors on several ranks are gathered on
     each.
     """

@@ -25,7 +25,8 @@ def legacy_rope(config: dict) -> dict:
     rope = config.get("rope_parameters")
     if not rope:
         return {}
-    base_type = _base_type(config)
+    block = config.get("moe_runtime", {})
+    base_type = block.get("base_model_type") or config.get("model_type", "")
     if "rope_theta" in rope:
         base, share = _NAMES.get(base_type, ("rope_theta", "partial_rotary_factor"))
         keys = {base: rope["rope_theta"], share: rope.get("partial_rotary_factor")}
@@ -50,10 +51,6 @@ def write_legacy_rope(folder: str | os.PathLike) -> None:
     new = path.with_name("config.json.new")
     new.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     new.replace(path)
-
-
-def _base_type(config: dict) -> str:
-    return config.get("moe_runtime", {}).get("base_model_type") or config.get("model_type", "")
 
 
 def _scaling(rope: dict, model_type: str) -> dict | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import shown
 from moe_runtime.ops.activation import ACT
@@ -41,6 +41,11 @@ class Family:
     def fused(self) -> bool:
         """Whether gate and up are a single linear layer."""
         return self.gated and len(self.up) == 1
+
+    @property
+    def formula(self) -> str:
+        """What its MLPs compute."""
+        return "down(act(gate x) * up x)" if self.gated else "down(act(up x))"
 
     @property
     def up_name(self) -> str:
@@ -192,7 +197,7 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 
 
 @torch.no_grad()
-def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
+def read_mlp(mlp: nn.Module, family: Family) -> dict[str, Tensor]:
     """Return the MLP's weights under our names, without the expert dimension."""
     up = [_linear(mlp, name) for name in family.up]
     down = _linear(mlp, family.down)
@@ -208,7 +213,7 @@ def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def write_mlp(
-    mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], requires_grad: bool = True
+    mlp: nn.Module, family: Family, weights: dict[str, Tensor], requires_grad: bool = True
 ) -> None:
     """Set the weights of an MLP, which may be on the meta device, from the format of `read_mlp`.
 
@@ -222,7 +227,7 @@ def write_mlp(
             setattr(_linear(mlp, layer), kind, nn.Parameter(part, requires_grad=requires_grad))
 
 
-def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor]) -> None:
+def check_weights(mlp: nn.Module, family: Family, weights: dict[str, Tensor]) -> None:
     """Raise ValueError unless `weights` has the names and shapes that `write_mlp` expects."""
     shape = moe_shape(family, mlp)
     H = shape["hidden_size"]
@@ -235,9 +240,7 @@ def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tenso
         raise ValueError(f"Expected an MLP with weights of shapes {expected}, but got {shapes}")
 
 
-def split_weights(
-    family: Family, weights: dict[str, torch.Tensor]
-) -> dict[str, list[torch.Tensor]]:
+def split_weights(family: Family, weights: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     """Split our tensors into the base's, in the order of `mlp_keys`; the parts of a split tensor
     are copies.
     """
@@ -275,22 +278,14 @@ def locate_key(family: Family, key: str) -> MLPKey | None:
     """Return the layer, our name and the part of a base checkpoint's key; None for a key outside
     the MLPs.
     """
-    prefix, suffix = (re.escape(text) for text in family.path.split("{}"))
-    match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)\.(weight|bias)", key)
-    if match is None:
+    digits = re.search(r"\d+", key)
+    if digits is None:
         return None
-    module = match[2]
-    if module == family.down:
-        name = "down_proj"
-        part = 0
-    elif module in family.up:
-        name = family.up_name
-        part = family.up.index(module)
-    else:
-        return None
-    if match[3] == "bias":
-        name += "_bias"
-    return MLPKey(int(match[1]), name, part)
+    layer = int(digits[0])
+    for name, keys in mlp_keys(family, layer, bias=True).items():
+        if key in keys:
+            return MLPKey(layer, name, keys.index(key))
+    return None
 
 
 def expert_keys(family: Family, layer: int, bias: bool = False) -> dict[str, str]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import (
@@ -64,7 +64,7 @@ class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
     lm_loss: torch.FloatTensor | None = None
 
 
-def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
+def sum_balance_losses(records: list[RouterOutput]) -> Tensor | None:
     """Sum the layers' balance losses on the device of the first one; None if no layer has one."""
     losses = [record.balance_loss for record in records if record.balance_loss is not None]
     if not losses:
@@ -72,7 +72,7 @@ def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
     return sum(loss.to(losses[0].device) for loss in losses)
 
 
-def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
+def aux_loss(config, records, logits, attention_mask, device) -> Tensor:
     """Return the auxiliary part of the loss, [] float32: balance and pooled losses with their
     coefficients.
     """
@@ -119,7 +119,7 @@ def is_routed(module: nn.Module) -> bool:
     return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
 
 
-def _draw(weights: Iterable[torch.Tensor]) -> None:
+def _draw(weights: Iterable[Tensor]) -> None:
     """Initialize [..., in] weights as those of linear layers."""
     for weight in weights:
         bound = weight.shape[-1] ** -0.5

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.loading import LOADED, LoadedNames, loading_whole
 from moe_runtime.hf.dropin.parallel import gathered
 from moe_runtime.hf.training import ranks
@@ -37,12 +38,12 @@ from moe_runtime.ops.all_to_all import is_distributed
 SPREAD = {"model": "experts", "optimizer": "experts-optimizer"}
 
 
-def last_whole_checkpoint(folder: str | Path) -> Path | None:
+def last_whole_checkpoint(folder: StrPath) -> Path | None:
     """Return the newest complete checkpoint of transformers' Trainer in `folder`, or None."""
     return max(filter(_is_whole, checkpoints(folder)), key=step_of, default=None)
 
 
-def _remove_halves(folder: str | Path, last: Path) -> None:
+def _remove_halves(folder: StrPath, last: Path) -> None:
     """Remove incomplete checkpoints newer than `last` in `folder`, which transformers would count
     among the kept ones.
     """
@@ -92,7 +93,7 @@ def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
 
 
 @contextmanager
-def _naming_state(checkpoint: str | Path | None, names: str) -> Iterator[None]:
+def _naming_state(checkpoint: StrPath | None, names: str) -> Iterator[None]:
     """Convert the error of a state that does not fit this training into a ValueError that names the
     checkpoint's files.
     """
@@ -111,14 +112,14 @@ class WholeSaves:
             is_distributed(p) for p in self.model.parameters() if p.requires_grad
         )
 
-    def _write_spread(self, kind: str, folder: str | Path) -> None:
+    def _write_spread(self, kind: str, folder: StrPath) -> None:
         from torch.distributed import checkpoint
 
         checkpoint.save(
             {kind: _spread_state(self, kind)[0]}, checkpoint_id=Path(folder, SPREAD[kind])
         )
 
-    def _read_spread(self, kind: str, folder: str | Path) -> None:
+    def _read_spread(self, kind: str, folder: StrPath) -> None:
         from torch.distributed import checkpoint
 
         if not Path(folder, SPREAD[kind]).is_dir():

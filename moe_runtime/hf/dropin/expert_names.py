@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.hf.models.folders import family_conversions
-from moe_runtime.hf.models.saved_rows import numbered
 from moe_runtime.io.checkpoint import Checkpoint
 
 # of the stand-in for an expert's weight: enough to tell gate and up, stored one after the other or
@@ -52,29 +51,32 @@ def matrices_of(model: nn.Module, stacks: Mapping[str, Sequence[int]]) -> dict[s
     `stacks` are the shapes of all expert stacks of the model by name. Stacks that are published in
     another order of their rows, or with dimensions exchanged, are left out.
     """
-    stand_ins = {}  # an expert of each stack, with its rows' numbers
-    for i, stack in enumerate(stacks):
-        rows = torch.arange(i * ROWS, (i + 1) * ROWS, device="cpu")
-        stand_ins[stack] = rows.view(1, ROWS, 1)
-    published_rows = {}
-    for saved, tensor in published(model, stand_ins).items():
-        if tensor.shape[-1] == 1:
-            published_rows[saved] = tensor.flatten().tolist()
+    stand_ins = {}  # each expert's rows, numbered over all stacks
+    start = 0
+    for stack, shape in stacks.items():
+        stop = start + shape[0] * ROWS
+        rows = torch.arange(start, stop, device="cpu")
+        stand_ins[stack] = rows.view(shape[0], ROWS, 1)
+        start = stop
+    # an expert's number over all stacks -> rows and place of its published matrices
+    matrices = {}
+    for name, tensor in published(model, stand_ins).items():
+        is_stack = tensor.dim() == 3
+        for i, matrix in enumerate(tensor if is_stack else tensor[None]):
+            rows = matrix.flatten().tolist()
+            place = (name, i if is_stack else None)
+            if matrix.shape[1] == 1:
+                matrices.setdefault(rows[0] // ROWS, []).append((rows, place))
     names = {}
     for stack, stand_in in stand_ins.items():
-        expected = stand_in.flatten().tolist()
-        parts = [saved for saved, rows in published_rows.items() if rows[0] in expected]
-        parts.sort(key=published_rows.get)
-        if [row for saved in parts for row in published_rows[saved]] == expected:
-            experts = range(stacks[stack][0])
-            names[stack] = {e: [_place(saved, e) for saved in parts] for e in experts}
+        experts = {}
+        for e, expected in enumerate(stand_in.flatten(1).tolist()):
+            parts = sorted(matrices.get(expected[0] // ROWS, ()))
+            if [row for rows, _ in parts for row in rows] == expected:
+                experts[e] = [place for _, place in parts]
+        if len(experts) == len(stand_in):
+            names[stack] = experts
     return names
-
-
-def _place(saved: str, e: int) -> tuple[str, int | None]:
-    """Return where expert `e` is if the first one is at `saved`, a matrix or a stack of all."""
-    name = numbered(saved, e)
-    return (saved, e) if name is None else (name, None)
 
 
 def parts_in_file(

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from moe_runtime.config import shown
 from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin import offload
-from moe_runtime.hf.dropin.expert_names import matrices_of, parts_in_file
+from moe_runtime.hf.dropin.expert_names import Places, matrices_of, parts_in_file
 from moe_runtime.hf.dropin.gates import NAME, gate_of, has_stacks, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
@@ -308,13 +308,15 @@ def load_quantized(
             stacklevel=2,
         )
     spread = None
+    rank = 0
     ranks = 1
     if mesh is not None:
         copies = [Replicate()] * (mesh.ndim - 1)
         spread = (mesh, (*copies, Shard(0)))
+        rank = mesh.get_local_rank(mesh.ndim - 1)
         ranks = mesh.size(-1)
     model, shapes, names = _without_stacks(config, source, format, settings, ranks)
-    files = _ExpertsFolder(checkpoint, held, format, spread, names)
+    files = _ExpertsFolder(checkpoint, held, format, spread, rank, ranks, names)
     for path, module in experts_of(model).items():
         for name in stack_names(module)[:2]:
             # transformers has kept it packed, as on a GPU
@@ -343,7 +345,8 @@ def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]
     Removes the config's quantization if only experts have it. Raises ValueError for unknown ones.
     """
     quantization = getattr(config, "quantization_config", None) or {}
-    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
     method = quantization.get("quant_method")
     formats = ", ".join(packed.FORMATS)
     known = {None: None, "mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}
@@ -435,14 +438,9 @@ class _ExpertsFolder(NamedTuple):
     held: str | None  # the format of its experts; None: 16 bits
     format: str  # to load them in
     spread: tuple | None  # mesh and placements, if each rank loads its own experts
-    names: dict[str, dict[int, list]]  # of `matrices_of`
-
-    def ranks(self) -> tuple[int, int]:
-        """Return this rank among those that share the experts, and their number."""
-        if self.spread is None:
-            return 0, 1
-        mesh = self.spread[0]
-        return mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1)
+    rank: int  # among those that share the experts
+    ranks: int
+    names: dict[str, Places]  # of `matrices_of`
 
 
 @dataclass
@@ -471,8 +469,7 @@ def _read_stack(
     """
     checkpoint = source.checkpoint
     key = f"{path}.{name}"
-    rank, ranks = source.ranks()
-    count = shape[0] // ranks
+    count = shape[0] // source.ranks
     local = torch.empty(count, *shape[1:], device="meta")
     stored, kind = stored_as(module, local, source.format)
     is_packed = key in checkpoint or f"{key}_blocks" in checkpoint
@@ -486,7 +483,7 @@ def _read_stack(
             return weight.t() if kind.endswith(packed.TRANSPOSED) else weight
     else:
         parts = parts_in_file(checkpoint, path, name, shape, source.names.get(key))
-        parts = [parts[rank * count + e] for e in range(count)]
+        parts = [parts[source.rank * count + e] for e in range(count)]
         if source.held == source.format == "fp8_block":
             return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
         turns = is_transposed(module) and kind == source.format
@@ -501,13 +498,22 @@ def _read_stack(
 
 
 def _packed_share(source: _ExpertsFolder, module: nn.Module, key: str, shape) -> packed.Packed:
-    """Return this rank's experts of a stack that the folder holds packed."""
-    rank, ranks = source.ranks()
+    """Return this rank's experts of a stack that the folder holds packed; NF4's second-level scales
+    are read for all experts.
+    """
+    checkpoint = source.checkpoint
+    rank = source.rank
+    ranks = source.ranks
     count = shape[0] // ranks
     tensors = {}
-    for entry in source.checkpoint:
-        if entry.startswith(key) and not entry.startswith(f"{key}_bias"):
-            tensors[entry] = _share(source.checkpoint, entry, rank, ranks)
+    for entry in checkpoint:
+        if not entry.startswith(key) or entry.startswith(f"{key}_bias"):
+            continue
+        if ranks == 1 or ".nested_" in entry or ".quant_" in entry:
+            tensors[entry] = checkpoint.get(entry)
+        else:
+            size = math.prod(checkpoint.specs()[entry].shape[:1]) // ranks
+            tensors[entry] = checkpoint.get_rows(entry, slice(rank * size, (rank + 1) * size))
     if source.held == "mxfp4" and key in tensors:
         tensors[f"{key}_blocks"] = tensors.pop(key)
     stored, kind = stored_as(module, torch.empty(shape, device="meta"), source.held)
@@ -515,16 +521,6 @@ def _packed_share(source: _ExpertsFolder, module: nn.Module, key: str, shape) ->
     if ranks > 1 and source.held == "nf4":
         share.scales.append(torch.tensor([rank * count]))
     return share
-
-
-def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> Tensor:
-    """Read a rank's part of a packed stack's tensor; NF4's second-level scales are read for all
-    experts.
-    """
-    if ranks == 1 or ".nested_" in key or ".quant_" in key:
-        return checkpoint.get(key)
-    size = (*checkpoint.specs()[key].shape, 0)[0] // ranks
-    return checkpoint.get_rows(key, slice(rank * size, (rank + 1) * size))
 
 
 def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:

@@ -69,18 +69,15 @@ class RoutingRecord:
         path = Path(path)
         with Checkpoint(path.parent, path.name) as file:
             record = cls()
-            try:
-                if file.metadata.get("format") != FORMAT:
-                    raise ValueError
-                for key, value in file.metadata.items():
-                    if key.startswith("num_experts/"):
-                        record.num_experts[key.removeprefix("num_experts/")] = int(value)
-                calls = sorted((int(name.rpartition("/")[2]), name) for name in file.keys())
-            except ValueError:
+            if file.metadata.get("format") != FORMAT:
                 raise ValueError(
                     f"{path} must be a file written by save, of format {FORMAT!r}, but its format "
                     f"is {file.metadata.get('format')!r}"
-                ) from None
+                )
+            for key, value in file.metadata.items():
+                if key.startswith("num_experts/"):
+                    record.num_experts[key.removeprefix("num_experts/")] = int(value)
+            calls = sorted((int(name.rpartition("/")[2]), name) for name in file.keys())
             for _, name in calls:
                 layer = name.rpartition("/")[0]
                 record.ids.setdefault(layer, []).append(file.get(name))

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_runtime.hf.dropin.experts import NAME
 from moe_runtime.hf.dropin.layers import (
@@ -299,12 +300,11 @@ class RouterCounter:
         """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes,
         `reset` sets them to 0.
         """
-        device = next(iter(self._counts.values())).device
-        most = max(map(len, self._counts.values()))
-        counts = torch.zeros(len(self._counts), most, dtype=torch.int64, device=device)
-        for row, count in zip(counts, self._counts.values(), strict=True):
-            row[: len(count)] = count
-            if reset:
+        counts = list(self._counts.values())
+        device = counts[0].device
+        counts = pad_sequence([count.to(device) for count in counts], batch_first=True)
+        if reset:
+            for count in self._counts.values():
                 count.zero_()
         if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
@@ -315,12 +315,13 @@ class RouterCounter:
         if called.any():
             counts = counts[called]
             layers = list(itertools.compress(layers, called))
+        shared = tuple(layer.num_shared for layer in layers)
         sizes = tuple(layer.num_experts for layer in layers)
         return RouterStats(
             counts[:, : max(sizes)],
             layer_names([plain_name(layer.name) for layer in layers]),
-            num_shared=tuple(layer.num_shared for layer in layers),
-            num_experts=sizes,
+            num_shared=shared if len(set(shared)) > 1 else shared[0],
+            num_experts=sizes if len(set(sizes)) > 1 else None,
         )
 
     def close(self) -> None:

@@ -54,42 +54,37 @@ class Family:
 
 
 _PLAIN = {"gated": False, "act": "act", "bias": True}
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(model_type="llama", bias="mlp_bias"),
-        Family(model_type="mistral"),
-        Family(model_type="qwen2"),
-        Family(model_type="qwen3"),
-        Family(model_type="gemma2", act_field="hidden_activation"),
-        Family(model_type="gemma3_text", act_field="hidden_activation"),
-        Family(model_type="phi3", up=("gate_up_proj",), act="activation_fn"),
-        Family(model_type="stablelm"),
-        Family(model_type="smollm3", bias="mlp_bias"),
-        Family(model_type="olmo2"),
-        Family(model_type="granite", bias="mlp_bias"),
-        Family(model_type="gemma"),
-        Family(model_type="olmo3"),
-        Family(model_type="glm4", up=("gate_up_proj",), act="activation_fn"),
-        Family(model_type="cohere2"),
-        Family(model_type="exaone4"),
-        Family(model_type="ernie4_5", bias="use_bias"),
-        Family(model_type="hunyuan_v1_dense"),
-        Family(model_type="nemotron", up=("up_proj",), gated=False, bias="mlp_bias"),
-        Family(model_type="arcee", up=("up_proj",), gated=False, bias="mlp_bias"),
-        Family(
-            model_type="gpt_neox",
-            path="gpt_neox.layers.{}.mlp",
-            up=("dense_h_to_4h",),
-            down="dense_4h_to_h",
-            **_PLAIN,
-        ),
-        Family(model_type="phi", up=("fc1",), down="fc2", **_PLAIN | {"act": "activation_fn"}),
-        Family(
-            model_type="starcoder2", up=("c_fc",), down="c_proj", **_PLAIN | {"bias": "use_bias"}
-        ),
-    )
+_FIELDS = {
+    "llama": {"bias": "mlp_bias"},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"act_field": "hidden_activation"},
+    "gemma3_text": {"act_field": "hidden_activation"},
+    "phi3": {"up": ("gate_up_proj",), "act": "activation_fn"},
+    "stablelm": {},
+    "smollm3": {"bias": "mlp_bias"},
+    "olmo2": {},
+    "granite": {"bias": "mlp_bias"},
+    "gemma": {},
+    "olmo3": {},
+    "glm4": {"up": ("gate_up_proj",), "act": "activation_fn"},
+    "cohere2": {},
+    "exaone4": {},
+    "ernie4_5": {"bias": "use_bias"},
+    "hunyuan_v1_dense": {},
+    "nemotron": {"up": ("up_proj",), "gated": False, "bias": "mlp_bias"},
+    "arcee": {"up": ("up_proj",), "gated": False, "bias": "mlp_bias"},
+    "gpt_neox": _PLAIN
+    | {
+        "path": "gpt_neox.layers.{}.mlp",
+        "up": ("dense_h_to_4h",),
+        "down": "dense_4h_to_h",
+    },
+    "phi": _PLAIN | {"up": ("fc1",), "down": "fc2", "act": "activation_fn"},
+    "starcoder2": _PLAIN | {"up": ("c_fc",), "down": "c_proj", "bias": "use_bias"},
 }
+FAMILIES = {name: Family(model_type=name, **fields) for name, fields in _FIELDS.items()}
 
 _REFUSED = {
     "opt": "has no separate MLP module: fc1 and fc2 are in the decoder layer",

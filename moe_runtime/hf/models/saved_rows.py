@@ -18,12 +18,6 @@ from moe_runtime.io.checkpoint import Checkpoint
 _FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name
 
 
-def numbered(saved: str, e: int) -> str | None:
-    """Return the name of expert e's matrix by that of expert 0; None if it names a stack."""
-    name, count = _FIRST.subn(rf"\g<1>{e}\g<2>", saved)
-    return name if count else None
-
-
 class SavedRows(NamedTuple):
     """The rows of a model's stack that a tensor of a folder holds."""
 
@@ -51,12 +45,12 @@ def saved_rows(
     shapes = {}
     one = torch.empty(1, *stack.shape[1:], device="meta")
     for saved, tensor in to_saved(model, {name: one}).items():
-        if numbered(saved, 0) is None:
+        if _FIRST.search(saved) is None:
             rows[saved] = SavedRows(name, ids, saved, stacked=True)
             shapes[saved] = (stack.shape[0], *tensor.shape[1:])
             continue
         for e in ids:
-            key = numbered(saved, e)
+            key = _FIRST.sub(rf"\g<1>{e}\g<2>", saved)
             rows[key] = SavedRows(name, (e,), saved, stacked=False)
             shapes[key] = tuple(tensor.shape)
     whole = {name: tuple(stack.shape)}

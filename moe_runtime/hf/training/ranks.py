@@ -20,7 +20,6 @@ from moe_runtime.hf.dropin.quantize import experts_of
 from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.io import files
-from moe_runtime.io.files import atomic_write_json, read_json
 
 
 def state():
@@ -210,7 +209,4 @@ def save_whole(
             state_dict[name] = value.to(getattr(torch, dtype))
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
-    values = read_json(folder / "config.json")
-    if values.get("dtype") != dtype:
-        atomic_write_json(folder / "config.json", values | {"dtype": dtype})
-    write_legacy_rope(folder)
+    write_legacy_rope(folder, dtype=dtype)

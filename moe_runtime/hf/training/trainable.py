@@ -158,7 +158,8 @@ def check_unwrapped(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, engines) or (module.__dict__.get("_tp_size") or 1) > 1:
             raise ValueError(
-                "The parameters of the model are held by an engine. Pass it before it is wrapped"
+                f"The parameters of {type(model).__name__} are held by an engine. Pass the model "
+                "before it is wrapped"
             )
 
 

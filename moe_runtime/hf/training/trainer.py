@@ -16,11 +16,8 @@ token ids outside the vocabulary before anything runs. MoESFTTrainer is in
 
 import functools
 import inspect
-import json
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +32,6 @@ from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.recording import MixingCallback, RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
-from moe_runtime.io.files import read_json
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Router
 from moe_runtime.ops.all_to_all import is_distributed
@@ -243,42 +239,6 @@ class _MoETrainer(WholeSaves):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load as transformers does; a model that trains some experts separately loads only
-        those.
-        """
-        if not self._load_adapter(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self):
-        """Load as transformers does, or as `_load_from_checkpoint`."""
-        if not self._load_adapter(self.state.best_model_checkpoint):
-            super()._load_best_model()
-
-    def _load_adapter(self, folder: StrPath) -> bool:
-        """Load a checkpoint of separately trained experts, or raise ValueError; False, without
-        effect, for other models.
-        """
-        training = trained_files.training_of(self.model)
-        reason = None
-        is_adapter = training is not None
-        is_sharded = self.is_fsdp_enabled or self._trains_spread()
-        if is_adapter != (Path(folder) / trained_files.CONFIG).is_file():
-            kinds = ("experts separately, as prepared by esft.train_only", "all of its parameters")
-            reason = (
-                f"Checkpoint {folder} is of a model that trains {kinds[is_adapter]}, but this "
-                f"model trains {kinds[not is_adapter]}"
-            )
-        elif is_adapter and is_sharded:  # sharded files hold rows without their expert ids
-            reason = _other_experts(training.config, folder)
-        if reason is not None:
-            raise ValueError(reason)
-        if is_adapter and not is_sharded:
-            trained_files.load_trained(self.model, folder)
-        elif is_adapter and training.check is not None:
-            training.check(training.config, folder)
-        return is_adapter and not is_sharded
-
     def _not_finite(self, what: str) -> str:
         rows = ""
         if self._row_ids is not None:
@@ -349,21 +309,6 @@ def _collate_with_row_ids(collator, rows: list[dict]):
     batch = collator(rows)
     batch[ROW_ID] = ids
     return batch
-
-
-def _other_experts(config: Mapping[str, Any], folder: StrPath) -> str | None:
-    """Describe how a checkpoint's experts differ from `config`'s, in ids or order; None if they are
-    the same.
-    """
-    saved = read_json(Path(folder) / trained_files.CONFIG)
-    prepared = json.loads(json.dumps(config))
-    for name in ("experts", "shared_experts", "non_expert_modules"):
-        if saved.get(name) != prepared.get(name):
-            return (
-                f"{name} is {prepared.get(name)}, but {saved.get(name)} in checkpoint {folder}. "
-                "Prepare the model with the selection in expert_cfg.json there"
-            )
-    return None
 
 
 class MoETrainer(_MoETrainer, Trainer):

@@ -118,7 +118,7 @@ class Best:
         }
 
 
-class _Saved(Node):
+class _SavedHistory(Node):
     """The history of a checkpoint; a loss may be NaN."""
 
     model_config = ConfigDict(strict=False, allow_inf_nan=True)
@@ -209,7 +209,7 @@ class Recorder(TrainerCallback):
         """
         path = checkpoint / self.NAME
         try:
-            saved = _Saved.from_dict(read_json(path))
+            saved = _SavedHistory.from_dict(read_json(path))
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}. Remove the checkpoint") from error
         self.last = (*saved.last, saved.exact)

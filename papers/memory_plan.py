@@ -22,7 +22,7 @@ from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.settings import Node
 from moe_runtime.tools import memory
-from moe_runtime.tools.memory_plan import RESERVED, Planner, Stage, causal_inputs
+from moe_runtime.tools.memory_plan import RESERVED, PlannedTraining, Planner, causal_inputs
 from papers.engine.recipe import method_of, recipe_path, shipped_recipes
 
 # the engines with which a method's recipes run: docs/scale.md
@@ -42,7 +42,7 @@ def planner_of(recipe: Node, gpu: str = "H100") -> Planner:
     return Planner(stages(recipe), gpu, RUNS_WITH[recipe.method])
 
 
-def stages(recipe: Node) -> list[Stage]:
+def stages(recipe: Node) -> list[PlannedTraining]:
     """Return the trainings of a recipe; raises ValueError for one that pre-trains its base, which
     is small.
     """
@@ -61,7 +61,7 @@ def _built(source: str, dtype: str, change: Callable = lambda config: config):
     return memory.built(change(ranks.load_config(source)), dtype)
 
 
-def _xft(r) -> Iterator[Stage]:
+def _xft(r) -> Iterator[PlannedTraining]:
     def moe(config):
         return folders.upcycled_config(
             config, folders.config_for_folder(config, **r.experts), r.layers
@@ -76,7 +76,7 @@ def _xft(r) -> Iterator[Stage]:
         ("mix", r.mix, mixed),
     ):
         make = partial(_built, r.base_model, r.dtype, change)
-        yield Stage(
+        yield PlannedTraining(
             name,
             make,
             causal_inputs(r.data.max_length),
@@ -87,7 +87,7 @@ def _xft(r) -> Iterator[Stage]:
         )
 
 
-def _esft(r) -> Iterator[Stage]:
+def _esft(r) -> Iterator[PlannedTraining]:
     from moe_runtime.hf.training.trainable import layers_of
     from moe_runtime.methods.esft.freezing import freeze_for_esft
 
@@ -101,7 +101,9 @@ def _esft(r) -> Iterator[Stage]:
     def stage(name, training, make, prepare=None):
         runs = name == "esft"
         inputs = causal_inputs(r.max_length)
-        return Stage(name, make, inputs, training, r.max_length, training.bf16, runs, prepare)
+        return PlannedTraining(
+            name, make, inputs, training, r.max_length, training.bf16, runs, prepare
+        )
 
     yield stage("fft", r.fft, partial(_built, r.base_model, r.trained_dtype or r.dtype))
     yield stage(
@@ -110,7 +112,7 @@ def _esft(r) -> Iterator[Stage]:
     yield stage("esft", r.esft, partial(_built, r.base_model, r.dtype), selected)
 
 
-def _upit(r) -> Iterator[Stage]:
+def _upit(r) -> Iterator[PlannedTraining]:
     from moe_runtime.methods.lora import baseline
     from moe_runtime.methods.upit.vectors import RoutingVectors
 
@@ -158,7 +160,7 @@ def _upit(r) -> Iterator[Stage]:
         parts = (("sft", dense, None), ("init", dense, vectors), ("post", mixture, None))
         for name, make, prepare in parts:
             training = getattr(trainings, name)
-            yield Stage(
+            yield PlannedTraining(
                 f"{form} {name}",
                 make,
                 causal_inputs(r.max_length),
@@ -170,7 +172,7 @@ def _upit(r) -> Iterator[Stage]:
             )
 
 
-def _ultrafuser(r) -> Iterator[Stage]:
+def _ultrafuser(r) -> Iterator[PlannedTraining]:
     from moe_runtime.methods.ultrafuser.model import UltraFuser
 
     def fuser(dtype: str, train_all: bool):
@@ -197,7 +199,7 @@ def _ultrafuser(r) -> Iterator[Stage]:
 
     if any(one.model is None for one in r.specialists.values()):
         make = partial(_built, r.base_model, "float32")
-        yield Stage(
+        yield PlannedTraining(
             "specialist",
             make,
             causal_inputs(r.max_length),
@@ -205,10 +207,10 @@ def _ultrafuser(r) -> Iterator[Stage]:
             r.max_length,
             r.specialist.bf16,
         )
-    yield Stage(
+    yield PlannedTraining(
         "stage1", partial(fuser, r.dtype, False), inputs, r.stage1, r.max_length, r.stage1.bf16
     )
-    yield Stage(
+    yield PlannedTraining(
         "stage2", partial(fuser, "float32", True), inputs, r.stage2, r.max_length, r.stage2.bf16
     )
 

@@ -236,7 +236,7 @@ def forward_experts(
         # the shared expert's rows are not the first ones if they come from several ranks
         if owners is not None:
             shared = "group"
-        experts = expert_rows.Experts(*stacks)._replace(
+        experts = expert_rows.ExpertStacks(*stacks)._replace(
             activation=cast(Activation, activation), shared=shared
         )
 
@@ -348,7 +348,7 @@ class MoE(nn.Module):
         config = self.config
         dtype = autocast_dtype(x) or x.dtype
         stacks = [getattr(self.experts, name).to(dtype) for name in self.experts.stacks()]
-        experts = expert_rows.Experts(*stacks)._replace(
+        experts = expert_rows.ExpertStacks(*stacks)._replace(
             activation=self.experts.activation(), shared=config.shared
         )
         weight = self.gate.weight.to(dtype)

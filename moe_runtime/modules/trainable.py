@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.ops.all_to_all import is_distributed
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 
 PREFIX = "trained_"
 # buffers: an expert's row [E] int32, or -1; a row's expert [n] int64
@@ -147,7 +147,9 @@ def _local(tensor: Any) -> Tensor:
     return tensor
 
 
-def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activation: Any) -> Experts:
+def experts_of(
+    module: nn.Module, stacks: Sequence, trained: Sequence, activation: Any
+) -> ExpertStacks:
     """Return the experts for `moe_mlp` from the frozen `stacks` [E, ...] and the trained rows.
 
     The stacks are up, down and any biases. `trained` [n, ...] or longer are in the order of
@@ -162,6 +164,6 @@ def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activatio
     if rows:
         up_bias = stacks[2].index_copy(0, index, rows[0])
         down_bias = stacks[3].index_copy(0, index, rows[1])
-    return Experts(
+    return ExpertStacks(
         stacks[0], stacks[1], up_bias, down_bias, getattr(module, ROW), up, down, activation
     )

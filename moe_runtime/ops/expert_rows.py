@@ -89,14 +89,14 @@ def weight_at(e: int, row: int, stack: Tensor, separate: Tensor | None) -> Tenso
     return separate[row]
 
 
-# schema of an `Experts` in the ops
+# schema of an `ExpertStacks` in the ops
 SCHEMA = (
     "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? "
     f"up_trained, Tensor? down_trained, {FORM}, str shared"
 )
 
 
-class Experts(NamedTuple):
+class ExpertStacks(NamedTuple):
     """The experts of a layer, from the public function to the kernels, in the order of SCHEMA."""
 
     up: Tensor  # [E, 2I or I, H]
@@ -116,7 +116,7 @@ class Experts(NamedTuple):
         return *tensors, *activation, shared
 
     @classmethod
-    def unpack(cls, arguments: Sequence) -> "Experts":
+    def unpack(cls, arguments: Sequence) -> "ExpertStacks":
         """Build the experts from op arguments of SCHEMA, or from autograd's value for each."""
         *values, shared = arguments
         tensors = len(values) - len(Activation._fields)
@@ -139,7 +139,7 @@ class Experts(NamedTuple):
 
         `flags` are autograd's, one for each op argument of SCHEMA.
         """
-        of = Experts.unpack(flags)
+        of = ExpertStacks.unpack(flags)
         if self.up_trained is None:
             return Gradients(x, of.up, of.down, topk_weight, of.up_bias, of.down_bias)
         return Gradients(x, of.up_trained, of.down_trained, topk_weight, of.up_bias, of.down_bias)
@@ -297,7 +297,7 @@ def gradients_so_far(learned: Gradients, leaves: Sequence[Tensor | None]) -> Gra
 
 
 def new_gradients(
-    experts: Experts,
+    experts: ExpertStacks,
     bounds: list[int],
     trained: list[int],
     needs: Gradients,

@@ -19,7 +19,7 @@ from moe_runtime.ops.workspace import lease, scratch
 
 
 class _Steps:
-    """The steps between the products in torch; `moe_mlp_cpp.Plan` is the same with the library.
+    """The steps between the products in torch; `moe_mlp_cpp.RowPlan` is the same with the library.
 
     The routing weights are multiplied into h before it is rounded to a narrow dtype (`folded`); the
     library applies them in the sum.
@@ -81,7 +81,7 @@ def _steps(
     row_slot: Tensor,
 ) -> Any:
     if backend == "cpp":
-        return moe_mlp_cpp.Plan(experts, x, topk_weight, offsets, row_slot.int())
+        return moe_mlp_cpp.RowPlan(experts, x, topk_weight, offsets, row_slot.int())
     return _Steps(experts, x, topk_weight, offsets, row_slot)
 
 

@@ -17,19 +17,21 @@ from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.kernels.operands import LowRank
 from moe_runtime.kernels.packed import PackedWeight, fit_packed
 from moe_runtime.ops import packed
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.frozen_rows import FrozenExperts, FrozenGradients, Pair, Stack, in_order_of
-from moe_runtime.ops.moe_mlp_triton import Layer, sum_rows
+from moe_runtime.ops.moe_mlp_triton import RowProducts, sum_rows
 
 
-class _Layer(Layer):
+class _FrozenRowProducts(RowProducts):
     """A layer of `moe_mlp_triton` over frozen stacks, and the products with its low-rank
     matrices.
     """
 
     def __init__(self, experts: FrozenExperts, offsets, row_slot, slots: int):
         stacks = (_operand(stack) for stack in (experts.up, experts.down))
-        stacks = Experts(*stacks, experts.up_bias, experts.down_bias, activation=experts.activation)
+        stacks = ExpertStacks(
+            *stacks, experts.up_bias, experts.down_bias, activation=experts.activation
+        )
         super().__init__(stacks, offsets, row_slot, slots)
 
     def choose(self, kernel: str, x, N: int, K: int):
@@ -91,7 +93,7 @@ def forward(x, experts: FrozenExperts, topk_weight, topk_idx, save: bool, backen
     """
     E, (up, down) = experts.up.shape[0], (experts.up_lora, experts.down_lora)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
-    layer = _Layer(experts, offsets, row_slot, topk_idx.shape[1])
+    layer = _FrozenRowProducts(experts, offsets, row_slot, topk_idx.shape[1])
     up_low = _low(up, layer.gathered, x)
     z, h = layer.up(x, save, None if up is None else LowRank(up_low, up.b))
     down_low = _low(down, layer.of_rows, h)
@@ -127,7 +129,7 @@ def backward(
         experts.up.shape[0],
         (experts.up_lora, experts.down_lora),
     )
-    layer, (up_low, down_low) = _Layer(experts, offsets, row_slot, K), lows
+    layer, (up_low, down_low) = _FrozenRowProducts(experts, offsets, row_slot, K), lows
     down_dlow = None if down is None else layer.gathered(dout, down.b)
     dz, wh, partial = layer.dz(
         dout, z, topk_weight, needs.down_a, None if down is None else LowRank(down_dlow, down.a)

@@ -31,7 +31,7 @@ from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import matches
 from moe_runtime.ops.library import define, inputs_of, kind, register, register_backward, wide_dtype
-from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
+from moe_runtime.ops.lora_torch import Base, MixedGradients, Pairs, flat, mixed_weight
 from moe_runtime.ops.moe_mlp import absent_as_empty
 
 
@@ -330,7 +330,7 @@ def _mixed_backward_triton(
     E: int,
     scaling: float,
     act: str,
-) -> Gradients:
+) -> MixedGradients:
     """Compute `lora_torch.mixed_backward` in three kernels."""
     from moe_runtime.kernels import lora_backward
 
@@ -343,7 +343,7 @@ def _mixed_backward_triton(
         pairs.down_a is not None and needs.down_a,
     ]
     halves = lora_backward.lora_backward_w(*shared, needed, act, scaling)
-    return Gradients(dz, dlow, dweight, *halves)
+    return MixedGradients(dz, dlow, dweight, *halves)
 
 
 def _slots(dweight: Tensor, topk_idx: Tensor | None, E: int) -> Tensor:

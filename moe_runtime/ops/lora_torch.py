@@ -91,7 +91,7 @@ def mixed_weight(topk_weight: Tensor, topk_idx: Tensor | None, num_experts: int)
     return torch.where(topk_idx[:, :, None] == experts, topk_weight[:, :, None], 0).sum(1)
 
 
-class Gradients(NamedTuple):
+class MixedGradients(NamedTuple):
     """Result of `mixed_backward`; None for gradients that are not requested."""
 
     dz: Tensor  # [T, 2I] of z0
@@ -243,7 +243,7 @@ def mixed_backward(
     E: int,
     scaling: float,
     act: str,
-) -> Gradients:
+) -> MixedGradients:
     """Compute gradients from those of h and q.
 
     `dh` [T, I] and `dq` [T, E r] include the scaling.
@@ -294,7 +294,7 @@ def mixed_backward(
         dweight[block.token, block.expert] = dots
         dz[block.tokens] = block.total(rows)
     halves = [None if grad is None else grad.to(z.dtype) for grad in (dgate_b, dup_b, ddown_a)]
-    return Gradients(dz, dlow, dweight, *halves)
+    return MixedGradients(dz, dlow, dweight, *halves)
 
 
 def _wide_zeros(half: Tensor | None, need: object) -> Tensor | None:

@@ -22,7 +22,7 @@ from moe_runtime.ops import routing
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
     SCHEMA,
-    Experts,
+    ExpertStacks,
     Gradients,
     gradients_so_far,
     matches,
@@ -52,7 +52,7 @@ class MoEOutput(NamedTuple):
 def moe_layer(
     x: Tensor,
     router_weight: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     top_k: int,
     gate: str = "xft",
     *,
@@ -111,7 +111,7 @@ def _forward(x: Tensor, router_weight: Tensor, *arguments: Any) -> tuple[Tensor,
     *tensors, top_k, gate, save, backend = arguments
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
-    experts = Experts.unpack(tensors)
+    experts = ExpertStacks.unpack(tensors)
     kernels = kernels_of(backend)
     if backend == "triton":
         weight, idx, *rest = kernels.layer_forward(x, experts, logits, top_k, gate, save)
@@ -168,7 +168,7 @@ def _backward(
     grads = kernels_of(backend).backward(
         dout.contiguous(),
         x,
-        Experts.unpack(tensors),
+        ExpertStacks.unpack(tensors),
         topk_weight,
         z,
         expert_offsets,
@@ -189,7 +189,7 @@ def _backward_fake(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     *experts, _, _, _, _, _, _, need_router, needs, _, _ = arguments
-    inputs = Experts.unpack(experts).learned()._replace(x=x).only(Gradients(*needs))
+    inputs = ExpertStacks.unpack(experts).learned()._replace(x=x).only(Gradients(*needs))
     return fake_gradients((router_weight if need_router else None, *inputs), x)
 
 
@@ -209,7 +209,7 @@ def _autograd(
     x, router_weight, *tensors, logits, weight, idx, z, offsets, row_slot = ctx.saved_tensors
     if dout is None:  # only a loss on the logits or the weights
         dout = x.new_zeros(ctx.shape)
-    experts = Experts._make((*tensors, ctx.activation, ctx.shared))
+    experts = ExpertStacks._make((*tensors, ctx.activation, ctx.shared))
     need_x, need_router, *flags, _, _, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, False, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)

@@ -25,7 +25,7 @@ from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
     SCHEMA,
-    Experts,
+    ExpertStacks,
     Gradients,
     accumulating,
     check_trained,
@@ -83,7 +83,7 @@ def moe_mlp(
     if trained is not None:
         up_trained, down_trained = trained
     activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = Experts(
+    experts = ExpertStacks(
         gate_up_proj,
         down_proj,
         gate_up_bias,
@@ -99,7 +99,7 @@ def moe_mlp(
 
 def run_experts(
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     topk_idx: Tensor,
     *,
@@ -148,7 +148,7 @@ def pick(
     return chosen
 
 
-def check_experts(x: Tensor, experts: Experts) -> None:
+def check_experts(x: Tensor, experts: ExpertStacks) -> None:
     """Raise ValueError unless x [T, H] and the experts' tensors match."""
     experts.activation.check()
     check_choice("shared", experts.shared, SHARED_MODES)
@@ -210,7 +210,7 @@ def check_slots(x: Tensor, topk_weight: Tensor, topk_idx: Tensor) -> None:
         )
 
 
-def _check_shared(experts: Experts, topk_idx: Tensor) -> None:
+def _check_shared(experts: ExpertStacks, topk_idx: Tensor) -> None:
     if experts.shared == "group":
         return
     problem = None
@@ -296,7 +296,7 @@ def _forward(
     *experts, save, backend = arguments
     return kernels_of(backend).forward(
         x.contiguous(),
-        Experts.unpack(experts),
+        ExpertStacks.unpack(experts),
         topk_weight.contiguous(),
         topk_idx.contiguous(),
         save,
@@ -334,7 +334,7 @@ def _backward(
     grads = kernels_of(backend).backward(
         dout.contiguous(),
         x.contiguous(),
-        Experts.unpack(experts),
+        ExpertStacks.unpack(experts),
         topk_weight.contiguous(),
         z,
         expert_offsets,
@@ -349,7 +349,7 @@ def _backward_fake(
     dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     *experts, _, _, _, needs, _ = arguments
-    inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
+    inputs = ExpertStacks.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
     # the kernels always return the gradient of the weights
     needs = Gradients._make((*needs[:3], True, *needs[4:]))
     return fake_gradients(inputs.only(needs), x)
@@ -375,9 +375,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(x, topk_weight, *tensors, z, expert_offsets, row_slot)
 
 
-def remember_leaves(ctx: Any, arguments: Sequence) -> Experts:
+def remember_leaves(ctx: Any, arguments: Sequence) -> ExpertStacks:
     """Return the experts of an op; keep the parameters of `accumulate_into_grad` in `ctx`."""
-    experts = Experts.unpack(arguments)
+    experts = ExpertStacks.unpack(arguments)
     learned = experts.learned()
     ctx.accumulating = (accumulating(learned.up), accumulating(learned.down))
     return experts
@@ -388,7 +388,7 @@ def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
         return (None,) * len(ctx.needs_input_grad)
     # read once, as checkpointing unpacks at every access
     x, topk_weight, *tensors, z, expert_offsets, row_slot = ctx.saved_tensors
-    experts = Experts._make((*tensors, ctx.activation, ctx.shared))
+    experts = ExpertStacks._make((*tensors, ctx.activation, ctx.shared))
     need_x, need_weight, _, *flags, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, need_weight, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)

@@ -18,7 +18,7 @@ from moe_runtime.native.library import cpp
 from moe_runtime.ops._torch_private import has_matrix_tiles
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
-    Experts,
+    ExpertStacks,
     Gradients,
     Group,
     Router,
@@ -47,14 +47,14 @@ BACK_ELEMENTS = 1 << 22  # elements of dz and wh that the backward pass holds fo
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 
-class Plan:
+class RowPlan:
     """Index arrays of one call, and the library's functions on them."""
 
     folded = False  # routing weights are applied in the sum
 
     def __init__(
         self,
-        experts: Experts | FrozenExperts,
+        experts: ExpertStacks | FrozenExperts,
         x: Tensor,
         topk_weight: Tensor,
         offsets: Tensor,
@@ -151,7 +151,7 @@ class Plan:
         return out
 
 
-def form_of(experts: Experts | FrozenExperts) -> tuple[int, int, float, float]:
+def form_of(experts: ExpertStacks | FrozenExperts) -> tuple[int, int, float, float]:
     """Return act, form, limit and up_offset as moert_cpu.h expects them."""
     form = experts.activation
     limit = form.limit
@@ -161,7 +161,7 @@ def form_of(experts: Experts | FrozenExperts) -> tuple[int, int, float, float]:
 
 
 def forward(
-    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
+    x: Tensor, experts: ExpertStacks, topk_weight: Tensor, topk_idx: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E, Z, H = experts.up.shape
@@ -187,7 +187,7 @@ def forward(
         z_out = z_all if save else None
         _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_out, out)
         return out, z_all, offsets, row_slot
-    plan = Plan(experts, x, topk_weight, offsets, row_slot)
+    plan = RowPlan(experts, x, topk_weight, offsets, row_slot)
     y = scratch("y", (R, H), x)
     up = _transposed(experts, "up")
     down = _transposed(experts, "down")
@@ -205,7 +205,7 @@ def forward(
     return plan.combine(y, weighted=True), z_all, offsets, row_slot
 
 
-def _in_one_call(experts: Experts, most: int) -> bool:
+def _in_one_call(experts: ExpertStacks, most: int) -> bool:
     """Return whether one call is used for at most `most` rows of an expert.
 
     It requires stacks with contiguous rows.
@@ -241,7 +241,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _one_call(
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     offsets: Tensor,
     row_slot: Tensor,
@@ -291,7 +291,7 @@ def _one_call(
     )
 
 
-def _weights(experts: Experts, name: str) -> list[Tensor]:
+def _weights(experts: ExpertStacks, name: str) -> list[Tensor]:
     """Return the stack `name`, "up" or "down", expert by expert."""
     stack = getattr(experts, name)
     trained = getattr(experts, f"{name}_trained")
@@ -300,7 +300,7 @@ def _weights(experts: Experts, name: str) -> list[Tensor]:
     return [weight_at(e, row, stack, trained) for e, row in enumerate(experts.rows())]
 
 
-def _transposed(experts: Experts, name: str) -> list[Tensor]:
+def _transposed(experts: ExpertStacks, name: str) -> list[Tensor]:
     if experts.up_trained is None:
         return getattr(experts, name).transpose(1, 2).unbind(0)
     return [weight.t() for weight in _weights(experts, name)]
@@ -313,7 +313,7 @@ def _mm(rows: Tensor, weight: Tensor, bias: Tensor | None, e: int, out: Tensor) 
         torch.addmm(bias[e], rows, weight, out=out)
 
 
-def _up(group: Group, experts: Experts, up: list[Tensor], rows: Tensor, z: Tensor) -> None:
+def _up(group: Group, experts: ExpertStacks, up: list[Tensor], rows: Tensor, z: Tensor) -> None:
     """Write the pre-activation of a group's `rows` into z."""
     for member in group.members:
         _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
@@ -322,7 +322,7 @@ def _up(group: Group, experts: Experts, up: list[Tensor], rows: Tensor, z: Tenso
 def backward(
     dout: Tensor,
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     z_all: Tensor,
     offsets: Tensor,
@@ -337,7 +337,7 @@ def backward(
             dout, x, experts, topk_weight, z_all, offsets, row_slot, needs, into
         )
         return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
-    plan = Plan(experts, x, topk_weight, offsets, row_slot)
+    plan = RowPlan(experts, x, topk_weight, offsets, row_slot)
     Z = plan.Z
     trained = experts.rows()
     dweight = topk_weight.new_empty(plan.R)
@@ -401,7 +401,7 @@ def _with_router(
     return grads._replace(x=dx, topk_weight=dweight)
 
 
-def _back_in_one_call(experts: Experts, offsets: Tensor, into: Gradients) -> bool:
+def _back_in_one_call(experts: ExpertStacks, offsets: Tensor, into: Gradients) -> bool:
     """Return whether the backward pass is one call: as the forward pass, but without biases."""
     rows = offsets.diff()
     has_bias = experts.up_bias is not None or experts.down_bias is not None
@@ -445,7 +445,7 @@ def _gradient_arguments(grad: Tensor | None, old: Tensor | None) -> tuple:
 def _one_call_back(
     dout: Tensor,
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     z_all: Tensor,
     offsets: Tensor,

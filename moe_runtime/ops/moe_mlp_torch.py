@@ -17,7 +17,7 @@ from moe_runtime.ops.combine import weighted_sum
 from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
-    Experts,
+    ExpertStacks,
     Gradients,
     Group,
     Router,
@@ -72,7 +72,7 @@ def activate(activation: Activation, z: Tensor, weight: Tensor | None, h: Tensor
 
 
 def forward(
-    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
+    x: Tensor, experts: ExpertStacks, topk_weight: Tensor, topk_idx: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E, Z, H = experts.up.shape
@@ -115,7 +115,7 @@ def forward(
     return combine_rows(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
 
 
-def _grouped(experts: Experts, x: Tensor, R: int) -> bool:
+def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
     """Return whether torch's grouped_mm supports these experts and is faster than our loop.
 
     It is faster for few rows.
@@ -133,7 +133,7 @@ def _grouped(experts: Experts, x: Tensor, R: int) -> bool:
 
 
 def _up_grouped(
-    x: Tensor, experts: Experts, offsets: Tensor, row_slot: Tensor, row_token: Tensor
+    x: Tensor, experts: ExpertStacks, offsets: Tensor, row_slot: Tensor, row_token: Tensor
 ) -> Tensor:
     """Return z [R, 2I or I] of all rows."""
     z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
@@ -150,7 +150,7 @@ def _row_expert(offsets: Tensor, row_slot: Tensor) -> Tensor:
 
 def _forward_grouped(
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     topk_idx: Tensor,
     offsets: Tensor,
@@ -206,7 +206,7 @@ def combine_rows(y: Tensor, row_slot: Tensor, topk_weight: Tensor, folded: bool)
 def backward(
     dout: Tensor,
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     z_all: Tensor,
     offsets: Tensor,
@@ -275,7 +275,7 @@ def backward(
     return grads._replace(x=dx, topk_weight=dweight)
 
 
-def _up(group: Group, experts: Experts, trained: list[int], rows: Tensor, z: Tensor) -> Tensor:
+def _up(group: Group, experts: ExpertStacks, trained: list[int], rows: Tensor, z: Tensor) -> Tensor:
     """Write the pre-activation of a group's `rows` into z, and return it."""
     for member in group.members:
         e = member.expert

@@ -26,14 +26,16 @@ from moe_runtime.kernels import (
 )
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.ops import cuda_kernels, routing
-from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, add_product, is_transposed
+from moe_runtime.ops.expert_rows import NOWHERE, ExpertStacks, Gradients, add_product, is_transposed
 from moe_runtime.ops.grouped_gemm import one_layout
 
 
-class Layer:
+class RowProducts:
     """The experts and the order of the rows; computes the tile map of every block size once."""
 
-    def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
+    def __init__(
+        self, experts: ExpertStacks, offsets, row_slot, slots: int, maps: dict | None = None
+    ):
         self.experts = _in_order(experts)
         self.offsets = offsets
         self.row_slot = row_slot
@@ -186,17 +188,17 @@ class Layer:
         return dw
 
 
-def _first(experts: Experts) -> int:
+def _first(experts: ExpertStacks) -> int:
     """Return the first expert whose rows are computed by the kernels."""
     return int(experts.shared == "dense")
 
 
-def _choose(experts: Experts, R: int, kernel: str, x, N: int, K: int) -> tiles.Tile:
+def _choose(experts: ExpertStacks, R: int, kernel: str, x, N: int, K: int) -> tiles.Tile:
     gated = kernel == "up" and experts.activation.gated
     return tiles.choose(kernel, x, N, K, R, experts.up.shape[0], gated)
 
 
-def _in_order(experts: Experts) -> Experts:
+def _in_order(experts: ExpertStacks) -> ExpertStacks:
     """Return the kernel arguments without separate strides: biases, the map, separate weights in
     the stacks' layout.
     """
@@ -224,7 +226,7 @@ def sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
     return combine.sum_rows_and_router(rows, slot_row, T, K, num_rows, dlogits, weight), dweight
 
 
-def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
+def forward(x, experts: ExpertStacks, topk_weight, topk_idx, save: bool):
     """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
     int32.
     """
@@ -236,13 +238,13 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         )
         return _small_forward(x, experts, topk_weight, plan, save)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
-    layer = Layer(experts, offsets, row_slot, topk_idx.shape[1])
+    layer = RowProducts(experts, offsets, row_slot, topk_idx.shape[1])
     z, h = layer.up(x, save)
     out = combine.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
     return out, z, offsets, row_slot
 
 
-def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool):
+def layer_forward(x, experts: ExpertStacks, logits, top_k: int, gate: str, save: bool):
     """Run `route` and `forward`, with one launch for routing and sort if there are few slots.
 
     Returns topk_weight, topk_idx [T, K] and what `forward` returns.
@@ -265,14 +267,14 @@ def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool
     return weight, idx, *forward(x, experts, weight, idx, save)
 
 
-def _up_tile(x, experts: Experts, R: int) -> tiles.Tile:
+def _up_tile(x, experts: ExpertStacks, R: int) -> tiles.Tile:
     return _choose(experts, R, "up", x, *experts.down.shape[:0:-1])
 
 
-def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bool):
+def _small_forward(x, experts: ExpertStacks, topk_weight, plan: decode.Plan, save: bool):
     K, (_, H, I), offsets = topk_weight.shape[1], experts.down.shape, plan.expert_offsets
     up_rows = _up_tile(x, experts, plan.row_slot.numel()).BLOCK_M
-    layer = Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
+    layer = RowProducts(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
     z, h = layer.up(x, save)
     tile = layer.choose("down", h, H, I)
     plain = layer.down_trained is None and not layer.first
@@ -287,7 +289,7 @@ def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bo
     return out, z, offsets, plan.row_slot
 
 
-def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool):
+def _forward_beside_cuda(x, experts: ExpertStacks, topk_weight, topk_idx, save: bool):
     E, H, I = experts.down.shape
     R = topk_idx.numel()
     K = topk_idx.shape[1]
@@ -297,7 +299,7 @@ def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool)
     offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(
         topk_idx, E, list(blocks), _first(experts)
     )
-    layer = Layer(experts, offsets, row_slot, K, dict(zip(blocks, maps)))
+    layer = RowProducts(experts, offsets, row_slot, K, dict(zip(blocks, maps)))
     z, h = layer.up(x, save)
     return (
         cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]),
@@ -310,7 +312,7 @@ def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool)
 def backward(
     dout,
     x,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight,
     z,
     offsets,
@@ -327,7 +329,7 @@ def backward(
     in place.
     """
     (T, K), E = topk_weight.shape, experts.down.shape[0]
-    layer = Layer(experts, offsets, row_slot, K)
+    layer = RowProducts(experts, offsets, row_slot, K)
     if z.shape[0] != layer.R:
         z, _ = layer.up(x, save=True)
     dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down)

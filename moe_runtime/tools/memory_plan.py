@@ -33,7 +33,7 @@ NAMES = {
 }
 
 
-class Stage(NamedTuple):
+class PlannedTraining(NamedTuple):
     """One training: `make()` builds its model on the meta device, `inputs(B)` a batch."""
 
     name: str
@@ -88,7 +88,7 @@ class Planner:
     """Trainings on one kind of GPU, with the engines that run them."""
 
     def __init__(
-        self, stages: Sequence[Stage], gpu: str = "H100", engines: Sequence[str] = ENGINES
+        self, stages: Sequence[PlannedTraining], gpu: str = "H100", engines: Sequence[str] = ENGINES
     ):
         check_choice("gpu", gpu, tuple(GPUS))
         self.stages = {one.name: one for one in stages}
@@ -122,7 +122,9 @@ class Planner:
             gradient_checkpointing=checkpointing,
         )
         inputs = causal_inputs(length)
-        return cls([Stage("training", make, inputs, training, length, bf16, packed=packed)], gpu)
+        return cls(
+            [PlannedTraining("training", make, inputs, training, length, bf16, packed=packed)], gpu
+        )
 
     def engines_for(self, name: str, engine: str | None, gpus: int) -> tuple[str, ...]:
         """Return the engines to compare for a stage: the requested one, or all that apply.

@@ -422,7 +422,7 @@ def _one_line(error: BaseException) -> str:
     return f"{name}: {one_line(text.splitlines()[0], 200)}" if text else name
 
 
-class Step(NamedTuple):
+class Outcome(NamedTuple):
     """The outcome of a problem: measured, kept (from the file), failed, or left for later."""
 
     state: str
@@ -449,7 +449,7 @@ def tune(
     *,
     again: bool = False,
     seconds: float | None = None,
-) -> Iterator[Step]:
+) -> Iterator[Outcome]:
     """Measure every problem of `layers` with `tokens` in `dtypes`, one step each.
 
     The file is `path`, or the one that the kernels read. Problems that are already in the file are
@@ -473,7 +473,7 @@ def tune(
         work = (product, layer, T, dtype, device)
         todo.setdefault(problem.key(), (problem, title, work))
     for n, (key, (problem, title, work)) in enumerate(todo.items(), 1):
-        step = Step("failed", title, n, len(todo))
+        step = Outcome("failed", title, n, len(todo))
         if key in done:
             yield step._replace(state="kept", entry=done[key])
         elif seconds is not None and time.monotonic() - begin > seconds:
@@ -482,7 +482,7 @@ def tune(
             yield _measured(step, results, timer, problem, work)
 
 
-def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple) -> Step:
+def _measured(step: Outcome, results: Results, timer, problem: Problem, work: tuple) -> Outcome:
     """Measure one problem and save its entry; return `step` with it, or with what failed."""
     trying = functools.partial(results.trying, problem.key())
     broken = results.broken(problem.key())

@@ -257,7 +257,7 @@ class DomainStages(KeptStages):
 
         return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
 
-    def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
+    def _numbers(self, model, trained: trainers.TrainingResult, load: Callable) -> dict:
         """Return a training's result; if saving rounded the weights, the model returned by `load`
         is evaluated instead.
         """

@@ -226,7 +226,7 @@ class KeptStages:
         callbacks=(),
         seed=None,
         **more,
-    ) -> trainers.Trained:
+    ) -> trainers.TrainingResult:
         settings = {"evaluations": self.recipe.evaluations} | training.to_dict() | more
         with console.bar(name, shown=self.is_main) as on_step:
             return trainers.train(
@@ -252,7 +252,7 @@ class KeptStages:
 
     def _pretrain(
         self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
-    ) -> tuple[torch.nn.Module, trainers.Trained]:
+    ) -> tuple[torch.nn.Module, trainers.TrainingResult]:
         """Build the small Llama of the recipe's `pretrain` and train all its weights on `rows` with
         AdamW.
         """
@@ -281,7 +281,7 @@ class KeptStages:
                 check(model)
                 ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype)
 
-    def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
+    def _save(self, model, trained: trainers.TrainingResult, folder: Path) -> None:
         """Gather the weights once and write them, on rank 0."""
         weights = trained.state_dict()
         with ranks.leading() as main:
@@ -346,7 +346,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def course_of(trained: trainers.Trained) -> dict:
+def course_of(trained: trainers.TrainingResult) -> dict:
     """Return a training's history and costs, but not its final loss: a model derived from it is
     evaluated again.
     """

@@ -394,7 +394,7 @@ class Stages(KeptStages):
             *trainers.row_losses(model, rows, self.tokenizer, **self._judging)
         ) | sizes_of(model)
 
-    def _costs(self, trained: trainers.Trained) -> dict:
+    def _costs(self, trained: trainers.TrainingResult) -> dict:
         costs = {}
         for of in ("trained_parameters", "optimizer_bytes"):
             costs[of] = getattr(trained, of)

@@ -251,7 +251,7 @@ class Stages(DomainStages):
             return lora_baseline.load_lora(self._load(self.base().folder), folder)
         return ranks.load_model(folder, self.recipe.dtype, ranks.state().device if device else None)
 
-    def _train(self, name: str, model, *arguments, **more) -> trainers.Trained:
+    def _train(self, name: str, model, *arguments, **more) -> trainers.TrainingResult:
         """Train with trainable parameters in float32, since AdamW's steps are smaller than a
         bfloat16 weight can resolve.
 

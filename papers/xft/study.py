@@ -294,7 +294,9 @@ class Stages(KeptStages):
             domains.update(zip(ids, self.domains_of(part), strict=True))
         return domains
 
-    def _finish(self, model, trained: trainers.Trained, folder: Path, anew: bool = False) -> dict:
+    def _finish(
+        self, model, trained: trainers.TrainingResult, folder: Path, anew: bool = False
+    ) -> dict:
         """Save the model and return its results; it is evaluated again if it was trained in another
         dtype.
         """

@@ -12,7 +12,7 @@ from moe_runtime.ops import moe_layer as moe_layer_op
 from moe_runtime.ops import moe_mlp as moe_mlp_op
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.merging import merge_experts, merged_linear
 from moe_runtime.ops.routing import route
 from tests.csrc import emulator
@@ -277,7 +277,9 @@ def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolera
         monkeypatch.setattr(moe_layer_op, "pick", lambda *_, name=name: name)
         monkeypatch.setattr(moe_mlp_op, "pick", lambda *_, name=name: name)
         leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
-        layer = moe_layer_op.moe_layer(*leaves[:2], Experts(*leaves[2:], shared=shared), 3, "xft")
+        layer = moe_layer_op.moe_layer(
+            *leaves[:2], ExpertStacks(*leaves[2:], shared=shared), 3, "xft"
+        )
         weight = layer.topk_weight.detach().requires_grad_()
         out = moe_mlp_op.moe_mlp(x, leaves[2], leaves[3], weight, layer.topk_idx, shared=shared)
         grads = torch.autograd.grad(

@@ -14,7 +14,7 @@ from moe_runtime.native.library import cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.routing import route
@@ -348,7 +348,7 @@ def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch):
     for backend in ("triton", "cuda"):
         monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
         leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
-        got = moe_layer(*leaves[:2], Experts(*leaves[2:], shared=shared), 3, "xft")
+        got = moe_layer(*leaves[:2], ExpertStacks(*leaves[2:], shared=shared), 3, "xft")
         found[backend] = [
             got.out.detach(),
             *torch.autograd.grad(got.out.float().square().mean(), leaves),

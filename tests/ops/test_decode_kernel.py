@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.config import GATES, SHARED_GATES
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support.aot import record
@@ -143,7 +143,7 @@ def test_launches_of_a_layer(T, fused_names, plain_count, gate, both, launches, 
 
     def step():
         launches.clear()
-        out = moe_layer(x, router, Experts(up, down), 4, gate, backend="triton")
+        out = moe_layer(x, router, ExpertStacks(up, down), 4, gate, backend="triton")
         return out, list(launches)
 
     (fused, names), (plain, many) = both(step)
@@ -169,7 +169,7 @@ def test_gradients_are_the_same(both, device, tolerance):
 
     def step():
         out = moe_layer(
-            leaves[0], leaves[1], Experts(*leaves[2:]), 2, "softmax_topk", backend="triton"
+            leaves[0], leaves[1], ExpertStacks(*leaves[2:]), 2, "softmax_topk", backend="triton"
         ).out
         return torch.autograd.grad(out.square().sum(), leaves)
 

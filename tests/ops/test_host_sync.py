@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.activation import Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
 from tests.support.aot import ROOT, record
 
@@ -50,7 +50,9 @@ def layer(
     biases = (meta(E, up.shape[1]), meta(E, H)) if bias else (None, None)
     place = meta(E, dtype=torch.int32 if apart else torch.bool) if trainable or apart else None
     trained = (meta(2, *up.shape[1:]), meta(2, H, I)) if apart else (None, None)
-    experts = Experts(up, down, *biases, place, *trained, Activation("silu", gated), shared).pack()
+    experts = ExpertStacks(
+        up, down, *biases, place, *trained, Activation("silu", gated), shared
+    ).pack()
     out, *kept = triton(
         "moe_mlp", meta(T, H), weight, meta(T, K, dtype=torch.int32), *experts, save
     )
@@ -147,7 +149,7 @@ def whole_layer(shared: str) -> None:
     router = meta(E - 1, H)
     up = meta(E, 2 * I, H)
     down = meta(E, H, I)
-    experts = Experts(up, down, meta(E, 2 * I), meta(E, H), shared=shared).pack()
+    experts = ExpertStacks(up, down, meta(E, 2 * I), meta(E, H), shared=shared).pack()
     out, logits, weight, *kept = triton("moe_layer", x, router, *experts, K, "xft", True)
     tensors = (x, router, *experts, logits, weight, *kept)
     triton("moe_layer_backward", out, logits, weight, *tensors, True, (True,) * 6, "xft")

@@ -9,7 +9,7 @@ from moe_runtime import MoEConfig
 from moe_runtime.backends import interpreted
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.activation import Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
@@ -58,7 +58,7 @@ def whole(v, gate, backend, recompute=False, **options):
 
 
 def experts_of(v, shared="group", **activation):
-    return Experts(
+    return ExpertStacks(
         v["up"],
         v["down"],
         v.get("up_bias"),
@@ -245,7 +245,7 @@ def test_compiles_without_a_graph_break(backend):
     v = leaves()
 
     def f(x, router, up, down):
-        return tuple(moe_layer(x, router, Experts(up, down), K, "xft", backend=backend))
+        return tuple(moe_layer(x, router, ExpertStacks(up, down), K, "xft", backend=backend))
 
     assert torch._dynamo.explain(f)(*v.values()).graph_break_count == 0
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")

@@ -15,7 +15,7 @@ from moe_runtime.native import library
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import expert_rows, moe_mlp_cpp, workspace
 from moe_runtime.ops.activation import ACT, Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
 from tests.ops.test_moe_mlp import SHAPES, layer
 from tests.support import cpu_build, layouts
@@ -390,7 +390,7 @@ def test_opcheck(way_of, monkeypatch):
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: way_of)
     case = make_case(5, 8, 6, 3, 2, bias=True)
     v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
-    experts = Experts(v["up"], v["down"], v["up_bias"], v["down_bias"]).pack()
+    experts = ExpertStacks(v["up"], v["down"], v["up_bias"], v["down_bias"]).pack()
     torch.library.opcheck(
         torch.ops.moe_runtime.moe_mlp,
         (v["x"], v["topk_weight"], case.topk_idx, *experts, True, "cpp"),
@@ -493,7 +493,7 @@ def test_what_is_mapped_is_searched_torchs_own_first(monkeypatch, tmp_path):
 
 def test_acts_are_numbered_once():
     assert list(cpp.ACTS) == list(ACT)
-    experts = Experts(None, None, activation=Activation("gelu", True, None, 0.5, True))
+    experts = ExpertStacks(None, None, activation=Activation("gelu", True, None, 0.5, True))
     assert moe_mlp_cpp.form_of(experts) == (1, 2, float("inf"), 0.5)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_runtime.ops import moe_mlp_cpp
-from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients
+from moe_runtime.ops.expert_rows import NOWHERE, ExpertStacks, Gradients
 from tests.ops.test_moe_mlp import layer
 from tests.ops.test_moe_mlp_cpp import FLOATS, FORMS, _library, variant  # noqa: F401  fixtures
 from tests.support import layouts
@@ -71,7 +71,7 @@ def test_forms_and_recomputing(form, dtype, tolerance, monkeypatch, calls):
 def gradients(case, needs=(True,) * 3, trainable=None, into=NOWHERE):
     """dx, d up, d down and dweight of one call."""
     v = case.leaves
-    experts = Experts(v["up"], v["down"], trainable=trainable)
+    experts = ExpertStacks(v["up"], v["down"], trainable=trainable)
     _, z, *rows = moe_mlp_cpp.forward(v["x"], experts, v["topk_weight"], case.topk_idx, True)
     needs = Gradients(*needs, True, False, False)
     grads = moe_mlp_cpp.backward(
@@ -156,7 +156,7 @@ def test_what_it_does_not_serve_goes_the_other_way(what, tolerance, calls):
         v = case.leaves
         rows = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
         trains = (rows >= 0)[:, None, None]  # whose rows of the stacks are not read
-        experts = Experts(
+        experts = ExpertStacks(
             v["up"].masked_fill(trains, math.nan),
             v["down"].masked_fill(trains, math.nan),
             trainable=rows,

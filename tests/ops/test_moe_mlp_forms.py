@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.backends import interpreted
 from moe_runtime.ops.activation import ACT_BACKWARD, Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference, run_experts
 from tests.ops.test_moe_mlp_kernel import everywhere
 from tests.support import layouts
@@ -390,7 +390,7 @@ def test_offsets_count_the_slots(backend):
     case = made(*GPT_OSS)
     device = device_of(backend)
     x, up, down, weight, *_ = (leaf.to(device) for leaf in case.leaves.values())
-    experts = Experts(up, down, activation=Activation(**case.form))
+    experts = ExpertStacks(up, down, activation=Activation(**case.form))
     out, offsets = run_experts(x, experts, weight, case.topk_idx.to(device), backend=backend)
     counts = [(case.topk_idx == e).sum().item() for e in range(4)]
     assert offsets.diff().tolist() == counts and offsets[0] == 0 and offsets.dtype == torch.int32
@@ -403,8 +403,8 @@ def test_experts_are_what_the_schemas_say(op):
     names = [
         argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments
     ]
-    *tensors, _, shared = Experts._fields
+    *tensors, _, shared = ExpertStacks._fields
     fields = [*tensors, *Activation._fields, shared]
     at = names.index("up")
     assert names[at : at + len(fields)] == fields
-    assert Experts.unpack(range(len(fields))).pack() == tuple(range(len(fields)))
+    assert ExpertStacks.unpack(range(len(fields))).pack() == tuple(range(len(fields)))

@@ -7,7 +7,7 @@ import torch
 
 from moe_runtime.backends import interpreted
 from moe_runtime.ops.activation import Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.ops.test_moe_mlp import layer
 from tests.support import layouts
@@ -116,7 +116,7 @@ def test_opcheck(sizes, options, backend):
         weights = (v["up"].detach(), v["down"].detach())
     # test_moe_mlp_kernel_graph.py traces the other backend's
     is_traced = backend == "torch"
-    experts = Experts(*weights, *biases, trainable, *apart, form(case)).pack()
+    experts = ExpertStacks(*weights, *biases, trainable, *apart, form(case)).pack()
     op = torch.ops.moe_runtime.moe_mlp
     opcheck(op, (v["x"], v["topk_weight"], case.topk_idx, *experts, save, backend), is_traced)
     x, weight, *experts = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.activation import Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
 from tests.support import layouts
@@ -256,7 +256,7 @@ def test_opcheck(sizes, options, device):
     biases = (v.get("up_bias"), v.get("down_bias"))
     save = options.get("save", True)
     activation = Activation(case.act, case.gated)
-    experts = Experts(v["up"], v["down"], *biases, trainable, *apart, activation).pack()
+    experts = ExpertStacks(v["up"], v["down"], *biases, trainable, *apart, activation).pack()
     with one_tile():
         forward = torch.ops.moe_runtime.moe_mlp
         torch.library.opcheck(forward, (v["x"], v["topk_weight"], idx, *experts, save, "triton"))

@@ -7,7 +7,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.ops.combine import combine
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
@@ -30,7 +30,7 @@ def call(op, x, backend):
     return {
         "moe_mlp": lambda: moe_mlp(x, up, down, weight, IDX.to(device), backend=backend),
         "moe_layer": lambda: (
-            moe_layer(x, up[:, 0], Experts(up, down), 2, "softmax_topk", backend=backend).out
+            moe_layer(x, up[:, 0], ExpertStacks(up, down), 2, "softmax_topk", backend=backend).out
         ),
         "grouped_gemm": lambda: grouped_gemm(
             x, up, torch.tensor([0, 1, 3], device=device), backend=backend

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_runtime.ops.all_to_all import all_to_all, local_parts, run_at_owners
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_mlp import run_experts
 from tests.support.stress import scaled
 
@@ -140,7 +140,7 @@ def run_inputs(inputs: dict, experts: dict, mesh, gradients: str) -> dict:
     (up, down, up_bias, down_bias), owners = local_parts(list(leaves.values()), gradients)
 
     def run(rows, idx, ones):
-        return run_experts(rows, Experts(up, down, up_bias, down_bias), ones, idx)
+        return run_experts(rows, ExpertStacks(up, down, up_bias, down_bias), ones, idx)
 
     out, offsets = run_at_owners(x, inputs["idx"], weight, owners, run)
     out.backward(inputs["dout"])

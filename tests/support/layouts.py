@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_runtime.ops.expert_rows import Experts, accumulate_into_grad
+from moe_runtime.ops.expert_rows import ExpertStacks, accumulate_into_grad
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support.oracle import choose_experts, relative_error
@@ -106,7 +106,7 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
             up, down = (w.transpose(1, 2) if swapped else w for w in (up, down))
             if form == "a layer with its router":
                 out = moe_layer(
-                    x, router, Experts(up, down), 2, "softmax_topk", backend=backend
+                    x, router, ExpertStacks(up, down), 2, "softmax_topk", backend=backend
                 ).out
             else:
                 out = moe_mlp(x, up, down, weight, idx.to(device), backend=backend)

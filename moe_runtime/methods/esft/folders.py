@@ -97,7 +97,7 @@ def _planned(
     if adapter.base is not None:
         check_base(adapter.base, described, adapter.source)
     if is_lora:
-        plan = stacks.Plan(model, adapter.source, checkpoint)
+        plan = stacks.MergePlan(model, adapter.source, checkpoint)
         check_mask(layers, plan.adapter, adapter.selection)
     else:
         plan = _Plan(model, layers, adapter, checkpoint)

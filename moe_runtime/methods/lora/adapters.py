@@ -330,7 +330,7 @@ def check_patterns(folder: str | os.PathLike) -> None:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class DenseAdapter:
     """One adapter: `pairs` holds A [r, in] and B [out, r] by the path of the linear layer, as in
     the dense model.
     """
@@ -354,7 +354,7 @@ class Adapter:
         return (b.to(wide) @ a.to(wide)).mul_(self.scaling)
 
 
-def read_adapter(folder: str | os.PathLike) -> Adapter:
+def read_adapter(folder: str | os.PathLike) -> DenseAdapter:
     """Read an adapter folder written by PEFT or `save_single`; raises ValueError for anything
     beyond plain LoRA.
     """
@@ -376,7 +376,7 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
         )
     if config.get("use_rslora"):
         alpha *= rank**0.5
-    return Adapter(str(folder), rank, float(alpha), _pairs(folder, rank))
+    return DenseAdapter(str(folder), rank, float(alpha), _pairs(folder, rank))
 
 
 def other_setting(config: Mapping, names: Sequence[str]) -> str | None:
@@ -418,7 +418,7 @@ class AdapterExperts:
     the MLPs of `layers`.
     """
 
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[DenseAdapter, ...]
     path: str  # of a layer's MLP, with {}
     targets: tuple[str, ...]
     layers: tuple[int, ...]
@@ -528,7 +528,7 @@ def _place(family: Family, path: str) -> tuple[int, str] | None:
     return None if match is None else (int(match[1]), match[2])
 
 
-def _check_alike(adapters: Sequence[Adapter]) -> None:
+def _check_alike(adapters: Sequence[DenseAdapter]) -> None:
     first = adapters[0]
     for adapter in adapters[1:]:
         alone = sorted(first.pairs.keys() ^ adapter.pairs.keys())
@@ -542,7 +542,7 @@ def _check_alike(adapters: Sequence[Adapter]) -> None:
             )
 
 
-def _check_layer(model: nn.Module, path: str, adapters: Sequence[Adapter]) -> None:
+def _check_layer(model: nn.Module, path: str, adapters: Sequence[DenseAdapter]) -> None:
     try:
         module = model.get_submodule(path)
     except AttributeError:

@@ -48,7 +48,7 @@ WRITES = "0.21.0"  # the peft_version of the files written here
 READ = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
 
 
-class Pair(NamedTuple):
+class AdapterPair(NamedTuple):
     """The change s B A of a parameter; of a stack, of each expert."""
 
     a: torch.Tensor  # [E, r, in]; of a matrix [r, in]
@@ -85,7 +85,7 @@ class PeftAdapter:
 
     folder: Path
     config: Mapping[str, Any]
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, AdapterPair]
     whole: Mapping[str, torch.Tensor]
     keys: Mapping[str, str]  # the prefix of lora_A.weight in the file, by parameter
     # whether the file's pairs of stacks have an old PEFT's axes; `pairs` never do
@@ -174,7 +174,7 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
                 f"{b.shape[-1]} for a matrix {[b.shape[-2], a.shape[-1]]}, but must have rank "
                 f"{rank} and {list(shape)}, as {name} of the base"
             )
-        pairs[name] = Pair(a, b, scaling, flipped)
+        pairs[name] = AdapterPair(a, b, scaling, flipped)
     return PeftAdapter(Path(folder), config, pairs, whole, keys, reverse)
 
 
@@ -361,13 +361,13 @@ def merge_folder(
     config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
         folders.check_depth(config, checkpoint)
-        plan = Plan(skeleton(config), adapter, checkpoint)
+        plan = MergePlan(skeleton(config), adapter, checkpoint)
         how = {"max_shard_size": max_shard_size, "overwrite": overwrite, "progress": progress}
         job, names = folders.rewrite(checkpoint, out, plan.tensor, **how)
     return MergeReceipt(Path(out), job.tensors, job.bytes, names, plan.experts, len(plan))
 
 
-class Plan:
+class MergePlan:
     """The tensors of a folder that a PEFT adapter changes, and their new values."""
 
     def __init__(self, model: nn.Module, adapter: str | Path, checkpoint: Checkpoint):
@@ -375,7 +375,7 @@ class Plan:
         self.checkpoint = checkpoint
         self.adapter = read_peft(adapter, model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.rows: dict[str, tuple[Pair, SavedRows]] = {}
+        self.rows: dict[str, tuple[AdapterPair, SavedRows]] = {}
         self.matrices: dict[str, str] = {}  # parameters by the folder's names
         tied = {
             name for both in getattr(model, "all_tied_weights_keys", {}).items() for name in both

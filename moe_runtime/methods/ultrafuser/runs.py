@@ -388,7 +388,9 @@ class _Run:
             loss_reduction=self.config.reduction,
         )
 
-    def _gathered(self, model: UltraFuser, trained: fit.Trained, is_gate: bool) -> UltraFuser:
+    def _gathered(
+        self, model: UltraFuser, trained: fit.TrainingResult, is_gate: bool
+    ) -> UltraFuser:
         """Return the whole model on rank 0; every process must call this."""
         if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
             return model

@@ -200,7 +200,9 @@ def init_router(
     return routed
 
 
-def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training) -> fit.Trained:
+def _pre_optimize(
+    model, rows, tokenizer, vector_rate: float | None, **training
+) -> fit.TrainingResult:
     """Train all trainable parameters, the vectors at their own learning rate if given."""
     # one held-out row is enough, since all rows are measured separately, with the vectors
     first = rows.select([0]).select_columns(["input_ids", "labels"])

@@ -21,12 +21,12 @@ def join(
     within a row starts without BOS with probability `drop_bos`. Samples of one row attend to each
     other. The last row may be shorter.
     """
-    order = [dict(row) for row in rows]
+    order = list(rows)
     generator = random.Random(seed)
     generator.shuffle(order)
     joined: list[Line] = []
-    ids = []
-    labels = []
+    ids: list[int] = []
+    labels: list[int] = []
     for row in order:
         skip = int(bool(ids) and row["input_ids"][:1] == [bos] and generator.random() < drop_bos)
         room = length - len(ids)
@@ -36,9 +36,13 @@ def join(
             joined.append((ids, labels))
             ids = []
             labels = []
-    if any(label != -100 for label in labels[1:]):
+    if _has_labels((ids, labels)):
         joined.append((ids, labels))
     return _dataset(joined)
+
+
+def _has_labels(line: Line) -> bool:
+    return any(label != -100 for label in line[1][1:])
 
 
 def packed_in_order(
@@ -85,7 +89,7 @@ def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) ->
 
 def dataset_of(lines: Iterable[Line]):
     """Return a datasets.Dataset of the lines that have labels."""
-    return _dataset([line for line in lines if any(label != -100 for label in line[1][1:])])
+    return _dataset(list(filter(_has_labels, lines)))
 
 
 def _dataset(lines: Sequence[Line]):

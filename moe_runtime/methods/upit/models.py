@@ -123,9 +123,7 @@ def check_labels(rows, every_token: bool = False) -> None:
             "moe_runtime.io.rows.tokenize_pairs"
         )
     column = rows["input_ids" if every_token else "labels"]
-    bad = [
-        place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])
-    ]
+    bad = [row for row, tokens in enumerate(column) if not set(tokens[1:]) - {-100}]
     if bad or not len(column):
         counted = "tokens after the first" if every_token else "labels after the first token"
         raise ValueError(
@@ -136,10 +134,8 @@ def check_labels(rows, every_token: bool = False) -> None:
 
 def dtype_of(expert) -> str:
     """Return the name of the dtype of an expert's MLP tensors."""
-    specs = expert.specs()
-    return str(next(spec.dtype for key, spec in specs.items() if expert.is_ffn(key))).removeprefix(
-        "torch."
-    )
+    key = next(filter(expert.is_ffn, expert.keys()))
+    return str(expert.spec(key).dtype).removeprefix("torch.")
 
 
 def _place(device: torch.device | str | None) -> torch.device:
@@ -177,8 +173,8 @@ def adapter_losses(
     PEFT.
     """
     n = len(experts)
-    own = names(len(experts))
-    if is_alike := _are_alike(experts):
+    is_alike = _are_alike(experts)
+    if is_alike:
         model = load_base(experts, dtype, device)
         to_lora_moe(model, experts=[expert.path for expert in experts], top_k=1)
     else:
@@ -192,11 +188,12 @@ def adapter_losses(
             with forced_experts(model, ids):
                 logits = model(**batch, use_cache=False).logits
         else:
-            logits = model(**batch, use_cache=False, adapter_names=[own[i] for i in ids]).logits
+            adapters = [names(n)[i] for i in ids]
+            logits = model(**batch, use_cache=False, adapter_names=adapters).logits
         return list(zip(*(row_means(part, labels) for part in logits.chunk(n)), strict=True))
 
-    found = each_row(model, rows, tokenizer, max(batch_size // n, 1), take)
-    return [list(column) for column in zip(*found, strict=True)]
+    by_row = each_row(model, rows, tokenizer, max(batch_size // n, 1), take)
+    return [list(column) for column in zip(*by_row, strict=True)]
 
 
 def _are_alike(experts: Sequence) -> bool:
@@ -204,24 +201,25 @@ def _are_alike(experts: Sequence) -> bool:
     equal scaling.
     """
     first = experts[0]
-    places = {first.locate(key) for key in first.keys()} - {None}
+    places = list(map(first.locate, first.keys()))
+    if None in places or (*first.family.up, first.family.down) != TARGETS:
+        return False
     layers = {place.layer for place in places}
     weights = {place[1:] for place in places}
-    if (*first.family.up, first.family.down) != TARGETS or len(places) != len(layers) * len(
-        weights
-    ):
+    if len(set(places)) != len(layers) * len(weights):
         return False
     plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "bias": "none"}
-    return all(
-        all(
-            expert.adapter.get(name) == first.adapter.get(name)
-            for name in ("r", "lora_alpha", "use_rslora")
-        )
-        and all(expert.adapter.get(name) in (None, value) for name, value in plain.items())
-        and expert.specs() == first.specs()
-        and all(map(expert.is_ffn, expert.keys()))
-        for expert in experts
-    )
+    for expert in experts:
+        settings = expert.adapter
+        if expert.specs() != first.specs():
+            return False
+        for name in ("r", "lora_alpha", "use_rslora"):
+            if settings.get(name) != first.adapter.get(name):
+                return False
+        for name, value in plain.items():
+            if settings.get(name) not in (None, value):
+                return False
+    return True
 
 
 def _labels(batch: dict, every_token: bool) -> torch.Tensor:
@@ -277,11 +275,9 @@ def save_tuned(
     ignored.
     """
     if weights is not None:
-        own = set(model.state_dict())
-        weights = {name: value for name, value in weights.items() if name in own}
+        prefix = "" if adapted is None else "base_model.model."
+        weights = {prefix + name: weights[name] for name in model.state_dict() if name in weights}
     if adapted is None:
         ranks.save_whole(model, tokenizer, folder, dtype, weights)
         return
-    if weights is not None:
-        weights = {f"base_model.model.{name}": value for name, value in weights.items()}
     adapted.save_pretrained(str(folder), state_dict=weights, selected_adapters=[DEFAULT])

@@ -86,13 +86,12 @@ class Adapter:
     def experts(self) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
         """The experts' tensors: layer -> id -> part (gate_proj.weight, ...), sorted."""
         layers: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
-        parsed = {name: parse_name(name) for name in self.tensors}
-        inside = [name for name in parsed if parsed[name] is not None]
-        for name in sorted(inside, key=lambda name: parsed[name][:2]):
-            place = parsed[name]
-            experts = layers.setdefault(place.layer, {})
-            experts.setdefault(place.expert, {})[place.part] = self.tensors[name]
-        return layers
+        for name, tensor in self.tensors.items():
+            parsed = parse_name(name)
+            if parsed is not None:
+                experts = layers.setdefault(parsed.layer, {})
+                experts.setdefault(parsed.expert, {})[parsed.part] = tensor
+        return {layer: dict(sorted(layers[layer].items())) for layer in sorted(layers)}
 
     def to_config(self) -> dict[str, Any]:
         """Return the content of expert_cfg.json."""

@@ -8,6 +8,7 @@ import torch
 from moe_runtime.io import rows as data
 from moe_runtime.methods.esft.scores import SEED
 
+TRAINING = 0.98  # share of the lines, in the released code
 Line = tuple[list[int], list[int]]  # ids and labels
 
 
@@ -45,9 +46,7 @@ def _has_labels(line: Line) -> bool:
     return any(label != -100 for label in line[1][1:])
 
 
-def packed_in_order(
-    rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED
-) -> list[Line]:
+def packed_in_order(rows: Iterable[Line], length: int, drop: float, pad: int) -> list[Line]:
     """Pack rows, in order, into lines of `length` ids, as ESFT's released code does.
 
     A row that does not fit loses its beginning; after another row its first id is dropped with
@@ -55,7 +54,7 @@ def packed_in_order(
     are left for it.
     """
     lines = []
-    generator = random.Random(seed)
+    generator = random.Random(SEED)
     ids = []
     labels = []
     for row_ids, row_labels in rows:
@@ -71,18 +70,18 @@ def packed_in_order(
     return [*lines, (ids + [pad] * left, labels + [-100] * left)]
 
 
-def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) -> tuple:
+def split_lines(lines: Sequence[Line]) -> tuple:
     """Return Datasets of training and validation lines, split as torch.random_split does; lines
     without labels are dropped.
     """
-    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
-    count = int(share * len(lines))
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(SEED)).tolist()
+    count = int(TRAINING * len(lines))
     train = dataset_of([lines[i] for i in order[:count]])
     validation = dataset_of([lines[i] for i in order[count:]])
     if not len(train) or not len(validation):
         raise ValueError(
-            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the "
-            "others for validation. Pass more data"
+            f"The data fill only {len(lines)} lines, of which {TRAINING:.0%} are for training and "
+            "the others for validation. Pass more data"
         )
     return train, validation
 

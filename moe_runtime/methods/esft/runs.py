@@ -247,10 +247,9 @@ def train_folder(
         )
         if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
             dtype = "float32"
-        options = {
-            "dtype": None if dtype is None else getattr(torch, dtype),
-            "check_weights": check_weights,
-        }
+        options = {"check_weights": check_weights}
+        if dtype is not None:
+            options["dtype"] = getattr(torch, dtype)
         if lora is not None:
             model, receipt = esft.train_lora(model, selection, *lora, seed=seed, **options)
         else:

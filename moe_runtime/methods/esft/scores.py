@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.hf.models.families import check_module
@@ -335,12 +334,14 @@ def released_sample(
 def padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield samples, ids of each, in batches for `score_experts`, padded on the right."""
     for first in range(0, len(samples), batch_size):
-        part = [torch.tensor(sample) for sample in samples[first : first + batch_size]]
+        part = samples[first : first + batch_size]
+        longest = max(map(len, part))
         # any id will do: the mask keeps padding out of attention and of the scores
-        batch = {"input_ids": pad_sequence(part, batch_first=True)}
-        mask = pad_sequence([torch.ones_like(sample) for sample in part], batch_first=True)
-        if not mask.all():
-            batch["attention_mask"] = mask
+        batch = {"input_ids": torch.tensor([row + row[-1:] * (longest - len(row)) for row in part])}
+        if min(map(len, part)) < longest:
+            batch["attention_mask"] = torch.tensor(
+                [[1] * len(row) + [0] * (longest - len(row)) for row in part]
+            )
         yield batch
 
 

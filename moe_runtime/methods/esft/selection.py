@@ -105,9 +105,9 @@ class ExpertSelection:
         base = read_base(values, source)
         values = {name: value for name, value in values.items() if name != OURS}
         experts = values.get("experts")
+        if isinstance(experts, Mapping):
+            values["experts"] = {_from_text(layer): ids for layer, ids in experts.items()}
         try:
-            if isinstance(experts, Mapping):
-                values["experts"] = {layer_number(layer): ids for layer, ids in experts.items()}
             return cls(**values, base=base)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
             raise ValueError(
@@ -345,3 +345,11 @@ def _are_ids(layer: Any, ids: Any) -> bool:
     numbers = [layer, *ids]
     is_whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
     return is_whole and len(set(ids)) == len(list(ids))
+
+
+def _from_text(layer: Any) -> Any:
+    """Return the layer number of a file's key, or the key itself if it is not a number."""
+    try:
+        return layer_number(layer)
+    except ValueError:
+        return layer

@@ -64,16 +64,14 @@ def perplexities(
     base: str | Path | None = None,
     tokens: str = "response",
     batch_size: int = 8,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must
     call this.
 
     `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label,
     "all" every token but a row's first. `base` is the dense model of deltas and adapters, by
-    default the one they record; `dtype` defaults to the folder's. One model is in memory at a time;
-    adapters share it, and the base runs once on `batch_size` rows, those of all adapters together.
+    default the one they record. One model is in memory at a time; adapters share it, and the base
+    runs once on `batch_size` rows, those of all adapters together.
     Raises ValueError for rows without a counted token and for adapters of different bases.
     """
     check_choice("tokens", tokens, TOKENS)
@@ -85,14 +83,12 @@ def perplexities(
     adapters = [expert for expert in opened if expert.kind == "lora"]
     losses = {}
     if adapters:
-        found = models.adapter_losses(
-            adapters, rows, tokenizer, batch_size, every_token, dtype=dtype, device=device
-        )
-        losses = dict(zip(adapters, found, strict=True))
+        of_adapters = models.adapter_losses(adapters, rows, tokenizer, batch_size, every_token)
+        losses = dict(zip(adapters, of_adapters, strict=True))
     for expert in opened:
         if expert.kind != "lora":
             ranks.free_memory()  # of the previous model
-            model = models.load(expert, dtype=dtype, device=device)
+            model = models.load(expert)
             losses[expert] = models.losses(model, rows, tokenizer, batch_size, every_token)
             del model
     losses = [losses[expert] for expert in opened]

@@ -26,11 +26,9 @@ from moe_runtime.modules.lora import TARGETS
 DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 
 
-def load(
-    expert, *, dtype: str | None = None, device: torch.device | str | None = None
-) -> nn.Module:
+def load(expert, *, dtype: str | None = None) -> nn.Module:
     """Load an expert of kind "ffn" or "delta" as a dense model, by default in its MLPs' dtype."""
-    device = _place(device)
+    device = ranks.state().device
     dtype = dtype or dtype_of(expert)
     if expert.kind == "ffn":
         return ranks.load_model(expert.path, dtype, device)
@@ -41,13 +39,7 @@ def load(
     ).to(device)
 
 
-def load_adapters(
-    experts: Sequence,
-    *,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
-    trainable: bool = False,
-):
+def load_adapters(experts: Sequence, *, dtype: str | None = None, trainable: bool = False):
     """Return a PEFT model of the experts' base with all their adapters, named by `names`; the first
     is active.
 
@@ -56,7 +48,7 @@ def load_adapters(
     peft = require("peft")
     for expert in experts:
         check_patterns(expert.path)
-    model = load_base(experts, dtype, device)
+    model = load_base(experts, dtype)
     with quiet_peft():
         adapted = peft.PeftModel.from_pretrained(
             model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable
@@ -73,16 +65,14 @@ def names(count: int) -> list[str]:
     return [DEFAULT, *(f"expert-{i}" for i in range(1, count))]
 
 
-def load_base(
-    experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None
-) -> nn.Module:
+def load_base(experts: Sequence, dtype: str | None = None, device: str | None = None) -> nn.Module:
     """Load the adapters' dense model, by default in its own dtype; raises ValueError for several
     bases.
     """
     base = base_of(experts)
     if dtype is None:
         dtype = str(ranks.load_config(base).dtype or torch.float32).removeprefix("torch.")
-    return ranks.load_model(base, dtype, _place(device))
+    return ranks.load_model(base, dtype, device or ranks.state().device)
 
 
 def base_of(experts: Sequence) -> str | Path:
@@ -138,10 +128,6 @@ def dtype_of(expert) -> str:
     return str(expert.spec(key).dtype).removeprefix("torch.")
 
 
-def _place(device: torch.device | str | None) -> torch.device:
-    return ranks.state().device if device is None else torch.device(device)
-
-
 def losses(
     model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool = False
 ) -> list[float]:
@@ -162,9 +148,6 @@ def adapter_losses(
     tokenizer,
     batch_size: int,
     every_token: bool = False,
-    *,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
 ) -> list[list[float]]:
     """Return `losses` [n][N] of n adapters of one base, which runs once per batch for all adapters.
 
@@ -175,10 +158,10 @@ def adapter_losses(
     n = len(experts)
     is_alike = _are_alike(experts)
     if is_alike:
-        model = load_base(experts, dtype, device)
+        model = load_base(experts)
         to_lora_moe(model, experts=[expert.path for expert in experts], top_k=1)
     else:
-        model = load_adapters(experts, dtype=dtype, device=device)
+        model = load_adapters(experts)
 
     def take(model, batch: dict) -> list[tuple]:
         labels = _labels(batch, every_token)

@@ -321,11 +321,7 @@ def _check(opened: _Source, config, moe: MoEConfig) -> tuple[dict, dict]:
     theirs = {}
     for layer in range(layers):
         path = MLP.format(layer)
-        for kind, shape in (
-            ("weight_gate", (I, H)),
-            ("weight_up", (I, H)),
-            ("weight_down", (H, I)),
-        ):
+        for kind, shape in shapes.items():
             for e in range(E):
                 theirs[EXPERTS.format(layer, kind, e)] = TensorSpec(shape, dtype)
         ours[f"{path}.experts.gate_up_proj"] = TensorSpec((E, 2 * I, H), dtype)

@@ -32,6 +32,41 @@ def matches(tensor: Tensor, shape: Sequence[int], like: Tensor) -> bool:
     return is_alike and tuple(tensor.shape) == tuple(shape)
 
 
+def check_like(x: Tensor, expected: Iterable[tuple[str, Tensor | None, Sequence[int]]]) -> None:
+    """Raise ValueError unless each (name, tensor, shape) has its shape, x's dtype and device."""
+    for name, tensor, shape in expected:
+        if tensor is not None and not matches(tensor, shape, x):
+            raise ValueError(
+                f"Expected {tuple(shape)} {x.dtype} on {x.device}, as x, but {name} is "
+                f"{kind(tensor)}"
+            )
+
+
+def check_sizes(
+    x: Tensor,
+    up: Sequence[int],
+    down: Sequence[int],
+    gated: bool,
+    names: tuple[str, str],
+) -> tuple[int, int, int]:
+    """Return E, Z and I of stacks [E, Z, H] and [E, H, I] that match x [T, H], else ValueError."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
+    H = x.shape[1]
+    E = I = 0
+    if len(down) == 3:
+        E, _, I = down
+    Z = I * (1 + gated)
+    if E == 0 or I == 0 or tuple(up) != (E, Z, H) or tuple(down) != (E, H, I):
+        rows = "2I" if gated else "I"
+        raise ValueError(
+            f"Expected {names[0]} [E, {rows}, H], {names[1]} [E, H, I] and x [T, H] with E >= 1 "
+            f"and I >= 1, but {names[0]} is {tuple(up)}, {names[1]} {tuple(down)}, x "
+            f"{tuple(x.shape)}"
+        )
+    return E, Z, I
+
+
 def check_trained(
     stack: Tensor,
     trainable: Tensor | None,
@@ -126,12 +161,17 @@ class Experts(NamedTuple):
         """Return whether any of the tensors requires a gradient."""
         return any([t.requires_grad for t in self[:-2] if t is not None])
 
-    def learned(self) -> "Gradients":
+    def learned(self, x: Any = None, topk_weight: Any = None) -> "Gradients":
         """Return the tensors that may get a gradient: the trained ones, or else the stacks."""
-        if self.up_trained is None:
-            return Gradients(None, self.up, self.down, None, self.up_bias, self.down_bias)
+        stacks = (self.up, self.down)
+        if self.up_trained is not None and self.down_trained is not None:
+            stacks = (self.up_trained, self.down_trained)
         return Gradients(
-            None, self.up_trained, self.down_trained, None, self.up_bias, self.down_bias
+            x,
+            *stacks,
+            topk_weight,
+            self.up_bias,
+            self.down_bias,
         )
 
     def needs(self, x: Any, topk_weight: Any, flags: Sequence) -> "Gradients":
@@ -141,8 +181,8 @@ class Experts(NamedTuple):
         """
         of = Experts.unpack(flags)
         if self.up_trained is None:
-            return Gradients(x, of.up, of.down, topk_weight, of.up_bias, of.down_bias)
-        return Gradients(x, of.up_trained, of.down_trained, topk_weight, of.up_bias, of.down_bias)
+            of = of._replace(up_trained=None)
+        return of.learned(x, topk_weight)
 
     def in_place(self, grads: "Gradients") -> tuple:
         """Return `grads` in the positions of the op arguments of SCHEMA, None for the others."""
@@ -410,7 +450,13 @@ class Products:
         self.up = experts.weights("up")
         self.down = experts.weights("down")
         self.trained = experts.rows()
-        self.grads = new_gradients(experts, steps.bounds, self.trained, needs, self.into)
+        self.grads = new_gradients(
+            experts,
+            steps.bounds,
+            self.trained,
+            needs,
+            self.into,
+        )
 
     @functools.cached_property
     def up_t(self) -> Sequence[Tensor]:
@@ -423,7 +469,15 @@ class Products:
         for member in group.members:
             e = member.expert
             bias = None if biases is None else biases[e]
-            self.steps.linear(member, group, rows, self.up_t[e], bias, z, False)
+            self.steps.linear(
+                member,
+                group,
+                rows,
+                self.up_t[e],
+                bias,
+                z,
+                False,
+            )
 
     def second(self, group: Group, h: Tensor, y: Tensor) -> None:
         """Write the down projection of a group's h into y."""
@@ -431,7 +485,15 @@ class Products:
         for member in group.members:
             e = member.expert
             bias = None if biases is None else biases[e]
-            self.steps.linear(member, group, h, self.down_t[e], bias, y, True)
+            self.steps.linear(
+                member,
+                group,
+                h,
+                self.down_t[e],
+                bias,
+                y,
+                True,
+            )
 
     def second_backward(self, group: Group, dy: Tensor, dh: Tensor) -> None:
         """Write the gradient of a group's h."""
@@ -523,10 +585,25 @@ def run_backward(
         dz = scratch("dz", (b - a, steps.Z), x)
         wh = scratch("h", (b - a, steps.I), x)
         products.second_backward(group, dy, dh)
-        steps.activate_backward(group, z, dh, dz, wh, dweight)
+        steps.activate_backward(
+            group,
+            z,
+            dh,
+            dz,
+            wh,
+            dweight,
+        )
         dx_rows = None if dx is None else dx[a:b]
         for member in group.members:
-            dots = products.backward(member, group, rows, dy, dz, wh, dx_rows)
+            dots = products.backward(
+                member,
+                group,
+                rows,
+                dy,
+                dz,
+                wh,
+                dx_rows,
+            )
             if dots is not None:
                 steps.add_dots(dweight, group, member, dots)
     if dx is not None:

@@ -26,12 +26,22 @@ from moe_runtime.ops.workspace import scratch
 
 
 def _steps(
-    backend: str, experts: FrozenExperts, topk_weight: Tensor, offsets: Tensor, row_slot: Tensor
+    backend: str,
+    experts: FrozenExperts,
+    topk_weight: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
 ) -> Any:
     """Return the steps between the products. Torch's multiply the routing weights into h."""
     if backend == "cpp":
         return moe_mlp_cpp.Plan(experts, topk_weight, offsets, row_slot.int())
-    return moe_mlp_torch.Steps(experts, topk_weight, offsets, row_slot, folded=True)
+    return moe_mlp_torch.Steps(
+        experts,
+        topk_weight,
+        offsets,
+        row_slot,
+        folded=True,
+    )
 
 
 class _Products:
@@ -56,14 +66,28 @@ class _Products:
         self.grads: Any = grads
 
     def _weight(self, stack: Stack, e: int) -> Tensor:
-        return weight_of(stack, e, self.dtype, "weight", self.backend)
+        return weight_of(
+            stack,
+            e,
+            self.dtype,
+            "weight",
+            self.backend,
+        )
 
     def first(self, group: Group, rows: Tensor, z: Tensor) -> None:
         experts = self.experts
         low = self.up_low[group.start : group.end]
         for member in group.members:
             weight = self._weight(experts.up, member.expert)
-            _product(member, rows, weight, experts.up_bias, experts.up_lora, low, z)
+            _product(
+                member,
+                rows,
+                weight,
+                experts.up_bias,
+                experts.up_lora,
+                low,
+                z,
+            )
 
     def second(self, group: Group, h: Tensor, y: Tensor) -> None:
         experts = self.experts
@@ -72,7 +96,15 @@ class _Products:
         for member in group.members:
             weight = self._weight(experts.down, member.expert)
             bias = None if self.steps.folded else biases
-            _product(member, h, weight, bias, experts.down_lora, self.down_low[part], y)
+            _product(
+                member,
+                h,
+                weight,
+                bias,
+                experts.down_lora,
+                self.down_low[part],
+                y,
+            )
             if self.steps.folded and biases is not None:
                 row_weight = member.own(self.steps.row_weight[part])
                 moe_mlp_torch.add_bias(member.own(y), biases[member.expert], row_weight)
@@ -83,7 +115,14 @@ class _Products:
         self.down_dlow = _dlow("down", experts.down_lora, dy)
         for member in group.members:
             weight = self._weight(experts.down, member.expert)
-            _transposed_product(member, dy, weight, experts.down_lora, self.down_dlow, dh)
+            _transposed_product(
+                member,
+                dy,
+                weight,
+                experts.down_lora,
+                self.down_dlow,
+                dh,
+            )
 
     def backward(
         self,
@@ -102,7 +141,14 @@ class _Products:
         row_weight = member.own(self.steps.row_weight[part])
         if dx is not None:
             weight = self._weight(experts.up, e)
-            _transposed_product(member, dz, weight, experts.up_lora, self.up_dlow, dx)
+            _transposed_product(
+                member,
+                dz,
+                weight,
+                experts.up_lora,
+                self.up_dlow,
+                dx,
+            )
         elif experts.up_lora is not None and self.up_dlow is not None:
             torch.mm(member.wide(dz), experts.up_lora.b[e].t(), out=member.wide(self.up_dlow))
         if self.up_dlow is not None:
@@ -167,7 +213,13 @@ def forward(
     z and the low are empty unless `save`.
     """
     offsets, row_slot = sort_slots(topk_idx, experts.up.shape[0])
-    steps = _steps(backend, experts, topk_weight, offsets, row_slot)
+    steps = _steps(
+        backend,
+        experts,
+        topk_weight,
+        offsets,
+        row_slot,
+    )
     lows = (_low(experts.up_lora, steps.R, x), _low(experts.down_lora, steps.R, x))
     out, z_all = run_forward(steps, _Products(experts, steps, backend, lows), x, save)
     if not save:
@@ -188,10 +240,23 @@ def backward(
     backend: str,
 ) -> FrozenGradients:
     """Compute the gradients requested by `needs` from `dout` [T, H]; stacks get none."""
-    steps = _steps(backend, experts, topk_weight, offsets, row_slot)
+    steps = _steps(
+        backend,
+        experts,
+        topk_weight,
+        offsets,
+        row_slot,
+    )
     grads = _new_gradients(experts, steps.bounds, needs)
     products = _Products(experts, steps, backend, lows, grads)
-    dx, dweight = run_backward(steps, products, dout, x, z_all, bool(needs.x))
+    dx, dweight = run_backward(
+        steps,
+        products,
+        dout,
+        x,
+        z_all,
+        bool(needs.x),
+    )
     return grads._replace(x=dx, topk_weight=dweight)
 
 
@@ -202,7 +267,12 @@ def _dlow(name: str, pair: Pair | None, dy: Tensor) -> Tensor | None:
 
 
 def _transposed_product(
-    member: Member, dy: Tensor, weight: Tensor, pair: Pair | None, dlow: Tensor | None, out: Tensor
+    member: Member,
+    dy: Tensor,
+    weight: Tensor,
+    pair: Pair | None,
+    dlow: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Write dy W + dlow A, with dlow = dy B, for a member's rows."""
     e = member.expert

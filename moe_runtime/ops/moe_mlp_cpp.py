@@ -52,9 +52,21 @@ FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 class Plan(Rows):
     """Index arrays of one call, and the library's functions on them."""
 
-    def __init__(self, experts: Any, topk_weight: Tensor, offsets: Tensor, row_slot: Tensor):
+    def __init__(
+        self,
+        experts: Any,
+        topk_weight: Tensor,
+        offsets: Tensor,
+        row_slot: Tensor,
+    ):
         up = experts.up.shape
-        super().__init__(up, experts.down.shape[2], topk_weight, offsets.tolist(), row_slot)
+        super().__init__(
+            up,
+            experts.down.shape[2],
+            topk_weight,
+            offsets.tolist(),
+            row_slot,
+        )
         self.calls = cpp.library().handle
         self.threads = torch.get_num_threads()
         self.form = form_of(experts)
@@ -99,7 +111,13 @@ class Plan(Rows):
         )
 
     def activate_backward(
-        self, group: Group, z: Tensor, dh: Tensor, dz: Tensor, wh: Tensor, dweight: Tensor
+        self,
+        group: Group,
+        z: Tensor,
+        dh: Tensor,
+        dz: Tensor,
+        wh: Tensor,
+        dweight: Tensor,
     ) -> None:
         self.calls.moert_cpu_activate_backward(
             cpp.DTYPES[z.dtype],
@@ -137,7 +155,13 @@ class Plan(Rows):
             dweight.zero_()
         return dweight
 
-    def add_dots(self, dweight: Tensor, group: Group, member: Member, dots: Tensor) -> None:
+    def add_dots(
+        self,
+        dweight: Tensor,
+        group: Group,
+        member: Member,
+        dots: Tensor,
+    ) -> None:
         slots = member.own(self.row_slot[group.start : group.end])
         dweight.index_add_(0, slots, dots)
 
@@ -171,7 +195,11 @@ def form_of(experts: Any) -> tuple[int, int, float, float]:
 
 
 def forward(
-    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
+    x: Tensor,
+    experts: Experts,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E, Z, _ = experts.up.shape
@@ -190,7 +218,16 @@ def forward(
     if _in_one_call(experts, most):
         out = x.new_empty(x.shape)
         z_out = lease((R, Z), x) if save else None
-        _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_out, out)
+        _one_call(
+            x,
+            experts,
+            topk_weight,
+            offsets,
+            row_slot,
+            (0, E),
+            z_out,
+            out,
+        )
         z_all = x.new_empty(0, Z) if z_out is None else z_out
         return out, z_all, offsets, row_slot
     steps = Plan(experts, topk_weight, offsets, row_slot)
@@ -218,12 +255,25 @@ def few_rows(dtype: torch.dtype) -> int:
 
 
 def one_call_bytes(
-    dtype: torch.dtype, T: int, H: int, I: int, E: int, K: int, z_alone: bool = False
+    dtype: torch.dtype,
+    T: int,
+    H: int,
+    I: int,
+    E: int,
+    K: int,
+    z_alone: bool = False,
 ) -> int:
     """Return the bytes of scratch memory of one call, or of its pre-activation if `z_alone`."""
     threads = torch.get_num_threads()
     return cpp.library().handle.moert_cpu_experts_bytes(
-        cpp.DTYPES[dtype], T, H, I, E, K, z_alone, threads
+        cpp.DTYPES[dtype],
+        T,
+        H,
+        I,
+        E,
+        K,
+        z_alone,
+        threads,
     )
 
 
@@ -254,7 +304,15 @@ def _one_call(
         up_bias = up_bias.contiguous()
     if down_bias is not None:
         down_bias = down_bias.contiguous()
-    size = one_call_bytes(x.dtype, T, H, I, E, K, out is None)
+    size = one_call_bytes(
+        x.dtype,
+        T,
+        H,
+        I,
+        E,
+        K,
+        out is None,
+    )
     space = scratch("one call", (size,), x, torch.uint8)
     cpp.library().handle.moert_cpu_experts(
         cpp.DTYPES[x.dtype],
@@ -299,7 +357,15 @@ def backward(
     """Like `moe_mlp_torch.backward`."""
     if _back_in_one_call(experts, offsets, into):
         dx, dweight, grads = _one_call_back(
-            dout, x, experts, topk_weight, z_all, offsets, row_slot, needs, into
+            dout,
+            x,
+            experts,
+            topk_weight,
+            z_all,
+            offsets,
+            row_slot,
+            needs,
+            into,
         )
         return with_router(grads, dx, dweight.view(topk_weight.shape), router)
     steps = Plan(experts, topk_weight, offsets, row_slot)
@@ -310,9 +376,26 @@ def backward(
 
         def recompute(group: Group, rows: Tensor, z: Tensor) -> None:
             part = (group.members[0].expert, group.members[-1].expert + 1)
-            _one_call(x, experts, topk_weight, offsets, row_slot, part, z, None)
+            _one_call(
+                x,
+                experts,
+                topk_weight,
+                offsets,
+                row_slot,
+                part,
+                z,
+                None,
+            )
 
-    dx, dweight = run_backward(steps, products, dout, x, z_all, bool(needs.x), recompute)
+    dx, dweight = run_backward(
+        steps,
+        products,
+        dout,
+        x,
+        z_all,
+        bool(needs.x),
+        recompute,
+    )
     return with_router(products.grads, dx, dweight, router)
 
 
@@ -346,7 +429,17 @@ def one_call_back_bytes(
     columns = 3 * I if form else 2 * I
     group = max(BACK_ELEMENTS // columns, 1)
     return cpp.library().handle.moert_cpu_experts_backward_bytes(
-        cpp.DTYPES[dtype], form, offsets, T, H, I, E, K, group, recompute, torch.get_num_threads()
+        cpp.DTYPES[dtype],
+        form,
+        offsets,
+        T,
+        H,
+        I,
+        E,
+        K,
+        group,
+        recompute,
+        torch.get_num_threads(),
     )
 
 
@@ -377,7 +470,13 @@ def _one_call_back(
     form = form_of(experts)
     bounds = offsets.tolist()
     trained = experts.rows()
-    grads = new_gradients(experts, bounds, trained, needs, into)
+    grads = new_gradients(
+        experts,
+        bounds,
+        trained,
+        needs,
+        into,
+    )
     dx = None
     if needs.x:
         dx = x.new_empty(T, H)
@@ -386,7 +485,17 @@ def _one_call_back(
         dweight.zero_()
     trains = torch.tensor([row >= 0 for row in trained], dtype=torch.uint8)
     saved = z_all.shape[0] > 0
-    size = one_call_back_bytes(x.dtype, form[1], offsets.data_ptr(), T, H, I, E, K, not saved)
+    size = one_call_back_bytes(
+        x.dtype,
+        form[1],
+        offsets.data_ptr(),
+        T,
+        H,
+        I,
+        E,
+        K,
+        not saved,
+    )
     space = scratch("one call", (size,), x, torch.uint8)
     cpp.library().handle.moert_cpu_experts_backward(
         cpp.DTYPES[x.dtype],

@@ -29,7 +29,7 @@ from moe_runtime.ops.expert_rows import (
     run_forward,
     with_router,
 )
-from moe_runtime.ops.library import wide_dtype
+from moe_runtime.ops.library import Tensors, wide_dtype
 from moe_runtime.ops.workspace import scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
@@ -84,7 +84,13 @@ class Steps(Rows):
     ):
         up = experts.up.shape
         row_slot = row_slot.long()
-        super().__init__(up, experts.down.shape[2], topk_weight, offsets.tolist(), row_slot)
+        super().__init__(
+            up,
+            experts.down.shape[2],
+            topk_weight,
+            offsets.tolist(),
+            row_slot,
+        )
         self.activation = experts.activation
         self.folded = folded
         self.row_token = row_slot // max(self.K, 1)
@@ -128,14 +134,34 @@ class Steps(Rows):
         return torch.zeros_like(self.row_weight)
 
     def activate_backward(
-        self, group: Group, z: Tensor, dh: Tensor, dz: Tensor, wh: Tensor, dweight: Tensor
+        self,
+        group: Group,
+        z: Tensor,
+        dh: Tensor,
+        dz: Tensor,
+        wh: Tensor,
+        dweight: Tensor,
     ) -> None:
         """Write dz, weight * h and the gradient of the weights for the rows of `group`."""
         rows = slice(group.start, group.end)
         weight = self.row_weight[rows]
-        activate_backward(self.activation, z, dh, weight, dz, wh, dweight[rows])
+        activate_backward(
+            self.activation,
+            z,
+            dh,
+            weight,
+            dz,
+            wh,
+            dweight[rows],
+        )
 
-    def add_dots(self, dweight: Tensor, group: Group, member: Member, dots: Tensor) -> None:
+    def add_dots(
+        self,
+        dweight: Tensor,
+        group: Group,
+        member: Member,
+        dots: Tensor,
+    ) -> None:
         """Add `dots` [n] to the weights' gradient of a member's rows."""
         member.own(dweight[group.start : group.end]).add_(dots)
 
@@ -156,14 +182,32 @@ def _is_narrow(x: Tensor) -> bool:
 
 
 def forward(
-    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    experts: Experts,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
+    save: bool,
+) -> Tensors:
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E = experts.up.shape[0]
     offsets, row_slot = sort_slots(topk_idx, E)
     if _grouped(experts, x, topk_idx.numel()):
-        return _forward_grouped(x, experts, topk_weight, topk_idx, offsets, row_slot, save)
-    steps = Steps(experts, topk_weight, offsets, row_slot, _is_narrow(x))
+        return _forward_grouped(
+            x,
+            experts,
+            topk_weight,
+            topk_idx,
+            offsets,
+            row_slot,
+            save,
+        )
+    steps = Steps(
+        experts,
+        topk_weight,
+        offsets,
+        row_slot,
+        _is_narrow(x),
+    )
     if steps.rows < steps.R:
         steps.weight = live_weights(topk_weight, topk_idx, E)
     out, z_all = run_forward(steps, Products(experts, steps), x, save)
@@ -188,7 +232,11 @@ def _grouped(experts: Experts, x: Tensor, R: int) -> bool:
 
 
 def _up_grouped(
-    x: Tensor, experts: Experts, offsets: Tensor, row_slot: Tensor, row_token: Tensor
+    x: Tensor,
+    experts: Experts,
+    offsets: Tensor,
+    row_slot: Tensor,
+    row_token: Tensor,
 ) -> Tensor:
     """Return z [R, 2I or I] of all rows."""
     z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
@@ -211,13 +259,19 @@ def _forward_grouped(
     offsets: Tensor,
     row_slot: Tensor,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tensors:
     """Run `forward` with torch's grouped_mm."""
     T, K = topk_idx.shape
     E = experts.up.shape[0]
     fold = x.dtype != torch.float32
     row_weight = topk_weight.reshape(-1)[row_slot] if fold else None
-    z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
+    z = _up_grouped(
+        x,
+        experts,
+        offsets,
+        row_slot,
+        row_slot // K,
+    )
     h = scratch("h", (T * K, experts.down.shape[2]), x)
     activate(experts.activation, z, row_weight, h)
     y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
@@ -277,11 +331,30 @@ def backward(
     dlogits [T, R] and the router's weight [R, H], whose product is added to dx. Gradients in `into`
     are accumulated in place.
     """
-    steps = Steps(experts, topk_weight, offsets, row_slot, _is_narrow(x))
+    steps = Steps(
+        experts,
+        topk_weight,
+        offsets,
+        row_slot,
+        _is_narrow(x),
+    )
     products = Products(experts, steps, needs, into)
     if not z_all.shape[0] and _grouped(experts, x, steps.R):  # bit-identical to the forward pass
-        z_all = _up_grouped(x, experts, offsets, steps.row_slot, steps.row_token)
-    dx, dweight = run_backward(steps, products, dout, x, z_all, bool(needs.x))
+        z_all = _up_grouped(
+            x,
+            experts,
+            offsets,
+            steps.row_slot,
+            steps.row_token,
+        )
+    dx, dweight = run_backward(
+        steps,
+        products,
+        dout,
+        x,
+        z_all,
+        bool(needs.x),
+    )
     return with_router(products.grads, dx, dweight, router)
 
 

@@ -75,9 +75,21 @@ def _combine_fwd_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    out = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    out = sum_slots(
+        t,
+        h,
+        rows,
+        T,
+        H,
+        K,
+        UNROLL,
+        BLOCK_T,
+        BLOCK_H,
+    )
     mask = outer(t < T, h < H)
-    tl.store(out_ptr + t[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    at = out_ptr + t[:, None] * H + h[None, :]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(at, out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"], repr=named("combine_bwd"))
@@ -137,7 +149,17 @@ def _sum_rows_kernel(
             columns = tl.cdiv(H, BLOCK_H)
             t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-            dx = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+            dx = sum_slots(
+                t,
+                h,
+                rows,
+                T,
+                H,
+                K,
+                UNROLL,
+                BLOCK_T,
+                BLOCK_H,
+            )
             mask = outer(t < T, h < H)
             at = dx_ptr + t[:, None] * H + h[None, :]
             tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -177,16 +199,30 @@ def _sum_rows_router_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    acc = sum_slots(
+        t,
+        h,
+        rows,
+        T,
+        H,
+        K,
+        UNROLL,
+        BLOCK_T,
+        BLOCK_H,
+    )
     for n0 in range(0, N, BLOCK_N):
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
         mask = outer(t < T, n < N)
-        dlogits = tl.load(dlogits_ptr + t[:, None] * N + n[None, :], mask=mask, other=0.0)
+        at = dlogits_ptr + t[:, None] * N + n[None, :]
+        dlogits = tl.load(at, mask=mask, other=0.0)
         mask = outer(n < N, h < H)
-        router = tl.load(router_ptr + n[:, None] * stride_n + h[None, :], mask=mask, other=0.0)
+        at = router_ptr + n[:, None] * stride_n + h[None, :]
+        router = tl.load(at, mask=mask, other=0.0)
         acc = tl.dot(dlogits, router, acc, input_precision=PRECISION)
     mask = outer(t < T, h < H)
-    tl.store(dx_ptr + t[:, None] * H + h[None, :], acc.to(dx_ptr.dtype.element_ty), mask=mask)
+    at = dx_ptr + t[:, None] * H + h[None, :]
+    dx = acc.to(dx_ptr.dtype.element_ty)
+    tl.store(at, dx, mask=mask)
 
 
 def combine_forward(

@@ -70,11 +70,31 @@ def _plan_kernel(
     if logits_ptr is not None:
         for t0 in range(0, T, ROUTE.BLOCK_T):
             first_token = tl.program_id(0).to(tl.int64) + t0
-            route_rows(first_token, logits_ptr, None, weight_ptr, idx_ptr, T, ROUTE)
+            route_rows(
+                first_token,
+                logits_ptr,
+                None,
+                weight_ptr,
+                idx_ptr,
+                T,
+                ROUTE,
+            )
         tl.debug_barrier()
     out = Sorted(plan.expert_offsets, None, plan.row_slot, plan.slot_row)
     block = tl.program_id(0).to(tl.int64)
-    scatter(block, idx_ptr, None, out, R, E, SLOTS, 1, BLOCK_S, BLOCK_J, BLOCK_E)
+    scatter(
+        block,
+        idx_ptr,
+        None,
+        out,
+        R,
+        E,
+        SLOTS,
+        1,
+        BLOCK_S,
+        BLOCK_J,
+        BLOCK_E,
+    )
     tl.debug_barrier()
     for tile in range(0, num_tiles, BLOCK_TILES):
         write_map(
@@ -130,9 +150,32 @@ def _down_combine_kernel(
         for k0 in range(0, I, BLOCK_K):
             h = h_ptr + (r[:, None] * I + k0 + k[None, :])
             a = rows_block(h, live, k0 + k, I, PRODUCT.EVEN_K)
-            b = weight_block(base, weight, e, n0, k0, H, I, PRODUCT, False, BLOCK_N, BLOCK_K)
+            b = weight_block(
+                base,
+                weight,
+                e,
+                n0,
+                k0,
+                H,
+                I,
+                PRODUCT,
+                False,
+                BLOCK_N,
+                BLOCK_K,
+            )
             acc = tl.dot(a, b, acc, input_precision=PRODUCT.PRECISION)
-        acc = add_terms(acc, weight, None, tile_rows, n0, H, H, PRODUCT, BLOCK_M, BLOCK_N)
+        acc = add_terms(
+            acc,
+            weight,
+            None,
+            tile_rows,
+            n0,
+            H,
+            H,
+            PRODUCT,
+            BLOCK_M,
+            BLOCK_N,
+        )
         y = y_ptr + cells(r, H, n)
         tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=outer(live, n < H))
     # what the other threads of this program wrote; no other program's columns are read
@@ -140,7 +183,17 @@ def _down_combine_kernel(
     rows = Rows(y_ptr, topk_ptr, slot_row_ptr, offsets_ptr + E)
     for t0 in range(0, T, BLOCK_T):
         t = tl.program_id(1).to(tl.int64) + t0 + tl.arange(0, BLOCK_T)
-        out = sum_slots(t, n, rows, T, H, SLOTS, UNROLL, BLOCK_T, BLOCK_N)
+        out = sum_slots(
+            t,
+            n,
+            rows,
+            T,
+            H,
+            SLOTS,
+            UNROLL,
+            BLOCK_T,
+            BLOCK_N,
+        )
         mask = outer(t < T, n < H)
         address = out_ptr + cells(t, H, n)
         tl.store(address, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -223,7 +276,14 @@ def plan_forward(
     return weight, idx, plan
 
 
-def down_combine_forward(h, down, bias, topk_weight, plan: Plan, tile: Tile) -> torch.Tensor:
+def down_combine_forward(
+    h,
+    down,
+    bias,
+    topk_weight,
+    plan: Plan,
+    tile: Tile,
+) -> torch.Tensor:
     """`h` [R, I], `down` [E, H, I], `bias` [E, H], `topk_weight` [T, K] -> out [T, H].
 
     At most TINY rows. Grid: blocks of at most 16 columns of H, so that there is one for every

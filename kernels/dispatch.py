@@ -149,7 +149,19 @@ def _dispatch_fwd_scatter_kernel(
     BLOCK_E: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
-    scatter(block, idx_ptr, start_ptr, out, R, E, K, blocks, BLOCK_S, BLOCK_J, BLOCK_E)
+    scatter(
+        block,
+        idx_ptr,
+        start_ptr,
+        out,
+        R,
+        E,
+        K,
+        blocks,
+        BLOCK_S,
+        BLOCK_J,
+        BLOCK_E,
+    )
 
 
 @triton.jit(do_not_specialize=["R"], repr=named("invert"))
@@ -281,10 +293,22 @@ def dispatch_forward(
             less = idx.new_empty(E + 2, blocks, dtype=torch.int32)
             start = idx.new_empty(E + 1, blocks, dtype=torch.int32)
             _dispatch_fwd_count_kernel[(blocks,)](
-                idx, less, R, E, blocks, BLOCK_S=BLOCK_S, BLOCK_E=BLOCK_E, enable_fp_fusion=True
+                idx,
+                less,
+                R,
+                E,
+                blocks,
+                BLOCK_S=BLOCK_S,
+                BLOCK_E=BLOCK_E,
+                enable_fp_fusion=True,
             )
             _dispatch_fwd_scan_kernel[(E + 1,)](
-                less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True
+                less,
+                offsets,
+                start,
+                blocks,
+                SCAN=SCAN,
+                enable_fp_fusion=True,
             )
         _dispatch_fwd_scatter_kernel[(blocks,)](
             idx,

@@ -76,7 +76,15 @@ def _dare_merge_kernel(
     key = zero + seed.to(tl.uint64)
     stream_key = zero + stream.to(tl.uint64)
     counter = (block + 1).to(tl.uint64)
-    a, b, c, d = tl.philox_impl(counter, zero, zero, zero, key, stream_key, 10)
+    a, b, c, d = tl.philox_impl(
+        counter,
+        zero,
+        zero,
+        zero,
+        key,
+        stream_key,
+        10,
+    )
     # numbers 4 block to 4 block + 3, in order
     draw = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_C * 4,))
     p = tl.program_id(0).to(tl.int64) * (BLOCK_C * 4) + tl.arange(0, BLOCK_C * 4)

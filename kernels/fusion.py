@@ -49,7 +49,16 @@ class FusedSums(NamedTuple):
 
 
 @triton.jit
-def _logits_of(hidden_ptr, head_ptr, t, v, T, V, H: tl.constexpr, TILE: tl.constexpr):
+def _logits_of(
+    hidden_ptr,
+    head_ptr,
+    t,
+    v,
+    T,
+    V,
+    H: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """One specialist's logits [BLOCK_M, BLOCK_N] of tokens t and ids v; 0 outside."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
@@ -99,14 +108,25 @@ def _fused_logits_fwd_kernel(
     logits = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     parts = ()
     for s in tl.static_range(S):
-        part = _logits_of(hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], TILE)
+        part = _logits_of(
+            hidden_ptrs[s],
+            head_ptrs[s],
+            t,
+            v,
+            T,
+            V,
+            SIZES[s],
+            TILE,
+        )
         if EXPECT:
             parts = parts + (part,)
         else:
-            logits += tl.load(gate_ptr + row * S + s, mask=live, other=0.0)[:, None] * part
+            weight = tl.load(gate_ptr + row * S + s, mask=live, other=0.0)
+            logits += weight[:, None] * part
     if EXPECT:  # not before all are there: an accumulator less in the loops
         for s in tl.static_range(S):
-            logits += tl.load(gate_ptr + row * S + s, mask=live, other=0.0)[:, None] * parts[s]
+            weight = tl.load(gate_ptr + row * S + s, mask=live, other=0.0)
+            logits += weight[:, None] * parts[s]
     if out.logits is not None:
         at = out.logits + cells(row, V, v)
         tl.store(at, logits, mask=outer(live, v < V))
@@ -125,8 +145,10 @@ def _fused_logits_fwd_kernel(
     tl.store(target, tl.sum(tl.where(hit, logits, 0.0), 1), mask=known)
     if EXPECT:
         for s in tl.static_range(S):
-            tl.store(partial + field * (2 + s), tl.sum(p * parts[s], 1), mask=live)
-            tl.store(target + 1 + s, tl.sum(tl.where(hit, parts[s], 0.0), 1), mask=known)
+            mean = partial + field * (2 + s)
+            tl.store(mean, tl.sum(p * parts[s], 1), mask=live)
+            logit = target + 1 + s
+            tl.store(logit, tl.sum(tl.where(hit, parts[s], 0.0), 1), mask=known)
 
 
 @triton.jit(repr=named("fused_logits_bwd"))
@@ -145,10 +167,11 @@ def _fused_logits_bwd_kernel(
     scale = tl.load(scale_ptr + t)
     p = tl.exp(logits - tl.load(lse_ptr + t))
     dlogits = tl.where(v == tl.load(labels_ptr + t), p - 1, p) * scale
-    dlogits = tl.where(
-        scale == 0, 0.0, dlogits
-    )  # an ignored token: also where its logits overflowed
-    tl.store(dlogits_ptr + (t * V + v), dlogits.to(dlogits_ptr.dtype.element_ty), mask=v < V)
+    # an ignored token: also where its logits overflowed
+    dlogits = tl.where(scale == 0, 0.0, dlogits)
+    at = dlogits_ptr + (t * V + v)
+    dlogits = dlogits.to(dlogits_ptr.dtype.element_ty)
+    tl.store(at, dlogits, mask=v < V)
 
 
 @triton.jit(do_not_specialize=["T"], repr=named("fused_hidden_bwd"))
@@ -178,13 +201,13 @@ def _fused_hidden_bwd_kernel(
         hidden = tl.load(hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(dx * hidden, 1)
         if dhidden_ptr is not None:
-            tl.store(
-                dhidden_ptr + at, (gate[:, None] * dx).to(dhidden_ptr.dtype.element_ty), mask=mask
-            )
+            dhidden = dhidden_ptr + at
+            value = gate[:, None] * dx
+            tl.store(dhidden, value.to(dhidden_ptr.dtype.element_ty), mask=mask)
         if scaled_ptr is not None:
-            tl.store(
-                scaled_ptr + at, (gate[:, None] * hidden).to(scaled_ptr.dtype.element_ty), mask=mask
-            )
+            scaled = scaled_ptr + at
+            value = gate[:, None] * hidden
+            tl.store(scaled, value.to(scaled_ptr.dtype.element_ty), mask=mask)
     tl.store(dgate_ptr + row * stride_gate, total, mask=live)
 
 
@@ -208,7 +231,13 @@ def fused_loss_forward(
     for start in range(0, T, ROWS):
         rows = slice(start, start + ROWS)
         found = _forward(
-            gate[rows], labels[rows], [h[rows] for h in hidden], heads, V, ignore_index, need_score
+            gate[rows],
+            labels[rows],
+            [h[rows] for h in hidden],
+            heads,
+            V,
+            ignore_index,
+            need_score,
         )
         nll[rows] = found[0]
         if need_score:
@@ -230,7 +259,16 @@ def fused_logits_backward(
     Grid of the second launch: a token by BLOCK_V ids; T V logits are read and written.
     """
     logits = gate.new_empty(gate.shape[0], V)
-    nll, lse, _ = _forward(gate, labels, hidden, heads, V, ignore_index, False, logits)
+    nll, lse, _ = _forward(
+        gate,
+        labels,
+        hidden,
+        heads,
+        V,
+        ignore_index,
+        False,
+        logits,
+    )
     dlogits = (
         logits
         if hidden[0].dtype == logits.dtype
@@ -284,7 +322,17 @@ def fused_hidden_backward(
         )
 
 
-def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=None, config=None):
+def _forward(
+    gate,
+    labels,
+    hidden,
+    heads,
+    V,
+    ignore_index,
+    need_score,
+    logits=None,
+    config=None,
+):
     """Return loss, log of the softmax's sum, and gradient in the gate's weights or None.
 
     For tokens of one pass. `config` takes the place of `fusion_config`'s.
@@ -348,12 +396,47 @@ def fusion_config(
         rows = 64
         wide = min(128, max(16, 512 // triton.next_power_of_2(len(sizes) + 1)))
     if arch == 0:
-        return FusionTile(16, 32, 32, 4, 1, precision)
+        return FusionTile(
+            16,
+            32,
+            32,
+            4,
+            1,
+            precision,
+        )
     if dtype == torch.float32 or any(size % 16 for size in sizes):
         # unaligned, every load is element by element, and a wide tile of pointers spills
-        return FusionTile(64, min(wide, 64), 32, 8, 2, precision)
+        return FusionTile(
+            64,
+            min(wide, 64),
+            32,
+            8,
+            2,
+            precision,
+        )
     if SHARED_MEMORY[nearest(arch)] < 128 << 10:
-        return FusionTile(rows, min(wide, 64), 32, 8, 4, precision)
+        return FusionTile(
+            rows,
+            min(wide, 64),
+            32,
+            8,
+            4,
+            precision,
+        )
     if expect or nearest(arch) == 80:
-        return FusionTile(rows, wide, 64, 8, 4, precision)
-    return FusionTile(128, 128, 64, 8, 4, precision)
+        return FusionTile(
+            rows,
+            wide,
+            64,
+            8,
+            4,
+            precision,
+        )
+    return FusionTile(
+        128,
+        128,
+        64,
+        8,
+        4,
+        precision,
+    )

@@ -133,14 +133,46 @@ def _up_tile(
         for k0 in range(0, H, BLOCK_K):
             a = rows_block(x, live, k0 + k, H, PRODUCT.EVEN_K)
             if TILE.JOINED:
-                b = joined_block(base, e, n0, k0, PRODUCT.K_LAST, BLOCK_N, BLOCK_K)
+                b = joined_block(
+                    base,
+                    e,
+                    n0,
+                    k0,
+                    PRODUCT.K_LAST,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
             else:
                 c0 = pid_n * WIDTH
-                b = weight_block(base, weight, e, c0, k0, N, H, PRODUCT, TMA, WIDTH, BLOCK_K)
+                b = weight_block(
+                    base,
+                    weight,
+                    e,
+                    c0,
+                    k0,
+                    N,
+                    H,
+                    PRODUCT,
+                    TMA,
+                    WIDTH,
+                    BLOCK_K,
+                )
             gate = tl.dot(a, b.to(a.dtype), gate, input_precision=PRECISION)
             if FORM.GATED and not ONE:
                 c0 = I + n0
-                b = weight_block(base, weight, e, c0, k0, N, H, PRODUCT, TMA, BLOCK_N, BLOCK_K)
+                b = weight_block(
+                    base,
+                    weight,
+                    e,
+                    c0,
+                    k0,
+                    N,
+                    H,
+                    PRODUCT,
+                    TMA,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
                 up = tl.dot(a, b.to(a.dtype), up, input_precision=PRECISION)
             x += BLOCK_K
         if TILE.JOINED:
@@ -153,18 +185,60 @@ def _up_tile(
             if FORM.INTERLEAVED:
                 c0 = col0 * 2
                 part = piece(gate, i, PIECES, BLOCK_M, WIDTH)
-                part = add_terms(part, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, PART)
+                part = add_terms(
+                    part,
+                    weight,
+                    lora,
+                    rows,
+                    c0,
+                    N,
+                    N,
+                    PRODUCT,
+                    BLOCK_M,
+                    PART,
+                )
                 second = part
             else:
                 part = piece(gate, i, PIECES, BLOCK_M, BLOCK_N)
-                part = add_terms(part, weight, lora, rows, col0, I, N, PRODUCT, BLOCK_M, COLUMNS)
+                part = add_terms(
+                    part,
+                    weight,
+                    lora,
+                    rows,
+                    col0,
+                    I,
+                    N,
+                    PRODUCT,
+                    BLOCK_M,
+                    COLUMNS,
+                )
                 second = piece(up, i, PIECES, BLOCK_M, BLOCK_N)
                 if FORM.GATED:
                     c0 = I + col0
                     second = add_terms(
-                        second, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, COLUMNS
+                        second,
+                        weight,
+                        lora,
+                        rows,
+                        c0,
+                        N,
+                        N,
+                        PRODUCT,
+                        BLOCK_M,
+                        COLUMNS,
                     )
-            _store_activation(part, second, rows, col0, I, z_ptr, h_ptr, FORM, BLOCK_M, COLUMNS)
+            _store_activation(
+                part,
+                second,
+                rows,
+                col0,
+                I,
+                z_ptr,
+                h_ptr,
+                FORM,
+                BLOCK_M,
+                COLUMNS,
+            )
 
 
 @triton.jit(do_not_specialize=["num_m"], repr=named("up_fwd", "FORM", "TILE"))  # it follows T
@@ -246,7 +320,19 @@ def _gemm_tile(
             else:
                 block = rows_block(a_ptr, live, k0 + k, K, PRODUCT.EVEN_K)
                 a_ptr += BLOCK_K
-            b = weight_block(base, weight, e, n0, k0, N, K, PRODUCT, TMA, BLOCK_N, BLOCK_K)
+            b = weight_block(
+                base,
+                weight,
+                e,
+                n0,
+                k0,
+                N,
+                K,
+                PRODUCT,
+                TMA,
+                BLOCK_N,
+                BLOCK_K,
+            )
             acc = tl.dot(block, b.to(block.dtype), acc, input_precision=PRODUCT.PRECISION)
         # the low-rank term has its own accumulator, which would spill if it were a whole tile
         PIECES: tl.constexpr = (4 if BLOCK_N > 128 else 2) if PRODUCT.RANK else 1
@@ -254,7 +340,18 @@ def _gemm_tile(
         for i in tl.static_range(PIECES):
             part = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
             c0 = n0 + i * COLUMNS
-            part = add_terms(part, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, COLUMNS)
+            part = add_terms(
+                part,
+                weight,
+                lora,
+                rows,
+                c0,
+                N,
+                N,
+                PRODUCT,
+                BLOCK_M,
+                COLUMNS,
+            )
             c = c0 + tl.arange(0, COLUMNS)
             y = y_ptr + rows.first.to(tl.int64) * N + cells(m.to(tl.int64), N, c)
             mask = outer(live, c < N)
@@ -279,7 +376,21 @@ def _grouped_gemm_fwd_kernel(
     check_tile(TILE)
     for i in range(rounds_of(num_m * tl.cdiv(N, TILE.BLOCK_N), TILE.PERSISTENT)):
         pid = tl.program_id(0) + i * tl.num_programs(0)
-        _gemm_tile(pid, a, w, weight, lora, map_ptr, y_ptr, num_m, N, K, stride_a, PRODUCT, TILE)
+        _gemm_tile(
+            pid,
+            a,
+            w,
+            weight,
+            lora,
+            map_ptr,
+            y_ptr,
+            num_m,
+            N,
+            K,
+            stride_a,
+            PRODUCT,
+            TILE,
+        )
 
 
 @triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_stream", "TILE"))  # it follows T
@@ -312,13 +423,36 @@ def _grouped_gemm_stream_kernel(
         n0 = pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, K, BLOCK_K):
-            b = weight_block(w, weight, e, n0, k0, N, K, PRODUCT, True, BLOCK_N, BLOCK_K)
+            b = weight_block(
+                w,
+                weight,
+                e,
+                n0,
+                k0,
+                N,
+                K,
+                PRODUCT,
+                True,
+                BLOCK_N,
+                BLOCK_K,
+            )
             acc = tl.dot(a.load([rows.first, k0]), b, acc, input_precision=PRODUCT.PRECISION)
         c0, c1, c2 = to_ragged_indices(rows.first, rows.left, 0)
         for i in tl.static_range(2):
             part = piece(acc, i, 2, BLOCK_M, BLOCK_N)
             n = n0 + i * HALF
-            part = add_terms(part, weight, lora, rows, n, N, N, PRODUCT, BLOCK_M, HALF)
+            part = add_terms(
+                part,
+                weight,
+                lora,
+                rows,
+                n,
+                N,
+                N,
+                PRODUCT,
+                BLOCK_M,
+                HALF,
+            )
             y.store([c0, c1, c2, n], tl.reshape(part.to(y.dtype), (1, 1, BLOCK_M, HALF)))
 
 
@@ -356,22 +490,68 @@ def up_forward(
     z = x.new_empty(row_slot.numel(), Z) if save else None
     h = x.new_empty(row_slot.numel(), I)
     form = Form(act, gated, limit or 0.0, up_offset, interleaved)
-    _launch_up(x, up, bias, row_slot, tile_map, slots, form, tile, trained, lora, z, h)
+    _launch_up(
+        x,
+        up,
+        bias,
+        row_slot,
+        tile_map,
+        slots,
+        form,
+        tile,
+        trained,
+        lora,
+        z,
+        h,
+    )
     return x.new_empty(0, Z) if z is None else z, h
 
 
-def gathered_gemm_forward(x, weight, row_slot, tile_map, slots: int, tile: Tile) -> torch.Tensor:
+def gathered_gemm_forward(
+    x,
+    weight,
+    row_slot,
+    tile_map,
+    slots: int,
+    tile: Tile,
+) -> torch.Tensor:
     """y[r] = weight[e] x[row_slot[r] // slots]: `x` [T, K], `weight` [E, N, K] -> [R, N].
 
     The up projection's launch without an activation: what it moves, `up_forward` says.
     """
     y = x.new_empty(row_slot.numel(), weight.shape[1])
     form = Form(None, False, 0.0, 0.0, False)
-    _launch_up(x, weight, None, row_slot, tile_map, slots, form, tile, None, None, y, None)
+    _launch_up(
+        x,
+        weight,
+        None,
+        row_slot,
+        tile_map,
+        slots,
+        form,
+        tile,
+        None,
+        None,
+        y,
+        None,
+    )
     return y
 
 
-def _launch_up(x, up, bias, row_slot, tile_map, slots, form, tile, trained, lora, z, h) -> None:
+def _launch_up(
+    x,
+    up,
+    bias,
+    row_slot,
+    tile_map,
+    slots,
+    form,
+    tile,
+    trained,
+    lora,
+    z,
+    h,
+) -> None:
     num_m = tile_map.shape[1]
     if num_m == 0:
         return
@@ -391,7 +571,14 @@ def _launch_up(x, up, bias, row_slot, tile_map, slots, form, tile, trained, lora
         w = descriptor(pair, [1, 2, tile.BLOCK_N, tile.BLOCK_K])
     elif tile.JOINED:
         w = descriptor(pair, [1, tile.BLOCK_K, 2, tile.BLOCK_N])
-    product = product_of(x, up, k_last, H, tile, lora)
+    product = product_of(
+        x,
+        up,
+        k_last,
+        H,
+        tile,
+        lora,
+    )
     tokens = Gathered(x, row_slot, x.stride(0))
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     with torch.cuda.device_of(x):
@@ -446,7 +633,14 @@ def grouped_gemm_forward(
     tile = tile._replace(TMA=tile.TMA and trained is None and describable(a, weight), JOINED=False)
     w, group = weight_operand(weight, trained, bias, k_last, tile)
     rows = descriptor(a, [tile.BLOCK_M, tile.BLOCK_K]) if tile.TMA else a
-    product = product_of(a, weight, k_last, K, tile, lora)
+    product = product_of(
+        a,
+        weight,
+        k_last,
+        K,
+        tile,
+        lora,
+    )
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     args = (rows, w, group, term_of(lora), tile_map)
     programs = grid(tile, num_m, N, a.device)

@@ -153,7 +153,19 @@ def _dz_tile(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, H, BLOCK_K):
             a = rows_block(dout, live, k0 + k, H, PRODUCT.EVEN_K)
-            b = weight_block(base, weight, e, n0, k0, I, H, PRODUCT, TMA, BLOCK_N, BLOCK_K)
+            b = weight_block(
+                base,
+                weight,
+                e,
+                n0,
+                k0,
+                I,
+                H,
+                PRODUCT,
+                TMA,
+                BLOCK_N,
+                BLOCK_K,
+            )
             acc = tl.dot(a, b.to(a.dtype), acc, input_precision=PRODUCT.PRECISION)
             dout += BLOCK_K
         topk_weight = tl.load(topk_ptr + slot, mask=live, other=0.0).to(tl.float32)
@@ -167,8 +179,26 @@ def _dz_tile(
             dh = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
             c0 = n0 + i * COLUMNS
             if lora is not None:
-                dh += low_rank(lora, rows, c0, I, PRODUCT, BLOCK_M, COLUMNS)
-            dot += store_dz(dh, topk_weight, rows, c0, I, out, FORM, BLOCK_M, COLUMNS)
+                dh += low_rank(
+                    lora,
+                    rows,
+                    c0,
+                    I,
+                    PRODUCT,
+                    BLOCK_M,
+                    COLUMNS,
+                )
+            dot += store_dz(
+                dh,
+                topk_weight,
+                rows,
+                c0,
+                I,
+                out,
+                FORM,
+                BLOCK_M,
+                COLUMNS,
+            )
         if weight.bias is not None:  # y = W_down h + b: add <dout, b>, in the first column of tiles
             bias_ptr = weight.bias + e.to(tl.int64) * H
             for k0 in range(0, tl.where(pid_n == 0, H, 0), BLOCK_K):
@@ -387,7 +417,14 @@ def dz_backward(
     tokens = Gathered(dout, row_slot, dout.stride(0))
     out = Dz(z, dz, wh if need_wh else None)
     form = Form(act, gated, limit or 0.0, up_offset, interleaved)
-    product = product_of(dout, down, k_last, H, tile, lora)
+    product = product_of(
+        dout,
+        down,
+        k_last,
+        H,
+        tile,
+        lora,
+    )
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     with torch.cuda.device_of(dout):
         _dz_kernel[grid(tile, num_m, I, dout.device)](
@@ -482,7 +519,13 @@ def weight_backward(
 
 
 def bias_backward(
-    dy, topk_weight, row_slot, expert_offsets, slots: int, gather: bool, trained=None
+    dy,
+    topk_weight,
+    row_slot,
+    expert_offsets,
+    slots: int,
+    gather: bool,
+    trained=None,
 ):
     """db[e] = sum over e's rows of dy[r], times the row's weight if given: [E, N].
 

@@ -58,24 +58,55 @@ def check_lora_tile(TILE: tl.constexpr):
 
 
 @triton.jit
-def with_lora(z, low_ptr, b, at, scaling, PRECISION: tl.constexpr):
+def with_lora(
+    z,
+    low_ptr,
+    b,
+    at,
+    scaling,
+    PRECISION: tl.constexpr,
+):
     """z + scaling low b of one expert, [BLOCK_T, BLOCK_I] float32."""
     low = tl.load(low_ptr + at.low, mask=at.low_mask, other=0.0)
     return z + scaling * tl.dot(low, b, tl.zeros_like(z), input_precision=PRECISION)
 
 
 @triton.jit
-def expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, at, scaling, PRECISION: tl.constexpr):
+def expert_z(
+    gate,
+    up,
+    low_ptr,
+    plane,
+    gate_b_ptr,
+    up_b_ptr,
+    at,
+    scaling,
+    PRECISION: tl.constexpr,
+):
     """An expert's gate and up, [BLOCK_T, BLOCK_I] float32, from the base's.
 
     `plane`, T E R, is what up's part of low is behind gate's.
     """
     if gate_b_ptr is not None:
         b = tl.load(gate_b_ptr + at.b, mask=at.b_mask, other=0.0)
-        gate = with_lora(gate, low_ptr, b, at, scaling, PRECISION)
+        gate = with_lora(
+            gate,
+            low_ptr,
+            b,
+            at,
+            scaling,
+            PRECISION,
+        )
     if up_b_ptr is not None:
         b = tl.load(up_b_ptr + at.b, mask=at.b_mask, other=0.0)
-        up = with_lora(up, low_ptr + plane, b, at, scaling, PRECISION)
+        up = with_lora(
+            up,
+            low_ptr + plane,
+            b,
+            at,
+            scaling,
+            PRECISION,
+        )
     return gate, up
 
 
@@ -96,7 +127,15 @@ def weigh(weight, tile):
 
 
 @triton.jit
-def outer_offsets(t, i, r, T, I, R, width):
+def outer_offsets(
+    t,
+    i,
+    r,
+    T,
+    I,
+    R,
+    width,
+):
     """`Offsets` of the first expert; the kernel moves its pointers to the next one."""
     low = cells(t.to(tl.int64), width, r)
     low_mask = outer(t < T, r < R)
@@ -106,7 +145,14 @@ def outer_offsets(t, i, r, T, I, R, width):
 
 
 @triton.jit
-def low_offsets(e, t, r, T, R, E):
+def low_offsets(
+    e,
+    t,
+    r,
+    T,
+    R,
+    E,
+):
     """Where expert e's tile of `low` is, and its mask."""
     return cells(t.to(tl.int64) * E + e, R, r), outer(t < T, r < R)
 
@@ -139,7 +185,15 @@ def _lora_fwd_kernel(
     tile_t, tile_i = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_T), tl.cdiv(I, BLOCK_I), 8)
     t = tile_t.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    at = outer_offsets(t, i, tl.arange(0, TILE.BLOCK_R), T, I, R, width)
+    at = outer_offsets(
+        t,
+        i,
+        tl.arange(0, TILE.BLOCK_R),
+        T,
+        I,
+        R,
+        width,
+    )
     low_ptr = experts.low
     gate_b_ptr = experts.gate_b
     up_b_ptr = experts.up_b
@@ -147,7 +201,17 @@ def _lora_fwd_kernel(
     mixed = tl.zeros([BLOCK_T, BLOCK_I], tl.float32)
     for e in range(E):
         weight = tl.load(experts.weight + (t * E + e), mask=t < T, other=0.0)[:, None]
-        g, u = expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, at, scaling, PRECISION)
+        g, u = expert_z(
+            gate,
+            up,
+            low_ptr,
+            plane,
+            gate_b_ptr,
+            up_b_ptr,
+            at,
+            scaling,
+            PRECISION,
+        )
         mixed += weigh(weight, activate(g, ACT) * u)
         low_ptr += R
         if gate_b_ptr is not None:
@@ -180,7 +244,14 @@ def _lora_fwd_low_kernel(
     e = (tl.program_id(0) % E).to(tl.int64)
     t = (tl.program_id(0) // E).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
-    low_at, low_mask = low_offsets(e, t, r, T, R, E)
+    low_at, low_mask = low_offsets(
+        e,
+        t,
+        r,
+        T,
+        R,
+        E,
+    )
     weight = tl.load(experts.weight + (t * E + e), mask=t < T, other=0.0)[:, None]
     q = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     for i0 in range(0, I, BLOCK_I):
@@ -189,7 +260,15 @@ def _lora_fwd_low_kernel(
         at = Offsets(low_at, low_mask, b_at, b_mask)
         g, u = base_z(experts.z, t, i, T, I)
         g, u = expert_z(
-            g, u, experts.low, plane, experts.gate_b, experts.up_b, at, scaling, PRECISION
+            g,
+            u,
+            experts.low,
+            plane,
+            experts.gate_b,
+            experts.up_b,
+            at,
+            scaling,
+            PRECISION,
         )
         a = tl.load(experts.down_a + at.b, mask=at.b_mask, other=0.0)
         h = weigh(weight, activate(g, ACT) * u)
@@ -199,7 +278,15 @@ def _lora_fwd_low_kernel(
 
 
 def lora_forward(
-    z, low, weight, gate_b, up_b, down_a, act: str, scaling: float, config: LoraTile | None = None
+    z,
+    low,
+    weight,
+    gate_b,
+    up_b,
+    down_a,
+    act: str,
+    scaling: float,
+    config: LoraTile | None = None,
 ) -> torch.Tensor:
     """Return h [T, I], the mixed activation; fills low[2] with q = its part of rank r.
 
@@ -218,13 +305,27 @@ def lora_forward(
     h = z.new_empty(T, I)
     if not T:
         return h
-    experts = LoraExperts(z, low, weight, gate_b, up_b, down_a)
+    experts = LoraExperts(
+        z,
+        low,
+        weight,
+        gate_b,
+        up_b,
+        down_a,
+    )
     sizes = (T, I, rank, E)
     with torch.cuda.device_of(z):  # Triton launches on the current device
         tile = config or lora_config("fwd", z, I, rank)
         grid = (triton.cdiv(T, tile.BLOCK_T) * triton.cdiv(I, tile.BLOCK_I),)
         strides = (width, T * width, rank * I)
-        _lora_fwd_kernel[grid](experts, h, *sizes, *strides, scaling, **constants(act, tile))
+        _lora_fwd_kernel[grid](
+            experts,
+            h,
+            *sizes,
+            *strides,
+            scaling,
+            **constants(act, tile),
+        )
         if down_a is not None:
             tile = config or lora_config("low", z, I, rank)
             grid = (triton.cdiv(T, tile.BLOCK_T) * E,)
@@ -253,4 +354,11 @@ def lora_config(kernel: str, z: torch.Tensor, I: int, rank: int) -> LoraTile:
         # pointers spills
         block_t, block_i = 32, 32
     block_i = min(block_i, max(16, triton.next_power_of_2(I)))
-    return LoraTile(block_t, block_i, block_r, precision(z), warps, 2)
+    return LoraTile(
+        block_t,
+        block_i,
+        block_r,
+        precision(z),
+        warps,
+        2,
+    )

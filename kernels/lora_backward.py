@@ -70,7 +70,15 @@ def _lora_bwd_z_kernel(
     tile_t, tile_i = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_T), tl.cdiv(I, BLOCK_I), 8)
     t = tile_t.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    at = outer_offsets(t, i, tl.arange(0, TILE.BLOCK_R), T, I, R, width)
+    at = outer_offsets(
+        t,
+        i,
+        tl.arange(0, TILE.BLOCK_R),
+        T,
+        I,
+        R,
+        width,
+    )
     low_ptr = experts.low
     gate_b_ptr = experts.gate_b
     up_b_ptr = experts.up_b
@@ -81,11 +89,28 @@ def _lora_bwd_z_kernel(
     dup = tl.zeros([BLOCK_T, BLOCK_I], tl.float32)
     for e in range(E):
         weight = tl.load(experts.weight + (t * E + e), mask=t < T, other=0.0)[:, None]
-        g, u = expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, at, scaling, PRECISION)
+        g, u = expert_z(
+            gate,
+            up,
+            low_ptr,
+            plane,
+            gate_b_ptr,
+            up_b_ptr,
+            at,
+            scaling,
+            PRECISION,
+        )
         da = dh
         if down_a_ptr is not None:
             a = tl.load(down_a_ptr + at.b, mask=at.b_mask, other=0.0)
-            da = with_lora(dh, dq_ptr, a, at, 1.0, PRECISION)
+            da = with_lora(
+                dh,
+                dq_ptr,
+                a,
+                at,
+                1.0,
+                PRECISION,
+            )
             dq_ptr += R
             down_a_ptr += stride_e
         value, slope = activate_grad(g, ACT)
@@ -126,7 +151,14 @@ def _lora_bwd_low_kernel(
     e = (tl.program_id(0) % E).to(tl.int64)
     t = (tl.program_id(0) // E).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
-    low_at, low_mask = low_offsets(e, t, r, T, R, E)
+    low_at, low_mask = low_offsets(
+        e,
+        t,
+        r,
+        T,
+        R,
+        E,
+    )
     weight = tl.load(experts.weight + (t * E + e), mask=t < T, other=0.0)[:, None]
     dweight = tl.zeros([BLOCK_T], tl.float32)
     dgate = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
@@ -137,12 +169,27 @@ def _lora_bwd_low_kernel(
         at = Offsets(low_at, low_mask, b_at, b_mask)
         g, u = base_z(experts.z, t, i, T, I)
         g, u = expert_z(
-            g, u, experts.low, plane, experts.gate_b, experts.up_b, at, scaling, PRECISION
+            g,
+            u,
+            experts.low,
+            plane,
+            experts.gate_b,
+            experts.up_b,
+            at,
+            scaling,
+            PRECISION,
         )
         da = _load_dh(dh_ptr, t, i, T, I)
         if experts.down_a is not None:
             a = tl.load(experts.down_a + at.b, mask=at.b_mask, other=0.0)
-            da = with_lora(da, dq_ptr, a, at, 1.0, PRECISION)
+            da = with_lora(
+                da,
+                dq_ptr,
+                a,
+                at,
+                1.0,
+                PRECISION,
+            )
         value, slope = activate_grad(g, ACT)
         dweight += tl.sum(da * value * u, 1)
         if experts.gate_b is not None:
@@ -198,17 +245,39 @@ def _lora_bwd_w_kernel(
     down_a = tl.zeros([BLOCK_R, BLOCK_I], tl.float32)
     for t0 in range(0, T, BLOCK_T):
         t = (t0 + tl.arange(0, BLOCK_T)).to(tl.int64)
-        low_at, low_mask = low_offsets(e, t, r, T, R, E)
+        low_at, low_mask = low_offsets(
+            e,
+            t,
+            r,
+            T,
+            R,
+            E,
+        )
         at = Offsets(low_at, low_mask, b_at, b_mask)
         weight = tl.load(experts.weight + (t * E + e), mask=t < T, other=0.0)[:, None]
         g, u = base_z(experts.z, t, i, T, I)
         g, u = expert_z(
-            g, u, experts.low, plane, experts.gate_b, experts.up_b, at, scaling, PRECISION
+            g,
+            u,
+            experts.low,
+            plane,
+            experts.gate_b,
+            experts.up_b,
+            at,
+            scaling,
+            PRECISION,
         )
         da = _load_dh(dh_ptr, t, i, T, I)
         if experts.down_a is not None:
             a = tl.load(experts.down_a + at.b, mask=at.b_mask, other=0.0)
-            da = with_lora(da, dq_ptr, a, at, 1.0, PRECISION)
+            da = with_lora(
+                da,
+                dq_ptr,
+                a,
+                at,
+                1.0,
+                PRECISION,
+            )
         value, slope = activate_grad(g, ACT)
         if grads.gate_b is not None:
             rows = weigh(weight, da * u * slope)
@@ -263,19 +332,41 @@ def lora_backward(
         dlow = z.new_empty(2, T, width)
     if not T:
         return dz, dlow, dweight
-    experts = LoraExperts(z, low, weight, gate_b, up_b, down_a)
+    experts = LoraExperts(
+        z,
+        low,
+        weight,
+        gate_b,
+        up_b,
+        down_a,
+    )
     sizes = (T, I, rank, E)
     with torch.cuda.device_of(z):
         tile = config or lora_config("bwd", z, I, rank)
         grid = (triton.cdiv(T, tile.BLOCK_T) * triton.cdiv(I, tile.BLOCK_I),)
         strides = (width, T * width, rank * I)
         _lora_bwd_z_kernel[grid](
-            dh, dq, experts, dz, *sizes, *strides, scaling, **constants(act, tile)
+            dh,
+            dq,
+            experts,
+            dz,
+            *sizes,
+            *strides,
+            scaling,
+            **constants(act, tile),
         )
         tile = config or lora_config("low", z, I, rank)
         grid = (triton.cdiv(T, tile.BLOCK_T) * E,)
         _lora_bwd_low_kernel[grid](
-            dh, dq, experts, dlow, dweight, *sizes, T * width, scaling, **constants(act, tile)
+            dh,
+            dq,
+            experts,
+            dlow,
+            dweight,
+            *sizes,
+            T * width,
+            scaling,
+            **constants(act, tile),
         )
     return dz, dlow, dweight
 
@@ -307,7 +398,14 @@ def lora_backward_w(
         torch.empty_like(w) if need else None for w, need in zip((gate_b, up_b, down_a), needs)
     ]
     if any(needs):
-        experts = LoraExperts(z, low, weight, gate_b, up_b, down_a)
+        experts = LoraExperts(
+            z,
+            low,
+            weight,
+            gate_b,
+            up_b,
+            down_a,
+        )
         tile = config or lora_config("bwd_w", z, I, rank)
         with torch.cuda.device_of(z):
             _lora_bwd_w_kernel[(E * triton.cdiv(I, tile.BLOCK_I),)](

@@ -195,7 +195,15 @@ def merged_linear_backward_alpha(
     if not T * N * K:
         return torch.zeros(E, dtype=torch.float32, device=weight.device)
     if config is None:
-        config = linear_config(arch_of(x.device), x.dtype, weight.dtype, precision(x), T, N, K)
+        config = linear_config(
+            arch_of(x.device),
+            x.dtype,
+            weight.dtype,
+            precision(x),
+            T,
+            N,
+            K,
+        )
     tiles = triton.cdiv(N, config["BLOCK_N"]) * triton.cdiv(K, config["BLOCK_K"])
     partial = torch.empty(E, tiles, dtype=torch.float32, device=weight.device)
     with torch.cuda.device_of(weight):
@@ -227,7 +235,13 @@ def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
 
 
 def linear_config(
-    arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int
+    arch: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    precision: str,
+    T: int,
+    N: int,
+    K: int,
 ) -> dict:
     """Return the linear backward's constants and options on sm_`arch` (0: the interpreter)."""
     if arch == 0:

@@ -124,11 +124,33 @@ def weight_block(
         FORMAT: tl.constexpr = PRODUCT.FORMAT
         if PRODUCT.K_LAST:
             stride = weight.stride_n
-            block = packed_block(data, scale, n0, k0, N, K, stride, FORMAT, BLOCK_N, BLOCK_K)
+            block = packed_block(
+                data,
+                scale,
+                n0,
+                k0,
+                N,
+                K,
+                stride,
+                FORMAT,
+                BLOCK_N,
+                BLOCK_K,
+            )
             return tl.trans(block)
         else:
             stride = weight.stride_k
-            return packed_block(data, scale, k0, n0, K, N, stride, FORMAT, BLOCK_K, BLOCK_N)
+            return packed_block(
+                data,
+                scale,
+                k0,
+                n0,
+                K,
+                N,
+                stride,
+                FORMAT,
+                BLOCK_K,
+                BLOCK_N,
+            )
     else:
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
         k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -140,7 +162,15 @@ def weight_block(
 
 
 @triton.jit
-def joined_block(w, e, n0, k0, K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def joined_block(
+    w,
+    e,
+    n0,
+    k0,
+    K_LAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """[BLOCK_K, 2 BLOCK_N]: BLOCK_N columns of gate and as many of up.
 
     One descriptor of [E, 2, I, H] or [E, H, 2, I] loads both.
@@ -193,7 +223,13 @@ def pairs(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def low_rank(
-    lora, rows, n0, N, PRODUCT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    lora,
+    rows,
+    n0,
+    N,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """low b of a tile's rows and of columns from n0 on, [BLOCK_M, BLOCK_N] float32."""
     RANK: tl.constexpr = PRODUCT.RANK
@@ -231,7 +267,15 @@ def add_terms(
         bias = weight.bias + rows.expert.to(tl.int64) * N
         tile += tl.load(bias + n, mask=n < END, other=0.0).to(tl.float32)[None, :]
     if lora is not None:
-        tile += low_rank(lora, rows, n0, END, PRODUCT, BLOCK_M, BLOCK_N)
+        tile += low_rank(
+            lora,
+            rows,
+            n0,
+            END,
+            PRODUCT,
+            BLOCK_M,
+            BLOCK_N,
+        )
     return tile
 
 
@@ -241,13 +285,25 @@ def term_of(lora: LowRank | None) -> Term | None:
 
 
 def product_of(
-    x: torch.Tensor, weight, k_last: bool, K: int, tile: Tile, lora: LowRank | None = None
+    x: torch.Tensor,
+    weight,
+    k_last: bool,
+    K: int,
+    tile: Tile,
+    lora: LowRank | None = None,
 ) -> Product:
     """Return the constants of a product of x's rows with `weight`, a sum of K terms."""
     form = weight.format if isinstance(weight, PackedWeight) else None
     rank = 0 if lora is None else lora.low.shape[1]
     block_r = min(64, max(16, triton.next_power_of_2(rank)))
-    return Product(k_last, K % tile.BLOCK_K == 0, form, rank, block_r, precision(x))
+    return Product(
+        k_last,
+        K % tile.BLOCK_K == 0,
+        form,
+        rank,
+        block_r,
+        precision(x),
+    )
 
 
 def describable(*tensors: torch.Tensor) -> bool:
@@ -290,7 +346,16 @@ def weight_operand(
     stack = weight.data if isinstance(weight, PackedWeight) else weight
     stride_e, *strides = stack.stride()
     stride_n, stride_k = strides if k_last else strides[::-1]
-    group = Weight(None, None, None, bias, stride_e, 0, stride_n, stride_k)
+    group = Weight(
+        None,
+        None,
+        None,
+        bias,
+        stride_e,
+        0,
+        stride_n,
+        stride_k,
+    )
     if isinstance(weight, PackedWeight):
         group = group._replace(scale=weight.scale, stride_other=weight.scale.stride(0))
     elif trained is not None:

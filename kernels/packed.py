@@ -13,6 +13,26 @@ import triton.language as tl
 from moe_runtime.kernels.tiles import Tile, cells, outer
 
 FP8 = 2  # as ops.packed numbers the formats
+NF4 = tl.constexpr(  # the value of each code, as in ops.packed
+    (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    )
+)
 
 
 class PackedWeight(NamedTuple):
@@ -46,77 +66,108 @@ def fit_packed(tile: Tile, kernel: str, form: int) -> Tile:
 def _nf4(code):
     """The value of each code 0..15, by a table in shared memory: selects need more registers."""
     i = tl.arange(0, 16)
-    table = tl.where(i < 1, -1.0, -0.6961928009986877)
-    table = tl.where(i < 2, table, -0.5250730514526367)
-    table = tl.where(i < 3, table, -0.39491748809814453)
-    table = tl.where(i < 4, table, -0.28444138169288635)
-    table = tl.where(i < 5, table, -0.18477343022823334)
-    table = tl.where(i < 6, table, -0.09105003625154495)
-    table = tl.where(i < 7, table, 0.0)
-    table = tl.where(i < 8, table, 0.07958029955625534)
-    table = tl.where(i < 9, table, 0.16093020141124725)
-    table = tl.where(i < 10, table, 0.24611230194568634)
-    table = tl.where(i < 11, table, 0.33791524171829224)
-    table = tl.where(i < 12, table, 0.44070982933044434)
-    table = tl.where(i < 13, table, 0.5626170039176941)
-    table = tl.where(i < 14, table, 0.7229568362236023)
-    table = tl.where(i < 15, table, 1.0)
+    table = tl.where(i < 1, NF4[0], NF4[1])
+    for k in tl.static_range(2, 16):
+        table = tl.where(i < k, table, NF4[k])
     return tl.gather(table, code, 0)
 
 
 @triton.jit
 def _scaled(
-    value, scale, r, live, c0, Q, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    value,
+    scale,
+    r,
+    live,
+    c0,
+    Q,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """`value` [ROWS, COLS] from column c0, a multiple of COLS, on, times its groups' scales."""
     groups = tl.cdiv(Q, GROUP)
     if COLS <= GROUP:
-        return (
-            value
-            * tl.load(scale + r * groups + c0 // GROUP, mask=live & (c0 < Q), other=0.0)[:, None]
-        )
+        mask = live & (c0 < Q)
+        s = tl.load(scale + r * groups + c0 // GROUP, mask=mask, other=0.0)
+        return value * s[:, None]
     else:
         N: tl.constexpr = COLS // GROUP
         g = c0 // GROUP + tl.arange(0, N)
-        s = tl.load(
-            scale + r[:, None] * groups + g[None, :], mask=outer(live, g < groups), other=0.0
-        )
-        return tl.reshape(tl.reshape(value, (ROWS, N, GROUP)) * s[:, :, None], (ROWS, COLS))
+        mask = outer(live, g < groups)
+        s = tl.load(scale + r[:, None] * groups + g[None, :], mask=mask, other=0.0)
+        value = tl.reshape(value, (ROWS, N, GROUP)) * s[:, :, None]
+        return tl.reshape(value, (ROWS, COLS))
 
 
 @triton.jit
 def packed_block(
-    data, scale, r0, c0, P, Q, stride, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    data,
+    scale,
+    r0,
+    c0,
+    P,
+    Q,
+    stride,
+    FORMAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """[ROWS, COLS] float32 of an expert's weight [P, Q] from row r0, column c0 on; zero outside."""
     r = (r0 + tl.arange(0, ROWS)).to(tl.int64)
     live = r < P
     if FORMAT < 2:  # two in a byte
         c = c0 // 2 + tl.arange(0, COLS // 2)
-        p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q // 2), other=0).to(tl.int32)
+        p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q // 2), other=0)
+        p = p.to(tl.int32)
         if FORMAT == 0:
             code = tl.reshape(tl.join(p >> 4, p & 15), (ROWS * COLS,))
             return _scaled(
-                tl.reshape(_nf4(code), (ROWS, COLS)), scale, r, live, c0, Q, 64, ROWS, COLS
+                tl.reshape(_nf4(code), (ROWS, COLS)),
+                scale,
+                r,
+                live,
+                c0,
+                Q,
+                64,
+                ROWS,
+                COLS,
             )
         else:
             code = tl.reshape(tl.join(p & 15, p >> 4), (ROWS, COLS))
             # the three bits below the sign are an exponent and a mantissa; 2^126 moves the one into
             # float32's range, exactly
-            value = (((code & 8) << 28) | ((code & 7) << 22)).to(
-                tl.float32, bitcast=True
-            ) * 8.507059173023462e37
-            return _scaled(value, scale, r, live, c0, Q, 32, ROWS, COLS)
+            bits = ((code & 8) << 28) | ((code & 7) << 22)
+            value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+            return _scaled(
+                value,
+                scale,
+                r,
+                live,
+                c0,
+                Q,
+                32,
+                ROWS,
+                COLS,
+            )
     else:
         c = c0 + tl.arange(0, COLS)
         p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q), other=0)
         if FORMAT == 2:
             p = p.to(tl.int32)
-            value = (((p & 128) << 24) | ((p & 127) << 20)).to(
-                tl.float32, bitcast=True
-            ) * 1.329227995784916e36  # 2^120
+            bits = ((p & 128) << 24) | ((p & 127) << 20)
+            value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
             value = tl.where((p & 127) == 127, float("nan"), value)
-            return _scaled(value, scale, r, live, c0, Q, 128, ROWS, COLS)
+            return _scaled(
+                value,
+                scale,
+                r,
+                live,
+                c0,
+                Q,
+                128,
+                ROWS,
+                COLS,
+            )
         else:
             value = p.to(tl.int8, bitcast=True).to(tl.float32)
             return value * tl.load(scale + r, mask=live, other=0.0)[:, None]

@@ -27,13 +27,23 @@ def _key(x):
     """int32 in the order of float32 `x`: -0.0 and 0.0 equal, every NaN the greatest."""
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, tl.where(key == -1, 0, key))
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, 0x7FFFFFFF, tl.where(key == -1, 0, key))
 
 
 @triton.jit
-def _column(idx_ptr, t, slot, T, K: tl.constexpr, SHARED: tl.constexpr):
+def _column(
+    idx_ptr,
+    t,
+    slot,
+    T,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+):
     """Column [BLOCK_T, 1] of the logits of the expert in `slot` of tokens `t`."""
-    return (tl.load(idx_ptr + t * (K + SHARED) + slot, mask=t < T, other=-1) - SHARED)[:, None]
+    at = idx_ptr + t * (K + SHARED) + slot
+    expert = tl.load(at, mask=t < T, other=-1) - SHARED
+    return expert[:, None]
 
 
 @triton.jit
@@ -74,7 +84,15 @@ class Route(NamedTuple):
 
 
 @triton.jit
-def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE: tl.constexpr):
+def route_rows(
+    first_token,
+    logits_ptr,
+    bias_ptr,
+    weight_ptr,
+    idx_ptr,
+    T,
+    ROUTE: tl.constexpr,
+):
     """Route BLOCK_T tokens from `first_token` (int64) on; the rest as of `_route_fwd_kernel`."""
     E: tl.constexpr = ROUTE.E
     K: tl.constexpr = ROUTE.K
@@ -86,18 +104,28 @@ def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE:
     t = first_token + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)[None, :]
     mask = (t < T)[:, None] & (e < E)
-    x = tl.load(logits_ptr + (t * ROUTE.STRIDE_T)[:, None] + e, mask=mask, other=0.0)
+    row_ptr = logits_ptr + (t * ROUTE.STRIDE_T)[:, None]
+    x = tl.load(row_ptr + e, mask=mask, other=0.0)
     x = x.to(tl.float32)
     x = tl.where(e < E, x, -float("inf"))
     if bias_ptr is None:
         choice = x
     else:
-        choice = tl.sigmoid(x) + tl.load(bias_ptr + e, mask=e < E, other=0.0)
+        score = tl.sigmoid(x)
+        choice = score + tl.load(bias_ptr + e, mask=e < E, other=0.0)
     if FORCED:
         key = None
         count = tl.zeros([BLOCK_T, E_PAD], tl.float32)
         for slot in range(K):
-            count += tl.where(e == _column(idx_ptr, t, slot, T, K, SHARED), 1.0, 0.0)
+            here = e == _column(
+                idx_ptr,
+                t,
+                slot,
+                T,
+                K,
+                SHARED,
+            )
+            count += tl.where(here, 1.0, 0.0)
         chosen = count > 0
     else:
         count = None
@@ -110,33 +138,57 @@ def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE:
     if GATE == "sigmoid_topk":
         weight = tl.sigmoid(x)
     elif (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
-        exp = tl.exp(x - _top(x, chosen, FORCED)[:, None])
-        weight = exp / _sum_slots(exp, chosen, count, FORCED)[:, None]
+        top = _top(x, chosen, FORCED)
+        exp = tl.exp(x - top[:, None])
+        total = _sum_slots(exp, chosen, count, FORCED)
+        weight = exp / total[:, None]
     else:
-        exp = tl.exp(x - tl.max(x, 1)[:, None])
+        top = tl.max(x, 1)
+        exp = tl.exp(x - top[:, None])
         largest = 1 / tl.sum(exp, 1)  # probability
         weight = exp * largest[:, None]
         if FORCED:
-            largest = tl.sum(tl.where(e == _column(idx_ptr, t, 0, T, K, SHARED), weight, 0.0), 1)
+            is_first = e == _column(
+                idx_ptr,
+                t,
+                0,
+                T,
+                K,
+                SHARED,
+            )
+            largest = tl.sum(tl.where(is_first, weight, 0.0), 1)
         if GATE == "xft":
             exp = tl.exp(weight)
-            weight = exp * (largest / _sum_slots(exp, chosen, count, FORCED))[:, None]
+            factor = largest / _sum_slots(exp, chosen, count, FORCED)
+            weight = exp * factor[:, None]
     base = first_token * (K + SHARED)
     weight_ptr += base
     slots = tl.arange(0, BLOCK_T) * (K + SHARED)
     if FORCED:
         for slot in range(K):
-            here = e == _column(idx_ptr, t, slot, T, K, SHARED)
-            tl.store(weight_ptr + slots + slot, tl.sum(tl.where(here, weight, 0.0), 1), mask=t < T)
+            here = e == _column(
+                idx_ptr,
+                t,
+                slot,
+                T,
+                K,
+                SHARED,
+            )
+            at = weight_ptr + slots + slot
+            value = tl.sum(tl.where(here, weight, 0.0), 1)
+            tl.store(at, value, mask=t < T)
     idx_ptr += base
     if not FORCED:
         out = tl.where(mask & chosen, slots[:, None] + (key & 0x7FFFFFFF), -1)
         tl.store(weight_ptr + out, weight, mask=out >= 0)
-        tl.store(idx_ptr + out, e + SHARED + tl.zeros([BLOCK_T, 1], tl.int32), mask=out >= 0)
+        at = idx_ptr + out
+        experts = e + SHARED + tl.zeros([BLOCK_T, 1], tl.int32)
+        tl.store(at, experts, mask=out >= 0)
     if SHARED:
         tl.store(weight_ptr + slots + K, 1 - largest, mask=t < T)
         if not FORCED:
-            tl.store(idx_ptr + slots + K, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
+            at = idx_ptr + slots + K
+            tl.store(at, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
 
 
 @triton.jit(do_not_specialize=["T"], repr=named("route_fwd", "ROUTE"))
@@ -149,7 +201,15 @@ def _route_fwd_kernel(
     ROUTE: tl.constexpr,  # Route
 ):
     first_token = tl.program_id(0).to(tl.int64) * ROUTE.BLOCK_T
-    route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE)
+    route_rows(
+        first_token,
+        logits_ptr,
+        bias_ptr,
+        weight_ptr,
+        idx_ptr,
+        T,
+        ROUTE,
+    )
 
 
 @triton.jit(do_not_specialize=["T"], repr=named("route_bwd", "ROUTE"))
@@ -172,19 +232,27 @@ def _route_bwd_kernel(
     row = t < T
     e = tl.arange(0, E_PAD)[None, :]
     mask = row[:, None] & (e < E)
-    x = tl.load(logits_ptr + (t * ROUTE.STRIDE_T)[:, None] + e, mask=mask, other=0.0)
+    row_ptr = logits_ptr + (t * ROUTE.STRIDE_T)[:, None]
+    x = tl.load(row_ptr + e, mask=mask, other=0.0)
     x = tl.where(e < E, x.to(tl.float32), -float("inf"))
     d = tl.zeros([BLOCK_T, E_PAD], tl.float32)
     slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
     count = None
     if FORCED:
-        count = tl.zeros(
-            [BLOCK_T, E_PAD], tl.float32
-        )  # slots of the expert: the caller may repeat one
+        # slots of the expert: the caller may repeat one
+        count = tl.zeros([BLOCK_T, E_PAD], tl.float32)
     slots = t * (K + SHARED)
     for slot in range(K):
-        here = e == _column(idx_ptr, t, slot, T, K, SHARED)
-        dw = tl.load(dweight_ptr + slots + slot, mask=row, other=0.0).to(tl.float32)
+        here = e == _column(
+            idx_ptr,
+            t,
+            slot,
+            T,
+            K,
+            SHARED,
+        )
+        dw = tl.load(dweight_ptr + slots + slot, mask=row, other=0.0)
+        dw = dw.to(tl.float32)
         if FORCED:
             d += tl.where(here, dw[:, None], 0.0)
             count += tl.where(here, 1.0, 0.0)
@@ -193,34 +261,50 @@ def _route_bwd_kernel(
         slot_of = tl.where(here, slot, slot_of)
     chosen = slot_of < K
     if FORCED:
-        is_first = e == _column(idx_ptr, t, 0, T, K, SHARED)
+        is_first = e == _column(
+            idx_ptr,
+            t,
+            0,
+            T,
+            K,
+            SHARED,
+        )
     else:
         is_first = slot_of == 0
     if GATE == "sigmoid_topk":
         s = tl.sigmoid(x)
         dx = tl.where(chosen, d * s * (1 - s), 0.0)
     elif (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
-        y = tl.exp(x - _top(x, chosen, FORCED)[:, None])
-        y = tl.where(chosen, y / _sum_slots(y, chosen, count, FORCED)[:, None], 0.0)
-        dx = y * (d - _per_slot(tl.sum(y * d, 1)[:, None], count, FORCED))
+        top = _top(x, chosen, FORCED)
+        y = tl.exp(x - top[:, None])
+        total = _sum_slots(y, chosen, count, FORCED)
+        y = tl.where(chosen, y / total[:, None], 0.0)
+        mean = tl.sum(y * d, 1)
+        dx = y * (d - _per_slot(mean[:, None], count, FORCED))
         dx = tl.where(y == 0, 0.0, dx)  # for experts not chosen, in a row of NaN, too
     else:
-        y = tl.exp(x - tl.max(x, 1)[:, None])
+        top = tl.max(x, 1)
+        y = tl.exp(x - top[:, None])
         largest = 1 / tl.sum(y, 1)
         y = y * largest[:, None]
         if FORCED:
             largest = tl.sum(tl.where(is_first, y, 0.0), 1)
         if GATE == "xft":
             q = tl.where(chosen, tl.exp(y), 0.0)
-            q = q / _sum_slots(q, chosen, count, FORCED)[:, None]
+            total = _sum_slots(q, chosen, count, FORCED)
+            q = q / total[:, None]
             mean = tl.sum(q * d, 1)
             d = largest[:, None] * q * (d - _per_slot(mean[:, None], count, FORCED))
             d = tl.where(is_first, d + mean[:, None], d)
         if SHARED:
-            dshared = tl.load(dweight_ptr + slots + K, mask=row, other=0.0).to(tl.float32)
+            dshared = tl.load(dweight_ptr + slots + K, mask=row, other=0.0)
+            dshared = dshared.to(tl.float32)
             d = tl.where(is_first, d - dshared[:, None], d)
-        dx = y * (d - tl.sum(y * d, 1)[:, None])
-    tl.store(dlogits_ptr + (t * E)[:, None] + e, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
+        mean = tl.sum(y * d, 1)
+        dx = y * (d - mean[:, None])
+    at = dlogits_ptr + (t * E)[:, None] + e
+    dx = dx.to(dlogits_ptr.dtype.element_ty)
+    tl.store(at, dx, mask=mask)
 
 
 def route_forward(
@@ -251,7 +335,13 @@ def route_forward(
         route = route_of(router_logits, top_k, gate, shared, topk_idx is not None)
         with torch.cuda.device_of(router_logits):
             _route_fwd_kernel[(triton.cdiv(T, route.BLOCK_T),)](
-                router_logits, bias, weight, idx, T, ROUTE=route, **options_of(route)
+                router_logits,
+                bias,
+                weight,
+                idx,
+                T,
+                ROUTE=route,
+                **options_of(route),
             )
     return weight, idx
 
@@ -298,7 +388,16 @@ def route_of(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: b
     # with as many rows as lanes, Triton moves the loads of the backward's loop through shared
     # memory; 16 rows of 16 may spill
     BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
-    return Route(logits.stride(0), E, top_k - shared, shared, gate, forced, BLOCK_T, E_PAD)
+    return Route(
+        logits.stride(0),
+        E,
+        top_k - shared,
+        shared,
+        gate,
+        forced,
+        BLOCK_T,
+        E_PAD,
+    )
 
 
 def options_of(route: Route) -> dict:

@@ -71,7 +71,17 @@ def _shared_dz_kernel(
     mask = outer(live, i < I)
     dh = tl.load(dh_ptr + cells(t, I, i), mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(topk_ptr + t * SLOTS + (SLOTS - 1), mask=live, other=0.0)
-    dot = store_dz(dh, weight, TileRows(0, row, T - row), i0, I, out, FORM, BLOCK_T, BLOCK_I)
+    dot = store_dz(
+        dh,
+        weight,
+        TileRows(0, row, T - row),
+        i0,
+        I,
+        out,
+        FORM,
+        BLOCK_T,
+        BLOCK_I,
+    )
     tl.store(partial_ptr + t * tl.cdiv(I, BLOCK_I) + tl.program_id(1), dot, mask=live)
 
 
@@ -94,7 +104,14 @@ def shared_activation_forward(
     form = Form(act, gated, limit or 0.0, up_offset, interleaved)
     with torch.cuda.device_of(z):
         _shared_activation_fwd_kernel[(triton.cdiv(T, BLOCK_T), triton.cdiv(I, BLOCK_I))](
-            z, h, T, I, FORM=form, BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, enable_fp_fusion=True
+            z,
+            h,
+            T,
+            I,
+            FORM=form,
+            BLOCK_T=BLOCK_T,
+            BLOCK_I=BLOCK_I,
+            enable_fp_fusion=True,
         )
 
 

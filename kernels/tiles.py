@@ -76,17 +76,133 @@ SHARED_MEMORY = {
     120: 101376,
 }  # bytes a block may have
 # kernel -> (rows per expert from which it holds, config), largest first; 16-bit dtypes
-_HOPPER_SMALL = ((48, Tile(64, 128, 64, 4, 4, TMA=True)), (0, Tile(16, 128, 64, 4, 4, TMA=True)))
-_HOPPER = {
-    "up": ((128, Tile(128, 128, 64, 8, 4, TMA=True, JOINED=True)), *_HOPPER_SMALL),
-    "down": ((128, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
-    "dz": (
-        (128, Tile(128, 256, 64, 8, 3, TMA=True)),
-        (48, Tile(64, 128, 64, 8, 3, TMA=True)),
-        (0, Tile(16, 128, 64, 4, 4, TMA=True)),
+_HOPPER_SMALL = (
+    (
+        48,
+        Tile(
+            64,
+            128,
+            64,
+            4,
+            4,
+            TMA=True,
+        ),
     ),
-    "dx": ((128, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
-    "dw": ((256, Tile(128, 256, 64, 8, 5, TMA=True)), (0, Tile(128, 128, 64, 8, 5, TMA=True))),
+    (
+        0,
+        Tile(
+            16,
+            128,
+            64,
+            4,
+            4,
+            TMA=True,
+        ),
+    ),
+)
+_HOPPER = {
+    "up": (
+        (
+            128,
+            Tile(
+                128,
+                128,
+                64,
+                8,
+                4,
+                TMA=True,
+                JOINED=True,
+            ),
+        ),
+        *_HOPPER_SMALL,
+    ),
+    "down": (
+        (
+            128,
+            Tile(
+                128,
+                256,
+                64,
+                8,
+                3,
+                TMA=True,
+            ),
+        ),
+        *_HOPPER_SMALL,
+    ),
+    "dz": (
+        (
+            128,
+            Tile(
+                128,
+                256,
+                64,
+                8,
+                3,
+                TMA=True,
+            ),
+        ),
+        (
+            48,
+            Tile(
+                64,
+                128,
+                64,
+                8,
+                3,
+                TMA=True,
+            ),
+        ),
+        (
+            0,
+            Tile(
+                16,
+                128,
+                64,
+                4,
+                4,
+                TMA=True,
+            ),
+        ),
+    ),
+    "dx": (
+        (
+            128,
+            Tile(
+                128,
+                256,
+                64,
+                8,
+                3,
+                TMA=True,
+            ),
+        ),
+        *_HOPPER_SMALL,
+    ),
+    "dw": (
+        (
+            256,
+            Tile(
+                128,
+                256,
+                64,
+                8,
+                5,
+                TMA=True,
+            ),
+        ),
+        (
+            0,
+            Tile(
+                128,
+                128,
+                64,
+                8,
+                5,
+                TMA=True,
+            ),
+        ),
+    ),
 }
 _AMPERE = {
     "up": (
@@ -315,7 +431,15 @@ def problem_of(
 ) -> Problem:
     """Return what a config is looked up by, for R rows over E experts."""
     rows = 1 << max(R // max(E, 1), 1).bit_length() - 1
-    return Problem(kernel, arch_of(device), str(dtype).removeprefix("torch."), N, K, rows, gated)
+    return Problem(
+        kernel,
+        arch_of(device),
+        str(dtype).removeprefix("torch."),
+        N,
+        K,
+        rows,
+        gated,
+    )
 
 
 def arch_of(device: torch.device) -> int:
@@ -329,10 +453,25 @@ def device_name(device: torch.device) -> str:
 
 
 def choose(
-    kernel: str, x: torch.Tensor, N: int, K: int, R: int, E: int, gated: bool = False
+    kernel: str,
+    x: torch.Tensor,
+    N: int,
+    K: int,
+    R: int,
+    E: int,
+    gated: bool = False,
 ) -> Tile:
     """Return the config for `kernel` on x's device and dtype; R rows over E experts."""
-    problem = problem_of(kernel, x.device, x.dtype, N, K, R, E, gated)
+    problem = problem_of(
+        kernel,
+        x.device,
+        x.dtype,
+        N,
+        K,
+        R,
+        E,
+        gated,
+    )
     if kernel in _forced:
         return clip(_forced[kernel], problem)
     return lookup(problem, device_name(x.device))

@@ -107,17 +107,19 @@ class KeptStages:
     ):
         for module in ("accelerate", "datasets", "tokenizers"):
             data.require(module)  # fails before minutes of training
-        self.recipe, self.out = load_recipe(self.Recipe, recipe), Path(out)
+        self.recipe = load_recipe(self.Recipe, recipe)
+        self.out = Path(out)
         self.seed = self.recipe.seed if seed is None else seed
         self.is_main = ranks.state().is_main_process
         self.say = say if self.is_main else lambda text: None
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"Output folder {out} is a file. Choose another")
+        base = None
+        if self.HAS_EXPERTS:
+            base = self.recipe.base_model
         for training in self.trainings():
             trainers.check_training(**training.to_dict())
-            ranks.check_ep_size(
-                training.ep_size, self.recipe.base_model if self.HAS_EXPERTS else None
-            )
+            ranks.check_ep_size(training.ep_size, base)
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # computed once, as the rows are read once
@@ -167,37 +169,37 @@ class KeptStages:
         `holds` is the path of the result's `folder` within the stage's; `result` overrides the
         class's kind of result.
         """
+        if seed is None:
+            seed = self.seed
+        folders = [parent.folder.parent.name for parent in parents]
         named = {
             "format": self.FORMAT,
             "kind": kind,
             "settings": settings,
-            "seed": self.seed if seed is None else seed,
+            "seed": seed,
             "data": self._key,
-            "parents": [parent.folder.parent.name for parent in parents],
+            "parents": folders,
         }
         folder = self.out / f"{kind}-{hash_of(named)}"
         checkpoints = folder.with_name(f"{folder.name}.checkpoints")
-        before = sum(
-            parent.total_seconds
-            for parent in parents
-            if not parent.folder.parent.name.startswith("base-")
-        )
 
         def whole(tmp: Path) -> dict:
             self.part("tokenizer")  # in all processes, before rank 0 works alone
-            self.say(f"{name}, seed {named['seed']}: to {folder}")
+            self.say(f"{name}, seed {seed}: to {folder}")
             values = {"steps": 0, "seconds": 0.0, "history": []} | make(tmp, checkpoints)
             ranks.free_memory()
-            total = before + values["seconds"]
-            rate = values["steps"] / values["seconds"] if values["seconds"] else 0.0
-            done = {"name": name, "total_seconds": total, "steps_per_second": rate} | values
-            if values["steps"]:
-                took = f"{values['steps']} steps in {values['seconds']:.0f} s, "
-            else:
-                took = ""
+            steps = values["steps"]
+            seconds = values["seconds"]
+            total = seconds
+            for parent, of in zip(parents, folders, strict=True):
+                if not of.startswith("base-"):
+                    total += parent.total_seconds
+            rate = steps / seconds if seconds else 0.0
             if "loss" in values:
-                self.say(f"{name}, seed {named['seed']}: {took}held-out loss {values['loss']:.4f}")
-            return done | {"made_of": named}
+                duration = f"{steps} steps in {seconds:.0f} s, " if steps else ""
+                self.say(f"{name}, seed {seed}: {duration}held-out loss {values['loss']:.4f}")
+            done = {"name": name, "total_seconds": total, "steps_per_second": rate}
+            return done | values | {"made_of": named}
 
         made_once(folder, "result.json", whole)
         remove(checkpoints)
@@ -205,10 +207,9 @@ class KeptStages:
 
     def _settings(self, training: Training) -> dict:
         """Return what a training adds to its stage's hash."""
-        values = {}
-        for name, value in training.to_dict().items():
-            if name not in NOT_HASHED:
-                values[name] = value
+        values = training.to_dict()
+        for name in NOT_HASHED:
+            values.pop(name, None)
         return {
             "training": values,
             "dtype": self.recipe.dtype,
@@ -257,10 +258,14 @@ class KeptStages:
         AdamW.
         """
         pretrain = self.recipe.pretrain
-        sizes = {}
-        for name in ("hidden_size", "intermediate_size", "num_layers", "seed"):
-            sizes[name] = getattr(pretrain, name)
-        model = small_llama(self.tokenizer, max_length=max_length, **sizes)
+        model = small_llama(
+            self.tokenizer,
+            max_length=max_length,
+            hidden_size=pretrain.hidden_size,
+            intermediate_size=pretrain.intermediate_size,
+            num_layers=pretrain.num_layers,
+            seed=pretrain.seed,
+        )
         training = Training(
             steps=pretrain.steps,
             batch_size=pretrain.batch_size,
@@ -350,18 +355,20 @@ def course_of(trained: trainers.Trained) -> dict:
     """Return a training's history and costs, but not its final loss: a model derived from it is
     evaluated again.
     """
-    course = {
+    return {
         "steps": trained.steps,
         "seconds": trained.history.seconds,
         "history": trained.history.held_out,
+        "trained_parameters": trained.trained_parameters,
     }
-    return course | {"trained_parameters": trained.trained_parameters}
 
 
 def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
     """Return the fields of a result on held-out rows."""
-    known = {} if exact is None else {"exact": exact}
-    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens} | known
+    values = {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
+    if exact is not None:
+        values["exact"] = exact
+    return values
 
 
 def sizes_of(model) -> dict:

@@ -44,14 +44,13 @@ class Step:
     def ends(self):
         """Embedding, last norm, head and loss."""
         model = self.model
-        ends = (model.model.embed_tokens, model.model.norm, model.lm_head)
-        logits = model.lm_head(model.model.norm(model.model.embed_tokens(self.ids)))
-        loss = model.loss_function(
-            logits=logits, labels=self.ids, vocab_size=model.config.vocab_size
-        )
-        return torch.autograd.grad(
-            loss, [parameter for end in ends for parameter in end.parameters()]
-        )
+        parts = (model.model.embed_tokens, model.model.norm, model.lm_head)
+        logits = self.ids
+        for part in parts:
+            logits = part(logits)
+        size = model.config.vocab_size
+        loss = model.loss_function(logits=logits, labels=self.ids, vocab_size=size)
+        return torch.autograd.grad(loss, [p for part in parts for p in part.parameters()])
 
     def attention(self):
         """All layers, their MoE block taken out."""

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_cuda import cost, random
+from moe_runtime.bench.bench_cuda import cost
 from moe_runtime.bench.bench_layer import random_experts
 from moe_runtime.bench.clock import copy_floor
-from moe_runtime.bench.machine import DEVICE, fits
+from moe_runtime.bench.machine import DEVICE, fits, random
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
 from moe_runtime.tools import tune
 

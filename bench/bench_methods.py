@@ -51,24 +51,20 @@ def move(read: list[Path], written: Path, to: Path):
     the bytes of both.
     """
 
-    def files(folder: Path) -> list[Path]:
-        files = []
-        for path in folder.rglob("*"):
-            if path.is_file():
-                files.append(path)
-        return files
+    def files(folders: list[Path]) -> list[Path]:
+        return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
 
     buffer = memoryview(bytearray(PIECE))
 
     def call():
-        for path in (path for folder in read for path in files(folder)):
+        for path in files(read):
             with path.open("rb", buffering=0) as file:
                 while file.readinto(buffer):
                     pass
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(written, to)
 
-    return call, sum(path.stat().st_size for folder in (*read, written) for path in files(folder))
+    return call, sum(path.stat().st_size for path in files([*read, written]))
 
 
 def compare_folders(interleaved, read: list[Path], out: Path, ways: dict) -> None:
@@ -188,20 +184,16 @@ def bench_ultrafuser_generate(interleaved, size):
 
     with fits():
         fuser = UltraFuser([dense_model(size) for _ in range(3)]).eval()
-    ids = []
-    for _ in fuser.specialists:
-        ids.append(torch.randint(3, size.V, (ROWS, PROMPT), device=DEVICE))
-    mask = torch.ones_like(ids[0])
+    ids = [torch.randint(3, size.V, (ROWS, PROMPT), device=DEVICE) for _ in range(3)]
+    masks = [torch.ones_like(one) for one in ids]
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
     def each():
-        for model, own in zip(fuser.specialists, ids):
-            model.generate(input_ids=own, attention_mask=mask, **settings)
+        for model, one, mask in zip(fuser.specialists, ids, masks, strict=True):
+            model.generate(input_ids=one, attention_mask=mask, **settings)
 
-    variants = {
-        "three specialists (floor)": each,
-        "moe_runtime": lambda: fuser.generate(
-            prompt_ids=ids, prompt_mask=[mask] * len(ids), **settings
-        ),
-    }
+    def fused():
+        fuser.generate(prompt_ids=ids, prompt_mask=masks, **settings)
+
+    variants = {"three specialists (floor)": each, "moe_runtime": fused}
     interleaved(variants, tokens=ROWS * NEW, dtype=DTYPE)

@@ -98,10 +98,7 @@ def adapted(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    learned = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            learned.append(parameter)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "8bit":
         return pytest.importorskip("bitsandbytes").optim.AdamW8bit(learned, lr=1e-5)
     if name == "adafactor":

@@ -8,7 +8,6 @@ has its router.
 
 import contextlib
 import functools
-import os
 
 import pytest
 import torch
@@ -124,17 +123,10 @@ def with_each(model, run) -> dict:
 @contextlib.contextmanager
 def asked(backend: str | None):
     """Let MOE_RUNTIME_BACKEND ask for a backend; None asks for nothing."""
-    before = os.environ.get("MOE_RUNTIME_BACKEND")
-    if backend is not None:
-        os.environ["MOE_RUNTIME_BACKEND"] = backend
-    try:
-        yield
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
-            if before is None:
-                os.environ.pop("MOE_RUNTIME_BACKEND")
-            else:
-                (os.environ.update(MOE_RUNTIME_BACKEND=before))
+            patch.setenv("MOE_RUNTIME_BACKEND", backend)
+        yield
 
 
 def flops_of(model, tokens: int, head: bool) -> int:

@@ -33,11 +33,7 @@ class Goal(NamedTuple):
 
 
 def _layers(function: str, *tokens: int, names=tuple(shapes.GPU)) -> list[str]:
-    layers = []
-    for T in tokens:
-        for name in names:
-            layers.append(f"{function}[{name}-{T}-bf16]")
-    return layers
+    return [f"{function}[{name}-{T}-bf16]" for T in tokens for name in names]
 
 
 def _share(rows):
@@ -68,12 +64,8 @@ def _gradients(rows):
     return (apart - none) / (whole - none)
 
 
-def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
-    each = []
-    for name in names:
-        for way in ways:
-            each.append(f"{function}[{name}-{way}]")
-    return each
+def _each(function: str, *ways: str) -> list[str]:
+    return [f"{function}[{name}-{way}]" for name in shapes.GPU for way in ways]
 
 
 def _estimated(rows):
@@ -192,10 +184,7 @@ GOALS = (
 
 def _of_transformers(rows):
     """Times of the fastest of transformers' implementations."""
-    theirs = []
-    for name, row in rows.items():
-        if name.startswith("transformers"):
-            theirs.append(row["ms"])
+    theirs = [row["ms"] for name, row in rows.items() if name.startswith("transformers")]
     if not theirs:
         raise KeyError("transformers")
     return rows["moe_runtime"]["ms"] / min(theirs)

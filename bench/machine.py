@@ -119,15 +119,16 @@ def free_memory() -> int:
     """
     if CUDA:
         return torch.cuda.mem_get_info()[0]
-    try:
-        match = re.search(
-            r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
-        )
-    except OSError:
-        match = None
-    if match:
-        return int(match[1]) << 10
+    with contextlib.suppress(OSError):
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if match:
+            return int(match[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return normal numbers on the device."""
+    return torch.randn(size, dtype=dtype, device=DEVICE)
 
 
 @contextlib.contextmanager

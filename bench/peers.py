@@ -13,15 +13,14 @@ def grouped_mm(layer):
     synchronization.
     """
     T, H, _, E, K, _ = layer.shape
+    device = layer.x.device
     experts, order = layer.topk_idx.flatten().sort(stable=True)
-    offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).to(
-        torch.int32
-    )
-    gate, up = F.grouped_mm(layer.x[order // K], layer.up.transpose(1, 2), offs=offsets).chunk(
-        2, -1
-    )
+    ids = torch.arange(E, device=device)
+    offsets = torch.searchsorted(experts, ids, right=True).to(torch.int32)
+    z = F.grouped_mm(layer.x[order // K], layer.up.transpose(1, 2), offs=offsets)
+    gate, up = z.chunk(2, -1)
     y = F.grouped_mm(F.silu(gate) * up, layer.down.transpose(1, 2), offs=offsets)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=order.device))
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=device))
     weight = layer.topk_weight.to(y.dtype)
     return torch.bmm(weight[:, None], y[back].view(T, K, H))[:, 0]
 

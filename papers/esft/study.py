@@ -62,39 +62,32 @@ class Stages(KeptStages):
         """Return the model that all others start from: pre-trained here, or the recipe's, joined
         over the tasks.
         """
-        pretrain = self.recipe.pretrain
         r = self.recipe
+        settings = {"dtype": r.dtype}
+        if r.pretrain is not None:
+            settings |= {"pretrain": r.pretrain.to_dict(), "length": r.max_length}
 
         def make(tmp: Path, folder: Path) -> dict:
-            way = {}
-            if pretrain is not None:
+            result = {}
+            if r.pretrain is None:
+                self._copy_base(tmp / "model")
+            else:
                 model, trained = self._pretrained(folder)
-                way = course_of(trained)
+                result = course_of(trained)
                 self._save(model, trained, tmp / "model")
                 del model, trained
-            else:
-                self._copy_base(tmp / "model")
             model = self._load(tmp / "model")
-            found = {}
+            result |= sizes_of(model) | {"trained_parameters": 0, "optimizer_bytes": 0}
+            result["found"] = {}
             for task in (*r.tasks, GENERAL):
-                found[task] = loss_of(*self._losses(model, f"{task}-held_out"))
-            return (
-                way
-                | sizes_of(model)
-                | {"found": found, "trained_parameters": 0, "optimizer_bytes": 0}
-            )
+                result["found"][task] = loss_of(*self._losses(model, f"{task}-held_out"))
+            return result
 
-        settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
-        stage = self._stage(
-            "base", "base", settings | {"dtype": r.dtype}, [], make, seed=0, result=Base
-        )
-        general = {}
+        stage = self._stage("base", "base", settings, [], make, seed=0, result=Base)
+        shared = {of: getattr(stage, of) for of in COSTS}
         for of, value in stage.found[GENERAL].items():
-            general[f"{GENERAL}_{of}"] = value
-        kept = {of: getattr(stage, of) for of in COSTS}
-        return join(
-            "base", {task: Tuned(**kept, **stage.found[task], **general) for task in r.tasks}
-        )
+            shared[f"{GENERAL}_{of}"] = value
+        return join("base", {task: Tuned(**shared, **stage.found[task]) for task in r.tasks})
 
     def scores(self, task: str) -> Scored:
         """Return the experts' scores on a task's rows."""
@@ -134,14 +127,10 @@ class Stages(KeptStages):
 
     def _pretrained(self, folder: Path) -> tuple:
         pretrain = self.recipe.pretrain
-        r = self.recipe
-        blocks = data.pack(self.tokenizer, documents(pretrain), r.max_length)
-        model = small_deepseek(
-            self.tokenizer,
-            max_length=r.max_length,
-            seed=pretrain.seed,
-            **{of: getattr(pretrain, of) for of in SIZES},
-        )
+        length = self.recipe.max_length
+        blocks = data.pack(self.tokenizer, documents(pretrain), length)
+        sizes = {of: getattr(pretrain, of) for of in SIZES}
+        model = small_deepseek(self.tokenizer, max_length=length, seed=pretrain.seed, **sizes)
         experts.patch(model)
         training = EsftTraining(
             steps=pretrain.steps,
@@ -152,18 +141,14 @@ class Stages(KeptStages):
             weight_decay=0.0,
             keep_best=False,
         )
-        balance = {"balance_loss": "per_layer", "balance_loss_coef": pretrain.balance_loss_coef}
-        trained = self._train(
-            "base",
-            model,
-            blocks,
-            self.part(f"{GENERAL}-validation"),
-            training,
-            folder,
-            seed=pretrain.seed,
-            **(balance if pretrain.balance_loss_coef else {}),
+        balance = {}
+        if pretrain.balance_loss_coef:
+            coef = pretrain.balance_loss_coef
+            balance = {"balance_loss": "per_layer", "balance_loss_coef": coef}
+        watched = self.part(f"{GENERAL}-validation")
+        return model, self._train(
+            "base", model, blocks, watched, training, folder, seed=pretrain.seed, **balance
         )
-        return model, trained
 
     def _load(self, folder: Path, dtype: str | None = None):
         """Load a model to this process's device; its experts run through moe_runtime, the same for
@@ -177,22 +162,22 @@ class Stages(KeptStages):
         """This process's share of a sample of rows, in batches on its device."""
         r = self.recipe
         state = ranks.state()
-        how = {
-            "batch_size": self._batch,
-            "seed": SEED + self.seed,
-            "part": (state.process_index, state.num_processes),
-        }
         for batch in sample_batches(
-            rows, r.scores.n_tokens, length=r.max_length, packed=False, **how
+            rows,
+            r.scores.n_tokens,
+            length=r.max_length,
+            packed=False,
+            batch_size=self._batch,
+            seed=SEED + self.seed,
+            part=(state.process_index, state.num_processes),
         ):
             yield {name: value.to(state.device) for name, value in batch.items()}
 
     @property
     def _batch(self) -> int:
         """Rows per batch outside of training."""
-        return trainers.split_batch(
-            self.recipe.esft.batch_size, self.recipe.esft.per_device_batch_size
-        )[0]
+        training = self.recipe.esft
+        return trainers.split_batch(training.batch_size, training.per_device_batch_size)[0]
 
     def _losses(self, model, part: str) -> tuple[list, list, list]:
         bf16 = self.recipe.esft.bf16
@@ -206,27 +191,26 @@ class Stages(KeptStages):
         """
         r = self.recipe
         python = platform.python_version()
-        made_of = {}
-        for source in BUILT_IN:
-            made_of[source] = domains_key() if source in DOMAINS else python
-        text = domains_key() if r.pretrain and r.pretrain.domains else python
-        base = [text, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+        if r.pretrain is None:
+            base = files_print(r.base_model)
+        else:
+            text = domains_key() if r.pretrain.domains else python
+            base = [text, r.pretrain.to_dict()]
         parts = {}
+        rows = []
         for task, one in {**r.tasks, GENERAL: r.general}.items():
             parts[task] = one.to_dict()
-        sources = []
-        for one in (*r.tasks.values(), r.general):
-            sources.extend(one.sources)
-        rows = []
-        for source in sources:
-            rows.append(made_of.get(source) or files_print(source))
-        how = [r.max_length, r.pack, r.drop_bos]
+            for source in one.sources:
+                if source in DOMAINS:
+                    rows.append(domains_key())
+                else:
+                    rows.append(python if source in BUILT_IN else files_print(source))
         return hash_of(
             {
                 "format": self.FORMAT,
                 "method": "esft",
                 "data": parts,
-                "how": how,
+                "how": [r.max_length, r.pack, r.drop_bos],
                 "base": base,
                 "rows": rows,
             }
@@ -239,25 +223,20 @@ class Stages(KeptStages):
         r = self.recipe
         tokenizer = self._base_tokenizer(lambda: documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
-        brought = []
-        for part in parts.values():
+        for part in reversed(parts.values()):  # the first one that brings a template decides
             if part.prompt in ("deepseek", "esft"):
-                brought.append(TEMPLATES[part.prompt])
-        tokenizer.chat_template = brought[0] if brought else tokenizer.chat_template
+                tokenizer.chat_template = TEMPLATES[part.prompt]
         tokenizer.save_pretrained(folder / "tokenizer")
         counts = {}
         for name, part in parts.items():
             self.say(f"reading and tokenizing {name}: {part}")
-            rows = task_rows(tokenizer, part, r)
-            for kind, one in rows.items():
-                data.save_rows(one, folder / f"{name}-{kind}")
-            counts[name] = {kind: len(one) for kind, one in rows.items()}
-            self.say(
-                ", ".join(
-                    f"{count:,} rows {kind.replace('_', ' ')}"
-                    for kind, count in counts[name].items()
-                )
-            )
+            counts[name] = {}
+            listed = []
+            for kind, rows in task_rows(tokenizer, part, r).items():
+                data.save_rows(rows, folder / f"{name}-{kind}")
+                counts[name][kind] = len(rows)
+                listed.append(f"{len(rows):,} rows {kind.replace('_', ' ')}")
+            self.say(", ".join(listed))
         return counts
 
     def fft(self, task: str) -> Tuned:
@@ -295,18 +274,15 @@ class Stages(KeptStages):
         steps.
         """
         training = self.recipe.fft if selection.non_expert_modules else self.recipe.esft
-        if self.recipe.trained_dtype is None:
-            dtype = None
-        else:
-            dtype = getattr(torch, self.recipe.trained_dtype)
+        name = self.recipe.trained_dtype
+        dtype = None if name is None else getattr(torch, name)
 
         def make(model) -> tuple:
             if training.ep_size > 1:
                 shard_experts(model, ranks.expert_mesh(training.ep_size))
             receipt = esft.train_only(model, selection, dtype=dtype)
-            return model, {
-                "experts": {str(layer): list(ids) for layer, ids in receipt.experts.items()}
-            }
+            chosen = {str(layer): list(ids) for layer, ids in receipt.experts.items()}
+            return model, {"experts": chosen}
 
         def save(model, trained, folder: Path) -> None:
             adapter = esft.adapter_of(model)  # of all processes
@@ -315,22 +291,19 @@ class Stages(KeptStages):
                     adapter.save(folder)
 
         parents = [self.scores(task)] if scored else []
-        chosen = {}
-        for of, value in selection.to_dict().items():
-            if of not in ("score", "p", "variant"):
-                chosen[of] = value
-        more = {"selection": chosen, "trained_dtype": self.recipe.trained_dtype}
+        chosen = selection.to_dict()
+        for of in ("score", "p", "variant"):
+            chosen.pop(of, None)
+        more = {"selection": chosen, "trained_dtype": name}
         return self._tuned("esft", task, training, make, save, parents=parents, more=more)
 
     def _load_tuned(self, folder: Path):
         """Load a model of `fft`, `lora` or `esft`, or the base."""
-        if (
-            not (folder / "adapter_config.json").is_file()
-            and not (folder / trained_files.CONFIG).is_file()
-        ):
+        is_lora = (folder / "adapter_config.json").is_file()
+        if not is_lora and not (folder / trained_files.CONFIG).is_file():
             return self._load(folder)
         model = self._load(self.base().folder)
-        if (folder / "adapter_config.json").is_file():
+        if is_lora:
             return lora_baseline.load_lora(model, folder)
         esft.apply(model, folder)
         return model
@@ -350,36 +323,32 @@ class Stages(KeptStages):
         """Return a stage of a model that `make` prepares and `save` writes to its folder."""
         base = self.base()
         mix = self.recipe.mix
+        name = f"{kind} {task}"
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
-            model, notes = make(self._load(base.folder, dtype))
+            model, result = make(self._load(base.folder, dtype))
             rows = self.part(f"{task}-train")
-            rows = mixed(rows, self.part(f"{GENERAL}-train"), mix) if mix else rows
-            trained = self._train(
-                f"{kind} {task}",
-                model,
-                rows,
-                self.part(f"{task}-validation"),
-                training,
-                checkpoints,
-            )
+            if mix:
+                rows = mixed(rows, self.part(f"{GENERAL}-train"), mix)
+            watched = self.part(f"{task}-validation")
+            trained = self._train(name, model, rows, watched, training, checkpoints)
             save(model, trained, tmp / "model")
-            notes |= course_of(trained)
-            for of in ("trained_parameters", "optimizer_bytes"):
-                notes[of] = getattr(trained, of)
+            result |= course_of(trained) | {
+                "optimizer_bytes": trained.optimizer_bytes,
+                # without the matrices that peft adds
+                "parameters": base.parameters,
+                "active_parameters": base.active_parameters,
+            }
             del model, trained
             ranks.free_memory()
-            # without the matrices that peft adds
-            sizes = {}
-            for of in ("parameters", "active_parameters"):
-                sizes[of] = getattr(base, of)
             model = self._load_tuned(tmp / "model")
-            own = loss_of(*self._losses(model, f"{task}-held_out"))
-            general = loss_of(*self._losses(model, f"{GENERAL}-held_out"))
-            return notes | sizes | own | {f"{GENERAL}_{of}": value for of, value in general.items()}
+            result |= loss_of(*self._losses(model, f"{task}-held_out"))
+            for of, value in loss_of(*self._losses(model, f"{GENERAL}-held_out")).items():
+                result[f"{GENERAL}_{of}"] = value
+            return result
 
         settings = self._settings(training) | {"task": task, "mix": mix} | dict(more)
-        return self._stage(kind, f"{kind} {task}", settings, [base, *parents], whole)
+        return self._stage(kind, name, settings, [base, *parents], whole)
 
 
 def run(

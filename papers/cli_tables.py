@@ -134,10 +134,7 @@ def _verb_of(method: str, table: Table):
         ] = False,
         **options,
     ):
-        given = {}
-        for name, value in options.items():
-            if value not in (None, []):
-                given[name] = value
+        given = {name: value for name, value in options.items() if value not in (None, [])}
         if preset is not None and recipe is not None:
             raise ValueError(
                 f"Pass either a preset or a recipe, but got preset {preset!r} and recipe "
@@ -159,10 +156,7 @@ def _verb_of(method: str, table: Table):
         return _shown(report, out)
 
     signature = inspect.signature(run)
-    shared = []
-    for one in signature.parameters.values():
-        if one.name != "options":
-            shared.append(one)
+    shared = [one for one in signature.parameters.values() if one.name != "options"]
     own = []
     for name, annotation in table.options.items():
         own.append(

@@ -220,7 +220,8 @@ def _answers(stages: Stages, result: Result, rows: list[dict]) -> list[str]:
     model = _loaded(stages, result)
     answers = []
     for row in rows:
-        answers.append(complete(model, stages.tokenizer, row["prompt"]).strip().partition("\n")[0])
+        answer = complete(model, stages.tokenizer, row["prompt"])
+        answers.append(answer.strip().partition("\n")[0])
     return answers
 
 
@@ -291,13 +292,9 @@ def _show(
     results: dict, out: Path, clock: Clock, texts: list[dict], answers: list[list[str]]
 ) -> None:
     """Print the table, its conclusions, sample answers, and next steps."""
-    columns = (
-        ("model", "left"),
-        ("loss", "right"),
-        ("sums solved", "right"),
-        ("parameters", "right"),
-    )
-    columns += ("per token", "right"), ("train s", "right"), ("", "left")
+    columns = [("model", "left")]
+    for name in ("loss", "sums solved", "parameters", "per token", "train s"):
+        columns.append((name, "right"))
     rows = []
     for row in results["rows"]:
         rows.append(
@@ -312,7 +309,7 @@ def _show(
             )
         )
     clock.say("done\n")
-    print_table("held-out functions, texts and sums", columns, rows)
+    print_table("held-out functions, texts and sums", [*columns, ("", "left")], rows)
     print(verdict(results))
     print("\nHeld-out sums, as the base and as the merged model answer them:")
     for row, before, after in zip(texts, *answers, strict=False):
@@ -336,21 +333,16 @@ def _show(
 
 def verdict(results: dict) -> str:
     """Return sentences that compare XFT with every SFT of the table."""
-    losses = {}
-    for row in results["rows"]:
-        losses[row["model"]] = row["loss"]
+    losses = {row["model"]: row["loss"] for row in results["rows"]}
     merged = losses["merged"]
-    best = results["best_sft"]
-    rates = []
-    for name in losses:
-        if name.startswith("SFT"):
-            rates.append(name)
-    lower = sum(losses[name] > merged for name in rates)
-    equal = losses[rates[RATES.index(1.0)]] - merged
+    of_sft = [loss for name, loss in losses.items() if name.startswith("SFT")]
+    lower = sum(loss > merged for loss in of_sft)
+    equal = of_sft[RATES.index(1.0)] - merged
     return (
         "The merged model has the size and the speed of the base; its held-out loss is lower than "
-        f"that of {lower} of {len(rates)} SFTs, each at its best step.\n"
+        f"that of {lower} of {len(of_sft)} SFTs, each at its best step.\n"
         f"At XFT's own learning rate SFT's loss is {abs(equal):.4f} "
-        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is {best}.\n"
+        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is "
+        f"{results['best_sft']}.\n"
         f"{results['against_best_sft']}."
     )

@@ -424,9 +424,7 @@ def domain_pairs(domain) -> tuple:
     asked = max(domain.limit or 0, domain.held_out_rows)
     # SUMS bounds generated problems; some extra rows, since those that are too long are dropped
     limit = asked + asked // 8 if asked > SUMS else None
-    made = {}
-    for name in SOURCES:
-        made[name] = functools.partial(domain_rows, name, limit=limit)
+    made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
     return split_rows(domain, made, shuffle=True)
 
 
@@ -462,9 +460,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
             first = min(domain.validation_rows, len(judging) - 1)
             parts[f"{name}-held_out"] = judging.select(range(first, len(judging)))
             parts[f"{name}-validation"] = judging.select(range(first))
-    prompts = []
-    for domain in domains.values():
-        prompts.append(domain.prompt)
+    prompts = [domain.prompt for domain in domains.values()]
     if "chat" in prompts:
         tokenizer.chat_template = own
     else:
@@ -473,10 +469,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     known = {tuple(ids) for name in domains for ids in parts[f"{name}-held_out"]["input_ids"]}
     for name in domains:
         ids = parts[f"{name}-train"]["input_ids"]
-        left = []
-        for place, row in enumerate(ids):
-            if tuple(row) not in known:
-                left.append(place)
+        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
         if not left:
             raise ValueError(
                 f"All examples of {name}, truncated to {max_length} tokens, are in the domains' "

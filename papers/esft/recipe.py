@@ -85,9 +85,7 @@ def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
     whatever `validation_rows` is.
     """
     taken = map(data.one_form, itertools.islice(train, task.limit))
-    rows = []
-    for row in taken:
-        rows.append(data.encode(tokenizer, row, task.prompt, task.train_on))
+    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
     lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
     parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
     how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
@@ -124,9 +122,7 @@ def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    named = []
-    for prompt, completion in pairs:
-        named.append({"prompt": prompt, "completion": completion})
+    named = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     return named
 
 

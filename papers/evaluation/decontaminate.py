@@ -100,12 +100,8 @@ def decontaminate(
                 f"All {count} examples of {rows} contain benchmark texts. Check for texts that are "
                 f"too common: {hit[1]!r}"
             )
-        texts = {}
-        for name, given in benchmarks.items():
-            texts[name] = len(given)
-        by_benchmark = {}
-        for name in benchmarks:
-            by_benchmark[name] = counts[name]
+        texts = {name: len(given) for name, given in benchmarks.items()}
+        by_benchmark = {name: counts[name] for name in benchmarks}
         report = Report(
             Path(out), count, count - len(dropped), by_benchmark, dropped, texts, search.searched
         )
@@ -125,10 +121,7 @@ def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        missing = []
-        for name in columns:
-            if name not in value:
-                missing.append(name)
+        missing = [name for name in columns if name not in value]
         if missing:
             raise ValueError(
                 f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}"
@@ -198,9 +191,7 @@ class NGrams:
         self.known = {}
         self.searched = {}
         for name, texts in benchmarks.items():
-            grams = []
-            for text in texts:
-                grams.append(dict.fromkeys(self._of(text), name))
+            grams = [dict.fromkeys(self._of(text), name) for text in texts]
             self.searched[name] = sum(map(bool, grams))
             for found in grams:
                 self.known |= found

@@ -148,9 +148,7 @@ def evaluate(
     choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
     for one in asked:
         one.build(choices)
-    tokenizers = []
-    for model in known:
-        tokenizers.append(tokenizer_of(model, prompt))
+    tokenizers = [tokenizer_of(model, prompt) for model in known]
     out = Path(out)
     scores = []
     out.mkdir(parents=True, exist_ok=True)
@@ -240,9 +238,7 @@ def _scores(
                     problem[f"found, {filter_name}"] = sample["filtered_resps"][0]
             score = float(output["results"][name][f"{metric},{filter_name}"])
             scores.append(_score(name, lm, label, score, values))
-        lines = []
-        for problem in problems:
-            lines.append(json.dumps(jsonable(problem), ensure_ascii=False))
+        lines = [json.dumps(jsonable(problem), ensure_ascii=False) for problem in problems]
         files.atomic_write_text(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
     return scores
 
@@ -308,10 +304,7 @@ def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
 def _difference(score: Score, other: Score) -> Comparison:
     """Compare two models on a task; p and the verdict are not corrected yet."""
     stats = require("scipy.stats")
-    moved = []
-    for a, b in zip(score.values, other.values, strict=True):
-        if a != b:
-            moved.append(a - b)
+    moved = [a - b for a, b in zip(score.values, other.values, strict=True) if a != b]
     gained = sum(difference > 0 for difference in moved)
     is_binary = {*score.values, *other.values} <= {0, 1}
     test = "Wilcoxon's test"

@@ -131,9 +131,7 @@ def confinement() -> str:
             tempfile.TemporaryDirectory(prefix="moe-runtime-") as folder,
             contextlib.suppress(OSError, subprocess.SubprocessError),
         ):
-            words = []
-            for word in command:
-                words.append(word.format(folder))
+            words = [word.format(folder) for word in command]
             done = subprocess.run(
                 [*words, sys.executable, "-I", "-c", "pass"],
                 capture_output=True,

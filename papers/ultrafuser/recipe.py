@@ -84,10 +84,7 @@ class FuserRecipe(Node):
         return self
 
     def _check_specialists(self) -> None:
-        made = []
-        for name, one in self.specialists.items():
-            if one.model is None:
-                made.append(name)
+        made = [name for name, one in self.specialists.items() if one.model is None]
         given = []
         for name in ("base_model", "pretrain", "specialist"):
             if getattr(self, name) is not None:
@@ -126,9 +123,7 @@ class FuserRecipe(Node):
     @property
     def templates(self) -> list[str]:
         """The specialists' templates, in their order."""
-        templates = []
-        for one in self.specialists.values():
-            templates.append(one.template)
+        templates = [one.template for one in self.specialists.values()]
         return templates
 
     @property
@@ -155,9 +150,7 @@ def check_models(recipe: FuserRecipe) -> None:
         check_source(name, source)
     if not given:
         return  # all are of one base
-    sizes = {}
-    for name, source in named.items():
-        sizes[name] = hidden_size(source, name)
+    sizes = {name: hidden_size(source, name) for name, source in named.items()}
     if recipe.pretrain is not None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
     check_sizes(sizes, recipe.joint)

@@ -162,7 +162,7 @@ def print_plan(planner, gpus: int, gpu_memory: float | None, engine: str | None)
             plan = planner.plan(name, planner.setting_of(name, one, gpus))
             fits = plan.share.total + plans.RESERVED <= limit
             fits_somewhere |= fits
-            notes = ("" if fits else "  DOES NOT FIT") + ("" if stage.runs else "  (a baseline)")
+            notes = "  DOES NOT FIT" * (not fits) + "  (a baseline)" * (not stage.runs)
             typer.echo(plans.as_text(plan) + notes)
             rows.append(plan.to_dict() | {"fits": fits, "runs": stage.runs})
         if fits_somewhere:
@@ -293,34 +293,31 @@ def tune(
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     """Return name -> Layer of --shape, or of --model and the given sizes."""
-    from moe_runtime.config import Layer, check_choice
-    from moe_runtime.tools.layer_shapes import LAYERS
+    from moe_runtime.config import Layer
+    from moe_runtime.tools.layer_shapes import find_layers
 
     if shape is not None and model is None and not sizes:
-        known = {name.lower(): name for name in LAYERS}
-        if shape.lower() == "all":
-            return dict(LAYERS)
-        layers = {}
-        for part in shape.split(","):
-            name = part.strip().lower()
-            check_choice("shape", name, (*known, "all"))
-            layers[known[name]] = LAYERS[known[name]]
-        return layers
+        return find_layers(shape)
     layer = Layer(0, 0, 0, 0)
+    name = "layer"
     if model is not None:  # requires transformers, which a GPU machine may lack
         from moe_runtime.hf.models.folders import read_layer
 
         layer = read_layer(model)
+        name = model.name
     layer = layer._replace(**sizes)
-    missing = [name for name in Layer._fields[:4] if not getattr(layer, name)]
+    missing = []
+    for field in Layer._fields[:4]:
+        if not getattr(layer, field):
+            missing.append("--" + field.replace("_", "-"))
+    problem = None
     if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        why = f"{flags} is missing" + (f" in {model}" if model else "")
-    else:
-        why = f"shape {shape!r} is given"
-    if missing or shape is not None:
-        raise ValueError(f"{why}. Pass only --shape, or --model or all four sizes of a layer")
-    return {"layer" if model is None else model.name: layer}
+        problem = f"{', '.join(missing)} is missing" + (f" in {model}" if model else "")
+    elif shape is not None:
+        problem = f"shape {shape!r} is given"
+    if problem:
+        raise ValueError(f"{problem}. Pass only --shape, or --model or all four sizes of a layer")
+    return {name: layer}
 
 
 @verb(app, "--only layer,step", resumes=True)

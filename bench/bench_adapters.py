@@ -49,7 +49,13 @@ def layer(size):
         small = Qwen3MoeExperts(config)
         for name in ("gate_up_proj", "down_proj"):
             stack = getattr(experts, name).detach()
-            packed.put(small, name, pack(stack, "nf4"), stack.shape, stack.dtype)
+            packed.put(
+                small,
+                name,
+                pack(stack, "nf4"),
+                stack.shape,
+                stack.dtype,
+            )
         wrappers = []
         for e in (experts, small):
             wrappers.append(
@@ -70,7 +76,11 @@ def bench_adapters(interleaved, size, layer):
 
         def step():
             config._experts_implementation = implementation
-            return torch.autograd.grad(wrapper(*args), learned, dout)
+            return torch.autograd.grad(
+                wrapper(*args),
+                learned,
+                dout,
+            )
 
         return step
 

@@ -27,11 +27,19 @@ class Step:
 
     def __init__(self, shape, dtype):
         self.model = stock(shape, dtype, LAYERS)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=CUDA)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=1e-6,
+            fused=CUDA,
+        )
         self.ids = token_ids(shape)
         self.mlps = [layer.mlp for layer in self.model.model.layers]
         self.x = torch.randn(
-            *self.ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True
+            *self.ids.shape,
+            shape.H,
+            device=DEVICE,
+            dtype=dtype,
+            requires_grad=True,
         )
         self.rows = self.x.detach().flatten(0, 1).requires_grad_()
         self.dout = torch.randn_like(self.rows)
@@ -49,7 +57,11 @@ class Step:
         for part in parts:
             logits = part(logits)
         size = model.config.vocab_size
-        loss = model.loss_function(logits=logits, labels=self.ids, vocab_size=size)
+        loss = model.loss_function(
+            logits=logits,
+            labels=self.ids,
+            vocab_size=size,
+        )
         return torch.autograd.grad(loss, [p for part in parts for p in part.parameters()])
 
     def attention(self):
@@ -60,7 +72,11 @@ class Step:
         try:
             leaves = [self.x, *(parameter for layer in layers for parameter in layer.parameters())]
             out = self.model.model(inputs_embeds=self.x).last_hidden_state
-            return torch.autograd.grad(out, leaves, self.dout.view_as(out))
+            return torch.autograd.grad(
+                out,
+                leaves,
+                self.dout.view_as(out),
+            )
         finally:
             for layer, mlp in zip(layers, self.mlps):
                 layer.mlp = mlp
@@ -69,7 +85,9 @@ class Step:
         for mlp in self.mlps:
             _, weight, _ = mlp.gate(self.rows)
             torch.autograd.grad(
-                weight, [self.rows, *mlp.gate.parameters()], torch.ones_like(weight)
+                weight,
+                [self.rows, *mlp.gate.parameters()],
+                torch.ones_like(weight),
             )
 
     def update(self):
@@ -100,7 +118,12 @@ class Step:
 
         def backward():
             for out, inputs in zip(outs, leaves):
-                torch.autograd.grad(out, inputs, self.dout, retain_graph=True)
+                torch.autograd.grad(
+                    out,
+                    inputs,
+                    self.dout,
+                    retain_graph=True,
+                )
 
         return forward, backward
 

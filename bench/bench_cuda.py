@@ -85,7 +85,12 @@ class Layer:
             "merge_experts": (self.alpha, self.dmerged),
         }[op]
         forwards = {
-            "route": lambda: route(leaf, self.shape.K, self.gate, backend=backend)[0],
+            "route": lambda: route(
+                leaf,
+                self.shape.K,
+                self.gate,
+                backend=backend,
+            )[0],
             "combine": lambda: combine(leaf, self.weight, self.slot_row, backend),
             "merge_experts": lambda: merge_experts(self.experts, leaf, backend=backend),
         }
@@ -102,13 +107,24 @@ class Layer:
         product = "triton" if CUDA or backends.interpreted() else "torch"
 
         def call():
-            weight, idx = route(self.logits, self.shape.K, self.gate, backend=backend)
+            weight, idx = route(
+                self.logits,
+                self.shape.K,
+                self.gate,
+                backend=backend,
+            )
             plan = dispatch(idx, self.shape.E, backend)
             rows = grouped_gemm(
-                self.x[plan.row_token], self.experts, plan.expert_offsets, backend=product
+                self.x[plan.row_token],
+                self.experts,
+                plan.expert_offsets,
+                backend=product,
             )
             y = grouped_gemm(
-                rows, self.experts.transpose(1, 2), plan.expert_offsets, backend=product
+                rows,
+                self.experts.transpose(1, 2),
+                plan.expert_offsets,
+                backend=product,
             )
             return combine(y, weight, plan.slot_row, backend)
 
@@ -135,10 +151,21 @@ def bench_cuda_kernel(interleaved, shape, kernel):
         variants = copy_floor(bytes, DEVICE) | {
             f"moe_runtime {name}": layer.call(kernel, name) for name in names
         }
-    interleaved(variants, bytes=bytes, flops=flops, tokens=shape.T, dtype=DTYPE, notes=notes)
+    interleaved(
+        variants,
+        bytes=bytes,
+        flops=flops,
+        tokens=shape.T,
+        dtype=DTYPE,
+        notes=notes,
+    )
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])
+@pytest.mark.parametrize(
+    "counted",
+    [False, True],
+    ids=["plan", "route+plan"],
+)
 def bench_cuda_plan(interleaved, shape, counted):
     """What the grouped products need: rows, offsets and two maps of tiles; with the router before,
     which also counts.
@@ -155,7 +182,14 @@ def bench_cuda_plan(interleaved, shape, counted):
     def triton():
         idx = triton_routing.route_forward(*router)[1] if counted else layer.idx
         plan = triton_dispatch.dispatch_forward(idx, E)
-        return plan, [triton_dispatch.tile_map(plan[0], T * K, block) for block in (64, 128)]
+        return plan, [
+            triton_dispatch.tile_map(
+                plan[0],
+                T * K,
+                block,
+            )
+            for block in (64, 128)
+        ]
 
     def ours():
         if not counted:
@@ -163,7 +197,12 @@ def bench_cuda_plan(interleaved, shape, counted):
         count = cuda_kernels.new_block_count(layer.logits, int(shared))
         idx = cuda_kernels.route_forward(*router, block_count=count)[1]
         return cuda_kernels.route_plan(
-            idx, E, (64, 128), 0, count, cuda_kernels.block_tokens(*layer.logits.shape)
+            idx,
+            E,
+            (64, 128),
+            0,
+            count,
+            cuda_kernels.block_tokens(*layer.logits.shape),
         )
 
     names, notes = usable()
@@ -171,7 +210,13 @@ def bench_cuda_plan(interleaved, shape, counted):
     for name in names:
         if name != "torch":
             variants[f"moe_runtime {name}"] = {"triton": triton, "cuda": ours}[name]
-    interleaved(floor | variants, bytes=16 * T * K, tokens=T, dtype=DTYPE, notes=notes)
+    interleaved(
+        floor | variants,
+        bytes=16 * T * K,
+        tokens=T,
+        dtype=DTYPE,
+        notes=notes,
+    )
 
 
 def bench_cuda_layer(interleaved, shape):
@@ -192,4 +237,10 @@ def bench_cuda_layer(interleaved, shape):
         for name in names:
             variants[f"moe_runtime {name}"] = layer.way(name)
         flops = 4 * T * K * H * I
-        interleaved(variants, flops=flops, tokens=T, dtype=DTYPE, notes=notes)
+        interleaved(
+            variants,
+            flops=flops,
+            tokens=T,
+            dtype=DTYPE,
+            notes=notes,
+        )

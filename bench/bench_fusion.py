@@ -40,7 +40,12 @@ def step(size):
 
 def _naive(hidden, heads, gate, labels):
     logits = 0
-    for h, head, weight in zip(hidden, heads, gate.split(1, 1), strict=True):
+    for h, head, weight in zip(
+        hidden,
+        heads,
+        gate.split(1, 1),
+        strict=True,
+    ):
         logits = logits + weight * F.linear(h, head).float()
     return F.cross_entropy(logits, labels)
 
@@ -61,4 +66,10 @@ def bench_fused_loss(interleaved, step, size, train):
     flops = 2 * T * V * S * H * passes
     # states and heads; no logits
     bytes = DTYPE.itemsize * S * H * (T + V) * passes
-    interleaved(variants, flops=flops, bytes=bytes, tokens=T, dtype=DTYPE)
+    interleaved(
+        variants,
+        flops=flops,
+        bytes=bytes,
+        tokens=T,
+        dtype=DTYPE,
+    )

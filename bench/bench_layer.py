@@ -49,7 +49,11 @@ def mixtral_experts(up, down, K: int, implementation: str):
 def random_experts(shape) -> torch.Tensor:
     """Return ids [T, K] of random experts, the shared one last."""
     shared = int(shape.shared)
-    scores = torch.rand(shape.T, shape.E - shared, device=DEVICE)
+    scores = torch.rand(
+        shape.T,
+        shape.E - shared,
+        device=DEVICE,
+    )
     idx = scores.topk(shape.K - shared).indices + shared
     return torch.cat([idx, idx.new_zeros(shape.T, shared)], 1)
 
@@ -94,7 +98,11 @@ class Layer:
         b = self.buffers
         torch.mm(b["y"], b["w2"], out=b["dh"])
         torch.mm(b["y"].t(), b["h"], out=b["dw2"])
-        torch.mm(b["dz"].t(), b["rows"], out=b["dw1"])
+        torch.mm(
+            b["dz"].t(),
+            b["rows"],
+            out=b["dw1"],
+        )
         torch.mm(b["dz"], b["w1"], out=b["dx"])
 
     def bytes(self, backward: bool = False) -> int:
@@ -110,10 +118,22 @@ class Layer:
         return self.x.element_size() * elements
 
     def ours(self, **options):
-        return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, **options)
+        return moe_mlp(
+            self.x,
+            self.up,
+            self.down,
+            self.topk_weight,
+            self.topk_idx,
+            **options,
+        )
 
     def transformers(self, implementation):
-        experts = mixtral_experts(self.up, self.down, self.shape.K, implementation)
+        experts = mixtral_experts(
+            self.up,
+            self.down,
+            self.shape.K,
+            implementation,
+        )
         return lambda: experts(self.x, self.topk_idx, self.topk_weight)
 
     def official(self):
@@ -127,7 +147,11 @@ class Layer:
         block = OfficialBlock(moe)
 
         def call():
-            return block.run_experts(self.x, self.topk_idx, self.topk_weight.to(self.x.dtype))
+            return block.run_experts(
+                self.x,
+                self.topk_idx,
+                self.topk_weight.to(self.x.dtype),
+            )
 
         return call, [self.x, *block.parts(), self.topk_weight], self.dout
 
@@ -242,4 +266,11 @@ def bench_forward_backward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
     variants, notes = variants_of(layer, request.config.getoption("--tiny"))
-    measure(interleaved, layer, variants, notes, layer.floor_both, backward=True)
+    measure(
+        interleaved,
+        layer,
+        variants,
+        notes,
+        layer.floor_both,
+        backward=True,
+    )

@@ -38,7 +38,11 @@ class Layer:
         self.x = random(T, H).requires_grad_()
         self.base = []
         self.pairs = {}
-        for name, (out, into) in zip(NAMES, ((I, H), (I, H), (H, I)), strict=True):
+        for name, (out, into) in zip(
+            NAMES,
+            ((I, H), (I, H), (H, I)),
+            strict=True,
+        ):
             self.base.append(random(out, into) * into**-0.5)
             a = random(E, RANK, into) * into**-0.5
             b = random(E, RANK, out) * 0.1
@@ -50,7 +54,12 @@ class Layer:
 
     def ours(self):
         return lora_mlp(
-            self.x, *self.base, self.topk_weight, self.topk_idx, **self.pairs, scaling=self.scaling
+            self.x,
+            *self.base,
+            self.topk_weight,
+            self.topk_idx,
+            **self.pairs,
+            scaling=self.scaling,
         )
 
     def per_slot(self):
@@ -70,11 +79,28 @@ class Layer:
     def whole(self):
         """The experts' op on weights that are made whole first."""
         whole = []
-        for weight, (a, b) in zip(self.base, self.pairs.values(), strict=True):
+        for weight, (a, b) in zip(
+            self.base,
+            self.pairs.values(),
+            strict=True,
+        ):
             base = weight.expand(self.E, -1, -1)
-            whole.append(torch.baddbmm(base, b.transpose(1, 2), a, alpha=self.scaling))
+            whole.append(
+                torch.baddbmm(
+                    base,
+                    b.transpose(1, 2),
+                    a,
+                    alpha=self.scaling,
+                )
+            )
         gate, up, down = whole
-        return moe_mlp(self.x, torch.cat([gate, up], 1), down, self.topk_weight, self.topk_idx)
+        return moe_mlp(
+            self.x,
+            torch.cat([gate, up], 1),
+            down,
+            self.topk_weight,
+            self.topk_idx,
+        )
 
     def bytes(self, backward: bool) -> int:
         """Return what is read and written at least: base and pairs, x and out; with their
@@ -93,7 +119,11 @@ class Layer:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize(
+    "backward",
+    [False, True],
+    ids=["forward", "both"],
+)
 def bench_lora_experts(interleaved, shape, backward, dtype):
     with fits():
         layer = Layer(shape, dtype)

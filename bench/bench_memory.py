@@ -68,4 +68,10 @@ def bench_saved_memory(interleaved, shape, dtype, request):
             row["formula KiB/token"] = formula(layer) / 1024
         details[name] = row
         functions[name] = layer.forward(variant)
-    interleaved(functions, tokens=shape.T, dtype=dtype, notes=notes, details=details)
+    interleaved(
+        functions,
+        tokens=shape.T,
+        dtype=dtype,
+        notes=notes,
+        details=details,
+    )

@@ -16,11 +16,20 @@ from moe_runtime.ops.merging import merge_experts, merged_linear
 KIND = "op"
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["merge", "dalpha"])
+@pytest.mark.parametrize(
+    "backward",
+    [False, True],
+    ids=["merge", "dalpha"],
+)
 def bench_merge_experts(interleaved, shape, backward):
     P = shape.H * shape.I
     weight = random(shape.E, P)
-    alpha = torch.full([shape.E], 1 / shape.E, device=DEVICE, requires_grad=backward)
+    alpha = torch.full(
+        [shape.E],
+        1 / shape.E,
+        device=DEVICE,
+        requires_grad=backward,
+    )
     dout = random(P)
     stack = weight.float()
 
@@ -39,7 +48,12 @@ def bench_merge_experts(interleaved, shape, backward):
         merge = functools.partial(merge_experts, weight, alpha, backend=backend)
         functions[f"moe_runtime {backend}"] = variant(merge)
     functions["fp32 stack, mm, cast (official)"] = variant(official)
-    interleaved(functions, bytes=bytes, flops=2 * shape.E * P, dtype=weight.dtype)
+    interleaved(
+        functions,
+        bytes=bytes,
+        flops=2 * shape.E * P,
+        dtype=weight.dtype,
+    )
 
 
 @pytest.mark.gpu
@@ -52,13 +66,22 @@ def bench_merged_linear(interleaved, shape):
     x = random(T, H).requires_grad_()
     dout = random(T, I)
     weight = random(E, I, H) * H**-0.5
-    alpha = torch.full([E], 1 / E, device=DEVICE, requires_grad=True)
+    alpha = torch.full(
+        [E],
+        1 / E,
+        device=DEVICE,
+        requires_grad=True,
+    )
     backend = "triton" if CUDA else "torch"
     merged = merge_experts(weight, alpha.detach(), backend=backend)
     dense = torch.nn.Parameter(merged.clone())
 
     def floor():
-        return torch.autograd.grad(F.linear(x, dense), [x, dense], dout)
+        return torch.autograd.grad(
+            F.linear(x, dense),
+            [x, dense],
+            dout,
+        )
 
     def ours():
         y = merged_linear(x, weight, alpha, merged, backend=backend)

@@ -37,18 +37,31 @@ def bench_mixing_step(interleaved, size):
         )
     from moe_runtime.methods import xft
 
-    ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
+    ids = torch.randint(
+        0,
+        size.V,
+        (size.rows, size.length),
+        device=DEVICE,
+    )
     variants = {}
     for name in ("dense SFT step (floor)", "moe_runtime"):
         torch.manual_seed(0)
         model = llama(size, torch.float32, tie_word_embeddings=True)
         if name == "moe_runtime":
-            xft.upcycle(model, num_experts=size.E, top_k=size.K)
+            xft.upcycle(
+                model,
+                num_experts=size.E,
+                top_k=size.K,
+            )
             xft.to_mergeable(model)
         learned = [p for p in model.train().parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(learned, lr=1e-4)
         variants[name] = functools.partial(train, model, ids, optimizer)
-    interleaved(variants, tokens=ids.numel(), dtype=torch.float32)
+    interleaved(
+        variants,
+        tokens=ids.numel(),
+        dtype=torch.float32,
+    )
 
 
 class Official(torch.nn.Module):
@@ -95,11 +108,19 @@ def bench_mixing_layer(interleaved, shape):
 
     def dense():
         gate, up = F.linear(x, gate_up).chunk(2, -1)
-        return torch.autograd.grad(F.linear(F.silu(gate) * up, down), [x, gate_up, down], dout)[0]
+        return torch.autograd.grad(
+            F.linear(F.silu(gate) * up, down),
+            [x, gate_up, down],
+            dout,
+        )[0]
 
     def step_of(layer):
         def step():
-            dx, dlogits = torch.autograd.grad(layer(x), [x, layer.mixing_logits], dout)
+            dx, dlogits = torch.autograd.grad(
+                layer(x),
+                [x, layer.mixing_logits],
+                dout,
+            )
             with torch.no_grad():
                 layer.mixing_logits.sub_(1e-3 * dlogits.sign())
             return dx

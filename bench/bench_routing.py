@@ -15,7 +15,11 @@ KIND = "op"
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "backward",
+    [False, True],
+    ids=["forward", "backward"],
+)
 def bench_route(interleaved, shape, backward):
     T, H, _, E, K, shared = shape
     gate = "xft" if shared else "softmax_topk_renorm"
@@ -27,15 +31,31 @@ def bench_route(interleaved, shape, backward):
 
     def variant(backend):
         def forward():
-            return route(F.linear(x, weight), K, gate, backend=backend)[0]
+            return route(
+                F.linear(x, weight),
+                K,
+                gate,
+                backend=backend,
+            )[0]
 
         if not backward:
             return forward
         out = forward()
-        return lambda: torch.autograd.grad(out, [x, weight], dweight, retain_graph=True)
+        return lambda: torch.autograd.grad(
+            out,
+            [x, weight],
+            dweight,
+            retain_graph=True,
+        )
 
     ours = "triton" if CUDA or backends.interpreted() else "torch"
     with torch.set_grad_enabled(backward):
         variants = {"moe_runtime": variant(ours), "torch": variant("torch")}
         variants = copy_floor(bytes, DEVICE) | variants
-        interleaved(variants, bytes=bytes, flops=bytes * (E - shared), tokens=T, dtype=x.dtype)
+        interleaved(
+            variants,
+            bytes=bytes,
+            flops=bytes * (E - shared),
+            tokens=T,
+            dtype=x.dtype,
+        )

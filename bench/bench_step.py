@@ -143,7 +143,12 @@ def flops_of(model, tokens: int, head: bool) -> int:
 
 def token_ids(shape) -> torch.Tensor:
     length = min(shape.T, SEQUENCE)
-    return torch.randint(0, VOCAB, (shape.T // length, length), device=DEVICE)
+    return torch.randint(
+        0,
+        VOCAB,
+        (shape.T // length, length),
+        device=DEVICE,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,15 +157,30 @@ def bench_decoder_layer(interleaved, shape, dtype):
     with fits():
         model = stock(shape, dtype, 1).model
         ids = token_ids(shape)
-        x = torch.randn(*ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True)
+        x = torch.randn(
+            *ids.shape,
+            shape.H,
+            device=DEVICE,
+            dtype=dtype,
+            requires_grad=True,
+        )
         dout = torch.randn_like(x)
     leaves = [x, *model.layers.parameters()]
 
     def run():
-        return torch.autograd.grad(model(inputs_embeds=x).last_hidden_state, leaves, dout)
+        return torch.autograd.grad(
+            model(inputs_embeds=x).last_hidden_state,
+            leaves,
+            dout,
+        )
 
     flops = flops_of(model, ids.numel(), head=False)
-    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype)
+    interleaved(
+        with_each(model, run),
+        flops=flops,
+        tokens=ids.numel(),
+        dtype=dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,10 +188,20 @@ def bench_training_step(interleaved, shape, dtype):
     """Loss, backward and AdamW of a model of four layers."""
     with fits():
         model = stock(shape, dtype, LAYERS)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=CUDA)
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=1e-6,
+            fused=CUDA,
+        )
         ids = token_ids(shape)
 
     flops = flops_of(model, ids.numel(), head=True)
     held = functools.partial(clock.held_bytes, model, optimizer)
     run = functools.partial(train, model, ids, optimizer)
-    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype, held=held)
+    interleaved(
+        with_each(model, run),
+        flops=flops,
+        tokens=ids.numel(),
+        dtype=dtype,
+        held=held,
+    )

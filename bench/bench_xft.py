@@ -31,7 +31,10 @@ class TransformersBlock(nn.Module):
         super().__init__()
         self.gate = moe.gate
         self.experts = mixtral_experts(
-            moe.experts.gate_up_proj, moe.experts.down_proj, moe.config.top_k, implementation
+            moe.experts.gate_up_proj,
+            moe.experts.down_proj,
+            moe.config.top_k,
+            implementation,
         )
 
     def forward(self, hidden_states):
@@ -51,8 +54,17 @@ class Tuned:
         self.model = llama(
             size, dtype, max_position_embeddings=16384, rope_parameters=rope, use_cache=False
         ).train()
-        xft.upcycle(self.model, num_experts=size.E, top_k=size.K)
-        self.ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
+        xft.upcycle(
+            self.model,
+            num_experts=size.E,
+            top_k=size.K,
+        )
+        self.ids = torch.randint(
+            0,
+            size.V,
+            (size.rows, size.length),
+            device=DEVICE,
+        )
         moes = []
         for layer in self.model.model.layers:
             moes.append(layer.mlp)
@@ -86,9 +98,24 @@ class Tuned:
         for moe, block in zip(moes, official, strict=True):
             up = stacked.state[moe.experts.gate_up_proj]
             down = stacked.state[moe.experts.down_proj]
-            share(separate, block.weight_gate, up, lambda t: t.chunk(2, 1)[0])
-            share(separate, block.weight_up, up, lambda t: t.chunk(2, 1)[1])
-            share(separate, block.weight_down, down, lambda t: t)
+            share(
+                separate,
+                block.weight_gate,
+                up,
+                lambda t: t.chunk(2, 1)[0],
+            )
+            share(
+                separate,
+                block.weight_up,
+                up,
+                lambda t: t.chunk(2, 1)[1],
+            )
+            share(
+                separate,
+                block.weight_down,
+                down,
+                lambda t: t,
+            )
         for parameter in others:
             separate.state[parameter] = stacked.state[parameter]
         return dict.fromkeys(self.blocks, stacked) | {"official": separate}
@@ -134,5 +161,15 @@ def bench_xft_step(interleaved, size, dtype):
         variants = {}
         for name in tuned.blocks:
             variants[name] = tuned.step_of(name)
-        held = functools.partial(clock.held_bytes, tuned.model, tuned.optimizers["moe_runtime"])
-        interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype, held=held)
+        held = functools.partial(
+            clock.held_bytes,
+            tuned.model,
+            tuned.optimizers["moe_runtime"],
+        )
+        interleaved(
+            variants,
+            flops=flops_of(size),
+            tokens=size.T,
+            dtype=dtype,
+            held=held,
+        )

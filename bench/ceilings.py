@@ -32,7 +32,10 @@ def _measured(dtype: torch.dtype, tiny: bool) -> dict[str, float]:
     if CUDA:
         return _of_gpu(dtype)
     products = max(_product(*size, dtype) for size in (TINY if tiny else PRODUCTS))
-    return {"TFLOP/s": max(products, _peak(dtype, tiny)), "GB/s": _copy(tiny)}
+    return {
+        "TFLOP/s": max(products, _peak(dtype, tiny)),
+        "GB/s": _copy(tiny),
+    }
 
 
 def _peak(dtype: torch.dtype, tiny: bool) -> float:
@@ -100,4 +103,7 @@ def _of_gpu(dtype: torch.dtype) -> dict[str, float]:
     functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
     rounds = [timer.round(functions) for _ in range(13)][3:]
     matmul, copy = map(statistics.median, zip(*rounds, strict=True))
-    return {"TFLOP/s": 2 * n**3 / matmul / 1e9, "GB/s": 2 * size / copy / 1e6}
+    return {
+        "TFLOP/s": 2 * n**3 / matmul / 1e9,
+        "GB/s": 2 * size / copy / 1e6,
+    }

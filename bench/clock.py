@@ -93,7 +93,10 @@ def resident(function) -> tuple[dict[str, float], object]:
     result = function()
     peak = _status("VmHWM")
     _give_back()
-    sizes = {"peak MiB": peak - before, "kept MiB": _status("VmRSS") - before}
+    sizes = {
+        "peak MiB": peak - before,
+        "kept MiB": _status("VmRSS") - before,
+    }
     return {name: max(size, 0) / 2**20 for name, size in sizes.items()}, result
 
 
@@ -155,7 +158,11 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
     times = {name: [] for name in runs}
 
     def one_round():
-        for name, ms in zip(runs, timer.round(runs.values()), strict=True):
+        for name, ms in zip(
+            runs,
+            timer.round(runs.values()),
+            strict=True,
+        ):
             times[name].append(ms / 1e3)
 
     try:
@@ -251,7 +258,11 @@ def first_line(text: str) -> str:
 def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Source and target of a copy that moves that many bytes, read and written ones counted."""
     return torch.randint(
-        0, 1 << 15, (2, max(bytes // 4, 1)), dtype=torch.int16, device=device
+        0,
+        1 << 15,
+        (2, max(bytes // 4, 1)),
+        dtype=torch.int16,
+        device=device,
     ).unbind()
 
 
@@ -282,7 +293,11 @@ def rows_of(
     ceiling.
     """
     floor = next(iter(times.values()))
-    work = {"TFLOP/s": flops / 1e12, "GB/s": bytes / 1e9, "tokens/s": tokens}
+    work = {
+        "TFLOP/s": flops / 1e12,
+        "GB/s": bytes / 1e9,
+        "tokens/s": tokens,
+    }
     rows = {}
     for name, seconds in times.items():
         median = statistics.median(seconds)

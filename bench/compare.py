@@ -120,7 +120,12 @@ def compare(a: Path, b: Path) -> Comparison:
                 note = now.get("notes", {}).get(variant, why)
                 missing.append(Missing(name, kind, variant, note))
     alone = [name for name in one if name not in other], [name for name in other if name not in one]
-    return Comparison(rows, missing, _warnings(one, other), alone)
+    return Comparison(
+        rows,
+        missing,
+        _warnings(one, other),
+        alone,
+    )
 
 
 def _is_ours(variant: str, kind: str) -> bool:
@@ -139,7 +144,17 @@ def _rows(name: str, a: dict, b: dict) -> list[Row]:
     if others and _is_ours(floor, kind):
         pace = statistics.median(others)
     has_floor = floor == next(iter(b["rows"])) and pace is None
-    return [_row(name, a, b, variant, has_floor and variant != floor, pace) for variant in both]
+    return [
+        _row(
+            name,
+            a,
+            b,
+            variant,
+            has_floor and variant != floor,
+            pace,
+        )
+        for variant in both
+    ]
 
 
 def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
@@ -168,7 +183,16 @@ def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float 
         if now > times * before and now - before > much:
             grew[column] = now / before if before else math.inf
     faster = not grew and max(paces) < 1 / (1 + noise)
-    return Row(name, kind, variant, (one["ms"], other["ms"]), ratio, noise, grew, faster)
+    return Row(
+        name,
+        kind,
+        variant,
+        (one["ms"], other["ms"]),
+        ratio,
+        noise,
+        grew,
+        faster,
+    )
 
 
 def _rounds(a: dict, b: dict) -> int:
@@ -216,7 +240,13 @@ def by_kind(compared: Comparison) -> list[tuple[str, str, int, float, float, flo
             if row.kind == kind or (kind is None and row.kind not in KINDS):
                 groups.setdefault((row.kind, row.variant), []).append(row.ratio)
     return [
-        (*key, len(ratios), min(ratios), statistics.median(ratios), max(ratios))
+        (
+            *key,
+            len(ratios),
+            min(ratios),
+            statistics.median(ratios),
+            max(ratios),
+        )
         for key, ratios in groups.items()
     ]
 
@@ -230,7 +260,14 @@ def text(compared: Comparison) -> str:
         rows.append([row.benchmark, row.variant, *numbers, noise, row.verdict])
     kinds = []
     for kind, variant, count, *ratios in by_kind(compared):
-        kinds.append([kind, variant, str(count), *(f"{ratio:.3f}" for ratio in ratios)])
+        kinds.append(
+            [
+                kind,
+                variant,
+                str(count),
+                *(f"{ratio:.3f}" for ratio in ratios),
+            ]
+        )
     lines = [f"warning: {warning}" for warning in compared.warnings]
     heads = ["benchmark", "variant", "A ms", "B ms", "B / A", "noise", ""]
     lines += ["", markdown(heads, rows)]

@@ -75,7 +75,11 @@ def pytest_generate_tests(metafunc):
             table = {name: table[name] for name in chosen if name in table}
         tables["shape"] = table
     for argument, table in tables.items():
-        metafunc.parametrize(argument, list(table.values()), ids=list(table))
+        metafunc.parametrize(
+            argument,
+            list(table.values()),
+            ids=list(table),
+        )
 
 
 def _chosen(config) -> list[str]:
@@ -193,7 +197,12 @@ def interleaved(benchmark, request):
             runs = {variant: run for variant, run in variants.items() if variant not in broken}
             try:
                 times, measured = clock.measure_gpu(
-                    runs, rounds, option("--seconds"), benchmark.pedantic, notes, compare
+                    runs,
+                    rounds,
+                    option("--seconds"),
+                    benchmark.pedantic,
+                    notes,
+                    compare,
                 )
             except clock.ContextLost as lost:
                 # without a name that is new, the next process would get as far as this one
@@ -210,7 +219,14 @@ def interleaved(benchmark, request):
         for variant, row in (details or {}).items():
             measured[variant] = measured.get(variant, {}) | row
         info["rounds"] = len(next(iter(times.values())))
-        info["rows"] = clock.rows_of(times, measured, flops, bytes, info["ceilings"], tokens)
+        info["rows"] = clock.rows_of(
+            times,
+            measured,
+            flops,
+            bytes,
+            info["ceilings"],
+            tokens,
+        )
         if notes:
             info["notes"] = {
                 variant: machine.public(clock.first_line(note)) for variant, note in notes.items()

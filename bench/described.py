@@ -56,7 +56,10 @@ def shape_of(request) -> dict | None:
                 if isinstance(key, str) and value == shape and key in whole:
                     name = max(name, key, key=len)
     fields = getattr(shape, "shape", shape)._asdict()  # of a layer with a dtype, the layer
-    return {"name": (name or whole).removesuffix(f"-{fields.get('T')}"), **fields}
+    return {
+        "name": (name or whole).removesuffix(f"-{fields.get('T')}"),
+        **fields,
+    }
 
 
 def _parameters(request) -> dict:

@@ -191,7 +191,11 @@ def _of_transformers(rows):
 
 
 # times faster than PEFT, share of its memory
-ADAPTERS = {"coarse": (1.8, 0.5), "fine": (2.2, 0.36), "E=128": (3.0, 0.1)}
+ADAPTERS = {
+    "coarse": (1.8, 0.5),
+    "fine": (2.2, 0.36),
+    "E=128": (3.0, 0.1),
+}
 LAYERS = {  # share of the ceiling at least, pass by pass
     ("coarse", "fp32"): (0.92, 0.86),
     ("coarse", "bf16"): (0.88, 0.84),
@@ -244,7 +248,10 @@ CPU_GOALS = (
         most=1.0,
     ),
     Goal(
-        "its stage 1, times of the naive", FUSED[1:], _times("moe_runtime torch", NAIVE), most=0.6
+        "its stage 1, times of the naive",
+        FUSED[1:],
+        _times("moe_runtime torch", NAIVE),
+        most=0.6,
     ),
     Goal(
         "its peak memory, share of the naive",
@@ -260,9 +267,17 @@ CPU_GOALS = (
         ]
         for goal in (
             Goal(
-                f"{what}, NF4, times of dense stacks", names, _times(NF4, "moe_runtime"), most=1.6
+                f"{what}, NF4, times of dense stacks",
+                names,
+                _times(NF4, "moe_runtime"),
+                most=1.6,
             ),
-            Goal(f"{what}, times faster than PEFT's own", names, _faster(PEFT), speed),
+            Goal(
+                f"{what}, times faster than PEFT's own",
+                names,
+                _faster(PEFT),
+                speed,
+            ),
             Goal(
                 f"{what}, peak memory, share of PEFT's own",
                 names,
@@ -307,7 +322,13 @@ def goals(rows: dict, wanted: Sequence[Goal] = GOALS) -> str:
                 off = abs(value / limit - 1)
                 missed.append(f"* {goal.what}: {name} is {value:.2f}, {off:.0%} off")
         left = len(goal.benchmarks) - len(values)
-        cells = [goal.want(), worst, best, f"{met} of {len(values)}", str(left)]
+        cells = [
+            goal.want(),
+            worst,
+            best,
+            f"{met} of {len(values)}",
+            str(left),
+        ]
         lines.append([goal.what, *cells])
     heads = ["goal", "target", "worst", "best", "met", "not measured"]
     return "\n".join([markdown(heads, lines), "", *missed])

@@ -38,7 +38,13 @@ def describe() -> dict[str, str]:
         driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     else:
         driver = "none"
-    return {"machine": name, "driver": driver, **versions, "commit": commit(), "date": today()}
+    return {
+        "machine": name,
+        "driver": driver,
+        **versions,
+        "commit": commit(),
+        "date": today(),
+    }
 
 
 def today() -> str:
@@ -69,10 +75,19 @@ def _said(*command: str) -> str:
 
 def public(text: str) -> str:
     """Return a text without where this user keeps things: results are published."""
-    places = {str(ROOT): ".", os.getcwd(): ".", sys.prefix: "PREFIX", os.path.expanduser("~"): "~"}
+    places = {
+        str(ROOT): ".",
+        os.getcwd(): ".",
+        sys.prefix: "PREFIX",
+        os.path.expanduser("~"): "~",
+    }
     for place in sorted(places, key=len, reverse=True):
         if len(place) > 1:
-            text = re.sub(re.escape(place) + r"(?![\w-])", places[place], text)
+            text = re.sub(
+                re.escape(place) + r"(?![\w-])",
+                places[place],
+                text,
+            )
     return text
 
 

@@ -56,7 +56,13 @@ def _layer_bars(benches: list[Bench]):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
         plain(axes, f"{where}\n{PASSES[bench.function]}")
         unit = f"times of {ordered(bench.rows)[0]} (less is better)"
-        frame.bars(axes, ratios(bench), "{:.2f}".format, unit, FAR)
+        frame.bars(
+            axes,
+            ratios(bench),
+            "{:.2f}".format,
+            unit,
+            FAR,
+        )
     frame.share_names(all_axes)
     return figure
 
@@ -77,7 +83,14 @@ def _layer_dots(benches: list[Bench]):
             for name in reversed(ordered(times)):
                 colour, marker = style(name)
                 label = f"{bench.shape}: {name}"
-                axes.plot(times[name], y, marker, color=colour, markersize=6, label=label)
+                axes.plot(
+                    times[name],
+                    y,
+                    marker,
+                    color=colour,
+                    markersize=6,
+                    label=label,
+                )
         axes.axvline(1, color=INK, linestyle="--", linewidth=1.2, zorder=1)
         axes.set_yticks(range(len(group)), [bench.shape for bench in group])
         axes.set_ylim(len(group) - 0.5, -0.5)
@@ -153,7 +166,13 @@ def _panel(axes, group: list[Bench]) -> None:
     for bench in group:
         if (lost := loss(bench)) is not None:
             look = {"markersize": 11, "markerfacecolor": "none", "color": INK}
-            axes.plot(bench.tokens, lost.rate, "o", label="faster", **look)
+            axes.plot(
+                bench.tokens,
+                lost.rate,
+                "o",
+                label="faster",
+                **look,
+            )
     axes.set_xlabel("\n".join(["T (1k = 1024)", *_losses(group)]), fontsize=SMALL)
     axes.set_ylabel(RATE, fontsize=SMALL)
 

@@ -89,7 +89,13 @@ def read(path: str | Path) -> list[Bench]:
     benches = []
     for bench in benchmarks(path):
         function, _, id = bench["name"].partition("[")
-        benches.append(Bench(function, id.rstrip("]"), bench["extra_info"]))
+        benches.append(
+            Bench(
+                function,
+                id.rstrip("]"),
+                bench["extra_info"],
+            )
+        )
     return benches
 
 
@@ -159,11 +165,22 @@ def figure_of(title: str, benches: list[Bench], height: float):
     from.
     """
     figure = require("matplotlib.figure", "bench").Figure(
-        figsize=(WIDTH, height), layout="constrained", facecolor="white"
+        figsize=(WIDTH, height),
+        layout="constrained",
+        facecolor="white",
     )
     figure.suptitle(title, fontsize=12, color=INK)
-    figure.supxlabel(caption(benches), fontsize=TINY, color=GREY)
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04, wspace=0.04)
+    figure.supxlabel(
+        caption(benches),
+        fontsize=TINY,
+        color=GREY,
+    )
+    figure.get_layout_engine().set(
+        w_pad=0.08,
+        h_pad=0.08,
+        hspace=0.04,
+        wspace=0.04,
+    )
     return figure
 
 
@@ -190,7 +207,12 @@ def save(figure, path: Path) -> None:
     if path.suffix == ".svg":
         metadata = {"Date": None, "Creator": None}
     with atomic_file(path) as beside:
-        figure.savefig(beside, dpi=150, metadata=metadata, format=path.suffix[1:])
+        figure.savefig(
+            beside,
+            dpi=150,
+            metadata=metadata,
+            format=path.suffix[1:],
+        )
         if path.suffix == ".svg":
             text = beside.read_text(encoding="utf-8")
             beside.write_text(text.replace(" <defs>", f" {DARK} <defs>", 1), encoding="utf-8")
@@ -198,7 +220,12 @@ def save(figure, path: Path) -> None:
 
 def plain(axes, title: str = "") -> None:
     """Give axes their title, a pale grid behind the data and no box."""
-    axes.set_title(title, fontsize=SMALL + 1, color=INK, loc="left")
+    axes.set_title(
+        title,
+        fontsize=SMALL + 1,
+        color=INK,
+        loc="left",
+    )
     axes.tick_params(labelsize=SMALL)
     axes.grid(alpha=0.25, linewidth=0.7)
     axes.set_axisbelow(True)
@@ -225,7 +252,13 @@ def key(names, join: str | None = None) -> list:
             handles.append(patch(color=colour, label=name))
         else:
             handles.append(
-                line(color=colour, label=name, marker=marker, markersize=5, linestyle=join)
+                line(
+                    color=colour,
+                    label=name,
+                    marker=marker,
+                    markersize=5,
+                    linestyle=join,
+                )
             )
     return handles
 
@@ -285,8 +318,19 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
     for y, name in enumerate(names):
         value = values[name]
         length = min(value, end)
-        axes.barh(y, length, color=style(name)[0], height=0.72, label=name)
-        beside(axes, length, y, form(value) + " \u2192" * (value > end))
+        axes.barh(
+            y,
+            length,
+            color=style(name)[0],
+            height=0.72,
+            label=name,
+        )
+        beside(
+            axes,
+            length,
+            y,
+            form(value) + " \u2192" * (value > end),
+        )
     axes.set_yticks(range(len(names)), [name.removesuffix(" (floor)") for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.locator_params(axis="x", nbins=5)
@@ -344,7 +388,12 @@ def grid(
     for i in range(0, len(heights), columns):
         rows.append(max(heights[i : i + columns]))
     figure = figure_of(title, benches, base + sum(rows))
-    all_axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
+    all_axes = figure.subplots(
+        len(rows),
+        columns,
+        squeeze=False,
+        height_ratios=rows,
+    ).flatten()
     for axes in all_axes[len(heights) :]:
         axes.set_visible(False)
     return figure, all_axes[: len(heights)]
@@ -372,7 +421,12 @@ def memory(benches: list[Bench]):
         for y, name in enumerate(ordered(values)):
             if FORMULA in bench.rows[name]:
                 has_formula = True
-                _mark(axes, bench.rows[name][FORMULA], y, "published formula")
+                _mark(
+                    axes,
+                    bench.rows[name][FORMULA],
+                    y,
+                    "published formula",
+                )
     share_names(all_axes)
     if has_formula:
         legend(figure, [line(color=INK, linewidth=2.5, label="our published formula")])
@@ -381,7 +435,13 @@ def memory(benches: list[Bench]):
 
 def _mark(axes, x: float, y: float, label: str) -> None:
     """Draw a thick line across a bar."""
-    axes.plot([x, x], [y - 0.45, y + 0.45], color=INK, linewidth=2.5, label=label)
+    axes.plot(
+        [x, x],
+        [y - 0.45, y + 0.45],
+        color=INK,
+        linewidth=2.5,
+        label=label,
+    )
 
 
 def _column(bench: Bench, column: str) -> dict[str, float]:
@@ -404,10 +464,20 @@ def xft(benches: list[Bench]):
     heights = [bars_height(len(values)) for _, _, values in panels]
     columns = 1 if {column for _, column, _ in panels} == {"tokens/s"} else 2
     title = "XFT: a tuning step, random weights"
-    figure, all_axes = grid(title, [bench for bench, _, _ in panels], heights, columns)
+    figure, all_axes = grid(
+        title,
+        [bench for bench, _, _ in panels],
+        heights,
+        columns,
+    )
     for axes, (bench, column, values) in zip(all_axes, panels, strict=True):
         plain(axes, f"{bench.shape}, {bench.dtype}")
-        bars(axes, values, number, f"{column} ({XFT[column]})")
+        bars(
+            axes,
+            values,
+            number,
+            f"{column} ({XFT[column]})",
+        )
     share_names(all_axes, columns)
     return figure
 
@@ -458,7 +528,15 @@ def _stack(axes, bench: Bench) -> None:
         for part in (*EXPERTS, *SHARED):
             if part in one:
                 is_wide = one[part] > 0.05 * widest
-                _segment(axes, y, end, name, part, one[part], is_wide)
+                _segment(
+                    axes,
+                    y,
+                    end,
+                    name,
+                    part,
+                    one[part],
+                    is_wide,
+                )
                 end += one[part]
         text = f"{number(end)} ms"
         if y == 0 and whole:
@@ -496,4 +574,12 @@ def _segment(axes, y: int, left: float, name: str, part: str, ms: float, is_wide
         if part == "experts forward" and luminance(colour) < 0.3:
             ink = "white"
         middle = left + ms / 2
-        axes.text(middle, y, number(ms), ha="center", va="center", fontsize=TINY, color=ink)
+        axes.text(
+            middle,
+            y,
+            number(ms),
+            ha="center",
+            va="center",
+            fontsize=TINY,
+            color=ink,
+        )

@@ -152,7 +152,12 @@ def cuda_table(paths: list[str | Path]) -> list[dict]:
         count = len(shapes.plans()) * list(KERNELS.values()).count(op)
         least = min(times)
         if len(times) == count and least >= 1.03:
-            row = {"op": op, "device": device, **about[device], "times_faster": round(least, 3)}
+            row = {
+                "op": op,
+                "device": device,
+                **about[device],
+                "times_faster": round(least, 3),
+            }
             table.append(row)
     return table
 

@@ -157,7 +157,11 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
             str(os.getpid()),
             f"--benchmark-storage={lines.parent.absolute()}",
         ]
-        status, said = _pytest([*map(str, paths), *own, *options], records, update)
+        status, said = _pytest(
+            [*map(str, paths), *own, *options],
+            records,
+            update,
+        )
         if status < 0 and (name := records.unfinished()):
             records.write(name, failed=f"the process died of {signal.Signals(-status).name}")
         elif status != LOST:
@@ -165,7 +169,11 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
         if len(records.lines()) == before:
             break
     if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", said)):
-        raise OSError(int(told[1]), os.strerror(int(told[1])), str(lines))
+        raise OSError(
+            int(told[1]),
+            os.strerror(int(told[1])),
+            str(lines),
+        )
     if status not in (0, 1, 5):  # passed, some failed, nothing was left to run
         raise RuntimeError(f"pytest failed with exit code {status}:\n{said}")
 

@@ -28,7 +28,13 @@ def main(arguments: list[str]) -> int:
     tokens = [*map(int, given.tokens.split(","))]
     counts: Counter[str] = Counter()
     try:
-        for step in tune.tune(layers, tokens, ["bfloat16"], given.file, seconds=given.seconds):
+        for step in tune.tune(
+            layers,
+            tokens,
+            ["bfloat16"],
+            given.file,
+            seconds=given.seconds,
+        ):
             counts[step.state] += 1
             print(f"[{step.number}/{step.of}] {step}", flush=True)
     except tune.ContextLost as lost:

@@ -151,7 +151,13 @@ def _verb_of(method: str, table: Table):
 
         tables = import_module(f"papers.{method}.tables")
         report = tables.run(
-            table.name, recipe or preset, out, say=say, seeds=seeds, overwrite=overwrite, **given
+            table.name,
+            recipe or preset,
+            out,
+            say=say,
+            seeds=seeds,
+            overwrite=overwrite,
+            **given,
         )
         return _shown(report, out)
 
@@ -161,7 +167,10 @@ def _verb_of(method: str, table: Table):
     for name, annotation in table.options.items():
         own.append(
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=annotation,
             )
         )
     run.__signature__ = signature.replace(parameters=[*own, *shared])
@@ -176,7 +185,12 @@ def _shown(report, out: Path) -> dict:
     picture = out / f"{report.command}.png"
     if console.is_main():
         title = f"{report.title} ({report.source})"
-        console.print_table(title, report.columns(), report.rows(), width=400)
+        console.print_table(
+            title,
+            report.columns(),
+            report.rows(),
+            width=400,
+        )
         for line in (report.legend(), *report.summary, f"numbers: {data}   picture: {picture}"):
             print(line)
     return report.to_dict() | {"files": [data, picture]}
@@ -187,6 +201,11 @@ for _method, _paper in PAPERS.items():
     _example = f"{TABLES[_method][0].name} --seeds 3"
     _group = group(_method, f"Make the tables of the {_paper} paper.", _example)
     for _table in TABLES[_method]:
-        add = verb(_group, _table.example, name=_table.name, resumes=True)
+        add = verb(
+            _group,
+            _table.example,
+            name=_table.name,
+            resumes=True,
+        )
         add(_verb_of(_method, _table))
     apps.append(_group)

@@ -104,8 +104,19 @@ def run(
         write_smollm2(out / "smollm2", dtype="float32")
     tasks = out / f"tasks-{hash_of([train, held_out, seed, gsm8k and files_print(gsm8k)])}"
     if not tasks.is_dir():
-        write_tasks(tasks, train=train, held_out=held_out, seed=seed, more=more)
-    settings = _placed(settings, model or out / "smollm2", tasks, len(names))
+        write_tasks(
+            tasks,
+            train=train,
+            held_out=held_out,
+            seed=seed,
+            more=more,
+        )
+    settings = _placed(
+        settings,
+        model or out / "smollm2",
+        tasks,
+        len(names),
+    )
     stages = Stages(settings, out, seed=seed)
     clock = out / f"measured-{hash_of(settings.to_dict())}.json"
     if not clock.is_file():
@@ -125,7 +136,13 @@ def run(
     init = stages.merge(moe)
     merged = stages.mix(moe)
     merged = merged._replace(steps=moe.steps + merged.steps)
-    models = dict(zip(NOTES, (base, sft, stages.sft(longer), moe, init, merged), strict=True))
+    models = dict(
+        zip(
+            NOTES,
+            (base, sft, stages.sft(longer), moe, init, merged),
+            strict=True,
+        )
+    )
     for name, one in models.items():
         link(out / name, one.folder)
     report = evaluate(
@@ -200,18 +217,30 @@ def _measured(stages: Stages) -> dict[str, float]:
     recipe = stages.recipe
     measured = {}
     for name in ("sft", "tune", "mix"):
-        model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
+        model = ranks.load_model(
+            recipe.base_model,
+            recipe.dtype,
+            ranks.state().device,
+        )
         if name == "sft":
             measured["dense tokens/s"] = _speed(model, stages)
         else:
-            xft.upcycle(model, layers=recipe.layers, **recipe.experts)
+            xft.upcycle(
+                model,
+                layers=recipe.layers,
+                **recipe.experts,
+            )
         if name == "tune":
             measured["MoE tokens/s"] = _speed(model, stages)
         elif name == "mix":
             xft.to_mergeable(model, shared_rate=recipe.shared_rate)
         ends = []
         settings = getattr(recipe, name).change(
-            epochs=None, steps=MEASURED, warmup_steps=None, save_steps=None, evaluations=[1]
+            epochs=None,
+            steps=MEASURED,
+            warmup_steps=None,
+            save_steps=None,
+            evaluations=[1],
         )
         with tempfile.TemporaryDirectory() as folder:
             trainers.train(
@@ -354,16 +383,30 @@ def _picture(results: dict):
             intervals[name] = [*row["interval"].values()]
     a, b, c = axes["A"], axes["B"], axes["C"]
     plots.losses(a, losses, "merged")
-    a.set_yticks(range(len(rows)), labels, fontsize=9)
+    a.set_yticks(
+        range(len(rows)),
+        labels,
+        fontsize=9,
+    )
     a.set(xlabel="loss per token of the answers (lower is better)", title="held-out examples")
-    for (name, points), marker in zip(results["curves"].items(), plots.MARKERS, strict=False):
+    for (name, points), marker in zip(
+        results["curves"].items(),
+        plots.MARKERS,
+        strict=False,
+    ):
         if points:
             start, loss = 0, rows[0]["loss"]
             if name == "merged":
                 start, loss = results["curves"]["MoE"][-1][0], rows[-2]["loss"]
             steps, values = zip((0, loss), *points, strict=True)
             steps = [start + step for step in steps]
-            b.plot(steps, values, marker=marker, color=colours[name], label=name)
+            b.plot(
+                steps,
+                values,
+                marker=marker,
+                color=colours[name],
+                label=name,
+            )
     b.set(
         xlabel="step",
         ylabel="loss per token, logarithmic",
@@ -377,7 +420,14 @@ def _picture(results: dict):
     b.legend(fontsize=9)
     b.grid()
     tasks = [*rows[0]["exact_match"]]
-    plots.grouped(c, tasks, exact_match, intervals, form="{:.2f}", colours=colours)
+    plots.grouped(
+        c,
+        tasks,
+        exact_match,
+        intervals,
+        form="{:.2f}",
+        colours=colours,
+    )
     c.set(ylabel="exact match", ylim=(0, 1.12), title="answers to held-out examples")
     plots.legend_below(figure, c, "lines: 95% interval over the problems", len(exact_match))
     return figure
@@ -394,9 +444,21 @@ def _show(results: dict, out: Path) -> None:
         exact = ["" if share is None else f"{share:.2f}" for share in row["exact_match"].values()]
         speed = f"{row['tokens_per_second']:.0f}"
         costs = [speed, str(row["steps"]), f"{row['seconds']:.0f}"]
-        cells.append([row["model"], f"{row['loss']:.4f}", *exact, *costs, row["note"]])
+        cells.append(
+            [
+                row["model"],
+                f"{row['loss']:.4f}",
+                *exact,
+                *costs,
+                row["note"],
+            ]
+        )
     title = "Held-out loss of the answers, and exact match by task"
-    print_table(title, [*columns, ("", "left")], cells)
+    print_table(
+        title,
+        [*columns, ("", "left")],
+        cells,
+    )
     print("held-out losses, " + "\n".join(results["loss_comparisons"]))
     for one in results["comparisons"]:
         if one["model"] == "merged":

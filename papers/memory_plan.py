@@ -39,7 +39,11 @@ ESFT_MOST = 15 / 64
 
 def planner_of(recipe: Node, gpu: str = "H100") -> Planner:
     """Return the Planner of a recipe's trainings, with the engines that run its method."""
-    return Planner(stages(recipe), gpu, RUNS_WITH[recipe.method])
+    return Planner(
+        stages(recipe),
+        gpu,
+        RUNS_WITH[recipe.method],
+    )
 
 
 def stages(recipe: Node) -> list[Stage]:
@@ -58,7 +62,16 @@ def _stage(r, name: str, training, make: Callable, runs: bool = True, prepare=No
     """Return a training of a causal LM on samples of the recipe's length."""
     length = getattr(r, "data", r).max_length
     inputs = causal_inputs(length)
-    return Stage(name, make, inputs, training, length, training.bf16, runs, prepare)
+    return Stage(
+        name,
+        make,
+        inputs,
+        training,
+        length,
+        training.bf16,
+        runs,
+        prepare,
+    )
 
 
 def _built(source: str, dtype: str, change: Callable = lambda config: config):
@@ -75,8 +88,18 @@ def _xft(r) -> Iterator[Stage]:
 
     built = partial(_built, r.base_model, r.dtype)
     yield _stage(r, "sft", r.sft, built, runs=False)
-    yield _stage(r, "tune", r.tune, partial(built, moe))
-    yield _stage(r, "mix", r.mix, partial(built, mixed))
+    yield _stage(
+        r,
+        "tune",
+        r.tune,
+        partial(built, moe),
+    )
+    yield _stage(
+        r,
+        "mix",
+        r.mix,
+        partial(built, mixed),
+    )
 
 
 def _esft(r) -> Iterator[Stage]:
@@ -94,9 +117,19 @@ def _esft(r) -> Iterator[Stage]:
         return memory.add_lora(built(), r.lora.rank)
 
     built = partial(_built, r.base_model, r.dtype)
-    whole = partial(_built, r.base_model, r.trained_dtype or r.dtype)
+    whole = partial(
+        _built,
+        r.base_model,
+        r.trained_dtype or r.dtype,
+    )
     yield _stage(r, "fft", r.fft, whole, runs=False)
-    yield _stage(r, "lora", r.lora.training, lora, runs=False)
+    yield _stage(
+        r,
+        "lora",
+        r.lora.training,
+        lora,
+        runs=False,
+    )
     yield _stage(r, "esft", r.esft, built, prepare=selected)
 
 
@@ -112,12 +145,21 @@ def _upit(r) -> Iterator[Stage]:
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
         zeros = torch.zeros(model.config.num_hidden_layers, model.config.hidden_size)
-        routed = RoutingVectors(model, zeros, r.router.alpha, r.router.detach_h)
+        routed = RoutingVectors(
+            model,
+            zeros,
+            r.router.alpha,
+            r.router.detach_h,
+        )
         routed.train_only(r.router.train_ffn)
 
     def pairs():
         with torch.device("meta"):
-            return baseline.add_mlp_lora(_built(r.base_model, r.dtype), r.lora.rank, r.lora.alpha)
+            return baseline.add_mlp_lora(
+                _built(r.base_model, r.dtype),
+                r.lora.rank,
+                r.lora.alpha,
+            )
 
     def lora_moe(config):
         classes = model_classes(config.model_type)
@@ -148,9 +190,25 @@ def _upit(r) -> Iterator[Stage]:
     for form in r.forms:
         trainings = getattr(r, form)
         dense, mixture = makes[form]
-        yield _stage(r, f"{form} sft", trainings.sft, dense)
-        yield _stage(r, f"{form} init", trainings.init, dense, prepare=vectors)
-        yield _stage(r, f"{form} post", trainings.post, mixture)
+        yield _stage(
+            r,
+            f"{form} sft",
+            trainings.sft,
+            dense,
+        )
+        yield _stage(
+            r,
+            f"{form} init",
+            trainings.init,
+            dense,
+            prepare=vectors,
+        )
+        yield _stage(
+            r,
+            f"{form} post",
+            trainings.post,
+            mixture,
+        )
 
 
 def _ultrafuser(r) -> Iterator[Stage]:
@@ -160,13 +218,21 @@ def _ultrafuser(r) -> Iterator[Stage]:
         models = [_built(one.model or r.base_model, dtype) for one in r.specialists.values()]
         with torch.device("meta"):
             model = UltraFuser(
-                models, "{prompt}", gate=r.gate, joint=r.joint, loss_reduction=r.reduction
+                models,
+                "{prompt}",
+                gate=r.gate,
+                joint=r.joint,
+                loss_reduction=r.reduction,
             )
         return model.train_all() if train_all else model.freeze_specialists()
 
     def inputs(batch: int) -> dict:
         # the other half of an example is the response
-        ids = torch.zeros(batch, r.max_length // 2, dtype=torch.long)
+        ids = torch.zeros(
+            batch,
+            r.max_length // 2,
+            dtype=torch.long,
+        )
         count = len(r.specialists)
         return {
             "prompt_ids": [ids] * count,
@@ -176,10 +242,20 @@ def _ultrafuser(r) -> Iterator[Stage]:
         }
 
     if any(one.model is None for one in r.specialists.values()):
-        yield _stage(r, "specialist", r.specialist, partial(_built, r.base_model, "float32"))
+        yield _stage(
+            r,
+            "specialist",
+            r.specialist,
+            partial(_built, r.base_model, "float32"),
+        )
     stages = (("stage1", r.stage1, r.dtype, False), ("stage2", r.stage2, "float32", True))
     for name, training, dtype, train_all in stages:
-        stage = _stage(r, name, training, partial(fuser, dtype, train_all))
+        stage = _stage(
+            r,
+            name,
+            training,
+            partial(fuser, dtype, train_all),
+        )
         yield stage._replace(inputs=inputs)
 
 

@@ -127,11 +127,30 @@ def memory(
     from moe_runtime.tools import memory_plan as plans
 
     how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
-    load = functools.partial(accounts.load, model, lora=lora, bits=bits, dtype=dtype)
+    load = functools.partial(
+        accounts.load,
+        model,
+        lora=lora,
+        bits=bits,
+        dtype=dtype,
+    )
     if gpus > 1 or gpu_memory is not None:
-        training = {"batch": batch, "length": length, "packed": accounts.BITS[bits], **how}
+        training = {
+            "batch": batch,
+            "length": length,
+            "packed": accounts.BITS[bits],
+            **how,
+        }
         return print_plan(
-            plans.Planner.of_model(load, gpu, gpus=gpus, **training), gpus, gpu_memory, engine
+            plans.Planner.of_model(
+                load,
+                gpu,
+                gpus=gpus,
+                **training,
+            ),
+            gpus,
+            gpu_memory,
+            engine,
         )
     found = accounts.estimate(
         load(),
@@ -168,7 +187,11 @@ def print_plan(planner, gpus: int, gpu_memory: float | None, engine: str | None)
         if fits_somewhere:
             continue
         remedy = "no setting that runs fits"
-        near = planner.nearest(name, planner.setting_of(name, engines[0], gpus), limit)
+        near = planner.nearest(
+            name,
+            planner.setting_of(name, engines[0], gpus),
+            limit,
+        )
         if near:
             remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
         typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
@@ -270,7 +293,14 @@ def tune(
     states = {}
     try:
         with console.bar("measuring", "config") as update:
-            for step in tuning.tune(layers, counts, dtypes, path, again=again, seconds=seconds):
+            for step in tuning.tune(
+                layers,
+                counts,
+                dtypes,
+                path,
+                again=again,
+                seconds=seconds,
+            ):
                 update(step.number, step.of)
                 states[step.state] = states.get(step.state, 0) + 1
                 typer.echo(f"[{step.number}/{step.of}] {step}", err=step.state == "failed")
@@ -372,9 +402,18 @@ def bench(
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
-            return _report(_measure(paths, Path(folder) / "tiny.json", options), [], is_kept=False)
+            return _report(
+                _measure(paths, Path(folder) / "tiny.json", options),
+                [],
+                is_kept=False,
+            )
     target = running.place(out, tiny)
-    running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
+    running.check(
+        target.with_suffix(".jsonl"),
+        target,
+        tiny,
+        rounds,
+    )
     running.resume(target.with_suffix(".jsonl"), target, overwrite)
     outcome = _measure(paths, target, options)
     pictures = []

@@ -112,7 +112,11 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
     if spec.nbytes < 2**20:
         memory: Any = bytearray(spec.nbytes)
     else:
-        memory = mmap.mmap(-1, spec.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1,
+            spec.nbytes,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
     return torch.frombuffer(memory, dtype=spec.dtype).view(spec.shape)
 
 
@@ -336,7 +340,11 @@ class Checkpoint:
                 f"index must be an int in dim 0 of {key} {list(shape)} or a slice of step 1, but "
                 f"got {index!r}"
             )
-        return self._read(key, TensorSpec((len(rows), *shape[1:]), dtype), rows.start * row.nbytes)
+        return self._read(
+            key,
+            TensorSpec((len(rows), *shape[1:]), dtype),
+            rows.start * row.nbytes,
+        )
 
     def _entry(self, key: str) -> _Entry:
         if key not in self._tensors:
@@ -423,7 +431,11 @@ def write_tensors(
 ) -> None:
     """Write one safetensors file with the permissions of its folder. Raises OSError if it fails."""
     with naming(file, file):
-        save_file(dict(tensors), file, metadata=dict(metadata))
+        save_file(
+            dict(tensors),
+            file,
+            metadata=dict(metadata),
+        )
     # save_file sets the mode 0600
     file.chmod(file.parent.stat().st_mode & 0o666)
 

@@ -118,7 +118,11 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
             return _read_lines(datasets, path, name, answers)
         if path.is_file():
             files = {split: str(path)}
-            rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
+            rows = datasets.load_dataset(
+                BUILDERS[path.suffix],
+                data_files=files,
+                split=split,
+            )
         else:
             rows = datasets.load_dataset(name, split=split)
         return _converted(rows, name, answers)
@@ -153,7 +157,12 @@ def _converted(rows: Dataset, name: str, answers: bool) -> Dataset:
     kept = _kept(layout, columns)
 
     def form(row: Mapping, i: int) -> dict[str, Any]:
-        return in_form(row, layout, f"example {i + 1} of {name}", answers)
+        return in_form(
+            row,
+            layout,
+            f"example {i + 1} of {name}",
+            answers,
+        )
 
     is_code = layout == OSS_INSTRUCT and set(OSS_COLUMNS) <= set(columns)
     if layout in (("conversations",), EVALUATION) or is_code or "input" in kept:
@@ -230,7 +239,12 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     layout = _layout(columns, path)
     for number, row in _lines(Path(path)):
-        yield in_form(dict.fromkeys(columns) | row, layout, f"line {number} of {path}", answers)
+        yield in_form(
+            dict.fromkeys(columns) | row,
+            layout,
+            f"line {number} of {path}",
+            answers,
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -129,7 +129,14 @@ def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]
         if errors[name] >= worst:
             worst = errors[name]
             at = f"{where}: {name}"
-    return Result(op, backend, len(chosen), worst, at, failures)
+    return Result(
+        op,
+        backend,
+        len(chosen),
+        worst,
+        at,
+        failures,
+    )
 
 
 class Child(NamedTuple):
@@ -167,7 +174,13 @@ def _run_child(
     command += ["--backends", *only, "--part", f"{child.number}/{child.parts}"]
     env = os.environ | {"TRITON_INTERPRET": str(int(interpreted))}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            command,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired:
         problem = f"the process was killed after {timeout:.0f} s"
     else:
@@ -184,7 +197,16 @@ def _run_child(
     backend = only[-1]
     if interpreted:
         backend = "interpreter"
-    return [Result(child.op, backend, 0, math.inf, "", [f"{child}: {problem}"])]
+    return [
+        Result(
+            child.op,
+            backend,
+            0,
+            math.inf,
+            "",
+            [f"{child}: {problem}"],
+        )
+    ]
 
 
 def _children(
@@ -211,7 +233,12 @@ def _children(
             timeout = LAST * seconds - (start - began)
         results = _run_child(child, only, interpreted, timeout)
         with lock:
-            _tell(child, results, time.monotonic() - start, lines)
+            _tell(
+                child,
+                results,
+                time.monotonic() - start,
+                lines,
+            )
         return results
 
     joined: dict[tuple[str, str], Result] = {}  # one result for each op and backend
@@ -236,7 +263,12 @@ def _tell(child: Child, results: list[Result], seconds: float, lines: Path | Non
     if failures:
         outcome = "failed"
     text = f"{child}: {cases} cases in {seconds:.0f} s, {outcome}"
-    print(text, *failures[:1], sep="\n  ", flush=True)
+    print(
+        text,
+        *failures[:1],
+        sep="\n  ",
+        flush=True,
+    )
     if lines is not None:
         line = {
             "name": f"check {child}",
@@ -268,7 +300,11 @@ def report(
     gpu = []
     if ops is CASES and torch.cuda.is_available() and not backends.interpreted():
         gpu = [name for name in only if name != "cpp"]
-    results, reasons = check(ops, [name for name in only if name not in gpu], part)
+    results, reasons = check(
+        ops,
+        [name for name in only if name not in gpu],
+        part,
+    )
     for name in gpu:
         why = backends.why_not(name, "route", torch.device("cuda"))
         if why:
@@ -303,7 +339,11 @@ def report(
         print(f"not checked in {seconds:.0f} s: {', '.join(map(str, left))}")
     total = sum(one.cases for one in results)
     summary = f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed"
-    print(summary, *failures[:SHOWN], sep="\n  ")
+    print(
+        summary,
+        *failures[:SHOWN],
+        sep="\n  ",
+    )
     if len(failures) > SHOWN:
         print(f"  and {len(failures) - SHOWN} more")
     printed = []
@@ -327,7 +367,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--part", default="0/1", help="I/N: every N-th case of an op from the I-th on")
     add("--seconds", type=float, help="on a GPU, start no process after so many seconds")
     add("--lines", type=Path, help="on a GPU, append each process's outcome to this JSONL file")
-    add("--backends", nargs="+", default=backends.BACKENDS, choices=backends.BACKENDS)
+    add(
+        "--backends",
+        nargs="+",
+        default=backends.BACKENDS,
+        choices=backends.BACKENDS,
+    )
     given = parser.parse_args(arguments)
     output = sys.stdout
     if given.json:

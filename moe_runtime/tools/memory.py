@@ -207,7 +207,16 @@ def call_of(func, args: Sequence) -> Call | None:
     weight = arguments.get("topk_weight")
     K = arguments["top_k"] if weight is None else weight.shape[-1]
     I = Z // (1 + arguments["gated"])
-    return Call(name, arguments, T, H, I, E, K, Z)
+    return Call(
+        name,
+        arguments,
+        T,
+        H,
+        I,
+        E,
+        K,
+        Z,
+    )
 
 
 def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
@@ -237,7 +246,11 @@ def _torch_scratch(call: Call, backend: str) -> tuple[int, dict[str, int]]:
     group = min(R - shared, max(average, GROUP_ELEMENTS // max(call.Z, call.H)))
     widest = max(group, shared)
     size = call.x.element_size()
-    lasting = {"y": size * R * call.H, "x": size * group * call.H, "h": size * widest * call.I}
+    lasting = {
+        "y": size * R * call.H,
+        "x": size * group * call.H,
+        "h": size * widest * call.I,
+    }
     if not call.is_backward:
         return 0, lasting
     lasting["dy"] = size * group * call.H
@@ -266,7 +279,16 @@ def _one_call_scratch(call: Call) -> dict[str, int]:
     name, arguments, T, H, I, E, K, _ = call
     dtype = call.x.dtype
     if name in ("moe_mlp", "moe_layer"):
-        return {"one call": moe_mlp_cpp.one_call_bytes(dtype, T, H, I, E, K)}
+        return {
+            "one call": moe_mlp_cpp.one_call_bytes(
+                dtype,
+                T,
+                H,
+                I,
+                E,
+                K,
+            )
+        }
     has_bias = arguments.get("up_bias") is not None or arguments.get("down_bias") is not None
     if name not in ("moe_mlp_backward", "moe_layer_backward") or has_bias:
         return {}
@@ -275,7 +297,15 @@ def _one_call_scratch(call: Call) -> dict[str, int]:
     rows = (ctypes.c_int32 * (E + 1))(*offsets)
     recompute = arguments["z"].shape[0] == 0
     size = moe_mlp_cpp.one_call_back_bytes(
-        dtype, int(arguments["gated"]), ctypes.addressof(rows), T, H, I, E, K, recompute
+        dtype,
+        int(arguments["gated"]),
+        ctypes.addressof(rows),
+        T,
+        H,
+        I,
+        E,
+        K,
+        recompute,
     )
     return {"one call": size}
 
@@ -311,7 +341,10 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
             return baseline.add_lora(model, rank, 2.0)
         peft = require("peft")
         config = peft.LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
         return peft.get_peft_model(model, config)
 
@@ -331,7 +364,12 @@ def _give_shapes(model: nn.Module) -> None:
 
 def _fake(old: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor like `old` on the CPU, a parameter for a parameter."""
-    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+    new = torch.empty_strided(
+        old.shape,
+        old.stride(),
+        dtype=old.dtype,
+        device="cpu",
+    )
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, old.requires_grad)
     return new
@@ -393,7 +431,12 @@ def step_of(
             saved[OTHER] = saved.get(OTHER, 0) - before
             loss.backward()
     saved = {kind: size for kind, size in saved.items() if size}
-    return Step(saved, ledger.peak, sum(map(nbytes, trained)), ledger.active)
+    return Step(
+        saved,
+        ledger.peak,
+        sum(map(nbytes, trained)),
+        ledger.active,
+    )
 
 
 def checkpoint(model: nn.Module) -> None:

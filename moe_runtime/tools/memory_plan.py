@@ -122,7 +122,20 @@ class Planner:
             gradient_checkpointing=checkpointing,
         )
         inputs = causal_inputs(length)
-        return cls([Stage("training", make, inputs, training, length, bf16, packed=packed)], gpu)
+        return cls(
+            [
+                Stage(
+                    "training",
+                    make,
+                    inputs,
+                    training,
+                    length,
+                    bf16,
+                    packed=packed,
+                )
+            ],
+            gpu,
+        )
 
     def engines_for(self, name: str, engine: str | None, gpus: int) -> tuple[str, ...]:
         """Return the engines to compare for a stage: the requested one, or all that apply.
@@ -196,17 +209,39 @@ class Planner:
         engine, gpus, batch, checkpointing = setting
         micro = max(stage.training.batch_size // (batch * gpus), 1)
         sharded = gpus > 1 and engine in ("fsdp2", "zero3") and stage.bf16
-        counted = functools.partial(self._counted, name, batch, checkpointing, micro > 1)
+        counted = functools.partial(
+            self._counted,
+            name,
+            batch,
+            checkpointing,
+            micro > 1,
+        )
         estimate, shapes = counted(torch.float32 if sharded else None)
         compute = 1.0
         if sharded:  # weights are gathered in bfloat16, so autocast saves no casts of them
             narrow, smaller = counted(torch.bfloat16)
             estimate = estimate._replace(active=narrow.active)
             compute = smaller.weights / max(shapes.weights, 1)
-        wire = wire_of(estimate, shapes, engine, gpus, micro, compute, checkpointing)
+        wire = wire_of(
+            estimate,
+            shapes,
+            engine,
+            gpus,
+            micro,
+            compute,
+            checkpointing,
+        )
         active = estimate.parameters * (1 - shapes.expert_share * (1 - shapes.active_experts))
         tokens = micro * batch * stage.length
-        seconds = seconds_of(estimate, wire, self.gpu, gpus, tokens, round(active), engine)
+        seconds = seconds_of(
+            estimate,
+            wire,
+            self.gpu,
+            gpus,
+            tokens,
+            round(active),
+            engine,
+        )
         share = share_of(estimate, shapes, engine, gpus, compute)
         return Planned(name, setting, share, wire, seconds)
 

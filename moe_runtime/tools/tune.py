@@ -89,7 +89,11 @@ class Results:
             if not free or died.get("host", self.host) != self.host:
                 return
             if died:
-                self.save_broken(died["key"], died["tile"], "the process died")
+                self.save_broken(
+                    died["key"],
+                    died["tile"],
+                    "the process died",
+                )
             marker.unlink()
 
     def read(self) -> dict:
@@ -140,7 +144,11 @@ class Results:
                     stack.callback(marker.unlink)
                     marker.write_text(json.dumps(trying))
             except OSError as error:
-                raise Unwritten(error.errno, error.strerror, str(self.path)) from error
+                raise Unwritten(
+                    error.errno,
+                    error.strerror,
+                    str(self.path),
+                ) from error
             yield
 
     def _load(self) -> dict:
@@ -252,7 +260,16 @@ def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.dev
     }[product]
     kernel = product.partition("_")[0]
     is_gated = kernel == "up" and gated
-    return tiles.problem_of(kernel, device, getattr(torch, dtype), N, length, T * K, E, is_gated)
+    return tiles.problem_of(
+        kernel,
+        device,
+        getattr(torch, dtype),
+        N,
+        length,
+        T * K,
+        E,
+        is_gated,
+    )
 
 
 def runner(
@@ -266,26 +283,68 @@ def runner(
     like = {"generator": generator, "device": device}
 
     def random(*size: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(size, dtype=getattr(torch, dtype), **like).mul_(scale)
+        return torch.randn(
+            size,
+            dtype=getattr(torch, dtype),
+            **like,
+        ).mul_(scale)
 
-    slots = torch.rand(T, E - shared, **like).topk(K - shared).indices + shared
+    slots = (
+        torch.rand(
+            T,
+            E - shared,
+            **like,
+        )
+        .topk(K - shared)
+        .indices
+        + shared
+    )
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
     # allocated here, as no kernel runs inside `compile_ahead`
     maps = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
     if product == "up":
         x = random(T, H)
-        w = random(E, Z, H, scale=H**-0.5)
+        w = random(
+            E,
+            Z,
+            H,
+            scale=H**-0.5,
+        )
         return lambda tile: up_forward(
-            x, w, None, row_slot, maps[tile.BLOCK_M], K, "silu", gated, True, tile
+            x,
+            w,
+            None,
+            row_slot,
+            maps[tile.BLOCK_M],
+            K,
+            "silu",
+            gated,
+            True,
+            tile,
         )
     if product == "dz":
         dout = random(T, H)
-        w = random(E, H, I, scale=H**-0.5)
+        w = random(
+            E,
+            H,
+            I,
+            scale=H**-0.5,
+        )
         z = random(R, Z)
         weight = torch.rand(T, K, **like)
         return lambda tile: dz_backward(
-            dout, w, None, weight, row_slot, maps[tile.BLOCK_M], z, "silu", gated, True, tile
+            dout,
+            w,
+            None,
+            weight,
+            row_slot,
+            maps[tile.BLOCK_M],
+            z,
+            "silu",
+            gated,
+            True,
+            tile,
         )
     if product in ("down", "dx"):
         is_down = product == "down"
@@ -294,7 +353,14 @@ def runner(
         w = random(E, H, I) if is_down else random(E, Z, H)
         w.mul_(length**-0.5)
         return lambda tile: (
-            grouped_gemm_forward(rows, w, None, maps[tile.BLOCK_M], is_down, tile),
+            grouped_gemm_forward(
+                rows,
+                w,
+                None,
+                maps[tile.BLOCK_M],
+                is_down,
+                tile,
+            ),
         )
     if product == "dw_up":
         dy = random(R, Z)
@@ -304,7 +370,17 @@ def runner(
         dy = random(T, H)
         x = random(R, I)
         gather = "dy"
-    return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
+    return lambda tile: (
+        weight_backward(
+            dy,
+            x,
+            row_slot,
+            offsets,
+            K,
+            gather,
+            tile,
+        ),
+    )
 
 
 def find_gpu() -> tuple[torch.device, EventTimer]:
@@ -360,9 +436,20 @@ def measure(
     tried = []
     for tile in pool:
         note = notes.get(tile, "")
-        tried.append({"tile": tile._asdict(), "ms": times.get(tile), "note": note})
+        tried.append(
+            {
+                "tile": tile._asdict(),
+                "ms": times.get(tile),
+                "note": note,
+            }
+        )
     table = {"tile": built_in._asdict(), "ms": times[built_in]}
-    return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
+    return {
+        "tile": best._asdict(),
+        "ms": times[best],
+        "table": table,
+        "candidates": tried,
+    }
 
 
 @contextlib.contextmanager
@@ -388,7 +475,11 @@ def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
     launch = KernelInterface.__getitem__
-    workers = min(len(pool), os.cpu_count() or 1, 8)
+    workers = min(
+        len(pool),
+        os.cpu_count() or 1,
+        8,
+    )
     try:
         with (
             ThreadPoolExecutor(workers) as threads,
@@ -470,7 +561,10 @@ def tune(
     begin = time.monotonic()
     todo = {}  # key -> what to run; layers and tokens may share problems
     for T, dtype, (name, layer), product in itertools.product(
-        tokens, dtypes, layers.items(), PRODUCTS
+        tokens,
+        dtypes,
+        layers.items(),
+        PRODUCTS,
     ):
         work = (product, layer, T, dtype, device)
         problem = problem_of(*work)
@@ -503,7 +597,11 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
                 compile_ahead(run, pool)
         entry = measure(run, problem, pool, timer, trying)
     except ContextLost as lost:
-        results.save_broken(key, lost.tile._asdict(), str(lost))
+        results.save_broken(
+            key,
+            lost.tile._asdict(),
+            str(lost),
+        )
         raise
     except Unwritten:
         raise

@@ -85,7 +85,11 @@ def warmup(
         major, minor = torch.cuda.get_device_capability()
         arch = 10 * major + minor
     launches = record(model, tokens, backward, arch)
-    return _compile_all(launches, arch, processes or os.cpu_count() or 1)
+    return _compile_all(
+        launches,
+        arch,
+        processes or os.cpu_count() or 1,
+    )
 
 
 def _problem(arch: int | None) -> str | None:
@@ -96,7 +100,11 @@ def _problem(arch: int | None) -> str | None:
         return None if importlib.util.find_spec("triton") else "triton is not installed"
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is False"
-    return backends.why_not("triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device()))
+    return backends.why_not(
+        "triton",
+        "moe_mlp",
+        torch.device("cuda", torch.cuda.current_device()),
+    )
 
 
 def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> list[dict]:
@@ -154,13 +162,22 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
                 name = name.removesuffix(".base_layer")
             values = [getattr(module.config, field, None) for field in TOP_K]
             top_k = next(value for value in values if value)
-            layers[name] = _Layer(model.get_submodule(name), module.config.hidden_size, top_k)
+            layers[name] = _Layer(
+                model.get_submodule(name),
+                module.config.hidden_size,
+                top_k,
+            )
     return layers
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor or parameter like this one on the meta device, with its attributes."""
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    meta = torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="meta",
+    )
     if isinstance(tensor, nn.Parameter):
         meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
     vars(meta).update(vars(tensor))
@@ -185,7 +202,12 @@ def _inputs(
     floats = {"dtype": dtype, "device": "meta", "requires_grad": requires_grad}
     if layer.top_k is None:
         return (torch.empty(1, T, layer.hidden_size, **floats),)
-    idx = torch.empty(T, layer.top_k, dtype=torch.int64, device="meta")
+    idx = torch.empty(
+        T,
+        layer.top_k,
+        dtype=torch.int64,
+        device="meta",
+    )
     return torch.empty(T, layer.hidden_size, **floats), idx, torch.empty(T, layer.top_k, **floats)
 
 
@@ -219,7 +241,12 @@ def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in changed:
-            stack.callback(setattr, owner, attribute, getattr(owner, attribute))
+            stack.callback(
+                setattr,
+                owner,
+                attribute,
+                getattr(owner, attribute),
+            )
             setattr(owner, attribute, value)
         for kernel, function in kernels().items():
             stack.callback(vars(function).pop, "run", None)
@@ -274,7 +301,10 @@ def _describe(value):
         }
     if hasattr(value, "_fields"):
         group = f"{type(value).__module__}.{type(value).__name__}"
-        return {"group": group, "members": [*map(_describe, value)]}
+        return {
+            "group": group,
+            "members": [*map(_describe, value)],
+        }
     if isinstance(value, tuple):
         return {"tuple": [*map(_describe, value)]}
     return value
@@ -312,7 +342,12 @@ def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
         for part in pool.map(lambda part: _compile_part(part, arch), parts):
             states += part
     failed = tuple(state for state in states if state not in ("compiled", "cached"))
-    done = Warmup(len(launches), states.count("compiled"), states.count("cached"), failed)
+    done = Warmup(
+        len(launches),
+        states.count("compiled"),
+        states.count("cached"),
+        failed,
+    )
     seconds = time.monotonic() - began
     print(
         f"moe_runtime.warmup: {done.compiled} compiled, {done.cached} already cached, "
@@ -366,11 +401,24 @@ def _restore(value):
         module, _, name = value["group"].rpartition(".")
         return getattr(importlib.import_module(module), name)(*map(_restore, value["members"]))
     if "tensor" in value:
-        return torch.empty(16, dtype=getattr(torch, value["tensor"]), device="meta")
+        return torch.empty(
+            16,
+            dtype=getattr(torch, value["tensor"]),
+            device="meta",
+        )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    base = torch.empty(16, dtype=getattr(torch, value["descriptor"]), device="meta")
-    return TensorDescriptor(base, value["shape"], value["strides"], value["block"])
+    base = torch.empty(
+        16,
+        dtype=getattr(torch, value["descriptor"]),
+        device="meta",
+    )
+    return TensorDescriptor(
+        base,
+        value["shape"],
+        value["strides"],
+        value["block"],
+    )
 
 
 def compile_one(launch: dict) -> str:
@@ -381,7 +429,11 @@ def compile_one(launch: dict) -> str:
     knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
     arguments = {name: _restore(value) for name, value in launch["arguments"].items()}
     try:
-        kernels()[launch["kernel"]].warmup(**arguments, grid=(1,), **launch["options"])
+        kernels()[launch["kernel"]].warmup(
+            **arguments,
+            grid=(1,),
+            **launch["options"],
+        )
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"{launch['kernel']}: {type(error).__name__}: {lines[-1]}"

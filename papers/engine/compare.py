@@ -103,7 +103,14 @@ def compare(
     names = [name for name in losses if name != reference]
     differences = []
     for name in names:
-        differences.append(_difference(weight, arrays[name], arrays[reference], level))
+        differences.append(
+            _difference(
+                weight,
+                arrays[name],
+                arrays[reference],
+                level,
+            )
+        )
     corrected = holm([p for _, _, _, p, _ in differences])
     compare = []
     for name, (mean, low, high, p, direction), q in zip(names, differences, corrected, strict=True):

@@ -83,7 +83,11 @@ def of_domain(result, domain: str):
     losses = result.losses[place]
     tokens = result.tokens[place]
     exact = result.exact and result.exact[place]
-    return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens, exact))
+    return result._replace(
+        rows={domain: len(losses)},
+        history=[],
+        **loss_of(losses, tokens, exact),
+    )
 
 
 @dataclass(kw_only=True)
@@ -230,11 +234,22 @@ class DomainStages(KeptStages):
             counted = None
             with ranks.leading() as main:
                 if main:
-                    counted = count(self._load(moe.folder), self.tokenizer, rows)
+                    counted = count(
+                        self._load(moe.folder),
+                        self.tokenizer,
+                        rows,
+                    )
             counts, layers = ranks.agree(counted)
             return {"counts": counts, "layers": layers}
 
-        return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
+        return self._stage(
+            "routed",
+            f"routing of {moe.name}",
+            {},
+            [moe],
+            make,
+            result=Routed,
+        )
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
         """Return a training's result; if saving rounded the weights, the model returned by `load`
@@ -258,7 +273,11 @@ class DomainStages(KeptStages):
         training = self.judging
         batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
         losses = trainers.row_losses(
-            model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16
+            model,
+            self.held_out,
+            self.tokenizer,
+            batch_size=batch,
+            bf16=training.bf16,
         )
         return {"rows": self.counts} | loss_of(*losses) | sizes_of(model)
 
@@ -278,7 +297,11 @@ class DomainStages(KeptStages):
         for source in self._sources():
             rows.append(built_in if source in SOURCES else files_print(source))
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        key = {"format": self.FORMAT, "domains": self._domains(), "length": r.max_length}
+        key = {
+            "format": self.FORMAT,
+            "domains": self._domains(),
+            "length": r.max_length,
+        }
         return hash_of(key | {"base": base, "rows": rows})
 
     def _domains(self) -> dict[str, dict]:
@@ -378,7 +401,12 @@ def _bars(axes, results: Sequence, layer: int) -> None:
         means[name] = torch.stack([of[name][layer] for of in seeds]).mean(0).tolist()
     E = len(next(iter(means.values())))
     grouped(axes, range(E), means)
-    axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)
+    axes.axhline(
+        1 / E,
+        color=INK,
+        linestyle="--",
+        linewidth=1,
+    )
     axes.tick_params(labelsize=8)
 
 
@@ -386,4 +414,13 @@ def _spaced(layers: int) -> list[int]:
     """Return at most LAYERS evenly spaced indices below `layers`, including the first and
     the last.
     """
-    return torch.linspace(0, layers - 1, min(layers, LAYERS)).round().int().tolist()
+    return (
+        torch.linspace(
+            0,
+            layers - 1,
+            min(layers, LAYERS),
+        )
+        .round()
+        .int()
+        .tolist()
+    )

@@ -257,5 +257,4 @@ def write_tasks(
             (tmp / f"{name}.jsonl").write_text(
                 "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
             )
-    write_tasks = {f"{name}.jsonl": len(rows) for name, rows in files.items()}
-    return write_tasks
+    return {f"{name}.jsonl": len(rows) for name, rows in files.items()}

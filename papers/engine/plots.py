@@ -79,7 +79,13 @@ def new_figure(
 def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots):
     """Return a report's Figure and axes; rows share the x axis unless `subplots` says otherwise."""
     title = f"{report.title} ({report.source})"
-    return new_figure(title, size, rows, columns, **{"sharex": rows > 1} | subplots)
+    return new_figure(
+        title,
+        size,
+        rows,
+        columns,
+        **{"sharex": rows > 1} | subplots,
+    )
 
 
 def watermark(figure, tiny: bool = True):
@@ -111,7 +117,12 @@ def save(figure, path: Path) -> None:
     elif path.suffix == ".png":
         metadata = {"Software": None}
     with atomic_file(path) as beside, require("matplotlib", "plot").rc_context(SETTINGS):
-        figure.savefig(beside, dpi=150, metadata=metadata, format=path.suffix[1:] or "png")
+        figure.savefig(
+            beside,
+            dpi=150,
+            metadata=metadata,
+            format=path.suffix[1:] or "png",
+        )
         if path.suffix == ".svg":
             text = beside.read_text(encoding="utf-8")
             text = text.replace(" <defs>", f" {INVERTED} <defs>", 1)
@@ -152,18 +163,36 @@ def heat_map(
     """Draw a table of numbers from 0 to `top` as colours, with the numbers in it; NaN is
     left out.
     """
-    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top)
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        cmap="Blues",
+        vmin=0,
+        vmax=top,
+    )
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             if math.isnan(value):
                 continue
             colour = "white" if value > DARK * top else INK
             text = form.format(value)
-            axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
+            axes.text(
+                x,
+                y,
+                text,
+                ha="center",
+                va="center",
+                color=colour,
+                fontsize=8,
+            )
     turned = {}
     if len("".join(map(str, columns))) > 36:
         turned = {"rotation": 30, "ha": "right"}
-    axes.set_xticks(range(len(columns)), columns, **turned)
+    axes.set_xticks(
+        range(len(columns)),
+        columns,
+        **turned,
+    )
     axes.set_yticks(range(len(rows)), rows)
     axes.figure.colorbar(image, ax=axes, label=label)
 
@@ -191,8 +220,19 @@ def grouped(
         at = [group + offset for group in range(len(groups))]
         heights = [value or 0 for value in values]
         colour = colours.get(name, colour)
-        axes.bar(at, heights, 0.94 * width, color=colour, label=name)
-        for x, value, span in zip(at, values, spans.get(name, [None] * len(at)), strict=True):
+        axes.bar(
+            at,
+            heights,
+            0.94 * width,
+            color=colour,
+            label=name,
+        )
+        for x, value, span in zip(
+            at,
+            values,
+            spans.get(name, [None] * len(at)),
+            strict=True,
+        ):
             top = value
             if span is not None:
                 top = max(span) if value is None else max(value, *span)
@@ -226,12 +266,30 @@ def losses(axes, rows: Sequence[tuple[str, float, str]], reference: str) -> None
     near = _near(values, reference)
     shown = [values[name] for name in near] or [0.0]
     margin = (max(shown) - min(shown)) or 0.01
-    axes.axvline(values[reference], color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+    axes.axvline(
+        values[reference],
+        color=GREY,
+        linestyle="--",
+        linewidth=1.2,
+        zorder=1,
+    )
     for y, (name, loss, colour) in enumerate(rows):
         if name not in near:
-            _at_edge(axes, y, loss, loss > values[reference], colour)
+            _at_edge(
+                axes,
+                y,
+                loss,
+                loss > values[reference],
+                colour,
+            )
             continue
-        axes.plot(loss, y, "D", color=colour, label=name)
+        axes.plot(
+            loss,
+            y,
+            "D",
+            color=colour,
+            label=name,
+        )
         axes.annotate(
             f"{loss:.4f}",
             (loss, y),
@@ -300,7 +358,13 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
     """
     entries = report.entries[::-1]
     reference = report.entry(report.reference)
-    axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+    axes.axvline(
+        reference.loss,
+        color=GREY,
+        linestyle="--",
+        linewidth=1.2,
+        zorder=1,
+    )
     near = _near({entry.name: entry.loss for entry in entries}, reference.name)
     values = []
     for y, entry in enumerate(entries):
@@ -327,7 +391,13 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
                 markersize=7,
             )
         else:
-            _at_edge(axes, y, entry.loss, not entry.loss < reference.loss, colour)
+            _at_edge(
+                axes,
+                y,
+                entry.loss,
+                not entry.loss < reference.loss,
+                colour,
+            )
         axes.annotate(
             said(entry) if said else _said(one),
             (1.02, y),
@@ -367,15 +437,31 @@ def _sweep(axes, report, extra: dict) -> None:
     x = extra["x"]
     if reference.name not in x:
         sd = _sd(reference)
-        axes.axhline(reference.loss, color=GREY, linestyle="--", label=reference.name)
-        axes.axhspan(reference.loss - sd, reference.loss + sd, color=GREY, alpha=0.15, linewidth=0)
+        axes.axhline(
+            reference.loss,
+            color=GREY,
+            linestyle="--",
+            label=reference.name,
+        )
+        axes.axhspan(
+            reference.loss - sd,
+            reference.loss + sd,
+            color=GREY,
+            alpha=0.15,
+            linewidth=0,
+        )
     kinds: dict[str, list] = {}
     lines = itertools.cycle((":", "-.", (0, (1, 3))))
     for entry in report.entries:
         if entry.name in x:
             kinds.setdefault(entry.name.partition(",")[0], []).append(entry)
         elif entry is not reference:
-            axes.axhline(entry.loss, color=INK, linestyle=next(lines), label=entry.name)
+            axes.axhline(
+                entry.loss,
+                color=INK,
+                linestyle=next(lines),
+                label=entry.name,
+            )
     moved = importlib.import_module("matplotlib.transforms").offset_copy
     is_shared = len(x) > len(set(x.values()))  # several points have the same x
     for i, ((kind, entries), (colour, marker)) in enumerate(zip(kinds.items(), cycle(len(kinds)))):
@@ -384,7 +470,13 @@ def _sweep(axes, report, extra: dict) -> None:
         deviations = [*map(_sd, entries)]
         if len(report.seeds) > 1:
             for losses in zip(*(entry.losses for entry in entries), strict=True):
-                axes.plot(at, losses, color=colour, alpha=0.3, linewidth=0.8)
+                axes.plot(
+                    at,
+                    losses,
+                    color=colour,
+                    alpha=0.3,
+                    linewidth=0.8,
+                )
         for where, mean, sd in zip(at, means, deviations, strict=True):
             axes.update_datalim([(where, mean - sd), (where, mean + sd)])
         # points of one x stand side by side, so that none hides another
@@ -420,7 +512,13 @@ def curves(report):
         columns = []  # the losses of each seed
         for result in entry.results:
             steps, losses = zip(*result.history, strict=True)
-            axes.plot(steps, losses, color=colour, alpha=0.35, linewidth=0.8)
+            axes.plot(
+                steps,
+                losses,
+                color=colour,
+                alpha=0.35,
+                linewidth=0.8,
+            )
             columns.append(losses)
         points = [*zip(*columns, strict=True)]
         spread = None
@@ -437,7 +535,12 @@ def curves(report):
         )
     for entry in report.entries:
         if entry not in watched:
-            axes.plot([], [], " ", label=f"{entry.name}: {entry.loss:.4f}, no curve")
+            axes.plot(
+                [],
+                [],
+                " ",
+                label=f"{entry.name}: {entry.loss:.4f}, no curve",
+            )
     axes.set(xlabel="step", ylabel=LOSS)
     axes.grid()
     legend_below(figure, axes, f"{_seeds(report)}; thin: seeds")

@@ -86,8 +86,7 @@ class Rows(Node):
         value = getattr(self, part)
         split = self.split if part == "train" else self.held_out_split
         found = value if isinstance(value, list) else [Source(source=value)] if value else []
-        listed = [one.change(split=one.split or split) for one in found]
-        return listed
+        return [one.change(split=one.split or split) for one in found]
 
     @property
     def sources(self) -> list[str]:

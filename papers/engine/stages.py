@@ -203,7 +203,12 @@ class KeptStages:
 
         made_once(folder, "result.json", whole)
         remove(checkpoints)
-        return read_result(folder, result or self.result, name=name, folder=folder / holds)
+        return read_result(
+            folder,
+            result or self.result,
+            name=name,
+            folder=folder / holds,
+        )
 
     def _settings(self, training: Training) -> dict:
         """Return what a training adds to its stage's hash."""
@@ -275,7 +280,13 @@ class KeptStages:
             max_grad_norm=1.0,
         )
         return model, self._train(
-            "base", model, rows, held_out, training, checkpoints, seed=pretrain.seed
+            "base",
+            model,
+            rows,
+            held_out,
+            training,
+            checkpoints,
+            seed=pretrain.seed,
         )
 
     def _copy_base(self, folder: Path, check: Callable = lambda model: None) -> None:
@@ -284,14 +295,25 @@ class KeptStages:
             if main:
                 model = ranks.load_model(self.recipe.base_model, self.recipe.dtype)
                 check(model)
-                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype)
+                ranks.save_whole(
+                    model,
+                    self.tokenizer,
+                    folder,
+                    self.recipe.dtype,
+                )
 
     def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
         """Gather the weights once and write them, on rank 0."""
         weights = trained.state_dict()
         with ranks.leading() as main:
             if main:
-                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+                ranks.save_whole(
+                    model,
+                    self.tokenizer,
+                    folder,
+                    self.recipe.dtype,
+                    weights,
+                )
 
     def _is_saved_as_trained(self, model) -> bool:
         """Return whether saving does not round; otherwise a model is evaluated again, as saved."""
@@ -365,7 +387,11 @@ def course_of(trained: trainers.Trained) -> dict:
 
 def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
     """Return the fields of a result on held-out rows."""
-    values = {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
+    values = {
+        "loss": trainers.mean_loss(losses, tokens),
+        "losses": losses,
+        "tokens": tokens,
+    }
     if exact is not None:
         values["exact"] = exact
     return values
@@ -395,7 +421,11 @@ def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool 
         held_out = _read(rows, "held_out", built_in)
     train = _read(rows, "train", built_in)
     source = " + ".join(one.source for one in rows.listed("held_out") or rows.listed())
-    return without(train.shuffle(seed=0) if shuffle else train, held_out, source), held_out
+    return without(
+        train.shuffle(seed=0) if shuffle else train,
+        held_out,
+        source,
+    ), held_out
 
 
 def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
@@ -413,7 +443,10 @@ def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
         return parts[0]
     weights = [one.weight for one in listed]
     return data.mix(
-        parts, None if None in weights else weights, [one.limit for one in listed], rows.repeat
+        parts,
+        None if None in weights else weights,
+        [one.limit for one in listed],
+        rows.repeat,
     )
 
 
@@ -447,13 +480,21 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
         rows = {
-            "train": without(pairs[name][0], held_out, ", ".join(domains)),
+            "train": without(
+                pairs[name][0],
+                held_out,
+                ", ".join(domains),
+            ),
             "held_out": pairs[name][1],
         }
         for part, limit in (("train", domain.limit), ("held_out", counts[name])):
             how = {"prompt": domain.prompt, "train_on": domain.train_on}
             parts[f"{name}-{part}"] = data.tokenize_pairs(
-                tokenizer, rows[part], max_length, limit=limit, **how
+                tokenizer,
+                rows[part],
+                max_length,
+                limit=limit,
+                **how,
             )
         if domain.validation_rows:
             judging = parts[f"{name}-held_out"]

@@ -331,7 +331,13 @@ def environment() -> dict:
 def finite(value):
     """Return JSON-ready values, with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
-        return dict(zip(map(str, value), map(finite, value.values()), strict=True))
+        return dict(
+            zip(
+                map(str, value),
+                map(finite, value.values()),
+                strict=True,
+            )
+        )
     if isinstance(value, list | tuple):
         return [*map(finite, value)]
     if isinstance(value, Path):
@@ -483,7 +489,14 @@ def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> l
     own.
     """
     losses = by_seed([entry for entry in entries if entry.name in (reference, *names)], "losses")
-    return [f"{one}." for one in compare(losses, reference, entries[0].results[0].tokens)]
+    return [
+        f"{one}."
+        for one in compare(
+            losses,
+            reference,
+            entries[0].results[0].tokens,
+        )
+    ]
 
 
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:

@@ -90,12 +90,36 @@ def draw_gate_mass(mass: GateMass):
     figure, axes = plots.new_figure(title, (7.2, 4.9))
     R = len(mass.cumulative[0])
     ranks = range(1, R + 1)
-    for task, means, sds, (colour, marker) in zip(*mass, cycle(len(mass.tasks)), strict=True):
+    for task, means, sds, (colour, marker) in zip(
+        *mass,
+        cycle(len(mass.tasks)),
+        strict=True,
+    ):
         low = map(operator.sub, means, sds)
         high = map(operator.add, means, sds)
-        axes.fill_between(ranks, [*low], [*high], color=colour, alpha=0.15, linewidth=0)
-        axes.plot(ranks, means, color=colour, marker=marker, markersize=4, label=task)
-    axes.plot([1, R], [1 / R, 1], color=GREY, linestyle="--", label="balanced")
+        axes.fill_between(
+            ranks,
+            [*low],
+            [*high],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
+        axes.plot(
+            ranks,
+            means,
+            color=colour,
+            marker=marker,
+            markersize=4,
+            label=task,
+        )
+    axes.plot(
+        [1, R],
+        [1 / R, 1],
+        color=GREY,
+        linestyle="--",
+        label="balanced",
+    )
     axes.set(xlabel="experts, best first", ylabel="share of a layer's gate values", ylim=(0, 1.02))
     axes.grid()
     plots.legend_below(figure, axes, "mean and sd over the layers", 3)
@@ -111,7 +135,15 @@ def draw_counts(counts: ExpertCounts):
     top = max(1, *map(max, counts.counts))
     size = (max(6.4, 2.6 + 0.42 * len(counts.layers)), 1.8 + 0.5 * len(tasks))
     figure, axes = plots.new_figure("Experts that are trained (ESFT)", size)
-    plots.heat_map(axes, counts.counts, tasks, counts.layers, label, top=top, form="{:.0f}")
+    plots.heat_map(
+        axes,
+        counts.counts,
+        tasks,
+        counts.layers,
+        label,
+        top=top,
+        form="{:.0f}",
+    )
     axes.set(xlabel="layer")
     return figure
 
@@ -176,7 +208,13 @@ def _counts(process: Run) -> dict:
     picture = process.out / "counts-gate-mass.png"
     if process.is_main:
         plots.save(draw_gate_mass(masses[0]), picture)
-    half = dict(zip(masses[0].tasks, masses[0].experts_for(0.5), strict=True))
+    half = dict(
+        zip(
+            masses[0].tasks,
+            masses[0].experts_for(0.5),
+            strict=True,
+        )
+    )
     table: list[tuple] = [COLUMNS]
     for i, name in enumerate(counts[0].tasks):
         task, _, score = name.rpartition(", ")

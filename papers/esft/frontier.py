@@ -92,7 +92,11 @@ class Courses(Stages):
     def __init__(self, stages: Stages, factor: float):
         vars(self).update(vars(stages))
         r = stages.recipe
-        rates = {"fft": r.fft, "lora__training": r.lora.training, "esft": r.esft}
+        rates = {
+            "fft": r.fft,
+            "lora__training": r.lora.training,
+            "esft": r.esft,
+        }
         self.recipe = r.change(
             **{f"{of}__learning_rate": factor * one.learning_rate for of, one in rates.items()}
         )
@@ -123,10 +127,19 @@ class Courses(Stages):
         def whole(tmp: Path, checkpoints: Path) -> dict:
             model, _ = make(self._load(base.folder, dtype=dtype))
             first, tokens, _ = trainers.row_losses(
-                model, rows, self.tokenizer, batch_size=self._batch, bf16=training.bf16
+                model,
+                rows,
+                self.tokenizer,
+                batch_size=self._batch,
+                bf16=training.bf16,
             )
             trained = self._train(
-                name, model, self.part(f"{task}-train"), rows, training, checkpoints
+                name,
+                model,
+                self.part(f"{task}-train"),
+                rows,
+                training,
+                checkpoints,
             )
             points = (0, first), *trained.history.rows
             return {
@@ -144,7 +157,13 @@ class Courses(Stages):
 
         settings = self._settings(training) | {"task": task} | dict(more)
         return self._stage(
-            f"course-{kind}", name, settings, [base, *parents], whole, holds=".", result=Course
+            f"course-{kind}",
+            name,
+            settings,
+            [base, *parents],
+            whole,
+            holds=".",
+            result=Course,
         )
 
 
@@ -297,7 +316,11 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
     makes: dict[str, Callable] = {
         TOKEN: lambda at: at.esft(task, at.selection(task, "token")),
         GATE: lambda at: at.esft(task, at.selection(task, "gate")),
-        f"{TOKEN}, random experts": lambda at: at.esft(task, at.drawn(task, "token"), scored=False),
+        f"{TOKEN}, random experts": lambda at: at.esft(
+            task,
+            at.drawn(task, "token"),
+            scored=False,
+        ),
     }
     for one in (rank, max(rank // 2, 1)):
         makes[f"{LORA}, rank {one}"] = lambda at, one=one: at.lora(task, one)
@@ -326,12 +349,33 @@ def picture(report: Frontier):
             _, task, general = zip(*curve(entry), strict=True)
             if entry is report.shown(name):
                 label = f"{name}, rate {entry.results[0].rate:g}"
-                axes.plot(task, general, marker, color=colour, ls="-", ms=5, label=label, zorder=3)
+                axes.plot(
+                    task,
+                    general,
+                    marker,
+                    color=colour,
+                    ls="-",
+                    ms=5,
+                    label=label,
+                    zorder=3,
+                )
                 rises.append(max(general) - general[0])
             else:
-                axes.plot(task, general, color=colour, alpha=0.35, linewidth=0.9)
+                axes.plot(
+                    task,
+                    general,
+                    color=colour,
+                    alpha=0.35,
+                    linewidth=0.9,
+                )
     for depth in report.depths:
-        axes.axvline(task[0] - depth, color=plots.GREY, linestyle=":", linewidth=1, zorder=1)
+        axes.axvline(
+            task[0] - depth,
+            color=plots.GREY,
+            linestyle=":",
+            linewidth=1,
+            zorder=1,
+        )
     # one that forgets far more would flatten the others
     top = max(3 * statistics.median(rises), 0.01)
     axes.set_ylim(general[0] - 0.1 * top, general[0] + top)
@@ -349,7 +393,11 @@ def _check(
     recipe: EsftRecipe, factors: Sequence[float] = FACTORS, depths: Sequence[float] = DEPTHS
 ) -> dict:
     for name, values in (("factor", factors), ("depth", depths)):
-        different(name, values, functools.partial(check_number, name, positive=True))
+        different(
+            name,
+            values,
+            functools.partial(check_number, name, positive=True),
+        )
     return {"factors": sorted(factors), "depths": sorted(depths)}
 
 

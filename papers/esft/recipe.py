@@ -72,10 +72,19 @@ def task_rows(tokenizer, task, recipe) -> dict:
         ("held_out", held_out, task.held_out_rows),
     ):
         how = {"prompt": task.prompt, "train_on": task.train_on}
-        parts[name] = data.tokenize_pairs(tokenizer, rows, recipe.max_length, limit=count, **how)
+        parts[name] = data.tokenize_pairs(
+            tokenizer,
+            rows,
+            recipe.max_length,
+            limit=count,
+            **how,
+        )
     if recipe.pack:
         parts["train"] = join(
-            parts["train"], recipe.max_length, tokenizer.bos_token_id, recipe.drop_bos
+            parts["train"],
+            recipe.max_length,
+            tokenizer.bos_token_id,
+            recipe.drop_bos,
         )
     return parts
 
@@ -85,11 +94,35 @@ def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
     whatever `validation_rows` is.
     """
     taken = map(data.one_form, itertools.islice(train, task.limit))
-    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
-    lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
+    rows = [
+        data.encode(
+            tokenizer,
+            row,
+            task.prompt,
+            task.train_on,
+        )
+        for row in taken
+    ]
+    lines = packed_in_order(
+        rows,
+        recipe.max_length,
+        recipe.drop_bos,
+        tokenizer.pad_token_id,
+    )
     parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
-    how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
-    return parts | {"held_out": data.tokenize_pairs(tokenizer, held_out, recipe.max_length, **how)}
+    how = {
+        "limit": task.held_out_rows,
+        "prompt": task.prompt,
+        "train_on": task.train_on,
+    }
+    return parts | {
+        "held_out": data.tokenize_pairs(
+            tokenizer,
+            held_out,
+            recipe.max_length,
+            **how,
+        )
+    }
 
 
 def mixed(rows, general, ratio: float):
@@ -122,8 +155,7 @@ def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    named = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
-    return named
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
 
 
 def _code(heading: str, doc: str, source: str) -> tuple[str, str]:
@@ -138,7 +170,11 @@ def _names(heading: str, doc: str, source: str) -> tuple[str, str] | None:
     name = heading.partition("(")[0].rpartition(" ")[2]
     if name.startswith("__") or f"def {name}(" not in source:
         return None
-    hidden = source.replace(f"def {name}(", f"def {HIDDEN}(", 1)
+    hidden = source.replace(
+        f"def {name}(",
+        f"def {HIDDEN}(",
+        1,
+    )
     return f"Name this Python function.\n{hidden}\n", name
 
 

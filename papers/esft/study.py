@@ -83,7 +83,15 @@ class Stages(KeptStages):
                 result["found"][task] = loss_of(*self._losses(model, f"{task}-held_out"))
             return result
 
-        stage = self._stage("base", "base", settings, [], make, seed=0, result=Base)
+        stage = self._stage(
+            "base",
+            "base",
+            settings,
+            [],
+            make,
+            seed=0,
+            result=Base,
+        )
         shared = {of: getattr(stage, of) for of in COSTS}
         for of, value in stage.found[GENERAL].items():
             shared[f"{GENERAL}_{of}"] = value
@@ -98,7 +106,12 @@ class Stages(KeptStages):
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = self._load(base.folder)
             start = time.perf_counter()
-            scores = esft.score_experts(model, self._batches(rows), n_tokens, per_process=True)
+            scores = esft.score_experts(
+                model,
+                self._batches(rows),
+                n_tokens,
+                per_process=True,
+            )
             with ranks.leading() as main:
                 if main:
                     (tmp / "seen").mkdir()
@@ -107,14 +120,26 @@ class Stages(KeptStages):
 
         settings = {"task": task, "n_tokens": n_tokens, "dtype": self.recipe.dtype}
         return self._stage(
-            "scores", f"scores of {task}", settings, [base], make, holds="seen", result=Scored
+            "scores",
+            f"scores of {task}",
+            settings,
+            [base],
+            make,
+            holds="seen",
+            result=Scored,
         )
 
     def selection(self, task: str, score: str, **flags) -> esft.ExpertSelection:
         """Return the experts of a task that reach the recipe's p; `flags` are ExpertSelection's."""
         p = getattr(self.recipe.p, score)
         variant = self.recipe.scores.variant
-        return esft.select_experts(self.scores(task).scores, p, score, variant, **flags)
+        return esft.select_experts(
+            self.scores(task).scores,
+            p,
+            score,
+            variant,
+            **flags,
+        )
 
     def drawn(self, task: str, score: str) -> esft.ExpertSelection:
         """Return as many experts per layer as `selection`, drawn at random."""
@@ -122,15 +147,27 @@ class Stages(KeptStages):
         scores = self.scores(task).scores
         seed = 1000 * self.seed + list(self.recipe.tasks).index(task)
         return esft.random_experts(
-            selection, scores.num_experts, seed, num_shared=scores.num_shared
+            selection,
+            scores.num_experts,
+            seed,
+            num_shared=scores.num_shared,
         )
 
     def _pretrained(self, folder: Path) -> tuple:
         pretrain = self.recipe.pretrain
         length = self.recipe.max_length
-        blocks = data.pack(self.tokenizer, documents(pretrain), length)
+        blocks = data.pack(
+            self.tokenizer,
+            documents(pretrain),
+            length,
+        )
         sizes = {of: getattr(pretrain, of) for of in SIZES}
-        model = small_deepseek(self.tokenizer, max_length=length, seed=pretrain.seed, **sizes)
+        model = small_deepseek(
+            self.tokenizer,
+            max_length=length,
+            seed=pretrain.seed,
+            **sizes,
+        )
         experts.patch(model)
         training = EsftTraining(
             steps=pretrain.steps,
@@ -147,14 +184,25 @@ class Stages(KeptStages):
             balance = {"balance_loss": "per_layer", "balance_loss_coef": coef}
         watched = self.part(f"{GENERAL}-validation")
         return model, self._train(
-            "base", model, blocks, watched, training, folder, seed=pretrain.seed, **balance
+            "base",
+            model,
+            blocks,
+            watched,
+            training,
+            folder,
+            seed=pretrain.seed,
+            **balance,
         )
 
     def _load(self, folder: Path, dtype: str | None = None):
         """Load a model to this process's device; its experts run through moe_runtime, the same for
         all methods.
         """
-        model = ranks.load_model(folder, dtype or self.recipe.dtype, ranks.state().device)
+        model = ranks.load_model(
+            folder,
+            dtype or self.recipe.dtype,
+            ranks.state().device,
+        )
         experts.patch(model)
         return model
 
@@ -182,7 +230,11 @@ class Stages(KeptStages):
     def _losses(self, model, part: str) -> tuple[list, list, list]:
         bf16 = self.recipe.esft.bf16
         return trainers.row_losses(
-            model, self.part(part), self.tokenizer, batch_size=self._batch, bf16=bf16
+            model,
+            self.part(part),
+            self.tokenizer,
+            batch_size=self._batch,
+            bf16=bf16,
         )
 
     def data_key(self) -> str:
@@ -246,7 +298,14 @@ class Stages(KeptStages):
             return model.requires_grad_(True), {}
 
         dtype = self.recipe.trained_dtype
-        return self._tuned("fft", task, self.recipe.fft, make, self._save, dtype=dtype)
+        return self._tuned(
+            "fft",
+            task,
+            self.recipe.fft,
+            make,
+            self._save,
+            dtype=dtype,
+        )
 
     def lora(self, task: str, rank: int | None = None) -> Tuned:
         """Return low-rank matrices for the base, tuned on a task; `rank` replaces the recipe's."""
@@ -255,7 +314,12 @@ class Stages(KeptStages):
         scaling = settings.scaling
 
         def make(model) -> tuple:
-            return lora_baseline.add_lora(model, rank, scaling, seed=self.seed), {}
+            return lora_baseline.add_lora(
+                model,
+                rank,
+                scaling,
+                seed=self.seed,
+            ), {}
 
         def save(model, trained, folder: Path) -> None:
             weights = trained.state_dict()
@@ -264,7 +328,14 @@ class Stages(KeptStages):
                     lora_baseline.save_lora(model, folder, weights)
 
         more = {"rank": rank, "scaling": scaling}
-        return self._tuned("lora", task, settings.training, make, save, more=more)
+        return self._tuned(
+            "lora",
+            task,
+            settings.training,
+            make,
+            save,
+            more=more,
+        )
 
     def esft(self, task: str, selection: esft.ExpertSelection, scored: bool = True) -> Tuned:
         """Return an adapter with the experts of `selection`, tuned on a task; `scored` adds the
@@ -295,7 +366,15 @@ class Stages(KeptStages):
         for of in ("score", "p", "variant"):
             chosen.pop(of, None)
         more = {"selection": chosen, "trained_dtype": name}
-        return self._tuned("esft", task, training, make, save, parents=parents, more=more)
+        return self._tuned(
+            "esft",
+            task,
+            training,
+            make,
+            save,
+            parents=parents,
+            more=more,
+        )
 
     def _load_tuned(self, folder: Path):
         """Load a model of `fft`, `lora` or `esft`, or the base."""
@@ -329,9 +408,20 @@ class Stages(KeptStages):
             model, result = make(self._load(base.folder, dtype))
             rows = self.part(f"{task}-train")
             if mix:
-                rows = mixed(rows, self.part(f"{GENERAL}-train"), mix)
+                rows = mixed(
+                    rows,
+                    self.part(f"{GENERAL}-train"),
+                    mix,
+                )
             watched = self.part(f"{task}-validation")
-            trained = self._train(name, model, rows, watched, training, checkpoints)
+            trained = self._train(
+                name,
+                model,
+                rows,
+                watched,
+                training,
+                checkpoints,
+            )
             save(model, trained, tmp / "model")
             result |= course_of(trained) | {
                 "optimizer_bytes": trained.optimizer_bytes,
@@ -348,7 +438,13 @@ class Stages(KeptStages):
             return result
 
         settings = self._settings(training) | {"task": task, "mix": mix} | dict(more)
-        return self._stage(kind, name, settings, [base, *parents], whole)
+        return self._stage(
+            kind,
+            name,
+            settings,
+            [base, *parents],
+            whole,
+        )
 
 
 def run(

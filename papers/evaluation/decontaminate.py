@@ -92,7 +92,13 @@ def decontaminate(
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     continue
                 counts[hit[0]] += 1
-                dropped.append({"row": count - 1, "benchmark": hit[0], "text": hit[1]})
+                dropped.append(
+                    {
+                        "row": count - 1,
+                        "benchmark": hit[0],
+                        "text": hit[1],
+                    }
+                )
             file.flush()
             os.fsync(file.fileno())
         if count == len(dropped):
@@ -103,7 +109,13 @@ def decontaminate(
         texts = {name: len(given) for name, given in benchmarks.items()}
         by_benchmark = {name: counts[name] for name in benchmarks}
         report = Report(
-            Path(out), count, count - len(dropped), by_benchmark, dropped, texts, search.searched
+            Path(out),
+            count,
+            count - len(dropped),
+            by_benchmark,
+            dropped,
+            texts,
+            search.searched,
         )
         settings = {"against": list(against), "method": method}
         settings |= {"n": n} if method == "ngram" else {"min_chars": min_chars}

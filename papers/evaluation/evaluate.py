@@ -142,7 +142,11 @@ def evaluate(
     known = find_models(models)
     asked = find_tasks(tasks)
     reference = known[0].name if reference is None else reference
-    check_choice("reference", reference, tuple(model.name for model in known))
+    check_choice(
+        "reference",
+        reference,
+        tuple(model.name for model in known),
+    )
     require("lm_eval", "eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
@@ -167,7 +171,13 @@ def evaluate(
                 lambda m=model, t=tokenizer: load_lm(m, t, dtype, batch_size),
             )
             for one in asked:
-                scores += _scores(lm, one, choices._replace(chat=is_chat), limit, out / model.name)
+                scores += _scores(
+                    lm,
+                    one,
+                    choices._replace(chat=is_chat),
+                    limit,
+                    out / model.name,
+                )
             del lm
             free_memory()
     settings = {
@@ -185,7 +195,10 @@ def evaluate(
     order = list(dict.fromkeys((score.task, score.metric) for score in scores))
     scores.sort(key=lambda score: order.index((score.task, score.metric)))
     report = Report(
-        settings, scores, _compared(scores, reference), _notes(known, tokenizers, scores, reference)
+        settings,
+        scores,
+        _compared(scores, reference),
+        _notes(known, tokenizers, scores, reference),
     )
     files.atomic_write_json(out / "results.json", jsonable(report))
     return report
@@ -378,7 +391,18 @@ def picture(report: Report, path: Path) -> None:
         spans.setdefault(score.model, []).append(span)
     width = max(6.0, 2.0 + (0.5 + 0.36 * len(scores)) * len(tasks))
     figure, axes = new_figure("", (width, 4.8))
-    grouped(axes, list(tasks), scores, spans, form="{:.2f}")
+    grouped(
+        axes,
+        list(tasks),
+        scores,
+        spans,
+        form="{:.2f}",
+    )
     axes.set_ylabel("score")
-    legend_below(figure, axes, f"lines: {1 - LEVEL:.0%} interval over the problems", 4)
+    legend_below(
+        figure,
+        axes,
+        f"lines: {1 - LEVEL:.0%} interval over the problems",
+        4,
+    )
     save(figure, path)

@@ -62,7 +62,11 @@ class Model(NamedTuple):
         if self.kind == "model" and not os.path.isdir(self.folder):
             parts[3] = self.folder
         if self.kind == "fused":
-            for part in folders.locate(self.folder, folders.read(self.folder), {}):
+            for part in folders.locate(
+                self.folder,
+                folders.read(self.folder),
+                {},
+            ):
                 parts.append(files_print(part.path))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
@@ -177,7 +181,11 @@ def load_lm(model: Model, tokenizer, dtype: str, batch_size: int):
         if dtype == "auto":
             dtype = None
         return FusedLM(folders.load(model.folder, dtype=dtype, device=device), batch_size)
-    loaded = ranks.load_model(model.base or model.folder, dtype, name="model")
+    loaded = ranks.load_model(
+        model.base or model.folder,
+        dtype,
+        name="model",
+    )
     if model.kind == "esft":
         adapters.apply(loaded, model.folder)
     if model.kind == "peft":
@@ -185,7 +193,10 @@ def load_lm(model: Model, tokenizer, dtype: str, batch_size: int):
     with contextlib.suppress(ValueError):  # dense: there is nothing to speed up
         patch(loaded)
     return require("lm_eval.models.huggingface", "eval").HFLM(
-        loaded.to(device).eval(), backend="causal", tokenizer=tokenizer, batch_size=batch_size
+        loaded.to(device).eval(),
+        backend="causal",
+        tokenizer=tokenizer,
+        batch_size=batch_size,
     )
 
 
@@ -297,7 +308,11 @@ class RecordedLM:
             asked = [*missing.values()]
             if kind == "generate_until":
                 self._check_lengths(lm, asked)
-            answers |= zip(missing, getattr(lm, kind)(asked, disable_tqdm=True), strict=True)
+            answers |= zip(
+                missing,
+                getattr(lm, kind)(asked, disable_tqdm=True),
+                strict=True,
+            )
         return [answers[i] for i in range(len(requests))]
 
     def _check_lengths(self, lm, requests: list) -> None:
@@ -431,7 +446,11 @@ class FusedLM:
             answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
             for (i, *_), answer in zip(batch, answers, strict=True):
                 out[i] = _cut(answer, until)
-                self.cache_hook.add_partial("generate_until", requests[i].args, out[i])
+                self.cache_hook.add_partial(
+                    "generate_until",
+                    requests[i].args,
+                    out[i],
+                )
         return out
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
@@ -457,7 +476,12 @@ class FusedLM:
         for i, one in enumerate(requests):
             # as lm-eval: with the tokenizer's own BOS
             ids = self.fuser.encoder.tokenizer.encode(*one.args)
-            windows = utils.get_rolling_token_windows(ids, self._first(), self.max_length, 1)
+            windows = utils.get_rolling_token_windows(
+                ids,
+                self._first(),
+                self.max_length,
+                1,
+            )
             for context, continuation in map(utils.make_disjoint_window, windows):
                 prompts = [context] * len(self.fuser.names)
                 rows.append((len(rows), prompts, continuation, len(continuation)))
@@ -487,7 +511,11 @@ class FusedLM:
                 total = scores.gather(1, ids[:, None]).sum().item()
                 out[i] = total, torch.equal(scores.argmax(-1), ids)
                 if requests:
-                    self.cache_hook.add_partial(kind, requests[i].args, out[i])
+                    self.cache_hook.add_partial(
+                        kind,
+                        requests[i].args,
+                        out[i],
+                    )
         return out
 
 

@@ -260,7 +260,11 @@ def _human_eval(row: dict, chat: bool) -> dict | None:
         question = _WRITE.format(code=code.strip())
         problem = {"question": question, "prefix": f"```python\n{code}"}
     answer = str(row.get("canonical_solution", ""))
-    return problem | {"answer": answer, "head": code, "tail": f"{test}\ncheck({name})"}
+    return problem | {
+        "answer": answer,
+        "head": code,
+        "tail": f"{test}\ncheck({name})",
+    }
 
 
 def _mbpp(row: dict, chat: bool) -> dict | None:
@@ -276,7 +280,11 @@ def _mbpp(row: dict, chat: bool) -> dict | None:
         code = "\n".join([f'"""\n{text}\n', *tests, '"""'])
         problem = {"question": _WRITE.format(code=code), "prefix": "```python\n"}
     answer = str(row.get("code", ""))
-    return problem | {"answer": answer, "head": "", "tail": "\n".join((setup, *tests))}
+    return problem | {
+        "answer": answer,
+        "head": "",
+        "tail": "\n".join((setup, *tests)),
+    }
 
 
 def hub_rows(path: str, name: str, split: str = "test") -> Callable[[], Iterable[dict]]:
@@ -491,7 +499,11 @@ class _Judging:
 
     def apply(self, answers: Sequence[Sequence[str]], problems: Sequence[dict]) -> list[Verdict]:
         """Return a verdict on the first answer to each problem."""
-        return self.task.judge(problems, [given[0] for given in answers], self.seconds)
+        return self.task.judge(
+            problems,
+            [given[0] for given in answers],
+            self.seconds,
+        )
 
 
 def _configured(asked: Asked, choices: Choices):

@@ -106,7 +106,11 @@ class FuserRecipe(Node):
                     f"{one.steps}. Set one of them"
                 )
             if one.domain is not None or one.model is None:
-                check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
+                check_choice(
+                    f"specialists.{name}.domain",
+                    one.domain or name,
+                    tuple(self.domains),
+                )
 
     def domain_of(self, specialist: str) -> str | None:
         """Return a specialist's domain, or None if the recipe names none."""
@@ -123,8 +127,7 @@ class FuserRecipe(Node):
     @property
     def templates(self) -> list[str]:
         """The specialists' templates, in their order."""
-        templates = [one.template for one in self.specialists.values()]
-        return templates
+        return [one.template for one in self.specialists.values()]
 
     @property
     def further_stage(self) -> Stage:
@@ -174,4 +177,8 @@ def encoder_of(recipe: FuserRecipe, own) -> Encoder:
             tokenizers.append(own)
         else:
             tokenizers.append(ranks.load_tokenizer(one.model, f"specialists.{name}.model"))
-    return make_encoder(names, tokenizers, [one.template for one in specialists])
+    return make_encoder(
+        names,
+        tokenizers,
+        [one.template for one in specialists],
+    )

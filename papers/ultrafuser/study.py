@@ -59,7 +59,14 @@ def study_rows(encoder: Encoder, recipe: FuserRecipe) -> dict:
         prompts += held_out[name]["prompt_ids"]
     for name, domain in recipe.domains.items():
         with _named(name):
-            train[name] = _encoded(encoder, recipe, name, train[name], domain.limit, prompts)
+            train[name] = _encoded(
+                encoder,
+                recipe,
+                name,
+                train[name],
+                domain.limit,
+                prompts,
+            )
     concatenate = data.require("datasets").concatenate_datasets
     return {
         "train": concatenate([*train.values()]),
@@ -77,7 +84,12 @@ def _encoded(
 ):
     where = functools.partial(_where, recipe.domains[name])
     encoded = encode_rows(
-        encoder, rows, recipe.max_length, limit=limit, without=without, where=where
+        encoder,
+        rows,
+        recipe.max_length,
+        limit=limit,
+        without=without,
+        where=where,
     )
     return encoded.add_column("domain", [name] * len(encoded))
 
@@ -148,9 +160,19 @@ class Stages(KeptStages):
             if r.pretrain is None:
                 self._copy_base(tmp / "model")
             else:
-                blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
+                blocks = data.pack(
+                    self.tokenizer,
+                    self._base_text,
+                    r.max_length,
+                )
                 held_out = self._single("held_out", 0)
-                model, trained = self._pretrain(blocks, held_out, folder, r.max_length, "cosine")
+                model, trained = self._pretrain(
+                    blocks,
+                    held_out,
+                    folder,
+                    r.max_length,
+                    "cosine",
+                )
                 course = course_of(trained)
                 self._save(model, trained, tmp / "model")
             return course | self._judged_single(tmp / "model", 0)
@@ -171,7 +193,14 @@ class Stages(KeptStages):
                 return {"source": str(given)} | self._judged_single(given, number)
 
             settings["model"] = [given, files_print(given)]
-            return self._made("given", name, settings, [], evaluate, seed=0)
+            return self._made(
+                "given",
+                name,
+                settings,
+                [],
+                evaluate,
+                seed=0,
+            )
         base = self.base()
         domain = r.domain_of(name)
         training = r.training_of(name)
@@ -179,10 +208,25 @@ class Stages(KeptStages):
         def make(tmp: Path, folder: Path) -> dict:
             rows = self._single("train", number, domain)
             held_out = self._single("held_out", number, domain)
-            return self._tuned(name, base.source, number, tmp, folder, training, rows, held_out)
+            return self._tuned(
+                name,
+                base.source,
+                number,
+                tmp,
+                folder,
+                training,
+                rows,
+                held_out,
+            )
 
         settings |= self._settings(training) | {"domain": domain}
-        return self._made("specialist", name, settings, [base], make)
+        return self._made(
+            "specialist",
+            name,
+            settings,
+            [base],
+            make,
+        )
 
     def further(self, name: str) -> Judged:
         """Return a specialist tuned on all domains, which have the same shares as in the recipe's
@@ -210,7 +254,13 @@ class Stages(KeptStages):
             )
 
         settings = self._settings(training) | {"number": number} | self._drawn(r.balanced)
-        return self._made("further", title, settings, [parent], make)
+        return self._made(
+            "further",
+            title,
+            settings,
+            [parent],
+            make,
+        )
 
     def gate(self, balanced: bool | None = None) -> Judged:
         """Return the fused specialists with only the gate trained: stage 1."""
@@ -222,7 +272,16 @@ class Stages(KeptStages):
         def make(tmp: Path, folder: Path) -> dict:
             sources = [one.source for one in specialists]
             model = self._fuser(sources, self.recipe.dtype).freeze_specialists()
-            return self._fused("gate", model, sources, tmp, folder, training, balanced, "reference")
+            return self._fused(
+                "gate",
+                model,
+                sources,
+                tmp,
+                folder,
+                training,
+                balanced,
+                "reference",
+            )
 
         settings = self._of_fused(training, balanced)
         return self._made("gate", "stage 1", settings, specialists, make)
@@ -254,7 +313,16 @@ class Stages(KeptStages):
                 dtype = self.recipe.dtype
             sources = [one.source for one in specialists]
             model = self._fuser(sources, dtype, gate).train_all()
-            return self._fused("fused", model, sources, tmp, folder, training, balanced, "copy")
+            return self._fused(
+                "fused",
+                model,
+                sources,
+                tmp,
+                folder,
+                training,
+                balanced,
+                "copy",
+            )
 
         settings = self._of_fused(training, balanced) | {"two_stage": two_stage}
         return self._made("fused", "fused", settings, parents, make)
@@ -265,7 +333,10 @@ class Stages(KeptStages):
         """
         model = ultrafuser.load(fused.folder).to(ranks.state().device)
         return fuser_training.gate_weights(
-            model, self.part("held_out"), collator=self.encoder.collate, **self._judging
+            model,
+            self.part("held_out"),
+            collator=self.encoder.collate,
+            **self._judging,
         )
 
     @cached_property
@@ -314,7 +385,15 @@ class Stages(KeptStages):
         """
         rows = self.part("held_out")
         how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
-        trained = self._train(name, model, self.part("train"), rows, training, folder, **how)
+        trained = self._train(
+            name,
+            model,
+            self.part("train"),
+            rows,
+            training,
+            folder,
+            **how,
+        )
         losses = (trained.losses, trained.tokens, trained.exact)
         is_as_trained = self._is_saved_as_trained(model.specialists)
         if not is_as_trained:
@@ -333,7 +412,10 @@ class Stages(KeptStages):
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
         if not is_as_trained:
             losses = fuser_training.fuser_losses(
-                model, rows, collator=self.encoder.collate, **self._judging
+                model,
+                rows,
+                collator=self.encoder.collate,
+                **self._judging,
             )
         return self._course(trained) | self._loss(*losses) | sizes_of(model)
 
@@ -353,7 +435,15 @@ class Stages(KeptStages):
         evaluate it on all domains.
         """
         model = ranks.load_model(source, "float32")
-        trained = self._train(name, model, rows, held_out, training, folder, **more)
+        trained = self._train(
+            name,
+            model,
+            rows,
+            held_out,
+            training,
+            folder,
+            **more,
+        )
         self._save(model, trained, tmp / "model")
         course = self._course(trained)
         del model, trained
@@ -362,9 +452,18 @@ class Stages(KeptStages):
 
     def _judged_single(self, source: str | Path, number: int) -> dict:
         """Evaluate one model in the template of specialist `number`."""
-        model = ranks.load_model(source, self.recipe.dtype, ranks.state().device)
+        model = ranks.load_model(
+            source,
+            self.recipe.dtype,
+            ranks.state().device,
+        )
         rows = self._single("held_out", number)
-        losses = trainers.row_losses(model, rows, self.tokenizer, **self._judging)
+        losses = trainers.row_losses(
+            model,
+            rows,
+            self.tokenizer,
+            **self._judging,
+        )
         return self._loss(*losses) | sizes_of(model)
 
     def _course(self, trained: trainers.Trained) -> dict:
@@ -422,7 +521,12 @@ class Stages(KeptStages):
 
     def _made(self, kind: str, name: str, *arguments, **settings) -> Judged:
         """Return a stage, with its source if that is not its own folder."""
-        result = self._stage(kind, name, *arguments, **settings)
+        result = self._stage(
+            kind,
+            name,
+            *arguments,
+            **settings,
+        )
         return result._replace(source=result.source or str(result.folder))
 
     def data_key(self) -> str:
@@ -438,7 +542,13 @@ class Stages(KeptStages):
         if r.pretrain or len(files) < sum(len(domain.sources) for domain in r.domains.values()):
             built_in = domains_key()
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
-        rows = [r.max_length, r.templates, domains, built_in, [*map(files_print, files)]]
+        rows = [
+            r.max_length,
+            r.templates,
+            domains,
+            built_in,
+            [*map(files_print, files)],
+        ]
         if r.tokenizer:
             rows.append(files_print(r.tokenizer))
         return hash_of(
@@ -458,7 +568,9 @@ class Stages(KeptStages):
         r = self.recipe
         if r.pretrain is not None:
             tokenizer = train_tokenizer(
-                self._base_text, r.pretrain.vocab_size, r.pretrain.split_digits
+                self._base_text,
+                r.pretrain.vocab_size,
+                r.pretrain.split_digits,
             )
         else:
             given = (one.model for one in r.specialists.values() if one.model is not None)

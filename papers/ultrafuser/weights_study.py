@@ -27,7 +27,11 @@ def losses(report):
     size = 3.4 + 2.6 * len(tables), 1.7 + 0.42 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(tables))
     for axes, (name, table) in zip(all_axes, tables.items()):
-        plots.dots_in(axes, table, lambda entry: f"{entry.loss:.3f}")
+        plots.dots_in(
+            axes,
+            table,
+            lambda entry: f"{entry.loss:.3f}",
+        )
         axes.set_title(name, fontsize=10)
         axes.tick_params(labelleft=axes is all_axes[0])
     meant = (
@@ -41,7 +45,11 @@ def weights(report):
     """Draw the mean weight by domain and specialist, and the rows' own mean weights beside it
     (Figure 6).
     """
-    figure, (left, right) = figure_of(report, (10.4, 2.2 + 0.6 * len(report.domains)), columns=2)
+    figure, (left, right) = figure_of(
+        report,
+        (10.4, 2.2 + 0.6 * len(report.domains)),
+        columns=2,
+    )
     _map(left, report)
     _of_rows(right, report)
     return figure
@@ -53,7 +61,15 @@ def _map(axes, report) -> None:
         label += f" over {len(report.seeds)} seeds"
     means = report.over_seeds()
     domains = list(report.domains)
-    plots.heat_map(axes, means, domains, report.specialists, label, top=1, form="{:.2f}")
+    plots.heat_map(
+        axes,
+        means,
+        domains,
+        report.specialists,
+        label,
+        top=1,
+        form="{:.2f}",
+    )
     axes.set(xlabel="specialist", ylabel="domain")
 
 
@@ -75,11 +91,26 @@ def _of_rows(axes, report) -> None:
         )
         for box in drawn["boxes"]:
             box.set(facecolor=colour, alpha=0.75)
-        axes.plot([], [], "s", color=colour, label=name)
-    axes.axhline(1 / S, color="black", linestyle="--", linewidth=1)
+        axes.plot(
+            [],
+            [],
+            "s",
+            color=colour,
+            label=name,
+        )
+    axes.axhline(
+        1 / S,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+    )
     axes.set_xticks(range(len(domains)), domains)
     axes.set_xlim(-0.6, len(domains) - 0.4)
-    axes.set(xlabel="domain", ylabel="mean weight of an example", ylim=(-0.02, 1.02))
+    axes.set(
+        xlabel="domain",
+        ylabel="mean weight of an example",
+        ylim=(-0.02, 1.02),
+    )
     axes.grid(axis="y")
     about = f"right: specialist, seed {report.seeds[0]}; dashed: equal weights"
     legend_below(axes.figure, axes, about, S)
@@ -170,14 +201,17 @@ def _mean(weights: list[list[float]]) -> list[float]:
 
 
 def _mean(weights: list[list[float]]) -> list[float]:
-    mean = [statistics.fmean(of) for of in zip(*weights, strict=True)]
-    return mean
+    return [statistics.fmean(of) for of in zip(*weights, strict=True)]
 
 
 def _summary(report: GateWeights) -> list[str]:
     lines = []
     for domain, specialist, weights, *seeds in zip(
-        report.domains, report.domains.values(), report.over_seeds(), *report.by_row, strict=True
+        report.domains,
+        report.domains.values(),
+        report.over_seeds(),
+        *report.by_row,
+        strict=True,
     ):
         top = report.specialists[weights.index(max(weights))]
         sentence = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"

@@ -73,7 +73,15 @@ class Stages(study.Stages):
             return {"experts": experts, "parents": []}
 
         settings = {"branches": list(self.recipe.domains)}
-        pool = self._stage("pool", BRANCHES, settings, tuned, make, holds="experts", result=Pool)
+        pool = self._stage(
+            "pool",
+            BRANCHES,
+            settings,
+            tuned,
+            make,
+            holds="experts",
+            result=Pool,
+        )
         return pool._replace(experts=[*map(str, last)])
 
     def averaged(self, tuned: Judged) -> Judged:
@@ -89,11 +97,22 @@ class Stages(study.Stages):
                     mean = AveragedModel(self._load(late[0], device=False).float())
                     for path in late:
                         mean.update_parameters(self._load(path, device=False).float())
-                    ranks.save_whole(mean.module, self.tokenizer, tmp / "model", self.recipe.dtype)
+                    ranks.save_whole(
+                        mean.module,
+                        self.tokenizer,
+                        tmp / "model",
+                        self.recipe.dtype,
+                    )
             return self._judge(lambda: self._load(tmp / "model"))
 
         settings = {"checkpoints": [path.name for path in late]}
-        return self._stage("averaged", SWA, settings, [tuned], make)
+        return self._stage(
+            "averaged",
+            SWA,
+            settings,
+            [tuned],
+            make,
+        )
 
 
 def make(process: Run) -> dict:
@@ -120,7 +139,12 @@ def make(process: Run) -> dict:
         if len(recipe.domains) == recipe.experts.num_experts:
             yield BRANCHES, stages.upit("ffn", stages.branches())._replace(history=[])
 
-    return {"entries": process.collect(plan), "reference": SFT, "summary": _summary, "extra": {}}
+    return {
+        "entries": process.collect(plan),
+        "reference": SFT,
+        "summary": _summary,
+        "extra": {},
+    }
 
 
 def _after(first: Judged, second: Judged) -> Judged:

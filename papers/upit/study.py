@@ -88,8 +88,17 @@ class Stages(DomainStages):
                 # not first after the dense tuning
                 self._copy_base(tmp / "model", families.family_of)
                 return self._judge(load)
-            blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
-            model, trained = self._pretrain(blocks, self.held_out, folder, r.max_length)
+            blocks = data.pack(
+                self.tokenizer,
+                self._documents(),
+                r.max_length,
+            )
+            model, trained = self._pretrain(
+                blocks,
+                self.held_out,
+                folder,
+                r.max_length,
+            )
             self._save(model, trained, tmp / "model")
             return self._numbers(model, trained, load)
 
@@ -113,10 +122,20 @@ class Stages(DomainStages):
                 with ranks.leading() as main:
                     if main:
                         lora_baseline.save_lora(model, tmp / "model", pairs)
-            return self._numbers(model, trained, lambda: self._load(tmp / "model", form))
+            return self._numbers(
+                model,
+                trained,
+                lambda: self._load(tmp / "model", form),
+            )
 
         settings = self._settings(training) | self._rank(form)
-        return self._stage("dense", DENSE[form], settings, [self.base()], make)
+        return self._stage(
+            "dense",
+            DENSE[form],
+            settings,
+            [self.base()],
+            make,
+        )
 
     @property
     def chosen(self) -> int:
@@ -127,7 +146,11 @@ class Stages(DomainStages):
         """Raise ValueError if the first tuning has fewer steps than checkpoints to choose."""
         training = self._form(form).sft
         batch = trainers.split_batch(training.batch_size, training.per_device_batch_size)
-        steps = trainers.count_steps(len(self.train_rows), training.epochs, *batch)
+        steps = trainers.count_steps(
+            len(self.train_rows),
+            training.epochs,
+            *batch,
+        )
         if steps < self.chosen:
             raise ValueError(
                 f"checkpoints.count ({self.chosen}) must be at most the {steps} steps of "
@@ -148,9 +171,18 @@ class Stages(DomainStages):
             # absolute, since experts may be read from any working directory
             known = base.folder.resolve()
             saver = ExpertCheckpoints(
-                experts, every, base=known, dtype=self.recipe.dtype, overwrite=True
+                experts,
+                every,
+                base=known,
+                dtype=self.recipe.dtype,
+                overwrite=True,
             )
-            model, trained = self._tuned_dense(form, self._form(form).sft, folder, [saver])
+            model, trained = self._tuned_dense(
+                form,
+                self._form(form).sft,
+                folder,
+                [saver],
+            )
             with ranks.leading() as main:
                 if main:
                     # not moved: a run killed from here on resumes from the Trainer's last
@@ -159,11 +191,20 @@ class Stages(DomainStages):
                     for expert in upit_experts.saved_experts(tmp / "experts"):
                         self.tokenizer.save_pretrained(expert)
             last = upit_experts.saved_experts(tmp / "experts")[-1]
-            return self._numbers(model, trained, lambda: self._load(last, form))
+            return self._numbers(
+                model,
+                trained,
+                lambda: self._load(last, form),
+            )
 
         settings = self._settings(self._form(form).sft) | self._rank(form) | {"every_epochs": every}
         return self._stage(
-            "prepared", f"experts of {form}", settings, [base], make, holds="experts"
+            "prepared",
+            f"experts of {form}",
+            settings,
+            [base],
+            make,
+            holds="experts",
         )
 
     def pool(self, form: str) -> Pool:
@@ -173,7 +214,11 @@ class Stages(DomainStages):
         prepared = self.prepared(form)
         n = r.experts.num_experts
         m = self.chosen
-        chosen = upit_experts.choose_checkpoints(prepared.folder, m, r.checkpoints.which)
+        chosen = upit_experts.choose_checkpoints(
+            prepared.folder,
+            m,
+            r.checkpoints.which,
+        )
         grows = r.expansion.to_dict() if m < n else None
 
         def make(tmp: Path, checkpoints: Path) -> dict:
@@ -187,7 +232,12 @@ class Stages(DomainStages):
                     if main:
                         known = base.folder.resolve()
                         children = expansion.expand_experts(
-                            chosen, n, grown, base=known, seed=self.seed, **grows
+                            chosen,
+                            n,
+                            grown,
+                            base=known,
+                            seed=self.seed,
+                            **grows,
                         ).children
                         names += [child.folder.name for child in children]
                         parents = [list(child.parents) for child in children]
@@ -196,9 +246,21 @@ class Stages(DomainStages):
             seconds = time.perf_counter() - start
             return {"experts": names, "parents": parents, "seconds": seconds}
 
-        settings = {"chosen": [path.name for path in chosen], "count": n, "expansion": grows}
+        settings = {
+            "chosen": [path.name for path in chosen],
+            "count": n,
+            "expansion": grows,
+        }
         title = f"{n} experts of {form}"
-        pool = self._stage("pool", title, settings, [prepared], make, holds="experts", result=Pool)
+        pool = self._stage(
+            "pool",
+            title,
+            settings,
+            [prepared],
+            make,
+            holds="experts",
+            result=Pool,
+        )
         experts = [str(self.out / name) for name in pool.experts[:m]]
         experts += [str(pool.folder / name) for name in pool.experts[m:]]
         return pool._replace(experts=experts)
@@ -215,21 +277,39 @@ class Stages(DomainStages):
         """The settings of a form that determine how its model is built."""
         if form == "ffn":
             return {}
-        return {"rank": self.recipe.lora.rank, "alpha": self.recipe.lora.alpha}
+        return {
+            "rank": self.recipe.lora.rank,
+            "alpha": self.recipe.lora.alpha,
+        }
 
     def _tuned_dense(self, form: str, training: Training, folder: Path, callbacks=()) -> tuple:
         """Tune the base or a LoRA of it."""
         model = self._load(self.base().folder.resolve(), device=False)  # an adapter names it
         if form == "lora":
-            model = lora_baseline.add_mlp_lora(model, **self._rank(form), seed=self.seed)
+            model = lora_baseline.add_mlp_lora(
+                model,
+                **self._rank(form),
+                seed=self.seed,
+            )
         rows = (self.train_rows, self.held_out)
-        return model, self._train(DENSE[form], model, *rows, training, folder, callbacks)
+        return model, self._train(
+            DENSE[form],
+            model,
+            *rows,
+            training,
+            folder,
+            callbacks,
+        )
 
     def _load(self, folder: Path, form: str = "ffn", device: bool = True):
         """Load a model, or the base with the adapter of a folder."""
         if form == "lora":
             return lora_baseline.load_lora(self._load(self.base().folder), folder)
-        return ranks.load_model(folder, self.recipe.dtype, ranks.state().device if device else None)
+        return ranks.load_model(
+            folder,
+            self.recipe.dtype,
+            ranks.state().device if device else None,
+        )
 
     def _train(self, name: str, model, *arguments, **more) -> trainers.Trained:
         """Train with trainable parameters in float32, since AdamW's steps are smaller than a
@@ -243,7 +323,12 @@ class Stages(DomainStages):
                 parameter.data = parameter.data.float()
             elif parameter.dtype == torch.bfloat16:
                 more["bf16"] = True
-        return super()._train(name, model, *arguments, **more)
+        return super()._train(
+            name,
+            model,
+            *arguments,
+            **more,
+        )
 
     def buckets(self, form: str, pool: Pool) -> upit_buckets.Buckets:
         """Return the seed data, assigned by the experts' perplexity (step 3)."""
@@ -273,13 +358,25 @@ class Stages(DomainStages):
 
         title = f"seed data of {form}"
         kind = upit_buckets.Buckets
-        return self._stage("buckets", title, seed_data.to_dict(), [pool], make, result=kind)
+        return self._stage(
+            "buckets",
+            title,
+            seed_data.to_dict(),
+            [pool],
+            make,
+            result=kind,
+        )
 
     def seed_rows(self):
         """Return the rows on which experts are compared, drawn by the seed."""
         share = self.recipe.seed_data.share
         count = self._seed_count()
-        return upit_buckets.seed_set(self.train_rows, share, at_least=count, seed=self.seed)
+        return upit_buckets.seed_set(
+            self.train_rows,
+            share,
+            at_least=count,
+            seed=self.seed,
+        )
 
     def _seed_count(self) -> int:
         """Return the number of seed rows, at least a row per expert."""
@@ -337,7 +434,15 @@ class Stages(DomainStages):
         settings = self._settings(training) | r.router.to_dict() | SKILLED
         kind = router.Routers
         title = f"routers of {form}"
-        return self._stage("routers", title, settings, [dealt], make, holds="routers", result=kind)
+        return self._stage(
+            "routers",
+            title,
+            settings,
+            [dealt],
+            make,
+            holds="routers",
+            result=kind,
+        )
 
     def upit(self, form: str, pool: Pool | None = None) -> Judged:
         """Return UpIT's result: experts and vectors, assembled and tuned (step 5)."""
@@ -355,7 +460,15 @@ class Stages(DomainStages):
             return self._assembled(experts, vectors, folder)
 
         name = f"UpIT ({NAMES[form]})"
-        return self._mixed("upit", name, form, self._form(form).post, make, [routers], SKILLED)
+        return self._mixed(
+            "upit",
+            name,
+            form,
+            self._form(form).post,
+            make,
+            [routers],
+            SKILLED,
+        )
 
     def self_moe(self, form: str) -> Judged:
         """Return the baseline of UpIT's experts behind random routers; only the routers are
@@ -371,7 +484,15 @@ class Stages(DomainStages):
             return model
 
         name = f"Self-MoE ({NAMES[form]})"
-        return self._mixed("self_moe", name, form, self._form(form).post, make, [pool], {})
+        return self._mixed(
+            "self_moe",
+            name,
+            form,
+            self._form(form).post,
+            make,
+            [pool],
+            {},
+        )
 
     def upcycled(self, start: str) -> Judged:
         """Return the baseline of copies of the base's MLPs ("pt"), or of those of the tuned model
@@ -381,12 +502,24 @@ class Stages(DomainStages):
 
         def make(folder: Path):
             model = self._load(last, device=False)
-            xft.upcycle(model, seed=42 + self.seed, **self.recipe.experts.to_dict())
+            xft.upcycle(
+                model,
+                seed=42 + self.seed,
+                **self.recipe.experts.to_dict(),
+            )
             return model
 
         name = f"Upcycle_{start.upper()}"
         settings = {"start": start}
-        return self._mixed("upcycled", name, "ffn", training, make, [parent], settings)
+        return self._mixed(
+            "upcycled",
+            name,
+            "ffn",
+            training,
+            make,
+            [parent],
+            settings,
+        )
 
     def loramoe(self, start: str) -> Judged:
         """Return the baseline of fresh LoRA branches over the base ("pt"), or of copies of the
@@ -409,11 +542,25 @@ class Stages(DomainStages):
             of = self._rank("lora")
             if start == "sft":
                 of = {"experts": [last] * experts["num_experts"]}
-            return baselines.to_lora_moe(model, form=form, seed=42 + self.seed, **of, **experts)
+            return baselines.to_lora_moe(
+                model,
+                form=form,
+                seed=42 + self.seed,
+                **of,
+                **experts,
+            )
 
         name = f"LoRAMoE_{start.upper()}"
         settings = {"start": start, "loramoe": loramoe} | self._rank("lora")
-        return self._mixed("loramoe", name, "lora", training, make, [parent], settings)
+        return self._mixed(
+            "loramoe",
+            name,
+            "lora",
+            training,
+            make,
+            [parent],
+            settings,
+        )
 
     def _start(self, form: str, start: str) -> tuple[Judged, UpitTraining, Path]:
         """Return the stage to copy, the training of the copies, and the folder of the model or
@@ -429,7 +576,11 @@ class Stages(DomainStages):
         """Assemble an MoE model on one process and load it on all."""
         settings = self.recipe.experts.to_dict()
         del settings["num_experts"]
-        settings |= {"base": self.base().folder, "seed": 42 + self.seed, "overwrite": True}
+        settings |= {
+            "base": self.base().folder,
+            "seed": 42 + self.seed,
+            "overwrite": True,
+        }
         with ranks.leading() as main:
             if main:
                 assembly.assemble(experts, vectors, folder, **settings)
@@ -454,11 +605,21 @@ class Stages(DomainStages):
         def whole(tmp: Path, checkpoints: Path) -> dict:
             model = make(tmp / "assembled")
             rows = (self.train_rows, self.held_out)
-            trained = self._train(name, model, *rows, training, checkpoints)
+            trained = self._train(
+                name,
+                model,
+                *rows,
+                training,
+                checkpoints,
+            )
             self._save(model, trained, tmp / "model")
             if self.is_main:
                 shutil.rmtree(tmp / "assembled", ignore_errors=True)
-            return self._numbers(model, trained, lambda: self._load(tmp / "model"))
+            return self._numbers(
+                model,
+                trained,
+                lambda: self._load(tmp / "model"),
+            )
 
         return self._stage(kind, name, settings, parents, whole)
 

@@ -65,10 +65,19 @@ def _main(process: Run) -> dict:
         for form in forms:
             copies = [f"{COPIES[form]}_{start.upper()}" for start in STARTS]
             others = [DENSE[form], *copies, f"Self-MoE ({NAMES[form]})"]
-            lines += against(report.entries, f"UpIT ({NAMES[form]})", others)
+            lines += against(
+                report.entries,
+                f"UpIT ({NAMES[form]})",
+                others,
+            )
         return lines + sentences
 
-    return {"entries": entries, "reference": DENSE[forms[0]], "summary": summary, "extra": routed}
+    return {
+        "entries": entries,
+        "reference": DENSE[forms[0]],
+        "summary": summary,
+        "extra": routed,
+    }
 
 
 def _routing(process: Run, entries: Sequence[Entry]) -> tuple[dict, list[str]]:

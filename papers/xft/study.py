@@ -119,14 +119,26 @@ class Stages(KeptStages):
             self._mixture_rows()  # raises before minutes of training
         settings = {"dtype": r.dtype, "evaluations": r.evaluations}
         if r.pretrain is not None:
-            settings |= {"pretrain": r.pretrain.to_dict(), "length": r.data.max_length}
+            settings |= {
+                "pretrain": r.pretrain.to_dict(),
+                "length": r.data.max_length,
+            }
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             if r.pretrain is None:
                 self._copy_base(tmp / "model")
                 return self._judge(tmp / "model")
-            blocks = data.pack(self.tokenizer, self._documents(), r.data.max_length)
-            model, trained = self._pretrain(blocks, self.watched, checkpoints, r.data.max_length)
+            blocks = data.pack(
+                self.tokenizer,
+                self._documents(),
+                r.data.max_length,
+            )
+            model, trained = self._pretrain(
+                blocks,
+                self.watched,
+                checkpoints,
+                r.data.max_length,
+            )
             return self._finish(model, trained, tmp / "model")
 
         return self._stage("base", "base", settings, [], make, seed=0)
@@ -157,7 +169,12 @@ class Stages(KeptStages):
                     if main:
                         for name, mean in means.models.items():
                             whole = mean.module.to(getattr(torch, self.recipe.dtype))
-                            ranks.save_whole(whole, self.tokenizer, tmp / name, self.recipe.dtype)
+                            ranks.save_whole(
+                                whole,
+                                self.tokenizer,
+                                tmp / name,
+                                self.recipe.dtype,
+                            )
             return self._finish(model, trained, tmp / "model")
 
         return self._stage("sft", "sft", settings, [base], make)
@@ -165,7 +182,14 @@ class Stages(KeptStages):
     def _tuned(self, name: str, model, training: Training, checkpoints: Path, callbacks=()):
         """Train a model on the training rows."""
         rows = (self.train_rows, self.watched)
-        return self._train(name, model, *rows, training, checkpoints, callbacks)
+        return self._train(
+            name,
+            model,
+            *rows,
+            training,
+            checkpoints,
+            callbacks,
+        )
 
     def average(self, sft: Result, kind: str) -> Result:
         """Return an average, "ema" or "swa", of the weights over the steps of an SFT run with
@@ -178,7 +202,13 @@ class Stages(KeptStages):
                     shutil.copytree(sft.folder.with_name(kind), tmp / "model")
             return self._judge(tmp / "model")
 
-        return self._stage("average", kind, {"of": kind}, [sft], make)
+        return self._stage(
+            "average",
+            kind,
+            {"of": kind},
+            [sft],
+            make,
+        )
 
     def moe(self, by_domain: bool = False, **moe_settings) -> Result:
         """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned,
@@ -197,15 +227,31 @@ class Stages(KeptStages):
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, r.dtype)
-            receipt = xft.upcycle(model, layers=r.layers, seed=42 + self.seed, **experts)
+            receipt = xft.upcycle(
+                model,
+                layers=r.layers,
+                seed=42 + self.seed,
+                **experts,
+            )
             self.say(str(receipt).replace("\n", "\n  "))
             rows = (self._mixture_rows()[0], self.watched)
             routing = contextlib.nullcontext()
             if by_domain:
                 routing = routed_by_domain(model, self._known_domains())
             with routing:
-                trained = self._train("moe", model, *rows, r.tune, checkpoints)
-            result = self._finish(model, trained, tmp / "model", anew=by_domain)
+                trained = self._train(
+                    "moe",
+                    model,
+                    *rows,
+                    r.tune,
+                    checkpoints,
+                )
+            result = self._finish(
+                model,
+                trained,
+                tmp / "model",
+                anew=by_domain,
+            )
             return {"upcycled_error": receipt.error} | result
 
         return self._stage("moe", "moe", settings, [base], make)
@@ -222,7 +268,13 @@ class Stages(KeptStages):
             model = ranks.load_model(moe.folder, self.recipe.dtype)
             xft.to_mergeable(model, shared_rate=rate)
             rows = (self._mixture_rows()[1], self.watched)
-            trained = self._train("mix", model, *rows, training, checkpoints)
+            trained = self._train(
+                "mix",
+                model,
+                *rows,
+                training,
+                checkpoints,
+            )
             alpha = []
             for module in model.modules():
                 if isinstance(module, MergedMLP):
@@ -271,9 +323,20 @@ class Stages(KeptStages):
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, r.dtype)
-            baselines.to_ewa(model, num_experts=count, layers=r.layers, seed=42 + self.seed)
+            baselines.to_ewa(
+                model,
+                num_experts=count,
+                layers=r.layers,
+                seed=42 + self.seed,
+            )
             averaging = AveragingCallback(share=ewa.share, schedule=ewa.schedule)
-            trained = self._tuned("ewa", model, r.ewa_training, checkpoints, [averaging])
+            trained = self._tuned(
+                "ewa",
+                model,
+                r.ewa_training,
+                checkpoints,
+                [averaging],
+            )
             self._save(model, trained, tmp / "experts")
             with ranks.leading() as main:
                 if main:
@@ -322,7 +385,11 @@ class Stages(KeptStages):
         rows.
         """
         ranks.free_memory()
-        model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
+        model = ranks.load_model(
+            folder,
+            self.recipe.dtype,
+            ranks.state().device,
+        )
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
         how = {"tokenizer": self.tokenizer, "batch_size": batch, "bf16": tune.bf16}
@@ -348,7 +415,12 @@ class Stages(KeptStages):
                 rows.append(domains_key())
             else:
                 rows.append(python if source == data.BUILT_IN else files_print(source))
-        key = {"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows}
+        key = {
+            "format": self.FORMAT,
+            "data": r.data.to_dict(),
+            "base": base,
+            "rows": rows,
+        }
         return hash_of(key)
 
     def make_data(self, folder: Path) -> dict:
@@ -363,7 +435,12 @@ class Stages(KeptStages):
         count = r.held_out_rows + (r.validation_rows or 0)
         pairs = stage_rows.split_rows(r.change(held_out_rows=count), SOURCES)
         parts = {}
-        for name, rows, limit in zip(("train", "held_out"), pairs, (r.limit, count), strict=True):
+        for name, rows, limit in zip(
+            ("train", "held_out"),
+            pairs,
+            (r.limit, count),
+            strict=True,
+        ):
             parts[name] = data.tokenize_pairs(
                 tokenizer,
                 rows,
@@ -429,7 +506,11 @@ def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[
     def see(module, args, batch):
         length = batch["input_ids"].shape[1]
         indices = []
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        for ids, mask in zip(
+            batch["input_ids"],
+            batch["attention_mask"].bool(),
+            strict=True,
+        ):
             indices.append(domains[tuple(ids[mask].tolist())])
         experts = 1 + torch.tensor(indices, device=ids.device)
         experts = experts.repeat_interleave(length)

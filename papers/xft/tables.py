@@ -63,7 +63,11 @@ def _ablate_gate(process: Run) -> dict:
         for name, gate in others.items():
             yield name, stages.moe(gate=gate)
 
-    return {"entries": process.collect(plan), "reference": f"{MOE} ({full})", "summary": each}
+    return {
+        "entries": process.collect(plan),
+        "reference": f"{MOE} ({full})",
+        "summary": each,
+    }
 
 
 def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
@@ -129,7 +133,11 @@ def _overfit(process: Run) -> dict:
         if None in chosen:
             return [*lines, "Without data.validation_rows nothing chooses a learning rate."]
         lines.append("Each at the learning rate that validation chooses:")
-        return lines + against(report.entries, chosen[0], chosen[1:])
+        return lines + against(
+            report.entries,
+            chosen[0],
+            chosen[1:],
+        )
 
     return {
         "entries": process.collect(plan),
@@ -231,7 +239,11 @@ def _check_shared(recipe: Recipe) -> dict:
 
 def _check_gates(recipe: Recipe) -> dict:
     # the others are its ablations
-    check_choice("gate", recipe.experts.get("gate", "xft"), ("xft",))
+    check_choice(
+        "gate",
+        recipe.experts.get("gate", "xft"),
+        ("xft",),
+    )
     for gate in GATES[:4]:
         resolve_experts(recipe.experts | {"gate": gate})
     return {}

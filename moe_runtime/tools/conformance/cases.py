@@ -51,7 +51,10 @@ def draw_experts(d: Draw, E: int) -> tuple[Tensors, dict]:
     """Return the weights of E experts, and the form of what is between their two products."""
     H = d.size()
     I = d.size()
-    form = {"act": d.of(*oracle.ACT), "gated": d.flag()}
+    form = {
+        "act": d.of(*oracle.ACT),
+        "gated": d.flag(),
+    }
     Z = I
     if form["gated"]:
         Z = 2 * I
@@ -63,8 +66,18 @@ def draw_experts(d: Draw, E: int) -> tuple[Tensors, dict]:
         if d.dtype.itemsize >= 4:
             form["limit"] = d.of(None, 0.7)
     leaves = {
-        "up": d.floats(E, Z, H, scale=H**-0.5),
-        "down": d.floats(E, H, I, scale=2 * I**-0.5),
+        "up": d.floats(
+            E,
+            Z,
+            H,
+            scale=H**-0.5,
+        ),
+        "down": d.floats(
+            E,
+            H,
+            I,
+            scale=2 * I**-0.5,
+        ),
     }
     if d.flag():
         leaves["up_bias"] = d.floats(E, Z)
@@ -76,8 +89,18 @@ def draw_pairs(d: Draw, sizes: dict[str, tuple[int, int]], E: int, rank: int) ->
     """Return low-rank matrices for E weights of each of these sizes (out, in)."""
     pairs = {}
     for name, (out, into) in sizes.items():
-        pairs[f"{name}_a"] = d.floats(E, rank, into, scale=into**-0.5)
-        pairs[f"{name}_b"] = d.floats(E, rank, out, scale=rank**-0.5)
+        pairs[f"{name}_a"] = d.floats(
+            E,
+            rank,
+            into,
+            scale=into**-0.5,
+        )
+        pairs[f"{name}_b"] = d.floats(
+            E,
+            rank,
+            out,
+            scale=rank**-0.5,
+        )
     return pairs
 
 
@@ -105,7 +128,15 @@ def route(d: Draw) -> Case:
         fixed["bias"] = d.normal(routed).to(d.gate_dtype)
 
     def product(backend, logits, noise=None, bias=None, idx=None):
-        routing_of = routing.route(logits, top_k, gate, noise, bias, backend, idx)
+        routing_of = routing.route(
+            logits,
+            top_k,
+            gate,
+            noise,
+            bias,
+            backend,
+            idx,
+        )
         return {"weight": routing_of.topk_weight, "idx": routing_of.topk_idx}
 
     # the op's own sum and sigmoid, in its precision, decide between numbers that nearly tie
@@ -121,7 +152,10 @@ def route(d: Draw) -> Case:
         idx = fixed.get("idx")
         if idx is None:
             idx = oracle.best_experts(scores, top_k, gate)
-        return {"weight": oracle.gate_weights(total, idx, gate), "idx": idx.int()}
+        return {
+            "weight": oracle.gate_weights(total, idx, gate),
+            "idx": idx.int(),
+        }
 
     return Case(
         leaves,
@@ -156,7 +190,12 @@ def grouped(d: Draw) -> Case:
     for _ in range(E):
         bounds.append(bounds[-1] + d.of(0, 1, 3, 17, 33))
     R = bounds[-1] + d.of(0, 1, 5)
-    stack = d.floats(E, N, H, scale=H**-0.5)
+    stack = d.floats(
+        E,
+        N,
+        H,
+        scale=H**-0.5,
+    )
     frozen = stack.double()
     leaves = {"x": d.floats(R, H)}
     fixed = {"offsets": d.ints(torch.tensor(bounds))}
@@ -166,7 +205,12 @@ def grouped(d: Draw) -> Case:
         chosen = d.permutation(E)[: d.of(1, 2, 3)].tolist()
         for row, e in enumerate(chosen):
             row_of[e] = row
-        leaves["trained"] = d.floats(len(chosen), N, H, scale=H**-0.5)
+        leaves["trained"] = d.floats(
+            len(chosen),
+            N,
+            H,
+            scale=H**-0.5,
+        )
         fixed["stack"] = stack
         fixed["trainable"] = torch.tensor(row_of, dtype=torch.int32)
     else:
@@ -175,7 +219,14 @@ def grouped(d: Draw) -> Case:
         leaves["bias"] = d.floats(E, N)
 
     def product(backend, x, stack, offsets, bias=None, **separate):
-        return grouped_gemm.grouped_gemm(x, stack, offsets, bias, backend, **separate)
+        return grouped_gemm.grouped_gemm(
+            x,
+            stack,
+            offsets,
+            bias,
+            backend,
+            **separate,
+        )
 
     def equation(result, x, stack=frozen, trained=None, bias=None):
         if bias is None:
@@ -193,7 +244,15 @@ def grouped(d: Draw) -> Case:
         return torch.cat([*rows, of_no_expert])
 
     note = ("bounds", *bounds, "rows", R)
-    return Case(leaves, product, equation, fixed, sums=max(R, N, H), unit=d.unit, note=note)
+    return Case(
+        leaves,
+        product,
+        equation,
+        fixed,
+        sums=max(R, N, H),
+        unit=d.unit,
+        note=note,
+    )
 
 
 def combined(d: Draw) -> Case:
@@ -202,16 +261,29 @@ def combined(d: Draw) -> Case:
     K = d.of(1, 2, 3, 7, 0)
     H = d.size()
     slot_row = d.ints(d.permutation(T * K))
-    leaves = {"y": d.floats(T * K, H), "weight": d.gates(d.normal(T, K))}
+    leaves = {
+        "y": d.floats(T * K, H),
+        "weight": d.gates(d.normal(T, K)),
+    }
 
     def product(backend, y, weight, slot_row):
         return combine.combine(y, weight, slot_row, backend)
 
     def equation(result, y, weight):
-        rows = y[slot_row.long()].view(T, K, H)
+        rows = y[slot_row.long()].view(
+            T,
+            K,
+            H,
+        )
         return (weight[..., None] * rows).sum(1)
 
-    return Case(leaves, product, equation, {"slot_row": slot_row}, sums=max(K, H))
+    return Case(
+        leaves,
+        product,
+        equation,
+        {"slot_row": slot_row},
+        sums=max(K, H),
+    )
 
 
 def experts(d: Draw) -> Case:
@@ -233,7 +305,11 @@ def experts(d: Draw) -> Case:
         for name in ("up", "down"):
             fixed[name] = leaves.pop(name)
         chosen = d.permutation(E)[:2]
-        row_of = torch.full((E,), -1, dtype=torch.int32)
+        row_of = torch.full(
+            (E,),
+            -1,
+            dtype=torch.int32,
+        )
         row_of[chosen] = torch.arange(len(chosen), dtype=torch.int32)
         trains = row_of >= 0
         fixed["trainable"] = row_of
@@ -265,14 +341,32 @@ def experts(d: Draw) -> Case:
     def stack(v, name):
         if name in v:
             mask = trains.view(E, *[1] * (v[name].dim() - 1))
-            return torch.where(mask, v[name], v[name].detach())
+            return torch.where(
+                mask,
+                v[name],
+                v[name].detach(),
+            )
         if name in fixed:
-            return fixed[name].double().index_copy(0, chosen, v[f"{name}_trained"])
+            return (
+                fixed[name]
+                .double()
+                .index_copy(
+                    0,
+                    chosen,
+                    v[f"{name}_trained"],
+                )
+            )
         return None
 
     def equation(result, x, weight, **v):
         stacks = {name: stack(v, name) for name in STACKS}
-        return oracle.moe(x, weight, ids, **stacks, **form)
+        return oracle.moe(
+            x,
+            weight,
+            ids,
+            **stacks,
+            **form,
+        )
 
     return Case(
         leaves,
@@ -296,12 +390,26 @@ def layer(d: Draw) -> Case:
     if shared:
         mode = d.of("group", "dense")
     leaves["x"] = d.floats(T, H)
-    leaves["router"] = d.floats(routed, H, scale=2 * H**-0.5)
+    leaves["router"] = d.floats(
+        routed,
+        H,
+        scale=2 * H**-0.5,
+    )
 
     def product(backend, x, router, **stacks):
-        whole = Experts(**stacks, activation=Activation(**form), shared=mode)
+        whole = Experts(
+            **stacks,
+            activation=Activation(**form),
+            shared=mode,
+        )
         return moe_layer.moe_layer(
-            x, router, whole, top_k, gate, recompute=recompute, backend=backend
+            x,
+            router,
+            whole,
+            top_k,
+            gate,
+            recompute=recompute,
+            backend=backend,
         )
 
     def equation(result, x, router, **stacks):
@@ -309,7 +417,13 @@ def layer(d: Draw) -> Case:
         # the op's own logits decide between experts that are equal but for rounding
         ids = oracle.best_experts(result["router_logits"], top_k, gate)
         weight = oracle.gate_weights(logits, ids, gate)
-        out = oracle.moe(x, weight, ids, **stacks, **form)
+        out = oracle.moe(
+            x,
+            weight,
+            ids,
+            **stacks,
+            **form,
+        )
         return {"out": out, "router_logits": logits, "topk_weight": weight, "topk_idx": ids}
 
     return Case(
@@ -325,9 +439,20 @@ def layer(d: Draw) -> Case:
 
 def merged(d: Draw) -> Case:
     """Experts of any shape to one weight."""
-    shape = d.of((7, 33), (1,), (), (0, 5), (2, 3, 5), (129,), (40, 130))
+    shape = d.of(
+        (7, 33),
+        (1,),
+        (),
+        (0, 5),
+        (2, 3, 5),
+        (129,),
+        (40, 130),
+    )
     E = d.of(1, 2, 3, 8, 11)
-    leaves = {"weight": d.floats(E, *shape), "alpha": d.gates(d.normal(E))}
+    leaves = {
+        "weight": d.floats(E, *shape),
+        "alpha": d.gates(d.normal(E)),
+    }
 
     def product(backend, weight, alpha):
         return merging.merge_experts(weight, alpha, backend=backend)
@@ -335,7 +460,12 @@ def merged(d: Draw) -> Case:
     def equation(result, weight, alpha):
         return sum(alpha[e] * weight[e] for e in range(E))
 
-    return Case(leaves, product, equation, sums=max(E, leaves["weight"][0].numel()))
+    return Case(
+        leaves,
+        product,
+        equation,
+        sums=max(E, leaves["weight"][0].numel()),
+    )
 
 
 def merged_layer(d: Draw) -> Case:
@@ -343,9 +473,23 @@ def merged_layer(d: Draw) -> Case:
     E = d.of(1, 2, 3, 8)
     N = d.size()
     K = d.size()
-    shape = d.of((5, K), (0, K), (K,), (2, 3, K), (37, K))
-    weight = d.floats(E, N, K, scale=K**-0.5)
-    leaves = {"x": d.floats(*shape), "alpha": d.gates(d.normal(E))}
+    shape = d.of(
+        (5, K),
+        (0, K),
+        (K,),
+        (2, 3, K),
+        (37, K),
+    )
+    weight = d.floats(
+        E,
+        N,
+        K,
+        scale=K**-0.5,
+    )
+    leaves = {
+        "x": d.floats(*shape),
+        "alpha": d.gates(d.normal(E)),
+    }
     if d.flag():
         leaves["bias"] = d.floats(N)
     is_given = d.flag()
@@ -355,13 +499,24 @@ def merged_layer(d: Draw) -> Case:
         given = None
         if is_given:
             given = merging.merge_experts(weight, before, backend=backend)
-        y = merging.merged_linear(x, weight, alpha, given, bias, backend=backend)
+        y = merging.merged_linear(
+            x,
+            weight,
+            alpha,
+            given,
+            bias,
+            backend=backend,
+        )
         outputs = {"y": y}
         if backend in ("triton", "cuda") and weight.is_contiguous():
             for name, seen in {"same": before, "new": before + 1}.items():
                 outputs[name] = torch.zeros_like(weight[0])
                 merging.remerge_experts(
-                    outputs[name], weight, before.float(), seen.float(), backend
+                    outputs[name],
+                    weight,
+                    before.float(),
+                    seen.float(),
+                    backend,
                 )
         return outputs
 
@@ -375,7 +530,15 @@ def merged_layer(d: Draw) -> Case:
 
     sums = max(N * K, leaves["x"].numel())
     fixed = {"weight": weight}
-    return Case(leaves, product, equation, fixed, sums=sums, unit=d.unit, note=("given", is_given))
+    return Case(
+        leaves,
+        product,
+        equation,
+        fixed,
+        sums=sums,
+        unit=d.unit,
+        note=("given", is_given),
+    )
 
 
 def mixture(d: Draw) -> Case:
@@ -418,15 +581,34 @@ def lora_experts(d: Draw) -> Case:
     is_dense = d.flag()
     act = d.of(*oracle.ACT)
     scaling = d.of(1.5, 0.25)
-    targets = d.of(PROJECTIONS, ("gate",), ("up",), ("down",), ("gate", "down"), ("up", "gate"))
-    sizes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    targets = d.of(
+        PROJECTIONS,
+        ("gate",),
+        ("up",),
+        ("down",),
+        ("gate", "down"),
+        ("up", "gate"),
+    )
+    sizes = {
+        "gate": (I, H),
+        "up": (I, H),
+        "down": (H, I),
+    }
     fixed = {}
     chosen = torch.arange(E).expand(T, -1)
     if not is_dense:
         chosen = ids
         fixed["ids"] = ids
-    leaves = {"x": d.floats(T, H), "weight": d.gates(d.uniform(*chosen.shape))}
-    leaves |= draw_pairs(d, {name: sizes[name] for name in targets}, E, rank)
+    leaves = {
+        "x": d.floats(T, H),
+        "weight": d.gates(d.uniform(*chosen.shape)),
+    }
+    leaves |= draw_pairs(
+        d,
+        {name: sizes[name] for name in targets},
+        E,
+        rank,
+    )
     base = {f"{name}_proj": d.floats(*size, scale=size[1] ** -0.5) for name, size in sizes.items()}
     if d.flag():
         base |= {f"{name}_bias": d.floats(size[0]) for name, size in sizes.items()}
@@ -459,7 +641,13 @@ def lora_experts(d: Draw) -> Case:
         if "up_bias" in wide:
             stacks["up_bias"] = torch.cat([wide["gate_bias"], wide["up_bias"]], 1)
             stacks["down_bias"] = wide["down_bias"]
-        return oracle.moe(x, weight, chosen, **stacks, act=act)
+        return oracle.moe(
+            x,
+            weight,
+            chosen,
+            **stacks,
+            act=act,
+        )
 
     return Case(
         leaves,
@@ -478,7 +666,15 @@ def frozen_experts(d: Draw) -> Case:
     leaves, form = draw_experts(d, E)
     means = {name: leaves.pop(name) for name in ("up", "down")}
     parts = {name: (mean,) for name, mean in means.items()}
-    return _frozen(d, ids, leaves, parts, means, form, note=how)
+    return _frozen(
+        d,
+        ids,
+        leaves,
+        parts,
+        means,
+        form,
+        note=how,
+    )
 
 
 def packed_experts(d: Draw) -> Case:
@@ -492,7 +688,16 @@ def packed_experts(d: Draw) -> Case:
         data, scales, _ = packed.pack(numbers.float(), name)
         parts[of] = (data, *scales)
         means[of] = packed.reference(data, scales, name)
-    return _frozen(d, ids, {}, parts, means, {"act": "silu", "gated": True}, name, note=how)
+    return _frozen(
+        d,
+        ids,
+        {},
+        parts,
+        means,
+        {"act": "silu", "gated": True},
+        name,
+        note=how,
+    )
 
 
 def _frozen(
@@ -511,7 +716,12 @@ def _frozen(
     E, H, I = means["down"].shape
     rank = d.of(1, 3, 16)
     adapted = d.of(("up", "down"), ("up",), ("down",))
-    leaves |= draw_pairs(d, {name: means[name].shape[1:] for name in adapted}, E, rank)
+    leaves |= draw_pairs(
+        d,
+        {name: means[name].shape[1:] for name in adapted},
+        E,
+        rank,
+    )
     leaves["x"] = d.floats(T, H)
     leaves["weight"] = d.gates(d.uniform(T, K))
     fixed = {"ids": ids}
@@ -524,19 +734,40 @@ def _frozen(
         pairs = []
         for name, mean in means.items():
             data, *scales = [v[f"{name}{i}"] for i in range(len(parts[name]))]
-            stacks.append(Stack(data, scales, packing, tuple(mean.shape)))
+            stacks.append(
+                Stack(
+                    data,
+                    scales,
+                    packing,
+                    tuple(mean.shape),
+                )
+            )
             pair = None
             if name in adapted:
                 pair = Pair(v[f"{name}_a"], v[f"{name}_b"])
             pairs.append(pair)
-        whole = FrozenExperts(*stacks, up_bias, down_bias, *pairs, Activation(**form))
+        whole = FrozenExperts(
+            *stacks,
+            up_bias,
+            down_bias,
+            *pairs,
+            Activation(**form),
+        )
         return frozen_mlp.frozen_mlp(x, whole, weight, ids, backend)[0]
 
     def equation(result, x, weight, up_bias=None, down_bias=None, **pairs):
         stacks = {name: mean.double() for name, mean in means.items()}
         for name in adapted:
             stacks[name] = stacks[name] + low_rank(pairs, name)
-        return oracle.moe(x, weight, ids, **stacks, up_bias=up_bias, down_bias=down_bias, **form)
+        return oracle.moe(
+            x,
+            weight,
+            ids,
+            **stacks,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            **form,
+        )
 
     return Case(
         leaves,
@@ -552,7 +783,14 @@ def _frozen(
 def gram(d: Draw) -> Case:
     """A stack, or tensors one by one, with a base and without."""
     n = d.of(1, 2, 3, 8, 33, 64)
-    shape = d.of((7,), (1,), (3, 11), (0,), (257,), (16, 129))
+    shape = d.of(
+        (7,),
+        (1,),
+        (3, 11),
+        (0,),
+        (257,),
+        (16, 129),
+    )
     leaves = {"experts": d.floats(n, *shape)}
     if d.flag():
         leaves["base"] = d.floats(*shape)
@@ -568,19 +806,36 @@ def gram(d: Draw) -> Case:
         return rows @ rows.t()
 
     sums = max(leaves["experts"][0].numel(), 1)
-    return Case(leaves, product, equation, sums=sums, note=("list", is_list))
+    return Case(
+        leaves,
+        product,
+        equation,
+        sums=sums,
+        note=("list", is_list),
+    )
 
 
 def child(d: Draw) -> Case:
     """A child of two experts by DARE, made at once or in two parts."""
-    shape = d.of((7,), (1,), (3, 11), (0,), (257,), (16, 65))
+    shape = d.of(
+        (7,),
+        (1,),
+        (3, 11),
+        (0,),
+        (257,),
+        (16, 65),
+    )
     names = ("first", "second")
     if d.flag():
         names = ("first", "second", "base")
     fixed = {name: d.floats(*shape) for name in names}
     drop = d.of(0.5, 0.0, 0.9, 1.0, 1 / 3)
     options = {
-        "weights": d.of((0.5, 0.5), (0.25, 0.75), (1.0, 0.0)),
+        "weights": d.of(
+            (0.5, 0.5),
+            (0.25, 0.75),
+            (1.0, 0.0),
+        ),
         "drop": drop,
         "rescale": d.flag(),
         "seed": d.of(0, 7, 2**63 - 1),
@@ -597,7 +852,14 @@ def child(d: Draw) -> Case:
         parts = []
         for start, stop in ((0, cut), (cut, P)):
             part = {name: tensor.reshape(-1)[start:stop] for name, tensor in v.items()}
-            parts.append(expansion.dare_merge(**part, **options, start=start, backend=backend))
+            parts.append(
+                expansion.dare_merge(
+                    **part,
+                    **options,
+                    start=start,
+                    backend=backend,
+                )
+            )
         return torch.cat(parts).view(shape)
 
     def equation(result):
@@ -606,14 +868,31 @@ def child(d: Draw) -> Case:
             scale = 1 / (1 - drop)
         whole = {name: tensor.double() for name, tensor in fixed.items()}
         base = whole.pop("base", torch.zeros(shape, dtype=torch.float64))
-        masks = oracle.dare_masks(options["seed"], options["tensor"], P, drop)
+        masks = oracle.dare_masks(
+            options["seed"],
+            options["tensor"],
+            P,
+            drop,
+        )
         out = base
-        for parent, weight, mask in zip(whole.values(), options["weights"], masks, strict=True):
+        for parent, weight, mask in zip(
+            whole.values(),
+            options["weights"],
+            masks,
+            strict=True,
+        ):
             delta = weight * scale * (parent - base)
             out = out + torch.where(mask.view(shape), delta, 0.0)
         return out
 
-    return Case({}, product, equation, fixed, sums=2, note=("drop", drop, "cut", cut))
+    return Case(
+        {},
+        product,
+        equation,
+        fixed,
+        sums=2,
+        note=("drop", drop, "cut", cut),
+    )
 
 
 def fused(d: Draw) -> Case:
@@ -635,7 +914,11 @@ def fused(d: Draw) -> Case:
     fixed = {}
     for s, (size, vocabulary) in enumerate(zip(sizes, vocabularies, strict=True)):
         hidden = d.floats(T, size)
-        head = d.floats(vocabulary, size, scale=size**-0.5)
+        head = d.floats(
+            vocabulary,
+            size,
+            scale=size**-0.5,
+        )
         for kind, tensor in {"hidden": hidden, "heads": head}.items():
             is_trained = trains in ("all", kind)
             (leaves if is_trained else fixed)[f"{kind}{s}"] = tensor
@@ -649,13 +932,24 @@ def fused(d: Draw) -> Case:
     def product(backend, gate, labels, **v):
         hidden, heads = lists(v)
         loss = fusion.fused_cross_entropy(
-            hidden, heads, gate, labels, reduction=reduction, backend=backend
+            hidden,
+            heads,
+            gate,
+            labels,
+            reduction=reduction,
+            backend=backend,
         )
-        return {"loss": loss, "logits": fusion.fuse_logits(hidden, heads, gate)}
+        return {
+            "loss": loss,
+            "logits": fusion.fuse_logits(hidden, heads, gate),
+        }
 
     def equation(result, gate, **v):
         logits = oracle.fused_logits(*lists(frozen | v), gate)
-        return {"loss": oracle.cross_entropy(logits, labels, reduction), "logits": logits}
+        return {
+            "loss": oracle.cross_entropy(logits, labels, reduction),
+            "logits": logits,
+        }
 
     return Case(
         leaves,
@@ -701,7 +995,14 @@ def balanced(d: Draw) -> Case:
 
     leaves = {"logits": d.normal(T, routed).float()}
     scales = {"dlogits": 0.2 / T}
-    return Case(leaves, product, equation, sums=T * routed, scales=scales, note=(kind, gate, k))
+    return Case(
+        leaves,
+        product,
+        equation,
+        sums=T * routed,
+        scales=scales,
+        note=(kind, gate, k),
+    )
 
 
 ONCE = ("moe_mlp, repeated",)  # one case says it all
@@ -723,16 +1024,38 @@ def repeated(d: Draw) -> Case:
         elif backend == "triton":  # in the interpreter
             T, H, I, E, K = (32, 32, 16, 4, 2)
         inputs = []
-        for shape in ((T, H), (E, 2 * I, H), (E, H, I), (T, K)):
-            inputs.append(torch.randn(shape, device=device, dtype=d.dtype, requires_grad=True))
+        for shape in (
+            (T, H),
+            (E, 2 * I, H),
+            (E, H, I),
+            (T, K),
+        ):
+            inputs.append(
+                torch.randn(
+                    shape,
+                    device=device,
+                    dtype=d.dtype,
+                    requires_grad=True,
+                )
+            )
         x, up, down, weight = inputs
         ids = torch.rand(T, E, device=device).topk(K).indices
         first = None
         differing = torch.zeros(5, dtype=torch.int64, device=device)
         end = time.monotonic() + seconds
         while first is None or time.monotonic() < end:
-            out = moe_mlp.run_experts(x, Experts(up, down), weight, ids, backend=backend)[0]
-            grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+            out = moe_mlp.run_experts(
+                x,
+                Experts(up, down),
+                weight,
+                ids,
+                backend=backend,
+            )[0]
+            grads = torch.autograd.grad(
+                out,
+                inputs,
+                torch.ones_like(out),
+            )
             bits = [t.detach().view(torch.int8) for t in (out, *grads)]
             first = first or bits
             differing += torch.stack([(a != b).any() for a, b in zip(bits, first, strict=True)])
@@ -741,7 +1064,12 @@ def repeated(d: Draw) -> Case:
     def equation(result):
         return {"runs of other bits": torch.zeros(5, dtype=torch.int64)}
 
-    return Case({}, product, equation, {"where": torch.zeros(1)})
+    return Case(
+        {},
+        product,
+        equation,
+        {"where": torch.zeros(1)},
+    )
 
 
 # case: the op whose backends it has, None for PyTorch alone, and what makes it

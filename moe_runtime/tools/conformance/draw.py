@@ -76,7 +76,11 @@ def placed(tensor: Tensor, device: torch.device) -> Tensor:
     if device == tensor.device:
         return tensor.detach()
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    return whole.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return whole.to(device).as_strided(
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+    )
 
 
 class Draw:
@@ -130,11 +134,19 @@ class Draw:
 
     def normal(self, *shape: int) -> Tensor:
         """Return normal numbers in float64."""
-        return torch.randn(shape, generator=self.rng, dtype=torch.float64)
+        return torch.randn(
+            shape,
+            generator=self.rng,
+            dtype=torch.float64,
+        )
 
     def uniform(self, *shape: int) -> Tensor:
         """Return numbers from 0 to 1 in float64."""
-        return torch.rand(shape, generator=self.rng, dtype=torch.float64)
+        return torch.rand(
+            shape,
+            generator=self.rng,
+            dtype=torch.float64,
+        )
 
     def permutation(self, n: int) -> Tensor:
         """Return the integers below n in random order."""

@@ -86,7 +86,11 @@ def run(
     rng = torch.Generator().manual_seed(21)
     for name, tensor in sorted(outputs.items()):
         if tensor.requires_grad and name not in upstream:
-            weights = torch.randn(tensor.shape, generator=rng, dtype=torch.float64)
+            weights = torch.randn(
+                tensor.shape,
+                generator=rng,
+                dtype=torch.float64,
+            )
             upstream[name] = weights.to(tensor.dtype)
     return _with_gradients(outputs, leaves, upstream)
 
@@ -102,7 +106,11 @@ def _equation(
 
     leaves = {name: near(t).requires_grad_() for name, t in case.leaves.items()}
     outputs = by_name(case.oracle(result, **leaves))
-    return _with_gradients(outputs, leaves, {name: near(t) for name, t in upstream.items()})
+    return _with_gradients(
+        outputs,
+        leaves,
+        {name: near(t) for name, t in upstream.items()},
+    )
 
 
 class Allowance(NamedTuple):
@@ -165,7 +173,15 @@ def _error(name: str, result: Tensor, allowed: Allowance) -> float:
         bound = bound.reshape(len(bound), -1).sum(1)
         bound = bound.clamp_min(bound.mean().item())
     # nothing is allowed where all terms are zero
-    ratio = torch.where(error == 0, 0.0, (error / bound).sqrt()).max().item()
+    ratio = (
+        torch.where(
+            error == 0,
+            0.0,
+            (error / bound).sqrt(),
+        )
+        .max()
+        .item()
+    )
     return ratio / SLACK if math.isfinite(ratio) else math.inf
 
 

@@ -20,7 +20,11 @@ ACT = {
     "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "relu": lambda x: torch.where(x > 0, x, 0 * x),
-    "relu2": lambda x: torch.where(x > 0, x * x, 0 * x),
+    "relu2": lambda x: torch.where(
+        x > 0,
+        x * x,
+        0 * x,
+    ),
 }
 
 
@@ -31,7 +35,11 @@ def shared(gate: str) -> int:
 
 def cut(v: Tensor, low: float, high: float) -> Tensor:
     """Limit v to low..high; the gradient is 1 there, ends included, and 0 outside."""
-    return torch.where(v > high, high, torch.where(v < low, low, v))
+    return torch.where(
+        v > high,
+        high,
+        torch.where(v < low, low, v),
+    )
 
 
 def gated_product(z: Tensor, act, limit=None, up_offset=0.0, interleaved=False) -> Tensor:
@@ -67,8 +75,19 @@ def moe(
         down_bias = [0] * E
     out = 0 * x
     for e in range(E):
-        weight = torch.where(topk_idx == e, topk_weight, 0 * topk_weight).sum(1, keepdim=True)
-        out = out + weight * mlp(x, up[e], down[e], up_bias[e], down_bias[e], **form)
+        weight = torch.where(
+            topk_idx == e,
+            topk_weight,
+            0 * topk_weight,
+        ).sum(1, keepdim=True)
+        out = out + weight * mlp(
+            x,
+            up[e],
+            down[e],
+            up_bias[e],
+            down_bias[e],
+            **form,
+        )
     return out
 
 
@@ -166,7 +185,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
 def choices(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the probabilities of the experts, and 1 for each that a token chooses, [T, E]."""
     p = logits.softmax(-1)
-    return p, torch.zeros_like(p).scatter(1, logits.topk(top_k).indices, 1.0)
+    return p, torch.zeros_like(p).scatter(
+        1,
+        logits.topk(top_k).indices,
+        1.0,
+    )
 
 
 def switch_loss(logits: Tensor, top_k: int) -> Tensor:

@@ -31,6 +31,7 @@ from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.corpora import domain_rows
 from papers.engine.stages import Result
+from papers.engine.tables import columns_of
 from papers.xft.recipe import load_recipe
 from papers.xft.study import Stages
 
@@ -335,9 +336,7 @@ def _show(
     results: dict, out: Path, clock: Clock, texts: list[dict], answers: list[list[str]]
 ) -> None:
     """Print the table, its conclusions, sample answers, and next steps."""
-    columns = [("model", "left")]
-    for name in ("loss", "sums solved", "parameters", "per token", "train s"):
-        columns.append((name, "right"))
+    columns = columns_of("model", "loss", "sums solved", "parameters", "per token", "train s")
     rows = []
     for row in results["rows"]:
         rows.append(

@@ -44,6 +44,7 @@ from papers.engine.compare import compare
 from papers.engine.corpora import Pairs
 from papers.engine.everyday import TASKS, write_tasks
 from papers.engine.stages import Result
+from papers.engine.tables import columns_of
 from papers.evaluation.evaluate import Report, evaluate
 from papers.evaluation.evaluate_models import find_models, tokenizer_of
 from papers.evaluation.evaluate_tasks import find_tasks, hub_rows
@@ -436,9 +437,8 @@ def _picture(results: dict):
 def _show(results: dict, out: Path) -> None:
     """Print the table and the comparison of XFT with SFT."""
     rows = results["rows"]
-    columns = [("model", "left")]
-    for name in ("loss", *rows[0]["exact_match"], "tokens/s", "steps", "train s"):
-        columns.append((name, "right"))
+    tasks = rows[0]["exact_match"]
+    columns = columns_of("model", "loss", *tasks, "tokens/s", "steps", "train s")
     cells = []
     for row in rows:
         exact = ["" if share is None else f"{share:.2f}" for share in row["exact_match"].values()]

@@ -133,7 +133,7 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         raise ValueError(
             f"Expected {SINGLE} or {INDEX} in {folder}, but found {weights}. {CONVERT}"
         )
-    weight_map = read_json(index).get("weight_map")
+    weight_map: Any = read_json(index).get("weight_map")
     problem = _problem_of(weight_map, index)
     if problem is None:
         check_names(weight_map, index)

@@ -316,18 +316,19 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
         rows = [*filter(known.isdisjoint, map(_begun, paragraphs))]
         known = {part for row in rows for part in row}
         random.Random(seed).shuffle(rows)
-        yield _named(rows[:limit])
+        yield named_rows(rows[:limit])
 
 
 def _sum_rows(limit: int | None, seed: int, name: str) -> Iterator[list]:
     for is_held_out in (False, True):
         sums = itertools.islice(sums_of(seed, is_held_out, name), limit or SUMS)
-        yield _named(
+        yield named_rows(
             (p, c if name == "arithmetic" else c.rpartition(". ")[0] + ".") for p, c in sums
         )
 
 
-def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+def named_rows(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Return pairs as rows with names."""
     return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
 
 

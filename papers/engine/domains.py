@@ -27,7 +27,7 @@ from papers.engine.compare import LEVEL
 from papers.engine.corpora import SOURCES, domains_key
 from papers.engine.plots import INK, grouped, legend_below, new_figure
 from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
-from papers.engine.tables import MARKS, Entry, Report, compared, finite, over_seeds
+from papers.engine.tables import MARKS, Entry, Report, columns_of, compared, finite, over_seeds
 
 
 class Judged(NamedTuple):
@@ -149,10 +149,8 @@ class DomainReport(Report):
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and their alignment."""
-        exact = [f"exact {domain}" for domain in self.solved]
-        columns = [("method", "left")]
-        for name in (*self.domains, *exact, "all", f"vs {self.reference}", "p"):
-            columns.append((name, "right"))
+        exact = map("exact {}".format, self.solved)
+        columns = columns_of("method", *self.domains, *exact, "all", f"vs {self.reference}", "p")
         columns.append(("verdict", "left"))
         return [*columns, ("parameters", "right"), ("trained", "right"), ("train s", "right")]
 

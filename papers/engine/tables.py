@@ -190,8 +190,8 @@ class Report(Finding):
         """Return the table's columns and their alignment."""
         exact = ("exact match",) * self.is_solved
         names = ("held-out loss", "perplexity", *exact, "parameters", "per token", "train s")
-        right = [(name, "right") for name in (*names, f"vs {self.reference}", "p")]
-        return [("method", "left"), *right, ("verdict", "left")]
+        columns = columns_of("method", *names, f"vs {self.reference}", "p")
+        return [*columns, ("verdict", "left")]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
@@ -258,6 +258,13 @@ class Report(Finding):
             f"Wilcoxon over the rows, corrected by Holm for {len(self.comparisons)} comparisons."
             + self.exact_legend(zero)
         )
+
+
+def columns_of(first: str, *names: str) -> list[tuple[str, str]]:
+    """Return the columns of a table and their alignment: the first one to the left, all others to
+    the right.
+    """
+    return [(first, "left"), *((name, "right") for name in names)]
 
 
 def by_seed(entries: Iterable[Entry], name: str) -> dict[str, list]:

@@ -14,7 +14,7 @@ from moe_runtime.methods.esft.scores import ExpertScores
 from moe_runtime.methods.esft.selection import SCORES, ExpertSelection
 from papers.engine import plots
 from papers.engine.plots import GREY, cycle
-from papers.engine.tables import Command, Finding, Run, finite
+from papers.engine.tables import Command, Finding, Run, columns_of, finite
 
 
 class GateMass(NamedTuple):
@@ -159,8 +159,7 @@ class Study(Finding):
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        first, *others = self.table[0]
-        return [(first, "left"), *((name, "right") for name in others)]
+        return columns_of(*self.table[0])
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""

@@ -34,6 +34,7 @@ from papers.engine.tables import (
     Entry,
     Finding,
     Run,
+    columns_of,
     compared,
     different,
     finite,
@@ -227,9 +228,8 @@ class Frontier(Finding):
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        depths = [f"-{depth:g}" for depth in self.depths]
-        names = ("rate", "trained", *depths, "task", "exact match", "general")
-        return [("method", "left"), *((name, "right") for name in names)]
+        depths = map("-{:g}".format, self.depths)
+        return columns_of("method", "rate", "trained", *depths, "task", "exact match", "general")
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""

@@ -19,7 +19,7 @@ trained on, the same files for every task. `code`, `prose` and `arithmetic` with
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -35,6 +35,7 @@ from papers.engine.corpora import (
     DOMAINS,
     domain_rows,
     domain_text,
+    named_rows,
     standard_library_pairs,
     standard_library_text,
 )
@@ -142,7 +143,7 @@ def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[
 
     def rows() -> tuple:
         train, held_out = (_made(part, make) for part in standard_library_pairs())
-        return _named(train), _named(pair for pair in held_out if pair not in train)
+        return named_rows(train), named_rows(pair for pair in held_out if pair not in train)
 
     return rows
 
@@ -152,10 +153,6 @@ def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None
     split = ((*row["prompt"].partition("\n")[::2], row["completion"]) for row in rows)
     made = (make(heading, doc.strip(), source) for heading, doc, source in split)
     return dict.fromkeys(pair for pair in made if pair is not None)
-
-
-def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
 
 
 def _code(heading: str, doc: str, source: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from moe_runtime.config import check_positive
 from papers.engine import plots
 from papers.engine.domains import places_of
 from papers.engine.plots import cycle, figure_of, legend_below
-from papers.engine.tables import Finding, over_seeds, spread
+from papers.engine.tables import Finding, columns_of, over_seeds, spread
 from papers.ultrafuser.recipe import FuserRecipe
 from papers.ultrafuser.study import Stages
 
@@ -133,8 +133,7 @@ class GateWeights(Finding):
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        right = [(name, "right") for name in ("tokens", *self.specialists)]
-        return [("domain", "left"), *right]
+        return columns_of("domain", "tokens", *self.specialists)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""

@@ -268,7 +268,7 @@ def text(compared: Comparison) -> str:
                 *(f"{ratio:.3f}" for ratio in ratios),
             ]
         )
-    lines = [f"warning: {warning}" for warning in compared.warnings]
+    lines = [*map("warning: {}".format, compared.warnings)]
     heads = ["benchmark", "variant", "A ms", "B ms", "B / A", "noise", ""]
     lines += ["", markdown(heads, rows)]
     heads = ["kind", "variant", "benchmarks", "least B / A", "median", "most"]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_runtime.config import SHARED_GATES, check_choice, check_positive
@@ -95,7 +95,7 @@ class _Ledger(TorchDispatchMode):
     Those of `known` tensors are not counted.
     """
 
-    def __init__(self, known: Sequence[torch.Tensor], backend: str, head: nn.Module | None):
+    def __init__(self, known: Sequence[Tensor], backend: str, head: nn.Module | None):
         super().__init__()
         self.live = {tensor.untyped_storage()._cdata: (0, "") for tensor in known}
         self.by_kind = {}
@@ -120,7 +120,7 @@ class _Ledger(TorchDispatchMode):
         self.active = max(self.active, now - self.gradients)
         return out
 
-    def add_gradient(self, parameter: torch.Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         """Count the storage of `parameter.grad` as a gradient, once."""
         self.gradients += nbytes(parameter)
 
@@ -179,7 +179,7 @@ class Call(NamedTuple):
     Z: int  # width of the first product: 2 I if gated
 
     @property
-    def x(self) -> torch.Tensor:
+    def x(self) -> Tensor:
         """The tokens, [T, H]."""
         return self.arguments["x"]
 
@@ -351,7 +351,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 def _give_shapes(model: nn.Module) -> None:
     """Replace a model's tensors by fake ones on the CPU, in place, under FakeTensorMode."""
-    fakes: dict[int, torch.Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
@@ -362,7 +362,7 @@ def _give_shapes(model: nn.Module) -> None:
                 tensors[name] = fakes[id(old)]
 
 
-def _fake(old: torch.Tensor) -> torch.Tensor:
+def _fake(old: Tensor) -> Tensor:
     """Return an empty tensor like `old` on the CPU, a parameter for a parameter."""
     new = torch.empty_strided(
         old.shape,
@@ -375,7 +375,7 @@ def _fake(old: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def causal_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
+def causal_batch(batch: int, length: int) -> dict[str, Tensor]:
     """Return the inputs of a step on `batch` examples of `length` tokens, without padding."""
     check_positive("batch", batch)
     check_positive("length", length)
@@ -448,12 +448,12 @@ def checkpoint(model: nn.Module) -> None:
     enable({"use_reentrant": False})
 
 
-def nbytes(tensor: torch.Tensor) -> int:
+def nbytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, whatever device they are on."""
     return tensor.numel() * tensor.element_size()
 
 
-def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
+def optimizer_bytes(parameters: Sequence[Tensor], optimizer: str) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and of its temporaries in a step.
 
     adamw is torch's fused AdamW, adamw_torch the one that updates all parameters at once (the
@@ -473,7 +473,7 @@ def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple
     return 2 * size + 4 * len(parameters), temporary
 
 
-def _state_of_8bit(parameters: Sequence[torch.Tensor]) -> int:
+def _state_of_8bit(parameters: Sequence[Tensor]) -> int:
     """Return the bytes of AdamW8bit's state; small parameters stay in float32."""
     state = 0
     maps = 0
@@ -487,7 +487,7 @@ def _state_of_8bit(parameters: Sequence[torch.Tensor]) -> int:
     return state + maps
 
 
-def _state_of_adafactor(parameters: Sequence[torch.Tensor]) -> int:
+def _state_of_adafactor(parameters: Sequence[Tensor]) -> int:
     """Return the bytes of Adafactor's state: rows and columns of matrices, all of vectors."""
     state = 0
     for p in parameters:

@@ -23,7 +23,7 @@ state at the memory's.
 import math
 from typing import NamedTuple
 
-import torch
+from torch import nn
 
 from moe_runtime.hf.dropin import experts as dropin
 from moe_runtime.modules.moe import MoE
@@ -83,7 +83,7 @@ class Share(NamedTuple):
         return sum(self)
 
 
-def shapes_of(model: torch.nn.Module, tokens: int, size: int) -> Shapes:
+def shapes_of(model: nn.Module, tokens: int, size: int) -> Shapes:
     """Return the shapes of a model for micro-batches of `tokens` tokens of elements of `size`
     bytes.
     """

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.training.settings import Training
@@ -37,13 +38,13 @@ class Stage(NamedTuple):
     """One training: `make()` builds its model on the meta device, `inputs(B)` a batch."""
 
     name: str
-    make: Callable[[], torch.nn.Module]
+    make: Callable[[], nn.Module]
     inputs: Callable[[int], dict]
     training: Training
     length: int
     bf16: bool  # autocast
     runs: bool = True  # False: a baseline of a table
-    prepare: Callable[[torch.nn.Module], Any] | None = None
+    prepare: Callable[[nn.Module], Any] | None = None
     packed: str | None = None  # the format of its frozen experts
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime import backends
 from moe_runtime.ops._torch_private import TorchDispatchMode
@@ -170,7 +170,7 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
     return layers
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
     """Return a tensor or parameter like this one on the meta device, with its attributes."""
     meta = torch.empty_strided(
         tensor.shape,
@@ -196,9 +196,7 @@ def _run(layer: _Layer, T: int, backward: bool) -> None:
         out.sum().backward()
 
 
-def _inputs(
-    layer: _Layer, T: int, dtype: torch.dtype, requires_grad: bool
-) -> tuple[torch.Tensor, ...]:
+def _inputs(layer: _Layer, T: int, dtype: torch.dtype, requires_grad: bool) -> tuple[Tensor, ...]:
     floats = {"dtype": dtype, "device": "meta", "requires_grad": requires_grad}
     if layer.top_k is None:
         return (torch.empty(1, T, layer.hidden_size, **floats),)
@@ -228,7 +226,7 @@ def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
-    def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
+    def choose(op: str, x: Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
         if backend is not None:
             return backend
         has_kernel = op in backends.TRITON_OPS and x.dtype != torch.float64
@@ -290,7 +288,7 @@ def _note(variants: dict[str, dict], kernel: str, function, *args, grid, warmup,
 
 def _describe(value):
     """Return an argument as JSON holds it: a tensor by its dtype, as its memory is aligned."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch.")}
     if hasattr(value, "block_shape"):
         return {

@@ -488,7 +488,7 @@ def different(name: str, values: Sequence, check: Callable) -> tuple:
 
 def each(report: Report) -> list[str]:
     """Return one sentence for every comparison."""
-    return [f"{one}." for one in report.comparisons]
+    return [*map("{}.".format, report.comparisons)]
 
 
 def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:

@@ -32,7 +32,11 @@ def backend(request, device) -> str:
     """A backend of the file's op; the test is skipped where it cannot run."""
     if request.param == "cpp":
         request.getfixturevalue("cpu_library")
-    why = backends.why_not(request.param, request.module.OP, torch.device(device))
+    why = backends.why_not(
+        request.param,
+        request.module.OP,
+        torch.device(device),
+    )
     if why is not None:
         pytest.skip(why)
     return request.param

@@ -15,15 +15,29 @@ def test_every_name_of_the_config_has_a_function_and_a_derivative():
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_follows_its_definition(act):
     x = torch.linspace(-12, 12, 97, dtype=torch.float64)  # 0 among them
-    torch.testing.assert_close(ACT[act](x), oracle.ACT[act](x), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        ACT[act](x),
+        oracle.ACT[act](x),
+        rtol=1e-12,
+        atol=1e-14,
+    )
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_derivative_is_that_of_the_definition(act):
     x = torch.randn(200, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(200, dtype=torch.float64)
-    (want,) = torch.autograd.grad(oracle.ACT[act](x), x, grad)
-    torch.testing.assert_close(ACT_BACKWARD[act](grad, x.detach()), want, rtol=1e-12, atol=1e-14)
+    (want,) = torch.autograd.grad(
+        oracle.ACT[act](x),
+        x,
+        grad,
+    )
+    torch.testing.assert_close(
+        ACT_BACKWARD[act](grad, x.detach()),
+        want,
+        rtol=1e-12,
+        atol=1e-14,
+    )
 
 
 @pytest.mark.parametrize("act", ["relu", "relu2"])

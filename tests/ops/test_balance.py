@@ -64,7 +64,14 @@ def load_in_python(clean, noise, scale, k, quirk):
     """
     load = [0.0] * len(clean[0])
     for lg, eps, ctl in zip(clean, noise, scale, strict=True):
-        noisy = [a + b for a, b in zip(lg, eps, strict=True)]
+        noisy = [
+            a + b
+            for a, b in zip(
+                lg,
+                eps,
+                strict=True,
+            )
+        ]
         top = sorted(noisy, reverse=True)
         for r in range(len(load)):
             compared = eps[r] if quirk else noisy[r]
@@ -93,7 +100,11 @@ def draw(T=23, R=7, spread=1.0):
 )
 def test_cv2_is_the_squared_coefficient_of_variation(values):
     want = cv2_oracle(values)
-    assert cv2(torch.tensor(values)).item() == pytest.approx(want, rel=1e-5, abs=1e-9)
+    assert cv2(torch.tensor(values)).item() == pytest.approx(
+        want,
+        rel=1e-5,
+        abs=1e-9,
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -113,14 +124,33 @@ def test_selection_mask_leaves_the_shared_expert_out(gate):
 def test_load_with_noise_follows_the_formula(k, quirk):
     logits, noise, scale = draw()
     got = noisy_load(logits, noise, scale, k, quirk)
-    want = load_in_python(logits.tolist(), noise.tolist(), scale.tolist(), k, quirk)
-    assert got.tolist() == pytest.approx(want, rel=1e-4, abs=1e-5)
+    want = load_in_python(
+        logits.tolist(),
+        noise.tolist(),
+        scale.tolist(),
+        k,
+        quirk,
+    )
+    assert got.tolist() == pytest.approx(
+        want,
+        rel=1e-4,
+        abs=1e-5,
+    )
 
 
 def test_quirk_changes_the_loss():
     logits, noise, scale = draw(spread=3.0)
     plain = noisy_load(logits, noise, scale, 3, False)
-    assert (noisy_load(logits, noise, scale, 3, True) - plain).abs().max() > 1e-2
+    assert (
+        noisy_load(
+            logits,
+            noise,
+            scale,
+            3,
+            True,
+        )
+        - plain
+    ).abs().max() > 1e-2
 
 
 @QUIRKS
@@ -128,10 +158,22 @@ def test_cv2_with_noise(quirk):
     logits, noise, scale = draw()
     config = make_config(k=3, balance_loss="cv2", noisy_gate=True, load_quirk=quirk)
     idx = route(logits, config.top_k, "xft", noise=noise).topk_idx
-    load = load_in_python(logits.tolist(), noise.tolist(), scale.tolist(), 3, quirk)
+    load = load_in_python(
+        logits.tolist(),
+        noise.tolist(),
+        scale.tolist(),
+        3,
+        quirk,
+    )
     importance = importance_in_python((logits + noise).tolist(), 3)
     want = cv2_oracle(importance) + cv2_oracle(load)
-    assert cv2_loss(config, logits, idx, noise, scale).item() == pytest.approx(want, rel=1e-4)
+    assert cv2_loss(
+        config,
+        logits,
+        idx,
+        noise,
+        scale,
+    ).item() == pytest.approx(want, rel=1e-4)
 
 
 def test_all_experts_selected_uses_counts_even_with_noise():
@@ -139,7 +181,13 @@ def test_all_experts_selected_uses_counts_even_with_noise():
     config = make_config(k=7, balance_loss="cv2", noisy_gate=True)
     idx = route(logits, 8, "xft", noise=noise).topk_idx
     want = cv2_oracle(importance_in_python((logits + noise).tolist(), 7))
-    assert cv2_loss(config, logits, idx, noise, scale).item() == pytest.approx(want, rel=1e-4)
+    assert cv2_loss(
+        config,
+        logits,
+        idx,
+        noise,
+        scale,
+    ).item() == pytest.approx(want, rel=1e-4)
 
 
 def test_noise_reaches_the_loss_and_its_gradient_logits_and_scale():
@@ -165,7 +213,14 @@ def test_coefficient_multiplies(kind):
     got = balance_loss(config, logits, idx)
     assert got.shape == ()
     assert got.dtype == torch.float32
-    assert got.item() == pytest.approx(0.01 * loss(config, logits, idx).item())
+    assert got.item() == pytest.approx(
+        0.01
+        * loss(
+            config,
+            logits,
+            idx,
+        ).item()
+    )
 
 
 @KINDS
@@ -176,16 +231,41 @@ def test_low_precision_logits_are_summed_in_float32(kind):
     got = balance_loss(config, logits, idx)
     want = balance_loss(config, logits.double(), idx)
     assert got.dtype == torch.float32
-    assert got.item() == pytest.approx(want.item(), rel=1e-4, abs=1e-7)
+    assert got.item() == pytest.approx(
+        want.item(),
+        rel=1e-4,
+        abs=1e-7,
+    )
 
 
 def test_nothing_where_there_is_no_loss():
     ids = torch.ones(3, 6, dtype=torch.int32)
-    assert balance_loss(make_config(), torch.randn(3, 7), ids) is None
+    assert (
+        balance_loss(
+            make_config(),
+            torch.randn(3, 7),
+            ids,
+        )
+        is None
+    )
     switch = make_config(balance_loss="switch", balance_loss_coef=1.0)
-    assert balance_loss(switch, torch.zeros(0, 7), ids[:0]) is None
+    assert (
+        balance_loss(
+            switch,
+            torch.zeros(0, 7),
+            ids[:0],
+        )
+        is None
+    )
     shared_alone = make_config(0, 0, balance_loss="cv2", balance_loss_coef=1.0)
-    assert balance_loss(shared_alone, torch.zeros(3, 0), ids[:, :1] - 1) is None
+    assert (
+        balance_loss(
+            shared_alone,
+            torch.zeros(3, 0),
+            ids[:, :1] - 1,
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("kind, want", [("cv2", 0.0), ("switch", 1.0)])
@@ -202,7 +282,11 @@ def test_an_expert_that_no_token_selects_gives_no_nan(kind):
     logits[:, 4] = -float("inf")
     logits.requires_grad_()
     config = make_config(k=3, balance_loss=kind, balance_loss_coef=1.0)
-    loss = balance_loss(config, logits, route(logits.detach(), 4, "xft").topk_idx)
+    loss = balance_loss(
+        config,
+        logits,
+        route(logits.detach(), 4, "xft").topk_idx,
+    )
     (grad,) = torch.autograd.grad(loss, logits)
     assert loss.isfinite()
     assert grad.isfinite().all()
@@ -223,7 +307,18 @@ def top_k_in_python(logits: list[list[float]], k: int, mask: list[int]) -> float
             for e, p in enumerate(softmax(row)):
                 sums[e] += p
     T = max(sum(mask), 1)
-    return E * sum(f * p for f, p in zip(counts, sums, strict=True)) / T**2
+    return (
+        E
+        * sum(
+            f * p
+            for f, p in zip(
+                counts,
+                sums,
+                strict=True,
+            )
+        )
+        / T**2
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,28 +335,74 @@ def test_top_k_equals_the_formula(k, mask):
     token_mask = torch.tensor(mask)
     each = [top_k_in_python(logits.tolist(), k, mask) for logits in layers]
     for logits, want in zip(layers, each, strict=True):
-        assert top_k_loss(logits, k, token_mask).item() == pytest.approx(want, rel=1e-5)
-    assert per_layer_loss(layers, k, token_mask).item() == pytest.approx(sum(each) / 3, rel=1e-5)
-    pooled = top_k_in_python(torch.cat(layers).tolist(), k, mask * 3)
-    assert pooled_loss(layers, k, token_mask).item() == pytest.approx(pooled, rel=1e-5)
+        assert top_k_loss(
+            logits,
+            k,
+            token_mask,
+        ).item() == pytest.approx(want, rel=1e-5)
+    assert per_layer_loss(
+        layers,
+        k,
+        token_mask,
+    ).item() == pytest.approx(sum(each) / 3, rel=1e-5)
+    pooled = top_k_in_python(
+        torch.cat(layers).tolist(),
+        k,
+        mask * 3,
+    )
+    assert pooled_loss(
+        layers,
+        k,
+        token_mask,
+    ).item() == pytest.approx(pooled, rel=1e-5)
 
 
 def test_no_mask_is_a_mask_of_ones():
     layers = list(torch.randn(3, 7, 6))
     ones = torch.ones(7)
-    assert torch.equal(pooled_loss(layers, 2), pooled_loss(layers, 2, ones))
-    assert torch.equal(per_layer_loss(layers, 2), per_layer_loss(layers, 2, ones))
+    assert torch.equal(
+        pooled_loss(layers, 2),
+        pooled_loss(
+            layers,
+            2,
+            ones,
+        ),
+    )
+    assert torch.equal(
+        per_layer_loss(layers, 2),
+        per_layer_loss(
+            layers,
+            2,
+            ones,
+        ),
+    )
 
 
 def test_top_k_gradient_is_that_of_the_probabilities_of_live_tokens():
     logits = (torch.randn(9, 4) + torch.arange(4)).requires_grad_()  # the last experts get most
     live = torch.arange(9) != 2
-    (got,) = torch.autograd.grad(top_k_loss(logits, 2, live.long()), logits)
+    (got,) = torch.autograd.grad(
+        top_k_loss(
+            logits,
+            2,
+            live.long(),
+        ),
+        logits,
+    )
     x = logits.detach().double().requires_grad_()
-    chosen = torch.zeros(9, 4, dtype=torch.float64).scatter(1, logits.topk(2).indices, 1.0)
+    chosen = torch.zeros(9, 4, dtype=torch.float64).scatter(
+        1,
+        logits.topk(2).indices,
+        1.0,
+    )
     share = chosen[live].mean(0)
     (want,) = torch.autograd.grad(4 * (share * x.softmax(-1)[live].mean(0)).sum(), x)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        got.double(),
+        want,
+        rtol=0,
+        atol=1e-7,
+    )
     assert got[0].any()
     assert not got[2].any()
 

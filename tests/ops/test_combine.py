@@ -17,13 +17,26 @@ def test_rows_by_token_and_slot_as_well(backend, device):
     want = combine(y, weight, slot_row, backend)
     by_slot = slot_row.view(4, 3)
     assert torch.equal(combine(y, weight, by_slot, backend), want)
-    assert torch.equal(combine(y, weight, by_slot.t().contiguous().t(), backend), want)
+    assert torch.equal(
+        combine(
+            y,
+            weight,
+            by_slot.t().contiguous().t(),
+            backend,
+        ),
+        want,
+    )
 
 
 def test_no_columns(backend, device):
     y = torch.zeros(12, 0, device=device, requires_grad=True)
     weight = torch.zeros(4, 3, device=device, requires_grad=True)
-    out = combine(y, weight, torch.arange(12, device=device), backend)
+    out = combine(
+        y,
+        weight,
+        torch.arange(12, device=device),
+        backend,
+    )
     assert out.shape == (4, 0)
     dy, dweight = torch.autograd.grad(out.sum(), (y, weight))
     assert dy.shape == (12, 0)
@@ -37,7 +50,12 @@ def test_sums_in_float32(dtype, backend, device):
     tiny = eps / 8
     y = torch.full((65, 4), tiny, dtype=dtype, device=device)
     y[0] = 1
-    out = combine(y, torch.ones(1, 65, device=device), torch.arange(65, device=device), backend)
+    out = combine(
+        y,
+        torch.ones(1, 65, device=device),
+        torch.arange(65, device=device),
+        backend,
+    )
     assert relative_error(out.cpu(), torch.full((1, 4), 1 + 64 * tiny)) < eps / 2
 
 
@@ -46,7 +64,12 @@ def test_weights_are_not_rounded(dtype, backend, device):
     eps = torch.finfo(dtype).eps
     y = torch.tensor([[1.0], [-1.0]], dtype=dtype, device=device)
     weight = torch.tensor([[1 + eps / 4, 1.0]], device=device)
-    out = combine(y, weight, torch.arange(2, device=device), backend)
+    out = combine(
+        y,
+        weight,
+        torch.arange(2, device=device),
+        backend,
+    )
     assert out.item() == pytest.approx(eps / 4, rel=0.01)
 
 
@@ -62,7 +85,14 @@ def test_rows_in_expert_order_come_back_in_token_order(backend, device):
         assert out[:, 0].tolist() == idx[:, k].tolist()
 
 
-@pytest.mark.parametrize(("tokens", "slots"), [(7, 3), (1, 1), (0, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "slots"),
+    [
+        (7, 3),
+        (1, 1),
+        (0, 2),
+    ],
+)
 def test_gather_rows_and_its_gradient(tokens, slots, backend, device, monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
     x = torch.randn(tokens, 5, device=device, requires_grad=True)

@@ -64,8 +64,20 @@ def test_dropped_rows_are_not_read(T, K, H, dtype, tolerance, device):
     slots = make(T, K, H, dtype, device)
     partial = torch.randn(T * K, 5, device=device)
     partial[int(slots.num_rows) :] = NAN
-    out = kernels.combine_forward(slots.y, slots.weight, slots.slot_row, slots.num_rows)
-    dx, dweight = kernels.sum_rows(slots.y, slots.slot_row, partial, T, K, slots.num_rows)
+    out = kernels.combine_forward(
+        slots.y,
+        slots.weight,
+        slots.slot_row,
+        slots.num_rows,
+    )
+    dx, dweight = kernels.sum_rows(
+        slots.y,
+        slots.slot_row,
+        partial,
+        T,
+        K,
+        slots.num_rows,
+    )
     assert out.dtype == dx.dtype == dtype
     assert dweight.dtype == torch.float32
     want = {
@@ -73,14 +85,25 @@ def test_dropped_rows_are_not_read(T, K, H, dtype, tolerance, device):
         "dx": slots.of_rows(slots.y).sum(1),
         "dweight": slots.of_rows(partial).sum(2),
     }
-    assert_parity({"out": out, "dx": dx, "dweight": dweight}, want, tolerance[dtype])
+    assert_parity(
+        {"out": out, "dx": dx, "dweight": dweight},
+        want,
+        tolerance[dtype],
+    )
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 32, 33, 70])
 def test_any_number_of_partials(n, tolerance, device):
     slots = make(19, 3, 8, torch.float32, device)
     partial = torch.randn(57, n, device=device)
-    _, dweight = kernels.sum_rows(slots.y, slots.slot_row, partial, 19, 3, slots.num_rows)
+    _, dweight = kernels.sum_rows(
+        slots.y,
+        slots.slot_row,
+        partial,
+        19,
+        3,
+        slots.num_rows,
+    )
     want = {"dweight": slots.of_rows(partial).sum(2)}
     assert_parity({"dweight": dweight}, want, tolerance[torch.float32])
 
@@ -90,7 +113,12 @@ def test_any_number_of_partials(n, tolerance, device):
 def test_backward(T, K, H, dtype, tolerance, device):
     slots = make(T, K, H, dtype, device, "random")
     dout = torch.randn(T, H, device=device).to(dtype)
-    dy, dweight = kernels.combine_backward(dout, slots.y, slots.weight, slots.slot_row)
+    dy, dweight = kernels.combine_backward(
+        dout,
+        slots.y,
+        slots.weight,
+        slots.slot_row,
+    )
     of_slots = dout.double()[:, None]
     want_dy = torch.zeros(T * K, H, dtype=torch.float64, device=device)
     want_dy[slots.slot_row.long()] = (slots.weight.double()[..., None] * of_slots).flatten(0, 1)
@@ -102,8 +130,20 @@ def test_all_rows_are_dropped(device):
     y = torch.randn(12, 5, device=device)
     slot_row = torch.randperm(12, device=device).int()
     none = torch.zeros(1, dtype=torch.int32, device=device)
-    out = kernels.combine_forward(y, torch.ones(4, 3, device=device), slot_row, none)
-    dx, dweight = kernels.sum_rows(y, slot_row, y, 4, 3, none)
+    out = kernels.combine_forward(
+        y,
+        torch.ones(4, 3, device=device),
+        slot_row,
+        none,
+    )
+    dx, dweight = kernels.sum_rows(
+        y,
+        slot_row,
+        y,
+        4,
+        3,
+        none,
+    )
     assert not out.any()
     assert not dx.any()
     assert not dweight.any()
@@ -113,14 +153,34 @@ def test_each_half_of_sum_rows_alone(device):
     slots = make(29, 3, 33, torch.bfloat16, device)
     partial = torch.randn(87, 7, device=device)
     sizes = (29, 3, slots.num_rows)
-    dx, dweight = kernels.sum_rows(slots.y, slots.slot_row, partial, *sizes)
-    only_dx, none = kernels.sum_rows(slots.y, slots.slot_row, None, *sizes)
+    dx, dweight = kernels.sum_rows(
+        slots.y,
+        slots.slot_row,
+        partial,
+        *sizes,
+    )
+    only_dx, none = kernels.sum_rows(
+        slots.y,
+        slots.slot_row,
+        None,
+        *sizes,
+    )
     assert none is None
     assert torch.equal(only_dx, dx)
-    none, only_dweight = kernels.sum_rows(None, slots.slot_row, partial, *sizes)
+    none, only_dweight = kernels.sum_rows(
+        None,
+        slots.slot_row,
+        partial,
+        *sizes,
+    )
     assert none is None
     assert torch.equal(only_dweight, dweight)
-    assert kernels.sum_rows(None, slots.slot_row, None, *sizes) == (None, None)
+    assert kernels.sum_rows(
+        None,
+        slots.slot_row,
+        None,
+        *sizes,
+    ) == (None, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,7 +192,14 @@ def test_slots_are_added_in_their_order(T, K, H, dtype, device):
     want = torch.zeros(T, H, device=device)
     for k in range(K):
         want += rows[:, k]
-    dx, _ = kernels.sum_rows(slots.y, slots.slot_row, None, T, K, slots.num_rows)
+    dx, _ = kernels.sum_rows(
+        slots.y,
+        slots.slot_row,
+        None,
+        T,
+        K,
+        slots.num_rows,
+    )
     assert torch.equal(dx, want.to(dtype))
 
 
@@ -145,11 +212,23 @@ def test_rows_beyond_int32(H, tmp_path):
         pytest.skip("on a GPU the elements would have to be there")
 
     def sparse(name, dtype):
-        file = np.memmap(Path(tmp_path, name), dtype, "w+", shape=(edge + 101, H))
+        file = np.memmap(
+            Path(tmp_path, name),
+            dtype,
+            "w+",
+            shape=(edge + 101, H),
+        )
         return torch.from_numpy(file)
 
     edge = 2**31 // H
-    slot_row = torch.tensor([[0, edge - 1], [edge, edge + 1], [edge + 100, 1]], dtype=torch.int32)
+    slot_row = torch.tensor(
+        [
+            [0, edge - 1],
+            [edge, edge + 1],
+            [edge + 100, 1],
+        ],
+        dtype=torch.int32,
+    )
     rows = slot_row.long().view(-1)
     num_rows = torch.tensor([edge + 101]).int()
     weight = torch.arange(1.0, 7).view(3, 2)
@@ -166,8 +245,20 @@ def test_rows_beyond_int32(H, tmp_path):
     kernels._combine_bwd_kernel[(1,)](
         dout, y, weight, slot_row, dy, dweight, 6, H, 2, BLOCK_S=8, BLOCK_H=64
     )
-    got = {"out": out, "dx": dx, "sums": sums, "dy": dy[rows], "dweight": dweight}
-    slots = Slots(y, weight, slot_row, num_rows, torch.ones(3, 2, dtype=torch.bool))
+    got = {
+        "out": out,
+        "dx": dx,
+        "sums": sums,
+        "dy": dy[rows],
+        "dweight": dweight,
+    }
+    slots = Slots(
+        y,
+        weight,
+        slot_row,
+        num_rows,
+        torch.ones(3, 2, dtype=torch.bool),
+    )
     of_slots = dout.double().repeat_interleave(2, 0)
     want = {
         "out": slots.weighted_sum(),
@@ -181,7 +272,15 @@ def test_rows_beyond_int32(H, tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N", [1, 7, 70], ids=lambda N: f"{N} routed")
-@pytest.mark.parametrize("T, K, H", [(1, 2, 33), (19, 3, 33), (33, 6, 300), (5, 9, 16)])
+@pytest.mark.parametrize(
+    "T, K, H",
+    [
+        (1, 2, 33),
+        (19, 3, 33),
+        (33, 6, 300),
+        (5, 9, 16),
+    ],
+)
 def test_router_joins_the_sum(T, K, H, N, dtype, tolerance, device):
     """dx of the rows plus dlogits W_router, whose rows are longer than its columns."""
     slots = make(T, K, H, dtype, device)
@@ -200,5 +299,21 @@ def test_no_routed_expert(device):
     dlogits = torch.empty(5, 0, device=device)
     router = torch.empty(0, 33, device=device)
     rows = (slots.y, slots.slot_row)
-    got = kernels.sum_rows_and_router(*rows, 5, 1, slots.num_rows, dlogits, router)
-    assert torch.equal(got, kernels.sum_rows(*rows, None, 5, 1, slots.num_rows)[0])
+    got = kernels.sum_rows_and_router(
+        *rows,
+        5,
+        1,
+        slots.num_rows,
+        dlogits,
+        router,
+    )
+    assert torch.equal(
+        got,
+        kernels.sum_rows(
+            *rows,
+            None,
+            5,
+            1,
+            slots.num_rows,
+        )[0],
+    )

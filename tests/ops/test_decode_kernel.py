@@ -68,7 +68,14 @@ def test_plan_is_the_sort_and_the_map(T, E, K, BLOCK_M, first, routing_of, dtype
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("T, E, K", [(1, 8, 2), (21, 9, 3), (64, 70, 8)])
+@pytest.mark.parametrize(
+    "T, E, K",
+    [
+        (1, 8, 2),
+        (21, 9, 3),
+        (64, 70, 8),
+    ],
+)
 def test_routes_as_the_router_does(T, E, K, gate, device):
     shared = int(gate in SHARED_GATES)
     logits = torch.randn(T, E - shared, device=device)
@@ -77,10 +84,27 @@ def test_routes_as_the_router_does(T, E, K, gate, device):
     )
     want_weight, want_idx = routing.route_forward(logits, None, K, gate, shared)
     assert_same([weight, idx], [want_weight, want_idx])
-    assert_same(list(plan), list(decode.plan_forward(want_idx, E, 16)[2]))
+    assert_same(
+        list(plan),
+        list(
+            decode.plan_forward(
+                want_idx,
+                E,
+                16,
+            )[2]
+        ),
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "T, K, bias, transposed",
     [
@@ -106,8 +130,22 @@ def test_same_experts(T, K, bias, transposed, dtype, both, device, tolerance):
         biases["gate_up_bias"] = torch.randn(E, 2 * I).to(device, dtype)
         biases["down_bias"] = torch.randn(E, H).to(device, dtype)
     idx = choose_experts(T, E, K, "dropped").to(device)
-    weight = torch.where((idx >= 0) & (idx < E), torch.rand(T, K, device=device), NAN)
-    fused, plain = both(lambda: moe_mlp(x, up, down, weight, idx, backend="triton", **biases))
+    weight = torch.where(
+        (idx >= 0) & (idx < E),
+        torch.rand(T, K, device=device),
+        NAN,
+    )
+    fused, plain = both(
+        lambda: moe_mlp(
+            x,
+            up,
+            down,
+            weight,
+            idx,
+            backend="triton",
+            **biases,
+        )
+    )
     # products of tiles of other sizes: the order of their sums is the processor's
     assert relative_error(fused, plain) <= tolerance[dtype]
 
@@ -153,14 +191,28 @@ def test_launches_of_a_layer(T, fused_names, plain_count, gate, both, launches, 
         assert relative_error(a, b) <= tolerance[torch.float32]
 
 
-@pytest.mark.parametrize("E, K", [(8, 2), (128, 8), (64, 6)])
+@pytest.mark.parametrize(
+    "E, K",
+    [
+        (8, 2),
+        (128, 8),
+        (64, 6),
+    ],
+)
 def test_a_new_number_of_tokens_compiles_at_most_once_more(E, K):
     """A server's batches change: the launch has two sizes, whatever the number of tokens."""
 
     def step():
         for T in range(1, decode.SMALL // K + 1):
             logits = torch.empty(T, E, dtype=torch.bfloat16, device="meta")
-            decode.plan_forward(None, E, 16, logits=logits, top_k=K, gate="softmax_topk")
+            decode.plan_forward(
+                None,
+                E,
+                16,
+                logits=logits,
+                top_k=K,
+                gate="softmax_topk",
+            )
 
     variants = {str((case.signature, case.constants)) for case in record(step)}
     assert len(variants) == 2

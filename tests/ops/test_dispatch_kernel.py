@@ -30,7 +30,11 @@ def test_scan_in_steps(T, E, K, routing, scan, device, monkeypatch):
     monkeypatch.setattr(kernels, "SCAN", scan)
     idx = choose_experts(T, E, K, routing).to(device)
     got = kernels.dispatch_forward(idx, E)
-    for array, want in zip(got, dispatch(idx, E, "torch"), strict=True):
+    for array, want in zip(
+        got,
+        dispatch(idx, E, "torch"),
+        strict=True,
+    ):
         assert torch.equal(array, want)
 
 
@@ -76,7 +80,15 @@ class Ops(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
-@pytest.mark.parametrize("T, want", [(0, 0), (64, 1), (65, 3), (200, 3)])
+@pytest.mark.parametrize(
+    "T, want",
+    [
+        (0, 0),
+        (64, 1),
+        (65, 3),
+        (200, 3),
+    ],
+)
 def test_launches_and_nothing_else_runs(T, want, dtype, launches, device):
     """Nothing is cast, copied or read on the host."""
     idx = choose_experts(T, 8, 2, "dropped").to(device, dtype)
@@ -134,7 +146,16 @@ def test_tile_map_is_the_list_of_tiles(counts, BLOCK_M, first_expert, device):
             want.append([e, row, ends[e + 1]])
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     for dropped in (0, 200):
-        tiles = kernels.tile_map(offsets, ends[-1] + dropped, BLOCK_M, first_expert).t().tolist()
+        tiles = (
+            kernels.tile_map(
+                offsets,
+                ends[-1] + dropped,
+                BLOCK_M,
+                first_expert,
+            )
+            .t()
+            .tolist()
+        )
         assert tiles[: len(want)] == want
         for tile in tiles[len(want) :]:
             assert tile[:2] == [-1, len(want)]
@@ -158,11 +179,23 @@ def test_offsets_beyond_int32(tmp_path):
     E = 3
     blocks = 2**30
     out = [torch.zeros(500, dtype=torch.int32) for _ in range(3)]
-    file = np.memmap(Path(tmp_path, "sparse"), np.int32, "w+", shape=(E + 2) * blocks)
+    file = np.memmap(
+        Path(tmp_path, "sparse"),
+        np.int32,
+        "w+",
+        shape=(E + 2) * blocks,
+    )
     table = torch.from_numpy(file)
     idx = torch.tensor([2, 0, 3, 2, -1, 1, 2])
     sizes = {"BLOCK_S": 16, "BLOCK_E": 8}
-    kernels._dispatch_fwd_count_kernel[(1,)](idx, table, 7, E, blocks, **sizes)
+    kernels._dispatch_fwd_count_kernel[(1,)](
+        idx,
+        table,
+        7,
+        E,
+        blocks,
+        **sizes,
+    )
     assert table[::blocks].tolist() == [0, 1, 2, 5, 7]
     table[: (E + 1) * blocks : blocks] = torch.tensor([100, 200, 300, 400])
     arrays = kernels.Sorted(None, *out)

@@ -25,7 +25,15 @@ def gram_in_float64(experts, base=None):
     return rows @ rows.t()
 
 
-@pytest.mark.parametrize("shape", [(17, 700), (4, 9001), (33, 500)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (17, 700),
+        (4, 9001),
+        (33, 500),
+    ],
+    ids=str,
+)
 def test_several_blocks(shape, backend, device):
     experts = torch.randn(shape, device=device)
     base = torch.randn(shape[1:], device=device)
@@ -111,7 +119,16 @@ def test_nothing_of_an_experts_size_is_made_but_the_child(monkeypatch):
     with Sizes() as sizes:
         gram(experts, base, backend="torch")
         expansion._gram_by_blocks(stack, base)
-        expansion._dare_merge(*experts[:2], base, 1, 2, 1 << 31, 0.5, 0.5, "torch")
+        expansion._dare_merge(
+            *experts[:2],
+            base,
+            1,
+            2,
+            1 << 31,
+            0.5,
+            0.5,
+            "torch",
+        )
     *others, largest = sorted(sizes.found)
     assert len(others) > 100
     assert others[-1] <= 4096
@@ -129,11 +146,22 @@ def test_distances_are_those_of_the_pairs(metric):
                 want = 1 - torch.cosine_similarity(a, b, 0).item()
             if i == j:
                 want = 0
-            assert found[i, j].item() == pytest.approx(want, abs=1e-12, rel=1e-12)
+            assert found[i, j].item() == pytest.approx(
+                want,
+                abs=1e-12,
+                rel=1e-12,
+            )
 
 
 def test_distances_of_equal_and_of_zero_experts():
-    experts = torch.stack([torch.ones(4), torch.ones(4), torch.zeros(4), -torch.ones(4)])
+    experts = torch.stack(
+        [
+            torch.ones(4),
+            torch.ones(4),
+            torch.zeros(4),
+            -torch.ones(4),
+        ]
+    )
     assert distances(gram(experts)).tolist() == [
         [0, 0, 1, 2],
         [0, 0, 1, 2],
@@ -167,11 +195,23 @@ def test_the_row_of_one_more(dtype, device, monkeypatch):
     monkeypatch.setattr(expansion, "BLOCK", 4096)
     experts = torch.randn(4, 7, 1201, device=device).to(dtype)
     for base in (None, torch.randn(7, 1201, device=device).to(dtype)):
-        found = expansion.gram_row(list(experts[:3]), experts[3], base)
+        found = expansion.gram_row(
+            list(experts[:3]),
+            experts[3],
+            base,
+        )
         assert relative_error(found, gram_in_float64(experts, base)[3]) < 2e-6
 
 
-@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["-1", "2^31", "+1"])
+@pytest.mark.parametrize(
+    "stride",
+    [
+        2**31 - 1,
+        2**31,
+        2**31 + 1,
+    ],
+    ids=["-1", "2^31", "+1"],
+)
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("on a GPU tests/gpu/test_expansion.py fills that many elements")
@@ -194,7 +234,12 @@ def philox(counter, key, rounds=10):
     for _ in range(rounds):
         a = 0xD2E7470EE14C6C93 * c[0]
         b = 0xCA5A826395121157 * c[2]
-        c = [(b >> 64) ^ c[1] ^ k[0], b & MASK, (a >> 64) ^ c[3] ^ k[1], a & MASK]
+        c = [
+            (b >> 64) ^ c[1] ^ k[0],
+            b & MASK,
+            (a >> 64) ^ c[3] ^ k[1],
+            a & MASK,
+        ]
         k = [(k[0] + 0x9E3779B97F4A7C15) & MASK, (k[1] + 0xBB67AE8584CAA73B) & MASK]
     return c
 
@@ -215,17 +260,45 @@ def test_philox_is_the_published_one():
     ]
 
 
-@pytest.mark.parametrize("seed, stream", [(0, 0), (42, 1), (2**63 - 1, stream_of("layers.0.up"))])
+@pytest.mark.parametrize(
+    "seed, stream",
+    [
+        (0, 0),
+        (42, 1),
+        (2**63 - 1, stream_of("layers.0.up")),
+    ],
+)
 @pytest.mark.parametrize("start", [0, 4, 4000, 1 << 34])
 def test_draws_are_philox_of_the_element(start, seed, stream):
     want = []
     for block in range(start // 4, start // 4 + 5):
-        for number in philox([block + 1, 0, 0, 0], [seed, stream]):
+        for number in philox(
+            [
+                block + 1,
+                0,
+                0,
+                0,
+            ],
+            [seed, stream],
+        ):
             want.append([number & 0xFFFFFFFF, number >> 32])
-    assert draws(seed, stream, start, 18).tolist() == want[:18]
+    assert (
+        draws(
+            seed,
+            stream,
+            start,
+            18,
+        ).tolist()
+        == want[:18]
+    )
 
 
-ARGS = {"weights": (0.3, 0.7), "drop": 0.4, "seed": 11, "tensor": "a"}
+ARGS = {
+    "weights": (0.3, 0.7),
+    "drop": 0.4,
+    "seed": 11,
+    "tensor": "a",
+}
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5, 0.9, 1.0])
@@ -234,8 +307,19 @@ def test_drop_rates(drop, backend, device):
     base = torch.ones(40_000, device=device)
     first = base + 2
     second = base + 3
-    options = {"weights": (0.5, 0.5), "seed": 3, "tensor": "w", "backend": backend}
-    found = dare_merge(first, second, base, drop=drop, **options).cpu()
+    options = {
+        "weights": (0.5, 0.5),
+        "seed": 3,
+        "tensor": "w",
+        "backend": backend,
+    }
+    found = dare_merge(
+        first,
+        second,
+        base,
+        drop=drop,
+        **options,
+    ).cpu()
     if drop == 0:
         assert (found == 3.5).all()
         return
@@ -247,13 +331,25 @@ def test_drop_rates(drop, backend, device):
     want = {1, 1 + 2 * scale, 1 + 3 * scale, 1 + 5 * scale}
     assert values.tolist() == pytest.approx(sorted(want), rel=1e-6)
     one = drop * (1 - drop)
-    chances = [drop**2, one, one, (1 - drop) ** 2]  # independent masks
+    chances = [
+        drop**2,
+        one,
+        one,
+        (1 - drop) ** 2,
+    ]  # independent masks
     assert (counts / 40_000).tolist() == pytest.approx(chances, abs=0.01)
     assert found.mean().item() == pytest.approx(3.5, abs=0.08)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape, offset", [((70, 61), 0), ((4099,), 0), ((513,), 1)])
+@pytest.mark.parametrize(
+    "shape, offset",
+    [
+        ((70, 61), 0),
+        ((4099,), 0),
+        ((513,), 1),
+    ],
+)
 def test_backends_give_the_same_bits(shape, offset, dtype, device):
     if backends.why_not("triton", "dare_merge", torch.device(device)):
         pytest.skip("no Triton here")
@@ -262,7 +358,11 @@ def test_backends_give_the_same_bits(shape, offset, dtype, device):
     args = ARGS | {"seed": 2**63 - 1, "weights": (1 / 3, 2 / 3)}
     for several in (parts, parts[:2]):
         want = dare_merge(*several, **args, backend="torch")
-        got = dare_merge(*several.to(device), **args, backend="triton")
+        got = dare_merge(
+            *several.to(device),
+            **args,
+            backend="triton",
+        )
         assert torch.equal(got.cpu(), want)
 
 
@@ -271,7 +371,12 @@ def test_a_child_depends_on_seed_tensor_and_element_alone(monkeypatch):
     given = parts.clone()
     want = dare_merge(*parts, **ARGS)
     assert torch.equal(parts, given)
-    dare_merge(parts[1], parts[0], parts[2], **ARGS | {"tensor": "b"})  # in another order
+    dare_merge(
+        parts[1],
+        parts[0],
+        parts[2],
+        **ARGS | {"tensor": "b"},
+    )  # in another order
     assert torch.equal(dare_merge(*parts, **ARGS), want)
     monkeypatch.setattr(expansion, "BLOCK", 1000)
     assert torch.equal(dare_merge(*parts, **ARGS), want)
@@ -296,7 +401,14 @@ def test_parts_beyond_int32():
     """Counters are 64 bits wide: an element beyond 2^33 has numbers of its own."""
     parts = torch.randn(3, 64)
     near = dare_merge(*parts, **ARGS)
-    assert not torch.equal(near, dare_merge(*parts, **ARGS, start=1 << 34))
+    assert not torch.equal(
+        near,
+        dare_merge(
+            *parts,
+            **ARGS,
+            start=1 << 34,
+        ),
+    )
 
 
 @pytest.mark.parametrize(

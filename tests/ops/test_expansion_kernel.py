@@ -16,7 +16,17 @@ from tests.support import interp_san
 
 
 @pytest.mark.parametrize("with_base", [False, True], ids=["", "base"])
-@pytest.mark.parametrize("n, P", [(1, 1), (2, 8192), (5, 8193), (16, 300), (33, 500), (64, 130)])
+@pytest.mark.parametrize(
+    "n, P",
+    [
+        (1, 1),
+        (2, 8192),
+        (5, 8193),
+        (16, 300),
+        (33, 500),
+        (64, 130),
+    ],
+)
 def test_every_number_of_experts(n, P, with_base, device):
     weight = torch.randn(n, P + 3, device=device)[:, :P]
     base = None

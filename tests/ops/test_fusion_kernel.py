@@ -45,16 +45,45 @@ def launched(case, V, scale, tile=None):
     """What the launchers return; the backward one repeats the loss."""
     hidden, heads, gate, labels = case
     if tile is None:
-        nll, score = fusion.fused_loss_forward(gate, labels, hidden, heads, V, IGNORED, True)
+        nll, score = fusion.fused_loss_forward(
+            gate,
+            labels,
+            hidden,
+            heads,
+            V,
+            IGNORED,
+            True,
+        )
     else:
-        nll, _, score = fusion._forward(gate, labels, hidden, heads, V, IGNORED, True, config=tile)
-    again, dlogits = fusion.fused_logits_backward(gate, labels, scale, hidden, heads, V, IGNORED)
+        nll, _, score = fusion._forward(
+            gate,
+            labels,
+            hidden,
+            heads,
+            V,
+            IGNORED,
+            True,
+            config=tile,
+        )
+    again, dlogits = fusion.fused_logits_backward(
+        gate,
+        labels,
+        scale,
+        hidden,
+        heads,
+        V,
+        IGNORED,
+    )
     torch.testing.assert_close(again, nll)
     return {"nll": nll, "score": score, "dlogits": dlogits}
 
 
 def scales(labels):
-    return torch.where(labels == IGNORED, 0.0, torch.rand(len(labels), device=labels.device))
+    return torch.where(
+        labels == IGNORED,
+        0.0,
+        torch.rand(len(labels), device=labels.device),
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,14 +97,28 @@ def scales(labels):
 )
 @pytest.mark.parametrize(
     "T, sizes, V",
-    [(37, (33, 16, 48), 50), (64, (64, 64), 128), (1, (17,), 130), (90, (16,) * 5, 9)],
+    [
+        (37, (33, 16, 48), 50),
+        (64, (64, 64), 128),
+        (1, (17,), 130),
+        (90, (16,) * 5, 9),
+    ],
 )
 def test_every_tile(tile, T, sizes, V, device):
-    case = sample(T, sizes, range(V, V + len(sizes)), device=device)
+    case = sample(
+        T,
+        sizes,
+        range(V, V + len(sizes)),
+        device=device,
+    )
     labels = case[3]
     labels[0] = V - 1
     scale = scales(labels)
-    assert_parity(launched(case, V, scale, tile), expected(case, V, scale), BOUND)
+    assert_parity(
+        launched(case, V, scale, tile),
+        expected(case, V, scale),
+        BOUND,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -96,21 +139,57 @@ def test_narrow_dtypes_are_mixed_in_float32(dtype, device):
 @pytest.mark.parametrize("label", [50, 63, 64, 10**6, -5])
 def test_a_label_behind_the_vocabulary_is_nan(label, device):
     """50 to 63 are columns of the last tile."""
-    hidden, heads, gate, labels = sample(4, (16, 16), (50, 70), device=device, ignored=0)
+    hidden, heads, gate, labels = sample(
+        4,
+        (16, 16),
+        (50, 70),
+        device=device,
+        ignored=0,
+    )
     labels[2] = label
-    nll, score = fusion.fused_loss_forward(gate, labels, hidden, heads, 50, IGNORED, True)
+    nll, score = fusion.fused_loss_forward(
+        gate,
+        labels,
+        hidden,
+        heads,
+        50,
+        IGNORED,
+        True,
+    )
     assert nll.isnan().tolist() == [False, False, True, False]
     assert score.isnan().all(1).tolist() == [False, False, True, False]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_an_ignored_token_may_overflow(device):
-    hidden, heads, gate, labels = sample(4, (16, 16), (50, 70), device=device, ignored=0)
+    hidden, heads, gate, labels = sample(
+        4,
+        (16, 16),
+        (50, 70),
+        device=device,
+        ignored=0,
+    )
     hidden[0][1] = 3e38
     labels[1] = IGNORED
     scale = (labels != IGNORED).float()
-    nll, score = fusion.fused_loss_forward(gate, labels, hidden, heads, 50, IGNORED, True)
-    _, dlogits = fusion.fused_logits_backward(gate, labels, scale, hidden, heads, 50, IGNORED)
+    nll, score = fusion.fused_loss_forward(
+        gate,
+        labels,
+        hidden,
+        heads,
+        50,
+        IGNORED,
+        True,
+    )
+    _, dlogits = fusion.fused_logits_backward(
+        gate,
+        labels,
+        scale,
+        hidden,
+        heads,
+        50,
+        IGNORED,
+    )
     assert nll.isfinite().all()
     assert score.isfinite().all()
     assert dlogits.isfinite().all()
@@ -118,11 +197,21 @@ def test_an_ignored_token_may_overflow(device):
 
 
 def test_large_logits_do_not_overflow(device):
-    case = sample(12, (16, 16), (90, 90), device=device, ignored=0)
+    case = sample(
+        12,
+        (16, 16),
+        (90, 90),
+        device=device,
+        ignored=0,
+    )
     for h in case[0]:
         h *= 300
     scale = torch.ones(12, device=device)
-    assert_parity(launched(case, 90, scale), expected(case, 90, scale), 1e-4)
+    assert_parity(
+        launched(case, 90, scale),
+        expected(case, 90, scale),
+        1e-4,
+    )
 
 
 @pytest.mark.parametrize("H", [1, 17, 512, 700])
@@ -136,12 +225,23 @@ def test_hidden_backward(H, outputs, device):
     got = {"dgate": dgate[:, 1]}
     want = {"dgate": (dx.double() * hidden.double()).sum(1)}
     made = []
-    for name, is_made, factor in zip(("dhidden", "scaled"), outputs, (dx, hidden), strict=True):
+    for name, is_made, factor in zip(
+        ("dhidden", "scaled"),
+        outputs,
+        (dx, hidden),
+        strict=True,
+    ):
         made.append(torch.full_like(dx, NAN) if is_made else None)
         if is_made:
             got[name] = made[-1]
             want[name] = weight * factor.double()
-    fusion.fused_hidden_backward(dx, hidden, gate[:, 1], dgate[:, 1], *made)
+    fusion.fused_hidden_backward(
+        dx,
+        hidden,
+        gate[:, 1],
+        dgate[:, 1],
+        *made,
+    )
     assert_parity(got, want, BOUND)
     assert dgate[:, ::2].isnan().all()
 
@@ -150,7 +250,15 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDTHS = ((5120,) * 3, (4096,) * 2, (2048,) * 7, (1024,) * 40, (4097, 33))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sizes", WIDTHS)
 def test_config_fits_the_gpu(sizes, dtype):
     for arch in ARCHITECTURES:
@@ -173,11 +281,23 @@ def test_logits_beyond_int32(tmp_path):
     T = 4
     hidden = torch.randn(T, 16)
     head = torch.randn(32, 16)
-    logits = torch.from_numpy(np.memmap(tmp_path / "logits", np.float32, "w+", shape=(T, V)))
+    logits = torch.from_numpy(
+        np.memmap(
+            tmp_path / "logits",
+            np.float32,
+            "w+",
+            shape=(T, V),
+        )
+    )
     gate = torch.ones(T, 1)
     labels = torch.zeros(T, dtype=torch.int64)
     target = torch.empty(T)
-    constants = {"S": 1, "SIZES": (16,), "EXPECT": False, "TILE": config(16, 32, 16)}
+    constants = {
+        "S": 1,
+        "SIZES": (16,),
+        "EXPECT": False,
+        "TILE": config(16, 32, 16),
+    }
     out = fusion.FusedSums(logits, torch.empty(2, T), target)
     fusion._fused_logits_fwd_kernel[(1,)](
         (hidden,), (head,), gate, labels, out, T, V, 1, **constants, enable_fp_fusion=True

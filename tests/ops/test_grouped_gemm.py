@@ -28,7 +28,14 @@ def test_rows_of_nobody_get_zero(backend, device):
     trained = torch.randn(5, 17, 33, device=device, requires_grad=True)
     offsets = torch.tensor([0, 5, 5, 5, 9], device=device)
     places = torch.tensor([-1, 3, -1, 1], dtype=torch.int32, device=device)
-    y = grouped_gemm(x, weight, offsets, backend=backend, trainable=places, trained=trained)
+    y = grouped_gemm(
+        x,
+        weight,
+        offsets,
+        backend=backend,
+        trainable=places,
+        trained=trained,
+    )
     (gradient,) = torch.autograd.grad(y.square().sum(), trained)
     assert gradient.isfinite().all()
     # expert 1, whose row is 3, has no rows of x

@@ -39,11 +39,31 @@ TILES = [
     pytest.param(PLAIN, torch.float16, id="plain-float16"),
     pytest.param(TMA, torch.float32, id="descriptors-float32"),
     pytest.param(TMA, torch.bfloat16, id="descriptors-bfloat16"),
-    pytest.param(Tile(16, 16, 16, GROUP_M=2, PERSISTENT=True), torch.bfloat16, id="persistent"),
-    pytest.param(Tile(32, 16, 64, GROUP_M=1), torch.float16, id="one block along the sum"),
-    pytest.param(Tile(64, 32, 16, GROUP_M=3, TMA=True, PERSISTENT=True), torch.float16, id="both"),
-    pytest.param(Tile(16, 32, 16, TMA=True, JOINED=True), torch.float16, id="gate and up joined"),
-    pytest.param(Tile(16, 256, 32, TMA=True), torch.float32, id="the epilogue in eight pieces"),
+    pytest.param(
+        Tile(16, 16, 16, GROUP_M=2, PERSISTENT=True),
+        torch.bfloat16,
+        id="persistent",
+    ),
+    pytest.param(
+        Tile(32, 16, 64, GROUP_M=1),
+        torch.float16,
+        id="one block along the sum",
+    ),
+    pytest.param(
+        Tile(64, 32, 16, GROUP_M=3, TMA=True, PERSISTENT=True),
+        torch.float16,
+        id="both",
+    ),
+    pytest.param(
+        Tile(16, 32, 16, TMA=True, JOINED=True),
+        torch.float16,
+        id="gate and up joined",
+    ),
+    pytest.param(
+        Tile(16, 256, 32, TMA=True),
+        torch.float32,
+        id="the epilogue in eight pieces",
+    ),
 ]
 
 
@@ -68,7 +88,15 @@ def check_up(
     args = (x, up, bias, rows.row_slot, tiles, rows.slots, act, gated)
     z, h = grouped_gemm.up_forward(*args, True, tile, trained)
     want_up = up if whole is None else whole
-    want_z, want_h = up_rows(x, want_up, bias, rows, act, gated, first_expert)
+    want_z, want_h = up_rows(
+        x,
+        want_up,
+        bias,
+        rows,
+        act,
+        gated,
+        first_expert,
+    )
     assert_rounded_once(z, want_z)
     assert_rounded_once(h, want_h)
     nothing, again = grouped_gemm.up_forward(*args, False, tile, trained)
@@ -88,12 +116,27 @@ def check_dz(rows, dout, down, weight, z, bias=None, act="silu", gated=True, til
     """Compare what goes back through the down projection and the activation."""
     args = (dout, down, bias, weight, rows.row_slot, tiles_of(rows, tile), z, act, gated)
     dz, wh, partial = grouped_gemm_backward.dz_backward(*args, True, tile)
-    want_dz, want_wh, want_dweight = dz_rows(dout, down, bias, weight, z, rows, act, gated)
+    want_dz, want_wh, want_dweight = dz_rows(
+        dout,
+        down,
+        bias,
+        weight,
+        z,
+        rows,
+        act,
+        gated,
+    )
     assert_rounded_once(dz, want_dz)
     assert_rounded_once(wh, want_wh)
     assert partial.dtype == torch.float32
     sums = partial.cpu().double().sum(1)
-    torch.testing.assert_close(sums, want_dweight, rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(
+        sums,
+        want_dweight,
+        rtol=1e-4,
+        atol=1e-4,
+        equal_nan=True,
+    )
     _, none, _ = grouped_gemm_backward.dz_backward(*args, False, tile)
     assert none.numel() == 0
 
@@ -136,27 +179,58 @@ def weights_of(rows):
 
 
 @pytest.mark.parametrize(
-    "gated, act, has_bias", [(True, "silu", False), (True, "gelu", True), (False, "relu2", True)]
+    "gated, act, has_bias",
+    [
+        (True, "silu", False),
+        (True, "gelu", True),
+        (False, "relu2", True),
+    ],
 )
 @pytest.mark.parametrize("tile, dtype", TILES)
 def test_up(tile, gated, act, has_bias, dtype, rows):
     Z = 2 * I if gated else I
     up = of_experts(rows, Z, H, dtype=dtype)
     bias = of_experts(rows, Z, dtype=dtype) if has_bias else None
-    check_up(rows, of_tokens(rows, H, dtype), up, bias, act, gated, tile)
+    check_up(
+        rows,
+        of_tokens(rows, H, dtype),
+        up,
+        bias,
+        act,
+        gated,
+        tile,
+    )
 
 
-@pytest.mark.parametrize("k_last, has_bias", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "k_last, has_bias",
+    [
+        (True, False),
+        (True, True),
+        (False, False),
+    ],
+)
 @pytest.mark.parametrize("tile, dtype", TILES)
 def test_product(tile, k_last, has_bias, dtype, rows):
     weight = of_experts(rows, H, I, dtype=dtype)
     bias = of_experts(rows, H, dtype=dtype) if has_bias else None
-    check_product(rows, of_rows(rows, I, dtype), weight, bias, k_last, tile)
+    check_product(
+        rows,
+        of_rows(rows, I, dtype),
+        weight,
+        bias,
+        k_last,
+        tile,
+    )
 
 
 @pytest.mark.parametrize(
     "gated, act, has_bias",
-    [(True, "silu", False), (True, "gelu_tanh", True), (False, "gelu", True)],
+    [
+        (True, "silu", False),
+        (True, "gelu_tanh", True),
+        (False, "gelu", True),
+    ],
 )
 @pytest.mark.parametrize("tile, dtype", TILES)
 def test_dz(tile, gated, act, has_bias, dtype, rows):
@@ -164,7 +238,17 @@ def test_dz(tile, gated, act, has_bias, dtype, rows):
     down = of_experts(rows, H, I, dtype=dtype)
     bias = of_experts(rows, H, dtype=dtype) if has_bias else None
     z = of_rows(rows, 2 * I if gated else I, dtype)
-    check_dz(rows, dout, down, weights_of(rows), z, bias, act, gated, tile)
+    check_dz(
+        rows,
+        dout,
+        down,
+        weights_of(rows),
+        z,
+        bias,
+        act,
+        gated,
+        tile,
+    )
 
 
 def places_of(which, device):
@@ -192,15 +276,50 @@ def by_map(dw, which):
 @pytest.mark.parametrize("gather", ["x", "dy", None])
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "ragged descriptors"])
 def test_weight_gradient(tma, gather, which, dtype, rows, device):
-    dy = of_tokens(rows, H, dtype) if gather == "dy" else of_rows(rows, H, dtype)
-    x = of_tokens(rows, I, dtype) if gather == "x" else of_rows(rows, I, dtype)
+    dy = (
+        of_tokens(
+            rows,
+            H,
+            dtype,
+        )
+        if gather == "dy"
+        else of_rows(rows, H, dtype)
+    )
+    x = (
+        of_tokens(
+            rows,
+            I,
+            dtype,
+        )
+        if gather == "x"
+        else of_rows(rows, I, dtype)
+    )
     tile = Tile(32, 16, 32, GROUP_M=1, TMA=tma)
     if gather:
         tile = Tile(16, 32, 16, GROUP_M=2, TMA=tma)
     order = (rows.row_slot, rows.offsets, SLOTS)
     places = places_of(which, device)
-    dw = grouped_gemm_backward.weight_backward(dy, x, *order, gather, tile, *places)
-    assert_rounded_once(dw, by_map(weight_rows(dy, x, rows, gather, len(COUNTS)), which))
+    dw = grouped_gemm_backward.weight_backward(
+        dy,
+        x,
+        *order,
+        gather,
+        tile,
+        *places,
+    )
+    assert_rounded_once(
+        dw,
+        by_map(
+            weight_rows(
+                dy,
+                x,
+                rows,
+                gather,
+                len(COUNTS),
+            ),
+            which,
+        ),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -216,13 +335,32 @@ def test_bias_gradient(of_slots, which, dtype, rows, device):
     places, _ = places_of(which, device)
     order = (rows.row_slot, rows.offsets, SLOTS)
     db = grouped_gemm_backward.bias_backward(dy, weight, *order, of_slots, places)
-    assert_rounded_once(db, by_map(bias_rows(dy, weight, rows, of_slots, len(COUNTS)), which))
+    assert_rounded_once(
+        db,
+        by_map(
+            bias_rows(
+                dy,
+                weight,
+                rows,
+                of_slots,
+                len(COUNTS),
+            ),
+            which,
+        ),
+    )
 
 
 def test_bias_gradient_of_more_rows_than_a_block(device):
     rows = make_rows([150, 0, 65, 64], 3, 1, device)
     dy = torch.randn(282, 20, device=device)
-    db = grouped_gemm_backward.bias_backward(dy, None, rows.row_slot, rows.offsets, 1, False)
+    db = grouped_gemm_backward.bias_backward(
+        dy,
+        None,
+        rows.row_slot,
+        rows.offsets,
+        1,
+        False,
+    )
     assert_rounded_once(db, bias_rows(dy, None, rows, False, 4))
 
 
@@ -238,9 +376,25 @@ def test_rows_outside_of_the_map_keep_what_the_output_held(rows, device):
     a = of_rows(rows, I)
     weight = of_experts(rows, H, I)
     y = torch.full((len(rows.expert), H), 7.0, device=device)
-    got = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles_of(rows), True, PLAIN, y=y)
+    got = grouped_gemm.grouped_gemm_forward(
+        a,
+        weight,
+        None,
+        tiles_of(rows),
+        True,
+        PLAIN,
+        y=y,
+    )
     assert got is y
-    assert_rounded_once(y, product_rows(a, weight, None, rows).nan_to_num(nan=7.0))
+    assert_rounded_once(
+        y,
+        product_rows(
+            a,
+            weight,
+            None,
+            rows,
+        ).nan_to_num(nan=7.0),
+    )
 
 
 @pytest.mark.parametrize("first", [1, 4])
@@ -248,7 +402,14 @@ def test_weight_gradients_in_front_stay_unwritten(first, rows):
     dz = of_rows(rows, H)
     x = of_tokens(rows, I)
     order = (rows.row_slot, rows.offsets, SLOTS)
-    dw = grouped_gemm_backward.weight_backward(dz, x, *order, "x", PLAIN, first=first)
+    dw = grouped_gemm_backward.weight_backward(
+        dz,
+        x,
+        *order,
+        "x",
+        PLAIN,
+        first=first,
+    )
     want = weight_rows(dz, x, rows, "x", len(COUNTS))
     want[:first] = NAN
     assert_rounded_once(dw, want)
@@ -257,35 +418,100 @@ def test_weight_gradients_in_front_stay_unwritten(first, rows):
 @pytest.mark.parametrize("act", ACT)
 def test_activations_at_the_edges(act, device):
     """Far from zero, at both zeros and at NaN the numbers are torch's."""
-    edges = [-1e4, -200, -88, -30, -10, -1, -1e-3, -0.0, 0.0, 1e-3, 1, 10, 30, 88, 200, NAN]
+    edges = [
+        -1e4,
+        -200,
+        -88,
+        -30,
+        -10,
+        -1,
+        -1e-3,
+        -0.0,
+        0.0,
+        1e-3,
+        1,
+        10,
+        30,
+        88,
+        200,
+        NAN,
+    ]
     pre = torch.tensor(edges, requires_grad=True)
     rows = make_rows([1], 0, 1, device)
-    tiles = torch.tensor([[0], [0], [1]], dtype=torch.int32, device=device)
+    tiles = torch.tensor(
+        [
+            [0],
+            [0],
+            [1],
+        ],
+        dtype=torch.int32,
+        device=device,
+    )
     zeros = torch.zeros(1, 16, 16, device=device)
     z = pre.detach().to(device)[None]
     _, h = grouped_gemm.up_forward(
         zeros[0, :1], zeros, z, rows.row_slot, tiles, 1, act, False, False, PLAIN
     )
     want = ACT[act](pre)
-    torch.testing.assert_close(h[0].cpu(), want.detach(), rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(
+        h[0].cpu(),
+        want.detach(),
+        rtol=2e-6,
+        atol=2e-6,
+        equal_nan=True,
+    )
     one = torch.ones(1, 1, device=device)
     down = torch.ones(1, 1, 16, device=device)
     dz, *_ = grouped_gemm_backward.dz_backward(
         one, down, None, one, rows.row_slot, tiles, z, act, False, False, PLAIN
     )
     (slope,) = torch.autograd.grad(want.sum(), pre)
-    torch.testing.assert_close(dz[0].cpu(), slope, rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(
+        dz[0].cpu(),
+        slope,
+        rtol=2e-6,
+        atol=2e-6,
+        equal_nan=True,
+    )
 
 
 LAYOUTS = [
     pytest.param((4, 48, 40), lambda w: w, id="contiguous"),
-    pytest.param((4, 40, 48), lambda w: w.transpose(1, 2), id="transposed"),
-    pytest.param((48, 40, 4), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
-    pytest.param((1, 48, 40), lambda w: w.expand(4, -1, -1), id="E views of one expert (stride 0)"),
-    pytest.param((8, 48, 40), lambda w: w[::2], id="every other expert"),
-    pytest.param((4, 48, 44), lambda w: w[:, :, 4:], id="rows longer than the matrix"),
-    pytest.param((4, 48, 80), lambda w: w[:, :, 1::2], id="strided rows"),
-    pytest.param((4, 49, 41), lambda w: w[:, 1:, 1:], id="a base that no 16 bytes divide"),
+    pytest.param(
+        (4, 40, 48),
+        lambda w: w.transpose(1, 2),
+        id="transposed",
+    ),
+    pytest.param(
+        (48, 40, 4),
+        lambda w: w.permute(2, 0, 1),
+        id="the expert as the fastest dim",
+    ),
+    pytest.param(
+        (1, 48, 40),
+        lambda w: w.expand(4, -1, -1),
+        id="E views of one expert (stride 0)",
+    ),
+    pytest.param(
+        (8, 48, 40),
+        lambda w: w[::2],
+        id="every other expert",
+    ),
+    pytest.param(
+        (4, 48, 44),
+        lambda w: w[:, :, 4:],
+        id="rows longer than the matrix",
+    ),
+    pytest.param(
+        (4, 48, 80),
+        lambda w: w[:, :, 1::2],
+        id="strided rows",
+    ),
+    pytest.param(
+        (4, 49, 41),
+        lambda w: w[:, 1:, 1:],
+        id="a base that no 16 bytes divide",
+    ),
 ]
 
 
@@ -297,10 +523,34 @@ def test_layouts(shape, view, tile, device):
     x = torch.randn(12, 40, device=device)
     a = torch.randn(24, 48, device=device)
     check_up(rows, x, w, tile=tile)
-    y = grouped_gemm.grouped_gemm_forward(a, w, None, tiles_of(rows), False, tile)
-    assert_rounded_once(y, product_rows(a, w.transpose(1, 2), None, rows))
+    y = grouped_gemm.grouped_gemm_forward(
+        a,
+        w,
+        None,
+        tiles_of(rows),
+        False,
+        tile,
+    )
+    assert_rounded_once(
+        y,
+        product_rows(
+            a,
+            w.transpose(1, 2),
+            None,
+            rows,
+        ),
+    )
     weight = torch.rand(12, 2, device=device)
-    check_dz(rows, x, w.transpose(1, 2), weight, a, act="gelu", gated=False, tile=tile)
+    check_dz(
+        rows,
+        x,
+        w.transpose(1, 2),
+        weight,
+        a,
+        act="gelu",
+        gated=False,
+        tile=tile,
+    )
 
 
 def test_no_rows(device):
@@ -311,7 +561,13 @@ def test_no_rows(device):
     check_up(rows, x, up)
     check_product(rows, z, up.transpose(1, 2))
     down = torch.randn(3, H, I, device=device)
-    check_dz(rows, x, down, torch.rand(0, 2, device=device), z)
+    check_dz(
+        rows,
+        x,
+        down,
+        torch.rand(0, 2, device=device),
+        z,
+    )
     order = (rows.row_slot, rows.offsets, 2)
     dw = grouped_gemm_backward.weight_backward(z, x, *order, "x", PLAIN)
     db = grouped_gemm_backward.bias_backward(z, None, *order, False)

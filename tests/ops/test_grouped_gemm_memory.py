@@ -51,11 +51,31 @@ def half(*shape):
 @pytest.mark.parametrize(
     "tiles, words",
     [
-        pytest.param([[0], [32], [41]], "out of bounds", id="a tile ends behind the last row"),
-        pytest.param([[0], [-1], [8]], "out of bounds", id="it begins in front of the first row"),
-        pytest.param([[2], [0], [16]], "out of bounds", id="an expert that is not there"),
-        pytest.param([[0, 1, 0], [0, 16, 0], [16, 32, 16]], "write race", id="a tile twice"),
-        pytest.param([[0, 0, 1], [0, 15, 32], [32, 32, 40]], "write race", id="tiles that overlap"),
+        pytest.param(
+            [[0], [32], [41]],
+            "out of bounds",
+            id="a tile ends behind the last row",
+        ),
+        pytest.param(
+            [[0], [-1], [8]],
+            "out of bounds",
+            id="it begins in front of the first row",
+        ),
+        pytest.param(
+            [[2], [0], [16]],
+            "out of bounds",
+            id="an expert that is not there",
+        ),
+        pytest.param(
+            [[0, 1, 0], [0, 16, 0], [16, 32, 16]],
+            "write race",
+            id="a tile twice",
+        ),
+        pytest.param(
+            [[0, 0, 1], [0, 15, 32], [32, 32, 40]],
+            "write race",
+            id="tiles that overlap",
+        ),
     ],
 )
 def test_wrong_tile_map_is_seen(tiles, words):
@@ -74,7 +94,18 @@ def test_wrong_slot_is_seen(slot):
     x = torch.randn(20, 16)
     up = torch.randn(2, 16, 16)
     with pytest.raises(Exception, match="out of bounds"):
-        grouped_gemm.up_forward(x, up, None, rows.row_slot, tiles, 2, "silu", False, False, TILE)
+        grouped_gemm.up_forward(
+            x,
+            up,
+            None,
+            rows.row_slot,
+            tiles,
+            2,
+            "silu",
+            False,
+            False,
+            TILE,
+        )
 
 
 # the right element beyond 2^31
@@ -120,14 +151,32 @@ def far(shape, stride):
 def check_weight_gradient(dy, x, rows, gather=None):
     order = (rows.row_slot, rows.offsets, rows.slots)
     dw = grouped_gemm_backward.weight_backward(dy, x, *order, gather, TILE)
-    assert_rounded_once(dw, weight_rows(dy, x, rows, gather, len(rows.offsets) - 1))
+    assert_rounded_once(
+        dw,
+        weight_rows(
+            dy,
+            x,
+            rows,
+            gather,
+            len(rows.offsets) - 1,
+        ),
+    )
 
 
 def check_bias_gradient(dy, weight, rows):
     order = (rows.row_slot, rows.offsets, rows.slots)
     of_tokens = weight is not None
     db = grouped_gemm_backward.bias_backward(dy, weight, *order, of_tokens)
-    assert_rounded_once(db, bias_rows(dy, weight, rows, of_tokens, len(rows.offsets) - 1))
+    assert_rounded_once(
+        db,
+        bias_rows(
+            dy,
+            weight,
+            rows,
+            of_tokens,
+            len(rows.offsets) - 1,
+        ),
+    )
 
 
 @pytest.mark.parametrize("row, stride", FAR)
@@ -141,7 +190,14 @@ def test_token_rows(row, stride, room):
     near.check_up(rows, x, half(1, 8, 20), **FORM)
     weight = torch.rand(row + 1, 2)
     z = half(2 * row + 2, 8)
-    near.check_dz(rows, x, half(1, 20, 8), weight, z, **FORM)
+    near.check_dz(
+        rows,
+        x,
+        half(1, 20, 8),
+        weight,
+        z,
+        **FORM,
+    )
     check_weight_gradient(z, x, rows, "x")
     check_weight_gradient(x, z, rows, "dy")
     check_bias_gradient(x, weight, rows)
@@ -154,7 +210,12 @@ def test_rows_in_expert_order(row, stride, room):
     x = half(row + 1, 8)
     for counts in ([row, 1], [0, row + 1]):  # the far row begins a tile, or lies inside one
         rows = make_rows(counts, 0, 1)
-        near.check_product(rows, a, half(2, 8, 20), tile=TILE)
+        near.check_product(
+            rows,
+            a,
+            half(2, 8, 20),
+            tile=TILE,
+        )
         check_weight_gradient(a, x, rows)
         check_weight_gradient(x, a, rows)
         check_bias_gradient(a, None, rows)
@@ -174,14 +235,41 @@ def test_experts(e, stride, is_trained, room):
     if is_trained:
         trained = operands.Trained(torch.arange(e + 1, dtype=torch.int32), w)
         w = torch.full((e + 1, 8, 20), float("nan"), dtype=HALF)
-    near.check_up(rows, x, w, trained=trained, whole=whole, **FORM)
+    near.check_up(
+        rows,
+        x,
+        w,
+        trained=trained,
+        whole=whole,
+        **FORM,
+    )
     y = grouped_gemm.grouped_gemm_forward(a, w, None, tiles, False, TILE, trained)
-    assert_rounded_once(y, product_rows(a, whole.transpose(1, 2), None, rows))
+    assert_rounded_once(
+        y,
+        product_rows(
+            a,
+            whole.transpose(1, 2),
+            None,
+            rows,
+        ),
+    )
     weight = torch.rand(5, 1)
     dz, *_ = grouped_gemm_backward.dz_backward(
         a, w, None, weight, rows.row_slot, tiles, x, "gelu", False, False, TILE, trained
     )
-    assert_rounded_once(dz, dz_rows(a, whole, None, weight, x, rows, "gelu", False)[0])
+    assert_rounded_once(
+        dz,
+        dz_rows(
+            a,
+            whole,
+            None,
+            weight,
+            x,
+            rows,
+            "gelu",
+            False,
+        )[0],
+    )
 
 
 @pytest.mark.parametrize("k_last", [True, False])
@@ -210,7 +298,11 @@ def far_rows(unfilled):
     rows = make_rows([6], 0, 1)
     row_slot = sparse(FAR_ROWS + 6, torch.int32)
     row_slot[FAR_ROWS:] = rows.row_slot
-    tiles = [[0, 0], [FAR_ROWS, FAR_ROWS + 3], [FAR_ROWS + 3, FAR_ROWS + 6]]
+    tiles = [
+        [0, 0],
+        [FAR_ROWS, FAR_ROWS + 3],
+        [FAR_ROWS + 3, FAR_ROWS + 6],
+    ]
     return rows, row_slot, torch.tensor(tiles, dtype=torch.int32)
 
 
@@ -218,7 +310,18 @@ def test_rows_of_the_up_projection(far_rows):
     rows, row_slot, tiles = far_rows
     x = half(6, 20)
     up = half(1, 16, 20)
-    z, h = grouped_gemm.up_forward(x, up, None, row_slot, tiles, 1, "gelu", False, True, TILE)
+    z, h = grouped_gemm.up_forward(
+        x,
+        up,
+        None,
+        row_slot,
+        tiles,
+        1,
+        "gelu",
+        False,
+        True,
+        TILE,
+    )
     want_z, want_h = up_rows(x, up, None, rows, "gelu", False)
     assert_rounded_once(z[FAR_ROWS:], want_z)
     assert_rounded_once(h[FAR_ROWS:], want_h)
@@ -230,7 +333,15 @@ def test_rows_of_the_product(far_rows):
     a[FAR_ROWS:] = torch.randn(6, 16)
     weight = half(1, 16, 16)
     y = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
-    assert_rounded_once(y[FAR_ROWS:], product_rows(a[FAR_ROWS:], weight, None, rows))
+    assert_rounded_once(
+        y[FAR_ROWS:],
+        product_rows(
+            a[FAR_ROWS:],
+            weight,
+            None,
+            rows,
+        ),
+    )
 
 
 def test_rows_of_dz(far_rows):
@@ -244,7 +355,16 @@ def test_rows_of_dz(far_rows):
         dout, down, None, weight, row_slot, tiles, z, "gelu", False, True, TILE
     )
     near_z = z[FAR_ROWS:]
-    want_dz, want_wh, want_dweight = dz_rows(dout, down, None, weight, near_z, rows, "gelu", False)
+    want_dz, want_wh, want_dweight = dz_rows(
+        dout,
+        down,
+        None,
+        weight,
+        near_z,
+        rows,
+        "gelu",
+        False,
+    )
     assert_rounded_once(dz[FAR_ROWS:], want_dz)
     assert_rounded_once(wh[FAR_ROWS:], want_wh)
     sums = partial[FAR_ROWS:].double().sum(1)
@@ -260,7 +380,14 @@ def test_partial_gradients_of_the_weights(unfilled, monkeypatch):
     rows = make_rows([2], 0, 1)
     row_slot = sparse(row + 2, torch.int32)
     row_slot[row:] = rows.row_slot
-    tiles = torch.tensor([[0], [row], [row + 2]], dtype=torch.int32)
+    tiles = torch.tensor(
+        [
+            [0],
+            [row],
+            [row + 2],
+        ],
+        dtype=torch.int32,
+    )
     dout = half(2, 20)
     down = half(1, 20, 3)
     weight = torch.rand(2, 1)
@@ -269,7 +396,16 @@ def test_partial_gradients_of_the_weights(unfilled, monkeypatch):
     dz, _, partial = grouped_gemm_backward.dz_backward(
         dout, down, None, weight, row_slot, tiles, z, "gelu", False, False, tile
     )
-    want_dz, _, want_dweight = dz_rows(dout, down, None, weight, z[row:], rows, "gelu", False)
+    want_dz, _, want_dweight = dz_rows(
+        dout,
+        down,
+        None,
+        weight,
+        z[row:],
+        rows,
+        "gelu",
+        False,
+    )
     assert_rounded_once(dz[row:], want_dz)
     sums = partial[row:].double().sum(1)
     torch.testing.assert_close(sums, want_dweight, rtol=1e-4, atol=1e-4)
@@ -281,11 +417,25 @@ def test_weight_gradient_of_a_far_expert(one_tile):
     dy = half(4, 2**15)
     x = half(4, 2**15)
     order = (rows.row_slot, rows.offsets, 1)
-    want = weight_rows(dy[:, :16], x[:, :16], rows, None, 3)
+    want = weight_rows(
+        dy[:, :16],
+        x[:, :16],
+        rows,
+        None,
+        3,
+    )
     dw = grouped_gemm_backward.weight_backward(dy, x, *order, None, TILE)
     assert_rounded_once(dw[:, :16, :16], want)
     places = torch.tensor([2, 0, 1], dtype=torch.int32)
-    dw = grouped_gemm_backward.weight_backward(dy, x, *order, None, TILE, places, 3)
+    dw = grouped_gemm_backward.weight_backward(
+        dy,
+        x,
+        *order,
+        None,
+        TILE,
+        places,
+        3,
+    )
     assert_rounded_once(dw[[2, 0, 1], :16, :16], want)
 
 
@@ -294,8 +444,25 @@ def test_far_rows_of_a_weight_gradient(one_tile):
     x = sparse(2**28, HALF).view(1, 2**28)
     x[0, :16] = torch.randn(16)
     dy = half(1, 9)
-    dw = grouped_gemm_backward.weight_backward(dy, x, rows.row_slot, rows.offsets, 1, None, TILE)
-    assert_rounded_once(dw[:, :, :16], weight_rows(dy, x[:, :16], rows, None, 1))
+    dw = grouped_gemm_backward.weight_backward(
+        dy,
+        x,
+        rows.row_slot,
+        rows.offsets,
+        1,
+        None,
+        TILE,
+    )
+    assert_rounded_once(
+        dw[:, :, :16],
+        weight_rows(
+            dy,
+            x[:, :16],
+            rows,
+            None,
+            1,
+        ),
+    )
 
 
 def test_far_biases(one_tile):
@@ -308,8 +475,32 @@ def test_far_biases(one_tile):
     a = half(3, 20)
     weight = half(1, 1, 20).expand(3, N, 20)
     y = grouped_gemm.grouped_gemm_forward(a, weight, bias, tiles, True, TILE)
-    assert_rounded_once(y[:, :16], product_rows(a, weight[:, :16], bias[:, :16], rows))
+    assert_rounded_once(
+        y[:, :16],
+        product_rows(
+            a,
+            weight[:, :16],
+            bias[:, :16],
+            rows,
+        ),
+    )
     dy = sparse(3 * N, HALF).view(3, N)
     dy[:, :16] = torch.randn(3, 16)
-    db = grouped_gemm_backward.bias_backward(dy, None, rows.row_slot, rows.offsets, 1, False)
-    assert_rounded_once(db[:, :16], bias_rows(dy[:, :16], None, rows, False, 3))
+    db = grouped_gemm_backward.bias_backward(
+        dy,
+        None,
+        rows.row_slot,
+        rows.offsets,
+        1,
+        False,
+    )
+    assert_rounded_once(
+        db[:, :16],
+        bias_rows(
+            dy[:, :16],
+            None,
+            rows,
+            False,
+            3,
+        ),
+    )

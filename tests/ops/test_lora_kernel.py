@@ -17,7 +17,14 @@ SCALING = 1.5
 
 
 def config(t, i, rank):
-    return lora.LoraTile(t, i, max(16, 1 << (rank - 1).bit_length()), "ieee", 4, 1)
+    return lora.LoraTile(
+        t,
+        i,
+        max(16, 1 << (rank - 1).bit_length()),
+        "ieee",
+        4,
+        1,
+    )
 
 
 def inputs(T, I, E, rank, device, dtype=torch.float32):
@@ -69,8 +76,20 @@ def launched(case, tile):
     low[2] = NAN
     halves = (case["weight"], case["gate_b"], case["up_b"], case["down_a"])
     shared = (case["dh"], case["dlow"], case["z"], low, *halves)
-    h = lora.lora_forward(case["z"], low, *halves, "silu", SCALING, tile)
-    dz, dlows, dweight = lora_backward.lora_backward(*shared, "silu", SCALING, tile)
+    h = lora.lora_forward(
+        case["z"],
+        low,
+        *halves,
+        "silu",
+        SCALING,
+        tile,
+    )
+    dz, dlows, dweight = lora_backward.lora_backward(
+        *shared,
+        "silu",
+        SCALING,
+        tile,
+    )
     needs = (True, True, True)
     grads = lora_backward.lora_backward_w(*shared, needs, "silu", SCALING, tile)
     return {
@@ -86,33 +105,82 @@ def launched(case, tile):
     }
 
 
-@pytest.mark.parametrize("t, i", [(16, 16), (32, 16), (16, 64), (64, 32)])
 @pytest.mark.parametrize(
-    "T, I, E, rank", [(37, 49, 2, 5), (32, 64, 2, 16), (5, 130, 2, 1), (20, 33, 1, 20)]
+    "t, i",
+    [
+        (16, 16),
+        (32, 16),
+        (16, 64),
+        (64, 32),
+    ],
+)
+@pytest.mark.parametrize(
+    "T, I, E, rank",
+    [
+        (37, 49, 2, 5),
+        (32, 64, 2, 16),
+        (5, 130, 2, 1),
+        (20, 33, 1, 20),
+    ],
 )
 def test_every_tile(T, I, E, rank, t, i, device):
     case = inputs(T, I, E, rank, device)
-    assert_parity(launched(case, config(t, i, rank)), expected(case), BOUND)
+    assert_parity(
+        launched(case, config(t, i, rank)),
+        expected(case),
+        BOUND,
+    )
 
 
 def test_only_what_is_asked_for(device):
     case = inputs(21, 48, 3, 4, device)
     z, low, weight, gate_b = (case[name] for name in ("z", "low", "weight", "gate_b"))
     before = low.clone()
-    lora.lora_forward(z, low, weight, gate_b, case["up_b"], None, "silu", 1.0)
+    lora.lora_forward(
+        z,
+        low,
+        weight,
+        gate_b,
+        case["up_b"],
+        None,
+        "silu",
+        1.0,
+    )
     assert torch.equal(low, before)
     shared = (case["dh"], case["dlow"], z, low, weight, gate_b, None, case["down_a"])
     _, dlows, _ = lora_backward.lora_backward(*shared, "silu", 1.0)
     assert not dlows[1].any()
-    found = lora_backward.lora_backward_w(*shared, (False, False, True), "silu", 1.0)
+    found = lora_backward.lora_backward_w(
+        *shared,
+        (False, False, True),
+        "silu",
+        1.0,
+    )
     assert found[:2] == [None, None]
     assert found[2].shape == case["down_a"].shape
-    assert lora_backward.lora_backward_w(*shared, (False,) * 3, "silu", 1.0) == [None] * 3
+    assert (
+        lora_backward.lora_backward_w(
+            *shared,
+            (False,) * 3,
+            "silu",
+            1.0,
+        )
+        == [None] * 3
+    )
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "low", "bwd", "bwd_w"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("I, rank", [(5504, 16), (17, 1), (11008, 128), (1408, 256), (1, 3)])
+@pytest.mark.parametrize(
+    "I, rank",
+    [
+        (5504, 16),
+        (17, 1),
+        (11008, 128),
+        (1408, 256),
+        (1, 3),
+    ],
+)
 def test_config_is_for_every_size(I, rank, dtype, kernel):
     z = torch.empty(1, 2 * I, dtype=dtype, device="meta")
     c = lora.lora_config(kernel, z, I, rank)
@@ -137,7 +205,14 @@ def test_rows_beyond_int32(tmp_path):
     case = inputs(T, first, E, rank, "cpu", torch.float16)
 
     def file(name, *shape):
-        return torch.from_numpy(np.memmap(tmp_path / name, np.float16, "w+", shape=shape))
+        return torch.from_numpy(
+            np.memmap(
+                tmp_path / name,
+                np.float16,
+                "w+",
+                shape=shape,
+            )
+        )
 
     z = file("z", T, 2 * I)
     z[:, :first], z[:, I : I + first] = case["z"].chunk(2, 1)
@@ -153,13 +228,25 @@ def test_rows_beyond_int32(tmp_path):
         grads[f"d{name}"] = file(f"d{name}", E, rank, I)
     low = case["low"].clone()
     low[2] = NAN
-    experts = lora.LoraExperts(z, low, case["weight"], *halves.values())
+    experts = lora.LoraExperts(
+        z,
+        low,
+        case["weight"],
+        *halves.values(),
+    )
     sizes = (T, I, rank, E)
     plane = T * E * rank
     strides = (E * rank, plane, rank * I)
     constants = {"ACT": "silu", "TILE": config(16, 16, rank)}
     dlow = case["dlow"]
-    lora._lora_fwd_kernel[(1,)](experts, h, *sizes, *strides, SCALING, **constants)
+    lora._lora_fwd_kernel[(1,)](
+        experts,
+        h,
+        *sizes,
+        *strides,
+        SCALING,
+        **constants,
+    )
     lora_backward._lora_bwd_z_kernel[(1,)](
         dh, dlow, experts, dz, *sizes, *strides, SCALING, **constants
     )

@@ -36,7 +36,11 @@ def run(f, x, weight, alpha, bias, dout, **options):
     leaves = [t.detach().clone().requires_grad_() for t in (x, alpha, bias)]
     x, alpha, bias = leaves
     out = f(x, weight, alpha, bias=bias, **options)
-    dx, dalpha, dbias = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    dx, dalpha, dbias = torch.autograd.grad(
+        out,
+        leaves,
+        dout.to(out.dtype),
+    )
     return {"out": out.detach(), "dx": dx, "dalpha": dalpha, "dbias": dbias}
 
 
@@ -52,7 +56,14 @@ def test_autocast_is_that_of_linear(stored, backend, device, tolerance):
     case = (x, weight, alpha, bias, dout)
     with torch.autocast(device, torch.bfloat16):
         got = run(merged_linear, *case, merged=merged, backend=backend)
-        assert torch.equal(got["out"], F.linear(x, merged, bias))
+        assert torch.equal(
+            got["out"],
+            F.linear(
+                x,
+                merged,
+                bias,
+            ),
+        )
     assert got["out"].dtype == torch.bfloat16
     assert got["dx"].dtype == got["dbias"].dtype == torch.float32
     assert_parity(got, exact(case), tolerance[torch.bfloat16])
@@ -80,7 +91,13 @@ def test_saves_only_what_its_gradients_need(needed, saved):
     found = set()
     x, weight, alpha, bias, _ = sample()
     merged = merge_experts(weight, alpha)
-    tensors = {"x": x, "weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
+    tensors = {
+        "x": x,
+        "weight": weight,
+        "alpha": alpha,
+        "merged": merged,
+        "bias": bias,
+    }
     for name in needed:
         tensors[name].requires_grad_()
 
@@ -98,9 +115,21 @@ def test_experts_that_train_get_their_gradient():
     x, weight, alpha, bias, dout = sample(dtype=torch.float64)
     merged = merge_experts(weight, alpha)
     leaves = [t.requires_grad_() for t in (x, weight, alpha, bias)]
-    got = torch.autograd.grad(merged_linear(x, weight, alpha, merged, bias), leaves, dout)
-    want = torch.autograd.grad(equation(x, weight, alpha, bias), leaves, dout)
-    assert_parity(dict(enumerate(got)), dict(enumerate(want)), 1e-12)
+    got = torch.autograd.grad(
+        merged_linear(x, weight, alpha, merged, bias),
+        leaves,
+        dout,
+    )
+    want = torch.autograd.grad(
+        equation(x, weight, alpha, bias),
+        leaves,
+        dout,
+    )
+    assert_parity(
+        dict(enumerate(got)),
+        dict(enumerate(want)),
+        1e-12,
+    )
     with torch.no_grad():
         assert not merged_linear(x, weight, alpha, merged, bias).requires_grad
 
@@ -125,13 +154,25 @@ def test_second_gradient_of_the_layer_is_the_equations(backend, device):
         return equation(x, weight.double(), alpha, bias.double())
 
     got = second_gradients(layer, x, alpha)
-    assert_parity(got, second_gradients(want, x.double(), alpha.double()), 1e-4)
+    assert_parity(
+        got,
+        second_gradients(want, x.double(), alpha.double()),
+        1e-4,
+    )
 
 
 def test_second_gradient_of_merging_is_the_equations(backend, device):
     _, weight, alpha, _, _ = sample(device=device)
-    got = second_gradients(lambda w, a: merge_experts(w, a, backend=backend), weight, alpha)
-    assert_parity(got, second_gradients(by_experts, weight.double(), alpha.double()), 1e-4)
+    got = second_gradients(
+        lambda w, a: merge_experts(w, a, backend=backend),
+        weight,
+        alpha,
+    )
+    assert_parity(
+        got,
+        second_gradients(by_experts, weight.double(), alpha.double()),
+        1e-4,
+    )
 
 
 def test_compiles_once_for_any_number_of_tokens():
@@ -155,7 +196,15 @@ def test_compiles_once_for_any_number_of_tokens():
         )
 
 
-@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["-1", "2^31", "+1"])
+@pytest.mark.parametrize(
+    "stride",
+    [
+        2**31 - 1,
+        2**31,
+        2**31 + 1,
+    ],
+    ids=["-1", "2^31", "+1"],
+)
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("on a GPU tests/gpu/test_merging.py fills that many elements")

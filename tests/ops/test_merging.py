@@ -13,8 +13,26 @@ OP = "merge_experts"
 FLOATS = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, *FLOATS], ids=str)
-@pytest.mark.parametrize("shape", [(8, 34, 33), (1, 17, 33), (4,), (2, 0, 7), (33, 129)], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float16,
+        *FLOATS,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (8, 34, 33),
+        (1, 17, 33),
+        (4,),
+        (2, 0, 7),
+        (33, 129),
+    ],
+    ids=str,
+)
 def test_rows_one_by_one_are_the_stack_bit_by_bit(shape, dtype):
     weight = torch.randn(shape).to(dtype)
     alpha = torch.randn(shape[0]).softmax(-1)
@@ -60,7 +78,11 @@ def test_sums_in_float32_and_rounds_once(backend, device):
 def test_equal_experts_merge_to_themselves(dtype, shared_rate, backend, device):
     one = torch.randn(34, 33, device=device).to(dtype)
     alpha = mixing(3 * torch.randn(7, device=device), shared_rate)
-    got = merge_experts(one.expand(8, -1, -1), alpha, backend=backend)
+    got = merge_experts(
+        one.expand(8, -1, -1),
+        alpha,
+        backend=backend,
+    )
     if dtype == torch.float32:
         torch.testing.assert_close(got, one, rtol=1e-6, atol=0)
     else:  # the float32 sum is nearer to `one` than its neighbours in the narrow dtype
@@ -89,7 +111,11 @@ def test_mixing_follows_the_formula(n, shared_rate):
     alpha = mixing(logits, shared_rate)
     assert alpha.dtype == torch.float32
     want = mixing_oracle(logits.tolist(), shared_rate)
-    assert alpha.tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
+    assert alpha.tolist() == pytest.approx(
+        want,
+        rel=1e-6,
+        abs=1e-7,
+    )
     assert alpha.sum().item() == pytest.approx(1.0, abs=1e-6)
     assert alpha.min() >= 0
 
@@ -107,20 +133,38 @@ def test_gradient_of_the_logits_is_the_papers():
         stack = torch.randn(8, *shape)
         dout = torch.randn(shape)
         loss = loss + (merge_experts(stack, alpha) * dout).sum()
-        g = g + torch.einsum("ij,eij->e", dout.double(), stack[1:].double())
+        g = g + torch.einsum(
+            "ij,eij->e",
+            dout.double(),
+            stack[1:].double(),
+        )
     (got,) = torch.autograd.grad(loss, logits)
     sigma = torch.tensor(mixing_oracle(logits.tolist(), None), dtype=torch.float64)
     want = (1 - rate) * sigma * (g - (sigma * g).sum())
     assert_parity({"da": got}, {"da": want}, 1e-5)
 
 
-@pytest.mark.parametrize("E, rate", [(8, 0.75), (4, 0.85), (2, 0.5), (1, 0.75), (8, 0.0), (8, 1.0)])
+@pytest.mark.parametrize(
+    "E, rate",
+    [
+        (8, 0.75),
+        (4, 0.85),
+        (2, 0.5),
+        (1, 0.75),
+        (8, 0.0),
+        (8, 1.0),
+    ],
+)
 def test_soup_starts_at_the_mixture_that_xft_fixes(E, rate):
     alpha = mixing(soup_logits(E, rate), None)
     want = [1.0]
     if E > 1:
         want = [rate] + [(1 - rate) / (E - 1)] * (E - 1)
-    assert alpha.tolist() == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert alpha.tolist() == pytest.approx(
+        want,
+        rel=1e-5,
+        abs=1e-6,
+    )
     assert math.isfinite(alpha.sum().item())
 
 
@@ -170,7 +214,15 @@ def test_saves_nothing_but_its_inputs(backend, device):
     assert set(found) <= {weight.data_ptr(), alpha.data_ptr()}
 
 
-@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["-1", "2^31", "+1"])
+@pytest.mark.parametrize(
+    "stride",
+    [
+        2**31 - 1,
+        2**31,
+        2**31 + 1,
+    ],
+    ids=["-1", "2^31", "+1"],
+)
 def test_offsets_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("on a GPU tests/gpu/test_merging.py fills that many elements")
@@ -183,5 +235,9 @@ def test_offsets_beyond_int32(stride, backend):
     alpha = torch.tensor([0.5, 2.0], requires_grad=True)
     out = merge_experts(weight, alpha, backend=backend)
     assert out.tolist() == [10, 12.5, 15, 17.5, 20]
-    (dalpha,) = torch.autograd.grad(out, alpha, torch.ones(5, dtype=dtype))
+    (dalpha,) = torch.autograd.grad(
+        out,
+        alpha,
+        torch.ones(5, dtype=dtype),
+    )
     assert dalpha.tolist() == [10, 35]

@@ -34,14 +34,54 @@ def test_rows_one_by_one_are_the_stack_bit_by_bit(dtype, variant):
 
 
 LAYOUTS = [
-    pytest.param((6, 33, 34), lambda w: w.transpose(1, 2), True, id="transposed"),
-    pytest.param((6, 5, 7, 3), lambda w: w.permute(0, 2, 3, 1), True, id="three dims permuted"),
-    pytest.param((12, 34, 33), lambda w: w[::2], True, id="every other expert"),
-    pytest.param((6, 68, 33), lambda w: w.chunk(2, 1)[1], True, id="a half of each expert"),
-    pytest.param((1, 34, 33), lambda w: w.expand(6, -1, -1), True, id="E views of one expert"),
-    pytest.param((34, 33, 6), lambda w: w.permute(2, 0, 1), False, id="expert as the fastest dim"),
-    pytest.param((6, 34, 66), lambda w: w[:, :, 1::2], False, id="strided"),
-    pytest.param((6, 34, 1), lambda w: w.expand(-1, -1, 33), False, id="one number a row"),
+    pytest.param(
+        (6, 33, 34),
+        lambda w: w.transpose(1, 2),
+        True,
+        id="transposed",
+    ),
+    pytest.param(
+        (6, 5, 7, 3),
+        lambda w: w.permute(0, 2, 3, 1),
+        True,
+        id="three dims permuted",
+    ),
+    pytest.param(
+        (12, 34, 33),
+        lambda w: w[::2],
+        True,
+        id="every other expert",
+    ),
+    pytest.param(
+        (6, 68, 33),
+        lambda w: w.chunk(2, 1)[1],
+        True,
+        id="a half of each expert",
+    ),
+    pytest.param(
+        (1, 34, 33),
+        lambda w: w.expand(6, -1, -1),
+        True,
+        id="E views of one expert",
+    ),
+    pytest.param(
+        (34, 33, 6),
+        lambda w: w.permute(2, 0, 1),
+        False,
+        id="expert as the fastest dim",
+    ),
+    pytest.param(
+        (6, 34, 66),
+        lambda w: w[:, :, 1::2],
+        False,
+        id="strided",
+    ),
+    pytest.param(
+        (6, 34, 1),
+        lambda w: w.expand(-1, -1, 33),
+        False,
+        id="one number a row",
+    ),
 ]
 
 
@@ -82,7 +122,15 @@ def test_threads_change_no_bit(dtype, monkeypatch, variant):
             assert_same(results(threads), want)
 
 
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+    ],
+)
 @DTYPES
 def test_the_gradient_may_come_in_another_dtype(dtype, given, variant):
     weight = torch.randn(11, 5003).to(dtype)
@@ -100,7 +148,15 @@ def merged(weight, alpha, dout, backend):
 
 
 @DTYPES
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        3e38,
+    ],
+)
 def test_what_is_no_number_goes_where_it_goes_in_torch(value, dtype, variant):
     weight = torch.randn(9, 300).to(dtype)
     alpha = torch.randn(9)
@@ -113,7 +169,13 @@ def test_what_is_no_number_goes_where_it_goes_in_torch(value, dtype, variant):
         out, dalpha = merged(weight, alpha, dout, "cpp")
         want_out, want_dalpha = merged(weight, alpha, dout, "torch")
         assert_same(out, want_out)
-        torch.testing.assert_close(dalpha, want_dalpha, rtol=1e-4, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(
+            dalpha,
+            want_dalpha,
+            rtol=1e-4,
+            atol=1e-5,
+            equal_nan=True,
+        )
         alpha[4] = value
         dout[299] = value
 

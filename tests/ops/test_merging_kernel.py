@@ -35,7 +35,12 @@ class Linear:
         self.dalpha = torch.einsum("tn,tk,enk->e", *wide)
 
     def check(self, *tile):
-        got = merging.merged_linear_backward_alpha(self.dout, self.x, self.weight, *tile)
+        got = merging.merged_linear_backward_alpha(
+            self.dout,
+            self.x,
+            self.weight,
+            *tile,
+        )
         assert_parity({"dalpha": got}, {"dalpha": self.dalpha}, BOUND)
 
 
@@ -48,9 +53,25 @@ class Linear:
         pytest.param(config(32, 32, 16, "tf32"), id="tf32"),
     ],
 )
-@pytest.mark.parametrize("T, N, K", [(37, 33, 49), (64, 64, 128), (1, 17, 130), (16, 300, 16)])
+@pytest.mark.parametrize(
+    "T, N, K",
+    [
+        (37, 33, 49),
+        (64, 64, 128),
+        (1, 17, 130),
+        (16, 300, 16),
+    ],
+)
 def test_linear_backward_on_every_tile(tile, T, N, K, device):
-    Linear(T, 3, N, K, torch.bfloat16, torch.bfloat16, device).check(tile)
+    Linear(
+        T,
+        3,
+        N,
+        K,
+        torch.bfloat16,
+        torch.bfloat16,
+        device,
+    ).check(tile)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,7 +95,14 @@ def test_config_fits_the_gpu(dtype, weight_dtype, arch):
         c = merging.linear_config(arch, dtype, weight_dtype, "tf32", *sizes)
         elements = c["num_stages"] * c["BLOCK_T"] * (c["BLOCK_N"] + c["BLOCK_K"])
         assert elements * dtype.itemsize <= limit
-        assert min(c["BLOCK_N"], c["BLOCK_K"], c["BLOCK_T"]) >= 16
+        assert (
+            min(
+                c["BLOCK_N"],
+                c["BLOCK_K"],
+                c["BLOCK_T"],
+            )
+            >= 16
+        )
 
 
 @pytest.mark.parametrize("E", [1, 3, 8, 9, 17])
@@ -103,7 +131,14 @@ def test_merges_again_only_when_alpha_changed(E, dtype, device):
     for e in range(E):
         alpha[e] = torch.nextafter(alpha[e], alpha[e] + 1)
         remerge_experts(merged.fill_(7), weight, alpha, seen)
-        assert torch.equal(merged, merge_experts(weight, alpha, backend="triton").to(dtype))
+        assert torch.equal(
+            merged,
+            merge_experts(
+                weight,
+                alpha,
+                backend="triton",
+            ).to(dtype),
+        )
         seen.copy_(alpha)
     alpha[E - 1] = NAN  # nothing equals NaN
     seen[E - 1] = NAN
@@ -146,8 +181,22 @@ def test_rows_beyond_int32(tmp_path):
     K = 1 << 30
     N = 3
     T = 3
-    x = torch.from_numpy(np.memmap(tmp_path / "x", np.float16, "w+", shape=(T, K)))
-    weight = torch.from_numpy(np.memmap(tmp_path / "weight", np.float16, "w+", shape=(N, K)))
+    x = torch.from_numpy(
+        np.memmap(
+            tmp_path / "x",
+            np.float16,
+            "w+",
+            shape=(T, K),
+        )
+    )
+    weight = torch.from_numpy(
+        np.memmap(
+            tmp_path / "weight",
+            np.float16,
+            "w+",
+            shape=(N, K),
+        )
+    )
     x[:, :16] = torch.randn(T, 16)
     weight[:, :16] = torch.randn(N, 16)
     dout = torch.randn(T, N).half()
@@ -158,4 +207,8 @@ def test_rows_beyond_int32(tmp_path):
     )
     wide = (dout.double(), x[:, :16].double(), weight[:, :16].double())
     want = torch.einsum("tn,tk,nk->", *wide)
-    assert_parity({"dalpha": partial[0, 0]}, {"dalpha": want}, 1e-5)
+    assert_parity(
+        {"dalpha": partial[0, 0]},
+        {"dalpha": want},
+        1e-5,
+    )

@@ -67,6 +67,21 @@ def test_layouts(change, layer, tolerance, device):
     assert not moe_mismatches(layer(), case, tolerance[torch.float32], device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "T, K, routing",
+    [
+        (24, 2, "halves"),
+        (13, 1, "all"),
+        (13, 4, "random"),
+    ],
+)
+def test_as_many_rows_as_tokens(T, K, routing, dtype, layer, tolerance, device):
+    """An expert with T rows may see each token once, or half of them twice."""
+    case = make_case(T, 33, 17, 4, K, dtype, routing, bias=True)
+    assert not moe_mismatches(layer(), case, tolerance[dtype], device)
+
+
 @pytest.mark.parametrize("bias", ["up_bias", "down_bias"])
 def test_one_bias_alone(bias, layer, tolerance, device):
     case = make_case(*SIZES, routing="dropped", bias=True)
@@ -137,7 +152,14 @@ def test_frozen_experts_get_zero_and_all_else_is_the_same(routing, layer, device
     want = run(case, layer(), device=device)
     for name in ("dup", "ddown", "dup_bias", "ddown_bias"):
         want[name][~trainable] = 0
-    assert_same(run(case, layer(trainable=trainable.to(device)), device=device), want)
+    assert_same(
+        run(
+            case,
+            layer(trainable=trainable.to(device)),
+            device=device,
+        ),
+        want,
+    )
 
 
 def test_rows_of_nobody_get_zero(backend, device):
@@ -188,19 +210,42 @@ def test_trained_weights_are_separate(recompute, order, layer, tolerance, device
         places = torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device)
         trained = (up[[2, 0]], down[[2, 0]])
         run_layer = layer(trainable=places, trained=trained, recompute=recompute)
-        return run_layer(x, stored(up), stored(down), *args, **kwargs)
+        return run_layer(
+            x,
+            stored(up),
+            stored(down),
+            *args,
+            **kwargs,
+        )
 
-    assert_parity(run(case, call, device=device), want, tolerance[torch.float32])
+    assert_parity(
+        run(case, call, device=device),
+        want,
+        tolerance[torch.float32],
+    )
 
 
-@pytest.mark.parametrize("T, E, K", [(13, 3, 1), (13, 1, 1), (0, 4, 2), (19, 4, 3)])
+@pytest.mark.parametrize(
+    "T, E, K",
+    [
+        (13, 3, 1),
+        (13, 1, 1),
+        (0, 4, 2),
+        (19, 4, 3),
+    ],
+)
 def test_dense_shared_expert(T, E, K, layer, tolerance, device):
     """Every token has expert 0 in its last slot, and nowhere else."""
     case = make_case(T, 40, 24, E, K, bias=True)
     if E > 1:
         case.topk_idx = case.topk_idx % (E - 1) + 1
     case.topk_idx[:, -1] = 0
-    assert not moe_mismatches(layer(shared="dense"), case, tolerance[torch.float32], device)
+    assert not moe_mismatches(
+        layer(shared="dense"),
+        case,
+        tolerance[torch.float32],
+        device,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -208,7 +253,14 @@ def test_dense_shared_expert(T, E, K, layer, tolerance, device):
 def test_recompute_gives_the_same_bits(routing, dtype, layer, device):
     case = make_case(29, 33, 17, 4, 2, dtype, routing, bias=True)
     want = run(case, layer(), device=device)
-    assert_same(run(case, layer(recompute=True), device=device), want)
+    assert_same(
+        run(
+            case,
+            layer(recompute=True),
+            device=device,
+        ),
+        want,
+    )
 
 
 def test_gradients_of_stacks_stored_in_x_out_are_not_copied(backend, device):

@@ -68,7 +68,13 @@ class Kernels:
         dweight = torch.empty(len(z))
         given = [t.data_ptr() for t in (z, dh, weight, slots)]
         made = [t.data_ptr() for t in (dz, wh, dweight)]
-        self.calls.moert_cpu_activate_backward(*self.form, *given, *dh.shape, *made, self.threads)
+        self.calls.moert_cpu_activate_backward(
+            *self.form,
+            *given,
+            *dh.shape,
+            *made,
+            self.threads,
+        )
         return dz, wh, dweight
 
     def combine(self, y, weight, slot_row, tokens, num_rows):
@@ -136,18 +142,31 @@ print(len(seen[0]), all(ids == seen[1] for ids in seen[1:]))
 
 
 def test_threads_stay_whatever_the_sizes():
-    done = subprocess.run([sys.executable, "-c", TEAM], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TEAM],
+        capture_output=True,
+        text=True,
+    )
     threads, stay = done.stdout.split()
     assert int(threads) >= 4 and stay == "True", done.stderr
 
 
 def evaluate(act: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The library's activation and its slope at x."""
-    kernels = Kernels(torch.float32, act=cpp.ACTS[act], gate_kind=0)
+    kernels = Kernels(
+        torch.float32,
+        act=cpp.ACTS[act],
+        gate_kind=0,
+    )
     row = x[None]
     h = kernels.activate(row, len(x))
     slots = torch.zeros(1, dtype=torch.int32)
-    dz, wh, _ = kernels.activate_backward(row, torch.ones_like(row), torch.ones(1), slots)
+    dz, wh, _ = kernels.activate_backward(
+        row,
+        torch.ones_like(row),
+        torch.ones(1),
+        slots,
+    )
     assert_same(h, wh)
     return h[0], dz[0]
 
@@ -178,11 +197,28 @@ def test_the_exponential_is_within_two_units_in_the_last_place(variant):
 @pytest.mark.parametrize("act", cpp.ACTS)
 def test_extremes(act, variant):
     x = torch.tensor(
-        [float("nan"), float("inf"), 3e38, 100.0, 0.0, -0.0, -100.0, -3e38, 1e-40, -1e-40]
+        [
+            float("nan"),
+            float("inf"),
+            3e38,
+            100.0,
+            0.0,
+            -0.0,
+            -100.0,
+            -3e38,
+            1e-40,
+            -1e-40,
+        ]
     )
     want = ACT[act](x.double()).float()
     got = evaluate(act, x)[0]
-    torch.testing.assert_close(got[:8], want[:8], rtol=1e-6, atol=1e-37, equal_nan=True)
+    torch.testing.assert_close(
+        got[:8],
+        want[:8],
+        rtol=1e-6,
+        atol=1e-37,
+        equal_nan=True,
+    )
     assert got[8:].abs().max() <= 1e-40
 
 
@@ -208,7 +244,16 @@ def test_bfloat16_is_rounded_to_nearest_even(variant):
     n = len(y)
     rows = torch.arange(n, dtype=torch.int32)
     ones = torch.ones(n)
-    assert_same(Kernels(torch.float32).combine(y, ones, rows, n, n), y)
+    assert_same(
+        Kernels(torch.float32).combine(
+            y,
+            ones,
+            rows,
+            n,
+            n,
+        ),
+        y,
+    )
     # from float32 to bfloat16: relu of what is positive is itself; the rounding is in the store of
     # the few-tokens way
     narrow = y.bfloat16()
@@ -221,7 +266,15 @@ def test_bfloat16_is_rounded_to_nearest_even(variant):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+    "dtype",
+    [
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    ],
+    ids=str,
 )
 def test_sort_is_stable_and_drops_what_is_outside(dtype):
     lowest = 0 if dtype == torch.uint8 else -2
@@ -238,7 +291,11 @@ def test_sort_is_stable_and_drops_what_is_outside(dtype):
         row_slot.data_ptr(),
         slot_row.data_ptr(),
     )
-    key = torch.where((idx < 0) | (idx >= 6), 6, idx.long())
+    key = torch.where(
+        (idx < 0) | (idx >= 6),
+        6,
+        idx.long(),
+    )
     assert torch.equal(row_slot.long(), key.argsort(stable=True))
     assert offsets[0] == 0
     assert torch.equal(offsets[1:].long(), key.bincount(minlength=7)[:6].cumsum(0))
@@ -282,10 +339,21 @@ SKEWED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("H, I", [(33, 17), (96, 128), (130, 70)])
+@pytest.mark.parametrize(
+    "H, I",
+    [
+        (33, 17),
+        (96, 128),
+        (130, 70),
+    ],
+)
 @pytest.mark.parametrize("counts", SKEWED)
 def test_skewed_routing_both_ways(counts, H, I, gated, dtype, way, tolerance):
-    assert not moe_mismatches(LAYER, routed(counts, H, I, dtype, gated), tolerance[dtype])
+    assert not moe_mismatches(
+        LAYER,
+        routed(counts, H, I, dtype, gated),
+        tolerance[dtype],
+    )
 
 
 @pytest.mark.parametrize("H, I", [(4096, 64), (64, 4096)])
@@ -385,7 +453,11 @@ def test_what_is_mapped_is_searched_torchs_own_first(monkeypatch, tmp_path):
 
 def test_acts_are_numbered_once():
     assert list(cpp.ACTS) == list(ACT)
-    experts = Experts(None, None, activation=Activation("gelu", True, None, 0.5, True))
+    experts = Experts(
+        None,
+        None,
+        activation=Activation("gelu", True, None, 0.5, True),
+    )
     assert moe_mlp_cpp.form_of(experts) == (1, 2, float("inf"), 0.5)
 
 
@@ -422,7 +494,13 @@ def test_peak_counts_what_it_computes(variant, cpu_library):
         is_narrow = dtype == torch.bfloat16
         sink = torch.full((6,), float("nan"))
         handle = cpu_library.handle
-        flops = handle.moert_cpu_peak(cpp.DTYPES[dtype], 6, 10, sink.data_ptr(), 2)
+        flops = handle.moert_cpu_peak(
+            cpp.DTYPES[dtype],
+            6,
+            10,
+            sink.data_ptr(),
+            2,
+        )
         if is_narrow and variant == "amx":
             # 16 x 16 sums of 32 products, 10 * 12 times
             assert flops == 6 * 10 * 12 * 2 * 16 * 16 * 32

@@ -44,7 +44,11 @@ def calls(monkeypatch, cpu_library):
 def moe_mismatches(case, table) -> list[str]:
     """As the oracle's, expert by expert instead of row by row."""
     want = run(case, moe_eager, torch.float64)
-    return mismatches(run(case, LAYER), want, bounds(run(case, moe_eager), want, table))
+    return mismatches(
+        run(case, LAYER),
+        want,
+        bounds(run(case, moe_eager), want, table),
+    )
 
 
 SIZES = [
@@ -53,7 +57,15 @@ SIZES = [
     pytest.param(560, 40, 33, 2, 1, id="rows of several blocks"),
     pytest.param(21, 580, 530, 2, 2, id="long sums"),
     pytest.param(35, 1060, 540, 2, 1, id="longer sums"),
-    pytest.param(1100, 24, 17, 1, 1, id="two pieces", marks=pytest.mark.slow),
+    pytest.param(
+        1100,
+        24,
+        17,
+        1,
+        1,
+        id="two pieces",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -78,10 +90,25 @@ def test_recomputing_a_group_at_a_time_gives_the_same_bits(gated, dtype, monkeyp
 def gradients(v, idx, needs=ALL, into=NOWHERE, **options):
     """dx, d up, d down and dweight of one call with the leaves `v`."""
     experts = Experts(v["up"], v["down"], **options)
-    _, z, *rows = moe_mlp_cpp.forward(v["x"], experts, v["topk_weight"], idx, True)
+    _, z, *rows = moe_mlp_cpp.forward(
+        v["x"],
+        experts,
+        v["topk_weight"],
+        idx,
+        True,
+    )
     dout = torch.cos(v["x"])
     weight = v["topk_weight"]
-    return moe_mlp_cpp.backward(dout, v["x"], experts, weight, z, *rows, needs, into=into)[:4]
+    return moe_mlp_cpp.backward(
+        dout,
+        v["x"],
+        experts,
+        weight,
+        z,
+        *rows,
+        needs,
+        into=into,
+    )[:4]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -102,7 +129,11 @@ def test_adding_gives_the_bits_of_separate_adds(dtype, variant, calls):
     old_up = torch.randn_like(up)
     old_down = torch.randn_like(down)
     into = NOWHERE._replace(up=old_up.clone(), down=old_down.clone())
-    _, up_sum, down_sum, _ = gradients(case.leaves, case.topk_idx, into=into)
+    _, up_sum, down_sum, _ = gradients(
+        case.leaves,
+        case.topk_idx,
+        into=into,
+    )
     assert up_sum is into.up
     assert_same([up_sum, down_sum], [old_up + up, old_down + down])
     assert len(calls) == 2
@@ -158,18 +189,37 @@ def test_weights_that_train_separately_go_to_torch(calls):
     for name in ("up", "down"):
         frozen[name] = v[name].masked_fill(trains, math.nan)
     trained = {"up_trained": v["up"][[0, 2]], "down_trained": v["down"][[0, 2]]}
-    _, up, down, _ = gradients(frozen, case.topk_idx, trainable=rows, **trained)
+    _, up, down, _ = gradients(
+        frozen,
+        case.topk_idx,
+        trainable=rows,
+        **trained,
+    )
     assert not calls
     want = gradients(v, case.topk_idx)
-    torch.testing.assert_close(up, want[1][[0, 2]], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(down, want[2][[0, 2]], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        up,
+        want[1][[0, 2]],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        down,
+        want[2][[0, 2]],
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 def test_a_wider_main_grad_goes_to_torch(calls):
     case = make_case(21, 33, 17, 4, 2, torch.bfloat16)
     up = torch.zeros(case.leaves["up"].shape)
     down = torch.zeros(case.leaves["down"].shape)
-    gradients(case.leaves, case.topk_idx, into=NOWHERE._replace(up=up, down=down))
+    gradients(
+        case.leaves,
+        case.topk_idx,
+        into=NOWHERE._replace(up=up, down=down),
+    )
     assert up.any()
     assert not calls
 

@@ -26,7 +26,16 @@ def exact(case):
     weight = v.pop("topk_weight")
     x, up, down = (v.pop(name) for name in ("x", "up", "down"))
     options = {"act": case.act, "gated": case.gated}
-    return moe_eager(x, up, down, weight, case.topk_idx, **v, **options, **case.form)
+    return moe_eager(
+        x,
+        up,
+        down,
+        weight,
+        case.topk_idx,
+        **v,
+        **options,
+        **case.form,
+    )
 
 
 FORMS = [
@@ -41,9 +50,24 @@ FORMS = [
 @pytest.mark.parametrize(
     "counts, H, I",
     [
-        pytest.param([3, 4, 0, 15, 1, 16], 33, 17, id="from the fewest rows that tiles take"),
-        pytest.param([17, 31, 2, 32, 33, 0], 128, 300, id="about one and two tiles"),
-        pytest.param([257, 3, 48, 0, 64, 65], 290, 48, id="more than one piece"),
+        pytest.param(
+            [3, 4, 0, 15, 1, 16],
+            33,
+            17,
+            id="from the fewest rows that tiles take",
+        ),
+        pytest.param(
+            [17, 31, 2, 32, 33, 0],
+            128,
+            300,
+            id="about one and two tiles",
+        ),
+        pytest.param(
+            [257, 3, 48, 0, 64, 65],
+            290,
+            48,
+            id="more than one piece",
+        ),
     ],
 )
 def test_every_count_of_rows_is_near_float64(counts, H, I, form, variant):
@@ -110,5 +134,14 @@ def test_a_backward_pass_is_one_call(monkeypatch, variant):
     monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", noted)
     for rows in (3, 9, 70):
         taken.clear()
-        run(routed([rows, 1], 48, 64, BFLOAT, bias=False), LAYER)
+        run(
+            routed(
+                [rows, 1],
+                48,
+                64,
+                BFLOAT,
+                bias=False,
+            ),
+            LAYER,
+        )
         assert len(taken) == 1

@@ -29,7 +29,12 @@ def check(device, tolerance):
 
     def check(case):
         dtype = case.leaves["x"].dtype
-        assert not moe_mismatches(moe_layer(backend="triton"), case, tolerance[dtype], device)
+        assert not moe_mismatches(
+            moe_layer(backend="triton"),
+            case,
+            tolerance[dtype],
+            device,
+        )
 
     return check
 

@@ -10,7 +10,14 @@ import torch
 from moe_runtime.hf.dropin.stats import load_entropy
 
 
-@pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 3, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1,),
+        (3, 1),
+        (2, 3, 1),
+    ],
+)
 def test_a_layer_of_one_expert_is_balanced(shape):
     found = load_entropy(torch.full(shape, 7))
     assert torch.equal(found, torch.ones(shape[:-1], dtype=torch.float64))

@@ -31,7 +31,11 @@ def results(f, logits, top_k, gate, dweight, **options) -> dict:
     """Weights, ids and the gradient of the logits."""
     logits = logits.detach().requires_grad_()
     weight, idx = f(logits, top_k, gate, **options)
-    (dlogits,) = torch.autograd.grad(weight, logits, dweight.to(weight.dtype))
+    (dlogits,) = torch.autograd.grad(
+        weight,
+        logits,
+        dweight.to(weight.dtype),
+    )
     return {"weight": weight.detach(), "idx": idx, "dlogits": dlogits}
 
 
@@ -67,7 +71,13 @@ def test_equals_the_equation(gate, T, R, k, dtype, backend, device, tolerance):
     weight, idx = f(logits, slots(gate, k), gate)
     assert idx.dtype == torch.int32
     assert weight.dtype == torch.float32
-    assert not route_mismatches(f, logits, slots(gate, k), gate, tolerance[dtype])
+    assert not route_mismatches(
+        f,
+        logits,
+        slots(gate, k),
+        gate,
+        tolerance[dtype],
+    )
 
 
 @EVERY_GATE
@@ -81,7 +91,11 @@ def test_second_gradient(gate, backend, device):
         d = dweight.to(dtype).requires_grad_()
         weight = f(x, 4, gate, **options)[0]
         (dx,) = torch.autograd.grad(weight, x, d, create_graph=True)
-        ddx, dd = torch.autograd.grad(dx, (x, d), ddlogits.to(dtype))
+        ddx, dd = torch.autograd.grad(
+            dx,
+            (x, d),
+            ddlogits.to(dtype),
+        )
         return {"dx": dx.detach(), "ddx": ddx, "dd": dd}
 
     got = second(route, torch.float32, backend=backend)
@@ -105,7 +119,11 @@ def test_gradient_at_ties_is_the_equations(gate):
     dweight = torch.randn(2, 3, dtype=torch.float64)
     got = results(route, logits, 3, gate, dweight)["dlogits"]
     leaf = logits.clone().requires_grad_()
-    (want,) = torch.autograd.grad(route_oracle(leaf, 3, gate)[0], leaf, dweight)
+    (want,) = torch.autograd.grad(
+        route_oracle(leaf, 3, gate)[0],
+        leaf,
+        dweight,
+    )
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
@@ -118,9 +136,18 @@ def test_ties_go_to_the_lower_id(gate, R, backend, device):
     logits[1, R // 2 :] = 1.0
     logits[2, 1::2] = -0.0  # equal, though their bits differ
     k = min(R // 2, 6)
-    idx = route(logits, slots(gate, k), gate, backend=backend).topk_idx
+    idx = route(
+        logits,
+        slots(gate, k),
+        gate,
+        backend=backend,
+    ).topk_idx
     picked = idx[:, :k] - int(gate in SHARED)
-    assert picked.tolist() == [list(range(k)), list(range(R // 2, R // 2 + k)), list(range(k))]
+    assert picked.tolist() == [
+        list(range(k)),
+        list(range(R // 2, R // 2 + k)),
+        list(range(k)),
+    ]
 
 
 ROWS = {  # bad and equal numbers
@@ -131,7 +158,14 @@ ROWS = {  # bad and equal numbers
     "all NaN": [NAN] * 6,
     "some NaN": [1.0, NAN, 0.0, NAN, 2.0, -1.0],
     "negative NaN": [1.0, -NAN, INF, NAN, 2.0, -1.0],
-    "NaN and nothing else": [-INF, NAN, -INF, -INF, -INF, -INF],
+    "NaN and nothing else": [
+        -INF,
+        NAN,
+        -INF,
+        -INF,
+        -INF,
+        -INF,
+    ],
     "all experts masked": [-INF] * 6,
     "one expert left": [-INF, 1.0, -INF, -INF, -INF, -INF],
     "two experts left": [-INF, 1.0, -INF, -INF, 1.0, -INF],
@@ -150,8 +184,21 @@ def test_ties_and_bad_rows_are_as_in_the_reference(gate, k, run, device):
     got = run(logits, top_k, gate, dweight)
     # the gradient in closed form: autograd of the reference has NaN where 0 inf is meant
     want = results(route, logits, top_k, gate, dweight, backend="torch")
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert torch.equal(got["idx"], route_reference(logits, top_k, gate).topk_idx)
+    torch.testing.assert_close(
+        got,
+        want,
+        rtol=1e-5,
+        atol=1e-6,
+        equal_nan=True,
+    )
+    assert torch.equal(
+        got["idx"],
+        route_reference(
+            logits,
+            top_k,
+            gate,
+        ).topk_idx,
+    )
     for row in got["idx"].tolist():
         assert len(set(row)) == top_k
         assert 0 <= min(row) <= max(row) < 6 + (gate in SHARED)
@@ -175,14 +222,24 @@ def test_many_ties(gate, dtype, backend, device):
     got = route(logits, k, gate, backend=backend)
     want = route_reference(logits.float(), k, gate)
     assert torch.equal(got.topk_idx, want.topk_idx)
-    torch.testing.assert_close(got.topk_weight, want.topk_weight, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        got.topk_weight,
+        want.topk_weight,
+        rtol=1e-5,
+        atol=1e-7,
+    )
 
 
 @EVERY_GATE
 def test_masked_experts_are_not_chosen_and_get_no_gradient(gate, run, device):
     logits = torch.randn(5, 6, device=device)
     logits[:, 2] = -INF
-    got = run(logits, 4, gate, torch.randn(5, 4, device=device))
+    got = run(
+        logits,
+        4,
+        gate,
+        torch.randn(5, 4, device=device),
+    )
     assert not (got["idx"] == 2 + (gate in SHARED)).any()
     assert got["weight"].isfinite().all()
     assert got["dlogits"].isfinite().all()
@@ -193,7 +250,11 @@ def test_masked_experts_are_not_chosen_and_get_no_gradient(gate, run, device):
 @pytest.mark.parametrize("top_k", [2, 3, 6, 8])
 @pytest.mark.parametrize("gate", SUM_ONE)
 def test_gates_sum_to_one(gate, top_k):
-    weight = route(4 * torch.randn(64, 8 - (gate in SHARED)), top_k, gate).topk_weight
+    weight = route(
+        4 * torch.randn(64, 8 - (gate in SHARED)),
+        top_k,
+        gate,
+    ).topk_weight
     assert (weight.sum(-1) - 1).abs().max() < 1e-6
     assert weight.min() >= 0
 
@@ -216,7 +277,12 @@ def test_one_routed_expert_makes_nonorm_and_xft_the_same():
     logits = torch.randn(64, 7)
     xft = route(logits, 2, "xft")
     nonorm = route(logits, 2, "nonorm")
-    torch.testing.assert_close(xft.topk_weight, nonorm.topk_weight, rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        xft.topk_weight,
+        nonorm.topk_weight,
+        rtol=0,
+        atol=1e-7,
+    )
     assert torch.equal(xft.topk_idx, nonorm.topk_idx)
 
 
@@ -226,12 +292,22 @@ def test_xft_is_softmax_of_probabilities_and_not_of_logits():
     p = logits[0].exp() / logits[0].exp().sum()
     first, second = torch.exp(p[:2]) / torch.exp(p[:2]).sum() * p[0]
     want = torch.stack([first, second, 1 - p[0]])
-    torch.testing.assert_close(weight[0], want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        weight[0],
+        want,
+        rtol=1e-12,
+        atol=1e-14,
+    )
 
 
 @pytest.mark.parametrize("gate", SHARED)
 def test_shared_expert_comes_last_for_every_token(gate, backend, device):
-    idx = route(torch.randn(40, 7, device=device), 6, gate, backend=backend).topk_idx
+    idx = route(
+        torch.randn(40, 7, device=device),
+        6,
+        gate,
+        backend=backend,
+    ).topk_idx
     assert (idx[:, -1] == 0).all()
     assert (idx[:, :-1] > 0).all()
 
@@ -239,12 +315,25 @@ def test_shared_expert_comes_last_for_every_token(gate, backend, device):
 @EVERY_GATE
 def test_slots_are_in_descending_order_of_logit(gate, backend, device):
     logits = torch.randn(40, 8, device=device)
-    idx = route(logits, slots(gate, 5), gate, backend=backend).topk_idx
+    idx = route(
+        logits,
+        slots(gate, 5),
+        gate,
+        backend=backend,
+    ).topk_idx
     picked = idx[:, :5].long() - int(gate in SHARED)
     assert (logits.gather(1, picked).diff(dim=1) <= 0).all()
 
 
-@pytest.mark.parametrize("bias_dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "bias_dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bias_moves_the_choice_and_not_the_weights(dtype, bias_dtype, run, device, tolerance):
     logits = torch.randn(37, 13, device=device).to(dtype)
@@ -266,7 +355,16 @@ def test_noise_is_added_before_the_choice_and_carries_a_gradient(backend, device
     logits = torch.randn(30, 7, device=device, requires_grad=True)
     noise = torch.randn(30, 7, device=device, requires_grad=True)
     got = route(logits, 4, noise=noise, backend=backend)
-    assert_same(list(got), list(route((logits + noise).detach(), 4, backend=backend)))
+    assert_same(
+        list(got),
+        list(
+            route(
+                (logits + noise).detach(),
+                4,
+                backend=backend,
+            )
+        ),
+    )
     dlogits, dnoise = torch.autograd.grad(got.topk_weight.square().sum(), (logits, noise))
     assert torch.equal(dlogits, dnoise)
     assert dnoise.abs().sum() > 0
@@ -316,9 +414,21 @@ def forced_weight(logits, chosen, gate):
 @pytest.mark.parametrize(
     "top, ids",
     [
-        pytest.param(0.0, [[3, 4, 5], [5, 3, 1], [4, 0, 2]], id="any"),
-        pytest.param(1.0, [[3, 3, 5], [4, 0, 4], [2, 2, 2]], id="one expert twice"),
-        pytest.param(104.0, [[3, 4, 5], [5, 3, 4], [4, 3, 5]], id="104 below the largest"),
+        pytest.param(
+            0.0,
+            [[3, 4, 5], [5, 3, 1], [4, 0, 2]],
+            id="any",
+        ),
+        pytest.param(
+            1.0,
+            [[3, 3, 5], [4, 0, 4], [2, 2, 2]],
+            id="one expert twice",
+        ),
+        pytest.param(
+            104.0,
+            [[3, 4, 5], [5, 3, 4], [4, 3, 5]],
+            id="104 below the largest",
+        ),
     ],
 )
 @EVERY_GATE
@@ -334,8 +444,18 @@ def test_forced_ids_have_the_weights_of_the_equation(gate, top, ids, run, device
     wide = logits.double().requires_grad_()
     weight = forced_weight(wide, chosen, gate)
     (dlogits,) = torch.autograd.grad(weight, wide, dweight.double())
-    torch.testing.assert_close(got["weight"].double(), weight.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got["dlogits"].double(), dlogits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        got["weight"].double(),
+        weight.detach(),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    torch.testing.assert_close(
+        got["dlogits"].double(),
+        dlogits,
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,8 +465,16 @@ def test_forced_ids_have_the_weights_of_the_equation(gate, top, ids, run, device
         pytest.param({"top_k": 9}, "top_k must be", id="more experts than there are"),
         pytest.param({"top_k": 1}, "top_k must be", id="shared expert without a routed one"),
         pytest.param({"top_k": 0, "gate": "topk_softmax"}, "top_k must be", id="no expert"),
-        pytest.param({"router_logits": torch.randn(2, 3, 7)}, "(2, 3, 7)", id="batch dims"),
-        pytest.param({"router_logits": torch.ones(2, 7).long()}, "torch.int64", id="integers"),
+        pytest.param(
+            {"router_logits": torch.randn(2, 3, 7)},
+            "(2, 3, 7)",
+            id="batch dims",
+        ),
+        pytest.param(
+            {"router_logits": torch.ones(2, 7).long()},
+            "torch.int64",
+            id="integers",
+        ),
         pytest.param({"noise": torch.randn(7)}, "noise is (7,)", id="noise that would broadcast"),
         pytest.param({"bias": torch.randn(7)}, "bias is (7,)", id="bias with a softmax gate"),
         pytest.param(

@@ -20,14 +20,39 @@ def call(op, x, backend):
     down = torch.randn(2, 4, 3, device=device)
     weight = torch.rand(3, 2, device=device)
     if op == "moe_mlp":
-        idx = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32, device=device)
+        idx = torch.tensor(
+            [
+                [0, 1],
+                [1, 0],
+                [0, 1],
+            ],
+            dtype=torch.int32,
+            device=device,
+        )
         return moe_mlp(x, up, down, weight, idx, backend=backend)
     if op == "moe_layer":
         experts = Experts(up, down)
-        return moe_layer(x, up[:, 0], experts, 2, "softmax_topk", backend=backend).out
+        return moe_layer(
+            x,
+            up[:, 0],
+            experts,
+            2,
+            "softmax_topk",
+            backend=backend,
+        ).out
     if op == "grouped_gemm":
-        return grouped_gemm(x, up, torch.tensor([0, 1, 3], device=device), backend=backend)
-    return combine(x[:2], weight[:1], torch.tensor([1, 0], device=device), backend)
+        return grouped_gemm(
+            x,
+            up,
+            torch.tensor([0, 1, 3], device=device),
+            backend=backend,
+        )
+    return combine(
+        x[:2],
+        weight[:1],
+        torch.tensor([1, 0], device=device),
+        backend,
+    )
 
 
 @pytest.mark.parametrize("op", ["moe_mlp", "moe_layer", "grouped_gemm", "combine"])

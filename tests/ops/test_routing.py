@@ -49,7 +49,6 @@ def run(backend):
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "T, R, k",
     [  # tokens, experts in the router, experts that it picks
@@ -63,11 +62,11 @@ def run(backend):
     ],
 )
 @EVERY_GATE
-def test_equals_the_equation(gate, T, R, k, dtype, backend, device, tolerance):
+def test_equals_the_equation(gate, T, R, k, backend, device, tolerance):
     def f(logits, top_k, gate):
         return route(logits, top_k, gate, backend=backend)
 
-    logits = (2 * torch.randn(T, R, device=device)).to(dtype)
+    logits = (2 * torch.randn(T, R, device=device)).bfloat16()  # many of them equal
     weight, idx = f(logits, slots(gate, k), gate)
     assert idx.dtype == torch.int32
     assert weight.dtype == torch.float32
@@ -76,7 +75,7 @@ def test_equals_the_equation(gate, T, R, k, dtype, backend, device, tolerance):
         logits,
         slots(gate, k),
         gate,
-        tolerance[dtype],
+        tolerance[torch.bfloat16],
     )
 
 

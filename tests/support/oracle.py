@@ -90,6 +90,13 @@ def assert_parity(got: dict, want: dict, bound: dict | float) -> None:
     assert not bad, "; ".join(bad)
 
 
+def assert_same(got, want) -> None:
+    """Fail unless two dicts or sequences of tensors hold the same numbers, NaN at the same
+    places.
+    """
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, check_stride=False)
+
+
 def bounds(eager: dict, want: dict, table: float) -> dict:
     """Per tensor a few times the error of an eager path in the tested dtype, and never more than
     the table's tolerance.

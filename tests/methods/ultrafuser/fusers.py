@@ -29,20 +29,19 @@ def specialist(seed: int, model_type: str = "llama", **changes):
     """A tiny model of any family, with weights of its own."""
     model = tiny.dense(model_type, **{"vocab_size": VOCAB} | changes)
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 16
-            )
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_(noise.to(parameter.dtype) / 16)
     return model
 
 
 def specialists(count: int = 3, **changes) -> list:
     """Models that differ; the second one has more ids."""
-    return [
-        specialist(s, **{"vocab_size": VOCAB + (8 if s == 1 else 0)} | changes)
-        for s in range(count)
-    ]
+    models = []
+    for s in range(count):
+        size = VOCAB + 8 if s == 1 else VOCAB
+        models.append(specialist(s, **{"vocab_size": size} | changes))
+    return models
 
 
 def fuser(models: list | None = None, **settings) -> UltraFuser:
@@ -79,33 +78,31 @@ def naive(fuser: UltraFuser, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     weights = []
     for row, response in enumerate(inputs["response_ids"]):
         states = []
-        own = []
-        for model, ids, mask in zip(
-            fuser.specialists, inputs["prompt_ids"], inputs["prompt_mask"], strict=True
-        ):
+        outs = []
+        prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+        for model, (ids, mask) in zip(fuser.specialists, prompts, strict=True):
             prompt = ids[row][mask[row].bool()]
-            out = model(
-                input_ids=torch.cat([prompt, response])[None],
-                output_hidden_states=True,
-                use_cache=False,
-            )
-            states.append(out.hidden_states[-1][0, len(prompt) - 1 : -1].float())
-            own.append(out.logits[0, len(prompt) - 1 : -1].float())
+            whole = torch.cat([prompt, response])[None]
+            out = model(input_ids=whole, output_hidden_states=True, use_cache=False)
+            answer = slice(len(prompt) - 1, -1)
+            states.append(out.hidden_states[-1][0, answer].float())
+            outs.append(out.logits[0, answer].float())
         weight = fuser.gate(states)
-        V = min(o.shape[-1] for o in own)
-        logits.append(sum(weight[:, s : s + 1] * o[:, :V] for s, o in enumerate(own)))
+        V = min(out.shape[-1] for out in outs)
+        logits.append(sum(weight[:, s : s + 1] * out[:, :V] for s, out in enumerate(outs)))
         weights.append(weight)
     return torch.stack(logits), torch.stack(weights)
 
 
 def naive_loss(fuser: UltraFuser, inputs: dict, reduction: str = "mean") -> torch.Tensor:
     """Cross-entropy of `naive`'s logits."""
-    logits = naive(fuser, inputs)[0]
+    logits = naive(fuser, inputs)[0].transpose(1, 2)
     labels = inputs["labels"]
-    nll = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-    return {
-        "none": nll,
-        "sum": nll.sum(),
-        "mean": nll.sum() / (labels != -100).sum(),
-        "sample": nll.sum(1).mean(),
-    }[reduction]
+    nll = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    if reduction == "none":
+        return nll
+    if reduction == "sum":
+        return nll.sum()
+    if reduction == "mean":
+        return nll.sum() / (labels != -100).sum()
+    return nll.sum(1).mean()

@@ -147,9 +147,9 @@ def test_the_shared_expert_of_our_own_layers_needs_its_flag():
     assert_equal(before, weights(model))
     for wrong in (0, 2):  # never selected, and no shared one
         selection = replace(adapter.selection, shared_experts=wrong != 0)
-        bad = replace(adapter, tensors=with_expert(wrong), selection=selection)
+        tensors = with_expert(wrong)
         with pytest.raises(ValueError, match=f"expert {wrong} of layer 0, which its selection"):
-            apply(model, bad)
+            apply(model, replace(adapter, tensors=tensors, selection=selection))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -242,8 +242,7 @@ def test_other_weights_are_refused_unless_asked_for(tmp_path):
 LAST = "model.layers.1.mlp.experts.7"
 NORM = "model.norm.weight"
 BAD = [  # experts of the selection, tensors that are replaced or go, whether other modules train
-    ({0: (1, 7), 2: (1,)}, {}, False, r"selection has experts \[1\] of layer 2"),
-    ({0: (1, 7), 1: (9,)}, {}, False, r"selection has experts \[9\] of layer 1, .* 0 to 7"),
+    ({0: (1, 7), 1: (9,)}, {}, False, "lacks expert 9 of layer 1, which its selection has"),
     ({0: (1,), 1: (1, 7)}, {}, False, "has expert 7 of layer 0, which its selection lacks"),
     (
         None,

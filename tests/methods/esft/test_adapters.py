@@ -66,7 +66,10 @@ def test_a_row_is_the_matrices_of_a_linear_mlp(gated, transposed, interleaved, b
     parts = {"up_proj.weight": up, "down_proj.weight": down}
     rows = {"up_proj": up, "down_proj": down}
     if gated:
-        both = torch.stack([gate, up], 1).flatten(0, 1) if interleaved else torch.cat([gate, up])
+        if interleaved:
+            both = torch.stack([gate, up], 1).flatten(0, 1)
+        else:
+            both = torch.cat([gate, up])
         parts["gate_proj.weight"] = gate
         rows = {"gate_up_proj": both, "down_proj": down}
     if bias:
@@ -78,7 +81,10 @@ def test_a_row_is_the_matrices_of_a_linear_mlp(gated, transposed, interleaved, b
         if transposed and row.dim() == 2:
             row = row.t()
         found = split_row(layout, name, row)
-        assert torch.equal(join_row(layout, name, found), row)
+        assert torch.equal(
+            join_row(layout, name, found),
+            row,
+        )
         result |= found
     assert_equal(result, parts)
 
@@ -89,11 +95,18 @@ def build(family: str):
     return every.build(family)
 
 
-@pytest.mark.parametrize("family", ["ours", *(f for f in every.FAMILIES if f not in TWICE)])
+@pytest.mark.parametrize(
+    "family",
+    ["ours", *(f for f in every.FAMILIES if f not in TWICE)],
+)
 def test_in_and_out_of_every_family(tmp_path, family):
     model = build(family)
     before = weights(model)
-    adapter = saved(model, tmp_path / "adapter", others=family != "ours")
+    adapter = saved(
+        model,
+        tmp_path / "adapter",
+        others=family != "ours",
+    )
     apply(model, adapter)
     after = weights(model)
     for number, layer in numbered_layers(model).items():
@@ -105,8 +118,15 @@ def test_in_and_out_of_every_family(tmp_path, family):
             changed = [not torch.equal(*both) for both in zip(before[name], after[name])]
             assert changed == [e in ids for e in range(layer.num_experts)]
             for e in ids:
-                for part, tensor in split_row(layout, stack, after[name][e]).items():
-                    assert torch.equal(tensor, adapter.tensors[f"{path}.{e}.{part}"])
+                for part, tensor in split_row(
+                    layout,
+                    stack,
+                    after[name][e],
+                ).items():
+                    assert torch.equal(
+                        tensor,
+                        adapter.tensors[f"{path}.{e}.{part}"],
+                    )
     for name, tensor in adapter.others.items():
         assert torch.equal(after[name], tensor)
     remove(model)
@@ -124,7 +144,12 @@ def test_any_implementation_runs_it(tmp_path, implementation):
     after = model(**batch()).logits
     assert not torch.allclose(before, after, atol=1e-2)
     model.set_experts_implementation("eager")
-    torch.testing.assert_close(after, model(**batch()).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        after,
+        model(**batch()).logits,
+        atol=1e-4,
+        rtol=1e-4,
+    )
     model.set_experts_implementation(implementation)
     remove(model)
     assert torch.equal(model(**batch()).logits, before)
@@ -149,17 +174,26 @@ def test_the_shared_expert_of_our_own_layers_needs_its_flag():
         selection = replace(adapter.selection, shared_experts=wrong != 0)
         tensors = with_expert(wrong)
         with pytest.raises(ValueError, match=f"expert {wrong} of layer 0, which its selection"):
-            apply(model, replace(adapter, tensors=tensors, selection=selection))
+            apply(
+                model,
+                replace(adapter, tensors=tensors, selection=selection),
+            )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float32],
+)
 def test_values_are_rounded_to_the_model(tmp_path, dtype):
     model = stock("olmoe").to(torch.bfloat16)
     before = weights(model)
     adapter = saved(model, tmp_path / "adapter", dtype=dtype)
     apply(model, adapter)
     expected = adapter.tensors["model.layers.0.mlp.experts.1.down_proj.weight"].bfloat16()
-    assert torch.equal(model.model.layers[0].mlp.experts.down_proj[1], expected)
+    assert torch.equal(
+        model.model.layers[0].mlp.experts.down_proj[1],
+        expected,
+    )
     remove(model)
     assert_equal(before, weights(model))
 
@@ -190,7 +224,11 @@ def test_the_folder_is_the_official_one(tmp_path):
     assert adapter.nbytes == 4 * adapter.num_parameters
 
 
-@pytest.mark.parametrize("prefix", ["model.", ""], ids=["model.layers", "layers"])
+@pytest.mark.parametrize(
+    "prefix",
+    ["model.", ""],
+    ids=["model.layers", "layers"],
+)
 def test_official_folders_are_read(tmp_path, prefix):
     model = stock("deepseek_v2")
     adapter = random_adapter(model)
@@ -271,7 +309,10 @@ def test_what_does_not_fit_is_refused(experts, changes, others, match):
     if experts is not None:
         selection = replace(selection, experts=experts)
     with pytest.raises(ValueError, match=match):
-        apply(model, replace(adapter, base=None, tensors=tensors, selection=selection))
+        apply(
+            model,
+            replace(adapter, base=None, tensors=tensors, selection=selection),
+        )
     assert_equal(before, weights(model))
     with pytest.raises(ValueError, match="has no adapter in it"):
         remove(model)

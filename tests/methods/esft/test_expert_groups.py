@@ -41,10 +41,12 @@ IDS = torch.arange(10, 34).view(2, 12)
 
 
 def test_the_small_model_is_a_stock_deepseek_whose_experts_differ(model):
-    assert type(model) is DeepseekV2ForCausalLM and list(numbered_layers(model)) == [1, 2]
+    assert type(model) is DeepseekV2ForCausalLM
+    assert list(numbered_layers(model)) == [1, 2]
     layer = numbered_layers(model)[1]
     assert block_of(model, layer).gate.weight.std() > 0
-    assert model.config.num_experts == E and model.config.num_experts_per_tok == K
+    assert model.config.num_experts == E
+    assert model.config.num_experts_per_tok == K
 
 
 @torch.no_grad()
@@ -52,14 +54,22 @@ def test_groups_of_one_are_the_router_itself(model):
     before = model(IDS).logits
     alone = [(e,) for e in range(E)]
     handles = group_routing(model, {1: alone, 2: alone})
-    torch.testing.assert_close(model(IDS).logits, before, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        model(IDS).logits,
+        before,
+        rtol=0,
+        atol=1e-6,
+    )
     for handle in handles:
         handle.remove()
     assert torch.equal(model(IDS).logits, before)
 
 
 def test_the_best_groups_are_taken_whole_with_their_mean_gate(model):
-    group_routing(model, {1: PAIRS, 2: [(0, 1), (2, 3), (4, 5), (6, 7)]})
+    group_routing(
+        model,
+        {1: PAIRS, 2: [(0, 1), (2, 3), (4, 5), (6, 7)]},
+    )
     router = block_of(model, numbered_layers(model)[1]).gate
     logits, weights, ids = router(torch.randn(7, 32))
     pairs = torch.tensor(PAIRS)

@@ -28,13 +28,25 @@ from tests.support.stock_moe import stock
 def assert_merged(model, tmp_path: Path, adapter, **options) -> None:
     """Merge base and adapter, and compare with the same in memory; `model` is the base."""
     adapter.save(tmp_path / "adapter")
-    receipt = merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", **options)
+    receipt = merge_folder(
+        tmp_path / "base",
+        tmp_path / "adapter",
+        tmp_path / "out",
+        **options,
+    )
     apply(model, tmp_path / "adapter")
     model.save_pretrained(tmp_path / "expected")
     base = tensors(tmp_path / "base")
     out = tensors(tmp_path / "out")
     assert_equal(out, tensors(tmp_path / "expected"))
-    changed = [key for key in out if not torch.equal(base[key], out[key])]
+    changed = [
+        key
+        for key in out
+        if not torch.equal(
+            base[key],
+            out[key],
+        )
+    ]
     assert receipt.changed == len(changed)
     assert receipt.experts == sum(map(len, adapter.experts.values()))
     assert receipt.tensors == len(out)
@@ -43,7 +55,10 @@ def assert_merged(model, tmp_path: Path, adapter, **options) -> None:
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("family", [f for f in every.FAMILIES if f not in TWICE])
+@pytest.mark.parametrize(
+    "family",
+    [f for f in every.FAMILIES if f not in TWICE],
+)
 def test_every_family_in_its_saved_form(tmp_path, family):
     model = every.build(family)
     model.save_pretrained(tmp_path / "base")
@@ -75,7 +90,11 @@ def test_a_folder_with_the_model_s_own_stacks(tmp_path, family):
     assert_equal(merged.state_dict(), loaded.state_dict())
 
 
-@pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "one layer"])
+@pytest.mark.parametrize(
+    "layers",
+    [None, [1]],
+    ids=["all layers", "one layer"],
+)
 def test_our_own_folders(tmp_path, layers):
     model = upcycled("llama", layers=layers)
     model.save_pretrained(tmp_path / "base")
@@ -85,7 +104,10 @@ def test_our_own_folders(tmp_path, layers):
     assert_equal(merged.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16],
+)
 def test_trained_wide_saved_narrow_and_in_shards(tmp_path, dtype):
     model = stock("qwen3_moe").to(dtype)
     model.save_pretrained(tmp_path / "base", max_shard_size="30KB")
@@ -115,11 +137,15 @@ LAST = "model.layers.1.mlp.experts.7.down_proj.weight"
 
 
 def quantized(name, tensor):
-    return tensor.to(torch.float8_e4m3fn) if name == LAST else tensor
+    if name == LAST:
+        return tensor.to(torch.float8_e4m3fn)
+    return tensor
 
 
 def without_an_expert(name, tensor):
-    return None if name == LAST else tensor
+    if name == LAST:
+        return None
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -141,8 +167,14 @@ def test_another_base_is_refused_and_nothing_written(tmp_path, change, match):
 
 def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path):
     base, adapter = folder(tmp_path)
-    nan = torch.full_like(adapter.tensors[LAST], float("nan"))
-    broken = replace(adapter, tensors=adapter.tensors | {LAST: nan})
+    nan = torch.full_like(
+        adapter.tensors[LAST],
+        float("nan"),
+    )
+    broken = replace(
+        adapter,
+        tensors=adapter.tensors | {LAST: nan},
+    )
     names = {name: name.replace("experts.7.", "experts.9.") for name in adapter.tensors}
     tensors = {new: adapter.tensors[name] for name, new in names.items()}
     selection = ExpertSelection(experts={0: (1, 9), 1: (1, 9)})

@@ -21,9 +21,14 @@ CHOSEN = esft.ExpertSelection(experts={0: (5, 2), 1: (7,)})
 
 
 def adapted(family="qwen3_moe", selection=CHOSEN, model=None, **settings):
-    model = stock(family) if model is None else model
+    if model is None:
+        model = stock(family)
     experts.patch(model)
-    return esft.train_lora(model, selection, **{"rank": 3, "alpha": 6.0, **settings})
+    return esft.train_lora(
+        model,
+        selection,
+        **{"rank": 3, "alpha": 6.0, **settings},
+    )
 
 
 def by_expert(matrix: torch.Tensor, name: str) -> torch.Tensor:
@@ -31,7 +36,11 @@ def by_expert(matrix: torch.Tensor, name: str) -> torch.Tensor:
     is_a = ".lora_A." in name
     if is_a:
         return matrix.view(8, -1, matrix.shape[1])
-    return matrix.view(matrix.shape[0], -1, 8).permute(2, 0, 1)
+    return matrix.view(matrix.shape[0], -1, 8).permute(
+        2,
+        0,
+        1,
+    )
 
 
 def halves(model) -> dict[str, SelectedHalf]:
@@ -52,7 +61,11 @@ def layer_of(name: str) -> int:
 
 
 def train(model, steps=3, optimizer=torch.optim.AdamW, **settings):
-    trained = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2, **settings)
+    trained = optimizer(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=1e-2,
+        **settings,
+    )
     for step in range(steps):
         trained.zero_grad()
         model(**batch(rows=4, length=32, seed=step)).loss.backward()
@@ -62,8 +75,18 @@ def train(model, steps=3, optimizer=torch.optim.AdamW, **settings):
 @pytest.mark.parametrize(
     "family, optimizer, settings",
     [
-        pytest.param("qwen3_moe", torch.optim.AdamW, {"weight_decay": 0.1}, id="AdamW"),
-        pytest.param("gpt_oss", torch.optim.AdamW, {"weight_decay": 0.1}, id="transposed stacks"),
+        pytest.param(
+            "qwen3_moe",
+            torch.optim.AdamW,
+            {"weight_decay": 0.1},
+            id="AdamW",
+        ),
+        pytest.param(
+            "gpt_oss",
+            torch.optim.AdamW,
+            {"weight_decay": 0.1},
+            id="transposed stacks",
+        ),
         pytest.param(
             "qwen3_moe", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, id="SGD"
         ),
@@ -101,13 +124,19 @@ def start_matrices(model):
 def test_in_our_op_and_in_stock_peft_it_is_the_same(family):
     model, _ = adapted(family, model=stock(family).double())
     start_matrices(model)
-    assert hasattr(peft.tuners.lora.layer.ParamWrapper._activate_lora, "moe_runtime_stock")
+    assert hasattr(
+        peft.tuners.lora.layer.ParamWrapper._activate_lora,
+        "moe_runtime_stock",
+    )
     leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def run(implementation: str):
         model.base_model.model.set_experts_implementation(implementation)
         loss = model(**batch()).loss
-        return loss, torch.autograd.grad(loss, list(leaves.values()))
+        return loss, torch.autograd.grad(
+            loss,
+            list(leaves.values()),
+        )
 
     loss, gradients = run("moe_runtime")
     stock_loss, stock_gradients = run("eager")
@@ -117,7 +146,13 @@ def test_in_our_op_and_in_stock_peft_it_is_the_same(family):
         assert name.endswith(".selected")
         assert theirs.any()
         bound = 1e-7 * theirs.abs().max().item()
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=bound, msg=name)
+        torch.testing.assert_close(
+            ours,
+            theirs,
+            rtol=1e-5,
+            atol=bound,
+            msg=name,
+        )
 
 
 def test_the_equation_is_that_of_a_mask_on_whole_lora():
@@ -130,7 +165,10 @@ def test_the_equation_is_that_of_a_mask_on_whole_lora():
     experts.patch(every)
     generator = torch.Generator().manual_seed(5)
     for name, matrix in matrices(model).items():
-        whole = by_expert(every.get_parameter(f"{name}.weight").data.zero_(), name)
+        whole = by_expert(
+            every.get_parameter(f"{name}.weight").data.zero_(),
+            name,
+        )
         if "lora_A" in name:  # of the others: their B is zero, so the function stays
             whole.normal_(generator=generator)
         ids = list(CHOSEN.experts[layer_of(name)])
@@ -139,15 +177,29 @@ def test_the_equation_is_that_of_a_mask_on_whole_lora():
     every(**batch()).loss.backward()
     for name, half in halves(model).items():
         ids = list(CHOSEN.experts[layer_of(name)])
-        expected = by_expert(every.get_parameter(f"{name}.weight").grad, name)
-        result = by_expert(half.whole(half.selected.grad), name)
-        torch.testing.assert_close(result[ids], expected[ids], rtol=1e-9, atol=1e-12)
+        expected = by_expert(
+            every.get_parameter(f"{name}.weight").grad,
+            name,
+        )
+        result = by_expert(
+            half.whole(half.selected.grad),
+            name,
+        )
+        torch.testing.assert_close(
+            result[ids],
+            expected[ids],
+            rtol=1e-9,
+            atol=1e-12,
+        )
 
 
 def test_experts_that_are_not_selected_cost_no_bytes():
     """AdamW's state is that of the selected experts; PEFT's names and shapes are of all."""
     model, receipt = adapted()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=1e-2,
+    )
     model(**batch()).loss.backward()
     optimizer.step()
     state = 0
@@ -162,11 +214,18 @@ def test_experts_that_are_not_selected_cost_no_bytes():
     again, _ = adapted(seed=1)
     assert experts.patch(again) == 2  # which looks at the adapters
     assert not peft.set_peft_model_state_dict(again, saved).unexpected_keys
-    for one, other in zip(halves(model).values(), halves(again).values(), strict=True):
+    for one, other in zip(
+        halves(model).values(),
+        halves(again).values(),
+        strict=True,
+    ):
         assert torch.equal(one.selected, other.selected)
     key = next(name for name in model.state_dict() if "base_layer.lora_A" in name)
     with pytest.raises(RuntimeError, match=r"weight of shape \[24, 32\], but got \[4, 32\]"):
-        model.load_state_dict({key: torch.zeros(4, 32)}, strict=False)
+        model.load_state_dict(
+            {key: torch.zeros(4, 32)},
+            strict=False,
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -186,17 +245,33 @@ def test_saved_it_is_pefts_adapter_and_merged_it_is_the_same_model(tmp_path, fam
     expected = model.eval()(**batch()).logits
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     before = weights(base)
-    receipt = esft.merge(tmp_path / "base", law, tmp_path / "merged")
+    receipt = esft.merge(
+        tmp_path / "base",
+        law,
+        tmp_path / "merged",
+    )
     assert receipt.experts == 3
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     again = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), law).eval()
     for other in (again, merged):
-        torch.testing.assert_close(other(**batch()).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            other(**batch()).logits,
+            expected,
+            rtol=1e-4,
+            atol=1e-5,
+        )
     for name, weight in merged.named_parameters():
         ids = []
         if ".experts." in name and weight.dim() == 3:
             ids = sorted(CHOSEN.experts[layer_of(name)])
-        moved = [e for e in range(len(weight)) if not torch.equal(weight[e], before[name][e])]
+        moved = [
+            e
+            for e in range(len(weight))
+            if not torch.equal(
+                weight[e],
+                before[name][e],
+            )
+        ]
         assert moved == ids, name
     esft.apply(base, law)
     assert_equal(weights(base), weights(merged))
@@ -229,15 +304,30 @@ def test_another_base_is_refused(saved):
     for parameter in other.parameters():
         parameter.data.mul_(-1.5)
     other.save_pretrained(saved / "other")
-    assert_refused(saved / "other", other, saved / "law", "law is for a base with other")
-    esft.merge(saved / "other", saved / "law", saved / "out", check_weights=False)
+    assert_refused(
+        saved / "other",
+        other,
+        saved / "law",
+        "law is for a base with other",
+    )
+    esft.merge(
+        saved / "other",
+        saved / "law",
+        saved / "out",
+        check_weights=False,
+    )
 
 
 def test_an_adapter_that_changes_more_than_its_selection_is_refused(saved):
     fewer = replace(CHOSEN, experts={0: (5,), 1: (7,)})
     fewer.save(saved / "law" / "expert_cfg.json")
     match = "law changes model.layers.0.mlp.experts.* beyond the experts"
-    assert_refused(saved / "base", stock(), saved / "law", match)
+    assert_refused(
+        saved / "base",
+        stock(),
+        saved / "law",
+        match,
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,7 +345,11 @@ def test_what_cannot_train_is_refused_and_the_model_is_unchanged(changes, settin
     model = stock()
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=match):
-        adapted(selection=replace(CHOSEN, **changes), model=model, **settings)
+        adapted(
+            selection=replace(CHOSEN, **changes),
+            model=model,
+            **settings,
+        )
     assert [name for name, _ in model.named_parameters()] == names
 
 
@@ -274,13 +368,20 @@ def test_stock_peft_loads_trains_and_merges_whole_experts(family, tmp_path):
     esft.save_adapter(base, tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     before = weights(model)
-    esft.save_peft(model, tmp_path / "adapter", tmp_path / "peft")
+    esft.save_peft(
+        model,
+        tmp_path / "adapter",
+        tmp_path / "peft",
+    )
     assert_equal(weights(model), before)
     for parameter in model.parameters():
         assert parameter.requires_grad
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft", is_trainable=True)
     loaded.eval()
-    torch.testing.assert_close(loaded(**batch()).logits, expected)
+    torch.testing.assert_close(
+        loaded(**batch()).logits,
+        expected,
+    )
     assert experts.patch(loaded) == 2 * len(CHOSEN.experts)  # the copies, and what they stand for
     out = loaded(**batch())
     torch.testing.assert_close(out.logits, expected)
@@ -291,7 +392,10 @@ def test_stock_peft_loads_trains_and_merges_whole_experts(family, tmp_path):
             trained.add(name.split(".modules_to_save.")[0])
     paths = {f"base_model.model.model.layers.{layer}.mlp.experts" for layer in CHOSEN.experts}
     assert trained == paths
-    torch.testing.assert_close(loaded.merge_and_unload()(**batch()).logits, expected)
+    torch.testing.assert_close(
+        loaded.merge_and_unload()(**batch()).logits,
+        expected,
+    )
 
 
 def test_an_adapter_of_everything_is_no_adapter(tmp_path):
@@ -299,5 +403,9 @@ def test_an_adapter_of_everything_is_no_adapter(tmp_path):
     esft.train_only(model, CHOSEN, non_expert_modules=True)
     esft.save_adapter(model, tmp_path / "adapter")
     with pytest.raises(ValueError, match="changes every linear layer, .* Use esft merge"):
-        esft.save_peft(stock(), tmp_path / "adapter", tmp_path / "peft")
+        esft.save_peft(
+            stock(),
+            tmp_path / "adapter",
+            tmp_path / "peft",
+        )
     assert not (tmp_path / "peft").exists()

@@ -27,13 +27,20 @@ def write(folder: Path, **logs: str) -> Path:
 
 
 def test_a_log_is_read_as_the_official_script_does(tmp_path):
-    sums = read_logs(write(tmp_path, layer1=LOG, layer2=LOG), pairs=True)
+    sums = read_logs(
+        write(tmp_path, layer1=LOG, layer2=LOG),
+        pairs=True,
+    )
     assert (sums.layers, sums.n_tokens, sums.n_samples, sums.top_k) == ((1, 2), 3, 2, 2)
     assert sums.count[0].tolist() == [2, 2, 2]
     assert sums.gate[1].tolist() == [1.0, 0.375, 0.75]
     assert sums.sample_gate[0].tolist() == [0.75, 0.3125, 0.375]
     assert sums.sample_count[0].tolist() == [1.5, 1.5, 1.0]
-    assert sums.pairs[0].tolist() == [[2, 1, 1], [1, 2, 1], [1, 1, 2]]
+    assert sums.pairs[0].tolist() == [
+        [2, 1, 1],
+        [1, 2, 1],
+        [1, 1, 2],
+    ]
     assert read_logs(tmp_path, num_experts=5).count.tolist() == [[2, 2, 2, 0, 0]] * 2
     assert read_logs(tmp_path, top_k=1).n_tokens == 6
     many = write(tmp_path / "many", layer1="4095\t5000\t\t0.5\t0.25\n")
@@ -42,11 +49,20 @@ def test_a_log_is_read_as_the_official_script_does(tmp_path):
 
 
 def test_ranks_add_up(tmp_path):
-    for rank, line in enumerate(LOG.splitlines(keepends=True)):
-        write(tmp_path / "ranks" / f"rank_{rank}", layer1=line, layer2=line)
-    one = read_logs(write(tmp_path / "one", layer1=LOG, layer2=LOG))
+    """In the order of their numbers, which shows where one number is large."""
+    large = "0\t2\t\t1e16\t0.25\n"
+    small = "0\t2\t\t1.0\t0.25\n"
+    lines = [small, small, large, *[small] * 8]
+    for rank, line in enumerate(lines):
+        write(
+            tmp_path / "ranks" / f"rank_{rank}",
+            layer1=line,
+            layer2=line,
+        )
+    whole = "".join(lines)
+    one = read_logs(write(tmp_path / "one", layer1=whole, layer2=whole))
     ranks = read_logs(tmp_path / "ranks")
-    assert (ranks.n_tokens, ranks.n_samples) == (3, 2)
+    assert (ranks.n_tokens, ranks.n_samples) == (11, 11)
     assert torch.equal(ranks.gate, one.gate)
     assert torch.equal(ranks.sample_gate, one.sample_gate)
 
@@ -72,8 +88,18 @@ def test_logs_that_were_written_give_the_scores(kind, padding, tmp_path):
     assert torch.equal(logs.count, sums.count)
     assert torch.equal(logs.pairs, sums.pairs)
     bound = 5e-5 * n_tokens  # 4 digits a token
-    torch.testing.assert_close(logs.gate, sums.gate, rtol=0, atol=bound)
-    torch.testing.assert_close(logs.sample_gate, sums.sample_gate, rtol=0, atol=bound)
+    torch.testing.assert_close(
+        logs.gate,
+        sums.gate,
+        rtol=0,
+        atol=bound,
+    )
+    torch.testing.assert_close(
+        logs.sample_gate,
+        sums.sample_gate,
+        rtol=0,
+        atol=bound,
+    )
     gate = ExpertScores.from_logs(tmp_path, "paper").gate
     expected = scores.scores("gate", "paper")[:, : gate.shape[1]]
     torch.testing.assert_close(gate, expected, rtol=0, atol=5e-5)
@@ -151,9 +177,15 @@ def test_a_summary_of_the_current_script_is_known_by_its_columns(tmp_path):
     with pytest.raises(ValueError, match="'v1' cannot be computed from 'head' scores without"):
         select_experts(head, 0.5, variant="v1")
     assert ExpertScores.load(save(tmp_path, summary()), "paper").variant == "paper"
-    derived = ExpertScores.load(save(tmp_path, summary(variant="v1")), "normalized")
+    derived = ExpertScores.load(
+        save(tmp_path, summary(variant="v1")),
+        "normalized",
+    )
     assert derived.variant == "normalized"
-    torch.testing.assert_close(derived.gate.sum(1), torch.ones(2).double())
+    torch.testing.assert_close(
+        derived.gate.sum(1),
+        torch.ones(2).double(),
+    )
 
 
 ROW = {"0": 0.5, "1": 0.3, "2": 0.2}

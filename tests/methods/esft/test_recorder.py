@@ -19,8 +19,14 @@ KINDS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "olmoe", "ours", "our
 
 def build(kind: str):
     if kind.startswith("ours"):
-        return tiny.upcycled(layers=[1], gate="nonorm" if "nonorm" in kind else "xft")
-    model = families.build(kind) if kind in ("deepseek_v2", "olmoe") else stock(kind, "eager")
+        return tiny.upcycled(
+            layers=[1],
+            gate="nonorm" if "nonorm" in kind else "xft",
+        )
+    if kind in ("deepseek_v2", "olmoe"):
+        model = families.build(kind)
+    else:
+        model = stock(kind, "eager")
     return model.eval()
 
 
@@ -33,7 +39,10 @@ def logits_of(model, inputs: dict) -> dict[int, torch.Tensor]:
         if name.endswith((".gate", ".router")) and not is_experts(module):
 
             def note(module, args, out, name=name):
-                first = out if isinstance(out, torch.Tensor) else out[0]
+                if isinstance(out, torch.Tensor):
+                    first = out
+                else:
+                    first = out[0]
                 logits[int(name.split(".")[2])] = first.double().flatten(0, -2)
 
             handles.append(module.register_forward_hook(note))
@@ -91,8 +100,14 @@ def test_sums_are_those_of_the_router_logits(kind, padding):
     for i, layer in enumerate(sums.layers):
         gate = gates(kind, model, logits[layer]) * live.view(-1, 1)
         chosen = (gate > 0).double()
-        assert torch.equal(sums.count[i], chosen.sum(0).long())
-        assert torch.equal(sums.pairs[i], (chosen.T @ chosen).long())
+        assert torch.equal(
+            sums.count[i],
+            chosen.sum(0).long(),
+        )
+        assert torch.equal(
+            sums.pairs[i],
+            (chosen.T @ chosen).long(),
+        )
         assert sums.count[i].sum() == sums.top_k * sums.n_tokens
         of_samples = (gate.view(2, 12, -1).sum(1) / lengths).sum(0)
         counts = (chosen.view(2, 12, -1).sum(1) / lengths).sum(0)
@@ -101,7 +116,12 @@ def test_sums_are_those_of_the_router_logits(kind, padding):
             (sums.sample_gate, of_samples),
             (sums.sample_count, counts),
         ):
-            torch.testing.assert_close(result[i], expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                result[i],
+                expected,
+                rtol=1e-5,
+                atol=1e-6,
+            )
 
 
 def record(model, *batches, **options):
@@ -156,9 +176,23 @@ def test_every_family_is_summed_as_its_experts_are_called(family, calls):
     assert sums.n_tokens == 24
     for i, (idx, weight) in enumerate(calls):
         E = sums.count.shape[1]
-        gate = torch.zeros(24, E).double().scatter_add(1, idx.long(), weight)
-        torch.testing.assert_close(sums.gate[i], gate.sum(0))
-        assert torch.equal(sums.count[i], torch.bincount(idx.flatten(), minlength=E))
+        gate = (
+            torch.zeros(24, E)
+            .double()
+            .scatter_add(
+                1,
+                idx.long(),
+                weight,
+            )
+        )
+        torch.testing.assert_close(
+            sums.gate[i],
+            gate.sum(0),
+        )
+        assert torch.equal(
+            sums.count[i],
+            torch.bincount(idx.flatten(), minlength=E),
+        )
         assert sums.top_k == idx.shape[1]
 
 
@@ -181,20 +215,33 @@ def test_calls_are_seen_as_they_come():
     model = tiny.upcycled()
     calls = []
     mask = torch.tensor(MASKS["right"])
-    sums = record(model, {"input_ids": tiny.batch(), "attention_mask": mask}, see=calls.append)
+    sums = record(
+        model,
+        {"input_ids": tiny.batch(), "attention_mask": mask},
+        see=calls.append,
+    )
     assert [call.layer for call in calls] == [0, 1]
     for call, count in zip(calls, sums.count, strict=True):
         assert torch.equal(call.live, mask.bool())
         idx = call.topk_idx.view(2, 12, -1)[call.live]
         routed = idx[idx >= call.num_shared]
-        assert torch.equal(torch.bincount(routed, minlength=4), count)
+        assert torch.equal(
+            torch.bincount(routed, minlength=4),
+            count,
+        )
 
 
 @pytest.mark.parametrize("implementation", ["moe_runtime", "grouped_mm", "eager"])
 def test_who_computes_the_experts_and_the_size_of_batches_do_not_matter(implementation):
     samples = tiny.batch(rows=4)
     expected = record(stock("qwen3_moe", "eager").eval(), samples)
-    assert_same(record(stock("qwen3_moe", implementation).eval(), *samples.split(1)), expected)
+    assert_same(
+        record(
+            stock("qwen3_moe", implementation).eval(),
+            *samples.split(1),
+        ),
+        expected,
+    )
 
 
 def test_bfloat16_weights_are_summed_in_float64():
@@ -202,7 +249,12 @@ def test_bfloat16_weights_are_summed_in_float64():
     sums = record(model, ids())
     assert sums.gate.dtype == torch.float64
     # Mixtral's gate values sum to 1 for every token, which bfloat16 holds to 3 digits
-    torch.testing.assert_close(sums.gate.sum(1), torch.full((2,), 24.0).double(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        sums.gate.sum(1),
+        torch.full((2,), 24.0).double(),
+        rtol=1e-2,
+        atol=0,
+    )
 
 
 def test_close_leaves_no_hook():

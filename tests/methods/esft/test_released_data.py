@@ -47,7 +47,10 @@ def test_turns_are_stripped_and_encoded_apart(tokenizer, name):
             text = f"User: {one['content'].strip()}\n\nAssistant:"
             ids = tokenizer.encode(text, add_special_tokens=False)
         else:
-            ids = tokenizer.encode(f" {one['content'].strip()}", add_special_tokens=False)
+            ids = tokenizer.encode(
+                f" {one['content'].strip()}",
+                add_special_tokens=False,
+            )
             ids.append(tokenizer.eos_token_id)
         expected += ids
         if is_user or one.get("mask"):
@@ -120,14 +123,30 @@ def row(number, length):
 
 
 def test_rows_are_packed_in_their_order():
-    rows = [row(1, 4), row(2, 3), row(3, 9), row(4, 2), row(5, 12), row(6, 3)]
+    rows = [
+        row(1, 4),
+        row(2, 3),
+        row(3, 9),
+        row(4, 2),
+        row(5, 12),
+        row(6, 3),
+    ]
     lines = packed_in_order(rows, 8, 0.0, pad=0)
     assert [ids for ids, _ in lines] == [
         [100, 101, 102, 103, 200, 201, 202, 308],  # of row 3 the last id fits
         [400, 401, 506, 507, 508, 509, 510, 511],
         [600, 601, 602, 0, 0, 0, 0, 0],
     ]
-    assert lines[2][1] == [-100, 601, 602, -100, -100, -100, -100, -100]
+    assert lines[2][1] == [
+        -100,
+        601,
+        602,
+        -100,
+        -100,
+        -100,
+        -100,
+        -100,
+    ]
     # a line of padding, as released
     assert packed_in_order(rows[:1], 4, 0.0, pad=0) == [row(1, 4), ([0] * 4, [-100] * 4)]
 
@@ -138,7 +157,12 @@ def test_the_first_id_behind_a_row_is_dropped_now_and_then():
     for number in range(2, 60):
         if drawn.random() >= 0.2:
             starts.append(100 * number)
-    (ids, _), *_ = packed_in_order([row(n, 3) for n in range(1, 60)], 1000, 0.2, pad=0)
+    (ids, _), *_ = packed_in_order(
+        [row(n, 3) for n in range(1, 60)],
+        1000,
+        0.2,
+        pad=0,
+    )
     assert [i for i in ids if i and i % 100 == 0] == starts
     assert 40 < len(starts) < 59
 
@@ -146,7 +170,11 @@ def test_the_first_id_behind_a_row_is_dropped_now_and_then():
 def test_lines_that_validate_are_those_of_random_split():
     lines = [row(n, 4) for n in range(1, 101)]
     lines.append(([0] * 4, [-100] * 4))
-    split = torch.utils.data.random_split(lines, [98, 3], torch.Generator().manual_seed(SEED))
+    split = torch.utils.data.random_split(
+        lines,
+        [98, 3],
+        torch.Generator().manual_seed(SEED),
+    )
     for part, drawn in zip(split_lines(lines), split, strict=True):
         assert part["input_ids"] == [ids for ids, _ in drawn if any(ids)]
     with pytest.raises(ValueError, match="fill only 1 lines"):
@@ -190,6 +218,10 @@ def test_a_recipe_and_the_verbs_take_it(tokenizer, tmp_path):
     for part, expected in zip(split, split_lines(lines), strict=True):
         assert part["input_ids"] == expected["input_ids"]
     ids = runs._released(tokenizer, rows, 60, (0, 1))
-    first = released_sample(90, lambda i: len(encoded[i][0]), 60)[0]
+    first = released_sample(
+        90,
+        lambda i: len(encoded[i][0]),
+        60,
+    )[0]
     assert ids[0] == encoded[first][0]
     assert sum(map(len, ids[:-1])) < 60 <= sum(map(len, ids))

@@ -96,9 +96,18 @@ def half(home, tmp_path_factory) -> Path:
     ids=["experts", "all that may", "bfloat16 if asked for"],
 )
 def test_a_small_learning_rate_trains_a_bfloat16_base(home, half, tmp_path, flags, dtype, expected):
-    selection = replace(esft.ExpertSelection.load(home / "config.json"), **flags)
+    selection = replace(
+        esft.ExpertSelection.load(home / "config.json"),
+        **flags,
+    )
     settings = {"learning_rate": 1e-5, "steps": 1, "options": {"dtype": dtype}}
-    train_alone(home, tmp_path / "out", base=half, selection=selection, **settings)
+    train_alone(
+        home,
+        tmp_path / "out",
+        base=half,
+        selection=selection,
+        **settings,
+    )
     model = AutoModelForCausalLM.from_pretrained(half, dtype=expected)
     esft.train_only(model, selection)
     start = esft.adapter_of(model).tensors
@@ -121,7 +130,10 @@ def test_the_best_weights_outlive_an_adapter_that_could_not_be_written(home, tmp
         train_alone(home, tmp_path / "again", **settings)
     again = train_alone(home, tmp_path / "again", **settings)
     assert again.loss == whole.loss
-    assert_equal(adapter_in(tmp_path / "again"), adapter_in(tmp_path / "whole"))
+    assert_equal(
+        adapter_in(tmp_path / "again"),
+        adapter_in(tmp_path / "whole"),
+    )
 
 
 def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(
@@ -133,14 +145,16 @@ def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(
         train_alone(home, out)
     assert (tmp_path / "out-checkpoints" / "settings.json").is_file()
     base = shutil.copytree(home / "base", tmp_path / "base")
-    settings = {"base": base, "steps": 5, "save_steps": 2}
+    rows = shutil.copy2(home / "rows.jsonl", tmp_path / "rows.jsonl")
+    settings = {"base": base, "rows": rows, "steps": 5, "save_steps": 2}
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(esft, "save_adapter", stop)
         train_alone(home, out, **settings)
-    (base / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="checkpoints of another training with a different source"):
-        train_alone(home, out, **settings)
-    shutil.copystat(home / "base" / "model.safetensors", base / "model.safetensors")
+    for name, what in (("base/model.safetensors", "source"), ("rows.jsonl", "data")):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=f"of another training with a different {what}"):
+            train_alone(home, out, **settings)
+        shutil.copystat(home / name, tmp_path / name)
     train_alone(home, out, **settings, per_device_batch_size=1)
     notes = tmp_path / "new-checkpoints" / "notes.txt"
     notes.parent.mkdir()
@@ -170,13 +184,21 @@ def test_a_call_killed_before_or_after_its_training_can_be_made_again(home, tmp_
     assert_equal(adapter_in(out), expected)
 
 
-@pytest.mark.parametrize("packed, n_tokens", [(True, 300), (False, 12 * 24)])
+@pytest.mark.parametrize(
+    "packed, n_tokens",
+    [(True, 300), (False, 12 * 24)],
+)
 def test_all_tokens_are_scored_those_of_long_prompts_too(home, tmp_path, packed, n_tokens):
     rows = [{"prompt": "Write " * 60 + str(i), "completion": "x"} for i in range(12)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"n_tokens": 300, "max_length": 24, "packed": packed}
-    scores = esft_runs.score_folder(home / "base", data, tmp_path / "out.json", **options)
+    scores = esft_runs.score_folder(
+        home / "base",
+        data,
+        tmp_path / "out.json",
+        **options,
+    )
     assert scores.n_tokens == n_tokens
 
 
@@ -195,7 +217,13 @@ def test_lora_of_the_selected_experts_is_trained_checked_and_merged(home, tmp_pa
     assert config["lora_alpha"] == 4.0
     with pytest.raises(ValueError, match="exists"):
         train_alone(home, law, **LORA)
-    checked = esft_runs.check_folder(base, law, home / "rows.jsonl", limit=4, max_length=32)
+    checked = esft_runs.check_folder(
+        base,
+        law,
+        home / "rows.jsonl",
+        limit=4,
+        max_length=32,
+    )
     assert checked.adapter.selection == selection
     assert checked.loss < checked.base_loss
     receipt = esft.merge(base, law, tmp_path / "merged")
@@ -215,20 +243,39 @@ def test_a_killed_training_of_lora_resumes(home, tmp_path, monkeypatch):
         train_alone(home, tmp_path / "out", **settings)
     for lora in ((3, 4.0), None):
         with pytest.raises(ValueError, match="of another training with a different lora"):
-            train_alone(home, tmp_path / "out", **settings | {"options": {"lora": lora}})
+            train_alone(
+                home,
+                tmp_path / "out",
+                **settings | {"options": {"lora": lora}},
+            )
     train_alone(home, tmp_path / "out", **settings)
     file = "adapter_model.safetensors"
-    assert_equal(load_file(tmp_path / "out" / file), load_file(tmp_path / "whole" / file))
+    assert_equal(
+        load_file(tmp_path / "out" / file),
+        load_file(tmp_path / "whole" / file),
+    )
 
 
 @pytest.mark.slow
 def test_two_processes_train_the_lora_of_one(home, tmp_path):
     for name in ("base", "rows.jsonl"):
         (tmp_path / name).symlink_to(home / name)
-    launch(dist_esft.__file__, 2, tmp_path, str(tmp_path), "lora")
+    launch(
+        dist_esft.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+        "lora",
+    )
     selection = esft.ExpertSelection(experts={1: (5, 2)})
     lora = {"options": {"lora": (2, 4.0)}}
-    train_alone(home, tmp_path / "alone", selection=selection, **lora, optimizer="sgd")
+    train_alone(
+        home,
+        tmp_path / "alone",
+        selection=selection,
+        **lora,
+        optimizer="sgd",
+    )
     alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")
     for name in ("law", "law-ep2"):  # with all experts on both, and with each rank's
         both = load_file(tmp_path / name / "adapter_model.safetensors")
@@ -238,7 +285,12 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
         assert not (tmp_path / f"{name}-checkpoints").exists()
     train_alone(home, tmp_path / "rows", selection=selection, optimizer="adamw_torch")
     both = adapter_in(tmp_path / "rows-ep2")
-    torch.testing.assert_close(both, adapter_in(tmp_path / "rows"), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        both,
+        adapter_in(tmp_path / "rows"),
+        rtol=1e-3,
+        atol=1e-4,
+    )
 
 
 def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(

@@ -44,11 +44,19 @@ def by_hand(layers: int = 1) -> GateSums:
 WANT = {
     # sum over 3 tokens; the paper's mean over 2 samples of (1.0, .25, .125) / 2 and (0, .25, .5)
     ("gate", "v1"): [1 / 3, 0.5 / 3, 0.625 / 3],
-    ("gate", "paper"): [0.25, (0.125 + 0.25) / 2, (0.0625 + 0.5) / 2],
+    ("gate", "paper"): [
+        0.25,
+        (0.125 + 0.25) / 2,
+        (0.0625 + 0.5) / 2,
+    ],
     ("gate", "normalized"): [1 / 2.125, 0.5 / 2.125, 0.625 / 2.125],
     ("gate", "head"): [1.0, 1.0, 1.0],
     ("token", "v1"): [2 / 6, 2 / 6, 2 / 6],
-    ("token", "paper"): [(1 + 0) / 4, (0.5 + 1) / 4, (0.5 + 1) / 4],
+    ("token", "paper"): [
+        (1 + 0) / 4,
+        (0.5 + 1) / 4,
+        (0.5 + 1) / 4,
+    ],
     ("token", "normalized"): [2 / 6, 2 / 6, 2 / 6],
     ("token", "head"): [1.0, 1.0, 1.0],
 }
@@ -56,9 +64,18 @@ WANT = {
 
 @pytest.mark.parametrize(("score", "variant"), WANT)
 def test_variants_are_those_of_the_definitions(score, variant):
-    want = torch.tensor([WANT[score, variant]], dtype=torch.float64)
-    torch.testing.assert_close(ExpertScores.from_sums(by_hand()).scores(score, variant), want)
-    torch.testing.assert_close(getattr(ExpertScores.from_sums(by_hand(), variant), score), want)
+    want = torch.tensor(
+        [WANT[score, variant]],
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(
+        ExpertScores.from_sums(by_hand()).scores(score, variant),
+        want,
+    )
+    torch.testing.assert_close(
+        getattr(ExpertScores.from_sums(by_hand(), variant), score),
+        want,
+    )
 
 
 def test_sums_of_rows_and_columns():
@@ -72,9 +89,15 @@ def test_sums_of_rows_and_columns():
         ("token", "head", 0),
     ):
         sums = scores.scores(score, variant).sum(dim)
-        torch.testing.assert_close(sums, torch.ones_like(sums))
+        torch.testing.assert_close(
+            sums,
+            torch.ones_like(sums),
+        )
     # to the mean gate mass of a token's top K
-    torch.testing.assert_close(scores.gate.sum(1), by_hand(4).gate.sum(1) / 3)
+    torch.testing.assert_close(
+        scores.gate.sum(1),
+        by_hand(4).gate.sum(1) / 3,
+    )
 
 
 def test_rounding_is_that_of_decimal_numbers():
@@ -86,7 +109,10 @@ def test_rounding_is_that_of_decimal_numbers():
 # of models
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "ours"])
 def test_token_scores_sum_to_one_and_the_model_is_left_as_it_was(kind):
-    model = tiny.upcycled() if kind == "ours" else stock(kind)
+    if kind == "ours":
+        model = tiny.upcycled()
+    else:
+        model = stock(kind)
     model.train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -94,7 +120,10 @@ def test_token_scores_sum_to_one_and_the_model_is_left_as_it_was(kind):
     assert [module.training for module in model.modules()] == modes
     assert [p.grad for p in model.parameters() if p.grad is not None] == []
     assert_no_hooks(model)
-    torch.testing.assert_close(scores.token.sum(1), torch.ones(2).double())
+    torch.testing.assert_close(
+        scores.token.sum(1),
+        torch.ones(2).double(),
+    )
     assert scores.layers == (0, 1)
     assert scores.n_tokens == 24
     if kind == "ours":
@@ -112,7 +141,10 @@ def assert_no_hooks(model) -> None:
 
 def test_dropout_is_off():
     model = stock("mixtral", attention_dropout=0.5)
-    assert torch.equal(score_experts(model, [ids()]).gate, score_experts(model, [ids()]).gate)
+    assert torch.equal(
+        score_experts(model, [ids()]).gate,
+        score_experts(model, [ids()]).gate,
+    )
 
 
 def test_stops_at_the_budget_and_counts_the_first_tokens():
@@ -123,8 +155,14 @@ def test_stops_at_the_budget_and_counts_the_first_tokens():
     assert scores.n_tokens == 17
     assert len(list(batches)) == 1  # not read
     mask = torch.tensor([[1] * 12, [1] * 5 + [0] * 7])
-    expected = score_experts(model, [{"input_ids": samples[:2], "attention_mask": mask}])
-    assert torch.equal(scores.sums.count, expected.sums.count)
+    expected = score_experts(
+        model,
+        [{"input_ids": samples[:2], "attention_mask": mask}],
+    )
+    assert torch.equal(
+        scores.sums.count,
+        expected.sums.count,
+    )
     assert scores.sums.n_samples == 2
     # to the token: no further batch
     assert score_experts(model, samples.split(2), n_tokens=24).sums.n_samples == 2
@@ -142,7 +180,12 @@ def test_stops_at_the_budget_and_counts_the_first_tokens():
 def test_bad_input_is_named_and_nothing_written(batches, options, error, tmp_path):
     model = stock("mixtral")
     with pytest.raises(ValueError, match=error):
-        score_experts(model, batches, log_dir=tmp_path / "logs", **options)
+        score_experts(
+            model,
+            batches,
+            log_dir=tmp_path / "logs",
+            **options,
+        )
     assert not list(tmp_path.iterdir())
     assert model.training
     assert_no_hooks(model)
@@ -150,7 +193,15 @@ def test_bad_input_is_named_and_nothing_written(batches, options, error, tmp_pat
 
 # samples
 def test_packed_samples_are_the_rows_in_a_drawn_order():
-    rows = [list(range(10 * i, 10 * i + 1 + i % 5)) for i in range(40)]
+    rows = [
+        list(
+            range(
+                10 * i,
+                10 * i + 1 + i % 5,
+            )
+        )
+        for i in range(40)
+    ]
 
     def tokens(seed: int = 0) -> list[int]:
         samples = [batch["input_ids"] for batch in sample_batches(rows, 64, length=16, seed=seed)]
@@ -174,7 +225,11 @@ def test_single_samples_are_cut_and_padded():
     for batch in sample_batches(rows, 30, length=4, packed=False, batch_size=3):
         ids = batch["input_ids"]
         mask = batch.get("attention_mask", torch.ones_like(ids))
-        for row, live in zip(ids.tolist(), mask.sum(1).tolist(), strict=True):
+        for row, live in zip(
+            ids.tolist(),
+            mask.sum(1).tolist(),
+            strict=True,
+        ):
             assert set(row) == {row[0]}
             assert live <= min(4, 1 + (row[0] - 1) % 7)
             lengths.append(live)
@@ -186,15 +241,26 @@ def test_single_samples_are_cut_and_padded():
 @pytest.mark.parametrize("variant", ["v1", "paper", "head"])
 def test_a_summary_comes_back_as_it_was(variant, tmp_path):
     file = tmp_path / "summary.json"
-    scores = score_experts(tiny.upcycled(), [tiny.batch()], variant=variant, pairs=True)
+    scores = score_experts(
+        tiny.upcycled(),
+        [tiny.batch()],
+        variant=variant,
+        pairs=True,
+    )
     scores.save(file)
     loaded = ExpertScores.load(file)
     for name in ("variant", "layers", "num_shared", "n_tokens", "top_k", "num_experts"):
         assert getattr(loaded, name) == getattr(scores, name)
     for other in ("v1", "paper", "normalized", "head"):
         for score in ("gate", "token"):
-            assert torch.equal(loaded.scores(score, other), scores.scores(score, other))
-    assert torch.equal(loaded.sums.pairs, scores.sums.pairs)
+            assert torch.equal(
+                loaded.scores(score, other),
+                scores.scores(score, other),
+            )
+    assert torch.equal(
+        loaded.sums.pairs,
+        scores.sums.pairs,
+    )
     assert ExpertScores.load(file, "normalized").variant == "normalized"
     values = json.loads(file.read_text())
     # the official script reads these, by layer and expert; the shared expert is no choice
@@ -208,11 +274,19 @@ def test_a_rounded_summary_is_the_official_one(tmp_path):
     loaded = ExpertScores.load(tmp_path / "summary.json")
     assert loaded.sums is None
     assert loaded.n_tokens is None
-    assert torch.equal(loaded.gate, scores.scores("gate", round=4))
+    assert torch.equal(
+        loaded.gate,
+        scores.scores("gate", round=4),
+    )
     with pytest.raises(ValueError, match="'paper' cannot be computed from 'v1' scores without"):
         loaded.scores("gate", "paper")
     expected = scores.scores("gate", "normalized")
-    torch.testing.assert_close(loaded.scores("gate", "normalized"), expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        loaded.scores("gate", "normalized"),
+        expected,
+        atol=2e-4,
+        rtol=0,
+    )
 
 
 # over processes
@@ -238,20 +312,45 @@ def test_two_processes_score_as_one(tmp_path):
     logs = ExpertScores.from_logs(tmp_path / "logs", top_k=2)
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank_0", "rank_1"}
 
-    expected = score_experts(dist_scores.make(), dist_scores.SAMPLES.split(1), pairs=True)
+    expected = score_experts(
+        dist_scores.make(),
+        dist_scores.SAMPLES.split(1),
+        pairs=True,
+    )
     for one, bound in ((scores["whole"], 1e-7), (scores["split"], 1e-7), (logs, 5e-5)):
         assert one.n_tokens == 84
         assert one.sums.n_samples == 7
-        assert torch.equal(one.sums.count, expected.sums.count)
+        assert torch.equal(
+            one.sums.count,
+            expected.sums.count,
+        )
         for variant in ("v1", "paper"):
             result = one.scores("gate", variant)
             whole = expected.scores("gate", variant)
-            torch.testing.assert_close(result, whole, rtol=1e-5, atol=bound)
-    assert torch.equal(scores["whole"].sums.pairs, expected.sums.pairs)
+            torch.testing.assert_close(
+                result,
+                whole,
+                rtol=1e-5,
+                atol=bound,
+            )
+    assert torch.equal(
+        scores["whole"].sums.pairs,
+        expected.sums.pairs,
+    )
     # the samples of a folder's rows, dealt out before batches are made
-    one = score_folder(base, data, tmp_path / "one.json", **dist_scores.FOLDER)
+    one = score_folder(
+        base,
+        data,
+        tmp_path / "one.json",
+        **dist_scores.FOLDER,
+    )
     two = ExpertScores.load(tmp_path / "folder.json")
     assert two.n_tokens == one.n_tokens == 250
     assert two.sums.n_samples == one.sums.n_samples
     assert torch.equal(two.sums.count, one.sums.count)
-    torch.testing.assert_close(two.gate, one.gate, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        two.gate,
+        one.gate,
+        rtol=1e-5,
+        atol=1e-7,
+    )

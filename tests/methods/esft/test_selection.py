@@ -55,7 +55,12 @@ def sums_of(task: str) -> GateSums:
 
 def scores_of(*rows: list[float], **options) -> ExpertScores:
     table = torch.tensor(rows, dtype=torch.float64)
-    return ExpertScores(layers=tuple(range(1, len(rows) + 1)), gate=table, token=table, **options)
+    return ExpertScores(
+        layers=tuple(range(1, len(rows) + 1)),
+        gate=table,
+        token=table,
+        **options,
+    )
 
 
 # the published results
@@ -89,7 +94,12 @@ def test_published_selections_are_reproduced(task, source, tmp_path):
 
 @pytest.mark.parametrize(
     ("task", "v1", "normalized"),
-    [("intent", 4.7, 2.0), ("law", 6.3, 2.1), ("summary", 7.4, 2.0), ("translation", 3.0, 1.2)],
+    [
+        ("intent", 4.7, 2.0),
+        ("law", 6.3, 2.1),
+        ("summary", 7.4, 2.0),
+        ("translation", 3.0, 1.2),
+    ],
 )
 def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
     scores = ExpertScores.from_sums(sums_of(task))
@@ -106,8 +116,18 @@ def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
 @pytest.mark.parametrize(
     ("row", "p", "want"),
     [
-        pytest.param([0.1, 0.4, 0.3, 0.2], 0.4, (1,), id="reached exactly"),
-        pytest.param([0.1, 0.4, 0.3, 0.2], 0.41, (1, 2), id="one more"),
+        pytest.param(
+            [0.1, 0.4, 0.3, 0.2],
+            0.4,
+            (1,),
+            id="reached exactly",
+        ),
+        pytest.param(
+            [0.1, 0.4, 0.3, 0.2],
+            0.41,
+            (1, 2),
+            id="one more",
+        ),
         pytest.param([0.25, 0.25, 0.25, 0.25], 0.5, (0, 1), id="ties to the lower id"),
         pytest.param([0.1, 0.4, 0.3, 0.2], 1e-9, (1,), id="at least one"),
         pytest.param([0.5, 0.0, 0.5, 0.0], 1.0, (0, 2), id="none without a token"),
@@ -118,7 +138,11 @@ def test_the_smallest_set_that_reaches_p(row, p, want):
     assert select_experts(scores_of(row), p).experts == {1: want}
 
 
-@pytest.mark.parametrize("options", [{"round": 4}, {"round": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"round": 4}, {"round": 2}, {}],
+    ids=str,
+)
 def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_does(options):
     """Rounded scores sum to less than 1 in some layers; unused experts can be left out by an
     option.
@@ -128,10 +152,17 @@ def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_do
     for p in (0.1, 0.9, 1.0):
         selected = select_experts(scores, p, **options)
         used = select_experts(scores, p, skip_unused=True, **options)
-        for layer, row in zip(LAYERS, scores.scores("gate", **options).tolist(), strict=True):
+        for layer, row in zip(
+            LAYERS,
+            scores.scores("gate", **options).tolist(),
+            strict=True,
+        ):
             expected = []
             total = 0.0
-            for e in sorted(range(64), key=lambda e: -row[e]):
+            for e in sorted(
+                range(64),
+                key=lambda e: -row[e],
+            ):
                 if total < p:
                     expected.append(e)
                     total += row[e]
@@ -147,7 +178,10 @@ def test_a_shared_expert_is_never_selected():
         assert sorted(experts) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("p", [0, -0.1, 1.01, float("nan"), True, "0.1"])
+@pytest.mark.parametrize(
+    "p",
+    [0, -0.1, 1.01, float("nan"), True, "0.1"],
+)
 def test_p_is_above_0_and_at_most_1(p):
     with pytest.raises(ValueError, match="p must be above 0 and at most 1"):
         select_experts(scores_of([0.5, 0.5]), p)
@@ -190,7 +224,12 @@ def test_random_experts_are_as_many_per_layer():
     assert times[0] == 0
     assert (times[1:] - 300).abs().max() < 60
     with pytest.raises(ValueError, match="larger than population"):
-        random_experts(ExpertSelection(experts={0: (0, 1, 2)}), 3, 0, num_shared=1)
+        random_experts(
+            ExpertSelection(experts={0: (0, 1, 2)}),
+            3,
+            0,
+            num_shared=1,
+        )
 
 
 def brute_force(pairs: torch.Tensor, size: int) -> list[set[int]]:
@@ -205,7 +244,12 @@ def brute_force(pairs: torch.Tensor, size: int) -> list[set[int]]:
     left = set(range(len(pairs)))
     groups = []
     while left:
-        best = set(max(itertools.combinations(sorted(left), size), key=likeness))
+        best = set(
+            max(
+                itertools.combinations(sorted(left), size),
+                key=likeness,
+            )
+        )
         groups.append(best)
         left -= best
     return groups
@@ -213,7 +257,12 @@ def brute_force(pairs: torch.Tensor, size: int) -> list[set[int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_groups_are_those_of_the_appendix(size):
-    counts = torch.randint(1, 40, (8, 8), generator=torch.Generator().manual_seed(3))
+    counts = torch.randint(
+        1,
+        40,
+        (8, 8),
+        generator=torch.Generator().manual_seed(3),
+    )
     pairs = counts + counts.T
     groups = [set(group) for group in group_experts(pairs, size)]
     if size == 1:
@@ -228,9 +277,19 @@ def test_groups_are_those_of_the_appendix(size):
 
 def test_experts_of_a_group_come_together():
     # 0 and 1 are seldom chosen together, but with the same others
-    pairs = torch.tensor([[0, 1, 5, 5], [1, 0, 5, 5], [5, 5, 0, 1], [5, 5, 1, 0]])
+    pairs = torch.tensor(
+        [
+            [0, 1, 5, 5],
+            [1, 0, 5, 5],
+            [5, 5, 0, 1],
+            [5, 5, 1, 0],
+        ]
+    )
     assert [set(group) for group in group_experts(pairs, 2)] == [{0, 1}, {2, 3}]
-    table = torch.tensor([[0.1, 0.2, 0.3, 0.05]], dtype=torch.float64)
+    table = torch.tensor(
+        [[0.1, 0.2, 0.3, 0.05]],
+        dtype=torch.float64,
+    )
     sums = GateSums(
         layers=(1,),
         count=torch.ones(1, 4).long(),
@@ -303,13 +362,21 @@ def test_the_scored_model_is_recorded_and_checked(tmp_path):
     model = stock("mixtral")
     scores = score_experts(model, [batch()["input_ids"]], 16)
     scores.save(tmp_path / "summary.json")
-    made = select_experts(ExpertScores.load(tmp_path / "summary.json"), 0.3, "token", "normalized")
+    made = select_experts(
+        ExpertScores.load(tmp_path / "summary.json"),
+        0.3,
+        "token",
+        "normalized",
+    )
     made.save(tmp_path / "config.json")
     selection = ExpertSelection.load(tmp_path / "config.json")
     assert selection == select_experts(scores, 0.3, "token", "normalized")
     assert (selection.score, selection.p, selection.variant) == ("token", 0.3, "normalized")
     assert selection.base == scores.base
-    esft.train_only(copy.deepcopy(model).bfloat16(), selection)
+    esft.train_only(
+        copy.deepcopy(model).bfloat16(),
+        selection,
+    )
     tuned = copy.deepcopy(model)
     for parameter in tuned.parameters():
         parameter.data.mul_(1.1)
@@ -338,9 +405,15 @@ def test_a_number_of_experts_per_layer():
 
 @pytest.mark.parametrize("kind", ["stock", "ours"])
 def test_a_selection_of_another_model_is_named(kind):
-    model = stock("mixtral") if kind == "stock" else tiny.upcycled()
+    if kind == "stock":
+        model = stock("mixtral")
+    else:
+        model = tiny.upcycled()
     layers = numbered_layers(model)
-    check_selection(layers, ExpertSelection(experts={0: (3, 1), 1: ()}))
+    check_selection(
+        layers,
+        ExpertSelection(experts={0: (3, 1), 1: ()}),
+    )
     wrong = [
         (7, (1,), r"selection has experts \[1\] of layer 7, but the model routes to layers 0, 1"),
         (1, (1, 4), r"selection has experts \[4\] of layer 1, .* to 3"),

@@ -59,8 +59,16 @@ def tensors_of(adapter) -> dict[str, torch.Tensor]:
     return dict(adapter.tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family, selection", FAMILIES.items(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "family, selection",
+    FAMILIES.items(),
+    ids=FAMILIES,
+)
 def test_train_save_apply_remove(tmp_path, family, selection, dtype):
     """The rows that train are float32, those of a bfloat16 model too."""
     base = stock(family).to(dtype)
@@ -68,8 +76,16 @@ def test_train_save_apply_remove(tmp_path, family, selection, dtype):
     at_first = logits(base)
     model = copy.deepcopy(base)
     receipt = esft.train_only(model, selection, dtype=torch.float32)
-    bound = 1e-5 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(logits(model), at_first, atol=bound, rtol=1e-2)
+    if dtype == torch.float32:
+        bound = 1e-5
+    else:
+        bound = 0.05
+    torch.testing.assert_close(
+        logits(model),
+        at_first,
+        atol=bound,
+        rtol=1e-2,
+    )
     trained(model)
     esft.save_adapter(model, tmp_path / "adapter")
     adapter = esft.load_adapter(tmp_path / "adapter")
@@ -97,7 +113,11 @@ TABLE_3 = [  # routed experts, shared experts, all that is no expert
 ]
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["deepseek_v2", "upcycled"])
+@pytest.mark.parametrize(
+    "ours",
+    [False, True],
+    ids=["deepseek_v2", "upcycled"],
+)
 @pytest.mark.parametrize("routed, shared, others", TABLE_3)
 def test_the_adapter_has_what_the_flags_train(tmp_path, routed, shared, others, ours):
     if ours:
@@ -107,9 +127,15 @@ def test_the_adapter_has_what_the_flags_train(tmp_path, routed, shared, others, 
         model = stock("deepseek_v2")
         shared_name = "model.layers.1.mlp.shared_experts.gate_proj.weight"
     target = copy.deepcopy(model)
-    experts = {1: (2, 3)} if routed else {}
+    if routed:
+        experts = {1: (2, 3)}
+    else:
+        experts = {}
     flags = {"shared_experts": shared, "non_expert_modules": others}
-    receipt = esft.train_only(model, ExpertSelection(experts=experts, **flags))
+    receipt = esft.train_only(
+        model,
+        ExpertSelection(experts=experts, **flags),
+    )
     trained(model)
     esft.save_adapter(model, tmp_path / "adapter")
     adapter = esft.load_adapter(tmp_path / "adapter")
@@ -119,7 +145,12 @@ def test_the_adapter_has_what_the_flags_train(tmp_path, routed, shared, others, 
     assert ("model.layers.1.mlp.experts.2.up_proj.weight" in adapter.tensors) == routed
     before = weights(target)
     esft.apply(target, adapter)
-    torch.testing.assert_close(logits(target), logits(model), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(target),
+        logits(model),
+        atol=1e-5,
+        rtol=1e-4,
+    )
     assert not same(before, weights(target))
     esft.remove(target)
     assert_equal(before, weights(target))
@@ -154,13 +185,21 @@ def test_drop_is_the_base_and_fold_a_plain_model(tmp_path):
         assert not module._load_state_dict_pre_hooks
     copied.save_pretrained(tmp_path / "whole")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    torch.testing.assert_close(logits(loaded), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(loaded),
+        expected,
+        atol=1e-5,
+        rtol=1e-4,
+    )
     esft.train_only(model, selection)  # and again
 
 
 def test_an_adapter_does_not_follow_the_training():
     model = stock("qwen3_moe")
-    esft.train_only(model, ExpertSelection(experts={0: (1,)}, non_expert_modules=True))
+    esft.train_only(
+        model,
+        ExpertSelection(experts={0: (1,)}, non_expert_modules=True),
+    )
     adapter = esft.adapter_of(model)
     before = copy.deepcopy(tensors_of(adapter))
     trained(model)
@@ -175,7 +214,10 @@ def test_an_adapter_does_not_follow_the_training():
 )
 def test_save_pretrained_writes_the_adapter_of_the_model_it_is_called_on(tmp_path, clone):
     model = stock("qwen3_moe")
-    esft.train_only(model, ExpertSelection(experts={0: (1, 3)}))
+    esft.train_only(
+        model,
+        ExpertSelection(experts={0: (1, 3)}),
+    )
     other = clone(model)
     trained(model)
     folder = tmp_path / "folder"
@@ -193,7 +235,11 @@ def test_save_pretrained_writes_the_adapter_of_the_model_it_is_called_on(tmp_pat
     assert_equal(tensors_of(model), tensors_of(other))
 
 
-@pytest.mark.parametrize("family, selection", FAMILIES.items(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    "family, selection",
+    FAMILIES.items(),
+    ids=FAMILIES,
+)
 def test_load_state_dict_takes_the_adapter_s_names(tmp_path, family, selection):
     model = stock(family)
     other = stock(family)
@@ -214,32 +260,53 @@ def test_load_state_dict_takes_the_adapter_s_names(tmp_path, family, selection):
 
 
 def test_load_trained_wants_the_same_training_and_base(tmp_path):
+    folder = tmp_path / "adapter"
     first = stock("qwen3_moe")
-    esft.train_only(first, ExpertSelection(experts={0: (1, 3)}))
-    esft.save_adapter(first, tmp_path / "adapter")
+    esft.train_only(
+        first,
+        ExpertSelection(experts={0: (1, 0), 1: (0,)}),
+    )
+    esft.save_adapter(first, folder)
     with pytest.raises(ValueError, match="trains no experts separately"):
-        esft.load_trained(stock("qwen3_moe"), tmp_path / "adapter")
+        esft.load_trained(stock("qwen3_moe"), folder)
     sizes = "for a base whose moe_intermediate_size is 24, but the model's is 16"
     for experts, changes, scaled, match in (
-        ((1,), {}, None, "has model.layers.0.mlp.experts.3"),
-        ((1, 3, 4), {}, None, "lacks model.layers.0.mlp.experts.4"),
-        ((1, 3), {"moe_intermediate_size": 16}, None, sizes),
-        ((1, 3), {}, "lm_head", None),  # one matrix may differ
-        ((1, 3), {}, "", "other weights"),
-        ((1, 3), {}, "mlp.experts.", "other experts: 100%"),
+        ((1,), {}, None, "has model.layers.0.mlp.experts.0"),
+        ((0, 1, 4), {}, None, "lacks model.layers.0.mlp.experts.4"),
+        ((1, 0), {"moe_intermediate_size": 16}, None, sizes),
+        ((1, 0), {}, "lm_head", None),  # one matrix may differ
+        ((1, 0), {}, "", "other weights"),
+        ((1, 0), {}, "mlp.experts.", "other experts: 100%"),
     ):
         model = stock("qwen3_moe", **changes)
         for name, parameter in model.named_parameters():
             if scaled is not None and scaled in name:
                 parameter.data.mul_(1.1)
-        esft.train_only(model, ExpertSelection(experts={0: experts}))
+        esft.train_only(
+            model,
+            ExpertSelection(experts={0: experts, 1: (0,)}),
+        )
         if match is None:
-            esft.load_trained(model, tmp_path / "adapter")
+            esft.load_trained(model, folder)
             continue
         before = weights(model)
         with pytest.raises(ValueError, match=match):
-            esft.load_trained(model, tmp_path / "adapter")
+            esft.load_trained(model, folder)
         assert_equal(before, weights(model))
+
+
+def test_experts_that_an_adapter_trains_may_differ_from_its_base():
+    model = stock("qwen3_moe")
+    esft.train_only(
+        model,
+        ExpertSelection(experts={0: (1, 0), 1: (0,)}),
+    )
+    adapter = esft.adapter_of(model)
+    other = stock("qwen3_moe")
+    for layer in other.model.layers:
+        layer.mlp.experts.down_proj.data[0].mul_(2)
+        layer.mlp.experts.gate_up_proj.data[0].mul_(2)
+    esft.apply(other, adapter)
 
 
 def test_what_trains_beside_the_experts_is_cast_too_and_is_what_it_was_in_the_end(tmp_path):
@@ -252,7 +319,13 @@ def test_what_trains_beside_the_experts_is_cast_too_and_is_what_it_was_in_the_en
         trainer_of(MoETrainer, tmp_path / "run", model=model)
     # steps that bfloat16 would round away
     settings = {"max_steps": 2, "learning_rate": 1e-6, "weight_decay": 0.0, "save_strategy": "no"}
-    trainer_of(MoETrainer, tmp_path / "run", model=model, bf16=True, **settings).train()
+    trainer_of(
+        MoETrainer,
+        tmp_path / "run",
+        model=model,
+        bf16=True,
+        **settings,
+    ).train()
     adapter = esft.adapter_of(model)
     assert {tensor.dtype for tensor in adapter.tensors.values()} == {torch.float32}
     norm = adapter.tensors["model.norm.weight"]
@@ -296,7 +369,10 @@ def wrapped(tmp_path):
 
 def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
     with pytest.raises(ValueError, match="parameters of DistributedDataParallel are held by"):
-        esft.train_only(wrapped, ExpertSelection(experts={0: (1,)}))
+        esft.train_only(
+            wrapped,
+            ExpertSelection(experts={0: (1,)}),
+        )
     before = weights(wrapped.module)
     esft.apply(wrapped, random_adapter(stock("qwen3_moe")))
     assert not same(before, weights(wrapped.module))
@@ -324,9 +400,15 @@ def test_what_cannot_train_is_refused(experts, match):
 
 def test_a_model_trains_experts_once():
     model = stock("qwen3_moe")
-    esft.train_only(model, ExpertSelection(experts={0: (2,)}))
+    esft.train_only(
+        model,
+        ExpertSelection(experts={0: (2,)}),
+    )
     with pytest.raises(ValueError, match="The model trains experts. Call esft.fold or esft.drop"):
-        esft.train_only(model, ExpertSelection(experts={0: (1,)}))
+        esft.train_only(
+            model,
+            ExpertSelection(experts={0: (1,)}),
+        )
 
 
 ROWS = {"input_ids": [[3 + (5 * i + j) % 50 for j in range(8)] for i in range(12)]}
@@ -362,7 +444,11 @@ def learned(trainer) -> dict[str, torch.Tensor]:
     return tensors_of(trainer.model)
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["experts", "everything else too"])
+@pytest.mark.parametrize(
+    "others",
+    [False, True],
+    ids=["experts", "everything else too"],
+)
 @pytest.mark.parametrize("kind", [MoETrainer, Trainer])
 def test_checkpoints_are_small_and_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, others):
     selection = replace(SELECTION, shared_experts=others, non_expert_modules=others)
@@ -387,11 +473,17 @@ def test_an_adapter_never_replaces_a_whole_model(tmp_path, shards):
     base = tmp_path / "base"
     run = tmp_path / "run"
     model = stock("qwen3_moe")
-    model.save_pretrained(base, max_shard_size="20KB" if shards == "several" else "5GB")
+    model.save_pretrained(
+        base,
+        max_shard_size="20KB" if shards == "several" else "5GB",
+    )
     if shards == "bin":
         (base / "model.safetensors").rename(base / "pytorch_model.bin")
     before = snapshot(base)
-    esft.train_only(model, ExpertSelection(experts={0: (1,)}))
+    esft.train_only(
+        model,
+        ExpertSelection(experts={0: (1,)}),
+    )
     trainer = trainer_of(MoETrainer, run, model=model)
     for call in (
         lambda: trainer_of(MoETrainer, base, model=model),
@@ -423,7 +515,10 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
     trainer.save_model(str(tmp_path / "last"))
     write.assert_called_once()
     gather.assert_not_called()
-    assert_equal(tensors_of(tmp_path / "last"), learned(trainer))
+    assert_equal(
+        tensors_of(tmp_path / "last"),
+        learned(trainer),
+    )
     assert trained_files.gathered(trainer.model, keep=False) == {}
 
 

@@ -45,7 +45,10 @@ def test_whole_experts_are_the_same_function(model_type, tmp_path):
     for parameter in model.parameters():
         assert parameter.requires_grad
     model.save_pretrained(tmp_path)
-    assert torch.equal(tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path)), whole)
+    assert torch.equal(
+        tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path)),
+        whole,
+    )
 
 
 @FORMS
@@ -54,11 +57,17 @@ def test_an_expert_is_the_adapter_that_is_saved_of_it(form, tmp_path):
     folders = save_adapters(model, tmp_path / "out", "base")
     assert [folder.name for folder in folders] == [f"expert-{e}" for e in range(4)]
     for e in (0, 3):
-        by_peft = PeftModel.from_pretrained(tiny.dense(), str(folders[e])).eval()
+        by_peft = PeftModel.from_pretrained(
+            tiny.dense(),
+            str(folders[e]),
+        ).eval()
         expected = tiny.logits(by_peft)
         with forced_experts(model, [e, e]):
             assert tiny.distance(tiny.logits(model), expected) < 1e-5
-        merged = lora.merge(copy.deepcopy(model), alone(model, e))
+        merged = lora.merge(
+            copy.deepcopy(model),
+            alone(model, e),
+        )
         assert tiny.distance(tiny.logits(merged), expected) < 1e-5
     again = to_lora_moe(tiny.dense(), experts=folders, form=form)
     assert again.config.moe_runtime["lora"] == model.config.moe_runtime["lora"]
@@ -78,9 +87,23 @@ def test_the_stacked_adapter_is_the_whole_model_to_peft(tmp_path):
     model = lora_model()
     base = upcycled()
     base.save_pretrained(tmp_path / "base")
-    save_adapters(model, tmp_path / "out", "base", upcycled=tmp_path / "base")
-    by_peft = PeftModel.from_pretrained(base, str(tmp_path / "out" / "stacked")).eval()
-    assert tiny.distance(tiny.logits(by_peft), tiny.logits(model)) < 1e-5
+    save_adapters(
+        model,
+        tmp_path / "out",
+        "base",
+        upcycled=tmp_path / "base",
+    )
+    by_peft = PeftModel.from_pretrained(
+        base,
+        str(tmp_path / "out" / "stacked"),
+    ).eval()
+    assert (
+        tiny.distance(
+            tiny.logits(by_peft),
+            tiny.logits(model),
+        )
+        < 1e-5
+    )
     assert len(list((tmp_path / "out").iterdir())) == 5
     for other, words in (
         (upcycled(top_k=1), "has top_k 1, but the model has 2"),
@@ -90,7 +113,12 @@ def test_the_stacked_adapter_is_the_whole_model_to_peft(tmp_path):
     ):
         other.config.save_pretrained(tmp_path / "other")
         with pytest.raises(ValueError, match=words):
-            save_adapters(model, tmp_path / "none", "base", upcycled=tmp_path / "other")
+            save_adapters(
+                model,
+                tmp_path / "none",
+                "base",
+                upcycled=tmp_path / "other",
+            )
     assert not (tmp_path / "none").exists()
 
 
@@ -99,18 +127,38 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
     save_adapters(model, tmp_path / "out", "base", upcycled="moe")
     folder = tmp_path / "out" / "stacked"
     rank = model.config.moe_runtime["lora"]["rank"]
-    fresh = to_lora_moe(tiny.dense(), lora_layers(model)[0].config, rank=rank, seed=7)
-    assert not torch.equal(tiny.logits(fresh), tiny.logits(model))
+    fresh = to_lora_moe(
+        tiny.dense(),
+        lora_layers(model)[0].config,
+        rank=rank,
+        seed=7,
+    )
+    assert not torch.equal(
+        tiny.logits(fresh),
+        tiny.logits(model),
+    )
     assert load_adapters(fresh, folder) is fresh
-    assert torch.equal(tiny.logits(fresh), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(fresh),
+        tiny.logits(model),
+    )
     by_peft = PeftModel.from_pretrained(upcycled(), str(folder), is_trainable=True)
     for name, p in by_peft.named_parameters():
         if name.endswith("gate.modules_to_save.default.weight"):
             p.data.add_(0.1)
     by_peft.save_pretrained(tmp_path / "tuned")
     load_adapters(fresh, tmp_path / "tuned")
-    assert tiny.distance(tiny.logits(fresh), tiny.logits(by_peft.eval())) < 1e-5
-    assert not torch.equal(tiny.logits(fresh), tiny.logits(model))
+    assert (
+        tiny.distance(
+            tiny.logits(fresh),
+            tiny.logits(by_peft.eval()),
+        )
+        < 1e-5
+    )
+    assert not torch.equal(
+        tiny.logits(fresh),
+        tiny.logits(model),
+    )
     with pytest.raises(ValueError, match="form must be 'block', but is 'linear'"):
         load_adapters(lora_model(form="linear"), tmp_path / "tuned")
 
@@ -134,7 +182,12 @@ def by_peft(folder):
 
 
 def test_adapters_become_the_experts(peft_folders):
-    vectors = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    vectors = torch.randn(
+        2,
+        3,
+        32,
+        generator=torch.Generator().manual_seed(0),
+    )
     settings = {"vectors": vectors, "balance_loss": "switch", "method": "upit"}
     model = to_lora_moe(tiny.dense(), experts=peft_folders, **settings)
     block = model.config.moe_runtime
@@ -146,14 +199,31 @@ def test_adapters_become_the_experts(peft_folders):
         assert moe.gate.weight.requires_grad
     for e, folder in enumerate(peft_folders):
         with forced_experts(model, [e, e]):
-            assert tiny.distance(tiny.logits(model), tiny.logits(by_peft(folder))) < 1e-5
+            assert (
+                tiny.distance(
+                    tiny.logits(model),
+                    tiny.logits(by_peft(folder)),
+                )
+                < 1e-5
+            )
 
 
 @FORMS
 def test_equal_experts_are_that_adapter_for_any_router(form, peft_folders):
     folder = peft_folders[0]
-    model = to_lora_moe(tiny.dense(), experts=[folder] * 4, form=form, initializer_range=1.0)
-    assert tiny.distance(tiny.logits(model), tiny.logits(by_peft(folder))) < 1e-5
+    model = to_lora_moe(
+        tiny.dense(),
+        experts=[folder] * 4,
+        form=form,
+        initializer_range=1.0,
+    )
+    assert (
+        tiny.distance(
+            tiny.logits(model),
+            tiny.logits(by_peft(folder)),
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("backbone", ["mean", "base"])
@@ -174,7 +244,13 @@ def test_pairs_on_the_attention_go_to_the_backbone(backbone, with_attention):
     for layer, moe in lora_layers(model).items():  # the experts' part is the MLP's alone
         assert moe.experts.scaling == pytest.approx(5 / 2**0.5)
         up = merged[1].model.layers[layer].mlp.up_proj.weight
-        assert tiny.distance(moe.experts.whole_weight("up_proj", 1), up) < 1e-6
+        assert (
+            tiny.distance(
+                moe.experts.whole_weight("up_proj", 1),
+                up,
+            )
+            < 1e-6
+        )
 
 
 def edited(folder, out, tensors, values):
@@ -217,7 +293,12 @@ def wider(state):
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(values, tensors, words, peft_folders, tmp_path):
-    bad = edited(peft_folders[1], tmp_path / "bad", tensors, values)
+    bad = edited(
+        peft_folders[1],
+        tmp_path / "bad",
+        tensors,
+        values,
+    )
     model = tiny.dense()
     before = snapshot(model)
     with pytest.raises(ValueError, match=words):
@@ -227,7 +308,10 @@ def test_adapters_that_do_not_fit_are_refused(values, tensors, words, peft_folde
 
 def test_models_of_another_kind_are_refused(peft_folders):
     linear = lora_model(form="linear")
-    adapted = PeftModel.from_pretrained(tiny.dense(), str(peft_folders[0]))
+    adapted = PeftModel.from_pretrained(
+        tiny.dense(),
+        str(peft_folders[0]),
+    )
 
     def save(model):
         save_adapters(model, "nowhere", "base", upcycled="base")

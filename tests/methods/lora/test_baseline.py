@@ -57,7 +57,10 @@ def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
         assert "lora_" in name
         assert "embed" not in name
         assert ".gate." not in name
-    torch.testing.assert_close(model(IDS).logits, expected)  # the second matrices are zeros
+    torch.testing.assert_close(
+        model(IDS).logits,
+        expected,
+    )  # the second matrices are zeros
 
 
 def test_the_seed_draws_the_matrices(tokenizer):
@@ -84,7 +87,10 @@ def test_what_was_trained_is_read_back(tokenizer, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         again = lora_baseline.load_lora(base, tmp_path / "lora").eval()
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert torch.equal(
+        again(IDS).logits,
+        model(IDS).logits,
+    )
     assert (again(IDS).logits - plain).abs().max() > 1e-3
     config = again.peft_config["default"]
     assert config.r == RANK

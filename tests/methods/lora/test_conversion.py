@@ -26,7 +26,10 @@ ROWS = [
     for i in range(4)
     for j in range(2)
 ]
-TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
+TOKENIZER = train_tokenizer(
+    [row["prompt"] + row["completion"] for row in ROWS],
+    280,
+)
 
 
 def trainer(model, folder, **settings) -> MoETrainer:
@@ -39,7 +42,14 @@ def trainer(model, folder, **settings) -> MoETrainer:
         disable_tqdm=True,
     )
     rows = tokenize_pairs(TOKENIZER, datasets.Dataset.from_list(ROWS), 64)
-    return MoETrainer(model, args, pair_collator(TOKENIZER), rows, None, TOKENIZER)
+    return MoETrainer(
+        model,
+        args,
+        pair_collator(TOKENIZER),
+        rows,
+        None,
+        TOKENIZER,
+    )
 
 
 def dense():
@@ -75,7 +85,10 @@ def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     logs = [entry for entry in whole.state.log_history if "lm_loss" in entry]
     assert len(logs) == 4
     for entry in logs:
-        assert entry["loss"] == pytest.approx(entry["lm_loss"] + entry["balance_loss"], abs=1e-3)
+        assert entry["loss"] == pytest.approx(
+            entry["lm_loss"] + entry["balance_loss"],
+            abs=1e-3,
+        )
     assert "router" in str(logs[0])  # the statistics see its routers
     for name, value in trained(model).items():
         assert not torch.equal(value, before[name])
@@ -84,7 +97,10 @@ def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "moe" / "checkpoint-2"))
     assert_equal(trained(fresh), trained(model))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "moe" / "checkpoint-4")
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(loaded),
+        tiny.logits(model),
+    )
 
 
 @pytest.mark.parametrize("form", ["block", "linear"])
@@ -92,15 +108,34 @@ def test_merge_is_the_weighted_sum(form):
     model = lora_model(form=form, layers=[1])
     by_layer = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
     merged = lora.merge(copy.deepcopy(model), by_layer)
-    singles = [lora.merge(copy.deepcopy(model), torch.eye(4)[e]) for e in range(4)]
+    singles = [
+        lora.merge(
+            copy.deepcopy(model),
+            torch.eye(4)[e],
+        )
+        for e in range(4)
+    ]
     uniform = lora.merge(copy.deepcopy(model))
     for name, weight in merged.named_parameters():
         each = torch.stack([single.get_parameter(name) for single in singles])
-        assert tiny.distance(weight, torch.tensordot(by_layer[0], each, 1)) < 1e-6, name
-        assert tiny.distance(uniform.get_parameter(name), each.mean(0)) < 1e-6, name
+        assert (
+            tiny.distance(
+                weight,
+                torch.tensordot(by_layer[0], each, 1),
+            )
+            < 1e-6
+        ), name
+        assert (
+            tiny.distance(
+                uniform.get_parameter(name),
+                each.mean(0),
+            )
+            < 1e-6
+        ), name
         inside = name.startswith("model.layers.1.mlp") and name.endswith("weight")
         assert torch.equal(each[0], each[1]) != inside
-    assert type(merged) is type(tiny.dense()) and not hasattr(merged.config, "moe_runtime")
+    assert type(merged) is type(tiny.dense())
+    assert not hasattr(merged.config, "moe_runtime")
 
 
 def test_what_merges_whole_experts_refuses(tmp_path):
@@ -112,8 +147,16 @@ def test_what_merges_whole_experts_refuses(tmp_path):
         with pytest.raises(ValueError, match="The model's stage .*'lora'.*whole experts"):
             call(one)
     with pytest.raises(ValueError, match="have the same number 0, .* LoRA experts of form 'block'"):
-        esft.score_experts(linear, [{"input_ids": tiny.batch()}], n_tokens=4)
+        esft.score_experts(
+            linear,
+            [{"input_ids": tiny.batch()}],
+            n_tokens=4,
+        )
     model.save_pretrained(tmp_path / "moe")
     with pytest.raises(ValueError, match="stage is 'lora'"):
-        xft_folders.merge_folder(tmp_path / "moe", tmp_path / "dense", alpha="uniform")
+        xft_folders.merge_folder(
+            tmp_path / "moe",
+            tmp_path / "dense",
+            alpha="uniform",
+        )
     assert not (tmp_path / "dense").exists()

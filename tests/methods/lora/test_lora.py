@@ -72,7 +72,11 @@ def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
     [
         pytest.param({}, {"top_k": None, "targets": ["down_proj"]}, id="dense-down-alone"),
         pytest.param({"num_hidden_layers": 3}, {"layers": [1]}, id="one-layer"),
-        pytest.param({"dtype": torch.bfloat16}, {"train_backbone": True}, id="bf16"),
+        pytest.param(
+            {"dtype": torch.bfloat16},
+            {"train_backbone": True},
+            id="bf16",
+        ),
         pytest.param(
             {"tie_word_embeddings": True}, {"num_experts": 1, "top_k": 1}, id="tied-one-expert"
         ),
@@ -95,14 +99,22 @@ def test_corners_save_and_load(form, changes, settings, tmp_path):
         "backbone": "base",
     }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(loaded),
+        tiny.logits(model),
+    )
     assert loaded.dtype == model.dtype
     assert frozen_in(loaded) == frozen_in(model)
 
 
 @FORMS
 def test_wide_pairs_of_a_narrow_model_are_saved_as_they_are(form, tmp_path):
-    model = lora_model("llama", form, {"dtype": torch.bfloat16}, dtype=torch.float32)
+    model = lora_model(
+        "llama",
+        form,
+        {"dtype": torch.bfloat16},
+        dtype=torch.float32,
+    )
     model.save_pretrained(tmp_path)
     for dtype in ("auto", torch.bfloat16, torch.float32):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -111,14 +123,22 @@ def test_wide_pairs_of_a_narrow_model_are_saved_as_they_are(form, tmp_path):
             assert torch.equal(saved.to(p.dtype), p), name
             assert saved.dtype == (torch.float32 if "lora_" in name else loaded.dtype)
         if dtype != torch.float32:
-            assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+            assert torch.equal(
+                tiny.logits(loaded),
+                tiny.logits(model),
+            )
     assert lora.merge(loaded, alone(loaded, 1)).dtype == torch.float32
 
 
 @FORMS
 def test_a_model_of_the_config_alone_is_drawn_alike(form):
     sizes = {"hidden_size": 64, "intermediate_size": 96}  # enough numbers for a spread
-    made = to_lora_moe(tiny.dense(**sizes), num_experts=4, form=form, initializer_range=0.3)
+    made = to_lora_moe(
+        tiny.dense(**sizes),
+        num_experts=4,
+        form=form,
+        initializer_range=0.3,
+    )
     fresh = AutoModelForCausalLM.from_config(made.config)
     with torch.device("meta"):
         filled = AutoModelForCausalLM.from_config(made.config)
@@ -150,13 +170,24 @@ def test_draws_depend_on_seed_and_layer_alone(form):
         if ".layers.2." in name:
             assert torch.equal(value, part[name])
         if ".layers.1." in name:
-            assert not torch.equal(value, first[name.replace(".layers.1.", ".layers.2.")])
+            assert not torch.equal(
+                value,
+                first[name.replace(".layers.1.", ".layers.2.")],
+            )
 
 
-@pytest.mark.parametrize("layers, rows", [([1], [1]), ([2, 0], [2, 0]), (None, [0, 1, 2])])
+@pytest.mark.parametrize(
+    "layers, rows",
+    [([1], [1]), ([2, 0], [2, 0]), (None, [0, 1, 2])],
+)
 @pytest.mark.parametrize("noisy_gate", [False, True])
 def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows, noisy_gate):
-    vectors = torch.randn(len(rows), 2, 32, generator=torch.Generator().manual_seed(0))
+    vectors = torch.randn(
+        len(rows),
+        2,
+        32,
+        generator=torch.Generator().manual_seed(0),
+    )
     options = {"vectors": vectors, "layers": layers, "noisy_gate": noisy_gate}
     model = to_lora_moe(tiny.dense(num_hidden_layers=3), num_experts=2, **options)
     moes = lora_layers(model)
@@ -165,7 +196,11 @@ def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows, nois
         gate = moes[layer].gate
         assert torch.equal(gate.weight, vector)
         if noisy_gate:
-            drawn = swap.draw_router(moes[layer].config, 42, layer)
+            drawn = swap.draw_router(
+                moes[layer].config,
+                42,
+                layer,
+            )
             assert torch.equal(gate.noise_weight, drawn["noise_weight"])
 
 
@@ -176,7 +211,11 @@ def test_trains_what_it_says_bit_for_bit(form, train_backbone):
     balance = {"balance_loss": "switch", "balance_loss_coef": 0.1}
     model = lora_model(form=form, train_backbone=train_backbone, **balance).train()
     before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=1e-2,
+        weight_decay=0.1,
+    )
     for _ in range(2):
         optimizer.zero_grad()
         model(tiny.batch(), labels=tiny.batch()).loss.backward()
@@ -222,7 +261,10 @@ def test_losses_and_statistics_are_a_moes(form):
         share = count.float() / ids.numel() / 2
         balance = balance + 0.1 * 4 * (logits.softmax(1).mean(0) * share).sum()
     torch.testing.assert_close(out.aux_loss, balance)
-    torch.testing.assert_close(out.loss, out.lm_loss + balance)
+    torch.testing.assert_close(
+        out.loss,
+        out.lm_loss + balance,
+    )
 
 
 @FORMS
@@ -237,7 +279,16 @@ def test_checkpointing_and_autocast_have_the_same_gradients(form):
     def gradients(autocast=False):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(tiny.batch(), labels=tiny.batch()).loss
-        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        return dict(
+            zip(
+                leaves,
+                torch.autograd.grad(
+                    loss,
+                    list(leaves.values()),
+                ),
+                strict=True,
+            )
+        )
 
     expected = gradients()
     narrow = gradients(autocast=True)
@@ -250,27 +301,58 @@ def test_checkpointing_and_autocast_have_the_same_gradients(form):
 
 def test_one_expert_trains_as_pefts_lora(tmp_path):
     (folder,) = adapters(tmp_path, 1)
-    by_peft = PeftModel.from_pretrained(tiny.dense(), str(folder), is_trainable=True)
+    by_peft = PeftModel.from_pretrained(
+        tiny.dense(),
+        str(folder),
+        is_trainable=True,
+    )
     ours = to_lora_moe(tiny.dense(), experts=[folder], top_k=1)
     for model in (by_peft, ours):
-        model.train()(tiny.batch(), labels=tiny.batch()).loss.backward()
+        model.train()(
+            tiny.batch(),
+            labels=tiny.batch(),
+        ).loss.backward()
     for layer, moe in lora_layers(ours).items():
         for target in TARGETS:
             module = by_peft.base_model.model.model.layers[layer].mlp.get_submodule(target)
             a = moe.experts.lora_a[target].grad[0]
             b = moe.experts.lora_b[target].grad[0].t()
-            assert tiny.distance(a, module.lora_A.default.weight.grad) < 1e-5
-            assert tiny.distance(b, module.lora_B.default.weight.grad) < 1e-5
+            assert (
+                tiny.distance(
+                    a,
+                    module.lora_A.default.weight.grad,
+                )
+                < 1e-5
+            )
+            assert (
+                tiny.distance(
+                    b,
+                    module.lora_B.default.weight.grad,
+                )
+                < 1e-5
+            )
 
 
 def test_ddp_is_one_process(tmp_path):
     launch(dist_lora.__file__, 2, tmp_path, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    expected = dist_lora.train(dist_lora.make(), tiny.batch(4))
+    expected = dist_lora.train(
+        dist_lora.make(),
+        tiny.batch(4),
+    )
     assert first["losses"] != second["losses"]
     for name, weight in expected["weights"].items():
-        assert torch.equal(first["weights"][name], second["weights"][name])
-        assert tiny.distance(first["weights"][name], weight) < 1e-5, name
+        assert torch.equal(
+            first["weights"][name],
+            second["weights"][name],
+        )
+        assert (
+            tiny.distance(
+                first["weights"][name],
+                weight,
+            )
+            < 1e-5
+        ), name
     mean = (torch.tensor(first["losses"]) + torch.tensor(second["losses"])) / 2
     assert mean.tolist() == pytest.approx(expected["losses"], rel=1e-5)
 
@@ -282,14 +364,26 @@ def test_rows_go_to_the_experts_that_were_named(form):
     ids = tiny.batch(1).repeat(4, 1)
     free = tiny.logits(model, ids)
     experts = [3, 0, 1, 2]
-    with forced_experts(torch.nn.Sequential(model), torch.tensor(experts)):
+    with forced_experts(
+        torch.nn.Sequential(model),
+        torch.tensor(experts),
+    ):
         forced = tiny.logits(model, ids)
         with pytest.raises(ValueError, match="forced must have .* each of 2 rows, but has 4"):
             model(ids[:2])
     assert torch.equal(tiny.logits(model, ids), free)
     for row, e in zip(forced, experts, strict=True):
-        plain = lora.merge(copy.deepcopy(model), alone(model, e))
-        assert tiny.distance(tiny.logits(plain, ids[:1])[0], row) < 1e-5
+        plain = lora.merge(
+            copy.deepcopy(model),
+            alone(model, e),
+        )
+        assert (
+            tiny.distance(
+                tiny.logits(plain, ids[:1])[0],
+                row,
+            )
+            < 1e-5
+        )
 
 
 # what is refused

@@ -25,34 +25,58 @@ def model_of(family: str, shape: str):
     """A model whose down stack is square (gpt_oss) or whose gate_up stack is (qwen3_moe), or
     neither.
     """
-    return stock(family, **(SQUARE[family] if shape == "square" else {}))
+    return stock(
+        family,
+        **(SQUARE[family] if shape == "square" else {}),
+    )
 
 
 def read(folder, source="adapter"):
-    return stacks.read_peft(folder / source, stacks.base_skeleton(folder / "base"))
+    return stacks.read_peft(
+        folder / source,
+        stacks.base_skeleton(folder / "base"),
+    )
 
 
 def check_deltas(adapter, want, rtol=1e-6):
     assert set(adapter.pairs) == set(want)
     for name, delta in want.items():
         found = adapter.pairs[name].delta()
-        torch.testing.assert_close(found, delta, rtol=rtol, atol=1e-7)
+        torch.testing.assert_close(
+            found,
+            delta,
+            rtol=rtol,
+            atol=1e-7,
+        )
         if adapter.pairs[name].is_stack:
-            torch.testing.assert_close(adapter.pairs[name].delta(5), delta[5], rtol=rtol, atol=1e-7)
+            torch.testing.assert_close(
+                adapter.pairs[name].delta(5),
+                delta[5],
+                rtol=rtol,
+                atol=1e-7,
+            )
 
 
 @pytest.mark.parametrize(
     "family, settings",
     [
         pytest.param("qwen3_moe", {}, id="plain"),
-        pytest.param("qwen3_moe", {"parameters": BOTH[:1]}, id="gate_up alone has down's key"),
+        pytest.param(
+            "qwen3_moe",
+            {"parameters": BOTH[:1]},
+            id="gate_up alone has down's key",
+        ),
         pytest.param("qwen3_moe", {"r": 8, "use_rslora": True}, id="r is E, rank-stabilized"),
         pytest.param(
             "qwen3_moe",
             {"rank_pattern": {"mlp.experts.gate_up_proj": 5}, "alpha_pattern": {"q_proj": 9}},
             id="patterns",
         ),
-        pytest.param("qwen3_moe", {"parameters": (*BOTH, "mlp.gate.weight")}, id="router"),
+        pytest.param(
+            "qwen3_moe",
+            {"parameters": (*BOTH, "mlp.gate.weight")},
+            id="router",
+        ),
         pytest.param(
             "gpt_oss",
             {"parameters": (*BOTH, "gate_up_proj_bias", "down_proj_bias")},
@@ -87,11 +111,24 @@ def test_the_axes_by_version(family, version):
 def test_old_files_are_converted_exactly(tmp_path, family, shape, version):
     parameters = BOTH
     if shape == "square":
-        parameters = BOTH[:1] if family == "qwen3_moe" else BOTH[1:]
-    made = adapted(tmp_path, family, model=model_of(family, shape), parameters=parameters)
+        if family == "qwen3_moe":
+            parameters = BOTH[:1]
+        else:
+            parameters = BOTH[1:]
+    made = adapted(
+        tmp_path,
+        family,
+        model=model_of(family, shape),
+        parameters=parameters,
+    )
     base = tmp_path / "base"
     new = tmp_path / "new"
-    old = as_written_by(version, tmp_path / "adapter", tmp_path / "old", family == "gpt_oss")
+    old = as_written_by(
+        version,
+        tmp_path / "adapter",
+        tmp_path / "old",
+        family == "gpt_oss",
+    )
     adapter = read(tmp_path, "old")
     assert adapter.is_reversed == (family == "qwen3_moe" or version == "0.19.0")
     check_deltas(adapter, deltas(made))
@@ -110,8 +147,17 @@ def test_old_files_are_converted_exactly(tmp_path, family, shape, version):
 
 
 def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path):
-    made = adapted(tmp_path, model=model_of("qwen3_moe", "square"), parameters=BOTH[:1])
-    as_written_by("0.18.0", tmp_path / "adapter", tmp_path / "old", transposed=False)
+    made = adapted(
+        tmp_path,
+        model=model_of("qwen3_moe", "square"),
+        parameters=BOTH[:1],
+    )
+    as_written_by(
+        "0.18.0",
+        tmp_path / "adapter",
+        tmp_path / "old",
+        transposed=False,
+    )
 
     def load(name: str):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -121,12 +167,22 @@ def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     expected = deltas(made)[name]
     # PEFT's silent mistake
-    torch.testing.assert_close(deltas(wrong)[name], expected.transpose(1, 2))
+    torch.testing.assert_close(
+        deltas(wrong)[name],
+        expected.transpose(1, 2),
+    )
     with pytest.raises(ValueError, match="saved by PEFT 0.18.0.* `moe-runtime lora convert`"):
         experts.patch(wrong)
-    stacks.convert_folder(tmp_path / "old", tmp_path / "base", tmp_path / "new")
+    stacks.convert_folder(
+        tmp_path / "old",
+        tmp_path / "base",
+        tmp_path / "new",
+    )
     right = load("new")
-    torch.testing.assert_close(deltas(right)[name], expected)
+    torch.testing.assert_close(
+        deltas(right)[name],
+        expected,
+    )
     experts.patch(right)
 
 
@@ -146,7 +202,11 @@ def half(layer: int, leaf: str = "experts", which: str = "A") -> str:
         pytest.param({"peft_type": "LOHA"}, "peft_type in .* is 'LOHA'", id="another method"),
         pytest.param({"rank_pattern": {"(": 3}}, "rank_pattern in .* is", id="no expression"),
         pytest.param({"rank_pattern": {"(a*)*b": 3}}, "rank_pattern in .* is", id="exponential"),
-        pytest.param({"alpha_pattern": {".*" * 9 + "b": 3}}, "alpha_pattern in .* is", id="x**9"),
+        pytest.param(
+            {"alpha_pattern": {".*" * 9 + "b": 3}},
+            "alpha_pattern in .* is",
+            id="x**9",
+        ),
         pytest.param({"alpha_pattern": {"x": "3"}}, "alpha_pattern in .* is", id="text"),
         pytest.param({"target_parameters": "down_proj"}, "is 'down_", id="no list"),
         pytest.param({"r": 4}, "has rank 3 and 3 .* must have rank 4", id="another rank"),
@@ -163,7 +223,11 @@ def test_a_config_of_another_form_is_one_error(tmp_path, values, match):
 
 def assert_refused(folder, match: str) -> None:
     with pytest.raises(ValueError, match=match) as error:
-        stacks.merge_folder(folder / "base", folder / "adapter", folder / "out")
+        stacks.merge_folder(
+            folder / "base",
+            folder / "adapter",
+            folder / "out",
+        )
     assert "\n" not in str(error.value)
     assert not (folder / "out").exists()
 
@@ -171,8 +235,18 @@ def assert_refused(folder, match: str) -> None:
 @pytest.mark.parametrize(
     "key, tensor, match",
     [
-        pytest.param(half(1), torch.full((24, 24), torch.nan), "contains NaN", id="NaN"),
-        pytest.param(half(1), torch.full((24, 24), 3e38), "of the merge of .* NaN", id="overflow"),
+        pytest.param(
+            half(1),
+            torch.full((24, 24), torch.nan),
+            "contains NaN",
+            id="NaN",
+        ),
+        pytest.param(
+            half(1),
+            torch.full((24, 24), 3e38),
+            "of the merge of .* NaN",
+            id="overflow",
+        ),
         pytest.param(half(1, which="B"), None, half(1), id="half a pair"),
         pytest.param(half(7), torch.zeros(24, 24), r"layers.7.mlp", id="no such layer"),
         pytest.param(
@@ -215,13 +289,25 @@ def test_one_expert_has_a_meaning_in_plain_stacks_of_today_alone(tmp_path, famil
         assert not adapter.is_reversed
         return
     for name, change in deltas(made).items():
-        torch.testing.assert_close(adapter.pairs[name].delta().view_as(change), change)
+        torch.testing.assert_close(
+            adapter.pairs[name].delta().view_as(change),
+            change,
+        )
 
 
 @pytest.mark.parametrize("version", [None, "0.20.0.dev0", "new"])
 def test_square_stacks_of_an_unknown_version_are_not_guessed(tmp_path, version):
-    adapted(tmp_path, model=model_of("qwen3_moe", "square"), parameters=BOTH[:1])
-    as_written_by(version, tmp_path / "adapter", tmp_path / "old", transposed=False)
+    adapted(
+        tmp_path,
+        model=model_of("qwen3_moe", "square"),
+        parameters=BOTH[:1],
+    )
+    as_written_by(
+        version,
+        tmp_path / "adapter",
+        tmp_path / "old",
+        transposed=False,
+    )
     with pytest.raises(ValueError, match=f"all stacks are square, and peft_version is {version!r}"):
         read(tmp_path, "old")
 
@@ -238,7 +324,12 @@ ROUTER = (*BOTH, "mlp.gate.weight")
 @pytest.mark.parametrize(
     "family, dtype, settings",
     [
-        pytest.param("qwen3_moe", torch.float32, {"parameters": ROUTER}, id="a matrix each"),
+        pytest.param(
+            "qwen3_moe",
+            torch.float32,
+            {"parameters": ROUTER},
+            id="a matrix each",
+        ),
         pytest.param("mixtral", torch.bfloat16, {}, id="other names, bfloat16"),
         pytest.param(
             "gpt_oss", torch.float32, {"parameters": (*BOTH, "down_proj_bias")}, id="transposed"
@@ -249,7 +340,12 @@ ROUTER = (*BOTH, "mlp.gate.weight")
             {"parameters": ("gate_up_proj", "down_proj")},
             id="other stacks",
         ),
-        pytest.param("qwen3_moe", torch.float32, {"modules_to_save": ["lm_head"]}, id="a module"),
+        pytest.param(
+            "qwen3_moe",
+            torch.float32,
+            {"modules_to_save": ["lm_head"]},
+            id="a module",
+        ),
     ],
 )
 def test_merged_is_what_peft_merges(tmp_path, family, dtype, settings):
@@ -261,24 +357,44 @@ def test_merged_is_what_peft_merges(tmp_path, family, dtype, settings):
         made.base_model.model.lm_head.modules_to_save["default"].weight.data.add_(1)
         made.save_pretrained(adapter)
     plain = AutoModelForCausalLM.from_pretrained(base).state_dict()
-    receipt = stacks.merge_folder(base, adapter, tmp_path / "out", max_shard_size="20KB")
+    receipt = stacks.merge_folder(
+        base,
+        adapter,
+        tmp_path / "out",
+        max_shard_size="20KB",
+    )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert merged.dtype == dtype
     assert receipt.experts == 16
     ours = merged.state_dict()
-    changed = {name.rpartition(".")[2] for name in ours if not torch.equal(ours[name], plain[name])}
+    changed = {
+        name.rpartition(".")[2]
+        for name in ours
+        if not torch.equal(
+            ours[name],
+            plain[name],
+        )
+    }
     assert {"down_proj", "gate_up_proj"} <= changed
     tolerance = {"rtol": 1e-2, "atol": 1e-2}
     if dtype == torch.float32:
         tolerance = {"rtol": 1e-5, "atol": 1e-6}
     theirs = made.merge_and_unload().state_dict()
-    torch.testing.assert_close({name: ours[name] for name in theirs}, dict(theirs), **tolerance)
+    torch.testing.assert_close(
+        {name: ours[name] for name in theirs},
+        dict(theirs),
+        **tolerance,
+    )
 
 
 def test_tied_weights_are_refused(tmp_path):
     adapted(tmp_path, model=stock(tie_word_embeddings=True), modules=("lm_head",))
     with pytest.raises(ValueError, match="lm_head.weight, which is tied to another weight"):
-        stacks.merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+        stacks.merge_folder(
+            tmp_path / "base",
+            tmp_path / "adapter",
+            tmp_path / "out",
+        )
 
 
 def test_patterns_that_peft_would_match_forever_are_refused(tmp_path):

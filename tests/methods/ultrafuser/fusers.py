@@ -27,7 +27,10 @@ def tokenizer():
 
 def specialist(seed: int, model_type: str = "llama", **changes):
     """A tiny model of any family, with weights of its own."""
-    model = tiny.dense(model_type, **{"vocab_size": VOCAB} | changes)
+    model = tiny.dense(
+        model_type,
+        **{"vocab_size": VOCAB} | changes,
+    )
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -39,7 +42,10 @@ def specialists(count: int = 3, **changes) -> list:
     """Models that differ; the second one has more ids."""
     models = []
     for s in range(count):
-        size = VOCAB + 8 if s == 1 else VOCAB
+        if s == 1:
+            size = VOCAB + 8
+        else:
+            size = VOCAB
         models.append(specialist(s, **{"vocab_size": size} | changes))
     return models
 
@@ -47,7 +53,10 @@ def specialists(count: int = 3, **changes) -> list:
 def fuser(models: list | None = None, **settings) -> UltraFuser:
     """An UltraFuser whose gate prefers nobody in general and somebody for each token."""
     torch.manual_seed(1)
-    made = UltraFuser(specialists() if models is None else models, **settings)
+    made = UltraFuser(
+        specialists() if models is None else models,
+        **settings,
+    )
     with torch.no_grad():
         for parameter in made.gate.parameters():
             parameter.mul_(3)
@@ -59,12 +68,25 @@ def batch(count: int = 3, rows: int = 3, lengths=(7, 5, 9), answer: int = 6) -> 
     last row's is shorter.
     """
     generator = torch.Generator().manual_seed(2)
-    ids = [torch.randint(3, VOCAB, (rows, lengths[s]), generator=generator) for s in range(count)]
+    ids = [
+        torch.randint(
+            3,
+            VOCAB,
+            (rows, lengths[s]),
+            generator=generator,
+        )
+        for s in range(count)
+    ]
     mask = [torch.ones_like(i) for i in ids]
     for s in range(count):
         for row in range(1, rows):
             mask[s][row, : row + s % 2] = 0
-    response = torch.randint(3, VOCAB, (rows, answer), generator=generator)
+    response = torch.randint(
+        3,
+        VOCAB,
+        (rows, answer),
+        generator=generator,
+    )
     labels = response.clone()
     labels[-1, answer - 2 :] = -100
     return {"prompt_ids": ids, "prompt_mask": mask, "response_ids": response, "labels": labels}

@@ -58,9 +58,18 @@ def test_what_is_saved_is_loaded(fused, tmp_path, mode):
     assert again.templates == fused.templates
     assert again.config.loss_reduction == "sample"
     inputs = again.encode(["hi", "2 + 3?"], ["5", "fox"])
-    torch.testing.assert_close(inputs, fused.encode(["hi", "2 + 3?"], ["5", "fox"]))
-    assert torch.equal(again(**inputs).loss, fused(**inputs).loss)
-    under = "specialists" if mode == "copy" else "tokenizers"
+    torch.testing.assert_close(
+        inputs,
+        fused.encode(["hi", "2 + 3?"], ["5", "fox"]),
+    )
+    assert torch.equal(
+        again(**inputs).loss,
+        fused(**inputs).loss,
+    )
+    if mode == "copy":
+        under = "specialists"
+    else:
+        under = "tokenizers"
     names = {"fuser_config.json", "gate.safetensors", "generation_config.json", under}
     assert {path.name for path in folder.iterdir()} == names
     assert {path.name for path in (folder / under).iterdir()} == set(NAMES)
@@ -71,7 +80,10 @@ def test_what_is_saved_is_loaded(fused, tmp_path, mode):
 
 def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
     moved = tmp_path / "moved"
-    shutil.move(ultrafuser.save(fused, tmp_path / "fused", specialists="copy"), moved)
+    shutil.move(
+        ultrafuser.save(fused, tmp_path / "fused", specialists="copy"),
+        moved,
+    )
     again = ultrafuser.load(moved)
     for name, specialist in zip(NAMES, fused.specialists, strict=True):
         copied = moved / "specialists" / name
@@ -87,13 +99,24 @@ def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
     assert_same(ultrafuser.load(moved), again)
     # but not over a folder in which its specialists have another place
     with pytest.raises(ValueError, match="which is read. Choose another"):
-        ultrafuser.save(again, moved / "specialists" / "prose", specialists="copy", overwrite=True)
+        ultrafuser.save(
+            again,
+            moved / "specialists" / "prose",
+            specialists="copy",
+            overwrite=True,
+        )
     assert_same(ultrafuser.load(moved), again)
 
 
 @pytest.mark.parametrize("case", ["its own copies", "inside", "a specialist", "a link"])
 def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, case):
-    copies = [shutil.copytree(source, tmp_path / "all" / source.name) for source in sources]
+    copies = [
+        shutil.copytree(
+            source,
+            tmp_path / "all" / source.name,
+        )
+        for source in sources
+    ]
     folder = tmp_path / "fused"
     if case == "inside":
         folder = tmp_path / "all"
@@ -116,8 +139,14 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
 @pytest.mark.parametrize(
     "tensor",
     [
-        pytest.param(torch.arange(6, dtype=torch.bfloat16), id="no whole words"),
-        pytest.param(torch.arange(40, dtype=torch.float32)[1:34], id="off the words"),
+        pytest.param(
+            torch.arange(6, dtype=torch.bfloat16),
+            id="no whole words",
+        ),
+        pytest.param(
+            torch.arange(40, dtype=torch.float32)[1:34],
+            id="off the words",
+        ),
         pytest.param(torch.arange(float((1 << 21) + 3)), id="several chunks"),
     ],
 )
@@ -140,13 +169,19 @@ def test_training_the_gate_leaves_the_reference_good(fused, tmp_path):
     optimizer = torch.optim.AdamW(fused.parameters(), lr=0.1)
     fused(**fused.encode(["a"], ["b"])).loss.backward()
     optimizer.step()
-    assert_same(ultrafuser.load(ultrafuser.save(fused, tmp_path / "fused")), fused)
+    assert_same(
+        ultrafuser.load(ultrafuser.save(fused, tmp_path / "fused")),
+        fused,
+    )
 
 
 def test_moved_specialists_and_dtypes(fused, sources, tmp_path):
     folder = ultrafuser.save(fused, tmp_path / "fused")
     moved = shutil.copytree(sources[1], tmp_path / "elsewhere")
-    assert_same(ultrafuser.load(folder, specialists={"code": moved}), fused)
+    assert_same(
+        ultrafuser.load(folder, specialists={"code": moved}),
+        fused,
+    )
     for dtype, device in ((torch.float32, ["cpu"] * 3), ("bfloat16", "cpu")):
         loaded = ultrafuser.load(folder, dtype=dtype, device=device)
         expected = getattr(torch, str(dtype).removeprefix("torch."))
@@ -160,11 +195,17 @@ def edit(folder, **changes):
 
 def test_folders_that_do_not_fit_are_refused(sources, tmp_path):
     copies = [shutil.copytree(source, tmp_path / source.name) for source in sources]
-    saved = ultrafuser.save(fusers.fuser(copies), tmp_path / "saved")
+    saved = ultrafuser.save(
+        fusers.fuser(copies),
+        tmp_path / "saved",
+    )
     folder = tmp_path / "folder"
 
     def assert_refused(words: str) -> None:
-        with pytest.raises((ValueError, OSError), match=re.escape(words)):
+        with pytest.raises(
+            (ValueError, OSError),
+            match=re.escape(words),
+        ):
             ultrafuser.load(folder)
         shutil.rmtree(folder)
         shutil.copytree(saved, folder)
@@ -205,5 +246,8 @@ def test_the_examples_of_the_docs_run(sources, tmp_path, monkeypatch, capsys):
     for source in sources:
         shutil.copytree(source, tmp_path / source.name)
     for text in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
-        exec(compile(text, str(DOCUMENT), "exec"), {"__name__": "__main__"})
+        exec(
+            compile(text, str(DOCUMENT), "exec"),
+            {"__name__": "__main__"},
+        )
     assert "torch.Size([2, 9, 3]) torch.Size([2, 9, 280])" in capsys.readouterr().out

@@ -13,7 +13,10 @@ NEW = 8
 
 @pytest.fixture(scope="module")
 def fused():
-    return fusers.fuser(tokenizer=fusers.tokenizer(), templates=["ultralm", "codellama", "chat"])
+    return fusers.fuser(
+        tokenizer=fusers.tokenizer(),
+        templates=["ultralm", "codellama", "chat"],
+    )
 
 
 def prompts(**settings) -> dict:
@@ -26,12 +29,19 @@ def greedy(fused, inputs: dict, start: torch.Tensor | None = None) -> torch.Tens
     """Token after token from whole forward passes, no cache, no loop of transformers'."""
     answer = start
     if start is None:
-        answer = torch.zeros(len(inputs["prompt_ids"][0]), 0, dtype=torch.long)
+        answer = torch.zeros(
+            len(inputs["prompt_ids"][0]),
+            0,
+            dtype=torch.long,
+        )
     for _ in range(NEW):
         # its own place is not seen
         guess = torch.nn.functional.pad(answer, (0, 1))
         logits = fused(**inputs, response_ids=guess, want_logits=True).logits[:, -1]
-        answer = torch.cat([answer, logits.argmax(-1, keepdim=True)], 1)
+        answer = torch.cat(
+            [answer, logits.argmax(-1, keepdim=True)],
+            1,
+        )
     return answer
 
 
@@ -43,14 +53,23 @@ def run(fused, inputs, **settings):
 
 def assert_caches_change_nothing(fused, inputs, **settings) -> None:
     cached = run(fused, inputs, **settings)
-    assert torch.equal(cached, run(fused, inputs, use_cache=False, **settings))
+    assert torch.equal(
+        cached,
+        run(fused, inputs, use_cache=False, **settings),
+    )
 
 
 def test_greedy_is_the_uncached_forward(fused):
     expected = greedy(fused, prompts())
     assert len(expected.unique()) > 8  # a model that repeats itself would hide much
-    assert torch.equal(run(fused, prompts(), do_sample=False), expected)
-    assert torch.equal(run(fused, prompts(), do_sample=False, use_cache=False), expected)
+    assert torch.equal(
+        run(fused, prompts(), do_sample=False),
+        expected,
+    )
+    assert torch.equal(
+        run(fused, prompts(), do_sample=False, use_cache=False),
+        expected,
+    )
     config = GenerationConfig(max_new_tokens=NEW, use_cache=False, pad_token_id=0)
     by_config = fused.generate(**prompts(), generation_config=config)
     assert torch.equal(by_config[:, :3], expected[:, :3])
@@ -69,7 +88,10 @@ def test_greedy_is_the_uncached_forward(fused):
             {"num_beams": 3, "do_sample": True, "length_penalty": 0.5}, id="sampled beams"
         ),
         pytest.param({"repetition_penalty": 5.0, "no_repeat_ngram_size": 1}, id="processors"),
-        pytest.param({"min_new_tokens": 6, "eos_token_id": [5, 77, 200]}, id="several ends"),
+        pytest.param(
+            {"min_new_tokens": 6, "eos_token_id": [5, 77, 200]},
+            id="several ends",
+        ),
     ],
 )
 def test_the_caches_change_nothing(fused, settings):
@@ -79,7 +101,10 @@ def test_the_caches_change_nothing(fused, settings):
 def test_beams_find_what_is_more_likely(fused):
     def score(out):
         logits = fused(**prompts(), response_ids=out, want_logits=True).logits.log_softmax(-1)
-        return logits.gather(-1, out[..., None]).sum((1, 2))
+        return logits.gather(
+            -1,
+            out[..., None],
+        ).sum((1, 2))
 
     options = {"return_dict_in_generate": True, "output_scores": True}
     out = run(fused, prompts(), num_beams=6, **options)
@@ -87,7 +112,12 @@ def test_beams_find_what_is_more_likely(fused):
     one = run(fused, prompts())
     assert not torch.equal(out.sequences, one)
     assert (beams >= score(one) - 1e-3).all()
-    torch.testing.assert_close(out.sequences_scores, beams / NEW, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        out.sequences_scores,
+        beams / NEW,
+        rtol=1e-3,
+        atol=1e-3,
+    )
 
 
 def test_sliding_windows_and_other_families():
@@ -97,7 +127,10 @@ def test_sliding_windows_and_other_families():
         fusers.specialist(2, "gpt2"),
     ]
     fused = fusers.fuser(models)
-    assert torch.equal(run(fused, prompts()), greedy(fused, prompts()))
+    assert torch.equal(
+        run(fused, prompts()),
+        greedy(fused, prompts()),
+    )
     assert_caches_change_nothing(fused, prompts(), num_beams=3)
 
 
@@ -108,7 +141,11 @@ def test_processors_see_the_answer_alone(fused):
         seen.append(ids.clone())
         return scores
 
-    out = run(fused, prompts(), logits_processor=LogitsProcessorList([look]))
+    out = run(
+        fused,
+        prompts(),
+        logits_processor=LogitsProcessorList([look]),
+    )
     assert [ids.shape[1] for ids in seen] == list(range(NEW))
     assert torch.equal(seen[-1], out[:, :-1])
 
@@ -116,7 +153,10 @@ def test_processors_see_the_answer_alone(fused):
 def test_beginnings_of_answers(fused):
     start = torch.tensor([[7, 30, 9]] * 3)
     inputs = prompts() | {"response_ids": start}
-    assert torch.equal(run(fused, inputs), greedy(fused, prompts(), start=start))
+    assert torch.equal(
+        run(fused, inputs),
+        greedy(fused, prompts(), start=start),
+    )
     assert_caches_change_nothing(fused, inputs, num_beams=2)
     with pytest.raises(ValueError, match="response_ids must not be padded"):
         fused.generate(**fusers.batch(), max_new_tokens=2)
@@ -136,11 +176,22 @@ def test_texts_in_texts_out(fused, capsys):
         assert fused.complete([text], max_new_tokens=5) == [answer]
     tokenizer = fused.encoder.tokenizer
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    fused.generate(**fused.encode(texts[:1]), max_new_tokens=5, streamer=streamer)
+    fused.generate(
+        **fused.encode(texts[:1]),
+        max_new_tokens=5,
+        streamer=streamer,
+    )
     assert capsys.readouterr().out.strip() == answers[0].strip()
     assert fused.generation_config.eos_token_id == [2]
     first = tokenizer.decode(fused.encode(["x"], [answers[0]])["response_ids"][0, :1])
-    assert fused.complete(texts[:1], max_new_tokens=5, stop_strings=[first]) != answers[:1]
+    assert (
+        fused.complete(
+            texts[:1],
+            max_new_tokens=5,
+            stop_strings=[first],
+        )
+        != answers[:1]
+    )
     with pytest.raises(ValueError, match="The fuser has no tokenizer"):
         fusers.fuser([fusers.specialist(s) for s in range(2)]).complete(["x"])
 
@@ -164,3 +215,10 @@ def test_texts_in_texts_out(fused, capsys):
 def test_what_it_cannot_do_is_named(fused, settings, words):
     with pytest.raises(ValueError, match=words):
         fused.generate(**prompts() | settings, max_new_tokens=2)
+
+
+def test_an_answer_ends_where_any_specialist_ends_it():
+    models = fusers.specialists(2)
+    models[0].generation_config.eos_token_id = [5, fusers.VOCAB + 3]
+    models[1].generation_config.eos_token_id = 9
+    assert fusers.fuser(models).generation_config.eos_token_id == [5, 9]

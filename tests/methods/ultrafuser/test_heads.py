@@ -21,7 +21,11 @@ KINDS = {
 def save_specialists(tmp_path, second) -> list:
     """Folders of two specialists with their tokenizer."""
     folders = [tmp_path / "first", tmp_path / "second"]
-    for folder, model in zip(folders, (fusers.specialist(0).bfloat16(), second), strict=True):
+    for folder, model in zip(
+        folders,
+        (fusers.specialist(0).bfloat16(), second),
+        strict=True,
+    ):
         model.save_pretrained(folder)
         fusers.tokenizer().save_pretrained(folder)
     return folders
@@ -32,7 +36,10 @@ def save_specialists(tmp_path, second) -> list:
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_of_their_own_answer_alike(tmp_path, kind, copied):
     model_type, changes = KINDS[kind]
-    folders = save_specialists(tmp_path, fusers.specialist(1, model_type, **changes))
+    folders = save_specialists(
+        tmp_path,
+        fusers.specialist(1, model_type, **changes),
+    )
     fused = fusers.fuser(folders, templates=["ultralm", "chat"])
     head = ultrafuser.load_head(ultrafuser.save(fused, tmp_path / "fused", specialists=copied))
     engines = []

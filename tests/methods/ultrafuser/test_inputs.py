@@ -16,7 +16,11 @@ VOCAB = fusers.VOCAB
 def encoder():
     chat = copy.deepcopy(fusers.tokenizer())
     templates = [TEMPLATES["ultralm"], "[INST] {system}{prompt} [/INST]", "chat"]
-    return Encoder([fusers.tokenizer(), fusers.tokenizer(), chat], templates, VOCAB)
+    return Encoder(
+        [fusers.tokenizer(), fusers.tokenizer(), chat],
+        templates,
+        VOCAB,
+    )
 
 
 def text_of(encoder, ids):
@@ -50,14 +54,22 @@ Why?
 )
 def test_templates_of_the_paper(name, text):
     tokenizer = fusers.tokenizer()
-    first, second = Encoder([tokenizer] * 2, [check_template(name)] * 2, VOCAB).prompt("Why?")
+    first, second = Encoder(
+        [tokenizer] * 2,
+        [check_template(name)] * 2,
+        VOCAB,
+    ).prompt("Why?")
     assert tokenizer.decode(first) == text
     assert second == first
 
 
 def test_bos_stands_once():
     tokenizer = fusers.tokenizer()
-    spelled, bare = Encoder([tokenizer] * 2, ["<s>{prompt}", "{prompt}"], VOCAB).prompt("hi")
+    spelled, bare = Encoder(
+        [tokenizer] * 2,
+        ["<s>{prompt}", "{prompt}"],
+        VOCAB,
+    ).prompt("hi")
     assert spelled == bare
     assert spelled.count(tokenizer.bos_token_id) == 1
 
@@ -74,24 +86,55 @@ def test_a_bos_that_the_tokenizer_does_not_put_is_left_out():
 def test_answers_and_padding_have_ids_that_all_have():
     larger = copy.deepcopy(fusers.tokenizer())
     larger.add_tokens(["<more>"], special_tokens=True)
-    encoder = Encoder([larger, fusers.tokenizer()], ["{prompt}", "{prompt}"], VOCAB)
-    assert encoder.tokenizer is encoder.tokenizers[1] and len(encoder.answer("<more>")) > 2
+    encoder = Encoder(
+        [larger, fusers.tokenizer()],
+        ["{prompt}", "{prompt}"],
+        VOCAB,
+    )
+    assert encoder.tokenizer is encoder.tokenizers[1]
+    assert len(encoder.answer("<more>")) > 2
     larger.pad_token = "<more>"
     size = len(fusers.tokenizer())
-    assert Encoder([larger, larger], ["{prompt}"] * 2, size).pad_token_id == 0
-    assert Encoder([larger, larger], ["{prompt}"] * 2, VOCAB).pad_token_id == size
+    assert (
+        Encoder(
+            [larger, larger],
+            ["{prompt}"] * 2,
+            size,
+        ).pad_token_id
+        == 0
+    )
+    assert (
+        Encoder(
+            [larger, larger],
+            ["{prompt}"] * 2,
+            VOCAB,
+        ).pad_token_id
+        == size
+    )
 
 
 def test_chats_and_system_texts(encoder):
-    fits = Encoder(encoder.tokenizers[1:], encoder.templates[1:], VOCAB)
+    fits = Encoder(
+        encoder.tokenizers[1:],
+        encoder.templates[1:],
+        VOCAB,
+    )
     chat = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}]
     assert [text_of(encoder, ids) for ids in fits.prompt(chat)] == [
         "<s>[INST] Be brief. Hi [/INST]",
         "<s><|system|>\nBe brief. </s>\n<|user|>\nHi</s>\n<|assistant|>\n",
     ]
     assert fits.prompt("Hi", system="Be brief. ") == fits.prompt(chat)
-    turns = [*chat, {"role": "assistant", "content": "Yo"}, {"role": "user", "content": "?"}]
-    (ids,) = Encoder(encoder.tokenizers[2:], ["chat"], VOCAB).prompt(turns)
+    turns = [
+        *chat,
+        {"role": "assistant", "content": "Yo"},
+        {"role": "user", "content": "?"},
+    ]
+    (ids,) = Encoder(
+        encoder.tokenizers[2:],
+        ["chat"],
+        VOCAB,
+    ).prompt(turns)
     assert text_of(encoder, ids).endswith("Yo</s>\n<|user|>\n?</s>\n<|assistant|>\n")
     with pytest.raises(ValueError, match="INST.* does not support the turns user, assistant, user"):
         fits.prompt(turns)

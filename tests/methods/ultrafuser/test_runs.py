@@ -65,7 +65,10 @@ def test_two_stages_make_a_folder_that_generates(done):
     assert done.losses["gate"].keys() == {"sums", "words"}
     for tuned, frozen, model in zip(fused.specialists, gate.specialists, base, strict=True):
         assert_equal(frozen.state_dict(), model.state_dict())
-        assert not torch.equal(tuned.lm_head.weight, model.lm_head.weight)
+        assert not torch.equal(
+            tuned.lm_head.weight,
+            model.lm_head.weight,
+        )
     torch.manual_seed(0)
     fresh = ultrafuser.UltraFuser(base, gate="mlp").gate.state_dict()
     for name, trained in gate.gate.state_dict().items():
@@ -77,7 +80,11 @@ def test_two_stages_make_a_folder_that_generates(done):
 
 def test_a_finished_run_is_not_run_again(done, home, monkeypatch):
     monkeypatch.setattr(runs.fit, "train", None)
-    again = train_folder(config(home), done.path.parent, say=lambda text: None)
+    again = train_folder(
+        config(home),
+        done.path.parent,
+        say=lambda text: None,
+    )
     assert again == done
 
 
@@ -104,17 +111,27 @@ def test_an_interrupted_stage_resumes(done, home, tmp_path, monkeypatch, stage):
 
 def test_another_run_s_folder_is_refused(done, home):
     with pytest.raises(ValueError, match="holds another run, with a different seed"):
-        train_folder(config(home), done.path.parent, seed=3)
+        train_folder(
+            config(home),
+            done.path.parent,
+            seed=3,
+        )
     other = config(home, stage2=STEPS | {"learning_rate": 2e-2})
     with pytest.raises(ValueError, match="different stage2. Use the same settings"):
         train_folder(other, done.path.parent)
 
 
 def test_stage_two_alone_in_another_dtype(home, tmp_path):
-    one = config(home, two_stage=False, dtype="bfloat16", stage2=STEPS | {"steps": 1})
+    one = config(
+        home,
+        two_stage=False,
+        dtype="bfloat16",
+        stage2=STEPS | {"steps": 1},
+    )
     receipt = train_folder(one, tmp_path / "out", say=lambda text: None)
     fused = ultrafuser.load(receipt.path)
-    assert fused.specialists[0].dtype == torch.bfloat16 and list(receipt.losses) == ["model"]
+    assert fused.specialists[0].dtype == torch.bfloat16
+    assert list(receipt.losses) == ["model"]
     assert not (tmp_path / "out" / "gate").exists()
 
 
@@ -153,7 +170,11 @@ def test_models_and_data_are_checked_before_anything_is_written(home, tmp_path):
 
 @pytest.mark.parametrize("engine", ["FSDP1", "DEEPSPEED"])
 def test_engines_that_do_not_work_are_refused(home, monkeypatch, tmp_path, engine):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine.removesuffix("1")])
+    monkeypatch.setattr(
+        Accelerator,
+        "distributed_type",
+        DistributedType[engine.removesuffix("1")],
+    )
     plugin = SimpleNamespace(fsdp_version=1)
     monkeypatch.setattr(AcceleratorState, "fsdp_plugin", plugin, raising=False)
     with pytest.raises(ValueError, match=f"distributed_type NO, MULTI_GPU .* but it is {engine}"):

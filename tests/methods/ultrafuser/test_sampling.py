@@ -23,13 +23,22 @@ def named(places):
 @pytest.mark.parametrize("per_domain", [1, 2, 4])
 def test_every_batch_has_as_many_of_each(per_domain, replacement):
     sampler = BalancedSampler(DOMAINS, rounds=12, replacement=replacement, seed=3)
-    batches = list(BatchSampler(sampler, per_domain * len(SIZES), drop_last=False))
+    batches = list(
+        BatchSampler(
+            sampler,
+            per_domain * len(SIZES),
+            drop_last=False,
+        )
+    )
     assert len(batches) == 12 // per_domain
     for batch in batches:
         assert named(batch) == dict.fromkeys(SIZES, per_domain)
 
 
-@pytest.mark.parametrize("epoch, rounds", [("largest", 7), ("smallest", 3)])
+@pytest.mark.parametrize(
+    "epoch, rounds",
+    [("largest", 7), ("smallest", 3)],
+)
 def test_an_epoch_is_over_the_domain_asked_for(epoch, rounds):
     sampler = BalancedSampler(DOMAINS, epoch=epoch)
     assert len(sampler) == len(list(sampler)) == 3 * rounds

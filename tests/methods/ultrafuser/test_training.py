@@ -44,7 +44,10 @@ def rows():
     """Rows of two domains, their answers of several lengths."""
     texts = [{"prompt": f"add {i} and 1", "completion": f"{i + 1}" * (1 + i % 3)} for i in range(8)]
     texts += [{"prompt": f"say fox {i}", "completion": "the fox " * (1 + i % 2)} for i in range(4)]
-    return encode_rows(encoder(), texts, 64).add_column("domain", ["sums"] * 8 + ["words"] * 4)
+    return encode_rows(encoder(), texts, 64).add_column(
+        "domain",
+        ["sums"] * 8 + ["words"] * 4,
+    )
 
 
 def train(model, folder, *, steps=3, batch_size=6, balanced=True, seed=0, **more):
@@ -98,11 +101,21 @@ def test_rows_with_prompts_that_are_held_out_are_left_out():
     assert len(left) == 4
     assert held_out[0] not in list(left)
     with pytest.raises(ValueError, match="No examples are left: 3 have a held-out prompt"):
-        encode_rows(encoder(), texts[::3], 64, without=held_out)
+        encode_rows(
+            encoder(),
+            texts[::3],
+            64,
+            without=held_out,
+        )
 
 
 def test_losses_are_taken_after_the_steps_that_are_asked_for(tmp_path):
-    done = train(make().freeze_specialists(), tmp_path, steps=5, evaluations=(1, 4))
+    done = train(
+        make().freeze_specialists(),
+        tmp_path,
+        steps=5,
+        evaluations=(1, 4),
+    )
     assert [step for step, _ in done.history.rows] == [1, 4, 5]
 
 
@@ -115,9 +128,17 @@ def test_losses_and_weights_of_rows_are_the_formula_s():
     for row, loss, count, weight in zip(rows(), losses, tokens, weights, strict=True):
         inputs = encoder().collate([row])
         assert count == len(row["response_ids"])
-        assert loss == pytest.approx(fusers.naive_loss(model, inputs).item(), rel=1e-5)
+        assert loss == pytest.approx(
+            fusers.naive_loss(model, inputs).item(),
+            rel=1e-5,
+        )
         expected = fusers.naive(model, inputs)[1][0]
-        torch.testing.assert_close(torch.tensor(weight), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(weight),
+            expected,
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 def test_stage_one_leaves_the_specialists_as_they_are(tmp_path):
@@ -149,7 +170,12 @@ def test_micro_batches_make_the_same_step(tmp_path, reduction):
 
     whole = trained(6)
     for at_once in (2, 1):
-        torch.testing.assert_close(trained(at_once), whole, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            trained(at_once),
+            whole,
+            rtol=1e-4,
+            atol=1e-6,
+        )
 
 
 def test_the_first_step_is_the_paper_s(tmp_path):
@@ -157,13 +183,25 @@ def test_the_first_step_is_the_paper_s(tmp_path):
     places = list(sampler_for(rows()["domain"], steps=1, batch_size=6))
     assert sorted(rows()[places]["domain"]) == ["sums"] * 3 + ["words"] * 3
     expected = make(loss_reduction="sample").train_all()
-    losses = [fusers.naive_loss(expected, encoder().collate([rows()[i]]), "sum") for i in places]
+    losses = [
+        fusers.naive_loss(
+            expected,
+            encoder().collate([rows()[i]]),
+            "sum",
+        )
+        for i in places
+    ]
     (sum(losses) / 6).backward()
     for parameter in expected.parameters():
         parameter.data -= 0.2 * parameter.grad
     model = make(loss_reduction="sample").train_all()
     train(model, tmp_path, steps=1)
-    torch.testing.assert_close(weights(model), weights(expected), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(
+        weights(model),
+        weights(expected),
+        rtol=1e-4,
+        atol=2e-6,
+    )
 
 
 def test_without_balance_all_rows_are_alike():
@@ -183,6 +221,14 @@ def test_two_processes_train_as_one_does(launches, tmp_path):
         model = getattr(make(), stage)()
         done = train(model, tmp_path / stage)
         for rank in range(2):
-            result = torch.load(folder / f"{stage}-{rank}.pt", weights_only=True)
+            result = torch.load(
+                folder / f"{stage}-{rank}.pt",
+                weights_only=True,
+            )
             assert result["losses"] == pytest.approx(done.losses, rel=1e-4)
-            torch.testing.assert_close(result["weights"], weights(model), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                result["weights"],
+                weights(model),
+                rtol=1e-4,
+                atol=1e-6,
+            )

@@ -25,13 +25,27 @@ def experts(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def vectors():
-    return torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(3))
+    return torch.randn(
+        3,
+        2,
+        32,
+        generator=torch.Generator().manual_seed(3),
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 def test_every_tensor_is_in_its_place(tmp_path, tokenizer, vectors, dtype):
     experts = upit.save_experts(tmp_path, tokenizer, dtype=dtype)
-    receipt = assemble(experts, list(vectors), tmp_path / "moe", max_shard_size="50KB")
+    receipt = assemble(
+        experts,
+        list(vectors),
+        tmp_path / "moe",
+        max_shard_size="50KB",
+    )
     sources = [upit.tensors_of(expert) for expert in experts]
 
     def stack(name: str) -> torch.Tensor:
@@ -55,7 +69,13 @@ def test_every_tensor_is_in_its_place(tmp_path, tokenizer, vectors, dtype):
 
 
 def test_the_folder_loads_and_says_what_it_is(tmp_path, experts, vectors, tokenizer):
-    assemble(experts, vectors, tmp_path / "moe", top_k=1, balance_loss_coef=0.02)
+    assemble(
+        experts,
+        vectors,
+        tmp_path / "moe",
+        top_k=1,
+        balance_loss_coef=0.02,
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     assert model.config.moe_runtime["method"] == "upit"
     expected = {
@@ -75,8 +95,20 @@ def test_the_folder_loads_and_says_what_it_is(tmp_path, experts, vectors, tokeni
 def test_all_experts_equal_is_the_dense_model(tmp_path, experts, vectors):
     want = logits(AutoModelForCausalLM.from_pretrained(experts[1]))
     for top_k in (1, 2, 3):
-        assemble([experts[1]] * 3, vectors, tmp_path / "moe", top_k=top_k, overwrite=True)
-        assert distance(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moe")), want) < 2e-6
+        assemble(
+            [experts[1]] * 3,
+            vectors,
+            tmp_path / "moe",
+            top_k=top_k,
+            overwrite=True,
+        )
+        assert (
+            distance(
+                logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moe")),
+                want,
+            )
+            < 2e-6
+        )
 
 
 def test_one_expert_alone_decides_where_its_vectors_do(tmp_path, experts):
@@ -92,7 +124,15 @@ def test_one_expert_alone_decides_where_its_vectors_do(tmp_path, experts):
     for number, expert in enumerate(experts):
 
         def choose(gate, args, number=number):
-            return args[0], None, torch.full((len(args[0]), 1), number, dtype=torch.int32)
+            return (
+                args[0],
+                None,
+                torch.full(
+                    (len(args[0]), 1),
+                    number,
+                    dtype=torch.int32,
+                ),
+            )
 
         handles = [x.mlp.gate.register_forward_pre_hook(choose) for x in model.model.layers]
         expected = logits(AutoModelForCausalLM.from_pretrained(expert))
@@ -114,7 +154,13 @@ def test_without_vectors_routers_are_drawn_by_the_seed(tmp_path, experts):
 
 def test_the_backbone_may_be_the_bases(tmp_path, experts, vectors):
     base = experts[0].parent / "base"
-    assemble(experts, vectors, tmp_path / "moe", backbone="base", base=base)
+    assemble(
+        experts,
+        vectors,
+        tmp_path / "moe",
+        backbone="base",
+        base=base,
+    )
     moe = upit.tensors_of(tmp_path / "moe")
     for name, tensor in upit.tensors_of(base).items():
         if ".mlp." not in name:
@@ -135,8 +181,18 @@ def test_the_backbone_may_be_the_bases(tmp_path, experts, vectors):
 def test_other_families_with_biases_tied_embeddings_and_fused_weights(
     tmp_path, tokenizer, vectors, model_type, changes
 ):
-    experts = upit.save_experts(tmp_path, tokenizer, 2, model_type=model_type, **changes)
-    assemble([experts[0]] * 2, vectors[:2], tmp_path / "same")
+    experts = upit.save_experts(
+        tmp_path,
+        tokenizer,
+        2,
+        model_type=model_type,
+        **changes,
+    )
+    assemble(
+        [experts[0]] * 2,
+        vectors[:2],
+        tmp_path / "same",
+    )
     assemble(experts, vectors[:2], tmp_path / "moe")
     folders = (experts[0], tmp_path / "same", tmp_path / "moe")
     dense, same, moe = (logits(AutoModelForCausalLM.from_pretrained(one)) for one in folders)
@@ -147,13 +203,26 @@ def test_other_families_with_biases_tied_embeddings_and_fused_weights(
 @pytest.mark.parametrize("backbone", ["mean", "base"])
 def test_adapters_become_lora_experts(tmp_path, experts, vectors, backbone):
     base = experts[0].parent / "base"
-    adapters = upit.save_adapters(tmp_path, base, targets=(*upit.ADAPTED, "v_proj"))
-    receipt = assemble(adapters, vectors, tmp_path / "moe", base=base, backbone=backbone)
+    adapters = upit.save_adapters(
+        tmp_path,
+        base,
+        targets=(*upit.ADAPTED, "v_proj"),
+    )
+    receipt = assemble(
+        adapters,
+        vectors,
+        tmp_path / "moe",
+        base=base,
+        backbone=backbone,
+    )
     assert receipt.layers == [0, 1]
     assert (tmp_path / "moe" / "tokenizer.json").is_file()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     for layer, module in lora_layers(model).items():
-        assert torch.equal(module.gate.weight, vectors[:, layer])
+        assert torch.equal(
+            module.gate.weight,
+            vectors[:, layer],
+        )
     assert model.config.moe_runtime["method"] == "upit"
     assert model.config.moe_runtime["config"]["balance_loss"] == "switch"
     expected = AutoModelForCausalLM.from_pretrained(base)
@@ -175,8 +244,17 @@ def test_adapters_become_lora_experts(tmp_path, experts, vectors, backbone):
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, experts, vectors, tokenizer):
     out = tmp_path / "moe"
     other = upit.save_experts(tmp_path / "other", tokenizer, 1, rope_theta=5e4)[0]
-    wide = upit.save_experts(tmp_path / "wide", tokenizer, 1, dtype=torch.bfloat16)[0]
-    adapter = upit.save_adapters(tmp_path, experts[0].parent / "base", 1)[0]
+    wide = upit.save_experts(
+        tmp_path / "wide",
+        tokenizer,
+        1,
+        dtype=torch.bfloat16,
+    )[0]
+    adapter = upit.save_adapters(
+        tmp_path,
+        experts[0].parent / "base",
+        1,
+    )[0]
     two = vectors[:2]
     for folders, given, settings, message in (
         ([experts[0], other], two, {}, "rope_parameters of .*other.* is .*50000"),

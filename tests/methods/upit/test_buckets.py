@@ -43,7 +43,12 @@ def alone(model, row, tokens: str = "response") -> float:
 def assert_near(result, models, rows, tokens: str = "response") -> None:
     expected = [[alone(model, row, tokens) for row in rows] for model in models]
     assert result.dtype == torch.float64
-    torch.testing.assert_close(result, torch.tensor(expected).double(), rtol=2e-5, atol=0)
+    torch.testing.assert_close(
+        result,
+        torch.tensor(expected).double(),
+        rtol=2e-5,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("tokens", ["response", "all"])
@@ -56,8 +61,16 @@ def test_perplexity_is_that_of_each_row_alone(experts, rows, tokenizer, tokens):
 @pytest.mark.parametrize(
     ("targets", "ranks"),
     [
-        pytest.param(upit.ADAPTED, (2, 2, 2), id="mlp-alike"),
-        pytest.param((*upit.ADAPTED, "q_proj"), (2, 2, 2), id="attention-too"),
+        pytest.param(
+            upit.ADAPTED,
+            (2, 2, 2),
+            id="mlp-alike",
+        ),
+        pytest.param(
+            (*upit.ADAPTED, "q_proj"),
+            (2, 2, 2),
+            id="attention-too",
+        ),
         pytest.param(("up_proj",), (2, 3, 2), id="other-ranks"),
         pytest.param(("0.mlp.up_proj", "1.mlp.down_proj"), (2, 2, 2), id="others-in-each-layer"),
     ],
@@ -68,8 +81,17 @@ def test_adapters_run_over_one_base(
     base = experts[0].parent / "base"
     paths = []
     for i, rank in enumerate(ranks):
-        paths += upit.save_adapters(tmp_path / str(i), base, 1, targets, rank)
-    upit.change(paths[1], lambda tensors: {name: 2 * t for name, t in tensors.items()})
+        paths += upit.save_adapters(
+            tmp_path / str(i),
+            base,
+            1,
+            targets,
+            rank,
+        )
+    upit.change(
+        paths[1],
+        lambda tensors: {name: 2 * t for name, t in tensors.items()},
+    )
     load = mock.Mock(wraps=upit_buckets.models.ranks.load_model)
     monkeypatch.setattr(upit_buckets.models.ranks, "load_model", load)
     # two rows of the data at once, three times each
@@ -85,19 +107,47 @@ def test_adapters_run_over_one_base(
 def test_kinds_may_be_mixed_and_keep_their_places(tmp_path, experts, rows, tokenizer):
     base = experts[0].parent / "base"
     adapter = upit.save_adapters(tmp_path, base, 1)[0]
-    delta = upit.save_delta(tmp_path / "delta", experts[1], base)
-    mixed = perplexities([delta, adapter, experts[0]], rows, tokenizer, base=base)
-    models = perplexities([experts[1], experts[0]], rows, tokenizer)
-    torch.testing.assert_close(mixed[[0, 2]], models, rtol=1e-6, atol=0)
+    delta = upit.save_delta(
+        tmp_path / "delta",
+        experts[1],
+        base,
+    )
+    mixed = perplexities(
+        [delta, adapter, experts[0]],
+        rows,
+        tokenizer,
+        base=base,
+    )
+    models = perplexities(
+        [experts[1], experts[0]],
+        rows,
+        tokenizer,
+    )
+    torch.testing.assert_close(
+        mixed[[0, 2]],
+        models,
+        rtol=1e-6,
+        atol=0,
+    )
     adapted = perplexities([adapter], rows, tokenizer)
-    torch.testing.assert_close(mixed[1:2], adapted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        mixed[1:2],
+        adapted,
+        rtol=1e-6,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("capacity", [None, 1, 3, 20])
 def test_buckets_are_the_algorithm(seed, capacity):
     # few values: ties are common
-    values = torch.randint(1, 4, (3, 10), generator=torch.Generator().manual_seed(seed)).double()
+    values = torch.randint(
+        1,
+        4,
+        (3, 10),
+        generator=torch.Generator().manual_seed(seed),
+    ).double()
     C = capacity or 4
     expected = [[], [], []]
     for row in range(10):

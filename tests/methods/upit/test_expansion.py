@@ -37,10 +37,19 @@ def place(tmp_path_factory) -> Path:
         model = stirred(base, i, "")
         save_expert(model, folder / f"ffn-{i}")
         delta = stirred(base, i)
-        save_expert(delta, folder / f"delta-{i}", base=base, record=record_of(base))
+        save_expert(
+            delta,
+            folder / f"delta-{i}",
+            base=base,
+            record=record_of(base),
+        )
         torch.manual_seed(i)
         adapted = peft.get_peft_model(model, lora_of(rank=3))
-        save_expert(adapted, folder / f"lora-{i}", record={"base": str(base)})
+        save_expert(
+            adapted,
+            folder / f"lora-{i}",
+            record={"base": str(base)},
+        )
     return folder
 
 
@@ -62,8 +71,16 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def child_of(parents, base, made, options: dict, seed: int, key: str) -> torch.Tensor:
     """DARE of one matrix in float64, with the masks of its seed."""
     drop = options.get("drop", 0.5)
-    scale = 1.0 if options.get("rescale") is False else 1 / (1 - drop)
-    keeps = oracle.kept_by_dare(seed, stream_of(key), base.numel(), drop)
+    if options.get("rescale") is False:
+        scale = 1.0
+    else:
+        scale = 1 / (1 - drop)
+    keeps = oracle.kept_by_dare(
+        seed,
+        stream_of(key),
+        base.numel(),
+        drop,
+    )
     out = base
     for parent, weight, keep in zip(parents, made.weights, keeps, strict=True):
         out = out + weight * scale * keep.view(base.shape) * (parent - base)
@@ -77,7 +94,10 @@ def distance_of(first, second, base, options: dict) -> float:
         parts = []
         for key in expert:
             if ".mlp." in key:
-                zero = 0 if options.get("of") == "weight" else base[key]
+                if options.get("of") == "weight":
+                    zero = 0
+                else:
+                    zero = base[key]
                 parts.append((expert[key] - zero).flatten())
         return torch.cat(parts)
 
@@ -98,15 +118,30 @@ def reference(experts, base, found, options: dict):
     for made in found.children:
         pairs = {}
         for j, k in itertools.combinations(range(len(pool)), 2):
-            pairs[j, k] = distance_of(pool[j], pool[k], base, options)
+            pairs[j, k] = distance_of(
+                pool[j],
+                pool[k],
+                base,
+                options,
+            )
         j, k = max(sorted(pairs), key=pairs.get)
-        seed = upit_expansion._seed(options.get("seed", 0), len(pool))
+        seed = upit_expansion._seed(
+            options.get("seed", 0),
+            len(pool),
+        )
         new = {}
         for key in pool[0]:
             parents = (pool[j][key], pool[k][key])
             new[key] = sum(parents) / 2
             if ".mlp." in key:
-                new[key] = child_of(parents, base[key], made, options, seed, key)
+                new[key] = child_of(
+                    parents,
+                    base[key],
+                    made,
+                    options,
+                    seed,
+                    key,
+                )
         children.append(((j, k), pairs[j, k], new))
         pool.append({key: t.to(experts[0][key].dtype).double() for key, t in new.items()})
     return children, pool
@@ -128,7 +163,13 @@ def reference(experts, base, found, options: dict):
 def test_children_are_those_of_the_equations(place, tmp_path, monkeypatch, kind, options):
     monkeypatch.setattr(upit_pool, "CHUNK", 1000)
     out = tmp_path / "out"
-    found = expand_experts(given(place, kind), 6, out, base=place / "base", **options)
+    found = expand_experts(
+        given(place, kind),
+        6,
+        out,
+        base=place / "base",
+        **options,
+    )
     experts = [read(folder) for folder in given(place, kind)]
     base = tensors(place / "base")
     if kind == "lora":
@@ -146,7 +187,12 @@ def test_children_are_those_of_the_equations(place, tmp_path, monkeypatch, kind,
             assert relative_error(written[key], tensor) < 1e-6
     assert len({made.weights for made in found.children}) == 3  # fresh ones for each
     for i, j in itertools.combinations(range(6), 2):
-        distance = distance_of(pool[i], pool[j], base, options)
+        distance = distance_of(
+            pool[i],
+            pool[j],
+            base,
+            options,
+        )
         assert found.distance[i, j] == pytest.approx(distance, rel=1e-5, abs=1e-7)
     assert torch.equal(found.distance, found.distance.T)
     assert not found.distance.diagonal().any()
@@ -162,7 +208,12 @@ def test_children_have_their_parents_form(place, tmp_path):
     """
     base = place / "base"
     for kind in ("delta", "lora"):
-        expand_experts(given(place, kind, 2), 3, tmp_path / kind, base=base)
+        expand_experts(
+            given(place, kind, 2),
+            3,
+            tmp_path / kind,
+            base=base,
+        )
         with open_expert(tmp_path / kind / "expert-2") as expert:
             assert expert.kind == kind
             assert expert.record["child"]["parents"] == [0, 1]
@@ -170,36 +221,74 @@ def test_children_have_their_parents_form(place, tmp_path):
     for i, folder in enumerate(folders):
         save_expert(stirred(base, i), folder)
     whole = expand_experts(folders, 3, tmp_path / "ffn", base=base).experts[2]
-    assert_equal(read(tmp_path / "delta" / "expert-2"), read(whole))
+    assert_equal(
+        read(tmp_path / "delta" / "expert-2"),
+        read(whole),
+    )
     for key in tensors(tmp_path / "delta" / "expert-2"):
         assert ".mlp." in key
     model = AutoModelForCausalLM.from_pretrained(whole)
-    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "lora" / "expert-2")
+    adapted = peft.PeftModel.from_pretrained(
+        model,
+        tmp_path / "lora" / "expert-2",
+    )
     assert logits(adapted).isfinite().all()
 
 
 def test_a_child_depends_on_no_layout(place, tmp_path, monkeypatch):
     options = {"base": place / "base", "seed": 3}
-    first = expand_experts(given(place, "ffn"), 5, tmp_path / "a", **options)
+    first = expand_experts(
+        given(place, "ffn"),
+        5,
+        tmp_path / "a",
+        **options,
+    )
     monkeypatch.setattr(upit_pool, "CHUNK", 700)
     again = [tmp_path / f"again-{i}" for i in range(3)]
     for folder, copy in zip(given(place, "ffn"), again, strict=True):
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.save_pretrained(copy, max_shard_size="9KB")
-    second = expand_experts(again, 5, tmp_path / "b", max_shard_size="15KB", **options)
+    second = expand_experts(
+        again,
+        5,
+        tmp_path / "b",
+        max_shard_size="15KB",
+        **options,
+    )
     assert len(list((tmp_path / "b" / "expert-3").glob("*.safetensors"))) > 3
     for i in (3, 4):
-        assert_equal(read(first.experts[i]), read(second.experts[i]))
+        assert_equal(
+            read(first.experts[i]),
+            read(second.experts[i]),
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16],
+    ids=str,
+)
 def test_experts_narrower_than_their_base(place, tmp_path, dtype):
     folders = [tmp_path / "0", tmp_path / "1"]
     for i, folder in enumerate(folders):
-        save_expert(stirred(place / "base", i), folder, dtype=dtype)
-    found = expand_experts(folders, 3, tmp_path / "out", base=place / "base")
+        save_expert(
+            stirred(place / "base", i),
+            folder,
+            dtype=dtype,
+        )
+    found = expand_experts(
+        folders,
+        3,
+        tmp_path / "out",
+        base=place / "base",
+    )
     experts = [read(folder) for folder in folders]
-    children, _ = reference(experts, tensors(place / "base"), found, {})
+    children, _ = reference(
+        experts,
+        tensors(place / "base"),
+        found,
+        {},
+    )
     child = read(found.experts[2])
     for key, tensor in children[0][2].items():
         assert child[key].dtype == dtype
@@ -211,8 +300,18 @@ def test_experts_narrower_than_their_base(place, tmp_path, dtype):
 @pytest.mark.parametrize(
     "options, second, same_as",
     [
-        pytest.param({"drop": 0.0, "weights": (1, 0)}, "delta-1", "delta-0", id="the first alone"),
-        pytest.param({"drop": 0.0, "weights": (0, 1)}, "delta-1", "delta-1", id="the second alone"),
+        pytest.param(
+            {"drop": 0.0, "weights": (1, 0)},
+            "delta-1",
+            "delta-0",
+            id="the first alone",
+        ),
+        pytest.param(
+            {"drop": 0.0, "weights": (0, 1)},
+            "delta-1",
+            "delta-1",
+            id="the second alone",
+        ),
         pytest.param({"drop": 1.0}, "delta-1", "base", id="all dropped"),
         pytest.param({"drop": 0.0}, "twin", "delta-0", id="equal parents"),
     ],
@@ -223,7 +322,13 @@ def test_limits(place, tmp_path, options, second, same_as):
     else:
         parent = place / second
     parents = [place / "delta-0", parent]
-    found = expand_experts(parents, 3, tmp_path / "out", base=place / "base", **options)
+    found = expand_experts(
+        parents,
+        3,
+        tmp_path / "out",
+        base=place / "base",
+        **options,
+    )
     assert (found.distance.max() < 1e-6) == (second == "twin")
     child = read(found.experts[2])
     for key, tensor in read(place / same_as).items():
@@ -235,7 +340,13 @@ def test_random_parents_and_fixed_weights(place, tmp_path):
 
     def parents_of(seed: int):
         folder = tmp_path / str(seed)
-        children = expand_experts(given(place, "lora"), 9, folder, **options, seed=seed).children
+        children = expand_experts(
+            given(place, "lora"),
+            9,
+            folder,
+            **options,
+            seed=seed,
+        ).children
         assert {made.weights for made in children} == {(0.5, 0.5)}
         return [made.parents for made in children]
 
@@ -254,7 +365,13 @@ def written(folder: Path) -> dict[Path, int]:
 @pytest.mark.parametrize("kind", ["delta", "lora"])
 def test_after_a_kill_finished_children_are_kept(place, tmp_path, monkeypatch, kind):
     def expand(name: str):
-        return expand_experts(given(place, kind), 6, tmp_path / name, base=place / "base", seed=5)
+        return expand_experts(
+            given(place, kind),
+            6,
+            tmp_path / name,
+            base=place / "base",
+            seed=5,
+        )
 
     expected = expand("whole")
     inner = upit_pool.Pool.child
@@ -335,7 +452,13 @@ def edited(place: Path, tmp_path: Path, name: str) -> Path:
         model.model.layers[1].mlp.up_proj.weight.data[3, 3] = math.nan
         model.save_pretrained(folder)
     elif name == "rank-4":
-        save_expert(peft.get_peft_model(stirred(place / "base", 0), lora_of(rank=4)), folder)
+        save_expert(
+            peft.get_peft_model(
+                stirred(place / "base", 0),
+                lora_of(rank=4),
+            ),
+            folder,
+        )
     else:
         shutil.copytree(place / "lora-1", folder)
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -361,7 +484,11 @@ def edited(place: Path, tmp_path: Path, name: str) -> Path:
         pytest.param({"of": "bias"}, "of must be", id="of"),
         pytest.param({"parents": "nearest"}, "parents must be", id="parents"),
         pytest.param({"drop": 1.5}, "drop must be", id="drop"),
-        pytest.param({"weights": (1, math.nan)}, "two finite numbers or None", id="weights"),
+        pytest.param(
+            {"weights": (1, math.nan)},
+            "two finite numbers or None",
+            id="weights",
+        ),
         pytest.param({"max_shard_size": "few"}, "but got 'few'", id="shard size"),
     ],
 )
@@ -383,8 +510,14 @@ def test_nothing_but_children_is_replaced(place, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").write_text("mine")
     for i in range(3):
-        shutil.copytree(place / f"ffn-{i}", tmp_path / "all" / f"expert-{i + 2}")
-    shutil.copytree(place / "ffn-0", tmp_path / "mine" / "expert-3")
+        shutil.copytree(
+            place / f"ffn-{i}",
+            tmp_path / "all" / f"expert-{i + 2}",
+        )
+    shutil.copytree(
+        place / "ffn-0",
+        tmp_path / "mine" / "expert-3",
+    )
     (tmp_path / "file").write_text("")
     inside = sorted((tmp_path / "all").iterdir())
     for name, experts, words in (
@@ -394,7 +527,13 @@ def test_nothing_but_children_is_replaced(place, tmp_path):
         ("file", given(place, "ffn"), "is a file. Use a new folder"),
     ):
         with pytest.raises(ValueError, match=words):
-            expand_experts(experts, 4, tmp_path / name, base=place / "base", overwrite=True)
+            expand_experts(
+                experts,
+                4,
+                tmp_path / name,
+                base=place / "base",
+                overwrite=True,
+            )
 
 
 CHILD = """

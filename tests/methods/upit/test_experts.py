@@ -46,11 +46,19 @@ def place(tmp_path_factory) -> Path:
     dense("llama", tie_word_embeddings=True).save_pretrained(base)
     model = stirred(base, 1)
     save_expert(model, folder / "ffn", max_shard_size=20_000)
-    save_expert(model, folder / "delta", base=base, record=record_of(base))
+    save_expert(
+        model,
+        folder / "delta",
+        base=base,
+        record=record_of(base),
+    )
     targets = ["q_proj", "gate_proj", "down_proj"]
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     model = AutoModelForCausalLM.from_pretrained(base)
-    save_expert(peft.get_peft_model(model, config), folder / "lora")
+    save_expert(
+        peft.get_peft_model(model, config),
+        folder / "lora",
+    )
     return folder
 
 
@@ -61,8 +69,14 @@ def test_a_delta_reads_as_the_whole_model(place):
         rows = slice(2, 7)
         mlps = 0
         for key, spec in whole.specs().items():
-            assert torch.equal(whole.get(key), delta.get(key)), key
-            assert torch.equal(whole.get_rows(key, rows), delta.get_rows(key, rows)), key
+            assert torch.equal(
+                whole.get(key),
+                delta.get(key),
+            ), key
+            assert torch.equal(
+                whole.get_rows(key, rows),
+                delta.get_rows(key, rows),
+            ), key
             assert delta.differs(key) == delta.is_ffn(key) == whole.is_ffn(key) == (".mlp." in key)
             mlps += spec.nbytes * (".mlp." in key)
         assert delta.config.to_diff_dict() == whole.config.to_diff_dict()
@@ -146,7 +160,16 @@ def test_choose_checkpoints(tmp_path, which, count, steps):
         folder.mkdir()
     expected = [tmp_path / f"step-{n}" for n in steps]
     assert list(choose_checkpoints(tmp_path, count, which)) == expected
-    assert list(choose_checkpoints([str(path) for path in folders], count, which)) == expected
+    assert (
+        list(
+            choose_checkpoints(
+                [str(path) for path in folders],
+                count,
+                which,
+            )
+        )
+        == expected
+    )
 
 
 def test_a_bad_choice_is_named(tmp_path):

@@ -76,8 +76,14 @@ def test_the_loss_is_equation_1(experts, rows, tokenizer, alpha):
     out = model(**batch)
     assert torch.equal(out.logits, before.logits)
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert out.loss.item() == pytest.approx((out.lm_loss + out.aux_loss).item(), rel=1e-6)
-    assert out.lm_loss.item() == pytest.approx(alpha * before.loss.item(), rel=1e-6)
+    assert out.loss.item() == pytest.approx(
+        (out.lm_loss + out.aux_loss).item(),
+        rel=1e-6,
+    )
+    assert out.lm_loss.item() == pytest.approx(
+        alpha * before.loss.item(),
+        rel=1e-6,
+    )
     routing.close()
     assert model(**batch).loss == before.loss
     assert not [name for name in model.state_dict() if "routing" in name]
@@ -86,7 +92,12 @@ def test_the_loss_is_equation_1(experts, rows, tokenizer, alpha):
 @pytest.mark.parametrize("detach_h", [False, True])
 def test_the_routing_loss_reaches_the_mlps_below(experts, rows, tokenizer, detach_h):
     model = AutoModelForCausalLM.from_pretrained(experts[0])
-    routing = RoutingVectors(model, torch.randn(2, 32), alpha=0.0, detach_h=detach_h)
+    routing = RoutingVectors(
+        model,
+        torch.randn(2, 32),
+        alpha=0.0,
+        detach_h=detach_h,
+    )
     routing.train_only()
     model(**batch_of(rows, tokenizer)).loss.backward()
     first, last = (mlp.down_proj.weight.grad.norm() for mlp in routing.mlps)
@@ -122,15 +133,28 @@ def test_padding_does_not_count():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     counted = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0])
     expected = torch.log1p(torch.exp(-counted)).mean()
-    torch.testing.assert_close(routing_loss([first, second], mask), expected)
+    torch.testing.assert_close(
+        routing_loss([first, second], mask),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vectors_learn_and_the_backbone_stays(tmp_path, experts, rows, tokenizer, dtype):
     out = tmp_path / "out"
     settings = FAST | {"weight_decay": 0.1, "dtype": dtype}
-    routed = init_router(experts[0], rows, tokenizer, folder=out, **settings)
-    for before, after in zip(routed.before.sigmoid, routed.after.sigmoid, strict=True):
+    routed = init_router(
+        experts[0],
+        rows,
+        tokenizer,
+        folder=out,
+        **settings,
+    )
+    for before, after in zip(
+        routed.before.sigmoid,
+        routed.after.sigmoid,
+        strict=True,
+    ):
         assert after > before
     assert routed.after.loss < routed.before.loss
     assert routed.vectors.shape == (2, 32)
@@ -141,40 +165,82 @@ def test_vectors_learn_and_the_backbone_stays(tmp_path, experts, rows, tokenizer
     assert new.keys() == old.keys()
     for name, tensor in new.items():
         assert tensor.dtype == getattr(torch, dtype)
-        assert torch.equal(tensor, old[name].to(tensor.dtype)) == (".mlp." not in name)
+        assert torch.equal(
+            tensor,
+            old[name].to(tensor.dtype),
+        ) == (".mlp." not in name)
     # what is saved is what was trained
     read = load_routed(out)
     assert torch.equal(read.vectors, routed.vectors)
     for name in ("before", "after", "steps", "folder"):
         assert getattr(read, name) == getattr(routed, name)
     model = AutoModelForCausalLM.from_pretrained(routed.folder)
-    measured = RoutingVectors(model, routed.vectors).measure(rows, tokenizer, 4)
-    bound = 1e-6 if dtype == "float32" else 1e-2
+    measured = RoutingVectors(model, routed.vectors).measure(
+        rows,
+        tokenizer,
+        4,
+    )
+    if dtype == "float32":
+        bound = 1e-6
+    else:
+        bound = 1e-2
     assert measured.loss == pytest.approx(routed.after.loss, rel=bound)
     assert measured.sigmoid == pytest.approx(routed.after.sigmoid, rel=bound)
 
 
 def test_vectors_may_train_alone(tmp_path, experts, rows, tokenizer):
     out = tmp_path / "out"
-    routed = init_router(experts[0], rows, tokenizer, folder=out, **FAST, train_ffn=False)
+    routed = init_router(
+        experts[0],
+        rows,
+        tokenizer,
+        folder=out,
+        **FAST,
+        train_ffn=False,
+    )
     assert sum(routed.after.sigmoid) > sum(routed.before.sigmoid)
     assert routed.after.loss == routed.before.loss
     assert routed.folder == experts[0]
     assert not (out / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "bf16",
+    [False, True],
+    ids=["plain", "autocast"],
+)
 def test_a_narrow_expert_trains_as_a_wide_one(tmp_path, tokenizer, rows, dtype, bf16):
     """At the paper's rate, of which a narrow weight would take on next to nothing, or
     become NaN.
     """
-    narrow = upit.save_experts(tmp_path / "narrow", tokenizer, 1, dtype=dtype)[0]
+    narrow = upit.save_experts(
+        tmp_path / "narrow",
+        tokenizer,
+        1,
+        dtype=dtype,
+    )[0]
     wide = tmp_path / "wide"
     AutoModelForCausalLM.from_pretrained(narrow, dtype="float32").save_pretrained(wide)
     settings = {"steps": 8, "batch_size": 4, "bf16": bf16}
-    a = init_router(narrow, rows, tokenizer, folder=tmp_path / "a", **settings)
-    b = init_router(wide, rows, tokenizer, folder=tmp_path / "b", **settings)
+    a = init_router(
+        narrow,
+        rows,
+        tokenizer,
+        folder=tmp_path / "a",
+        **settings,
+    )
+    b = init_router(
+        wide,
+        rows,
+        tokenizer,
+        folder=tmp_path / "b",
+        **settings,
+    )
     assert torch.equal(a.vectors, b.vectors)
     assert a.after == b.after
     assert a.after.loss < a.before.loss
@@ -193,7 +259,13 @@ def test_a_narrow_expert_trains_as_a_wide_one(tmp_path, tokenizer, rows, dtype, 
 def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, tokenizer):
     def trained(name: str, **settings):
         settings = {"steps": 2, "batch_size": 8, "learning_rate": 1e-4} | settings
-        return init_router(experts[0], rows, tokenizer, folder=tmp_path / name, **settings)
+        return init_router(
+            experts[0],
+            rows,
+            tokenizer,
+            folder=tmp_path / name,
+            **settings,
+        )
 
     same = trained("same")
     faster = trained("faster", vector_learning_rate=1e-2)
@@ -204,7 +276,10 @@ def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, t
     assert sum(faster.after.sigmoid) > sum(same.after.sigmoid) > 1
     drawn = trained("drawn", vector_std=0.5)
     assert 0.4 < drawn.vectors.std() < 0.6
-    assert not torch.equal(drawn.vectors, trained("one", vector_std=0.5, index=1).vectors)
+    assert not torch.equal(
+        drawn.vectors,
+        trained("one", vector_std=0.5, index=1).vectors,
+    )
     # the expert's own rate stays
     key = "model.layers.1.mlp.up_proj.weight"
     old = upit.tensors_of(experts[0])[key]
@@ -213,7 +288,13 @@ def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, t
 
 
 def test_of_adapters_their_mlp_pairs_train(tmp_path, adapters, rows, tokenizer):
-    routed = init_router(adapters[0], rows, tokenizer, folder=tmp_path / "out", **FAST)
+    routed = init_router(
+        adapters[0],
+        rows,
+        tokenizer,
+        folder=tmp_path / "out",
+        **FAST,
+    )
     assert sum(routed.after.sigmoid) > sum(routed.before.sigmoid)
     assert routed.after.loss < routed.before.loss
     old = upit.tensors_of(adapters[0])
@@ -221,17 +302,33 @@ def test_of_adapters_their_mlp_pairs_train(tmp_path, adapters, rows, tokenizer):
     assert new.keys() == old.keys()
     for name, tensor in new.items():
         assert torch.equal(tensor, old[name]) == (".mlp." not in name)
-    again = init_router(routed.folder, rows, tokenizer, folder=tmp_path / "again", **FAST)
+    again = init_router(
+        routed.folder,
+        rows,
+        tokenizer,
+        folder=tmp_path / "again",
+        **FAST,
+    )
     assert again.before.loss == pytest.approx(routed.after.loss, rel=1e-5)
 
 
 def test_a_delta_becomes_a_whole_model(tmp_path, experts, rows, tokenizer):
     base = experts[0].parent / "base"
-    delta = upit.save_delta(tmp_path / "delta", experts[0], base)
+    delta = upit.save_delta(
+        tmp_path / "delta",
+        experts[0],
+        base,
+    )
     folders = []
     for name, expert in (("whole", experts[0]), ("out", delta)):
         settings = FAST | {"steps": 2, "base": base}
-        routed = init_router(expert, rows, tokenizer, folder=tmp_path / name, **settings)
+        routed = init_router(
+            expert,
+            rows,
+            tokenizer,
+            folder=tmp_path / name,
+            **settings,
+        )
         folders.append(upit.tensors_of(routed.folder))
     assert_equal(*folders)
 
@@ -248,7 +345,11 @@ def states_and_loss(expert, rows) -> tuple[list[torch.Tensor], float]:
         for layer, h in enumerate(inputs):
             states[layer].append(h[0])
         labels = torch.tensor(row["labels"][1:])
-        loss = nn.functional.cross_entropy(logits[:-1], labels, reduction="none")
+        loss = nn.functional.cross_entropy(
+            logits[:-1],
+            labels,
+            reduction="none",
+        )
         losses.append(loss[labels != -100])
     return [torch.cat(rows) for rows in states], torch.cat(losses).mean().item()
 
@@ -260,12 +361,21 @@ def test_measured_numbers_are_means_over_tokens(experts, rows, tokenizer):
     states, loss = states_and_loss(experts[0], rows)
     assert measured.loss == pytest.approx(loss, rel=1e-5)
     for h, vector, share in zip(states, vectors, measured.sigmoid, strict=True):
-        assert share == pytest.approx(torch.sigmoid(h @ vector).mean().item(), rel=1e-5)
+        assert share == pytest.approx(
+            torch.sigmoid(h @ vector).mean().item(),
+            rel=1e-5,
+        )
 
 
 def test_untrained_vectors_leave_the_expert_where_it_is(tmp_path, experts, rows, tokenizer):
     def routed(name: str, **settings):
-        result = init_router(experts[0], rows, tokenizer, folder=tmp_path / name, **settings)
+        result = init_router(
+            experts[0],
+            rows,
+            tokenizer,
+            folder=tmp_path / name,
+            **settings,
+        )
         assert result.folder == experts[0]
         return result
 
@@ -275,7 +385,12 @@ def test_untrained_vectors_leave_the_expert_where_it_is(tmp_path, experts, rows,
     states, _ = states_and_loss(experts[0], rows)
     sums = torch.stack([h.sum(0) for h in states])
     expected = nn.functional.normalize(sums, dim=1)
-    torch.testing.assert_close(mean.vectors, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        mean.vectors,
+        expected,
+        rtol=1e-4,
+        atol=1e-6,
+    )
     first = routed("first", router_init="random", index=0)
     second = routed("second", router_init="random", index=1)
     assert not torch.equal(first.vectors, second.vectors)
@@ -286,7 +401,10 @@ def test_untrained_vectors_leave_the_expert_where_it_is(tmp_path, experts, rows,
 def made(tmp_path_factory, experts, adapters, rows, tokenizer):
     """What an adapter's folder was made of, with the default rate."""
     folder = tmp_path_factory.mktemp("made")
-    base = shutil.copytree(experts[0].parent / "base", folder / "base")
+    base = shutil.copytree(
+        experts[0].parent / "base",
+        folder / "base",
+    )
     expert = shutil.copytree(adapters[0], folder / "expert")
     settings = {"expert": expert, "rows": rows, "base": base, "steps": 1, "batch_size": 4}
     settings |= {"tokenizer": tokenizer, "folder": folder / "out"}
@@ -296,7 +414,10 @@ def made(tmp_path_factory, experts, adapters, rows, tokenizer):
 
 def test_what_was_made_of_anything_else_is_not_read(tmp_path, made, adapters, experts):
     touched = shutil.copytree(made["base"], tmp_path / "base")
-    upit.change(touched, lambda tensors: {name: 2 * t for name, t in tensors.items()})
+    upit.change(
+        touched,
+        lambda tensors: {name: 2 * t for name, t in tensors.items()},
+    )
     for change in (
         {"learning_rate": 1e-3},
         {"steps": 2},
@@ -335,5 +456,11 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, made, adapters, ex
 )
 def test_bad_settings_are_refused(tmp_path, experts, rows, tokenizer, settings, message):
     with pytest.raises(ValueError, match=message):
-        init_router(experts[0], rows, tokenizer, folder=tmp_path / "out", **FAST | settings)
+        init_router(
+            experts[0],
+            rows,
+            tokenizer,
+            folder=tmp_path / "out",
+            **FAST | settings,
+        )
     assert not list(tmp_path.iterdir())

@@ -62,7 +62,10 @@ def test_each_step_is_the_optimizers_and_then_one_of_averaging(partition):
         assert averaging.step == number
     assert_equal(model.state_dict(), other.state_dict())
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(optimizer.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+        assert torch.equal(
+            optimizer.state[p]["exp_avg"],
+            plain.state[q]["exp_avg"],
+        )
     averaging.remove()
     averaging.remove()
     step(model, optimizer)
@@ -77,7 +80,11 @@ def test_a_linear_share_rises_to_the_end_and_stays():
 
 def test_a_step_that_overflowed_is_none():
     model = ewa()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=0.0,
+        weight_decay=0.0,
+    )
     averaging = average_after_steps(model, optimizer, share=SHARE)
     before = [stack.clone() for stack in stacks(model)]
     for overflowed, steps in ((1, 0), (0, 1)):
@@ -135,21 +142,39 @@ def train(model, folder, callbacks, resume=None, **settings):
     return shares
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [False, True],
+    ids=["", "gradient checkpointing"],
+)
 def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
     settings = {"gradient_checkpointing": checkpointing}
     whole = ewa()
     shares = train(whole, tmp_path / "whole", [], **settings)
     assert shares == pytest.approx({t: 0.1 * t for t in range(1, STEPS + 1)})
-    first = train(ewa(), tmp_path / "part", [Stop()], **settings)
+    first = train(
+        ewa(),
+        tmp_path / "part",
+        [Stop()],
+        **settings,
+    )
     resumed = ewa()
-    rest = train(resumed, tmp_path / "part", [], resume=True, **settings)
+    rest = train(
+        resumed,
+        tmp_path / "part",
+        [],
+        resume=True,
+        **settings,
+    )
     assert [*first, *rest] == list(shares)
     assert first | rest == shares
     assert_equal(resumed.state_dict(), whole.state_dict())
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint-2")
     assert saved.config.moe_runtime["stage"] == "ewa"
-    assert not torch.equal(stacks(saved)[0], stacks(whole)[0])
+    assert not torch.equal(
+        stacks(saved)[0],
+        stacks(whole)[0],
+    )
 
 
 # over ranks
@@ -161,11 +186,31 @@ def test_fsdp2_is_one_process(tmp_path):
     dist_averaging.train(alone, tiny.batch())
     assert ranks[0]["kinds"] == {"DTensor"}
     for name, want in alone.named_parameters():
-        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name])
-        assert tiny.distance(ranks[0]["weights"][name], want) < 1e-5, name
-    weight = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(3))
+        assert torch.equal(
+            ranks[0]["weights"][name],
+            ranks[1]["weights"][name],
+        )
+        assert (
+            tiny.distance(
+                ranks[0]["weights"][name],
+                want,
+            )
+            < 1e-5
+        ), name
+    weight = torch.randn(
+        5,
+        4,
+        6,
+        generator=torch.Generator().manual_seed(3),
+    )
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
         want = average_experts_(weight.to(dtype, copy=True), SHARE)
         for name in ("experts", "columns", "copies"):
-            assert tiny.distance(ranks[0]["stacks"][f"{name} {dtype}"], want) < bound, (name, dtype)
+            assert (
+                tiny.distance(
+                    ranks[0]["stacks"][f"{name} {dtype}"],
+                    want,
+                )
+                < bound
+            ), (name, dtype)
     assert "placements" in ranks[0]["stacks"]["error"]

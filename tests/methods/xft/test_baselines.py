@@ -70,10 +70,19 @@ def test_a_router_is_an_ordinary_upcycled_model():
     other = tiny.dense("llama")
     baselines.to_ewa(other, num_experts=4, partition="router", seed=8)
     first = model.model.layers[0].mlp.gate.weight
-    assert not torch.equal(other.model.layers[0].mlp.gate.weight, first)
+    assert not torch.equal(
+        other.model.layers[0].mlp.gate.weight,
+        first,
+    )
     with pytest.raises(ValueError, match="no shared expert. Pass alpha"):
         xft.merge(copy.deepcopy(model))
-    assert distance(tiny.logits(xft.merge(model, alpha="uniform")), expected) <= 1e-5
+    assert (
+        distance(
+            tiny.logits(xft.merge(model, alpha="uniform")),
+            expected,
+        )
+        <= 1e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
@@ -87,8 +96,16 @@ def test_the_merged_model_is_the_mean_and_a_stock_model(family):
     assert distance(tiny.logits(merged), expected) <= 1e-5
     layout = FAMILIES[family]
     for layer, mean in enumerate(means):
-        down = getattr(merged.get_submodule(layout.path.format(layer)), layout.down)
-        torch.testing.assert_close(down.weight, mean, rtol=1e-5, atol=1e-6)
+        down = getattr(
+            merged.get_submodule(layout.path.format(layer)),
+            layout.down,
+        )
+        torch.testing.assert_close(
+            down.weight,
+            mean,
+            rtol=1e-5,
+            atol=1e-6,
+        )
     for p in merged.parameters():
         assert p.requires_grad
 
@@ -109,7 +126,10 @@ def test_folders_give_the_same_mean_bit_by_bit(changes, tmp_path):
     model.save_pretrained(tmp_path / "ewa")
     loaded = load("ewa")
     assert type(loaded) is type(model)
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(loaded),
+        tiny.logits(model),
+    )
     receipt = xft_folders.merge_folder(tmp_path / "ewa", tmp_path / "dense")
     assert receipt.alpha == [[0.25] * 4] * 2
     expected = load("dense").state_dict()
@@ -126,13 +146,24 @@ def test_some_layers_only_and_other_alphas(tmp_path):
     first = first[0].clone()
     model.save_pretrained(tmp_path / "ewa")
     alpha = [1.0, 0.0, 0.0]
-    xft_folders.merge_folder(tmp_path / "ewa", tmp_path / "one", alpha=alpha)
+    xft_folders.merge_folder(
+        tmp_path / "ewa",
+        tmp_path / "one",
+        alpha=alpha,
+    )
     by_folder = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     for merged in (by_folder, xft.merge(model, alpha=alpha)):
-        assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, first)
+        assert torch.equal(
+            merged.model.layers[1].mlp.down_proj.weight,
+            first,
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    ids=str,
+)
 def test_averages_of_the_weights_over_the_steps(dtype):
     model = tiny.dense("llama").to(dtype)
     averages = baselines.WeightAverages(decay=0.3)
@@ -151,7 +182,12 @@ def test_averages_of_the_weights_over_the_steps(dtype):
     for name, expected in (("ema", ema), ("swa", sum(seen[3:]) / 3)):
         average = averages.models[name].module
         result = average.model.layers[1].mlp.up_proj.weight
-        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            result.double(),
+            expected,
+            rtol=1e-5,
+            atol=1e-6,
+        )
         assert {p.dtype for p in average.parameters()} == {torch.float32}
     assert torch.equal(weight.double(), seen[-1])
 
@@ -186,7 +222,12 @@ def test_every_call_runs_and_makes_what_it_says(name, tmp_path):
     if "adapter" in call:
         baselines.to_lora(model).save_pretrained(str(tmp_path))
         model = tiny.dense("llama")
-    names = {"xft": xft, "baselines": baselines, "model": model, "adapter": str(tmp_path)}
+    names = {
+        "xft": xft,
+        "baselines": baselines,
+        "model": model,
+        "adapter": str(tmp_path),
+    }
     eval(call, names)
     assert torch.isfinite(tiny.logits(model)).all()
     block = getattr(model.config, "moe_runtime", None)

@@ -36,7 +36,10 @@ SETTINGS = {
     "noisy_gate": True,
     "balance_loss": "cv2",
 }
-TOKENIZER = train_tokenizer([f"{i} and {j}" for i in range(6) for j in range(6)], 270)
+TOKENIZER = train_tokenizer(
+    [f"{i} and {j}" for i in range(6) for j in range(6)],
+    270,
+)
 WAYS = ("memory", "folders")
 
 
@@ -65,7 +68,11 @@ def merge_both_ways(moe: Path, out: Path) -> dict[str, Path]:
         if not (out / "mergeable" / file.name).exists():
             shutil.copy(file, out / "mergeable")
     xft_folders.merge_folder(out / "mergeable", out / "folders")
-    xft.save_dense(xft.merge(model), out / "memory", TOKENIZER)
+    xft.save_dense(
+        xft.merge(model),
+        out / "memory",
+        TOKENIZER,
+    )
     return {way: out / way for way in WAYS}
 
 
@@ -80,7 +87,11 @@ def exported(tmp_path_factory) -> dict[str, Exported]:
         model.save_pretrained(root / "base")
         TOKENIZER.save_pretrained(root / "base")
         for name in ("untuned", "tuned"):
-            xft_folders.upcycle_folder(root / "base", root / name / "moe", **SETTINGS)
+            xft_folders.upcycle_folder(
+                root / "base",
+                root / name / "moe",
+                **SETTINGS,
+            )
         tuned = AutoModelForCausalLM.from_pretrained(root / "tuned" / "moe")
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -88,7 +99,11 @@ def exported(tmp_path_factory) -> dict[str, Exported]:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) / 20)
         tuned.save_pretrained(root / "tuned" / "moe")
         merged = {
-            name: merge_both_ways(root / name / "moe", root / name) for name in ("untuned", "tuned")
+            name: merge_both_ways(
+                root / name / "moe",
+                root / name,
+            )
+            for name in ("untuned", "tuned")
         }
         made[family] = Exported(
             root / "base", root / "tuned" / "moe", merged["tuned"], merged["untuned"]
@@ -127,7 +142,12 @@ def test_without_tuning_the_rest_is_the_bases_bit_for_bit(family, way, exported)
         if locate_key(FAMILIES[family], key) is None:
             assert torch.equal(merged[key], tensor), key
         else:  # four equal experts mix to themselves, but for rounding
-            torch.testing.assert_close(merged[key], tensor, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                merged[key],
+                tensor,
+                rtol=1e-6,
+                atol=1e-6,
+            )
 
 
 @every
@@ -198,7 +218,13 @@ def test_stock_transformers_loads_it_where_moe_runtime_cannot_be_imported(export
         str(tmp_path / "ids.pt"),
         str(tmp_path / "out.pt"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     got = torch.load(tmp_path / "out.pt")
     for made in exported.values():

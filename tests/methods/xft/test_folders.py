@@ -44,7 +44,11 @@ def assert_same(a: Path, b: Path) -> None:
 def edit_tensors(folder: Path, change) -> None:
     """Write what `change` makes of the tensors of a folder."""
     (file,) = folder.glob("*.safetensors")
-    save_file(change(tensors(folder)), file, metadata={"format": "pt"})
+    save_file(
+        change(tensors(folder)),
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 def stir(folder: Path) -> None:
@@ -73,7 +77,11 @@ def moe(base, tmp_path):
     return tmp_path / "moe"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
     def load(name: str):
@@ -81,10 +89,17 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
 
     def compare(name: str, model) -> None:
         model.save_pretrained(tmp_path / f"{name}-in-memory")
-        assert_same(tmp_path / name, tmp_path / f"{name}-in-memory")
+        assert_same(
+            tmp_path / name,
+            tmp_path / f"{name}-in-memory",
+        )
 
     dense(family, dtype=dtype).save_pretrained(tmp_path / "dense")
-    receipt = xft_folders.upcycle_folder(tmp_path / "dense", tmp_path / "moe", **SMALL)
+    receipt = xft_folders.upcycle_folder(
+        tmp_path / "dense",
+        tmp_path / "moe",
+        **SMALL,
+    )
     assert receipt.mlp_error < 1e-5
     model = load("dense")
     xft.upcycle(model, **SMALL)
@@ -99,7 +114,10 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
     stir(tmp_path / "mergeable")
     receipt = xft_folders.merge_folder(tmp_path / "mergeable", tmp_path / "merged")
     assert receipt.mixing.startswith("learned coefficients, up to ")
-    torch.testing.assert_close(torch.tensor(receipt.alpha).sum(1), torch.ones(2))
+    torch.testing.assert_close(
+        torch.tensor(receipt.alpha).sum(1),
+        torch.ones(2),
+    )
     model = load("mergeable")
     expected = logits(model)
     compare("merged", xft.merge(model))
@@ -119,7 +137,10 @@ def test_shards_and_side_files(base, tmp_path):
     assert logits(AutoModelForCausalLM.from_pretrained(moe)).isfinite().all()
 
 
-@pytest.mark.parametrize("convert", [xft_folders.mergeable_folder, xft_folders.merge_folder])
+@pytest.mark.parametrize(
+    "convert",
+    [xft_folders.mergeable_folder, xft_folders.merge_folder],
+)
 def test_what_a_training_says_of_its_weights_stays_with_them(convert, moe, tmp_path):
     stays = {"router_stats.csv", "README.md", "trainer_state.json", "adapter_config.json"}
     goes = {"tokenizer.json", "LICENSE", "chat_template.jinja"}
@@ -132,10 +153,17 @@ def test_what_a_training_says_of_its_weights_stays_with_them(convert, moe, tmp_p
     assert not stays & names
 
 
-@pytest.mark.parametrize("alpha", [torch.eye(2, 4), "uniform"], ids=["of each layer", "uniform"])
+@pytest.mark.parametrize(
+    "alpha",
+    [torch.eye(2, 4), "uniform"],
+    ids=["of each layer", "uniform"],
+)
 def test_alpha_is_what_memory_makes_of_it(alpha, moe, tmp_path):
     receipt = xft_folders.merge_folder(moe, tmp_path / "folders", alpha=alpha)
-    expected = torch.full((2, 4), 0.25) if isinstance(alpha, str) else alpha
+    if isinstance(alpha, str):
+        expected = torch.full((2, 4), 0.25)
+    else:
+        expected = alpha
     assert receipt.alpha == expected.tolist()
     merged = xft.merge(AutoModelForCausalLM.from_pretrained(moe), alpha=alpha)
     merged.save_pretrained(tmp_path / "memory")
@@ -157,8 +185,16 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
     [
         pytest.param({KEY: None}, KEY, id="missing"),
         pytest.param({QUERY: None}, QUERY, id="missing, of no MLP"),
-        pytest.param({QUERY + "x": torch.ones(5)}, QUERY + "x", id="extra, of no MLP"),
-        pytest.param({"model.norm.weight": torch.ones(5)}, "model.norm.weight.*5", id="cut short"),
+        pytest.param(
+            {QUERY + "x": torch.ones(5)},
+            QUERY + "x",
+            id="extra, of no MLP",
+        ),
+        pytest.param(
+            {"model.norm.weight": torch.ones(5)},
+            "model.norm.weight.*5",
+            id="cut short",
+        ),
         pytest.param({KEY: torch.ones(32, 5)}, KEY, id="misshapen"),
         pytest.param({KEY: torch.ones(32, 48).half()}, KEY, id="another dtype"),
         pytest.param(
@@ -179,7 +215,12 @@ def test_wrong_tensors_are_named_and_nothing_is_written(base, tmp_path, change, 
 
 
 def test_layers_that_stay_dense(base, tmp_path):
-    receipt = xft_folders.upcycle_folder(base, tmp_path / "moe", layers=[1], **SMALL)
+    receipt = xft_folders.upcycle_folder(
+        base,
+        tmp_path / "moe",
+        layers=[1],
+        **SMALL,
+    )
     assert receipt.layers == [1]
     assert receipt.mlp_error < 1e-5
     assert xft_folders.compare_folders(base, tmp_path / "moe") < 1e-5

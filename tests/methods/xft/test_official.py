@@ -22,7 +22,12 @@ from tests.hf import tiny
 from tests.support import official_xft as released
 from tests.support.checkpoints import assert_equal, tensors
 
-IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(2))
+IDS = torch.randint(
+    3,
+    96,
+    (2, 12),
+    generator=torch.Generator().manual_seed(2),
+)
 LINEAR = {"type": "linear", "factor": 4.0}
 DYNAMIC = {"type": "dynamic", "factor": 2.0}
 MODELS = {
@@ -67,7 +72,10 @@ def assert_same(a: Path, b: Path) -> None:
     second = open_model(b)
     assert first.specs() == second.specs()
     for key in first.keys():
-        assert torch.equal(first.get(key), second.get(key)), key
+        assert torch.equal(
+            first.get(key),
+            second.get(key),
+        ), key
 
 
 def config_of(folder: Path) -> dict:
@@ -75,7 +83,12 @@ def config_of(folder: Path) -> dict:
 
 
 def assert_logits(folder: Path, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(tiny.logits(load(folder), IDS), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        tiny.logits(load(folder), IDS),
+        expected,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 # --- what is imported computes what the released code does
@@ -89,23 +102,52 @@ def test_an_moe_gives_the_released_codes_logits_and_balance_loss(changes, tmp_pa
     assert receipt.config == model.model.layers[0].mlp.config
     out = model(input_ids=IDS, labels=IDS)
     logits, balance = released.forward(values, tensors, IDS)
-    torch.testing.assert_close(out.logits, logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.logits,
+        logits,
+        rtol=1e-5,
+        atol=1e-5,
+    )
     if not values["gate_use_balance"]:
         assert receipt.config.balance_loss == "none"
         assert "aux_loss" not in out
         return
     # in evaluation too, and apart from the language model's loss
-    torch.testing.assert_close(out.aux_loss, balance, rtol=1e-4, atol=1e-9)
-    torch.testing.assert_close(out.loss - out.lm_loss, balance, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        out.aux_loss,
+        balance,
+        rtol=1e-4,
+        atol=1e-9,
+    )
+    torch.testing.assert_close(
+        out.loss - out.lm_loss,
+        balance,
+        rtol=1e-3,
+        atol=1e-6,
+    )
 
     if values["gate_add_noise"]:
         noise = [torch.randn(24, receipt.config.num_routed_experts) for _ in range(2)]
         draws = iter(noise)
-        monkeypatch.setattr(torch, "randn_like", lambda like: next(draws))
+        monkeypatch.setattr(
+            torch,
+            "randn_like",
+            lambda like: next(draws),
+        )
         logits, balance = released.forward(values, tensors, IDS, eps=noise)
     out = model.train()(input_ids=IDS, labels=IDS)
-    torch.testing.assert_close(out.logits, logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.aux_loss, balance, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(
+        out.logits,
+        logits,
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        out.aux_loss,
+        balance,
+        rtol=1e-4,
+        atol=1e-9,
+    )
 
 
 @case(
@@ -144,7 +186,13 @@ def test_the_moes_rope_base_is_10000_whatever_its_config_says(tmp_path):
         xft_official.import_official(theirs, tmp_path / "heeded", rope_theta=1e5)
     heeded = load(tmp_path / "heeded")
     assert heeded.config.rope_parameters["rope_theta"] == 1e5
-    assert tiny.distance(tiny.logits(heeded, IDS), expected) > 1e-2
+    assert (
+        tiny.distance(
+            tiny.logits(heeded, IDS),
+            expected,
+        )
+        > 1e-2
+    )
 
 
 def test_defaults_are_the_released_config_classs(tmp_path):
@@ -190,10 +238,18 @@ def test_theirs_comes_back_bit_for_bit(changes, tmp_path):
         assert again[key] == values[key], key
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 def test_their_weighted_model_comes_back_bit_for_bit(dtype, tmp_path):
     again = tmp_path / "again"
-    _, tensors, experts = released.write_weighted(tmp_path / "theirs", tmp_path / "ffn", dtype)
+    _, tensors, experts = released.write_weighted(
+        tmp_path / "theirs",
+        tmp_path / "ffn",
+        dtype,
+    )
     xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
     xft_official.export_official(tmp_path / "ours", again)
     xft_folders.merge_folder(tmp_path / "ours", tmp_path / "dense")
@@ -205,7 +261,10 @@ def test_their_weighted_model_comes_back_bit_for_bit(dtype, tmp_path):
             tensor = dense.get(name)  # the unused MLP is the merged one
         assert torch.equal(saved.get(name), tensor), name
     for layer, expected in enumerate(experts):
-        parts = torch.load(again / f"ffn_layer_{layer}.pt", weights_only=True)
+        parts = torch.load(
+            again / f"ffn_layer_{layer}.pt",
+            weights_only=True,
+        )
         assert parts.keys() == expected.keys()
         for kind, stack in expected.items():
             assert_equal(parts[kind], stack)
@@ -243,7 +302,11 @@ STOCK = {
 def ours(folder: Path, changes: dict, dtype=torch.float32, **settings) -> Path:
     """A folder of ours at stage "moe", its experts and routers unlike each other."""
     stock = {"mlp_bias": False, "rope_theta": 1e4} | changes
-    model = tiny.upcycled("llama", changes=stock | {"dtype": dtype}, **settings)
+    model = tiny.upcycled(
+        "llama",
+        changes=stock | {"dtype": dtype},
+        **settings,
+    )
     model.save_pretrained(folder)
     return folder
 
@@ -258,8 +321,20 @@ BACK = [
         torch.float32,
         id="mergeable",
     ),
-    pytest.param("mergeable", STOCK["tied"], OURS["official"], torch.bfloat16, id="mix-tied"),
-    pytest.param("mergeable", STOCK["linear"], OURS["nonorm"], torch.float32, id="mix-nonorm"),
+    pytest.param(
+        "mergeable",
+        STOCK["tied"],
+        OURS["official"],
+        torch.bfloat16,
+        id="mix-tied",
+    ),
+    pytest.param(
+        "mergeable",
+        STOCK["linear"],
+        OURS["nonorm"],
+        torch.float32,
+        id="mix-nonorm",
+    ),
 ]
 
 
@@ -305,8 +380,19 @@ def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(at
     changed[:, -1] = (changed[:, -1] + 1) % 96
     before = tiny.logits(model, IDS)
     after = tiny.logits(model, changed)
-    torch.testing.assert_close(before[:, :-1], after[:, :-1], rtol=1e-6, atol=1e-6)
-    assert tiny.distance(after[:, -1], before[:, -1]) > 1e-2
+    torch.testing.assert_close(
+        before[:, :-1],
+        after[:, :-1],
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    assert (
+        tiny.distance(
+            after[:, -1],
+            before[:, -1],
+        )
+        > 1e-2
+    )
     expected, _ = released.forward(values, tensors, IDS, experts)
     torch.testing.assert_close(before, expected, rtol=1e-5, atol=1e-5)
 

@@ -52,7 +52,11 @@ def test_every_form_is_imported_to_the_same_bits(form, theirs, tmp_path):
     released.write_moe(tmp_path / form, form)
     progress = mock.Mock()
     options = {"max_shard_size": "40KB", "progress": progress}
-    receipt = xft_official.import_official(tmp_path / form, ours, **options)
+    receipt = xft_official.import_official(
+        tmp_path / form,
+        ours,
+        **options,
+    )
     imported = tensors(ours)
     assert_equal(imported, tensors(tmp_path / "from safetensors"))
     assert receipt.tensors == len(imported)
@@ -108,7 +112,10 @@ def test_where_the_experts_of_a_weighted_model_are_looked_for(
     for file in list((tmp_path / "ffn").iterdir()):
         file.rename(folder / file.name)
     monkeypatch.chdir(tmp_path)
-    options = {"ffn_folder": folder} if given else {}
+    if given:
+        options = {"ffn_folder": folder}
+    else:
+        options = {}
     xft_official.import_official(weighted, tmp_path / "out", **options)
     expected = tensors(tmp_path / "expected")
     expected["model.layers.0.mlp.mixing_logits"] = logits.float()
@@ -126,7 +133,11 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize(
+    "zipped",
+    [True, False],
+    ids=["zip", "old"],
+)
 def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(
     zipped, theirs, weighted, tmp_path
 ):
@@ -136,7 +147,11 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(
     (theirs / "model.safetensors").unlink()
     torch.save(bad, theirs / "pytorch_model.bin", **form)
     experts = {kind: {0: harm} for kind in released.KINDS}
-    torch.save(experts, tmp_path / "ffn" / "ffn_layer_1.pt", **form)
+    torch.save(
+        experts,
+        tmp_path / "ffn" / "ffn_layer_1.pt",
+        **form,
+    )
     for source, file in ((theirs, "pytorch_model.bin"), (weighted, "ffn_layer_1.pt")):
         with pytest.raises(ValueError, match=rf"{file} cannot be loaded .*a dict of tensors"):
             xft_official.import_official(source, tmp_path / "out")
@@ -224,7 +239,11 @@ def test_what_their_code_has_no_option_for_is_not_exported(
     stock = {"rope_theta": 1e4}
     if family == "llama":
         stock["mlp_bias"] = False
-    tiny.upcycled(family, changes=stock | changes, **settings).save_pretrained(tmp_path / "ours")
+    tiny.upcycled(
+        family,
+        changes=stock | changes,
+        **settings,
+    ).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=match):
         xft_official.export_official(tmp_path / "ours", tmp_path / "out")
     assert not (tmp_path / "out").exists()

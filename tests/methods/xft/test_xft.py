@@ -35,7 +35,10 @@ def perturb(model, scale=0.05):
 
 def tuned(**settings):
     model = dense("llama")
-    xft.upcycle(model, **({"num_experts": 4, "top_k": 3} | settings))
+    xft.upcycle(
+        model,
+        **({"num_experts": 4, "top_k": 3} | settings),
+    )
     return perturb(model)
 
 
@@ -57,7 +60,9 @@ def test_receipt_measures_equality_for_every_family(family):
 
 def test_gate_that_does_not_sum_to_one_is_reported_as_such():
     receipt = xft.upcycle(dense("llama"), num_experts=4, top_k=3, gate="nonorm")
-    assert not receipt.preserves and receipt.error > 1e-3 and "does not preserve" in str(receipt)
+    assert not receipt.preserves
+    assert receipt.error > 1e-3
+    assert "does not preserve" in str(receipt)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,8 @@ def test_weights_that_are_not_finite_are_refused_or_said(value):
 def test_some_layers_only():
     model = dense("llama")
     receipt = xft.upcycle(model, num_experts=4, top_k=3, layers=[1])
-    assert receipt.layers == (1,) and hasattr(model.model.layers[0].mlp, "gate_proj")
+    assert receipt.layers == (1,)
+    assert hasattr(model.model.layers[0].mlp, "gate_proj")
 
 
 def move_mixing_logits(model, changes) -> None:
@@ -105,7 +111,11 @@ def move_mixing_logits(model, changes) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("soup", [False, True], ids=["lambda", "soup"])
+@pytest.mark.parametrize(
+    "soup",
+    [False, True],
+    ids=["lambda", "soup"],
+)
 def test_merged_equals_mergeable(family, soup):
     model = dense(family)
     base_class = type(model)
@@ -128,13 +138,18 @@ def test_merged_folder_is_a_stock_model(tmp_path):
     want = logits(merged)
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert type(again).__module__.startswith("transformers.") and torch.equal(logits(again), want)
+    assert type(again).__module__.startswith("transformers.")
+    assert torch.equal(logits(again), want)
 
 
 def test_only_the_mixing_logits_train_and_all_else_stays_bit_identical():
     model = xft.to_mergeable(tuned(), shared_rate=0.6)
     before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=0.1,
+        weight_decay=0.1,
+    )
     for _ in range(5):
         model(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
@@ -145,19 +160,31 @@ def test_only_the_mixing_logits_train_and_all_else_stays_bit_identical():
         assert torch.equal(value, before[name]) == (not trains), name
     alpha = xft.mixing_coefficients(model)
     torch.testing.assert_close(alpha.sum(1), torch.ones(2))
-    torch.testing.assert_close(alpha[:, 0], torch.full((2,), 0.6))
+    torch.testing.assert_close(
+        alpha[:, 0],
+        torch.full((2,), 0.6),
+    )
 
 
 def test_init_merge_equals_one_step_before_training():
     model = tuned()
     mergeable = xft.to_mergeable(copy.deepcopy(model))
-    assert relative(logits(xft.merge(model)), logits(mergeable)) <= 1e-6
+    assert (
+        relative(
+            logits(xft.merge(model)),
+            logits(mergeable),
+        )
+        <= 1e-6
+    )
 
 
 def test_a_merge_says_whether_mixing_was_learned():
     mergeable = xft.to_mergeable(tuned())
     # a few steps of TRL's default learning rate
-    move_mixing_logits(mergeable, torch.tensor([1e-4, -1e-4, 0]))
+    move_mixing_logits(
+        mergeable,
+        torch.tensor([1e-4, -1e-4, 0]),
+    )
     with pytest.warns(UserWarning, match="within .*e-06 of the initial .*Learn to mix before"):
         xft.merge(copy.deepcopy(mergeable))
     move_mixing_logits(mergeable, torch.tensor([0.1, 0, 0]))
@@ -169,8 +196,16 @@ def test_a_merge_says_whether_mixing_was_learned():
 @pytest.mark.parametrize(
     "options, alpha",
     [
-        pytest.param({"shared_rate": 1.0}, [1, 0, 0, 0], id="the shared expert alone"),
-        pytest.param({"shared_rate": 0.0}, [0, 1 / 3, 1 / 3, 1 / 3], id="without the shared one"),
+        pytest.param(
+            {"shared_rate": 1.0},
+            [1, 0, 0, 0],
+            id="the shared expert alone",
+        ),
+        pytest.param(
+            {"shared_rate": 0.0},
+            [0, 1 / 3, 1 / 3, 1 / 3],
+            id="without the shared one",
+        ),
         pytest.param({"alpha": "uniform"}, [0.25] * 4, id="uniform"),
         pytest.param({"alpha": [0, 0, 1, 0]}, [0, 0, 1, 0], id="by hand"),
         pytest.param({"alpha": [[1, 0, 0, 0], [0, 1, 0, 0]]}, torch.eye(2, 4), id="of each layer"),
@@ -183,7 +218,10 @@ def test_merged_weights_are_the_mixture(options, alpha):
     rows = torch.as_tensor(alpha).float().expand(2, 4)
     for layer, stack, row in zip(merged.model.layers, stacks, rows, strict=True):
         down = torch.tensordot(row, stack.down_proj, 1)
-        torch.testing.assert_close(layer.mlp.down_proj.weight, down)
+        torch.testing.assert_close(
+            layer.mlp.down_proj.weight,
+            down,
+        )
         up = torch.tensordot(row, stack.gate_up_proj, 1)
         both = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
         torch.testing.assert_close(both, up)
@@ -212,15 +250,25 @@ def test_a_gate_without_shared_expert_needs_alpha_or_soup():
     xft.merge(xft.to_mergeable(tuned(gate="topk_softmax"), soup=True))
 
 
-@pytest.mark.parametrize("num_experts, top_k", [(4, 3), (1, 1)])
+@pytest.mark.parametrize(
+    "num_experts, top_k",
+    [(4, 3), (1, 1)],
+)
 def test_at_init_the_router_has_no_gradient_and_the_experts_share_the_dense_one(num_experts, top_k):
     base = dense("llama")
     moe = copy.deepcopy(base)
     sizes = {"num_experts": num_experts, "top_k": top_k}
-    xft.upcycle(moe, MoEConfig(**xft.config_for(base).to_dict() | sizes))
+    xft.upcycle(
+        moe,
+        MoEConfig(**xft.config_for(base).to_dict() | sizes),
+    )
     for model in (base, moe):
         model.train()(input_ids=IDS, labels=IDS).loss.backward()
-    for old, new in zip(base.model.layers, moe.model.layers, strict=True):
+    for old, new in zip(
+        base.model.layers,
+        moe.model.layers,
+        strict=True,
+    ):
         experts = new.mlp.experts
         down = old.mlp.down_proj.weight.grad
         assert relative(experts.down_proj.grad.sum(0), down) <= 1e-5

@@ -14,6 +14,7 @@ from moe_runtime.methods.ultrafuser.training import (
     fuser_losses,
     gate_weights,
     sampler_for,
+    single_rows,
     training_of,
 )
 from tests.methods.ultrafuser import fusers
@@ -232,3 +233,13 @@ def test_two_processes_train_as_one_does(launches, tmp_path):
                 rtol=1e-4,
                 atol=1e-6,
             )
+
+
+def test_a_single_specialists_row_is_trained_on_its_answer():
+    for row, single in zip(rows(), single_rows(rows(), 1), strict=True):
+        prompt = row["prompt_ids"][1]
+        answer = row["response_ids"]
+        assert single == {
+            "input_ids": prompt + answer,
+            "labels": [-100] * len(prompt) + answer,
+        }

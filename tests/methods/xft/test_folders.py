@@ -134,6 +134,9 @@ def test_shards_and_side_files(base, tmp_path):
     assert len(list(moe.glob("*.safetensors"))) > 3
     assert "tokenizer.json" in receipt.side_files
     assert not (moe / "pytorch_model.bin").exists()
+    xft_folders.mergeable_folder(moe, tmp_path / "one")
+    assert (moe / "model.safetensors.index.json").exists()
+    assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
     assert logits(AutoModelForCausalLM.from_pretrained(moe)).isfinite().all()
 
 

@@ -51,7 +51,7 @@ def test_a_log_is_read_as_the_official_script_does(tmp_path):
 def test_ranks_add_up(tmp_path):
     """In the order of their numbers, which shows where one number is large."""
     large = "0\t2\t\t1e16\t0.25\n"
-    small = "0\t2\t\t1.0\t0.25\n"
+    small = "0\t2\t\t0.5\t0.25\n"
     lines = [small, small, large, *[small] * 8]
     for rank, line in enumerate(lines):
         write(

@@ -222,15 +222,8 @@ def test_linear_backward_has_no_weight_gradient_in_memory():
 
 
 def test_linear_beyond_two_to_the_31_elements():
-    x, dout = (
-        torch.ones(
-            n,
-            1 << 16,
-            device="cuda",
-            dtype=torch.bfloat16,
-        )
-        for n in (2, 2)
-    )
+    x = torch.ones(2, 1 << 16, device="cuda", dtype=torch.bfloat16)
+    dout = torch.ones_like(x)
     weight = torch.zeros(
         1,
         1 << 16,
@@ -312,7 +305,7 @@ def test_layer_on_two_streams():
     torch.cuda.synchronize()
     for _ in range(5):
         layer.release()
-        streams = [torch.cuda.Stream() for _ in range(2)]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         found = []
         for stream in streams:
             with torch.cuda.stream(stream), torch.no_grad():

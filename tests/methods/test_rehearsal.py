@@ -22,7 +22,11 @@ from tests.support.dist_launch import launch
 PATHS = [
     path
     for path in sorted(METHODS.glob("*/recipes/*.yaml"))
-    if re.search("^# Machine", path.read_text(), re.MULTILINE)
+    if re.search(
+        "^# Machine",
+        path.read_text(),
+        re.MULTILINE,
+    )
 ]
 PATHS = [path for path in PATHS if path.stem != "smollm2"]  # of no paper
 MAGICODER = (
@@ -57,7 +61,11 @@ def test_recipe_end_to_end(path, tmp_path, monkeypatch):
     recipe = recipe_of(str(path))
     rehearsal.save_hub(tmp_path, recipe)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(rehearsal.divided(recipe).to_dict()))
-    engine = re.search(r"^# Machine: .* GB(?:, (\w+))?", path.read_text(), re.MULTILINE)[1]
+    engine = re.search(
+        r"^# Machine: .* GB(?:, (\w+))?",
+        path.read_text(),
+        re.MULTILINE,
+    )[1]
     if engine is None:
         done = CliRunner().invoke(app, ["run", "mine.yaml", "--out", "out"])
         assert done.exit_code == 0, (done.output, done.exception)
@@ -89,7 +97,13 @@ def test_recipe_end_to_end(path, tmp_path, monkeypatch):
     last = results[-1]
     assert last.loss != base.loss
     assert last.steps > 0
-    _check(recipe, path.stem, base, last, tmp_path / "out")
+    _check(
+        recipe,
+        path.stem,
+        base,
+        last,
+        tmp_path / "out",
+    )
 
 
 def _check(recipe, name: str, base, last, out) -> None:

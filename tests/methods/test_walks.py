@@ -36,6 +36,11 @@ def test_an_esft_run_finds_its_layers_once(tmp_path, quick):
 
 
 def test_xft_upcycles_a_model_in_few_places(quick):
-    walk = follow(xft.upcycle, dense("llama"), num_experts=4, top_k=3)
+    walk = follow(
+        xft.upcycle,
+        dense("llama"),
+        num_experts=4,
+        top_k=3,
+    )
     assert walk.stays <= 10, "\n".join(walk.places)
     assert walk.result.preserves

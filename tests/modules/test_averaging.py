@@ -20,7 +20,10 @@ SHAPES = [
 
 
 # the pull of 8 experts is below and above 1/2, and above 1
-@pytest.mark.parametrize("share", [1e-6, 0.3, 0.44, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "share",
+    [1e-6, 0.3, 0.44, 0.7, 1.0],
+)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float16, torch.bfloat16],
@@ -53,8 +56,16 @@ def test_parity(shape, dtype, share, device, tolerance):
             lambda w: w.permute(2, 0, 1),
             id="the expert as the fastest dim",
         ),
-        pytest.param((12, 34, 33), lambda w: w[::2], id="every other expert"),
-        pytest.param((6, 34, 66), lambda w: w[:, :, 1::2], id="strided"),
+        pytest.param(
+            (12, 34, 33),
+            lambda w: w[::2],
+            id="every other expert",
+        ),
+        pytest.param(
+            (6, 34, 66),
+            lambda w: w[:, :, 1::2],
+            id="strided",
+        ),
     ],
 )
 def test_layouts(stored, view, device, tolerance):

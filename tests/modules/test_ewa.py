@@ -32,7 +32,10 @@ def make(E=4, H=33, I=17, dtype=None, **kwargs) -> EWAMLP:
 
 VARIANTS = [
     pytest.param({}, id="gated"),
-    pytest.param({"bias": True, "gated": False, "hidden_act": "gelu"}, id="biases, no gate"),
+    pytest.param(
+        {"bias": True, "gated": False, "hidden_act": "gelu"},
+        id="biases, no gate",
+    ),
     pytest.param({"E": 1}, id="E = 1"),
     pytest.param({"E": 7, "bias": True}, id="E does not divide the tokens"),
 ]
@@ -92,8 +95,15 @@ def test_partition_is_equal_but_for_one_token(tokens, E):
 def test_partition_favours_no_token_and_no_expert():
     # one expert of four gets two of the five tokens
     drawn = torch.stack([random_partition(5, 4) for _ in range(4000)])
-    chosen = torch.nn.functional.one_hot(drawn.long(), 4).double()  # [draws, tokens, experts]
-    quarter = torch.full((5, 4), 0.25, dtype=torch.float64)
+    chosen = torch.nn.functional.one_hot(
+        drawn.long(),
+        4,
+    ).double()  # [draws, tokens, experts]
+    quarter = torch.full(
+        (5, 4),
+        0.25,
+        dtype=torch.float64,
+    )
     torch.testing.assert_close(
         chosen.mean(0),
         quarter,
@@ -171,7 +181,13 @@ def test_every_expert_trains_and_the_sum_of_their_gradients_is_the_dense_ones():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "shape",
-    [(33,), (0, 33), (7, 33), (2, 0, 33), (2, 3, 5, 33)],
+    [
+        (33,),
+        (0, 33),
+        (7, 33),
+        (2, 0, 33),
+        (2, 3, 5, 33),
+    ],
     ids=str,
 )
 def test_any_leading_shape(shape, training):

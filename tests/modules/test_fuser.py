@@ -60,7 +60,11 @@ def test_weights(sizes, joint, kind, dtype):
     bound = 1e-5
     if dtype == torch.float64:  # with parameters of float64 too
         wide = {name: p.detach().double() for name, p in gate.named_parameters()}
-        weight = torch.func.functional_call(gate, wide, (hidden,))
+        weight = torch.func.functional_call(
+            gate,
+            wide,
+            (hidden,),
+        )
         bound = 1e-12
     assert weight.shape == (3, 5, len(sizes))
     assert weight.dtype == torch.promote_types(dtype, torch.float32)
@@ -115,7 +119,12 @@ def test_stays_float32_under_casts_and_autocast():
     # a cast to bfloat16 and back has rounded the parameters; autocast nothing
     assert got.dtype == torch.float32
     assert torch.equal(got, gate(hidden))
-    torch.testing.assert_close(got, want, rtol=0.1, atol=0.02)
+    torch.testing.assert_close(
+        got,
+        want,
+        rtol=0.1,
+        atol=0.02,
+    )
 
 
 def naive(weight, hidden, functions, labels, reduction):
@@ -146,7 +155,13 @@ def assert_equals_naive(result, gate, hidden, functions, labels, reduction, leav
     weight = gate(hidden)
     assert torch.equal(result.weight, weight)
     assert not result.weight.requires_grad
-    expected = naive(weight, hidden, functions, labels, reduction)
+    expected = naive(
+        weight,
+        hidden,
+        functions,
+        labels,
+        reduction,
+    )
     torch.testing.assert_close(result.loss, expected)
     gradients = torch.autograd.grad(
         result.loss.sum(),
@@ -157,10 +172,18 @@ def assert_equals_naive(result, gate, hidden, functions, labels, reduction, leav
         torch.autograd.grad(expected.sum(), leaves),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            ours,
+            theirs,
+            rtol=1e-4,
+            atol=1e-6,
+        )
 
 
-REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "sample", "none"])
+REDUCTIONS = pytest.mark.parametrize(
+    "reduction",
+    ["mean", "sum", "sample", "none"],
+)
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -218,14 +241,22 @@ def bent(head, bias):
     return lambda h: 4 * torch.tanh((F.linear(h, head) + bias) / 4)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 15, 100, None])
+@pytest.mark.parametrize(
+    "chunk",
+    [1, 4, 15, 100, None],
+)
 @REDUCTIONS
 def test_chunks_of_any_heads(reduction, chunk):
     gate = FuserGate((16,) * 3)
     hidden, heads, labels = sample()
     heads[1] = torch.cat([heads[1], torch.randn(3, 16)])
     biases = [torch.randn(len(head)) for head in heads]
-    leaves = [*gate.parameters(), *hidden, *heads, *biases]
+    leaves = [
+        *gate.parameters(),
+        *hidden,
+        *heads,
+        *biases,
+    ]
     for leaf in leaves:
         leaf.requires_grad_()
     functions = [bent(*pair) for pair in zip(heads, biases, strict=True)]
@@ -256,7 +287,16 @@ def test_chunks_of_any_heads(reduction, chunk):
         reduction="sum",
     )
     torch.testing.assert_close(
-        nll, naive(gate(hidden), hidden, functions, labels, "sum"), rtol=1e-4, atol=1e-4
+        nll,
+        naive(
+            gate(hidden),
+            hidden,
+            functions,
+            labels,
+            "sum",
+        ),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -265,7 +305,16 @@ def test_chunks_of_labels_that_do_not_count_or_fit():
     hidden, heads, labels = sample()
     functions = [bent(head, 0.0) for head in heads]
     nothing = torch.full_like(labels, -100)
-    assert chunked_loss(gate, hidden, functions, nothing, reduction="sum").loss == 0
+    assert (
+        chunked_loss(
+            gate,
+            hidden,
+            functions,
+            nothing,
+            reduction="sum",
+        ).loss
+        == 0
+    )
     loss = chunked_loss(gate, hidden, functions, nothing).loss
     assert loss.isnan()
     for gradient in torch.autograd.grad(
@@ -286,4 +335,10 @@ def test_chunks_of_labels_that_do_not_count_or_fit():
     with pytest.raises(ValueError, match="labels must be below 40, .* got 40"):
         chunked_loss(gate, hidden, functions, labels)
     with pytest.raises(ValueError, match="reduction must be .*but got 'token'"):
-        chunked_loss(gate, hidden, functions, labels, reduction="token")
+        chunked_loss(
+            gate,
+            hidden,
+            functions,
+            labels,
+            reduction="token",
+        )

@@ -28,9 +28,24 @@ class MLP(nn.Module):
 
     def __init__(self, hidden=H, intermediate=I, bias=False, dtype=None):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias, dtype=dtype)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=bias, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=bias, dtype=dtype)
+        self.gate_proj = nn.Linear(
+            hidden,
+            intermediate,
+            bias=bias,
+            dtype=dtype,
+        )
+        self.up_proj = nn.Linear(
+            hidden,
+            intermediate,
+            bias=bias,
+            dtype=dtype,
+        )
+        self.down_proj = nn.Linear(
+            intermediate,
+            hidden,
+            bias=bias,
+            dtype=dtype,
+        )
 
     def forward(self, x):
         return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -96,7 +111,10 @@ def by_oracle(layer: LoRAMoE, x: torch.Tensor, idx, weight) -> torch.Tensor:
     [
         pytest.param({}, id="top 2 of 3"),
         pytest.param({"bias": True}, id="biases"),
-        pytest.param({"E": 4, "top_k": 4, "gate": "softmax_topk"}, id="LoRAMoE: all of 4"),
+        pytest.param(
+            {"E": 4, "top_k": 4, "gate": "softmax_topk"},
+            id="LoRAMoE: all of 4",
+        ),
         pytest.param({"targets": ("up_proj",)}, id="one projection"),
         pytest.param({"E": 1, "top_k": 1}, id="E = 1"),
         pytest.param({"recompute": True}, id="recompute"),
@@ -110,7 +128,12 @@ def test_layer_is_the_equation(options, tolerance):
     out = layer(x).flatten(0, 1)
     (record,) = layer.records
     assert record.balance_loss > 0
-    expected = by_oracle(layer, flat, record.topk_idx, record.topk_weight)
+    expected = by_oracle(
+        layer,
+        flat,
+        record.topk_idx,
+        record.topk_weight,
+    )
     assert_parity(
         {"out": out},
         {"out": expected},
@@ -181,7 +204,10 @@ def test_trains_all_that_it_says_and_nothing_else():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("targets", [TARGETS, ("down_proj",)])
+@pytest.mark.parametrize(
+    "targets",
+    [TARGETS, ("down_proj",)],
+)
 def test_experts_made_whole_are_the_same_layer(targets, bias):
     layer = make(E=4, targets=targets, bias=bias)
     x = torch.randn(33, H)
@@ -254,17 +280,27 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
     linear = getattr(base, target)
     handle = linear.register_forward_hook(lambda *_: None)
     for call in calls:
-        with pytest.raises(ValueError, match=rf"{target} of base .*torch.nn.* with hooks"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{target} of base .*torch.nn.* with hooks",
+        ):
             call()
     handle.remove()
     assert layer(x).isfinite().all()
     setattr(
         base,
         target,
-        Wrapped(linear.in_features, linear.out_features, bias=False),
+        Wrapped(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+        ),
     )
     for call in calls:
-        with pytest.raises(ValueError, match=rf"{target} of base .*Wrapped.*Merge adapters"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{target} of base .*Wrapped.*Merge adapters",
+        ):
             call()
 
 
@@ -304,7 +340,13 @@ def with_lora(model, rank, targets=TARGETS):
         base.gate_proj.weight.data.copy_(gate)
         base.up_proj.weight.data.copy_(up)
         base.down_proj.weight.data.copy_(block.mlp.experts.down_proj[0])
-        block.mlp = LoRAMoE(base, config_of(), rank, alpha=3.0, targets=targets).eval()
+        block.mlp = LoRAMoE(
+            base,
+            config_of(),
+            rank,
+            alpha=3.0,
+            targets=targets,
+        ).eval()
         fill(block.mlp)
         layers[f"model.layers.{i}.mlp"] = block.mlp
     return model, layers
@@ -323,7 +365,11 @@ def with_lora(model, rank, targets=TARGETS):
 @torch.no_grad()
 def test_peft_reads_all_experts_and_what_it_writes_is_read_back(rank, targets, mixtral, tmp_path):
     model, layers = with_lora(mixtral, rank, targets)
-    lora_adapters.save_stacked(layers, tmp_path / "ours", base_model="base")
+    lora_adapters.save_stacked(
+        layers,
+        tmp_path / "ours",
+        base_model="base",
+    )
     ids = torch.randint(50, (2, 11))
     expected = model(ids).logits
     plain = mixtral(ids).logits
@@ -348,8 +394,14 @@ def test_peft_reads_all_experts_and_what_it_writes_is_read_back(rank, targets, m
     )
     for folder in ("ours", "peft"):
         other, others = with_lora(mixtral, rank, targets)
-        lora_adapters.load_stacked(others, tmp_path / folder)
-        assert torch.equal(other(ids).logits, expected)
+        lora_adapters.load_stacked(
+            others,
+            tmp_path / folder,
+        )
+        assert torch.equal(
+            other(ids).logits,
+            expected,
+        )
 
 
 def dense_model():
@@ -365,7 +417,11 @@ def dense_model():
     model = LlamaForCausalLM(config).eval()
     layers = {}
     for i, block in enumerate(model.model.layers):
-        layers[f"model.layers.{i}.mlp"] = LoRAExperts(copy.deepcopy(block.mlp), 3, 2)
+        layers[f"model.layers.{i}.mlp"] = LoRAExperts(
+            copy.deepcopy(block.mlp),
+            3,
+            2,
+        )
     return model, layers
 
 
@@ -388,7 +444,10 @@ def test_peft_reads_one_expert_on_the_dense_base(expert, tmp_path):
     ids = torch.randint(50, (2, 11))
     plain = dense(ids).logits
     for i, block in enumerate(dense.model.layers):
-        block.mlp = merged_base(layers[f"model.layers.{i}.mlp"], expert)
+        block.mlp = merged_base(
+            layers[f"model.layers.{i}.mlp"],
+            expert,
+        )
     expected = dense(ids).logits
     assert (expected - plain).norm() > 0.01 * plain.norm()
     torch.testing.assert_close(
@@ -402,7 +461,11 @@ def test_peft_reads_one_expert_on_the_dense_base(expert, tmp_path):
 @torch.no_grad()
 def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
     dense, layers = dense_model()
-    settings = LoraConfig(r=2, lora_alpha=16, target_modules=list(TARGETS))
+    settings = LoraConfig(
+        r=2,
+        lora_alpha=16,
+        target_modules=list(TARGETS),
+    )
     trained = get_peft_model(copy.deepcopy(dense), settings).eval()
     for name, p in trained.named_parameters():
         if "lora_B" in name:
@@ -411,7 +474,12 @@ def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
     other = copy.deepcopy(layers)
     for layer in other.values():
         fill(layer)
-    lora_adapters.save_single(other, tmp_path / "other", 0, base_model="base")
+    lora_adapters.save_single(
+        other,
+        tmp_path / "other",
+        0,
+        base_model="base",
+    )
     adapters = [read_adapter(tmp_path / name) for name in ("other", "adapter", "other")]
     experts = AdapterExperts(
         tuple(adapters),

@@ -80,10 +80,22 @@ def test_layer_is_the_equation_with_its_gradients(name, bias):
     (record,) = layer.records
     assert record.balance_loss > 0
 
-    wide = x.detach().double().flatten(0, 1).requires_grad_()
+    wide = (
+        x.detach()
+        .double()
+        .flatten(
+            0,
+            1,
+        )
+        .requires_grad_()
+    )
     logits = wide @ double.gate.weight.t()
     gate = layer.config.gate
-    idx = oracle.best_experts(logits, layer.config.top_k, gate)
+    idx = oracle.best_experts(
+        logits,
+        layer.config.top_k,
+        gate,
+    )
     assert record.topk_idx.sort(1).values.equal(idx.sort(1).values)
     weight = torch.zeros(14, E, dtype=torch.float64)
     weight = weight.scatter(
@@ -131,7 +143,13 @@ def test_at_first_it_is_the_linear_layer_which_it_holds():
 
 
 def test_a_router_has_the_width_of_its_layers_input():
-    mlp = add_experts(MLP(), config_of(), form="linear", rank=2, alpha=4.0)
+    mlp = add_experts(
+        MLP(),
+        config_of(),
+        form="linear",
+        rank=2,
+        alpha=4.0,
+    )
     assert [getattr(mlp, name).gate.weight.shape for name in TARGETS] == [
         (E, H),
         (E, H),
@@ -148,14 +166,25 @@ def test_a_router_has_the_width_of_its_layers_input():
     assert type(part.gate_proj) is nn.Linear
     assert LinearExperts(part).targets == ("up_proj",)
     assert isinstance(
-        add_experts(MLP(), config_of(), form="block", rank=2, alpha=4.0),
+        add_experts(
+            MLP(),
+            config_of(),
+            form="block",
+            rank=2,
+            alpha=4.0,
+        ),
         LoRAMoE,
     )
 
 
 def test_wide_pairs_over_a_narrow_base_and_autocast():
     base = nn.Linear(H, I, dtype=torch.bfloat16)
-    layer = LoRALinear(base, config_of(), RANK, dtype=torch.float32)
+    layer = LoRALinear(
+        base,
+        config_of(),
+        RANK,
+        dtype=torch.float32,
+    )
     layer.lora_b.data.normal_(std=0.3)
     x = torch.randn(6, H)
     wide = copy.deepcopy(layer).float()
@@ -288,7 +317,13 @@ def test_unwrap_gives_the_mlp_back():
     linears = [getattr(mlp, name) for name in TARGETS]
     x = torch.randn(3, H)
     expected = mlp(x)
-    layer = add_experts(mlp, config_of(), form="linear", rank=2, alpha=4.0)
+    layer = add_experts(
+        mlp,
+        config_of(),
+        form="linear",
+        rank=2,
+        alpha=4.0,
+    )
     assert layer is mlp
     assert torch.equal(layer(x), expected)
     assert LinearExperts(layer).unwrap() is mlp

@@ -21,7 +21,12 @@ def make(E=8, soup=False, shared_rate=0.75, dtype=None, **kwargs) -> MergedMLP:
         initializer_range=0.3,
         **kwargs,
     )
-    layer = MergedMLP(config, shared_rate=shared_rate, soup=soup, dtype=dtype)
+    layer = MergedMLP(
+        config,
+        shared_rate=shared_rate,
+        soup=soup,
+        dtype=dtype,
+    )
     with torch.no_grad():
         for name, p in layer.named_parameters():
             if name.endswith("_bias") or name == "mixing_logits":
@@ -44,7 +49,10 @@ def mixture(layer: MergedMLP) -> torch.Tensor:
 VARIANTS = [
     pytest.param({}, id="XFT"),
     pytest.param({"soup": True}, id="learned soup"),
-    pytest.param({"bias": True, "gated": False, "hidden_act": "gelu"}, id="biases, no gate"),
+    pytest.param(
+        {"bias": True, "gated": False, "hidden_act": "gelu"},
+        id="biases, no gate",
+    ),
     pytest.param({"E": 1}, id="E = 1"),
     pytest.param({"E": 1, "soup": True}, id="E = 1, soup"),
     pytest.param({"E": 2}, id="E = 2: one logit"),
@@ -72,7 +80,11 @@ def test_is_the_dense_mlp_with_merged_weights(variant, tolerance):
         )
     expected = {"out": dense_mlp(layer, weights, x), **weights}
     result = {"out": layer(x), **layer.merged_weights()}
-    assert_parity(result, expected, tolerance[torch.float32])
+    assert_parity(
+        result,
+        expected,
+        tolerance[torch.float32],
+    )
 
 
 def test_weights_keep_the_experts_dtype_and_the_logits_float32():
@@ -159,7 +171,11 @@ def test_starts_at_the_INIT_mixture(rate, soup):
     torch.testing.assert_close(
         layer.alpha(), torch.tensor([rate] + [(1 - rate) / 7] * 7), rtol=1e-5, atol=1e-7
     )
-    fresh = MergedMLP(layer.config, shared_rate=rate, soup=soup)
+    fresh = MergedMLP(
+        layer.config,
+        shared_rate=rate,
+        soup=soup,
+    )
     assert torch.equal(fresh.alpha(), layer.alpha())
 
 
@@ -173,15 +189,27 @@ def test_state_dict_round_trip():
     assert a.state_dict().keys() == {"mixing_logits", *stacks}
 
 
-@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize(
+    "rate",
+    [-0.1, 1.1, float("nan")],
+)
 def test_bad_rate_is_named(rate):
-    with pytest.raises(ValueError, match=f"shared_rate must be .*but got {rate}"):
+    with pytest.raises(
+        ValueError,
+        match=f"shared_rate must be .*but got {rate}",
+    ):
         make(shared_rate=rate)
 
 
 @pytest.mark.parametrize(
     "shape",
-    [(33,), (0, 33), (7, 33), (2, 0, 33), (2, 3, 5, 33)],
+    [
+        (33,),
+        (0, 33),
+        (7, 33),
+        (2, 0, 33),
+        (2, 3, 5, 33),
+    ],
     ids=str,
 )
 def test_any_leading_shape(shape):

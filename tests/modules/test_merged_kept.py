@@ -59,8 +59,15 @@ def plain(layer, x):
     """
     w = layer.merged_weights()
     up = layer.experts.up_name
-    z = nn.functional.linear(x, w[up], w.get(f"{up}_bias"))
-    h = Activation(layer.config.hidden_act, layer.config.gated).apply(z)
+    z = nn.functional.linear(
+        x,
+        w[up],
+        w.get(f"{up}_bias"),
+    )
+    h = Activation(
+        layer.config.hidden_act,
+        layer.config.gated,
+    ).apply(z)
     return nn.functional.linear(
         h,
         w["down_proj"],
@@ -79,7 +86,13 @@ def gradients(f, layer, x):
 
 
 @pytest.mark.parametrize(
-    "variant", [{}, {"bias": True, "soup": True}, {"gated": False, "hidden_act": "gelu"}], ids=str
+    "variant",
+    [
+        {},
+        {"bias": True, "soup": True},
+        {"gated": False, "hidden_act": "gelu"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "dtype",
@@ -92,7 +105,10 @@ def test_gradients_are_those_of_merging_in_the_graph(dtype, variant, backend, to
     layer(x)
     result = gradients(MergedMLP.__call__, layer, x)
     expected = gradients(plain, layer, x)
-    assert torch.equal(result["out"], expected["out"])
+    assert torch.equal(
+        result["out"],
+        expected["out"],
+    )
     assert torch.equal(result["dx"], expected["dx"])
     wide = gradients(
         plain,
@@ -103,14 +119,26 @@ def test_gradients_are_those_of_merging_in_the_graph(dtype, variant, backend, to
     assert_parity(
         result,
         wide,
-        {"out": bound, "dx": 3 * bound, "da": 5 * bound},
+        {
+            "out": bound,
+            "dx": 3 * bound,
+            "da": 5 * bound,
+        },
     )
 
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.5),
-    "AdamW, one by one": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(
+        p,
+        lr=0.1,
+        foreach=False,
+    ),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(
+        p,
+        lr=0.1,
+        foreach=True,
+    ),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
@@ -170,7 +198,10 @@ def frozen():
 
 
 def assign_all(layer):
-    layer.load_state_dict(make().state_dict(), assign=True)
+    layer.load_state_dict(
+        make().state_dict(),
+        assign=True,
+    )
     layer.experts.requires_grad_(False)
 
 
@@ -184,7 +215,11 @@ CHANGES = {
         "data",
         make().experts.down_proj,
     ),
-    "another expert": lambda m: setattr(m.experts, "down_proj", frozen().experts.down_proj),
+    "another expert": lambda m: setattr(
+        m.experts,
+        "down_proj",
+        frozen().experts.down_proj,
+    ),
     "other experts": lambda m: setattr(m, "experts", make().experts),
     "load_state_dict": lambda m: m.load_state_dict(make().state_dict()),
     "load_state_dict, assign": assign_all,
@@ -247,8 +282,15 @@ def test_autocast_switched_on_and_off(dtype, backend):
     layer = make(dtype=dtype)
     x = torch.randn(5, 33, dtype=dtype)
     for autocast in (False, True, True, False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            assert torch.equal(layer(x), plain(layer, x))
+        with torch.autocast(
+            "cpu",
+            torch.bfloat16,
+            enabled=autocast,
+        ):
+            assert torch.equal(
+                layer(x),
+                plain(layer, x),
+            )
     assert layer._mixture.weights["down_proj"].dtype == dtype
 
 
@@ -347,8 +389,14 @@ def test_threads(backend):
     for batch, found in zip(batches, results, strict=True):
         for x, result in zip(batch, found, strict=True):
             expected = gradients(plain, layer, x)
-            assert torch.equal(result["out"], expected["out"])
-            assert torch.equal(result["dx"], expected["dx"])
+            assert torch.equal(
+                result["out"],
+                expected["out"],
+            )
+            assert torch.equal(
+                result["dx"],
+                expected["dx"],
+            )
             torch.testing.assert_close(
                 result["da"],
                 expected["da"],
@@ -358,13 +406,21 @@ def test_threads(backend):
 
 
 def test_data_parallel(tmp_path):
-    launch(dist_merged.__file__, 2, tmp_path, str(tmp_path))
+    launch(
+        dist_merged.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+    )
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     for name, value in first.items():
         assert torch.equal(value, second[name])
     torch.manual_seed(0)
     layer = make(bias=True)
-    optimizer = torch.optim.AdamW([layer.mixing_logits], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [layer.mixing_logits],
+        lr=0.1,
+    )
     for step in range(3):
         for micro in range(2):
             torch.manual_seed(10 * step + micro)
@@ -410,5 +466,13 @@ def test_an_older_graph_has_its_own_mixture(is_counted, backend):
                 (x, logits),
                 retain_graph=True,
             )
-            torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(layer(leaves[1]), outs[1])
+            torch.testing.assert_close(
+                result,
+                wanted,
+                rtol=1e-4,
+                atol=1e-5,
+            )
+    torch.testing.assert_close(
+        layer(leaves[1]),
+        outs[1],
+    )

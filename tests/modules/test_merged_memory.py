@@ -20,13 +20,23 @@ def allocations(function) -> list[int]:
     """Bytes that were allocated (above 0) and freed (below) while `function` ran, inside of ops
     too, in their order.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,
+    ) as seen:
         function()
     # seen.events() gives most of them to the ops that made them
     events = [
         event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return [
+        event.nbytes()
+        for event in sorted(
+            events,
+            key=lambda event: event.start_ns(),
+        )
+    ]
 
 
 def peak(sizes: list[int]) -> int:
@@ -90,6 +100,15 @@ def test_the_watcher_sees_what_happens_inside_of_an_op():
         )
     )
     assert max(fp32) == 4 * stack.numel() <= peak(fp32)
-    inside = allocations(lambda: torch.ops.moe_runtime.merge_experts(stack, alpha, "torch"))
+    inside = allocations(
+        lambda: torch.ops.moe_runtime.merge_experts(
+            stack,
+            alpha,
+            "torch",
+        )
+    )
     # the float32 blocks that only the kernel knows of
-    assert max(inside) >= 4 * min(stack[0].numel(), 1 << 15)
+    assert max(inside) >= 4 * min(
+        stack[0].numel(),
+        1 << 15,
+    )

@@ -38,8 +38,16 @@ def forward_in_float64(layer: MoE, x: torch.Tensor) -> dict:
     logits = x @ p["gate.weight"].t()
     if config.router == "mlp":
         logits = torch.tanh(logits) @ p["gate.weight_out"].t()
-    ids = oracle.best_experts(logits, config.top_k, config.gate)
-    weight = oracle.gate_weights(logits, ids, config.gate)
+    ids = oracle.best_experts(
+        logits,
+        config.top_k,
+        config.gate,
+    )
+    weight = oracle.gate_weights(
+        logits,
+        ids,
+        config.gate,
+    )
     up = f"experts.{layer.experts.up_name}"
     out = oracle.moe(
         x,
@@ -56,7 +64,15 @@ def forward_in_float64(layer: MoE, x: torch.Tensor) -> dict:
 
 
 def collect(out, x, parameters: dict) -> dict:
-    loss = (out * torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)).sum()
+    loss = (
+        out
+        * torch.cos(
+            torch.arange(
+                out.numel(),
+                dtype=out.dtype,
+            )
+        ).view(out.shape)
+    ).sum()
     leaves = {"x": x, **parameters}
     gradients = torch.autograd.grad(
         loss, list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -79,8 +95,14 @@ def forward(layer: MoE, x: torch.Tensor) -> dict:
 VARIANTS = [
     *[pytest.param({"gate": gate}, id=gate) for gate in GATES],
     pytest.param({"router": "mlp"}, id="mlp router"),
-    pytest.param({"bias": True, "gated": False, "hidden_act": "gelu_tanh"}, id="biases, no gate"),
-    pytest.param({"num_experts": 1, "top_k": 1, "gate": "topk_softmax"}, id="E = 1"),
+    pytest.param(
+        {"bias": True, "gated": False, "hidden_act": "gelu_tanh"},
+        id="biases, no gate",
+    ),
+    pytest.param(
+        {"num_experts": 1, "top_k": 1, "gate": "topk_softmax"},
+        id="E = 1",
+    ),
     pytest.param({"num_experts": 2, "top_k": 2}, id="E = K = 2"),
     pytest.param({"num_experts": 3, "top_k": 3}, id="K = E = 3"),
     pytest.param({"num_experts": 16, "top_k": 3}, id="more experts than tokens: some have none"),
@@ -189,7 +211,10 @@ def test_noise_can_be_injected_and_follows_the_formula(tolerance):
         2 * tolerance[torch.float32],
     )
     loss = routing.topk_weight.square().sum()
-    assert torch.autograd.grad(loss, layer.gate.noise_weight)[0].any()
+    assert torch.autograd.grad(
+        loss,
+        layer.gate.noise_weight,
+    )[0].any()
     # these would broadcast
     for shape in ((7,), (13, 1), (12, 7)):
         with pytest.raises((ValueError, RuntimeError)):
@@ -213,7 +238,12 @@ def test_noise_is_drawn_while_training_only_and_from_torchs_generator():
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("kind", ["cv2", "switch"])
 def test_balance_loss_is_returned_and_reaches_the_router(kind, noisy):
-    layer = make(balance_loss=kind, balance_loss_coef=0.01, noisy_gate=noisy, top_k=3)
+    layer = make(
+        balance_loss=kind,
+        balance_loss_coef=0.01,
+        noisy_gate=noisy,
+        top_k=3,
+    )
     x = torch.randn(29, H)
     loss = layer.gate(x).balance_loss
     leaves = [layer.gate.weight]
@@ -350,7 +380,12 @@ def test_memory_kept_per_token(dtype, size):
     T = 256
     K = 6
     layer = make(dtype, hidden_size=64, intermediate_size=96)
-    x = torch.randn(T, 64, dtype=dtype, requires_grad=True)
+    x = torch.randn(
+        T,
+        64,
+        dtype=dtype,
+        requires_grad=True,
+    )
     held, _ = saved_bytes(
         lambda: layer(x),
         list(layer.parameters()),
@@ -376,7 +411,10 @@ def test_compiles_without_a_graph_break(variant):
     x = torch.randn(2, 7, H)
     expected = forward(layer, x)
     layer.compile(fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(forward(layer, x), expected)
+    torch.testing.assert_close(
+        forward(layer, x),
+        expected,
+    )
     if "balance_loss" in variant:
         layer.records = []
         layer(x)

@@ -34,8 +34,16 @@ LAYERS = [
     pytest.param(
         {"gate": "xft", "shared": "dense"}, [1], id="a shared one that runs alone, frozen"
     ),
-    pytest.param({"gate": "softmax_topk", "top_k": 4}, [3], id="K = E"),
-    pytest.param({"gate": "sigmoid_topk", "num_experts": 1, "top_k": 1}, [0], id="E = 1"),
+    pytest.param(
+        {"gate": "softmax_topk", "top_k": 4},
+        [3],
+        id="K = E",
+    ),
+    pytest.param(
+        {"gate": "sigmoid_topk", "num_experts": 1, "top_k": 1},
+        [0],
+        id="E = 1",
+    ),
     pytest.param(
         {"router": "mlp", "balance_loss": "switch", "balance_loss_coef": 0.1},
         [3],
@@ -47,7 +55,10 @@ LAYERS = [
 def layer_of(changes: dict, dtype: torch.dtype = torch.float32) -> MoE:
     sizes = {"hidden_size": H, "intermediate_size": I, "num_experts": 4, "top_k": 3}
     torch.manual_seed(0)
-    layer = MoE(MoEConfig(**sizes | changes), dtype=dtype)
+    layer = MoE(
+        MoEConfig(**sizes | changes),
+        dtype=dtype,
+    )
     for parameter in layer.parameters():
         parameter.data.normal_(0, 0.3)
     return layer
@@ -78,7 +89,11 @@ def run(layer: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
         ).view_as(out)
     ).sum().backward()
     grads = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
-    return {"out": out.detach(), "dx": x.grad, **grads}
+    return {
+        "out": out.detach(),
+        "dx": x.grad,
+        **grads,
+    }
 
 
 def tokens(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -95,7 +110,10 @@ def test_gradients_are_those_of_the_whole_stack(changes, ids, backend, monkeypat
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
     x = tokens().to(device)
     whole = layer_of(changes).to(device)
-    divided = split(layer_of(changes).to(device), ids)
+    divided = split(
+        layer_of(changes).to(device),
+        ids,
+    )
     expected = run(whole, x)
     result = run(divided, x)
     assert expected["out"].norm() > 0
@@ -124,7 +142,10 @@ def test_rows_of_a_wider_dtype_are_cast_where_they_are_used():
     )
     result = run(layer, x)
     assert result["out"].dtype == torch.bfloat16
-    assert torch.equal(result["out"], expected["out"])
+    assert torch.equal(
+        result["out"],
+        expected["out"],
+    )
     for name, rows in trainable.trained_parameters(layer.experts).items():
         assert rows.dtype == torch.float32
         assert getattr(layer.experts, name).dtype == torch.bfloat16
@@ -141,7 +162,13 @@ def test_autocast():
         expected = run(whole, tokens())
         result = run(divided, tokens())
     assert result["out"].dtype == torch.bfloat16
-    assert distance(result["out"], expected["out"]) < 1e-2
+    assert (
+        distance(
+            result["out"],
+            expected["out"],
+        )
+        < 1e-2
+    )
     rows = result["experts.trained_down_proj"]
     assert rows.dtype == torch.float32
     assert (
@@ -185,7 +212,10 @@ def test_fold_and_drop():
                 before[f"experts.{name}"][[3, 1]] *= 2
             assert distance(layer(tokens()), changed) < 2e-6
         for name, tensor in layer.state_dict().items():
-            assert torch.equal(tensor, before[name]), name
+            assert torch.equal(
+                tensor,
+                before[name],
+            ), name
 
 
 def test_compiles_as_one_graph():

@@ -59,7 +59,12 @@ def test_names_of_experts(path, row, expected):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_is_the_matrices_of_a_linear_mlp(gated, transposed, interleaved, bias):
-    layout = ExpertLayout(gated, transposed, interleaved and gated, bias)
+    layout = ExpertLayout(
+        gated,
+        transposed,
+        interleaved and gated,
+        bias,
+    )
     gate = torch.randn(5, 3)
     up = torch.randn(5, 3)
     down = torch.randn(3, 5)
@@ -67,7 +72,10 @@ def test_a_row_is_the_matrices_of_a_linear_mlp(gated, transposed, interleaved, b
     rows = {"up_proj": up, "down_proj": down}
     if gated:
         if interleaved:
-            both = torch.stack([gate, up], 1).flatten(0, 1)
+            both = torch.stack([gate, up], 1).flatten(
+                0,
+                1,
+            )
         else:
             both = torch.cat([gate, up])
         parts["gate_proj.weight"] = gate
@@ -115,7 +123,13 @@ def test_in_and_out_of_every_family(tmp_path, family):
         path = experts_path(layer)
         for stack in stack_parts(layout):
             name = f"{path}.{stack}"
-            changed = [not torch.equal(*both) for both in zip(before[name], after[name])]
+            changed = [
+                not torch.equal(*both)
+                for both in zip(
+                    before[name],
+                    after[name],
+                )
+            ]
             assert changed == [e in ids for e in range(layer.num_experts)]
             for e in ids:
                 for part, tensor in split_row(
@@ -167,7 +181,10 @@ def test_the_shared_expert_of_our_own_layers_needs_its_flag():
         return tensors
 
     before = weights(model)
-    apply(model, replace(adapter, tensors=with_expert(0)))
+    apply(
+        model,
+        replace(adapter, tensors=with_expert(0)),
+    )
     remove(model)
     assert_equal(before, weights(model))
     for wrong in (0, 2):  # never selected, and no shared one
@@ -237,7 +254,10 @@ def test_official_folders_are_read(tmp_path, prefix):
     for number, (name, tensor) in enumerate(tensors.items()):
         parts[number % 2][prefix + name.removeprefix("model.")] = tensor
     for number, part in enumerate(parts):
-        save_file(part, tmp_path / f"model-{number}.safetensors")
+        save_file(
+            part,
+            tmp_path / f"model-{number}.safetensors",
+        )
     (tmp_path / "expert_cfg.json").write_text(json.dumps(adapter.selection.to_dict()))
     read = load_adapter(tmp_path)
     assert read.base is None

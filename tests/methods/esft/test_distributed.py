@@ -34,7 +34,11 @@ def alone(tmp_path_factory):
         tasks__sums__held_out_rows=7,
     )
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
-    stages = Stages(recipe, folder / "out", say=lambda text: None)
+    stages = Stages(
+        recipe,
+        folder / "out",
+        say=lambda text: None,
+    )
     base = stages.base()
     selection = stages.selection("sums", "gate")
     shutil.copytree(

@@ -77,7 +77,12 @@ def test_the_best_groups_are_taken_whole_with_their_mean_gate(model):
     best, chosen = means.topk(K // 2, -1)
     assert torch.equal(ids, pairs[chosen].flatten(1))
     expected = best.repeat_interleave(2, 1).float()
-    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        weights,
+        expected,
+        rtol=1e-5,
+        atol=0,
+    )
     model(IDS, labels=IDS).loss.backward()
     assert router.weight.grad.any()
 

@@ -72,7 +72,11 @@ def test_both_names_of_a_tied_weight_change(tmp_path):
     both = {"lm_head.weight": old.clone(), embedding: old.clone()}
     save_file(both, tmp_path / "model.safetensors")
     new = torch.ones_like(old)
-    changed = saved_tensors(model, {embedding: new}, Checkpoint(tmp_path))
+    changed = saved_tensors(
+        model,
+        {embedding: new},
+        Checkpoint(tmp_path),
+    )
     assert_equal(changed, dict.fromkeys(both, new))
 
 
@@ -84,7 +88,11 @@ def test_a_folder_with_the_model_s_own_stacks(tmp_path, family):
         assert "model.layers.0.mlp.experts.down_proj" in tensors(tmp_path / "base")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapter = random_adapter(model)
-    merge_folder(tmp_path / "base", adapter, tmp_path / "out")
+    merge_folder(
+        tmp_path / "base",
+        adapter,
+        tmp_path / "out",
+    )
     apply(loaded, adapter)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_equal(merged.state_dict(), loaded.state_dict())

@@ -52,7 +52,10 @@ def matrices(model) -> dict[str, torch.Tensor]:
     """Every matrix of LoRA by expert [E, ...], by name."""
     result = {}
     for name, half in halves(model).items():
-        result[name] = by_expert(half.weight.detach().clone(), name)
+        result[name] = by_expert(
+            half.weight.detach().clone(),
+            name,
+        )
     return result
 
 
@@ -141,7 +144,12 @@ def test_in_our_op_and_in_stock_peft_it_is_the_same(family):
     loss, gradients = run("moe_runtime")
     stock_loss, stock_gradients = run("eager")
     # norms of the model compute in float32
-    torch.testing.assert_close(loss, stock_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        loss,
+        stock_loss,
+        rtol=1e-6,
+        atol=0,
+    )
     for name, ours, theirs in zip(leaves, gradients, stock_gradients, strict=True):
         assert name.endswith(".selected")
         assert theirs.any()
@@ -252,7 +260,10 @@ def test_saved_it_is_pefts_adapter_and_merged_it_is_the_same_model(tmp_path, fam
     )
     assert receipt.experts == 3
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    again = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), law).eval()
+    again = load_lora(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        law,
+    ).eval()
     for other in (again, merged):
         torch.testing.assert_close(
             other(**batch()).logits,

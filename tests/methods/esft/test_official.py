@@ -81,7 +81,13 @@ def test_logs_that_were_written_give_the_scores(kind, padding, tmp_path):
         n_tokens = 36
         lengths = torch.tensor([12, 10, 8, 6])
         batch["attention_mask"] = (torch.arange(12) < lengths[:, None]).long()
-    scores = score_experts(model, [batch], 40, log_dir=tmp_path, pairs=True)
+    scores = score_experts(
+        model,
+        [batch],
+        40,
+        log_dir=tmp_path,
+        pairs=True,
+    )
     sums = scores.sums
     logs = read_logs(tmp_path, num_experts=scores.num_experts, pairs=True)
     assert (logs.n_tokens, logs.n_samples, logs.top_k) == (n_tokens, 4, scores.top_k)
@@ -102,7 +108,12 @@ def test_logs_that_were_written_give_the_scores(kind, padding, tmp_path):
     )
     gate = ExpertScores.from_logs(tmp_path, "paper").gate
     expected = scores.scores("gate", "paper")[:, : gate.shape[1]]
-    torch.testing.assert_close(gate, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(
+        gate,
+        expected,
+        rtol=0,
+        atol=5e-5,
+    )
     lines = (tmp_path / "expert_weights_1.txt").read_text().splitlines()
     assert [line.count("\t\t") for line in lines] == [1] * 4
 

@@ -66,7 +66,11 @@ def gates(kind: str, model, logits: torch.Tensor) -> torch.Tensor:
     elif kind == "mixtral" or getattr(config, "norm_topk_prob", False):
         weight = weight / weight.sum(-1, keepdim=True)
     weight = weight * getattr(config, "routed_scaling_factor", 1.0)
-    result = torch.zeros_like(logits).scatter(1, idx, weight)
+    result = torch.zeros_like(logits).scatter(
+        1,
+        idx,
+        weight,
+    )
     if kind.startswith("ours"):  # the shared expert's value is not the router's choice
         result = torch.nn.functional.pad(result, (1, 0))
     return result
@@ -139,7 +143,11 @@ def assert_same(result, expected) -> None:
         assert getattr(result, name) == getattr(expected, name)
     for name in ("count", "gate", "sample_count", "sample_gate"):
         tensors = (getattr(result, name), getattr(expected, name))
-        torch.testing.assert_close(*tensors, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            *tensors,
+            rtol=1e-6,
+            atol=1e-7,
+        )
 
 
 # two stacks of layers; text and vision experts in one layer
@@ -201,7 +209,10 @@ def test_only_narrows_what_counts():
     samples = tiny.batch()
     only = torch.tensor([[1] * 12, [1] * 5 + [0] * 7]).bool()
     # attention is causal: the tokens that count do not see the others
-    expected = record(model, {"input_ids": samples, "attention_mask": only.long()})
+    expected = record(
+        model,
+        {"input_ids": samples, "attention_mask": only.long()},
+    )
     with GateRecorder(model) as recorder, torch.no_grad():
         recorder.only = only
         model(samples)

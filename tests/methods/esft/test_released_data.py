@@ -187,7 +187,12 @@ def test_scored_rows_are_whole_and_in_the_drawn_order(ranks):
     order = list(range(50))
     random.Random(SEED).shuffle(order)
     for rank in range(ranks):
-        taken = released_sample(50, lengths.__getitem__, 80, (rank, ranks))
+        taken = released_sample(
+            50,
+            lengths.__getitem__,
+            80,
+            (rank, ranks),
+        )
         assert taken == order[rank::ranks][: len(taken)]
         tokens = sum(lengths[i] for i in taken)
         assert tokens - lengths[taken[-1]] < 80 // ranks <= tokens

@@ -81,7 +81,10 @@ def half(home, tmp_path_factory) -> Path:
     """The base in bfloat16."""
     folder = tmp_path_factory.mktemp("half") / "base"
     shutil.copytree(home / "base", folder)
-    model = AutoModelForCausalLM.from_pretrained(home / "base", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        home / "base",
+        dtype=torch.bfloat16,
+    )
     model.save_pretrained(folder)
     return folder
 
@@ -144,8 +147,14 @@ def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(
         patch.setattr(esft_runs.fit, "train", stop)
         train_alone(home, out)
     assert (tmp_path / "out-checkpoints" / "settings.json").is_file()
-    base = shutil.copytree(home / "base", tmp_path / "base")
-    rows = shutil.copy2(home / "rows.jsonl", tmp_path / "rows.jsonl")
+    base = shutil.copytree(
+        home / "base",
+        tmp_path / "base",
+    )
+    rows = shutil.copy2(
+        home / "rows.jsonl",
+        tmp_path / "rows.jsonl",
+    )
     settings = {"base": base, "rows": rows, "steps": 5, "save_steps": 2}
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(esft, "save_adapter", stop)
@@ -280,10 +289,20 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
     for name in ("law", "law-ep2"):  # with all experts on both, and with each rank's
         both = load_file(tmp_path / name / "adapter_model.safetensors")
         assert read_lora(tmp_path / name).selection == selection
-        torch.testing.assert_close(both, alone, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            both,
+            alone,
+            rtol=1e-3,
+            atol=1e-6,
+        )
         assert [key for key, tensor in both.items() if "lora_B" in key and tensor.any()]
         assert not (tmp_path / f"{name}-checkpoints").exists()
-    train_alone(home, tmp_path / "rows", selection=selection, optimizer="adamw_torch")
+    train_alone(
+        home,
+        tmp_path / "rows",
+        selection=selection,
+        optimizer="adamw_torch",
+    )
     both = adapter_in(tmp_path / "rows-ep2")
     torch.testing.assert_close(
         both,
@@ -299,7 +318,11 @@ def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(esft_runs, "_load", None)
     with pytest.raises(ValueError, match="ep_size must divide the run's 1 processes, but got 2"):
         train_alone(home, tmp_path / "out", ep_size=2)
-    monkeypatch.setattr(ranks, "state", lambda: SimpleNamespace(num_processes=9))
+    monkeypatch.setattr(
+        ranks,
+        "state",
+        lambda: SimpleNamespace(num_processes=9),
+    )
     monkeypatch.setattr(ranks, "engine", lambda: "MULTI_CPU")
     with pytest.raises(ValueError, match="ep_size must divide the 8 experts .*base, but got 3"):
         train_alone(home, tmp_path / "out", ep_size=3)

@@ -24,10 +24,19 @@ from tests.support.dist_launch import launch
 def by_hand(layers: int = 1) -> GateSums:
     """The sums of these tokens by hand; layer l has l + 1 times the gate values."""
     count = torch.tensor([2, 2, 2])
-    gate = torch.tensor([1.0, 0.5, 0.625], dtype=torch.float64)
+    gate = torch.tensor(
+        [1.0, 0.5, 0.625],
+        dtype=torch.float64,
+    )
     # the first sample's 2 tokens have half the weight of the second one's
-    sample_count = torch.tensor([1.0, 1.5, 1.5], dtype=torch.float64)
-    sample_gate = torch.tensor([0.5, 0.375, 0.5625], dtype=torch.float64)
+    sample_count = torch.tensor(
+        [1.0, 1.5, 1.5],
+        dtype=torch.float64,
+    )
+    sample_gate = torch.tensor(
+        [0.5, 0.375, 0.5625],
+        dtype=torch.float64,
+    )
     more = torch.arange(1, layers + 1).double()[:, None]
     return GateSums(
         layers=tuple(range(1, layers + 1)),
@@ -69,11 +78,17 @@ def test_variants_are_those_of_the_definitions(score, variant):
         dtype=torch.float64,
     )
     torch.testing.assert_close(
-        ExpertScores.from_sums(by_hand()).scores(score, variant),
+        ExpertScores.from_sums(by_hand()).scores(
+            score,
+            variant,
+        ),
         want,
     )
     torch.testing.assert_close(
-        getattr(ExpertScores.from_sums(by_hand(), variant), score),
+        getattr(
+            ExpertScores.from_sums(by_hand(), variant),
+            score,
+        ),
         want,
     )
 
@@ -298,7 +313,12 @@ def test_two_processes_score_as_one(tmp_path):
     rows = [{"text": f"x = {i} " * (1 + i % 5)} for i in range(40)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launch(dist_scores.__file__, 2, tmp_path, str(tmp_path))
+    launch(
+        dist_scores.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+    )
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert ranks[0] == ranks[1]
     exists, no_batch = ranks[0].pop("errors")

@@ -71,7 +71,10 @@ def test_published_scores_are_reproduced(task, score):
     want = published(task, f"{score}_scores")
     assert (scores.scores(score) - want).abs().max() <= 5e-5
     # and rounded, to the last digit
-    assert torch.equal(scores.scores(score, round=4), want)
+    assert torch.equal(
+        scores.scores(score, round=4),
+        want,
+    )
 
 
 @pytest.mark.parametrize("source", ["sums", "summary"])
@@ -128,8 +131,18 @@ def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
             (1, 2),
             id="one more",
         ),
-        pytest.param([0.25, 0.25, 0.25, 0.25], 0.5, (0, 1), id="ties to the lower id"),
-        pytest.param([0.1, 0.4, 0.3, 0.2], 1e-9, (1,), id="at least one"),
+        pytest.param(
+            [0.25, 0.25, 0.25, 0.25],
+            0.5,
+            (0, 1),
+            id="ties to the lower id",
+        ),
+        pytest.param(
+            [0.1, 0.4, 0.3, 0.2],
+            1e-9,
+            (1,),
+            id="at least one",
+        ),
         pytest.param([0.5, 0.0, 0.5, 0.0], 1.0, (0, 2), id="none without a token"),
         pytest.param([0.05, 0.02, 0.0, 0.01], 0.2, (0, 1, 3, 2), id="never reached"),
     ],
@@ -173,7 +186,10 @@ def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_do
 
 
 def test_a_shared_expert_is_never_selected():
-    scores = score_experts(tiny.upcycled(), [tiny.batch()])
+    scores = score_experts(
+        tiny.upcycled(),
+        [tiny.batch()],
+    )
     for experts in select_experts(scores, 1.0).experts.values():
         assert sorted(experts) == [1, 2, 3]
 
@@ -322,7 +338,10 @@ def test_experts_of_a_group_come_together():
 # the configuration
 def test_the_configuration_is_the_official_one(tmp_path):
     file = tmp_path / "config.json"
-    selection = ExpertSelection(experts={10: [5, 0], 2: ()}, shared_experts=True)
+    selection = ExpertSelection(
+        experts={10: [5, 0], 2: ()},
+        shared_experts=True,
+    )
     selection.save(file)
     assert json.loads(file.read_text()) == {
         "experts": {"2": [], "10": [5, 0]},
@@ -332,7 +351,12 @@ def test_the_configuration_is_the_official_one(tmp_path):
     assert ExpertSelection.load(file) == selection
     assert selection.num_experts == 2
     assert selection.experts == {2: (), 10: (5, 0)}
-    made = ExpertSelection(experts={1: (0,)}, score="gate", p=0.1, variant="v1")
+    made = ExpertSelection(
+        experts={1: (0,)},
+        score="gate",
+        p=0.1,
+        variant="v1",
+    )
     assert ExpertSelection.from_dict(made.to_dict()) == made
     assert made.to_dict().items() >= {"score": "gate", "p": 0.1, "variant": "v1"}.items()
 
@@ -389,7 +413,10 @@ def test_the_scored_model_is_recorded_and_checked(tmp_path):
 
 
 def test_a_number_of_experts_per_layer():
-    scores = scores_of([0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25])
+    scores = scores_of(
+        [0.1, 0.4, 0.2, 0.3],
+        [0.25, 0.25, 0.25, 0.25],
+    )
     assert select_experts(scores, experts_per_layer=3).experts == {1: (1, 3, 2), 2: (0, 1, 2)}
     for options in (
         {},
@@ -400,7 +427,10 @@ def test_a_number_of_experts_per_layer():
         with pytest.raises(ValueError, match="experts_per_layer"):
             select_experts(scores, **options)
     with pytest.warns(UserWarning, match=r"to only 0.600 to 0.600 in 1 of 2 layers \(1\)"):
-        select_experts(scores_of([0.2, 0.4], [0.5, 0.5]), 0.9)
+        select_experts(
+            scores_of([0.2, 0.4], [0.5, 0.5]),
+            0.9,
+        )
 
 
 @pytest.mark.parametrize("kind", ["stock", "ours"])

@@ -329,8 +329,14 @@ def test_what_trains_beside_the_experts_is_cast_too_and_is_what_it_was_in_the_en
     adapter = esft.adapter_of(model)
     assert {tensor.dtype for tensor in adapter.tensors.values()} == {torch.float32}
     norm = adapter.tensors["model.norm.weight"]
-    assert not torch.equal(norm, before["model.norm.weight"].float())
-    assert torch.equal(norm.bfloat16(), before["model.norm.weight"])
+    assert not torch.equal(
+        norm,
+        before["model.norm.weight"].float(),
+    )
+    assert torch.equal(
+        norm.bfloat16(),
+        before["model.norm.weight"],
+    )
     esft.drop(model)
     for name, tensor in weights(model).items():
         assert tensor.dtype == before[name].dtype
@@ -435,7 +441,10 @@ def trainer_of(kind, folder, selection=SELECTION, family="deepseek_v2", model=No
         "disable_tqdm": True,
         "save_strategy": "steps",
     }
-    arguments = TrainingArguments(str(folder), **common | settings)
+    arguments = TrainingArguments(
+        str(folder),
+        **common | settings,
+    )
     rows = datasets.Dataset.from_dict(ROWS).with_format("torch")
     return kind(model, arguments, train_dataset=rows, eval_dataset=rows)
 

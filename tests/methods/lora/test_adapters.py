@@ -142,7 +142,11 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
         tiny.logits(fresh),
         tiny.logits(model),
     )
-    by_peft = PeftModel.from_pretrained(upcycled(), str(folder), is_trainable=True)
+    by_peft = PeftModel.from_pretrained(
+        upcycled(),
+        str(folder),
+        is_trainable=True,
+    )
     for name, p in by_peft.named_parameters():
         if name.endswith("gate.modules_to_save.default.weight"):
             p.data.add_(0.1)
@@ -178,7 +182,10 @@ def with_attention(tmp_path_factory):
 
 
 def by_peft(folder):
-    return PeftModel.from_pretrained(tiny.dense(), str(folder)).eval()
+    return PeftModel.from_pretrained(
+        tiny.dense(),
+        str(folder),
+    ).eval()
 
 
 def test_adapters_become_the_experts(peft_folders):
@@ -195,7 +202,10 @@ def test_adapters_become_the_experts(peft_folders):
     assert block["config"]["num_experts"] == 3
     assert block["config"]["top_k"] == 2
     for layer, moe in lora_layers(model).items():
-        assert torch.equal(moe.gate.weight, vectors[layer])
+        assert torch.equal(
+            moe.gate.weight,
+            vectors[layer],
+        )
         assert moe.gate.weight.requires_grad
     for e, folder in enumerate(peft_folders):
         with forced_experts(model, [e, e]):
@@ -302,7 +312,10 @@ def test_adapters_that_do_not_fit_are_refused(values, tensors, words, peft_folde
     model = tiny.dense()
     before = snapshot(model)
     with pytest.raises(ValueError, match=words):
-        to_lora_moe(model, experts=[peft_folders[0], bad])
+        to_lora_moe(
+            model,
+            experts=[peft_folders[0], bad],
+        )
     assert unchanged(model, before)
 
 

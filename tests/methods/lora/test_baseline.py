@@ -65,7 +65,12 @@ def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
 
 def test_the_seed_draws_the_matrices(tokenizer):
     def drawn(seed: int) -> dict[str, torch.Tensor]:
-        state = lora_baseline.add_lora(model_of(tokenizer), RANK, 2.0, seed).state_dict()
+        state = lora_baseline.add_lora(
+            model_of(tokenizer),
+            RANK,
+            2.0,
+            seed,
+        ).state_dict()
         return {name: tensor for name, tensor in state.items() if ".lora_A." in name}
 
     first = drawn(3)

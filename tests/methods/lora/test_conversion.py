@@ -41,7 +41,11 @@ def trainer(model, folder, **settings) -> MoETrainer:
         use_cpu=True,
         disable_tqdm=True,
     )
-    rows = tokenize_pairs(TOKENIZER, datasets.Dataset.from_list(ROWS), 64)
+    rows = tokenize_pairs(
+        TOKENIZER,
+        datasets.Dataset.from_list(ROWS),
+        64,
+    )
     return MoETrainer(
         model,
         args,
@@ -72,7 +76,13 @@ def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     trainer(adapted, tmp_path / "sft", max_steps=2, save_strategy="no").train()
     adapted.save_pretrained(str(tmp_path / "adapter"))
     expected = tiny.logits(adapted)
-    assert tiny.distance(expected, tiny.logits(dense())) > 1e-3
+    assert (
+        tiny.distance(
+            expected,
+            tiny.logits(dense()),
+        )
+        > 1e-3
+    )
 
     settings = {"top_k": 2, "balance_loss": "switch", "balance_loss_coef": 0.1}
     experts = [tmp_path / "adapter"] * 3

@@ -70,8 +70,16 @@ def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
 @pytest.mark.parametrize(
     "changes, settings",
     [
-        pytest.param({}, {"top_k": None, "targets": ["down_proj"]}, id="dense-down-alone"),
-        pytest.param({"num_hidden_layers": 3}, {"layers": [1]}, id="one-layer"),
+        pytest.param(
+            {},
+            {"top_k": None, "targets": ["down_proj"]},
+            id="dense-down-alone",
+        ),
+        pytest.param(
+            {"num_hidden_layers": 3},
+            {"layers": [1]},
+            id="one-layer",
+        ),
         pytest.param(
             {"dtype": torch.bfloat16},
             {"train_backbone": True},
@@ -120,7 +128,10 @@ def test_wide_pairs_of_a_narrow_model_are_saved_as_they_are(form, tmp_path):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
         for name, p in model.named_parameters():
             saved = loaded.get_parameter(name)
-            assert torch.equal(saved.to(p.dtype), p), name
+            assert torch.equal(
+                saved.to(p.dtype),
+                p,
+            ), name
             assert saved.dtype == (torch.float32 if "lora_" in name else loaded.dtype)
         if dtype != torch.float32:
             assert torch.equal(
@@ -152,7 +163,10 @@ def test_a_model_of_the_config_alone_is_drawn_alike(form):
             if "lora_" in name or ".gate." in name:
                 drawn = model.get_parameter(name)
                 assert torch.equal(drawn, p) == ("lora_b" in name), name
-                assert drawn.std().item() == pytest.approx(p.std().item(), rel=0.15), name
+                assert drawn.std().item() == pytest.approx(
+                    p.std().item(),
+                    rel=0.15,
+                ), name
 
 
 @FORMS
@@ -189,7 +203,11 @@ def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows, nois
         generator=torch.Generator().manual_seed(0),
     )
     options = {"vectors": vectors, "layers": layers, "noisy_gate": noisy_gate}
-    model = to_lora_moe(tiny.dense(num_hidden_layers=3), num_experts=2, **options)
+    model = to_lora_moe(
+        tiny.dense(num_hidden_layers=3),
+        num_experts=2,
+        **options,
+    )
     moes = lora_layers(model)
     assert sorted(moes) == sorted(rows)
     for vector, layer in zip(vectors, rows, strict=True):
@@ -306,7 +324,11 @@ def test_one_expert_trains_as_pefts_lora(tmp_path):
         str(folder),
         is_trainable=True,
     )
-    ours = to_lora_moe(tiny.dense(), experts=[folder], top_k=1)
+    ours = to_lora_moe(
+        tiny.dense(),
+        experts=[folder],
+        top_k=1,
+    )
     for model in (by_peft, ours):
         model.train()(
             tiny.batch(),
@@ -334,7 +356,12 @@ def test_one_expert_trains_as_pefts_lora(tmp_path):
 
 
 def test_ddp_is_one_process(tmp_path):
-    launch(dist_lora.__file__, 2, tmp_path, str(tmp_path))
+    launch(
+        dist_lora.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+    )
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     expected = dist_lora.train(
         dist_lora.make(),

@@ -104,7 +104,11 @@ def test_the_axes_by_version(family, version):
 @pytest.mark.parametrize(
     "family, shape, version",
     [
-        *itertools.product(SQUARE, ("square", "rectangular"), ("0.18.0", "0.19.0")),
+        *itertools.product(
+            SQUARE,
+            ("square", "rectangular"),
+            ("0.18.0", "0.19.0"),
+        ),
         ("qwen3_moe", "rectangular", None),
     ],
 )
@@ -247,8 +251,18 @@ def assert_refused(folder, match: str) -> None:
             "of the merge of .* NaN",
             id="overflow",
         ),
-        pytest.param(half(1, which="B"), None, half(1), id="half a pair"),
-        pytest.param(half(7), torch.zeros(24, 24), r"layers.7.mlp", id="no such layer"),
+        pytest.param(
+            half(1, which="B"),
+            None,
+            half(1),
+            id="half a pair",
+        ),
+        pytest.param(
+            half(7),
+            torch.zeros(24, 24),
+            r"layers.7.mlp",
+            id="no such layer",
+        ),
         pytest.param(
             "base_model.model.lm_head.lora_magnitude",
             torch.zeros(1),
@@ -388,7 +402,11 @@ def test_merged_is_what_peft_merges(tmp_path, family, dtype, settings):
 
 
 def test_tied_weights_are_refused(tmp_path):
-    adapted(tmp_path, model=stock(tie_word_embeddings=True), modules=("lm_head",))
+    adapted(
+        tmp_path,
+        model=stock(tie_word_embeddings=True),
+        modules=("lm_head",),
+    )
     with pytest.raises(ValueError, match="lm_head.weight, which is tied to another weight"):
         stacks.merge_folder(
             tmp_path / "base",

@@ -49,7 +49,11 @@ def fused(sources):
 
 @pytest.mark.parametrize("mode", ["reference", "copy"])
 def test_what_is_saved_is_loaded(fused, tmp_path, mode):
-    folder = ultrafuser.save(fused, tmp_path / "fused", specialists=mode)
+    folder = ultrafuser.save(
+        fused,
+        tmp_path / "fused",
+        specialists=mode,
+    )
     again = ultrafuser.load(folder)
     assert_same(again, fused)
     assert not again.training
@@ -147,7 +151,10 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
             torch.arange(40, dtype=torch.float32)[1:34],
             id="off the words",
         ),
-        pytest.param(torch.arange(float((1 << 21) + 3)), id="several chunks"),
+        pytest.param(
+            torch.arange(float((1 << 21) + 3)),
+            id="several chunks",
+        ),
     ],
 )
 def test_fingerprints_tell_one_number_and_its_place(tensor):
@@ -177,7 +184,10 @@ def test_training_the_gate_leaves_the_reference_good(fused, tmp_path):
 
 def test_moved_specialists_and_dtypes(fused, sources, tmp_path):
     folder = ultrafuser.save(fused, tmp_path / "fused")
-    moved = shutil.copytree(sources[1], tmp_path / "elsewhere")
+    moved = shutil.copytree(
+        sources[1],
+        tmp_path / "elsewhere",
+    )
     assert_same(
         ultrafuser.load(folder, specialists={"code": moved}),
         fused,
@@ -194,7 +204,13 @@ def edit(folder, **changes):
 
 
 def test_folders_that_do_not_fit_are_refused(sources, tmp_path):
-    copies = [shutil.copytree(source, tmp_path / source.name) for source in sources]
+    copies = [
+        shutil.copytree(
+            source,
+            tmp_path / source.name,
+        )
+        for source in sources
+    ]
     saved = ultrafuser.save(
         fusers.fuser(copies),
         tmp_path / "saved",
@@ -245,7 +261,11 @@ def test_the_examples_of_the_docs_run(sources, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for source in sources:
         shutil.copytree(source, tmp_path / source.name)
-    for text in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
+    for text in re.findall(
+        r"```python\n(.*?)```",
+        DOCUMENT.read_text(),
+        re.DOTALL,
+    ):
         exec(
             compile(text, str(DOCUMENT), "exec"),
             {"__name__": "__main__"},

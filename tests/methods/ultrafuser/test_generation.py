@@ -183,7 +183,12 @@ def test_texts_in_texts_out(fused, capsys):
     )
     assert capsys.readouterr().out.strip() == answers[0].strip()
     assert fused.generation_config.eos_token_id == [2]
-    first = tokenizer.decode(fused.encode(["x"], [answers[0]])["response_ids"][0, :1])
+    first = tokenizer.decode(
+        fused.encode(
+            ["x"],
+            [answers[0]],
+        )["response_ids"][0, :1]
+    )
     assert (
         fused.complete(
             texts[:1],
@@ -214,7 +219,10 @@ def test_texts_in_texts_out(fused, capsys):
 )
 def test_what_it_cannot_do_is_named(fused, settings, words):
     with pytest.raises(ValueError, match=words):
-        fused.generate(**prompts() | settings, max_new_tokens=2)
+        fused.generate(
+            **prompts() | settings,
+            max_new_tokens=2,
+        )
 
 
 def test_an_answer_ends_where_any_specialist_ends_it():

@@ -41,7 +41,13 @@ def test_engines_of_their_own_answer_alike(tmp_path, kind, copied):
         fusers.specialist(1, model_type, **changes),
     )
     fused = fusers.fuser(folders, templates=["ultralm", "chat"])
-    head = ultrafuser.load_head(ultrafuser.save(fused, tmp_path / "fused", specialists=copied))
+    head = ultrafuser.load_head(
+        ultrafuser.save(
+            fused,
+            tmp_path / "fused",
+            specialists=copied,
+        )
+    )
     engines = []
     for folder in folders:
         engines.append(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").base_model)

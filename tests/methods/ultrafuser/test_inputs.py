@@ -78,9 +78,20 @@ def test_a_bos_that_the_tokenizer_does_not_put_is_left_out():
     other = fusers.tokenizer()
     plain = copy.deepcopy(other)
     plain.backend_tokenizer.post_processor = processors.Sequence([])
-    bare, begun = Encoder([plain, other], ["{prompt}", "{prompt}"], VOCAB).prompt("hi")
+    bare, begun = Encoder(
+        [plain, other],
+        ["{prompt}", "{prompt}"],
+        VOCAB,
+    ).prompt("hi")
     assert begun == [plain.bos_token_id, *bare]
-    assert Encoder([plain, other], ["<s>{prompt}", "{prompt}"], VOCAB).prompt("hi") == [begun] * 2
+    assert (
+        Encoder(
+            [plain, other],
+            ["<s>{prompt}", "{prompt}"],
+            VOCAB,
+        ).prompt("hi")
+        == [begun] * 2
+    )
 
 
 def test_answers_and_padding_have_ids_that_all_have():
@@ -177,7 +188,10 @@ def test_bad_prompts_are_named(encoder):
         (([[{"role": "user"}]],), "messages with role and content"),
         (([[{"role": "assistant", "content": "x"}]],), "that end with the user's"),
     ):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(words),
+        ):
             encoder.batch(*arguments)
     with pytest.raises(ValueError, match="must be below 50"):
         Encoder(encoder.tokenizers, encoder.templates, 50).answer("x")

@@ -78,13 +78,22 @@ def test_gradients_are_the_formula_s():
         fusers.naive_loss(fused, inputs),
         parameters,
     )
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        ours,
+        theirs,
+        rtol=1e-3,
+        atol=1e-6,
+    )
 
 
 def test_prompts_padded_on_the_right_are_the_same(fused):
     inputs = fusers.batch()
     turned = copy.deepcopy(inputs)
-    for ids, mask in zip(turned["prompt_ids"], turned["prompt_mask"], strict=True):
+    for ids, mask in zip(
+        turned["prompt_ids"],
+        turned["prompt_mask"],
+        strict=True,
+    ):
         for row in range(len(ids)):
             padding = int((mask[row] == 0).sum())
             ids[row] = ids[row].roll(-padding)
@@ -191,8 +200,18 @@ def test_families_with_other_heads(kinds, changes, is_fused, monkeypatch):
         materialize_grads=True,
         allow_unused=True,
     )
-    theirs = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
-    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-5)
+    theirs = torch.autograd.grad(
+        loss,
+        parameters,
+        materialize_grads=True,
+        allow_unused=True,
+    )
+    torch.testing.assert_close(
+        ours,
+        theirs,
+        rtol=2e-3,
+        atol=1e-5,
+    )
 
 
 def test_making_a_fuser_leaves_every_mode():
@@ -240,7 +259,10 @@ def test_stage_one_trains_the_gate_alone():
     losses = []
     for _ in range(2):
         loss = fused(**inputs).loss
-        assert torch.equal(loss, fused(**inputs).loss)  # no dropout
+        assert torch.equal(
+            loss,
+            fused(**inputs).loss,
+        )  # no dropout
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -439,5 +461,8 @@ def test_bad_inputs_are_named(fused):
         ({"labels": unknown}, f"but got {fusers.VOCAB}"),
         ({"response_ids": unknown, "labels": unknown}, f"with ids from 0 to {fusers.VOCAB - 1}"),
     ):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(words),
+        ):
             fused(**inputs | change)

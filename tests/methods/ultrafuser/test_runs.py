@@ -24,7 +24,11 @@ STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 1}
 def home(tmp_path_factory):
     """A folder with two specialists, the rows of two domains, and a config."""
     home = tmp_path_factory.mktemp("home")
-    for name, model in zip(("a", "b"), fusers.specialists(2), strict=True):
+    for name, model in zip(
+        ("a", "b"),
+        fusers.specialists(2),
+        strict=True,
+    ):
         model.save_pretrained(home / name)
         fusers.tokenizer().save_pretrained(home / name)
     for name, rows in domain_rows().items():
@@ -52,7 +56,11 @@ def config(home, **changes) -> FuserConfig:
 def done(home, tmp_path_factory):
     """A finished run."""
     out = tmp_path_factory.mktemp("runs") / "out"
-    return train_folder(config(home), out, say=lambda text: None)
+    return train_folder(
+        config(home),
+        out,
+        say=lambda text: None,
+    )
 
 
 def test_two_stages_make_a_folder_that_generates(done):
@@ -63,7 +71,12 @@ def test_two_stages_make_a_folder_that_generates(done):
     assert fused.templates[1] == "# {prompt}\n"
     assert list(done.losses) == ["gate", "model"]
     assert done.losses["gate"].keys() == {"sums", "words"}
-    for tuned, frozen, model in zip(fused.specialists, gate.specialists, base, strict=True):
+    for tuned, frozen, model in zip(
+        fused.specialists,
+        gate.specialists,
+        base,
+        strict=True,
+    ):
         assert_equal(frozen.state_dict(), model.state_dict())
         assert not torch.equal(
             tuned.lm_head.weight,
@@ -101,9 +114,17 @@ def test_an_interrupted_stage_resumes(done, home, tmp_path, monkeypatch, stage):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(folders, "save", interrupted)
-        train_folder(config(home), out, say=lambda text: None)
+        train_folder(
+            config(home),
+            out,
+            say=lambda text: None,
+        )
     assert list((out / f"{stage}-checkpoints").glob("checkpoint-*"))
-    again = train_folder(config(home), out, say=lambda text: None)
+    again = train_folder(
+        config(home),
+        out,
+        say=lambda text: None,
+    )
     assert again.losses == done.losses
     both = [ultrafuser.load(path).state_dict() for path in (again.path, done.path)]
     assert_equal(*both)
@@ -128,7 +149,11 @@ def test_stage_two_alone_in_another_dtype(home, tmp_path):
         dtype="bfloat16",
         stage2=STEPS | {"steps": 1},
     )
-    receipt = train_folder(one, tmp_path / "out", say=lambda text: None)
+    receipt = train_folder(
+        one,
+        tmp_path / "out",
+        say=lambda text: None,
+    )
     fused = ultrafuser.load(receipt.path)
     assert fused.specialists[0].dtype == torch.bfloat16
     assert list(receipt.losses) == ["model"]
@@ -164,7 +189,10 @@ def test_models_and_data_are_checked_before_anything_is_written(home, tmp_path):
         values = config(home).to_dict()
         values[section][name][key] = value
         with pytest.raises(ValueError, match=match):
-            train_folder(FuserConfig.from_dict(values), tmp_path / "out")
+            train_folder(
+                FuserConfig.from_dict(values),
+                tmp_path / "out",
+            )
     assert not (tmp_path / "out").exists()
 
 

@@ -61,7 +61,17 @@ def test_draws_are_uniform_within_a_domain():
         expected = 6000 / SIZES[DOMAINS[place]]
         assert abs(count - expected) < 5 * expected**0.5  # five standard deviations
     # a pass of draws is no permutation
-    assert len(set(islice(BalancedSampler(["a"] * 50, replacement=True), 50))) < 45
+    assert (
+        len(
+            set(
+                islice(
+                    BalancedSampler(["a"] * 50, replacement=True),
+                    50,
+                )
+            )
+        )
+        < 45
+    )
 
 
 def test_seed_and_epoch_decide_and_nothing_else():

@@ -53,7 +53,11 @@ def rows():
 
 def train(model, folder, *, steps=3, batch_size=6, balanced=True, seed=0, **more):
     sizes = {"steps": steps, "batch_size": batch_size, "seed": seed}
-    drawn = sampler_for(rows()["domain"], balanced=balanced, **sizes)
+    drawn = sampler_for(
+        rows()["domain"],
+        balanced=balanced,
+        **sizes,
+    )
     return fit.train(
         model,
         rows(),
@@ -206,7 +210,14 @@ def test_the_first_step_is_the_paper_s(tmp_path):
 
 
 def test_without_balance_all_rows_are_alike():
-    drawn = list(sampler_for(rows()["domain"], steps=4, batch_size=6, balanced=False))
+    drawn = list(
+        sampler_for(
+            rows()["domain"],
+            steps=4,
+            batch_size=6,
+            balanced=False,
+        )
+    )
     assert sorted(drawn) == sorted([*range(12)] * 2)
 
 
@@ -236,7 +247,11 @@ def test_two_processes_train_as_one_does(launches, tmp_path):
 
 
 def test_a_single_specialists_row_is_trained_on_its_answer():
-    for row, single in zip(rows(), single_rows(rows(), 1), strict=True):
+    for row, single in zip(
+        rows(),
+        single_rows(rows(), 1),
+        strict=True,
+    ):
         prompt = row["prompt_ids"][1]
         answer = row["response_ids"]
         assert single == {

@@ -61,7 +61,10 @@ def test_every_tensor_is_in_its_place(tmp_path, tokenizer, vectors, dtype):
         expected[f"{path}.experts.gate_up_proj"] = torch.cat(both, 1)
         expected[f"{path}.experts.down_proj"] = stack(f"{path}.down_proj.weight")
         expected[f"{path}.gate.weight"] = vectors[:, layer].to(dtype)
-    assert_equal(upit.tensors_of(tmp_path / "moe"), expected)
+    assert_equal(
+        upit.tensors_of(tmp_path / "moe"),
+        expected,
+    )
     assert receipt.tensors == len(expected)
     assert receipt.layers == [0, 1]
     assert receipt.bytes == sum(tensor.nbytes for tensor in expected.values())
@@ -143,7 +146,12 @@ def test_one_expert_alone_decides_where_its_vectors_do(tmp_path, experts):
 
 def test_without_vectors_routers_are_drawn_by_the_seed(tmp_path, experts):
     def router(name: str, seed: int) -> torch.Tensor:
-        assemble(experts, None, tmp_path / name, seed=seed)
+        assemble(
+            experts,
+            None,
+            tmp_path / name,
+            seed=seed,
+        )
         return upit.tensors_of(tmp_path / name)["model.layers.1.mlp.gate.weight"]
 
     first = router("first", 1)
@@ -243,7 +251,12 @@ def test_adapters_become_lora_experts(tmp_path, experts, vectors, backbone):
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, experts, vectors, tokenizer):
     out = tmp_path / "moe"
-    other = upit.save_experts(tmp_path / "other", tokenizer, 1, rope_theta=5e4)[0]
+    other = upit.save_experts(
+        tmp_path / "other",
+        tokenizer,
+        1,
+        rope_theta=5e4,
+    )[0]
     wide = upit.save_experts(
         tmp_path / "wide",
         tokenizer,

@@ -71,8 +71,16 @@ def test_perplexity_is_that_of_each_row_alone(experts, rows, tokenizer, tokens):
             (2, 2, 2),
             id="attention-too",
         ),
-        pytest.param(("up_proj",), (2, 3, 2), id="other-ranks"),
-        pytest.param(("0.mlp.up_proj", "1.mlp.down_proj"), (2, 2, 2), id="others-in-each-layer"),
+        pytest.param(
+            ("up_proj",),
+            (2, 3, 2),
+            id="other-ranks",
+        ),
+        pytest.param(
+            ("0.mlp.up_proj", "1.mlp.down_proj"),
+            (2, 2, 2),
+            id="others-in-each-layer",
+        ),
     ],
 )
 def test_adapters_run_over_one_base(

@@ -108,8 +108,18 @@ def loaded(base: Path):
             [1, 2, 3, 4],
             id="accumulation",
         ),
-        pytest.param({"every_steps": 3}, {}, [3, 6, 8], id="steps, and the last"),
-        pytest.param({"every_epochs": 5}, {"max_steps": 5}, [5], id="the last alone"),
+        pytest.param(
+            {"every_steps": 3},
+            {},
+            [3, 6, 8],
+            id="steps, and the last",
+        ),
+        pytest.param(
+            {"every_epochs": 5},
+            {"max_steps": 5},
+            [5],
+            id="the last alone",
+        ),
     ],
 )
 def test_intervals(base, tmp_path, every, settings, want):
@@ -143,7 +153,12 @@ def test_intervals(base, tmp_path, every, settings, want):
 )
 def test_a_folder_is_what_save_pretrained_writes(tmp_path, family, changes, dtype):
     model = dense(family, **changes)
-    save_expert(model, tmp_path / "ours", dtype=dtype, max_shard_size=20_000)
+    save_expert(
+        model,
+        tmp_path / "ours",
+        dtype=dtype,
+        max_shard_size=20_000,
+    )
     model.to(dtype).save_pretrained(tmp_path / "theirs")
     assert_same(
         tensors(tmp_path / "ours"),
@@ -181,7 +196,11 @@ def freeze_but_mlps(model) -> None:
 
 
 @pytest.mark.parametrize("kind", [Trainer, MoETrainer])
-@pytest.mark.parametrize("dtype", [None, "bfloat16"], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [None, "bfloat16"],
+    ids=str,
+)
 def test_only_what_changed(base, tmp_path, dtype, kind):
     if dtype:
         dense("llama", dtype=torch.bfloat16).save_pretrained(base := tmp_path / "base")
@@ -190,7 +209,12 @@ def test_only_what_changed(base, tmp_path, dtype, kind):
     callback = ExpertCheckpoints(
         tmp_path / "delta", every_steps=8, base=base, only_changed=True, dtype=dtype
     )
-    trainer(model, tmp_path / "run", callback, kind=kind).train()
+    trainer(
+        model,
+        tmp_path / "run",
+        callback,
+        kind=kind,
+    ).train()
     folder = tmp_path / "delta" / "step-8"
     before = tensors(base)
     written = tensors(folder)
@@ -397,4 +421,9 @@ def test_two_processes_save_once_what_one_saves(base, tmp_path, two_ranks):
         one = tensors(path)
         two = tensors(two_ranks / "ddp" / path.name)
         assert one.keys() == two.keys()
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            one,
+            two,
+            rtol=1e-4,
+            atol=1e-5,
+        )

@@ -318,7 +318,10 @@ def test_experts_narrower_than_their_base(place, tmp_path, dtype):
 )
 def test_limits(place, tmp_path, options, second, same_as):
     if second == "twin":
-        parent = shutil.copytree(place / "delta-0", tmp_path / "twin")
+        parent = shutil.copytree(
+            place / "delta-0",
+            tmp_path / "twin",
+        )
     else:
         parent = place / second
     parents = [place / "delta-0", parent]
@@ -393,16 +396,26 @@ def test_after_a_kill_finished_children_are_kept(place, tmp_path, monkeypatch, k
     assert torch.equal(found.distance, expected.distance)
     for made, other in zip(found.children, expected.children, strict=True):
         assert made == other._replace(folder=tmp_path / "out" / other.folder.name)
-        assert_equal(read(made.folder), read(other.folder))
+        assert_equal(
+            read(made.folder),
+            read(other.folder),
+        )
     # all is there: nothing is read but what tells experts apart, nothing is written
     before = written(tmp_path / "out")
     monkeypatch.setattr(upit_pool.Pool, "_walk", None)
-    assert torch.equal(expand("out").distance, found.distance)
+    assert torch.equal(
+        expand("out").distance,
+        found.distance,
+    )
     assert written(tmp_path / "out") == before
 
 
 def test_children_are_reused_in_shards_of_another_size(place, tmp_path):
-    settings = {"count": 5, "base": place / "base", "out": tmp_path / "out"}
+    settings = {
+        "count": 5,
+        "base": place / "base",
+        "out": tmp_path / "out",
+    }
     expand_experts(given(place, "ffn"), **settings)
     before = written(tmp_path / "out")
     expand_experts(given(place, "ffn"), **settings, max_shard_size="1MB")

@@ -122,7 +122,10 @@ def test_materialize(place, tmp_path):
 )
 def test_bad_folders_are_named(place, tmp_path, file, text, words):
     folder = tmp_path / "expert"
-    save_expert(AutoModelForCausalLM.from_pretrained(place / "base"), folder)
+    save_expert(
+        AutoModelForCausalLM.from_pretrained(place / "base"),
+        folder,
+    )
     if text is not None:
         (folder / file).write_text(text)
     elif file == ".":

@@ -115,7 +115,10 @@ def test_checkpointing_changes_no_gradient(experts, rows, tokenizer, autocast):
         model = AutoModelForCausalLM.from_pretrained(experts[0]).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        RoutingVectors(model, torch.ones(2, 32) / 8).train_only()
+        RoutingVectors(
+            model,
+            torch.ones(2, 32) / 8,
+        ).train_only()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(**batch)
         assert out.aux_loss.dtype == torch.float32
@@ -357,7 +360,11 @@ def states_and_loss(expert, rows) -> tuple[list[torch.Tensor], float]:
 def test_measured_numbers_are_means_over_tokens(experts, rows, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(experts[0])
     vectors = torch.randn(2, 32) / 4
-    measured = RoutingVectors(model, vectors).measure(rows, tokenizer, 3)
+    measured = RoutingVectors(model, vectors).measure(
+        rows,
+        tokenizer,
+        3,
+    )
     states, loss = states_and_loss(experts[0], rows)
     assert measured.loss == pytest.approx(loss, rel=1e-5)
     for h, vector, share in zip(states, vectors, measured.sigmoid, strict=True):
@@ -405,7 +412,10 @@ def made(tmp_path_factory, experts, adapters, rows, tokenizer):
         experts[0].parent / "base",
         folder / "base",
     )
-    expert = shutil.copytree(adapters[0], folder / "expert")
+    expert = shutil.copytree(
+        adapters[0],
+        folder / "expert",
+    )
     settings = {"expert": expert, "rows": rows, "base": base, "steps": 1, "batch_size": 4}
     settings |= {"tokenizer": tokenizer, "folder": folder / "out"}
     init_router(**settings)
@@ -413,7 +423,10 @@ def made(tmp_path_factory, experts, adapters, rows, tokenizer):
 
 
 def test_what_was_made_of_anything_else_is_not_read(tmp_path, made, adapters, experts):
-    touched = shutil.copytree(made["base"], tmp_path / "base")
+    touched = shutil.copytree(
+        made["base"],
+        tmp_path / "base",
+    )
     upit.change(
         touched,
         lambda tensors: {name: 2 * t for name, t in tensors.items()},

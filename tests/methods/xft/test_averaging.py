@@ -25,7 +25,12 @@ SHARE = 0.3
 def ewa(partition: str = "random", **options):
     """A tiny model of EWA whose experts differ."""
     model = tiny.dense("llama")
-    baselines.to_ewa(model, num_experts=4, partition=partition, **options)
+    baselines.to_ewa(
+        model,
+        num_experts=4,
+        partition=partition,
+        **options,
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for module in moe_layers(model).values():
@@ -61,7 +66,11 @@ def test_each_step_is_the_optimizers_and_then_one_of_averaging(partition):
             average_experts_(stack, SHARE)
         assert averaging.step == number
     assert_equal(model.state_dict(), other.state_dict())
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+    for p, q in zip(
+        model.parameters(),
+        other.parameters(),
+        strict=True,
+    ):
         assert torch.equal(
             optimizer.state[p]["exp_avg"],
             plain.state[q]["exp_avg"],
@@ -136,7 +145,12 @@ def train(model, folder, callbacks, resume=None, **settings):
     callbacks = [callback, *callbacks]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Averaging, "share_at", noted)
-        trainer = MoETrainer(model=model, args=arguments, train_dataset=ROWS, callbacks=callbacks)
+        trainer = MoETrainer(
+            model=model,
+            args=arguments,
+            train_dataset=ROWS,
+            callbacks=callbacks,
+        )
         trainer.train(resume_from_checkpoint=resume)
     assert callback.averaging is None
     return shares
@@ -150,7 +164,12 @@ def train(model, folder, callbacks, resume=None, **settings):
 def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
     settings = {"gradient_checkpointing": checkpointing}
     whole = ewa()
-    shares = train(whole, tmp_path / "whole", [], **settings)
+    shares = train(
+        whole,
+        tmp_path / "whole",
+        [],
+        **settings,
+    )
     assert shares == pytest.approx({t: 0.1 * t for t in range(1, STEPS + 1)})
     first = train(
         ewa(),
@@ -180,7 +199,12 @@ def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
 # over ranks
 @pytest.mark.slow
 def test_fsdp2_is_one_process(tmp_path):
-    launch(dist_averaging.__file__, 2, tmp_path, str(tmp_path))
+    launch(
+        dist_averaging.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+    )
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     alone = dist_averaging.make()
     dist_averaging.train(alone, tiny.batch())

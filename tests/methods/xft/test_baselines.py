@@ -52,7 +52,13 @@ def test_equal_experts_are_the_dense_model_for_every_family(family):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     with torch.no_grad():
-        assert distance(model(tiny.batch()).logits, expected) <= 1e-5
+        assert (
+            distance(
+                model(tiny.batch()).logits,
+                expected,
+            )
+            <= 1e-5
+        )
     assert xft.merge(model).state_dict().keys() == names
 
 
@@ -130,7 +136,10 @@ def test_folders_give_the_same_mean_bit_by_bit(changes, tmp_path):
         tiny.logits(loaded),
         tiny.logits(model),
     )
-    receipt = xft_folders.merge_folder(tmp_path / "ewa", tmp_path / "dense")
+    receipt = xft_folders.merge_folder(
+        tmp_path / "ewa",
+        tmp_path / "dense",
+    )
     assert receipt.alpha == [[0.25] * 4] * 2
     expected = load("dense").state_dict()
     for merged in (xft.merge(copy.deepcopy(model)), xft.merge(model, alpha="uniform")):
@@ -140,7 +149,10 @@ def test_folders_give_the_same_mean_bit_by_bit(changes, tmp_path):
 def test_some_layers_only_and_other_alphas(tmp_path):
     model = tiny.dense("llama")
     assert baselines.to_ewa(model, num_experts=3, layers=[1]).layers == (1,)
-    assert hasattr(model.model.layers[0].mlp, "gate_proj")
+    assert hasattr(
+        model.model.layers[0].mlp,
+        "gate_proj",
+    )
     first = model.model.layers[1].mlp.experts.down_proj
     first.data.add_(torch.randn_like(first))
     first = first[0].clone()

@@ -21,7 +21,12 @@ from tests.support.dist_launch import launch
 # not Adam: at first a router's gradient is rounding alone, which Adam makes steps of
 SGD = {"optimizer": "sgd", "learning_rate": 0.3, "batch_size": 4, "steps": 4}
 ENGINES = [
-    pytest.param("ddp", ("sft", "moe", "mix", "ewa"), "Parameter", id="ddp"),
+    pytest.param(
+        "ddp",
+        ("sft", "moe", "mix", "ewa"),
+        "Parameter",
+        id="ddp",
+    ),
     pytest.param("fsdp2", ("sft", "moe", "mix"), "DTensor", id="fsdp2"),
 ]
 
@@ -38,7 +43,11 @@ def alone(tmp_path_factory):
     }
     recipe = make_recipe(folder, data__held_out_rows=7, data__limit=32, **plan)
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
-    stages = Stages(recipe, folder / "out", say=lambda text: None)
+    stages = Stages(
+        recipe,
+        folder / "out",
+        say=lambda text: None,
+    )
     base = stages.base()
     sft = stages.sft()
     moe = stages.moe()
@@ -122,8 +131,17 @@ def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_pa
     shutil.copytree(folder / "start", tmp_path / "out")
     if settings:
         recipe = recipe.change(tune=SGD | settings)
-        shutil.copytree(folder / "start", tmp_path / "one")
-        want = want | {"moe": Stages(recipe, tmp_path / "one", say=lambda text: None).moe()}
+        shutil.copytree(
+            folder / "start",
+            tmp_path / "one",
+        )
+        want = want | {
+            "moe": Stages(
+                recipe,
+                tmp_path / "one",
+                say=lambda text: None,
+            ).moe()
+        }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.change(tune__ep_size=2).to_dict()))
     launch(
         dist_stages.__file__,

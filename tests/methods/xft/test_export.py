@@ -67,7 +67,10 @@ def merge_both_ways(moe: Path, out: Path) -> dict[str, Path]:
     for file in moe.iterdir():
         if not (out / "mergeable" / file.name).exists():
             shutil.copy(file, out / "mergeable")
-    xft_folders.merge_folder(out / "mergeable", out / "folders")
+    xft_folders.merge_folder(
+        out / "mergeable",
+        out / "folders",
+    )
     xft.save_dense(
         xft.merge(model),
         out / "memory",

@@ -72,7 +72,11 @@ def base(tmp_path):
 
 @pytest.fixture
 def moe(base, tmp_path):
-    xft_folders.upcycle_folder(base, tmp_path / "moe", **SMALL)
+    xft_folders.upcycle_folder(
+        base,
+        tmp_path / "moe",
+        **SMALL,
+    )
     stir(tmp_path / "moe")
     return tmp_path / "moe"
 
@@ -106,13 +110,22 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
     compare("moe", model)
 
     stir(tmp_path / "moe")
-    xft_folders.mergeable_folder(tmp_path / "moe", tmp_path / "mergeable")
+    xft_folders.mergeable_folder(
+        tmp_path / "moe",
+        tmp_path / "mergeable",
+    )
     compare("mergeable", xft.to_mergeable(load("moe")))
 
-    receipt = xft_folders.merge_folder(tmp_path / "mergeable", tmp_path / "unlearned")
+    receipt = xft_folders.merge_folder(
+        tmp_path / "mergeable",
+        tmp_path / "unlearned",
+    )
     assert receipt.mixing.startswith("initial coefficients: learning has moved them by ")
     stir(tmp_path / "mergeable")
-    receipt = xft_folders.merge_folder(tmp_path / "mergeable", tmp_path / "merged")
+    receipt = xft_folders.merge_folder(
+        tmp_path / "mergeable",
+        tmp_path / "merged",
+    )
     assert receipt.mixing.startswith("learned coefficients, up to ")
     torch.testing.assert_close(
         torch.tensor(receipt.alpha).sum(1),
@@ -162,19 +175,30 @@ def test_what_a_training_says_of_its_weights_stays_with_them(convert, moe, tmp_p
     ids=["of each layer", "uniform"],
 )
 def test_alpha_is_what_memory_makes_of_it(alpha, moe, tmp_path):
-    receipt = xft_folders.merge_folder(moe, tmp_path / "folders", alpha=alpha)
+    receipt = xft_folders.merge_folder(
+        moe,
+        tmp_path / "folders",
+        alpha=alpha,
+    )
     if isinstance(alpha, str):
         expected = torch.full((2, 4), 0.25)
     else:
         expected = alpha
     assert receipt.alpha == expected.tolist()
-    merged = xft.merge(AutoModelForCausalLM.from_pretrained(moe), alpha=alpha)
+    merged = xft.merge(
+        AutoModelForCausalLM.from_pretrained(moe),
+        alpha=alpha,
+    )
     merged.save_pretrained(tmp_path / "memory")
     assert_same(tmp_path / "folders", tmp_path / "memory")
 
 
 def test_comparison_of_folders(base, moe, tmp_path):
-    xft_folders.upcycle_folder(base, tmp_path / "fresh", **SMALL)
+    xft_folders.upcycle_folder(
+        base,
+        tmp_path / "fresh",
+        **SMALL,
+    )
     assert xft_folders.compare_folders(base, tmp_path / "fresh") < 1e-5
     assert xft_folders.compare_folders(base, moe) > 1e-5
 
@@ -198,8 +222,16 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
             "model.norm.weight.*5",
             id="cut short",
         ),
-        pytest.param({KEY: torch.ones(32, 5)}, KEY, id="misshapen"),
-        pytest.param({KEY: torch.ones(32, 48).half()}, KEY, id="another dtype"),
+        pytest.param(
+            {KEY: torch.ones(32, 5)},
+            KEY,
+            id="misshapen",
+        ),
+        pytest.param(
+            {KEY: torch.ones(32, 48).half()},
+            KEY,
+            id="another dtype",
+        ),
         pytest.param(
             {"model.layers.7.mlp.up_proj.weight": torch.ones(48, 32)},
             "layers.7",
@@ -213,7 +245,11 @@ def test_wrong_tensors_are_named_and_nothing_is_written(base, tmp_path, change, 
 
     edit_tensors(base, changed)
     with pytest.raises(ValueError, match=match):
-        xft_folders.upcycle_folder(base, tmp_path / "moe", **SMALL)
+        xft_folders.upcycle_folder(
+            base,
+            tmp_path / "moe",
+            **SMALL,
+        )
     assert list(tmp_path.iterdir()) == [base]
 
 
@@ -227,7 +263,10 @@ def test_layers_that_stay_dense(base, tmp_path):
     assert receipt.layers == [1]
     assert receipt.mlp_error < 1e-5
     assert xft_folders.compare_folders(base, tmp_path / "moe") < 1e-5
-    assert xft_folders.merge_folder(tmp_path / "moe", tmp_path / "merged").layers == [1]
+    assert xft_folders.merge_folder(
+        tmp_path / "moe",
+        tmp_path / "merged",
+    ).layers == [1]
 
 
 def test_wrong_stage_folder_and_settings(base, moe, tmp_path):

@@ -96,7 +96,10 @@ def assert_logits(folder: Path, expected: torch.Tensor) -> None:
 @torch.no_grad()
 def test_an_moe_gives_the_released_codes_logits_and_balance_loss(changes, tmp_path, monkeypatch):
     values, tensors = released.write_moe(tmp_path / "theirs", **changes)
-    receipt = xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
+    receipt = xft_official.import_official(
+        tmp_path / "theirs",
+        tmp_path / "ours",
+    )
     model = load(tmp_path / "ours").eval()
     assert receipt.layers == [0, 1]
     assert receipt.config == model.model.layers[0].mlp.config
@@ -163,7 +166,11 @@ def test_a_weighted_model_gives_the_released_codes_logits_and_merges_to_them(cha
     changes = {"shared_expert_weight": 0.85, "rope_theta": 5e5} | changes
     theirs = tmp_path / "theirs"
     ours = tmp_path / "ours"
-    values, tensors, experts = released.write_weighted(theirs, tmp_path / "ffn", **changes)
+    values, tensors, experts = released.write_weighted(
+        theirs,
+        tmp_path / "ffn",
+        **changes,
+    )
     xft_official.import_official(theirs, ours)
     expected, _ = released.forward(values, tensors, IDS, experts)
     assert load(ours).model.layers[0].mlp.shared_rate == 0.85
@@ -230,8 +237,14 @@ def test_defaults_are_the_released_config_classs(tmp_path):
 )
 def test_theirs_comes_back_bit_for_bit(changes, tmp_path):
     values, _ = released.write_moe(tmp_path / "theirs", **changes)
-    xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
-    xft_official.export_official(tmp_path / "ours", tmp_path / "again")
+    xft_official.import_official(
+        tmp_path / "theirs",
+        tmp_path / "ours",
+    )
+    xft_official.export_official(
+        tmp_path / "ours",
+        tmp_path / "again",
+    )
     assert_same(tmp_path / "theirs", tmp_path / "again")
     again = config_of(tmp_path / "again")
     for key in values.keys() - {"ffn_folder_path", "transformers_version"}:
@@ -250,9 +263,15 @@ def test_their_weighted_model_comes_back_bit_for_bit(dtype, tmp_path):
         tmp_path / "ffn",
         dtype,
     )
-    xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
+    xft_official.import_official(
+        tmp_path / "theirs",
+        tmp_path / "ours",
+    )
     xft_official.export_official(tmp_path / "ours", again)
-    xft_folders.merge_folder(tmp_path / "ours", tmp_path / "dense")
+    xft_folders.merge_folder(
+        tmp_path / "ours",
+        tmp_path / "dense",
+    )
     dense = Checkpoint(tmp_path / "dense")
     saved = Checkpoint(again)
     assert set(saved.keys()) == set(tensors)
@@ -312,8 +331,26 @@ def ours(folder: Path, changes: dict, dtype=torch.float32, **settings) -> Path:
 
 
 BACK = [
-    *[pytest.param("moe", {}, settings, torch.float32, id=name) for name, settings in OURS.items()],
-    *[pytest.param("moe", stock, {}, torch.bfloat16, id=name) for name, stock in STOCK.items()],
+    *[
+        pytest.param(
+            "moe",
+            {},
+            settings,
+            torch.float32,
+            id=name,
+        )
+        for name, settings in OURS.items()
+    ],
+    *[
+        pytest.param(
+            "moe",
+            stock,
+            {},
+            torch.bfloat16,
+            id=name,
+        )
+        for name, stock in STOCK.items()
+    ],
     pytest.param(
         "mergeable",
         {"attention_bias": True, "rope_theta": 1e5},  # which their weighted model reads
@@ -340,7 +377,12 @@ BACK = [
 
 @pytest.mark.parametrize("stage, stock, settings, dtype", BACK)
 def test_ours_comes_back_bit_for_bit_config_and_all(stage, stock, settings, dtype, tmp_path):
-    source = ours(tmp_path / "moe", stock, dtype, **settings)
+    source = ours(
+        tmp_path / "moe",
+        stock,
+        dtype,
+        **settings,
+    )
     if stage == "mergeable":
         xft_folders.mergeable_folder(source, tmp_path / "mergeable", shared_rate=0.6)
         source = tmp_path / "mergeable"
@@ -372,7 +414,10 @@ def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(at
     all.
     """
     folder = tmp_path / "ours"
-    values, tensors, experts = released.write_weighted(tmp_path / "theirs", tmp_path / "ffn")
+    values, tensors, experts = released.write_weighted(
+        tmp_path / "theirs",
+        tmp_path / "ffn",
+    )
     xft_official.import_official(tmp_path / "theirs", folder)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
     assert model.config._attn_implementation == attention
@@ -394,7 +439,12 @@ def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(at
         > 1e-2
     )
     expected, _ = released.forward(values, tensors, IDS, experts)
-    torch.testing.assert_close(before, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        before,
+        expected,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_every_deviation_has_a_test_that_exists():

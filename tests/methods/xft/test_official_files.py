@@ -27,7 +27,10 @@ def theirs(tmp_path) -> Path:
 
 @pytest.fixture
 def weighted(tmp_path) -> Path:
-    released.write_weighted(tmp_path / "weighted", tmp_path / "ffn")
+    released.write_weighted(
+        tmp_path / "weighted",
+        tmp_path / "ffn",
+    )
     return tmp_path / "weighted"
 
 
@@ -83,7 +86,10 @@ def test_side_files_go_along(theirs, tmp_path):
     (theirs / "training_args.bin").write_bytes(b"not to be copied")
     receipt = xft_official.import_official(theirs, tmp_path / "ours")
     assert receipt.side_files == ["tokenizer.json"]
-    receipt = xft_official.export_official(tmp_path / "ours", tmp_path / "again")
+    receipt = xft_official.export_official(
+        tmp_path / "ours",
+        tmp_path / "again",
+    )
     assert receipt.side_files == ["tokenizer.json"]
     assert not (tmp_path / "again" / "modeling_moe_runtime.py").exists()
 
@@ -116,7 +122,11 @@ def test_where_the_experts_of_a_weighted_model_are_looked_for(
         options = {"ffn_folder": folder}
     else:
         options = {}
-    xft_official.import_official(weighted, tmp_path / "out", **options)
+    xft_official.import_official(
+        weighted,
+        tmp_path / "out",
+        **options,
+    )
     expected = tensors(tmp_path / "expected")
     expected["model.layers.0.mlp.mixing_logits"] = logits.float()
     assert_equal(tensors(tmp_path / "out"), expected)
@@ -245,5 +255,8 @@ def test_what_their_code_has_no_option_for_is_not_exported(
         **settings,
     ).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=match):
-        xft_official.export_official(tmp_path / "ours", tmp_path / "out")
+        xft_official.export_official(
+            tmp_path / "ours",
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()

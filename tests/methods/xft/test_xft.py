@@ -59,7 +59,12 @@ def test_receipt_measures_equality_for_every_family(family):
 
 
 def test_gate_that_does_not_sum_to_one_is_reported_as_such():
-    receipt = xft.upcycle(dense("llama"), num_experts=4, top_k=3, gate="nonorm")
+    receipt = xft.upcycle(
+        dense("llama"),
+        num_experts=4,
+        top_k=3,
+        gate="nonorm",
+    )
     assert not receipt.preserves
     assert receipt.error > 1e-3
     assert "does not preserve" in str(receipt)
@@ -89,7 +94,10 @@ def test_weights_that_are_not_finite_are_refused_or_said(value):
         with pytest.raises(ValueError, match="layers.1.mlp.down_proj.weight contains NaN or inf"):
             call(model, num_experts=8)
     assert not hasattr(model.config, "moe_runtime")
-    assert hasattr(model.model.layers[0].mlp, "gate_proj")
+    assert hasattr(
+        model.model.layers[0].mlp,
+        "gate_proj",
+    )
     weight.data[0, 0] = before
     model.model.norm.weight.data[0] = value
     receipt = xft.upcycle(model, num_experts=4, top_k=3)
@@ -99,9 +107,17 @@ def test_weights_that_are_not_finite_are_refused_or_said(value):
 
 def test_some_layers_only():
     model = dense("llama")
-    receipt = xft.upcycle(model, num_experts=4, top_k=3, layers=[1])
+    receipt = xft.upcycle(
+        model,
+        num_experts=4,
+        top_k=3,
+        layers=[1],
+    )
     assert receipt.layers == (1,)
-    assert hasattr(model.model.layers[0].mlp, "gate_proj")
+    assert hasattr(
+        model.model.layers[0].mlp,
+        "gate_proj",
+    )
 
 
 def move_mixing_logits(model, changes) -> None:
@@ -123,7 +139,10 @@ def test_merged_equals_mergeable(family, soup):
     xft.upcycle(model, num_experts=4, top_k=3)
     perturb(model)
     xft.to_mergeable(model, soup=soup)
-    move_mixing_logits(model, torch.randn(4 if soup else 3))
+    move_mixing_logits(
+        model,
+        torch.randn(4 if soup else 3),
+    )
     before = logits(model)
     merged = xft.merge(model)
     assert type(merged) is base_class
@@ -159,7 +178,10 @@ def test_only_the_mixing_logits_train_and_all_else_stays_bit_identical():
         assert model.get_parameter(name).requires_grad == trains
         assert torch.equal(value, before[name]) == (not trains), name
     alpha = xft.mixing_coefficients(model)
-    torch.testing.assert_close(alpha.sum(1), torch.ones(2))
+    torch.testing.assert_close(
+        alpha.sum(1),
+        torch.ones(2),
+    )
     torch.testing.assert_close(
         alpha[:, 0],
         torch.full((2,), 0.6),
@@ -187,7 +209,10 @@ def test_a_merge_says_whether_mixing_was_learned():
     )
     with pytest.warns(UserWarning, match="within .*e-06 of the initial .*Learn to mix before"):
         xft.merge(copy.deepcopy(mergeable))
-    move_mixing_logits(mergeable, torch.tensor([0.1, 0, 0]))
+    move_mixing_logits(
+        mergeable,
+        torch.tensor([0.1, 0, 0]),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         xft.merge(mergeable)
@@ -206,8 +231,16 @@ def test_a_merge_says_whether_mixing_was_learned():
             [0, 1 / 3, 1 / 3, 1 / 3],
             id="without the shared one",
         ),
-        pytest.param({"alpha": "uniform"}, [0.25] * 4, id="uniform"),
-        pytest.param({"alpha": [0, 0, 1, 0]}, [0, 0, 1, 0], id="by hand"),
+        pytest.param(
+            {"alpha": "uniform"},
+            [0.25] * 4,
+            id="uniform",
+        ),
+        pytest.param(
+            {"alpha": [0, 0, 1, 0]},
+            [0, 0, 1, 0],
+            id="by hand",
+        ),
         pytest.param({"alpha": [[1, 0, 0, 0], [0, 1, 0, 0]]}, torch.eye(2, 4), id="of each layer"),
     ],
 )
@@ -216,7 +249,12 @@ def test_merged_weights_are_the_mixture(options, alpha):
     stacks = [copy.deepcopy(layer.mlp.experts) for layer in model.model.layers]
     merged = xft.merge(model, **options)
     rows = torch.as_tensor(alpha).float().expand(2, 4)
-    for layer, stack, row in zip(merged.model.layers, stacks, rows, strict=True):
+    for layer, stack, row in zip(
+        merged.model.layers,
+        stacks,
+        rows,
+        strict=True,
+    ):
         down = torch.tensordot(row, stack.down_proj, 1)
         torch.testing.assert_close(
             layer.mlp.down_proj.weight,
@@ -229,13 +267,19 @@ def test_merged_weights_are_the_mixture(options, alpha):
 
 def test_a_rate_that_would_have_no_effect_is_refused():
     with pytest.raises(ValueError, match="shared_rate must be None, but .*model is mergeable"):
-        xft.merge(xft.to_mergeable(tuned()), shared_rate=0.1)
+        xft.merge(
+            xft.to_mergeable(tuned()),
+            shared_rate=0.1,
+        )
     with pytest.raises(ValueError, match="shared_rate must be None, but .*alpha is given"):
         xft.merge(tuned(), shared_rate=0.1, alpha="uniform")
 
 
 def test_a_saved_dense_model_has_the_rotary_keys_of_both_spellings(tmp_path):
-    xft.save_dense(xft.merge(tuned()), tmp_path / "dense")
+    xft.save_dense(
+        xft.merge(tuned()),
+        tmp_path / "dense",
+    )
     config = json.loads((tmp_path / "dense" / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e5
     with pytest.raises(ValueError, match="exists"):
@@ -271,9 +315,21 @@ def test_at_init_the_router_has_no_gradient_and_the_experts_share_the_dense_one(
     ):
         experts = new.mlp.experts
         down = old.mlp.down_proj.weight.grad
-        assert relative(experts.down_proj.grad.sum(0), down) <= 1e-5
+        assert (
+            relative(
+                experts.down_proj.grad.sum(0),
+                down,
+            )
+            <= 1e-5
+        )
         up = torch.cat([old.mlp.gate_proj.weight.grad, old.mlp.up_proj.weight.grad])
-        assert relative(experts.gate_up_proj.grad.sum(0), up) <= 1e-5
+        assert (
+            relative(
+                experts.gate_up_proj.grad.sum(0),
+                up,
+            )
+            <= 1e-5
+        )
         if num_experts > 1:
             assert new.mlp.gate.weight.grad.norm() <= 1e-5 * up.norm()
 

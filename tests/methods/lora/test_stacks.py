@@ -69,7 +69,10 @@ def check_deltas(adapter, want, rtol=1e-6):
         pytest.param("qwen3_moe", {"r": 8, "use_rslora": True}, id="r is E, rank-stabilized"),
         pytest.param(
             "qwen3_moe",
-            {"rank_pattern": {"mlp.experts.gate_up_proj": 5}, "alpha_pattern": {"q_proj": 9}},
+            {
+                "rank_pattern": {"mlp.experts.gate_up_proj": 5},
+                "alpha_pattern": {"q_proj": 9, "self_attn.q_proj": 5},
+            },
             id="patterns",
         ),
         pytest.param(

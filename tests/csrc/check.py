@@ -27,11 +27,16 @@ class Tiles(ctypes.Structure):
 def argument(value):
     if isinstance(value, np.ndarray):
         return ctypes.c_void_p(value.ctypes.data if value.size else None)
-    return ctypes.c_int64(value) if isinstance(value, (int, np.integer)) else value
+    if isinstance(value, (int, np.integer)):
+        return ctypes.c_int64(value)
+    return value
 
 
 def call(name: str, *values) -> None:
-    code = getattr(LIBRARY, name)(*map(argument, values), None)
+    code = getattr(LIBRARY, name)(
+        *map(argument, values),
+        None,
+    )
     assert code == 0, f"{name}: {LIBRARY.moert_error_string(code).decode()}"
 
 
@@ -55,7 +60,9 @@ def narrow(x: np.ndarray, dtype: int) -> np.ndarray:
 
 
 def wide(x: np.ndarray, dtype: int) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(np.float32) if dtype == BF16 else x.astype(np.float32)
+    if dtype == BF16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
 
 
 def close(got, want, what: str, bound: float) -> None:
@@ -79,7 +86,14 @@ def tile_map(offsets, R: int, block: int, first: int):
     E = len(offsets) - 1
     tiles = []
     for e in range(first, E):
-        tiles += [(e, row, offsets[e + 1]) for row in range(offsets[e], offsets[e + 1], block)]
+        tiles += [
+            (e, row, offsets[e + 1])
+            for row in range(
+                offsets[e],
+                offsets[e + 1],
+                block,
+            )
+        ]
     tiles += [(-1, len(tiles), 0)] * (R // block + min(E, R) - len(tiles))
     return np.array(tiles, np.int32).reshape(-1, 3).T
 
@@ -89,7 +103,13 @@ def plan(
 ) -> None:
     R = ids.size
     got = [empty(E + 1), empty(R), empty(R), empty(R)]
-    maps = [empty(3, R // block + min(E, R)) for block in blocks]
+    maps = [
+        empty(
+            3,
+            R // block + min(E, R),
+        )
+        for block in blocks
+    ]
     tiles = (Tiles * len(blocks))(
         *(Tiles(m.ctypes.data, block, first) for m, block in zip(maps, blocks))
     )
@@ -115,7 +135,14 @@ def plan(
     for again in (False, True):
         if again and R:
             [m.fill(-7) for m in maps]
-            call("moert_tile_map", got[0], R, E, tiles, len(blocks))
+            call(
+                "moert_tile_map",
+                got[0],
+                R,
+                E,
+                tiles,
+                len(blocks),
+            )
         for block, m in zip(blocks, maps):
             same(
                 m,
@@ -134,16 +161,34 @@ def check_plan(random) -> None:
         (600, 1024, 4),
         (1024, 2, 2),
     ):
-        plan(random.integers(-1, E + 2, R).astype(np.int32), E, K)
+        plan(
+            random.integers(-1, E + 2, R).astype(np.int32),
+            E,
+            K,
+        )
     plan(np.full(96, 2, np.int32), 5, 3, first=1)
-    plan(random.integers(-(2**40), 2**40, 64) * 2**32, 2, 2)
+    plan(
+        random.integers(-(2**40), 2**40, 64) * 2**32,
+        2,
+        2,
+    )
     plan(random.integers(0, 400, 700), 400, 7, first=3)
 
 
 def check_plan_together(random) -> None:
     """More slots than one block takes: the blocks wait for each other."""
-    plan(random.integers(-1, 8, 8193).astype(np.int32), 7, 3, blocks=(128,))
-    plan(np.sort(random.integers(0, 1024, 8200))[::-1].astype(np.int32), 1024, 2, blocks=())
+    plan(
+        random.integers(-1, 8, 8193).astype(np.int32),
+        7,
+        3,
+        blocks=(128,),
+    )
+    plan(
+        np.sort(random.integers(0, 1024, 8200))[::-1].astype(np.int32),
+        1024,
+        2,
+        blocks=(),
+    )
 
 
 def check_plan_counted(random) -> None:
@@ -151,9 +196,23 @@ def check_plan_counted(random) -> None:
     for R, E, slots in ((8400, 9, 24), (8193, 64, 200)):
         ids = random.integers(0, E, R).astype(np.int32)
         count = np.stack(
-            [np.bincount(ids[s : s + slots], minlength=E) for s in range(0, R, slots)]
+            [
+                np.bincount(
+                    ids[s : s + slots],
+                    minlength=E,
+                )
+                for s in range(0, R, slots)
+            ]
         ).astype(np.int32)
-        plan(ids, E, 3, count, slots, blocks=(64,), first=1)
+        plan(
+            ids,
+            E,
+            3,
+            count,
+            slots,
+            blocks=(64,),
+            first=1,
+        )
 
 
 def check_plan_counted_of_other_ids(random) -> None:
@@ -188,14 +247,22 @@ def check_plan_counted_of_other_ids(random) -> None:
         for name, a, last in zip(
             ("offsets", "row_token", "row_slot", "slot_row"), got, (R, R // 3 - 1, R - 1, R - 1)
         ):
-            assert a.min() >= 0 and a.max() <= last, f"{name} lies in {a.min()}..{a.max()}"
-        assert m[0].max() < E and m[1:].min() >= 0 and m[1:].max() <= R, "a tile outside"
+            assert a.min() >= 0, f"{name} lies in {a.min()}..{a.max()}"
+            assert a.max() <= last, f"{name} lies in {a.min()}..{a.max()}"
+        assert m[0].max() < E, "a tile outside"
+        assert m[1:].min() >= 0, "a tile outside"
+        assert m[1:].max() <= R, "a tile outside"
 
 
 def check_plan_alone(random) -> None:
     """Blocks that cannot run at once: one does it all."""
     os.environ["MOERT_EMU_SHARED"] = "1"
-    plan(random.integers(-1, 8, 8193).astype(np.int32), 7, 3, blocks=(128,))
+    plan(
+        random.integers(-1, 8, 8193).astype(np.int32),
+        7,
+        3,
+        blocks=(128,),
+    )
     del os.environ["MOERT_EMU_SHARED"]
 
 
@@ -217,7 +284,9 @@ def weights(x, idx, gate: str):
         "softmax_topk_renorm": lambda: softmax(chosen),
         "sigmoid_topk": lambda: 1 / (1 + np.exp(-chosen)),
     }[gate]()
-    return np.concatenate([w, 1 - s[:, :1]], 1) if gate in GATES[:2] else w
+    if gate in GATES[:2]:
+        return np.concatenate([w, 1 - s[:, :1]], 1)
+    return w
 
 
 def gradient(x, idx, gate: str, dw):
@@ -238,20 +307,38 @@ def route(
 ) -> None:
     shared = int(gate in GATES[:2])
     stride = E + 3
-    bits = narrow(random.normal(size=(T, stride)) * 2, dtype)
+    bits = narrow(
+        random.normal(size=(T, stride)) * 2,
+        dtype,
+    )
     bits[-1] = bits[-1, 0]  # a tie of all: the lowest ids
     x = np.float64(wide(bits, dtype))[:, :E]
-    bias = np.float32(random.normal(size=E)) if biased else None
-    choice = 1 / (1 + np.exp(-x)) + bias if biased else x
+    if biased:
+        bias = np.float32(random.normal(size=E))
+    else:
+        bias = None
+    if biased:
+        choice = 1 / (1 + np.exp(-x)) + bias
+    else:
+        choice = x
     ids = np.argsort(-choice, axis=1, kind="stable")[:, :k]
     if forced:
-        ids = np.argsort(random.random((T, E)), axis=1)[:, :k]
+        ids = np.argsort(
+            random.random((T, E)),
+            axis=1,
+        )[:, :k]
         ids[0, 1] = ids[0, 0]  # one expert twice
     K = k + shared
     code = GATES.index(gate)
-    want_idx = np.concatenate([ids + shared, np.zeros((T, shared), np.int64)], 1).astype(np.int32)
+    want_idx = np.concatenate(
+        [ids + shared, np.zeros((T, shared), np.int64)],
+        1,
+    ).astype(np.int32)
     weight = empty(T, K, dtype=np.float32)
-    idx = want_idx.copy() if forced else empty(T, K)
+    if forced:
+        idx = want_idx.copy()
+    else:
+        idx = empty(T, K)
     block = size("moert_route_block_tokens", T, E)
     count = empty(-(-T // block), E + shared)
     call(
@@ -271,16 +358,43 @@ def route(
     )
     what = f"{gate}, T={T} E={E} k={k} dtype {dtype}"
     same(idx, want_idx, f"ids of {what}")
-    close(weight, weights(x, ids, gate), f"weights of {what}", 2e-6)
+    close(
+        weight,
+        weights(x, ids, gate),
+        f"weights of {what}",
+        2e-6,
+    )
     want = [
-        np.bincount(want_idx[t : t + block].ravel(), minlength=E + shared)
+        np.bincount(
+            want_idx[t : t + block].ravel(),
+            minlength=E + shared,
+        )
         for t in range(0, T, block)
     ]
     same(count, np.array(want), f"counts of {what}")
     dw = np.float32(random.normal(size=(T, K)))
     dx = narrow(empty(T, E, dtype=np.float32), dtype)
-    call("moert_route_backward", dw, F32, bits, dtype, stride, idx, T, E, K, code, int(forced), dx)
-    close(wide(dx, dtype), gradient(x, ids, gate, dw), f"gradient of {what}", max(EPS[dtype], 1e-5))
+    call(
+        "moert_route_backward",
+        dw,
+        F32,
+        bits,
+        dtype,
+        stride,
+        idx,
+        T,
+        E,
+        K,
+        code,
+        int(forced),
+        dx,
+    )
+    close(
+        wide(dx, dtype),
+        gradient(x, ids, gate, dw),
+        f"gradient of {what}",
+        max(EPS[dtype], 1e-5),
+    )
 
 
 def check_route(random) -> None:
@@ -303,7 +417,10 @@ def check_merge(random) -> None:
         (6, 37, F16, 0),
         (5, 48, BF16, 3),
     ):
-        stack = narrow(random.normal(size=(E, P + 8)), dtype)
+        stack = narrow(
+            random.normal(size=(E, P + 8)),
+            dtype,
+        )
         weight = stack[:, skew : P + skew]
         alpha = np.float32(random.random(E))
         first = stack.reshape(-1)[skew:]
@@ -312,14 +429,36 @@ def check_merge(random) -> None:
             total = total + alpha[e] * wide(weight[e], dtype)
         for out_dtype in (F32, F16, BF16):
             out = narrow(empty(P, dtype=np.float32), out_dtype)
-            call("moert_merge_forward", first, dtype, alpha, None, E, P, P + 8, out, out_dtype)
+            call(
+                "moert_merge_forward",
+                first,
+                dtype,
+                alpha,
+                None,
+                E,
+                P,
+                P + 8,
+                out,
+                out_dtype,
+            )
             same(
                 out,
                 narrow(total, out_dtype),
                 f"the merge of {E} x {P}, dtypes {dtype}, {out_dtype}",
             )
         kept = narrow(np.zeros(P, np.float32), dtype)
-        call("moert_merge_forward", first, dtype, alpha, alpha.copy(), E, P, P + 8, kept, dtype)
+        call(
+            "moert_merge_forward",
+            first,
+            dtype,
+            alpha,
+            alpha.copy(),
+            E,
+            P,
+            P + 8,
+            kept,
+            dtype,
+        )
         assert not kept.any(), "an unchanged alpha merged again"
 
 
@@ -334,7 +473,10 @@ DALPHA = (
 
 def check_dalpha(random) -> None:
     for E, P, dtype, other, skew in DALPHA:
-        stack = narrow(random.normal(size=(E, P + 8)), dtype)
+        stack = narrow(
+            random.normal(size=(E, P + 8)),
+            dtype,
+        )
         dout = narrow(random.normal(size=P), other)
         dalpha = empty(E, dtype=np.float32)
         workspace = empty(size("moert_merge_backward_alpha_workspace", E, P) // 4)
@@ -351,7 +493,12 @@ def check_dalpha(random) -> None:
             workspace.nbytes,
         )
         call("moert_merge_backward_alpha", *args)
-        want = np.float64(wide(stack[:, skew : P + skew], dtype)) @ np.float64(wide(dout, other))
+        want = np.float64(
+            wide(
+                stack[:, skew : P + skew],
+                dtype,
+            )
+        ) @ np.float64(wide(dout, other))
         close(dalpha, want, f"dalpha of {E} x {P}", 1e-5)
 
 
@@ -366,15 +513,35 @@ COMBINE = (
 
 def check_combine(random) -> None:
     for T, K, H, dtype, index in COMBINE:
-        y, dout = (narrow(random.normal(size=(n, H)), dtype) for n in (T * K, T))
+        y, dout = (
+            narrow(
+                random.normal(size=(n, H)),
+                dtype,
+            )
+            for n in (T * K, T)
+        )
         weight = np.float32(random.random((T, K)))
         slot_row = random.permutation(T * K).astype(index)
-        rows = np.float64(wide(y, dtype))[slot_row].reshape(T, K, H)
+        rows = np.float64(wide(y, dtype))[slot_row].reshape(
+            T,
+            K,
+            H,
+        )
         out = narrow(empty(T, H, dtype=np.float32), dtype)
         what = f"T={T} K={K} H={H} dtype {dtype}"
         for limit in (None, T * K // 2):
-            number = None if limit is None else np.array([limit], np.int32)
-            live = weight if limit is None else np.where(slot_row.reshape(T, K) < limit, weight, 0)
+            if limit is None:
+                number = None
+            else:
+                number = np.array([limit], np.int32)
+            if limit is None:
+                live = weight
+            else:
+                live = np.where(
+                    slot_row.reshape(T, K) < limit,
+                    weight,
+                    0,
+                )
             call(
                 "moert_combine_forward",
                 y,
@@ -391,7 +558,10 @@ def check_combine(random) -> None:
             close(
                 wide(out, dtype), (live[..., None] * rows).sum(1), f"combine of {what}", EPS[dtype]
             )
-        dy = narrow(empty(T * K, H, dtype=np.float32), dtype)
+        dy = narrow(
+            empty(T * K, H, dtype=np.float32),
+            dtype,
+        )
         dweight = empty(T, K, dtype=np.float32)
         call(
             "moert_combine_backward",
@@ -409,9 +579,17 @@ def check_combine(random) -> None:
         )
         wide_dout = wide(dout, dtype)
         want = empty(T * K, H, dtype=np.float32)
-        want[slot_row] = (weight[..., None] * wide_dout[:, None]).reshape(T * K, H)
+        want[slot_row] = (weight[..., None] * wide_dout[:, None]).reshape(
+            T * K,
+            H,
+        )
         same(dy, narrow(want, dtype), f"dy of {what}")
-        close(dweight, (rows * wide_dout[:, None]).sum(2), f"dweight of {what}", 1e-5)
+        close(
+            dweight,
+            (rows * wide_dout[:, None]).sum(2),
+            f"dweight of {what}",
+            1e-5,
+        )
 
 
 # offsets
@@ -423,12 +601,39 @@ def check_offsets(random) -> None:
     out = empty(2, 8, dtype=np.float16)
     rows = np.array([far // 8, 0], np.int64)
     weight = np.array([2, 3], np.float32)
-    call("moert_combine_forward", y, F16, weight, rows, 8, None, 2, 1, 8, out)
-    same(out, [2 * np.arange(8), [3] * 8], "rows far apart")
+    call(
+        "moert_combine_forward",
+        y,
+        F16,
+        weight,
+        rows,
+        8,
+        None,
+        2,
+        1,
+        8,
+        out,
+    )
+    same(
+        out,
+        [2 * np.arange(8), [3] * 8],
+        "rows far apart",
+    )
     merged = empty(8, dtype=np.float32)
     dalpha = empty(2, dtype=np.float32)
     workspace = empty(2)
-    call("moert_merge_forward", y, F16, weight, None, 2, 8, far, merged, F32)
+    call(
+        "moert_merge_forward",
+        y,
+        F16,
+        weight,
+        None,
+        2,
+        8,
+        far,
+        merged,
+        F32,
+    )
     same(merged, 2 + 3 * np.arange(8), "experts far apart")
     call(
         "moert_merge_backward_alpha",
@@ -443,7 +648,11 @@ def check_offsets(random) -> None:
         workspace,
         workspace.nbytes,
     )
-    same(dalpha, [merged.sum(), merged @ np.arange(8)], "the gradient of experts far apart")
+    same(
+        dalpha,
+        [merged.sum(), merged @ np.arange(8)],
+        "the gradient of experts far apart",
+    )
     weight = empty(2, 2, dtype=np.float32)
     idx = empty(2, 2)
     call(

@@ -44,7 +44,10 @@ OPTIONS = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
-needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_cxx = pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="needs g++",
+)
 
 
 def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = None) -> Path:
@@ -58,7 +61,10 @@ def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = Non
         objects = [_compile(folder, path, flags, edit) for path in sorted(CSRC.glob("*.cu"))]
         library = folder / f"libmoert_emu-{_digest(''.join(path.name for path in objects))}.so"
         if not library.exists():
-            _run(["g++", "-shared", *flags, *objects], library)
+            _run(
+                ["g++", "-shared", *flags, *objects],
+                library,
+            )
             prune(folder)
     return library
 
@@ -91,7 +97,11 @@ def _digest(text: str) -> str:
 def _run(command: list, out: Path) -> None:
     """Run a compiler whose output appears whole or not at all."""
     part = out.with_suffix(".part")
-    done = subprocess.run([*map(str, command), "-o", str(part)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*map(str, command), "-o", str(part)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     os.replace(part, out)
 
@@ -108,7 +118,13 @@ def check(
     kill.
     """
     environment = os.environ | OPTIONS | {"LD_PRELOAD": preload}
-    command = [sys.executable, str(CHECK), str(library), ",".join(map(str, seeds)), *names]
+    command = [
+        sys.executable,
+        str(CHECK),
+        str(library),
+        ",".join(map(str, seeds)),
+        *names,
+    ]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )

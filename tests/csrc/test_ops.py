@@ -82,8 +82,15 @@ def test_ops_pass_torchs_checks(emulated, op):
 def test_ops_compile_without_a_break(emulated):
     def loss(logits, alpha, stack):
         weight, idx = route(logits, 3, "xft", backend="cuda")
-        rows = dispatch(idx, logits.shape[1] + 1, "cuda").slot_row
-        y = merge_experts(stack, alpha, backend="cuda").repeat(logits.shape[0], 1)
+        rows = dispatch(
+            idx,
+            logits.shape[1] + 1,
+            "cuda",
+        ).slot_row
+        y = merge_experts(stack, alpha, backend="cuda").repeat(
+            logits.shape[0],
+            1,
+        )
         return combine(y, weight, rows, "cuda").square().sum()
 
     leaves = [

@@ -37,28 +37,75 @@ def oracle(x, experts, topk_weight, topk_idx):
         w if pair is None else w + pair.b.transpose(1, 2) @ pair.a for w, pair in zip(stacks, pairs)
     ]
     for e in range(experts.up.shape[0]):
-        weight = torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True)
+        weight = torch.where(topk_idx == e, topk_weight, 0).sum(
+            1,
+            keepdim=True,
+        )
         h = experts.activation.apply(x @ stacks[0][e].t() + biases[0][e])
         out = out + weight * (h @ stacks[1][e].t() + biases[1][e])
     return out
 
 
-@pytest.mark.parametrize("in_out", [False, True], ids=["out x in", "in x out"])
-@pytest.mark.parametrize("form", [{}, dense.GPT_OSS], ids=["gate, up", "GPT-OSS"])
-@pytest.mark.parametrize("ranks", [(16, 16), (64, 0), (0, 5)], ids=str)
-@pytest.mark.parametrize("sizes", [EVEN, RAGGED, FEW], ids=["even", "ragged", "few rows"])
+@pytest.mark.parametrize(
+    "in_out",
+    [False, True],
+    ids=["out x in", "in x out"],
+)
+@pytest.mark.parametrize(
+    "form",
+    [{}, dense.GPT_OSS],
+    ids=["gate, up", "GPT-OSS"],
+)
+@pytest.mark.parametrize(
+    "ranks",
+    [(16, 16), (64, 0), (0, 5)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [EVEN, RAGGED, FEW],
+    ids=["even", "ragged", "few rows"],
+)
 def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
-    act = "quick_gelu" if form else "silu"
-    case = case_of(sizes, ranks, form=form, routing="dropped", act=act, bias=True)
-    want = dense.run(case, oracle, torch.float64, "cuda", in_out)
+    if form:
+        act = "quick_gelu"
+    else:
+        act = "silu"
+    case = case_of(
+        sizes,
+        ranks,
+        form=form,
+        routing="dropped",
+        act=act,
+        bias=True,
+    )
+    want = dense.run(
+        case,
+        oracle,
+        torch.float64,
+        "cuda",
+        in_out,
+    )
     limit = bounds(
-        dense.run(case, dense.with_backend("torch"), device="cuda", in_out=in_out),
+        dense.run(
+            case,
+            dense.with_backend("torch"),
+            device="cuda",
+            in_out=in_out,
+        ),
         want,
         tolerance[BF16],
     )
     poison()
     assert_parity(
-        dense.run(case, dense.with_backend("triton"), device="cuda", in_out=in_out), want, limit
+        dense.run(
+            case,
+            dense.with_backend("triton"),
+            device="cuda",
+            in_out=in_out,
+        ),
+        want,
+        limit,
     )
 
 
@@ -67,16 +114,35 @@ def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
     "form, options",
     [
         pytest.param("nf4", {"H": 512, "I": 768}, id="nf4"),
-        pytest.param("nf4_t", {"H": 512, "I": 384, "activation": SMOOTH}, id="nf4 of GPT-OSS"),
-        pytest.param("mxfp4", {"H": 480, "I": 352, "activation": SMOOTH}, id="mxfp4 of GPT-OSS"),
+        pytest.param(
+            "nf4_t",
+            {"H": 512, "I": 384, "activation": SMOOTH},
+            id="nf4 of GPT-OSS",
+        ),
+        pytest.param(
+            "mxfp4",
+            {"H": 480, "I": 352, "activation": SMOOTH},
+            id="mxfp4 of GPT-OSS",
+        ),
         pytest.param("fp8_block", {"H": 520, "I": 384}, id="fp8"),
         pytest.param("int8", {"H": 520, "I": 712}, id="int8"),
     ],
 )
 def test_packed_stacks(form, options, T, tolerance):
-    case = packed.make(form, T=T, dtype=BF16, E=6, rank=16, **options)
+    case = packed.make(
+        form,
+        T=T,
+        dtype=BF16,
+        E=6,
+        rank=16,
+        **options,
+    )
     want = packed.oracle(case)
-    limit = bounds(packed.run(case, "torch"), want, tolerance[BF16])
+    limit = bounds(
+        packed.run(case, "torch"),
+        want,
+        tolerance[BF16],
+    )
     poison()
     assert_parity(packed.run(case, "triton"), want, limit)
 
@@ -86,7 +152,16 @@ def steps(form: str):
     format.
     """
     if form:
-        case = packed.make(form, 2048, 768, 2048, dtype=BF16, E=16, K=8, rank=16)
+        case = packed.make(
+            form,
+            2048,
+            768,
+            2048,
+            dtype=BF16,
+            E=16,
+            K=8,
+            rank=16,
+        )
         return lambda: packed.run(case, "triton")
     case = case_of((2048, 2048, 768, 16, 8), (16, 16))
     return lambda: dense.run(case, dense.with_backend("triton"), device="cuda")
@@ -98,15 +173,27 @@ def test_twenty_runs_give_the_same_bits(form):
     first = step()
     for _ in range(20):
         again = step()
-        assert all(torch.equal(again[name], first[name]) for name in first)
+        for name in first:
+            assert torch.equal(again[name], first[name])
 
 
 @pytest.mark.parametrize("form", ["", "nf4", "mxfp4", "fp8_block", "int8"])
 def test_the_host_waits_for_nothing(form):
-    case = packed.make(form or "nf4", 128, 128, 64, dtype=BF16, rank=4)
+    case = packed.make(
+        form or "nf4",
+        128,
+        128,
+        64,
+        dtype=BF16,
+        rank=4,
+    )
     leaves = {name: leaf.cuda().requires_grad_() for name, leaf in case.leaves.items()}
     stacks = [
-        s._replace(data=s.data.cuda(), scales=[t.cuda() for t in s.scales]) for s in case.stacks
+        s._replace(
+            data=s.data.cuda(),
+            scales=[t.cuda() for t in s.scales],
+        )
+        for s in case.stacks
     ]
     if not form:
         stacks = [dense.Stack.dense(packed.packed.reference(*s[:3]).bfloat16()) for s in stacks]
@@ -115,8 +202,18 @@ def test_the_host_waits_for_nothing(form):
     dout = case.dout.cuda()
 
     def step():
-        out, _ = frozen_mlp(leaves["x"], experts, leaves["topk_weight"], idx, "triton")
-        torch.autograd.grad(out, list(leaves.values()), dout)
+        out, _ = frozen_mlp(
+            leaves["x"],
+            experts,
+            leaves["topk_weight"],
+            idx,
+            "triton",
+        )
+        torch.autograd.grad(
+            out,
+            list(leaves.values()),
+            dout,
+        )
 
     step()
     torch.cuda.synchronize()

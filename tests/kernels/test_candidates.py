@@ -30,20 +30,28 @@ def test_a_home_of_another_user_has_no_measured_config(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", tune.DTYPES)
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120, 121])
+@pytest.mark.parametrize(
+    "arch",
+    [80, 86, 89, 90, 100, 103, 120, 121],
+)
 def test_candidates_fit_the_gpu(arch, dtype):
     for layer in LAYERS.values():
         for T in (1, 64, 512, 4096, 65536):
             for product in tune.PRODUCTS:
                 problem = tune.problem_of(product, layer, T, dtype, CPU)._replace(arch=arch)
                 pool = candidates(problem)
-                assert pool[0] == tiles.heuristic(problem) and len(set(pool)) == len(pool)
-                assert 2 <= len(pool) <= 16 and (T < 4096 or len(pool) >= 5)
+                assert pool[0] == tiles.heuristic(problem)
+                assert len(set(pool)) == len(pool)
+                assert 2 <= len(pool) <= 16
+                assert T < 4096 or len(pool) >= 5
                 limit = tiles.SHARED_MEMORY[tiles.nearest(arch)]
                 for tile in pool:
                     assert tiles.shared_bytes(tile, problem) < limit
-                    assert all(size & size - 1 == 0 for size in tile[:3]) and min(tile[:3]) >= 16
-                    assert tile.num_warps in (4, 8) and not (tile.TMA and arch < 90)
+                    for size in tile[:3]:
+                        assert size & size - 1 == 0
+                    assert min(tile[:3]) >= 16
+                    assert tile.num_warps in (4, 8)
+                    assert not (tile.TMA and arch < 90)
                     if arch >= 100:  # what is wrong there, or was
                         assert not tile.TMA or (
                             problem.K % tile.BLOCK_K == 0 and problem.kernel != "dw"
@@ -51,12 +59,21 @@ def test_candidates_fit_the_gpu(arch, dtype):
                         assert not tile.JOINED or arch >= 110
                         assert (
                             arch >= 110
-                            or max(tile.BLOCK_N, 2 * tiles.in_turns(tile, arch).BLOCK_N) <= 128
+                            or max(
+                                tile.BLOCK_N,
+                                2 * tiles.in_turns(tile, arch).BLOCK_N,
+                            )
+                            <= 128
                         )
 
 
 @pytest.mark.parametrize(
-    "arch, K, tma, width", [(90, 2080, True, 256), (100, 2080, False, 128), (103, 2048, True, 128)]
+    "arch, K, tma, width",
+    [
+        (90, 2080, True, 256),
+        (100, 2080, False, 128),
+        (103, 2048, True, 128),
+    ],
 )
 def test_blackwell_has_no_descriptors_for_odd_sums_and_narrow_tiles(arch, K, tma, width):
     """Of measured configs too."""
@@ -70,5 +87,15 @@ def test_blackwell_has_no_descriptors_for_odd_sums_and_narrow_tiles(arch, K, tma
 def test_a_config_says_all_that_differs():
     """What the tuner prints tells any two of its candidates apart."""
     for kernel in tiles.KERNELS:
-        pool = candidates(tiles.Problem(kernel, 90, "bfloat16", 4096, 4096, 4096, kernel == "up"))
+        pool = candidates(
+            tiles.Problem(
+                kernel,
+                90,
+                "bfloat16",
+                4096,
+                4096,
+                4096,
+                kernel == "up",
+            )
+        )
         assert len({tile.short() for tile in pool}) == len(pool)

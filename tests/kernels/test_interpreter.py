@@ -31,7 +31,10 @@ def _dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
         tl.zeros([N, N], tl.float32),
         input_precision="ieee",
     )
-    tl.store(out_ptr + square, acc.to(out_ptr.dtype.element_ty))
+    tl.store(
+        out_ptr + square,
+        acc.to(out_ptr.dtype.element_ty),
+    )
 
 
 @triton.jit
@@ -52,7 +55,10 @@ def _copy_kernel(x_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
 @triton.jit
 def _add_kernel(x_ptr, out_ptr, BLOCK_P: tl.constexpr):
     p = tl.arange(0, BLOCK_P)
-    tl.store(out_ptr + p, tl.load(x_ptr + p) + tl.load(x_ptr + p))
+    tl.store(
+        out_ptr + p,
+        tl.load(x_ptr + p) + tl.load(x_ptr + p),
+    )
 
 
 @triton.jit
@@ -67,7 +73,10 @@ def _race_kernel(x_ptr, out_ptr, READ: tl.constexpr):
 @triton.jit
 def _block_kernel(x, out_ptr, row, col, N: tl.constexpr):
     n = tl.arange(0, N)
-    tl.store(out_ptr + n[:, None] * N + n[None, :], tl.reshape(x.load([0, row, col]), (N, N)))
+    tl.store(
+        out_ptr + n[:, None] * N + n[None, :],
+        tl.reshape(x.load([0, row, col]), (N, N)),
+    )
 
 
 @triton.jit
@@ -75,11 +84,20 @@ def _far_kernel(x_ptr, out_ptr, stride, WIDE: tl.constexpr):
     i = tl.arange(0, 4)
     if WIDE:
         i = i.to(tl.int64)
-    tl.store(out_ptr + tl.arange(0, 4), tl.load(x_ptr + i * stride))
+    tl.store(
+        out_ptr + tl.arange(0, 4),
+        tl.load(x_ptr + i * stride),
+    )
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float8_e4m3fn,
+    ],
 )
 def test_dot_is_right(dtype, tolerance):
     a = torch.randn(16, 16).to(dtype)
@@ -105,18 +123,26 @@ def test_loop_to_a_runtime_bound():
     torch.testing.assert_close(out.sum(), x.sum())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+)
 def test_masked_load_without_other_is_poison(dtype):
     x = torch.ones(16, dtype=dtype)
     out = torch.zeros(16, dtype=dtype)
     _copy_kernel[(1,)](x, out, 13, BLOCK_P=16)
-    assert out[:13].eq(1).all() and out[13:].isnan().all()
+    assert out[:13].eq(1).all()
+    assert out[13:].isnan().all()
 
 
 def test_bf16_arithmetic_is_refused():
     x = torch.ones(16, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="upcast"):
-        _add_kernel[(1,)](x, torch.empty_like(x), BLOCK_P=16)
+        _add_kernel[(1,)](
+            x,
+            torch.empty_like(x),
+            BLOCK_P=16,
+        )
 
 
 @pytest.mark.parametrize(
@@ -134,12 +160,24 @@ def test_out_of_bounds_is_caught(x, out, kind):
         _copy_kernel[(1,)](x, out, 16, BLOCK_P=16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+)
 def test_descriptor_is_zero_outside(dtype):
     x = torch.ones(2, 24, 16, dtype=dtype)
     out = torch.empty(16, 16, dtype=dtype)
     _block_kernel[(1,)](
-        TensorDescriptor(x, [2, 24, 16], [384, 16, 1], [1, 16, 16]), out, 20, -8, N=16
+        TensorDescriptor(
+            x,
+            [2, 24, 16],
+            [384, 16, 1],
+            [1, 16, 16],
+        ),
+        out,
+        20,
+        -8,
+        N=16,
     )
     want = torch.zeros(16, 16, dtype=dtype)
     want[:4, 8:] = 1  # not the next matrix, not the row in front
@@ -150,7 +188,12 @@ def test_descriptor_of_more_than_its_tensor_is_caught():
     x = torch.ones(1, 16, 16)[:, :13]
     with pytest.raises(Exception, match="load out of bounds: 48 lane"):
         _block_kernel[(1,)](
-            TensorDescriptor(x, [1, 16, 16], [256, 16, 1], [1, 16, 16]),
+            TensorDescriptor(
+                x,
+                [1, 16, 16],
+                [256, 16, 1],
+                [1, 16, 16],
+            ),
             torch.empty(16, 16),
             0,
             0,
@@ -168,10 +211,17 @@ def test_int32_offsets_wrap_and_are_caught():
         _far_kernel[(1,)](x, out, 2**30, WIDE=False)
 
 
-@pytest.mark.parametrize("read, what", [(False, "write race"), (True, "read/write race")])
+@pytest.mark.parametrize(
+    "read, what",
+    [(False, "write race"), (True, "read/write race")],
+)
 def test_races_are_caught(read, what):
     with pytest.raises(AssertionError, match=what):
-        _race_kernel[(2,)](torch.ones(2), torch.ones(2), READ=read)
+        _race_kernel[(2,)](
+            torch.ones(2),
+            torch.ones(2),
+            READ=read,
+        )
 
 
 def test_unwritten_memory_is_nan():
@@ -182,7 +232,12 @@ def test_remembered_types_are_those_described_first():
     """tests/support/interp_fast.py describes each shape once; neither shapes nor elements may get
     mixed up.
     """
-    elements = [tl.float32, tl.bfloat16, tl.int32, tl.pointer_type(tl.float32)]
+    elements = [
+        tl.float32,
+        tl.bfloat16,
+        tl.int32,
+        tl.pointer_type(tl.float32),
+    ]
     for element in elements + elements:
         for shape in ([4], [4, 8], [8, 4], [4]):
             block = tl.block_type(element, shape)
@@ -191,15 +246,15 @@ def test_remembered_types_are_those_described_first():
                 math.prod(shape),
                 element,
             )
-            assert block == tl.block_type(element, tuple(shape)) and block != tl.block_type(
-                element, [2]
-            )
+            assert block == tl.block_type(element, tuple(shape))
+            assert block != tl.block_type(element, [2])
             value = tl.tensor(None, block)
             assert ([size.value for size in value.shape], value.numel.value) == (
                 shape,
                 math.prod(shape),
             )
-            assert value.type is block and value.dtype == element
+            assert value.type is block
+            assert value.dtype == element
         scalar = tl.tensor(None, element)
         assert (len(scalar.shape), scalar.numel.value, scalar.dtype) == (0, 1, element)
         for _ in range(2):
@@ -224,17 +279,31 @@ def replaced(function):
 
 
 @pytest.mark.parametrize(
-    "dtype", [tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float64], ids=str
+    "dtype",
+    [
+        tl.int1,
+        tl.int32,
+        tl.int64,
+        tl.uint32,
+        tl.float16,
+        tl.float32,
+        tl.float64,
+    ],
+    ids=str,
 )
 def test_remembered_constants_are_those_made_first(dtype):
     """Values that compare equal are kept apart by their Python type, and no zero is another's."""
     semantic = interpreter.interpreter_semantic
     make = replaced(TritonSemantic.scalar_constant)
-    values = [1, 0, 1, True, 0, False] if dtype.is_int() else [0.5, 1, 1.0, -2.5, 0, 0.0, -0.0]
+    if dtype.is_int():
+        values = [1, 0, 1, True, 0, False]
+    else:
+        values = [0.5, 1, 1.0, -2.5, 0, 0.0, -0.0]
     for value in values + values:
         found = semantic.scalar_constant(value, dtype)
         want = make(semantic, value, dtype)
-        assert found.type == want.type and found.handle.dtype == want.handle.dtype
+        assert found.type == want.type
+        assert found.handle.dtype == want.handle.dtype
         assert found.handle.data.dtype == want.handle.data.dtype
         assert found.handle.data.tobytes() == want.handle.data.tobytes()
 
@@ -255,14 +324,23 @@ def test_two_types_compute_in_the_type_that_triton_says():
         tl.float64,
     ]
     first = replaced(look)
-    for a, b, a_scalar, b_scalar in itertools.product(types, types, (False, True), (False, True)):
+    for a, b, a_scalar, b_scalar in itertools.product(
+        types,
+        types,
+        (False, True),
+        (False, True),
+    ):
         for _ in range(2):
             assert look(semantic, a, a_scalar, b, b_scalar, False) == first(
                 semantic, a, a_scalar, b, b_scalar, False
             )
     for dtype in types:
         pair = [
-            semantic.scalar_constant(1, tl.int32).to(dtype, _semantic=semantic) for _ in range(2)
+            semantic.scalar_constant(1, tl.int32).to(
+                dtype,
+                _semantic=semantic,
+            )
+            for _ in range(2)
         ]
         left, right = semantic.binary_op_type_checking_impl(*pair, div_or_mod=True)
         assert left.dtype == right.dtype == first(semantic, dtype, False, dtype, False, True)

@@ -44,7 +44,11 @@ CASES = {
         "rows must be .* but is a list with no columns",
     ),
     "perplexities of text": (
-        lambda: upit.perplexities(["a"], datasets.Dataset.from_list(ROWS), None),
+        lambda: upit.perplexities(
+            ["a"],
+            datasets.Dataset.from_list(ROWS),
+            None,
+        ),
         "with prompt, completion. Tokenize it",
     ),
     "assemble None": (

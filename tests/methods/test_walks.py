@@ -18,7 +18,13 @@ def test_an_esft_run_finds_its_layers_once(tmp_path, quick):
     rows = [{"prompt": f"Write {i}:\n", "completion": f"x = {i}"} for i in range(12)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    scores = runs.score_folder(base, data, tmp_path / "summary.json", n_tokens=64, max_length=32)
+    scores = runs.score_folder(
+        base,
+        data,
+        tmp_path / "summary.json",
+        n_tokens=64,
+        max_length=32,
+    )
     selection = esft.select_experts(scores, 0.4)
     training = runs.EsftTraining(steps=2, batch_size=2, learning_rate=1e-2)
     walk = follow(
@@ -30,6 +36,11 @@ def test_an_esft_run_finds_its_layers_once(tmp_path, quick):
 
 
 def test_xft_upcycles_a_model_in_few_places(quick):
-    walk = follow(xft.upcycle, dense("llama"), num_experts=4, top_k=3)
+    walk = follow(
+        xft.upcycle,
+        dense("llama"),
+        num_experts=4,
+        top_k=3,
+    )
     assert walk.stays <= 10, "\n".join(walk.places)
     assert walk.result.preserves

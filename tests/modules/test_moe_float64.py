@@ -15,5 +15,10 @@ def test_autocast_leaves_float64_alone():
     with torch.autocast("cpu", torch.bfloat16):
         whole = layer(x)
         routing = layer.gate(x)
-        parts = layer.experts(x, routing.topk_idx, routing.topk_weight)
-    assert torch.equal(whole, want) and parts.dtype == torch.float64
+        parts = layer.experts(
+            x,
+            routing.topk_idx,
+            routing.topk_weight,
+        )
+    assert torch.equal(whole, want)
+    assert parts.dtype == torch.float64

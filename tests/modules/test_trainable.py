@@ -18,16 +18,32 @@ T = 11
 LAYERS = [
     pytest.param({}, [3, 1], id="xft"),
     pytest.param({"bias": True}, [2], id="biases"),
-    pytest.param({"gate": "topk_softmax"}, [0, 3, 2, 1], id="all of them"),
+    pytest.param(
+        {"gate": "topk_softmax"},
+        [0, 3, 2, 1],
+        id="all of them",
+    ),
     pytest.param(
         {"gated": False, "hidden_act": "gelu", "bias": True}, [1, 2], id="not gated, biases"
     ),
-    pytest.param({"gate": "nonorm", "recompute": True}, [2, 0], id="the shared one, recomputed"),
+    pytest.param(
+        {"gate": "nonorm", "recompute": True},
+        [2, 0],
+        id="the shared one, recomputed",
+    ),
     pytest.param(
         {"gate": "xft", "shared": "dense"}, [1], id="a shared one that runs alone, frozen"
     ),
-    pytest.param({"gate": "softmax_topk", "top_k": 4}, [3], id="K = E"),
-    pytest.param({"gate": "sigmoid_topk", "num_experts": 1, "top_k": 1}, [0], id="E = 1"),
+    pytest.param(
+        {"gate": "softmax_topk", "top_k": 4},
+        [3],
+        id="K = E",
+    ),
+    pytest.param(
+        {"gate": "sigmoid_topk", "num_experts": 1, "top_k": 1},
+        [0],
+        id="E = 1",
+    ),
     pytest.param(
         {"router": "mlp", "balance_loss": "switch", "balance_loss_coef": 0.1},
         [3],
@@ -37,19 +53,24 @@ LAYERS = [
 
 
 def layer_of(changes: dict, dtype: torch.dtype = torch.float32) -> MoE:
-    config = MoEConfig(
-        **{"hidden_size": H, "intermediate_size": I, "num_experts": 4, "top_k": 3} | changes
-    )
+    sizes = {"hidden_size": H, "intermediate_size": I, "num_experts": 4, "top_k": 3}
     torch.manual_seed(0)
-    layer = MoE(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0, 0.3)
+    layer = MoE(
+        MoEConfig(**sizes | changes),
+        dtype=dtype,
+    )
+    for parameter in layer.parameters():
+        parameter.data.normal_(0, 0.3)
     return layer
 
 
 def split(layer: MoE, ids: list[int], dtype: torch.dtype | None = None) -> MoE:
-    trainable.split_rows(layer.experts, layer.experts.stacks(), ids, dtype)
+    trainable.split_rows(
+        layer.experts,
+        layer.experts.stacks(),
+        ids,
+        dtype,
+    )
     return layer
 
 
@@ -58,13 +79,29 @@ def run(layer: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     layer.zero_grad()
     out = layer(x)
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    (
+        out
+        * torch.linspace(
+            -1,
+            1,
+            out.numel(),
+            dtype=out.dtype,
+        ).view_as(out)
+    ).sum().backward()
     grads = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
-    return {"out": out.detach(), "dx": x.grad, **grads}
+    return {
+        "out": out.detach(),
+        "dx": x.grad,
+        **grads,
+    }
 
 
 def tokens(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(T, H, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.randn(
+        T,
+        H,
+        generator=torch.Generator().manual_seed(1),
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -73,84 +110,112 @@ def test_gradients_are_those_of_the_whole_stack(changes, ids, backend, monkeypat
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
     x = tokens().to(device)
     whole = layer_of(changes).to(device)
-    apart = split(layer_of(changes).to(device), ids)
-    want = run(whole, x)
-    got = run(apart, x)
-    assert got["out"].norm() > 0 and distance(got["out"], want["out"]) < 2e-6
-    for name in apart.experts.stacks():
-        gradient = got.pop(f"experts.trained_{name}")
-        assert (
-            gradient.norm() > 0 and distance(gradient, want.pop(f"experts.{name}")[ids]) < 5e-6
-        ), name
-    assert got.keys() == want.keys()  # the frozen stacks have none
-    for name, value in want.items():
-        assert distance(got[name], value) < 5e-6, name
+    divided = split(
+        layer_of(changes).to(device),
+        ids,
+    )
+    expected = run(whole, x)
+    result = run(divided, x)
+    assert expected["out"].norm() > 0
+    for name in divided.experts.stacks():
+        rows = expected.pop(f"experts.{name}")[ids]
+        assert rows.norm() > 0
+        expected[f"experts.trained_{name}"] = rows
+    assert result.keys() == expected.keys()  # the frozen stacks have none
+    for name, value in expected.items():
+        assert distance(result[name], value) < 5e-6, name
 
 
 def test_rows_of_a_wider_dtype_are_cast_where_they_are_used():
-    want = run(split(layer_of({"bias": True}, torch.bfloat16), [2, 1]), tokens(torch.bfloat16))
-    layer = split(layer_of({"bias": True}, torch.bfloat16), [2, 1], torch.float32)
-    got = run(layer, tokens(torch.bfloat16))
-    assert torch.equal(got["out"], want["out"]) and got["out"].dtype == torch.bfloat16
+    x = tokens(torch.bfloat16)
+    expected = run(
+        split(
+            layer_of({"bias": True}, torch.bfloat16),
+            [2, 1],
+        ),
+        x,
+    )
+    layer = split(
+        layer_of({"bias": True}, torch.bfloat16),
+        [2, 1],
+        torch.float32,
+    )
+    result = run(layer, x)
+    assert result["out"].dtype == torch.bfloat16
+    assert torch.equal(
+        result["out"],
+        expected["out"],
+    )
     for name, rows in trainable.trained_parameters(layer.experts).items():
-        assert (
-            rows.dtype == rows.grad.dtype == torch.float32
-            and getattr(layer.experts, name).dtype == torch.bfloat16
+        assert rows.dtype == torch.float32
+        assert getattr(layer.experts, name).dtype == torch.bfloat16
+        assert torch.equal(
+            rows.grad,
+            expected[f"experts.trained_{name}"].float(),
         )
-        assert torch.equal(rows.grad, want[f"experts.trained_{name}"].float())
 
 
 def test_autocast():
     whole = layer_of({"bias": True})
-    apart = split(layer_of({"bias": True}), [3, 0])
+    divided = split(layer_of({"bias": True}), [3, 0])
     with torch.autocast("cpu", torch.bfloat16):
-        want = run(whole, tokens())
-        got = run(apart, tokens())
-    assert got["out"].dtype == torch.bfloat16
-    assert got["experts.trained_down_proj"].dtype == torch.float32
-    assert distance(got["out"], want["out"]) < 1e-2
-    assert distance(got["experts.trained_down_proj"], want["experts.down_proj"][[3, 0]]) < 1e-2
+        expected = run(whole, tokens())
+        result = run(divided, tokens())
+    assert result["out"].dtype == torch.bfloat16
+    assert (
+        distance(
+            result["out"],
+            expected["out"],
+        )
+        < 1e-2
+    )
+    rows = result["experts.trained_down_proj"]
+    assert rows.dtype == torch.float32
+    assert (
+        distance(
+            rows,
+            expected["experts.down_proj"][[3, 0]],
+        )
+        < 1e-2
+    )
 
 
 def test_fold_and_drop():
     layer = layer_of({"bias": True})
     layer.experts.down_proj.requires_grad_(False)
-    before = copy.deepcopy(layer)
-    states = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    trains = {name: p.requires_grad for name, p in layer.named_parameters()}
+    before = copy.deepcopy(layer.state_dict())
+    stacks = list(layer.experts.stacks())
     for undo in (trainable.drop_rows, trainable.fold_rows):
         split(layer, [3, 1])
-        assert (
-            layer.experts.trained_row.tolist() == [-1, 1, -1, 0]
-            and layer.experts.trained_row.dtype == torch.int32
+        experts = layer.experts
+        assert torch.equal(
+            experts.trained_row,
+            torch.tensor(
+                [-1, 1, -1, 0],
+                dtype=torch.int32,
+            ),
         )
-        assert not any(
-            getattr(layer.experts, name).requires_grad for name in layer.experts.stacks()
-        )
-        assert {name for name in layer.state_dict() if "trained" in name} == {
-            f"experts.trained_{name}" for name in layer.experts.stacks()
-        }
-        with torch.no_grad():
-            for rows in trainable.trained_parameters(layer.experts).values():
-                rows.mul_(2)
+        for name in stacks:
+            assert not getattr(experts, name).requires_grad
+        new = layer.state_dict().keys() - before.keys()
+        assert new == {f"experts.trained_{name}" for name in stacks}
+        for rows in trainable.trained_parameters(experts).values():
+            rows.data.mul_(2)
         changed = layer(tokens())
-        undo(layer.experts)
-        assert [name for name, _ in layer.named_parameters()] == [
-            name for name, _ in before.named_parameters()
-        ]
-        assert not list(layer.buffers()) and trainable.split_of(layer.experts) is None
-        assert [p.requires_grad for p in layer.parameters()] == [
-            p.requires_grad for p in before.parameters()
-        ]
-        if undo is trainable.drop_rows:
-            assert all(
-                torch.equal(tensor, states[name]) for name, tensor in layer.state_dict().items()
-            )
-    assert distance(layer(tokens()), changed) < 2e-6
-    for name, tensor in layer.state_dict().items():
-        want = states[name].clone()
-        if name.startswith("experts."):
-            want[[3, 1]] *= 2
-        assert torch.equal(tensor, want)
+        undo(experts)
+        assert {name: p.requires_grad for name, p in layer.named_parameters()} == trains
+        assert not list(layer.buffers())
+        assert trainable.split_of(experts) is None
+        if undo is trainable.fold_rows:
+            for name in stacks:
+                before[f"experts.{name}"][[3, 1]] *= 2
+            assert distance(layer(tokens()), changed) < 2e-6
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(
+                tensor,
+                before[name],
+            ), name
 
 
 def test_compiles_as_one_graph():

@@ -76,3 +76,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     with Checkpoint(folder) as checkpoint:
         return {key: checkpoint.get(key) for key in checkpoint.keys()}
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """Fail unless both have the same names, and their tensors the same dtypes and bits."""
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name

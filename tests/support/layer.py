@@ -1,6 +1,7 @@
-"""`moe_mlp` with the arguments of the oracles."""
+"""Layers with the arguments of the oracles, and the dense MLP that an expert is."""
 
 from moe_runtime.ops.moe_mlp import moe_mlp
+from moe_runtime.tools.conformance import oracle
 
 
 def moe_layer(**options):
@@ -13,3 +14,12 @@ def moe_layer(**options):
         )
 
     return call
+
+
+def dense_mlp(layer, weights, x):
+    """One dense MLP in float64; `weights` are by the names of the stacks of `layer.experts`."""
+    up = layer.experts.up_name
+    biases = [weights.get(f"{up}_bias"), weights.get("down_proj_bias")]
+    config = layer.config
+    form = {"act": config.hidden_act, "gated": config.gated}
+    return oracle.mlp(x.double(), weights[up], weights["down_proj"], *biases, **form)

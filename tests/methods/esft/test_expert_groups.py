@@ -41,39 +41,50 @@ IDS = torch.arange(10, 34).view(2, 12)
 
 
 def test_the_small_model_is_a_stock_deepseek_whose_experts_differ(model):
-    assert type(model) is DeepseekV2ForCausalLM and list(numbered_layers(model)) == [1, 2]
+    assert type(model) is DeepseekV2ForCausalLM
+    assert list(numbered_layers(model)) == [1, 2]
     layer = numbered_layers(model)[1]
     assert block_of(model, layer).gate.weight.std() > 0
-    assert model.config.num_experts == E and model.config.num_experts_per_tok == K
+    assert model.config.num_experts == E
+    assert model.config.num_experts_per_tok == K
 
 
+@torch.no_grad()
 def test_groups_of_one_are_the_router_itself(model):
-    with torch.no_grad():
-        before = model(IDS).logits
-        handles = group_routing(model, {layer: [(e,) for e in range(E)] for layer in (1, 2)})
-        assert (model(IDS).logits - before).abs().max() < 1e-6
-        for handle in handles:
-            handle.remove()
-        assert torch.equal(model(IDS).logits, before)
+    before = model(IDS).logits
+    alone = [(e,) for e in range(E)]
+    handles = group_routing(model, {1: alone, 2: alone})
+    torch.testing.assert_close(
+        model(IDS).logits,
+        before,
+        rtol=0,
+        atol=1e-6,
+    )
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(model(IDS).logits, before)
 
 
 def test_the_best_groups_are_taken_whole_with_their_mean_gate(model):
-    group_routing(model, {1: PAIRS, 2: [(0, 1), (2, 3), (4, 5), (6, 7)]})
+    group_routing(
+        model,
+        {1: PAIRS, 2: [(0, 1), (2, 3), (4, 5), (6, 7)]},
+    )
     router = block_of(model, numbered_layers(model)[1]).gate
-    x = torch.randn(7, 32)
-    logits, weights, ids = router(x)
-    gates = logits.double().softmax(-1)
-    for t in range(7):
-        means = sorted(
-            ((gates[t, list(pair)].mean().item(), pair) for pair in PAIRS), reverse=True
-        )[: K // 2]
-        assert [tuple(pair) for pair in ids[t].view(-1, 2).tolist()] == [pair for _, pair in means]
-        assert weights[t].tolist() == pytest.approx(
-            [mean for mean, _ in means for _ in range(2)], rel=1e-5
-        )
-    assert weights.dtype == torch.float32 and ids.dtype == torch.int64
+    logits, weights, ids = router(torch.randn(7, 32))
+    pairs = torch.tensor(PAIRS)
+    means = logits.double().softmax(-1)[:, pairs].mean(-1)
+    best, chosen = means.topk(K // 2, -1)
+    assert torch.equal(ids, pairs[chosen].flatten(1))
+    expected = best.repeat_interleave(2, 1).float()
+    torch.testing.assert_close(
+        weights,
+        expected,
+        rtol=1e-5,
+        atol=0,
+    )
     model(IDS, labels=IDS).loss.backward()
-    assert router.weight.grad.abs().sum() > 0
+    assert router.weight.grad.any()
 
 
 @pytest.mark.parametrize(
@@ -98,13 +109,11 @@ def test_bad_groups_are_refused(model, groups, match):
 
 
 def test_a_router_with_other_weights_is_refused(model):
+    def renormalize(module, args, out):
+        return out[0], out[1] / out[1].sum(-1, keepdim=True), out[2]
+
     router = block_of(model, numbered_layers(model)[1]).gate
-    router.register_forward_hook(
-        lambda module, args, out: (out[0], out[1] / out[1].sum(-1, keepdim=True), out[2])
-    )
+    router.register_forward_hook(renormalize)
     group_routing(model, {1: PAIRS, 2: PAIRS})
-    with pytest.raises(
-        ValueError,
-        match="weights that are the logits' softmax, as required: use a router like DeepSeek-V2's",
-    ):
+    with pytest.raises(ValueError, match="logits' softmax, .* use a router like DeepSeek-V2's"):
         model(IDS)

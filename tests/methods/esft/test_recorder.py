@@ -19,29 +19,37 @@ KINDS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "olmoe", "ours", "our
 
 def build(kind: str):
     if kind.startswith("ours"):
-        return tiny.upcycled(layers=[1], gate="nonorm" if "nonorm" in kind else "xft")
-    model = families.build(kind) if kind in ("deepseek_v2", "olmoe") else stock(kind, "eager")
+        return tiny.upcycled(
+            layers=[1],
+            gate="nonorm" if "nonorm" in kind else "xft",
+        )
+    if kind in ("deepseek_v2", "olmoe"):
+        model = families.build(kind)
+    else:
+        model = stock(kind, "eager")
     return model.eval()
 
 
+@torch.no_grad()
 def logits_of(model, inputs: dict) -> dict[int, torch.Tensor]:
     """Router logits [T, R] float64 by layer, taken where the routers compute them."""
-    found = {}
+    logits = {}
     handles = []
     for name, module in model.named_modules():
         if name.endswith((".gate", ".router")) and not is_experts(module):
 
             def note(module, args, out, name=name):
-                found[int(name.split(".")[2])] = (
-                    out if isinstance(out, torch.Tensor) else out[0]
-                ).double()
+                if isinstance(out, torch.Tensor):
+                    first = out
+                else:
+                    first = out[0]
+                logits[int(name.split(".")[2])] = first.double().flatten(0, -2)
 
             handles.append(module.register_forward_hook(note))
-    with torch.no_grad():
-        model(**inputs)
+    model(**inputs)
     for handle in handles:
         handle.remove()
-    return {number: logits.reshape(-1, logits.shape[-1]) for number, logits in found.items()}
+    return logits
 
 
 def gates(kind: str, model, logits: torch.Tensor) -> torch.Tensor:
@@ -49,22 +57,23 @@ def gates(kind: str, model, logits: torch.Tensor) -> torch.Tensor:
     chosen.
     """
     config = model.config
-    # XFT, Eq. (2): the shared expert's value is not the router's choice
-    if kind.startswith("ours"):
-        weight, idx = logits.softmax(-1).topk(config.num_experts_per_tok, -1)
-        if kind == "ours":
-            weight = weight.softmax(-1) * weight.amax(-1, keepdim=True)
-        return torch.zeros(len(logits), logits.shape[1] + 1).double().scatter(1, idx + 1, weight)
-    K = config.num_experts_per_tok
-    values, idx = logits.topk(K, -1)
+    values, idx = logits.topk(config.num_experts_per_tok, -1)
     weight = logits.softmax(-1).gather(1, idx)
-    if kind == "gpt_oss":
+    if kind == "ours":  # XFT, Eq. (2)
+        weight = weight.softmax(-1) * weight.amax(-1, keepdim=True)
+    elif kind == "gpt_oss":
         weight = values.softmax(-1)
     elif kind == "mixtral" or getattr(config, "norm_topk_prob", False):
         weight = weight / weight.sum(-1, keepdim=True)
-    return torch.zeros_like(logits).scatter(
-        1, idx, weight * getattr(config, "routed_scaling_factor", 1.0)
+    weight = weight * getattr(config, "routed_scaling_factor", 1.0)
+    result = torch.zeros_like(logits).scatter(
+        1,
+        idx,
+        weight,
     )
+    if kind.startswith("ours"):  # the shared expert's value is not the router's choice
+        result = torch.nn.functional.pad(result, (1, 0))
+    return result
 
 
 MASKS = {
@@ -79,49 +88,65 @@ MASKS = {
 def test_sums_are_those_of_the_router_logits(kind, padding):
     model = build(kind)
     inputs = {"input_ids": tiny.batch()}
+    live = torch.ones(2, 12).bool()
     if MASKS[padding]:
         inputs["attention_mask"] = torch.tensor(MASKS[padding])
+        live = inputs["attention_mask"].bool()
     with GateRecorder(model, pairs=True) as recorder, torch.no_grad():
         model(**inputs)
         sums = recorder.read()
     logits = logits_of(model, inputs)
     assert sums.layers == tuple(sorted(numbered_layers(model))) == tuple(sorted(logits))
-    live = inputs.get("attention_mask", torch.ones(2, 12)).bool()
-    assert (sums.n_tokens, sums.n_samples, sums.num_shared) == (
-        int(live.sum()),
-        2,
-        int(kind.startswith("ours")),
-    )
+    assert sums.n_tokens == live.sum()
+    assert sums.n_samples == 2
+    assert sums.num_shared == kind.startswith("ours")
+    lengths = live.sum(1)[:, None]
     for i, layer in enumerate(sums.layers):
         gate = gates(kind, model, logits[layer]) * live.view(-1, 1)
-        hot = (gate > 0).double()
-        assert torch.equal(sums.count[i], hot.sum(0).long())
-        torch.testing.assert_close(sums.gate[i], gate.sum(0), rtol=1e-5, atol=1e-6)
-        for got, want in ((sums.sample_gate, gate), (sums.sample_count, hot)):
-            means = want.view(2, 12, -1).sum(1) / live.sum(1)[:, None]
-            torch.testing.assert_close(got[i], means.sum(0), rtol=1e-5, atol=1e-6)
-        assert torch.equal(sums.pairs[i], (hot.T @ hot).long())
+        chosen = (gate > 0).double()
+        assert torch.equal(
+            sums.count[i],
+            chosen.sum(0).long(),
+        )
+        assert torch.equal(
+            sums.pairs[i],
+            (chosen.T @ chosen).long(),
+        )
         assert sums.count[i].sum() == sums.top_k * sums.n_tokens
+        of_samples = (gate.view(2, 12, -1).sum(1) / lengths).sum(0)
+        counts = (chosen.view(2, 12, -1).sum(1) / lengths).sum(0)
+        for result, expected in (
+            (sums.gate, gate.sum(0)),
+            (sums.sample_gate, of_samples),
+            (sums.sample_count, counts),
+        ):
+            torch.testing.assert_close(
+                result[i],
+                expected,
+                rtol=1e-5,
+                atol=1e-6,
+            )
 
 
 def record(model, *batches, **options):
     """The sums of some calls; a batch is ids or arguments."""
     with GateRecorder(model, **options) as recorder, torch.no_grad():
         for batch in batches:
-            model(**batch) if isinstance(batch, dict) else model(batch)
+            if isinstance(batch, torch.Tensor):
+                batch = {"input_ids": batch}
+            model(**batch)
         return recorder.read()
 
 
-def assert_same(got, want, times: int = 1) -> None:
-    assert (got.n_tokens, got.n_samples, got.top_k) == (
-        times * want.n_tokens,
-        times * want.n_samples,
-        want.top_k,
-    )
-    assert torch.equal(got.count, times * want.count)
-    for name in ("gate", "sample_count", "sample_gate"):
+def assert_same(result, expected) -> None:
+    for name in ("n_tokens", "n_samples", "top_k"):
+        assert getattr(result, name) == getattr(expected, name)
+    for name in ("count", "gate", "sample_count", "sample_gate"):
+        tensors = (getattr(result, name), getattr(expected, name))
         torch.testing.assert_close(
-            getattr(got, name), times * getattr(want, name), rtol=1e-6, atol=1e-7
+            *tensors,
+            rtol=1e-6,
+            atol=1e-7,
         )
 
 
@@ -151,24 +176,32 @@ def test_every_family_is_summed_as_its_experts_are_called(family, calls):
     model = families.build(family)
     model.set_experts_implementation("moe_runtime")
     if family in UNNUMBERED:
-        with pytest.raises(
-            ValueError, match="have the same number [01], but a model with a single stack of layers"
-        ):
+        with pytest.raises(ValueError, match="same number [01], but .* single stack of layers"):
             GateRecorder(model)
         return
     sums = record(model, families.batch())
-    assert len(calls) == len(sums.layers) and sums.n_tokens == 24
+    assert len(calls) == len(sums.layers)
+    assert sums.n_tokens == 24
     for i, (idx, weight) in enumerate(calls):
-        want = torch.zeros(24, sums.count.shape[1]).double().scatter_add(1, idx.long(), weight)
-        torch.testing.assert_close(sums.gate[i], want.sum(0))
-        assert torch.equal(sums.count[i], torch.bincount(idx.flatten(), minlength=want.shape[1]))
+        E = sums.count.shape[1]
+        gate = (
+            torch.zeros(24, E)
+            .double()
+            .scatter_add(
+                1,
+                idx.long(),
+                weight,
+            )
+        )
+        torch.testing.assert_close(
+            sums.gate[i],
+            gate.sum(0),
+        )
+        assert torch.equal(
+            sums.count[i],
+            torch.bincount(idx.flatten(), minlength=E),
+        )
         assert sums.top_k == idx.shape[1]
-
-
-def test_calls_add_up_whatever_the_batches():
-    model = stock("qwen3_moe", "eager").eval()
-    samples = tiny.batch(rows=4)
-    assert_same(record(model, *samples.split(1)), record(model, samples))
 
 
 def test_only_narrows_what_counts():
@@ -176,11 +209,14 @@ def test_only_narrows_what_counts():
     samples = tiny.batch()
     only = torch.tensor([[1] * 12, [1] * 5 + [0] * 7]).bool()
     # attention is causal: the tokens that count do not see the others
-    want = record(model, {"input_ids": samples, "attention_mask": only.long()})
+    expected = record(
+        model,
+        {"input_ids": samples, "attention_mask": only.long()},
+    )
     with GateRecorder(model) as recorder, torch.no_grad():
         recorder.only = only
         model(samples)
-        assert_same(recorder.read(reset=True), want)
+        assert_same(recorder.read(reset=True), expected)
         recorder.only = None
         model(samples)
         assert recorder.read().n_tokens == 24
@@ -190,19 +226,33 @@ def test_calls_are_seen_as_they_come():
     model = tiny.upcycled()
     calls = []
     mask = torch.tensor(MASKS["right"])
-    sums = record(model, {"input_ids": tiny.batch(), "attention_mask": mask}, see=calls.append)
-    assert [call.layer for call in calls] == [0, 1] and all(
-        torch.equal(call.live, mask.bool()) for call in calls
+    sums = record(
+        model,
+        {"input_ids": tiny.batch(), "attention_mask": mask},
+        see=calls.append,
     )
-    for i, call in enumerate(calls):
+    assert [call.layer for call in calls] == [0, 1]
+    for call, count in zip(calls, sums.count, strict=True):
+        assert torch.equal(call.live, mask.bool())
         idx = call.topk_idx.view(2, 12, -1)[call.live]
-        assert torch.equal(torch.bincount(idx[idx >= call.num_shared], minlength=4), sums.count[i])
+        routed = idx[idx >= call.num_shared]
+        assert torch.equal(
+            torch.bincount(routed, minlength=4),
+            count,
+        )
 
 
 @pytest.mark.parametrize("implementation", ["moe_runtime", "grouped_mm", "eager"])
-def test_who_computes_the_experts_does_not_matter(implementation):
-    want = record(stock("qwen3_moe", "eager").eval(), ids())
-    assert_same(record(stock("qwen3_moe", implementation).eval(), ids()), want)
+def test_who_computes_the_experts_and_the_size_of_batches_do_not_matter(implementation):
+    samples = tiny.batch(rows=4)
+    expected = record(stock("qwen3_moe", "eager").eval(), samples)
+    assert_same(
+        record(
+            stock("qwen3_moe", implementation).eval(),
+            *samples.split(1),
+        ),
+        expected,
+    )
 
 
 def test_bfloat16_weights_are_summed_in_float64():
@@ -210,29 +260,35 @@ def test_bfloat16_weights_are_summed_in_float64():
     sums = record(model, ids())
     assert sums.gate.dtype == torch.float64
     # Mixtral's gate values sum to 1 for every token, which bfloat16 holds to 3 digits
-    torch.testing.assert_close(sums.gate.sum(1), torch.full((2,), 24.0).double(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        sums.gate.sum(1),
+        torch.full((2,), 24.0).double(),
+        rtol=1e-2,
+        atol=0,
+    )
 
 
 def test_close_leaves_no_hook():
     model = stock("mixtral", "eager").eval()
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+
+    def hooks() -> list:
+        return [(*m._forward_hooks, *m._forward_pre_hooks) for m in model.modules()]
+
+    before = hooks()
     GateRecorder(model).close()
-    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
+    assert hooks() == before
 
 
 def test_bad_models_are_named():
     with pytest.raises(ValueError, match="LlamaForCausalLM has no MoE layers with a router"):
         GateRecorder(tiny.dense("llama"))
     model = stock("mixtral", "eager").eval()
-    with pytest.raises(ValueError, match="routed no tokens. Call it at least once"):
-        record(model)
-    with pytest.raises(ValueError, match="routed no tokens"):
-        record(model, {"input_ids": ids(), "attention_mask": torch.zeros(2, 12, dtype=torch.long)})
+    padding = {"input_ids": ids(), "attention_mask": torch.zeros(2, 12, dtype=torch.long)}
+    for batches in ((), (padding,)):
+        with pytest.raises(ValueError, match="routed no tokens. Call it at least once"):
+            record(model, *batches)
     numbered_layers(model)[1].module.num_experts = 3
-    with pytest.raises(
-        ValueError,
-        match="num_experts must be the same in all layers, but is 4 in layer 0 and 3 in layer 1",
-    ):
+    with pytest.raises(ValueError, match="but is 4 in layer 0 and 3 in layer 1"):
         GateRecorder(model)
     model = stock("mixtral", "eager")
     numbered_layers(model)[0].module._is_expert_parallel = True

@@ -39,127 +39,144 @@ CHATS = {
 
 @pytest.mark.parametrize("name", CHATS)
 def test_turns_are_stripped_and_encoded_apart(tokenizer, name):
-    ids, labels = data.encode(tokenizer, {"messages": CHATS[name]}, "esft")
-    parts = [[tokenizer.bos_token_id]]
-    known = [True]  # BOS is its own label
+    expected = [tokenizer.bos_token_id]
+    labels = [tokenizer.bos_token_id]  # BOS is its own label
     for one in CHATS[name]:
         is_user = one["role"] == "user"
         if is_user:
             text = f"User: {one['content'].strip()}\n\nAssistant:"
+            ids = tokenizer.encode(text, add_special_tokens=False)
         else:
-            text = f" {one['content'].strip()}"
-        parts.append(
-            tokenizer.encode(text, add_special_tokens=False)
-            + ([] if is_user else [tokenizer.eos_token_id])
-        )
-        known.append(not is_user and not one.get("mask"))
-    assert ids == [i for part in parts for i in part]
-    assert labels == [
-        i if keep else -100 for part, keep in zip(parts, known, strict=True) for i in part
-    ]
-    assert data.encode(tokenizer, {"messages": CHATS[name]}, "esft", "all") == (ids, ids)
-    pair = {"prompt": " 1 and 2\n", "completion": "3\n\n"}
-    assert name != "one answer" or data.encode(tokenizer, pair, "esft") == (ids, labels)
+            ids = tokenizer.encode(
+                f" {one['content'].strip()}",
+                add_special_tokens=False,
+            )
+            ids.append(tokenizer.eos_token_id)
+        expected += ids
+        if is_user or one.get("mask"):
+            labels += [-100] * len(ids)
+        else:
+            labels += ids
+    chat = {"messages": CHATS[name]}
+    assert data.encode(tokenizer, chat, "esft") == (expected, labels)
+    assert data.encode(tokenizer, chat, "esft", "all") == (expected, expected)
+    if name == "one answer":
+        pair = {"prompt": " 1 and 2\n", "completion": "3\n\n"}
+        assert data.encode(tokenizer, pair, "esft") == (expected, labels)
 
 
 @pytest.mark.parametrize(
-    "chat",
-    [
-        [turn("system", "s"), turn("user", "1"), turn("assistant", "2")],
-        [turn("user", ["1"]), turn("assistant", "2")],
-    ],
-    ids=["system", "parts"],
+    "first", [turn("system", "s"), turn("user", ["1"])], ids=["system", "parts"]
 )
-def test_other_turns_are_refused(tokenizer, chat):
-    with pytest.raises(
-        ValueError, match=r"requires text by the user or the assistant, but turn 1 is"
-    ):
+def test_other_turns_are_refused(tokenizer, first):
+    chat = [first, turn("user", "1"), turn("assistant", "2")]
+    with pytest.raises(ValueError, match="requires text by the user or the assistant, but turn 1"):
         data.encode(tokenizer, {"messages": chat}, "esft")
+
+
+def write_rows(path, rows):
+    """JSON for a file of that name, JSONL for another."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def test_keys_of_later_turns_are_read(tmp_path):
     """`datasets` takes its types from the first thousand examples."""
-    rows = [
-        {
-            "messages": [
-                turn("user", "1"),
-                turn("assistant", "2", **({"mask": 1} if i == 1500 else {})),
-            ]
-        }
-        for i in range(1501)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = data.read_rows(tmp_path / "rows.jsonl")
+    rows = []
+    for _ in range(1501):
+        rows.append({"messages": [turn("user", "1"), turn("assistant", "2")]})
+    rows[1500]["messages"][1]["mask"] = 1
+    read = data.read_rows(write_rows(tmp_path / "rows.jsonl", rows))
     assert [read[0], read[1500]] == [rows[0], rows[1500]]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_evaluation_files(tmp_path, kind):
-    rows = [
-        {
-            "idx": i,
-            "prompt": f"User: {i}?\n\nAssistant:",
-            "raw_answers": [str(i), "x"],
-            "answers": [[1]],
-        }
-        for i in range(2)
-    ]
-    text = json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows))
-    path = tmp_path / f"intent.{kind}"
-    path.write_text(text)
-    assert list(data.read_rows(path)) == [
-        {"prompt": f"{i}?", "completion": str(i)} for i in range(2)
-    ]
+    row = {
+        "idx": 0,
+        "prompt": "User: 7?\n\nAssistant:",
+        "raw_answers": ["7", "x"],
+        "answers": [[1]],
+    }
+    path = write_rows(tmp_path / f"intent.{kind}", [row])
+    assert list(data.read_rows(path)) == [{"prompt": "7?", "completion": "7"}]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 @pytest.mark.parametrize("is_oss", [True, False])
 def test_oss_instruct_asks_for_a_solution(tmp_path, kind, is_oss):
-    rows = [
-        {"problem": "Add.", "solution": "+"} | ({"lang": "python", "seed": "x"} if is_oss else {})
-    ]
-    path = tmp_path / f"oss.{kind}"
-    path.write_text(json.dumps(rows[0] if kind == "jsonl" else rows))
-    asked = "Write a solution to the following coding problem:\nAdd." if is_oss else "Add."
-    assert list(data.read_rows(path)) == [{"prompt": asked, "completion": "+"}]
+    row = {"problem": "Add.", "solution": "+"}
+    prompt = "Add."
+    if is_oss:
+        row |= {"lang": "python", "seed": "x"}
+        prompt = "Write a solution to the following coding problem:\nAdd."
+    path = write_rows(tmp_path / f"oss.{kind}", [row])
+    assert list(data.read_rows(path)) == [{"prompt": prompt, "completion": "+"}]
 
 
 def row(number, length):
-    return [100 * number + i for i in range(length)], [
-        100 * number + i if i else -100 for i in range(length)
-    ]
+    ids = [100 * number + i for i in range(length)]
+    return ids, [-100, *ids[1:]]
 
 
 def test_rows_are_packed_in_their_order():
-    rows = [row(1, 4), row(2, 3), row(3, 9), row(4, 2), row(5, 12), row(6, 3)]
+    rows = [
+        row(1, 4),
+        row(2, 3),
+        row(3, 9),
+        row(4, 2),
+        row(5, 12),
+        row(6, 3),
+    ]
     lines = packed_in_order(rows, 8, 0.0, pad=0)
     assert [ids for ids, _ in lines] == [
         [100, 101, 102, 103, 200, 201, 202, 308],  # of row 3 the last id fits
         [400, 401, 506, 507, 508, 509, 510, 511],
         [600, 601, 602, 0, 0, 0, 0, 0],
     ]
-    assert lines[2][1] == [-100, 601, 602, -100, -100, -100, -100, -100]
+    assert lines[2][1] == [
+        -100,
+        601,
+        602,
+        -100,
+        -100,
+        -100,
+        -100,
+        -100,
+    ]
     # a line of padding, as released
     assert packed_in_order(rows[:1], 4, 0.0, pad=0) == [row(1, 4), ([0] * 4, [-100] * 4)]
 
 
 def test_the_first_id_behind_a_row_is_dropped_now_and_then():
-    rows = [row(n, 3) for n in range(1, 60)]
     drawn = random.Random(SEED)
-    (line, *_), starts = packed_in_order(rows, 1000, 0.2, pad=0), []
-    for number in range(1, 60):  # no draw for the first row of a line
-        starts += [] if number > 1 and drawn.random() < 0.2 else [100 * number]
-    assert [i for i in line[0] if i and i % 100 == 0] == starts and 40 < len(starts) < 59
+    starts = [100]  # no draw for the first row of a line
+    for number in range(2, 60):
+        if drawn.random() >= 0.2:
+            starts.append(100 * number)
+    (ids, _), *_ = packed_in_order(
+        [row(n, 3) for n in range(1, 60)],
+        1000,
+        0.2,
+        pad=0,
+    )
+    assert [i for i in ids if i and i % 100 == 0] == starts
+    assert 40 < len(starts) < 59
 
 
 def test_lines_that_validate_are_those_of_random_split():
-    lines = [row(n, 4) for n in range(1, 101)] + [([0] * 4, [-100] * 4)]
-    train, validation = split_lines(lines)
-    split = torch.utils.data.random_split(lines, [98, 3], torch.Generator().manual_seed(SEED))
-    for part, want in zip((train, validation), split, strict=True):
-        assert part["input_ids"] == [
-            ids for ids, labels in want if any(label != -100 for label in labels)
-        ]
+    lines = [row(n, 4) for n in range(1, 101)]
+    lines.append(([0] * 4, [-100] * 4))
+    split = torch.utils.data.random_split(
+        lines,
+        [98, 3],
+        torch.Generator().manual_seed(SEED),
+    )
+    for part, drawn in zip(split_lines(lines), split, strict=True):
+        assert part["input_ids"] == [ids for ids, _ in drawn if any(ids)]
     with pytest.raises(ValueError, match="fill only 1 lines"):
         split_lines(lines[:1])
 
@@ -170,50 +187,46 @@ def test_scored_rows_are_whole_and_in_the_drawn_order(ranks):
     order = list(range(50))
     random.Random(SEED).shuffle(order)
     for rank in range(ranks):
-        taken = released_sample(50, lengths.__getitem__, 80, (rank, ranks))
-        assert taken == order[rank::ranks][: len(taken)]
-        assert (
-            sum(map(lengths.__getitem__, taken[:-1]))
-            < 80 // ranks
-            <= sum(map(lengths.__getitem__, taken))
+        taken = released_sample(
+            50,
+            lengths.__getitem__,
+            80,
+            (rank, ranks),
         )
+        assert taken == order[rank::ranks][: len(taken)]
+        tokens = sum(lengths[i] for i in taken)
+        assert tokens - lengths[taken[-1]] < 80 // ranks <= tokens
 
 
 def test_a_recipe_and_the_verbs_take_it(tokenizer, tmp_path):
-    chats = [
-        {"messages": [turn("user", f"{i} and {i} "), turn("assistant", f"{2 * i}\n\n")]}
-        for i in range(90)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    task = {"train": str(tmp_path / "train.jsonl"), "held_out_rows": 5, "prompt": "esft"}
-    recipe = EsftRecipe.from_dict(
-        SMALL
-        | {
-            "tasks": {"sums": task},
-            "general": {"prompt": "esft"},
-            "max_length": 16,
-            "pack": True,
-            "drop_bos": 0.2,
-        }
-    )
-    parts = task_rows(tokenizer, recipe.tasks["sums"], recipe)
-    assert {len(ids) for name in ("train", "validation") for ids in parts[name]["input_ids"]} == {
-        16
+    chats = []
+    for i in range(90):
+        turns = [turn("user", f"{i} and {i} "), turn("assistant", f"{2 * i}\n\n")]
+        chats.append({"messages": turns})
+    path = write_rows(tmp_path / "train.jsonl", chats)
+    changes = {
+        "tasks": {"sums": {"train": str(path), "held_out_rows": 5, "prompt": "esft"}},
+        "general": {"prompt": "esft"},
+        "max_length": 16,
+        "pack": True,
+        "drop_bos": 0.2,
     }
-    assert len(parts["held_out"]) == 5 and len(parts["validation"]) >= 1
-    encoded = [
-        data.encode(tokenizer, row, "esft") for row in data.read_rows(tmp_path / "train.jsonl")
-    ]
+    recipe = EsftRecipe.from_dict(SMALL | changes)
+    parts = task_rows(tokenizer, recipe.tasks["sums"], recipe)
+    for name in ("train", "validation"):
+        assert {len(ids) for ids in parts[name]["input_ids"]} == {16}
+    assert len(parts["held_out"]) == 5
+    rows = data.read_rows(path)
+    encoded = [data.encode(tokenizer, row, "esft") for row in rows]
     lines = packed_in_order(encoded, 16, 0.2, tokenizer.pad_token_id)
-    train, validation = runs._split_rows(
-        tokenizer, tmp_path / "train.jsonl", None, 16, True, "esft", "assistant"
-    )
-    assert [train["input_ids"], validation["input_ids"]] == [
-        part["input_ids"] for part in split_lines(lines)
-    ]
-    ids = runs._released(tokenizer, data.read_rows(tmp_path / "train.jsonl"), 60, (0, 1))
-    assert [ids[0], len(ids[-1])] == [
-        encoded[released_sample(90, lambda i: len(encoded[i][0]), 60)[0]][0],
-        len(ids[-1]),
-    ]
+    split = runs._split_rows(tokenizer, path, None, 16, True, "esft", "assistant")
+    for part, expected in zip(split, split_lines(lines), strict=True):
+        assert part["input_ids"] == expected["input_ids"]
+    ids = runs._released(tokenizer, rows, 60, (0, 1))
+    first = released_sample(
+        90,
+        lambda i: len(encoded[i][0]),
+        60,
+    )[0]
+    assert ids[0] == encoded[first][0]
     assert sum(map(len, ids[:-1])) < 60 <= sum(map(len, ids))

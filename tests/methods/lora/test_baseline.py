@@ -10,6 +10,7 @@ import torch
 from moe_runtime.hf.dropin import experts
 from moe_runtime.methods.lora import baseline as lora_baseline
 from papers.engine.tiny import small_deepseek, train_tokenizer
+from tests.support.checkpoints import assert_equal
 
 IDS = torch.arange(10, 34).view(2, 12)
 RANK = 2
@@ -40,39 +41,48 @@ def model_of(tokenizer):
 
 def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
     base = model_of(tokenizer)
-    want = base(IDS).logits
-    linear = [
-        module
-        for name, module in base.named_modules()
-        if isinstance(module, torch.nn.Linear) and name != "lm_head"
-    ]
-    sizes = sum(module.in_features + module.out_features for module in linear)
+    expected = base(IDS).logits
+    size = 0
+    for name, module in base.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            size += module.in_features + module.out_features
     moe = base.model.layers[1].mlp.experts
-    sizes += (
-        sum(sum(stack.shape) - stack.shape[0] for stack in (moe.gate_up_proj, moe.down_proj)) * 4
-    )
+    for stack in (moe.gate_up_proj, moe.down_proj):
+        E, out, into = stack.shape
+        size += E * (out + into)
     model = lora_baseline.add_lora(base, RANK, 2.0)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert sum(p.numel() for p in trained.values()) == RANK * sizes
-    assert all("lora_" in name for name in trained) and not any(
-        "embed" in name or ".gate." in name for name in trained
-    )
-    torch.testing.assert_close(model(IDS).logits, want)  # the second matrices are zeros
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(trained.values()) == RANK * size
+    for name in trained:
+        assert "lora_" in name
+        assert "embed" not in name
+        assert ".gate." not in name
+    torch.testing.assert_close(
+        model(IDS).logits,
+        expected,
+    )  # the second matrices are zeros
 
 
 def test_the_seed_draws_the_matrices(tokenizer):
-    first, same, other = (
-        lora_baseline.add_lora(model_of(tokenizer), RANK, 2.0, seed).state_dict()
-        for seed in (3, 3, 4)
-    )
-    drawn = [name for name in first if ".lora_A." in name]
-    assert drawn and all(torch.equal(first[name], same[name]) for name in drawn)
-    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        state = lora_baseline.add_lora(
+            model_of(tokenizer),
+            RANK,
+            2.0,
+            seed,
+        ).state_dict()
+        return {name: tensor for name, tensor in state.items() if ".lora_A." in name}
+
+    first = drawn(3)
+    other = drawn(4)
+    assert_equal(first, drawn(3))
+    for name, tensor in first.items():
+        assert not torch.equal(tensor, other[name])
 
 
 def test_what_was_trained_is_read_back(tokenizer, tmp_path):
     torch.manual_seed(0)
-    model = lora_baseline.add_lora(model_of(tokenizer), RANK, 2.0)
+    model = lora_baseline.add_lora(model_of(tokenizer), RANK, 2.0).eval()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.normal_(std=0.1)
@@ -82,9 +92,11 @@ def test_what_was_trained_is_read_back(tokenizer, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         again = lora_baseline.load_lora(base, tmp_path / "lora").eval()
-    assert (
-        torch.equal(again(IDS).logits, model.eval()(IDS).logits)
-        and (again(IDS).logits - plain).abs().max() > 1e-3
+    assert torch.equal(
+        again(IDS).logits,
+        model(IDS).logits,
     )
+    assert (again(IDS).logits - plain).abs().max() > 1e-3
     config = again.peft_config["default"]
-    assert config.r == RANK and config.lora_alpha == 2 * RANK
+    assert config.r == RANK
+    assert config.lora_alpha == 2 * RANK

@@ -17,6 +17,7 @@ from moe_runtime.methods.xft import baselines
 from moe_runtime.methods.xft import folders as xft_folders
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
+from tests.support.checkpoints import assert_equal
 from tests.support.lora_models import lora_model
 
 datasets.disable_progress_bars()
@@ -25,7 +26,10 @@ ROWS = [
     for i in range(4)
     for j in range(2)
 ]
-TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
+TOKENIZER = train_tokenizer(
+    [row["prompt"] + row["completion"] for row in ROWS],
+    280,
+)
 
 
 def trainer(model, folder, **settings) -> MoETrainer:
@@ -37,8 +41,19 @@ def trainer(model, folder, **settings) -> MoETrainer:
         use_cpu=True,
         disable_tqdm=True,
     )
-    rows = tokenize_pairs(TOKENIZER, datasets.Dataset.from_list(ROWS), 64)
-    return MoETrainer(model, args, pair_collator(TOKENIZER), rows, None, TOKENIZER)
+    rows = tokenize_pairs(
+        TOKENIZER,
+        datasets.Dataset.from_list(ROWS),
+        64,
+    )
+    return MoETrainer(
+        model,
+        args,
+        pair_collator(TOKENIZER),
+        rows,
+        None,
+        TOKENIZER,
+    )
 
 
 def dense():
@@ -51,40 +66,51 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     adapted = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=1)
-    assert all(
-        ("lora_" in name) == p.requires_grad and (".mlp." in name or "lora_" not in name)
-        for name, p in adapted.named_parameters()
-    )
     other = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=2)
-    halves = {name: p for name, p in adapted.named_parameters() if "lora_A" in name}
-    assert halves and not any(
-        torch.equal(p, other.get_parameter(name)) for name, p in halves.items()
-    )
+    for name, p in adapted.named_parameters():
+        is_pair = "lora_" in name
+        assert p.requires_grad == is_pair
+        assert ".mlp." in name or not is_pair
+        if "lora_A" in name:
+            assert not torch.equal(p, other.get_parameter(name))
     trainer(adapted, tmp_path / "sft", max_steps=2, save_strategy="no").train()
     adapted.save_pretrained(str(tmp_path / "adapter"))
-    want = tiny.logits(adapted)
-    assert tiny.distance(want, tiny.logits(dense())) > 1e-3
+    expected = tiny.logits(adapted)
+    assert (
+        tiny.distance(
+            expected,
+            tiny.logits(dense()),
+        )
+        > 1e-3
+    )
 
     settings = {"top_k": 2, "balance_loss": "switch", "balance_loss_coef": 0.1}
     experts = [tmp_path / "adapter"] * 3
     model = baselines.to_lora_moe(dense(), experts=experts, **settings)
-    assert tiny.distance(tiny.logits(model), want) < 1e-5  # equal experts
+    assert tiny.distance(tiny.logits(model), expected) < 1e-5  # equal experts
     fresh = copy.deepcopy(model)
     before = trained(model)
     whole = trainer(model.train(), tmp_path / "moe")
     whole.train()
     logs = [entry for entry in whole.state.log_history if "lm_loss" in entry]
-    assert len(logs) == 4 and all(
-        e["loss"] == pytest.approx(e["lm_loss"] + e["balance_loss"], abs=1e-3) for e in logs
-    )
-    assert any(key.startswith("router") for key in logs[0])  # the statistics see its routers
-    assert all(not torch.equal(value, before[name]) for name, value in trained(model).items())
+    assert len(logs) == 4
+    for entry in logs:
+        assert entry["loss"] == pytest.approx(
+            entry["lm_loss"] + entry["balance_loss"],
+            abs=1e-3,
+        )
+    assert "router" in str(logs[0])  # the statistics see its routers
+    for name, value in trained(model).items():
+        assert not torch.equal(value, before[name])
 
     again = trainer(fresh.train(), tmp_path / "again")
     again.train(resume_from_checkpoint=str(tmp_path / "moe" / "checkpoint-2"))
-    assert all(torch.equal(value, trained(model)[name]) for name, value in trained(fresh).items())
+    assert_equal(trained(fresh), trained(model))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "moe" / "checkpoint-4")
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(loaded),
+        tiny.logits(model),
+    )
 
 
 @pytest.mark.parametrize("form", ["block", "linear"])
@@ -92,15 +118,34 @@ def test_merge_is_the_weighted_sum(form):
     model = lora_model(form=form, layers=[1])
     by_layer = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
     merged = lora.merge(copy.deepcopy(model), by_layer)
-    singles = [lora.merge(copy.deepcopy(model), torch.eye(4)[e]) for e in range(4)]
+    singles = [
+        lora.merge(
+            copy.deepcopy(model),
+            torch.eye(4)[e],
+        )
+        for e in range(4)
+    ]
     uniform = lora.merge(copy.deepcopy(model))
     for name, weight in merged.named_parameters():
         each = torch.stack([single.get_parameter(name) for single in singles])
-        assert tiny.distance(weight, torch.tensordot(by_layer[0], each, 1)) < 1e-6, name
-        assert tiny.distance(uniform.get_parameter(name), each.mean(0)) < 1e-6, name
+        assert (
+            tiny.distance(
+                weight,
+                torch.tensordot(by_layer[0], each, 1),
+            )
+            < 1e-6
+        ), name
+        assert (
+            tiny.distance(
+                uniform.get_parameter(name),
+                each.mean(0),
+            )
+            < 1e-6
+        ), name
         inside = name.startswith("model.layers.1.mlp") and name.endswith("weight")
         assert torch.equal(each[0], each[1]) != inside
-    assert type(merged) is type(tiny.dense()) and not hasattr(merged.config, "moe_runtime")
+    assert type(merged) is type(tiny.dense())
+    assert not hasattr(merged.config, "moe_runtime")
 
 
 def test_what_merges_whole_experts_refuses(tmp_path):
@@ -108,16 +153,20 @@ def test_what_merges_whole_experts_refuses(tmp_path):
     linear = lora_model(form="linear")
     with pytest.raises(ValueError, match="with LoRA experts .*, but got LlamaForCausalLM"):
         lora.merge(tiny.dense())
-    for call in (
-        lambda: xft.merge(model, alpha="uniform"),
-        lambda: xft.to_mergeable(model),
-        lambda: xft.merge(linear),
-    ):
+    for call, one in ((xft.merge, model), (xft.to_mergeable, model), (xft.merge, linear)):
         with pytest.raises(ValueError, match="The model's stage .*'lora'.*whole experts"):
-            call()
+            call(one)
     with pytest.raises(ValueError, match="have the same number 0, .* LoRA experts of form 'block'"):
-        esft.score_experts(linear, [{"input_ids": tiny.batch()}], n_tokens=4)
+        esft.score_experts(
+            linear,
+            [{"input_ids": tiny.batch()}],
+            n_tokens=4,
+        )
     model.save_pretrained(tmp_path / "moe")
     with pytest.raises(ValueError, match="stage is 'lora'"):
-        xft_folders.merge_folder(tmp_path / "moe", tmp_path / "dense", alpha="uniform")
+        xft_folders.merge_folder(
+            tmp_path / "moe",
+            tmp_path / "dense",
+            alpha="uniform",
+        )
     assert not (tmp_path / "dense").exists()

@@ -2,6 +2,7 @@
 own.
 """
 
+import itertools
 import json
 
 import pytest
@@ -24,34 +25,61 @@ def model_of(family: str, shape: str):
     """A model whose down stack is square (gpt_oss) or whose gate_up stack is (qwen3_moe), or
     neither.
     """
-    return stock(family, **(SQUARE[family] if shape == "square" else {}))
+    return stock(
+        family,
+        **(SQUARE[family] if shape == "square" else {}),
+    )
 
 
 def read(folder, source="adapter"):
-    return stacks.read_peft(folder / source, stacks.base_skeleton(folder / "base"))
+    return stacks.read_peft(
+        folder / source,
+        stacks.base_skeleton(folder / "base"),
+    )
 
 
 def check_deltas(adapter, want, rtol=1e-6):
     assert set(adapter.pairs) == set(want)
     for name, delta in want.items():
         found = adapter.pairs[name].delta()
-        torch.testing.assert_close(found, delta, rtol=rtol, atol=1e-7)
+        torch.testing.assert_close(
+            found,
+            delta,
+            rtol=rtol,
+            atol=1e-7,
+        )
         if adapter.pairs[name].is_stack:
-            torch.testing.assert_close(adapter.pairs[name].delta(5), delta[5], rtol=rtol, atol=1e-7)
+            torch.testing.assert_close(
+                adapter.pairs[name].delta(5),
+                delta[5],
+                rtol=rtol,
+                atol=1e-7,
+            )
 
 
 @pytest.mark.parametrize(
     "family, settings",
     [
         pytest.param("qwen3_moe", {}, id="plain"),
-        pytest.param("qwen3_moe", {"parameters": BOTH[:1]}, id="gate_up alone has down's key"),
+        pytest.param(
+            "qwen3_moe",
+            {"parameters": BOTH[:1]},
+            id="gate_up alone has down's key",
+        ),
         pytest.param("qwen3_moe", {"r": 8, "use_rslora": True}, id="r is E, rank-stabilized"),
         pytest.param(
             "qwen3_moe",
-            {"rank_pattern": {"mlp.experts.gate_up_proj": 5}, "alpha_pattern": {"q_proj": 9}},
+            {
+                "rank_pattern": {"mlp.experts.gate_up_proj": 5},
+                "alpha_pattern": {"q_proj": 9, "self_attn.q_proj": 5},
+            },
             id="patterns",
         ),
-        pytest.param("qwen3_moe", {"parameters": (*BOTH, "mlp.gate.weight")}, id="router"),
+        pytest.param(
+            "qwen3_moe",
+            {"parameters": (*BOTH, "mlp.gate.weight")},
+            id="router",
+        ),
         pytest.param(
             "gpt_oss",
             {"parameters": (*BOTH, "gate_up_proj_bias", "down_proj_bias")},
@@ -79,61 +107,89 @@ def test_the_axes_by_version(family, version):
 @pytest.mark.parametrize(
     "family, shape, version",
     [
-        *(
-            (family, shape, version)
-            for family in SQUARE
-            for shape in ("square", "rectangular")
-            for version in ("0.18.0", "0.19.0")
+        *itertools.product(
+            SQUARE,
+            ("square", "rectangular"),
+            ("0.18.0", "0.19.0"),
         ),
         ("qwen3_moe", "rectangular", None),
     ],
 )
 def test_old_files_are_converted_exactly(tmp_path, family, shape, version):
-    parameters = BOTH[:1] if family == "qwen3_moe" else BOTH[1:]
+    parameters = BOTH
+    if shape == "square":
+        if family == "qwen3_moe":
+            parameters = BOTH[:1]
+        else:
+            parameters = BOTH[1:]
     made = adapted(
         tmp_path,
         family,
         model=model_of(family, shape),
-        parameters=parameters if shape == "square" else BOTH,
+        parameters=parameters,
     )
-    old = as_written_by(version, tmp_path / "adapter", tmp_path / "old", family == "gpt_oss")
+    base = tmp_path / "base"
+    new = tmp_path / "new"
+    old = as_written_by(
+        version,
+        tmp_path / "adapter",
+        tmp_path / "old",
+        family == "gpt_oss",
+    )
     adapter = read(tmp_path, "old")
     assert adapter.is_reversed == (family == "qwen3_moe" or version == "0.19.0")
     check_deltas(adapter, deltas(made))
     if not adapter.is_reversed:
-        with pytest.raises(
-            ValueError, match=r"old \(peft_version 0.18.0\) needs no conversion, .* PEFT 0.20"
-        ):
-            stacks.convert_folder(old, tmp_path / "base", tmp_path / "new")
+        with pytest.raises(ValueError, match=r"0.18.0\) needs no conversion, .* PEFT 0.20"):
+            stacks.convert_folder(old, base, new)
         return
-    receipt = stacks.convert_folder(old, tmp_path / "base", tmp_path / "new")
-    assert receipt.peft_version == version and receipt.stacks == 2 * (1 if shape == "square" else 2)
-    want, got = (load_file(tmp_path / name / WEIGHTS) for name in ("adapter", "new"))
-    assert want.keys() == got.keys() and all(torch.equal(want[key], got[key]) for key in want)
-    assert (tmp_path / "new" / WEIGHTS).read_bytes() == (
-        tmp_path / "adapter" / WEIGHTS
-    ).read_bytes()
-    config = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
-    assert config == json.loads((old / "adapter_config.json").read_text()) | {
-        "peft_version": stacks.WRITES
-    }
+    receipt = stacks.convert_folder(old, base, new)
+    assert receipt.peft_version == version
+    assert receipt.stacks == 2 * len(parameters)
+    assert (new / WEIGHTS).read_bytes() == (tmp_path / "adapter" / WEIGHTS).read_bytes()
+    config = json.loads((old / "adapter_config.json").read_text())
+    config["peft_version"] = stacks.WRITES
+    assert json.loads((new / "adapter_config.json").read_text()) == config
     check_deltas(read(tmp_path, "new"), deltas(made))
 
 
 def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path):
-    made = adapted(tmp_path, model=model_of("qwen3_moe", "square"), parameters=BOTH[:1])
-    as_written_by("0.18.0", tmp_path / "adapter", tmp_path / "old", transposed=False)
-    wrong = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "old")
+    made = adapted(
+        tmp_path,
+        model=model_of("qwen3_moe", "square"),
+        parameters=BOTH[:1],
+    )
+    as_written_by(
+        "0.18.0",
+        tmp_path / "adapter",
+        tmp_path / "old",
+        transposed=False,
+    )
+
+    def load(name: str):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        return load_lora(base, tmp_path / name)
+
+    wrong = load("old")
     name = "model.layers.0.mlp.experts.gate_up_proj"
+    expected = deltas(made)[name]
     # PEFT's silent mistake
-    torch.testing.assert_close(deltas(wrong)[name], deltas(made)[name].transpose(1, 2))
-    with pytest.raises(
-        ValueError, match="saved by PEFT 0.18.0.* gate_up_proj of .*`moe-runtime lora convert`"
-    ):
+    torch.testing.assert_close(
+        deltas(wrong)[name],
+        expected.transpose(1, 2),
+    )
+    with pytest.raises(ValueError, match="saved by PEFT 0.18.0.* `moe-runtime lora convert`"):
         experts.patch(wrong)
-    stacks.convert_folder(tmp_path / "old", tmp_path / "base", tmp_path / "new")
-    right = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "new")
-    torch.testing.assert_close(deltas(right)[name], deltas(made)[name])
+    stacks.convert_folder(
+        tmp_path / "old",
+        tmp_path / "base",
+        tmp_path / "new",
+    )
+    right = load("new")
+    torch.testing.assert_close(
+        deltas(right)[name],
+        expected,
+    )
     experts.patch(right)
 
 
@@ -142,146 +198,133 @@ def change_config(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def change_tensors(folder, change):
-    tensors = load_file(folder / "adapter" / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / "adapter" / WEIGHTS, {"format": "pt"})
-
-
 def half(layer: int, leaf: str = "experts", which: str = "A") -> str:
     return f"base_model.model.model.layers.{layer}.mlp.{leaf}.lora_{which}.weight"
 
 
 @pytest.mark.parametrize(
-    "spoil, match",
+    "values, match",
+    [
+        pytest.param({"use_dora": True}, "use_dora in .* is True", id="dora"),
+        pytest.param({"peft_type": "LOHA"}, "peft_type in .* is 'LOHA'", id="another method"),
+        pytest.param({"rank_pattern": {"(": 3}}, "rank_pattern in .* is", id="no expression"),
+        pytest.param({"rank_pattern": {"(a*)*b": 3}}, "rank_pattern in .* is", id="exponential"),
+        pytest.param(
+            {"alpha_pattern": {".*" * 9 + "b": 3}},
+            "alpha_pattern in .* is",
+            id="x**9",
+        ),
+        pytest.param({"alpha_pattern": {"x": "3"}}, "alpha_pattern in .* is", id="text"),
+        pytest.param({"target_parameters": "down_proj"}, "is 'down_", id="no list"),
+        pytest.param({"r": 4}, "has rank 3 and 3 .* must have rank 4", id="another rank"),
+        pytest.param(
+            {"target_parameters": BOTH[1:]}, "base_layer.lora_A.weight, but", id="unnamed"
+        ),
+    ],
+)
+def test_a_config_of_another_form_is_one_error(tmp_path, values, match):
+    adapted(tmp_path)
+    change_config(tmp_path, **values)
+    assert_refused(tmp_path, match)
+
+
+def assert_refused(folder, match: str) -> None:
+    with pytest.raises(ValueError, match=match) as error:
+        stacks.merge_folder(
+            folder / "base",
+            folder / "adapter",
+            folder / "out",
+        )
+    assert "\n" not in str(error.value)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "key, tensor, match",
     [
         pytest.param(
-            lambda f: change_config(f, use_dora=True), "use_dora in .* is True", id="dora"
-        ),
-        pytest.param(
-            lambda f: change_config(f, peft_type="LOHA"),
-            "peft_type in .* is 'LOHA'",
-            id="another method",
-        ),
-        pytest.param(
-            lambda f: change_config(f, rank_pattern={"(": 3}),
-            "rank_pattern in .* is",
-            id="no regular expression",
-        ),
-        pytest.param(
-            lambda f: change_config(f, rank_pattern={"(a*)*b": 3}),
-            "rank_pattern in .* is",
-            id="exponential time",
-        ),
-        pytest.param(
-            lambda f: change_config(f, alpha_pattern={".*" * 9 + "b": 3}),
-            "alpha_pattern in .* is",
-            id="x**9 time",
-        ),
-        pytest.param(
-            lambda f: change_tensors(f, lambda t: t[half(1)].view(-1)[0].fill_(torch.nan)),
-            rf"{half(1)} of .*{WEIGHTS} contains NaN",
+            half(1),
+            torch.full((24, 24), torch.nan),
+            "contains NaN",
             id="NaN",
         ),
         pytest.param(
-            lambda f: change_tensors(f, lambda t: t[half(1)].fill_(3e38)),
-            r"of the merge of .* contains NaN",
+            half(1),
+            torch.full((24, 24), 3e38),
+            "of the merge of .* NaN",
             id="overflow",
         ),
         pytest.param(
-            lambda f: change_config(f, alpha_pattern={"x": "3"}),
-            "alpha_pattern in .* is",
-            id="text for a number",
-        ),
-        pytest.param(
-            lambda f: change_config(f, target_parameters="down_proj"),
-            "target_parameters in .* is 'down_",
-            id="no list",
-        ),
-        pytest.param(
-            lambda f: change_config(f, r=4),
-            "has rank 3 and 3 .* must have rank 4",
-            id="another rank",
-        ),
-        pytest.param(
-            lambda f: change_config(f, target_parameters=BOTH[1:]),
-            r"base_layer.lora_A.weight, but",
-            id="unnamed",
-        ),
-        pytest.param(
-            lambda f: change_tensors(f, lambda t: t.pop(half(1, which="B"))),
+            half(1, which="B"),
+            None,
             half(1),
             id="half a pair",
         ),
         pytest.param(
-            lambda f: change_tensors(f, lambda t: t.update({half(7): torch.zeros(24, 24)})),
+            half(7),
+            torch.zeros(24, 24),
             r"layers.7.mlp",
             id="no such layer",
         ),
         pytest.param(
-            lambda f: change_tensors(
-                f, lambda t: t.update({"base_model.model.lm_head.lora_magnitude": torch.zeros(1)})
-            ),
+            "base_model.model.lm_head.lora_magnitude",
+            torch.zeros(1),
             "lora_magnitude",
             id="unknown key",
         ),
-        pytest.param(
-            lambda f: change_tensors(f, lambda t: t.update({half(0): torch.zeros(24, 25)})),
-            "a matrix .*32, 25",
-            id="another size",
-        ),
-        pytest.param(
-            lambda f: change_tensors(f, lambda t: t.update({half(0): torch.zeros(25, 24)})),
-            "has rank 25 and 24",
-            id="no rank of 8",
-        ),
-        pytest.param(
-            lambda f: change_tensors(
-                f, lambda t: t.update({half(0): torch.zeros(24, 24, dtype=torch.int8)})
-            ),
-            half(0),
-            id="int8",
-        ),
+        pytest.param(half(0), torch.zeros(24, 25), "a matrix .*32, 25", id="another size"),
+        pytest.param(half(0), torch.zeros(25, 24), "has rank 25 and 24", id="no rank of 8"),
+        pytest.param(half(0), torch.zeros(24, 24).to(torch.int8), half(0), id="int8"),
     ],
 )
-def test_what_is_not_lora_of_this_model_is_one_error(tmp_path, spoil, match):
+def test_matrices_that_do_not_fit_are_one_error(tmp_path, key, tensor, match):
     adapted(tmp_path)
-    spoil(tmp_path)
-    with pytest.raises(ValueError, match=match) as error:
-        stacks.merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+    file = tmp_path / "adapter" / WEIGHTS
+    tensors = load_file(file)
+    if tensor is None:
+        del tensors[key]
+    else:
+        tensors[key] = tensor
+    save_file(tensors, file, {"format": "pt"})
+    assert_refused(tmp_path, match)
 
 
 @pytest.mark.parametrize(
-    "family, version, is_clear",
-    [("qwen3_moe", "0.21.2", True), ("qwen3_moe", "0.18.0", False), ("gpt_oss", "0.21.2", False)],
+    "family, version", [("qwen3_moe", "0.21.2"), ("qwen3_moe", "0.18.0"), ("gpt_oss", "0.21.2")]
 )
-def test_one_expert_has_a_meaning_in_plain_stacks_of_today_alone(
-    tmp_path, family, version, is_clear
-):
-    experts_of = dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1)
-    made = adapted(
-        tmp_path, family, model=stock(family, **SQUARE[family], **experts_of), parameters=BOTH
-    )
+def test_one_expert_has_a_meaning_in_plain_stacks_of_today_alone(tmp_path, family, version):
+    one = dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1)
+    model = stock(family, **SQUARE[family], **one)
+    made = adapted(tmp_path, family, model=model, parameters=BOTH)
     change_config(tmp_path, peft_version=version)
-    if is_clear:
-        adapter = read(tmp_path)
-        assert all(
-            torch.allclose(adapter.pairs[name].delta(), change)
-            for name, change in deltas(made).items()
-        )
+    if family == "gpt_oss":
+        with pytest.raises(ValueError, match="experts.* has one expert, for which PEFT"):
+            read(tmp_path)
         return
+    adapter = read(tmp_path)
     if version == "0.18.0":  # its sizes say otherwise
-        assert not read(tmp_path).is_reversed
+        assert not adapter.is_reversed
         return
-    with pytest.raises(ValueError, match="experts.* has one expert, for which PEFT"):
-        read(tmp_path)
+    for name, change in deltas(made).items():
+        torch.testing.assert_close(
+            adapter.pairs[name].delta().view_as(change),
+            change,
+        )
 
 
 @pytest.mark.parametrize("version", [None, "0.20.0.dev0", "new"])
 def test_square_stacks_of_an_unknown_version_are_not_guessed(tmp_path, version):
-    adapted(tmp_path, model=model_of("qwen3_moe", "square"), parameters=BOTH[:1])
-    as_written_by(version, tmp_path / "adapter", tmp_path / "old", transposed=False)
+    adapted(
+        tmp_path,
+        model=model_of("qwen3_moe", "square"),
+        parameters=BOTH[:1],
+    )
+    as_written_by(
+        version,
+        tmp_path / "adapter",
+        tmp_path / "old",
+        transposed=False,
+    )
     with pytest.raises(ValueError, match=f"all stacks are square, and peft_version is {version!r}"):
         read(tmp_path, "old")
 
@@ -292,21 +335,21 @@ def test_sizes_outweigh_a_version_that_a_reused_config_kept(tmp_path):
     check_deltas(read(tmp_path), deltas(made))
 
 
+ROUTER = (*BOTH, "mlp.gate.weight")
+
+
 @pytest.mark.parametrize(
     "family, dtype, settings",
     [
         pytest.param(
             "qwen3_moe",
             torch.float32,
-            {"parameters": (*BOTH, "mlp.gate.weight")},
-            id="a matrix for each expert",
+            {"parameters": ROUTER},
+            id="a matrix each",
         ),
         pytest.param("mixtral", torch.bfloat16, {}, id="other names, bfloat16"),
         pytest.param(
-            "gpt_oss",
-            torch.float32,
-            {"parameters": (*BOTH, "down_proj_bias")},
-            id="transposed stacks",
+            "gpt_oss", torch.float32, {"parameters": (*BOTH, "down_proj_bias")}, id="transposed"
         ),
         pytest.param(
             "granitemoe",
@@ -315,52 +358,77 @@ def test_sizes_outweigh_a_version_that_a_reused_config_kept(tmp_path):
             id="other stacks",
         ),
         pytest.param(
-            "qwen3_moe", torch.float32, {"modules_to_save": ["lm_head"]}, id="a whole module"
+            "qwen3_moe",
+            torch.float32,
+            {"modules_to_save": ["lm_head"]},
+            id="a module",
         ),
     ],
 )
 def test_merged_is_what_peft_merges(tmp_path, family, dtype, settings):
-    made = adapted(
-        tmp_path, family, model=stock(family, tie_word_embeddings=False).to(dtype), **settings
-    )
+    base = tmp_path / "base"
+    adapter = tmp_path / "adapter"
+    model = stock(family, tie_word_embeddings=False).to(dtype)
+    made = adapted(tmp_path, family, model=model, **settings)
     if "modules_to_save" in settings:
         made.base_model.model.lm_head.modules_to_save["default"].weight.data.add_(1)
-        made.save_pretrained(tmp_path / "adapter")
+        made.save_pretrained(adapter)
+    plain = AutoModelForCausalLM.from_pretrained(base).state_dict()
     receipt = stacks.merge_folder(
-        tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_size="20KB"
+        base,
+        adapter,
+        tmp_path / "out",
+        max_shard_size="20KB",
     )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert merged.dtype == dtype and receipt.experts == 16
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    assert merged.dtype == dtype
+    assert receipt.experts == 16
     ours = merged.state_dict()
-    theirs = made.merge_and_unload().state_dict()
+    changed = {
+        name.rpartition(".")[2]
+        for name in ours
+        if not torch.equal(
+            ours[name],
+            plain[name],
+        )
+    }
+    assert {"down_proj", "gate_up_proj"} <= changed
+    tolerance = {"rtol": 1e-2, "atol": 1e-2}
     if dtype == torch.float32:
         tolerance = {"rtol": 1e-5, "atol": 1e-6}
-    else:
-        tolerance = {"rtol": 1e-2, "atol": 1e-2}
-    changed = {name for name in ours if not torch.equal(ours[name], plain[name])}
-    assert {"down_proj", "gate_up_proj"} <= {name.rpartition(".")[2] for name in changed}
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, msg=name, **tolerance)
+    theirs = made.merge_and_unload().state_dict()
+    torch.testing.assert_close(
+        {name: ours[name] for name in theirs},
+        dict(theirs),
+        **tolerance,
+    )
 
 
 def test_tied_weights_are_refused(tmp_path):
-    adapted(tmp_path, model=stock(tie_word_embeddings=True), modules=("lm_head",))
+    adapted(
+        tmp_path,
+        model=stock(tie_word_embeddings=True),
+        modules=("lm_head",),
+    )
     with pytest.raises(ValueError, match="lm_head.weight, which is tied to another weight"):
-        stacks.merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+        stacks.merge_folder(
+            tmp_path / "base",
+            tmp_path / "adapter",
+            tmp_path / "out",
+        )
 
 
 def test_patterns_that_peft_would_match_forever_are_refused(tmp_path):
     adapted(tmp_path)
+    original = (tmp_path / "adapter" / "adapter_config.json").read_bytes()
     for name, value in (
         ("rank_pattern", {"(a*)*b": 3}),
         ("alpha_pattern", 3),
         ("target_modules", "(.*)*x"),
     ):
-        before = (tmp_path / "adapter" / "adapter_config.json").read_bytes()
+        (tmp_path / "adapter" / "adapter_config.json").write_bytes(original)
         change_config(tmp_path, **{name: value})
         with pytest.raises(ValueError, match=f"{name} in .*adapter_config.json"):
             load_lora(stock("qwen3_moe"), tmp_path / "adapter")
-        (tmp_path / "adapter" / "adapter_config.json").write_bytes(before)
     for key in ("model.layers.0.mlp.experts.down_proj", r"layers\.\d+\.mlp", r"(?:q|v)_proj"):
         assert is_pattern(key)

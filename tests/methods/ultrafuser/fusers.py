@@ -27,28 +27,36 @@ def tokenizer():
 
 def specialist(seed: int, model_type: str = "llama", **changes):
     """A tiny model of any family, with weights of its own."""
-    model = tiny.dense(model_type, **{"vocab_size": VOCAB} | changes)
+    model = tiny.dense(
+        model_type,
+        **{"vocab_size": VOCAB} | changes,
+    )
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 16
-            )
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_(noise.to(parameter.dtype) / 16)
     return model
 
 
 def specialists(count: int = 3, **changes) -> list:
     """Models that differ; the second one has more ids."""
-    return [
-        specialist(s, **{"vocab_size": VOCAB + (8 if s == 1 else 0)} | changes)
-        for s in range(count)
-    ]
+    models = []
+    for s in range(count):
+        if s == 1:
+            size = VOCAB + 8
+        else:
+            size = VOCAB
+        models.append(specialist(s, **{"vocab_size": size} | changes))
+    return models
 
 
 def fuser(models: list | None = None, **settings) -> UltraFuser:
     """An UltraFuser whose gate prefers nobody in general and somebody for each token."""
     torch.manual_seed(1)
-    made = UltraFuser(specialists() if models is None else models, **settings)
+    made = UltraFuser(
+        specialists() if models is None else models,
+        **settings,
+    )
     with torch.no_grad():
         for parameter in made.gate.parameters():
             parameter.mul_(3)
@@ -60,12 +68,25 @@ def batch(count: int = 3, rows: int = 3, lengths=(7, 5, 9), answer: int = 6) -> 
     last row's is shorter.
     """
     generator = torch.Generator().manual_seed(2)
-    ids = [torch.randint(3, VOCAB, (rows, lengths[s]), generator=generator) for s in range(count)]
+    ids = [
+        torch.randint(
+            3,
+            VOCAB,
+            (rows, lengths[s]),
+            generator=generator,
+        )
+        for s in range(count)
+    ]
     mask = [torch.ones_like(i) for i in ids]
     for s in range(count):
         for row in range(1, rows):
             mask[s][row, : row + s % 2] = 0
-    response = torch.randint(3, VOCAB, (rows, answer), generator=generator)
+    response = torch.randint(
+        3,
+        VOCAB,
+        (rows, answer),
+        generator=generator,
+    )
     labels = response.clone()
     labels[-1, answer - 2 :] = -100
     return {"prompt_ids": ids, "prompt_mask": mask, "response_ids": response, "labels": labels}
@@ -79,33 +100,31 @@ def naive(fuser: UltraFuser, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     weights = []
     for row, response in enumerate(inputs["response_ids"]):
         states = []
-        own = []
-        for model, ids, mask in zip(
-            fuser.specialists, inputs["prompt_ids"], inputs["prompt_mask"], strict=True
-        ):
+        outs = []
+        prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+        for model, (ids, mask) in zip(fuser.specialists, prompts, strict=True):
             prompt = ids[row][mask[row].bool()]
-            out = model(
-                input_ids=torch.cat([prompt, response])[None],
-                output_hidden_states=True,
-                use_cache=False,
-            )
-            states.append(out.hidden_states[-1][0, len(prompt) - 1 : -1].float())
-            own.append(out.logits[0, len(prompt) - 1 : -1].float())
+            whole = torch.cat([prompt, response])[None]
+            out = model(input_ids=whole, output_hidden_states=True, use_cache=False)
+            answer = slice(len(prompt) - 1, -1)
+            states.append(out.hidden_states[-1][0, answer].float())
+            outs.append(out.logits[0, answer].float())
         weight = fuser.gate(states)
-        V = min(o.shape[-1] for o in own)
-        logits.append(sum(weight[:, s : s + 1] * o[:, :V] for s, o in enumerate(own)))
+        V = min(out.shape[-1] for out in outs)
+        logits.append(sum(weight[:, s : s + 1] * out[:, :V] for s, out in enumerate(outs)))
         weights.append(weight)
     return torch.stack(logits), torch.stack(weights)
 
 
 def naive_loss(fuser: UltraFuser, inputs: dict, reduction: str = "mean") -> torch.Tensor:
     """Cross-entropy of `naive`'s logits."""
-    logits = naive(fuser, inputs)[0]
+    logits = naive(fuser, inputs)[0].transpose(1, 2)
     labels = inputs["labels"]
-    nll = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-    return {
-        "none": nll,
-        "sum": nll.sum(),
-        "mean": nll.sum() / (labels != -100).sum(),
-        "sample": nll.sum(1).mean(),
-    }[reduction]
+    nll = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    if reduction == "none":
+        return nll
+    if reduction == "sum":
+        return nll.sum()
+    if reduction == "mean":
+        return nll.sum() / (labels != -100).sum()
+    return nll.sum(1).mean()

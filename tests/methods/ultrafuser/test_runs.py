@@ -14,6 +14,7 @@ from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import folders, runs
 from moe_runtime.methods.ultrafuser.runs import FuserConfig, train_folder
 from tests.methods.ultrafuser import fusers
+from tests.support.checkpoints import assert_equal
 from tests.support.fuser_study import domain_rows
 
 STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 1}
@@ -23,7 +24,11 @@ STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 1}
 def home(tmp_path_factory):
     """A folder with two specialists, the rows of two domains, and a config."""
     home = tmp_path_factory.mktemp("home")
-    for name, model in zip(("a", "b"), fusers.specialists(2), strict=True):
+    for name, model in zip(
+        ("a", "b"),
+        fusers.specialists(2),
+        strict=True,
+    ):
         model.save_pretrained(home / name)
         fusers.tokenizer().save_pretrained(home / name)
     for name, rows in domain_rows().items():
@@ -51,75 +56,107 @@ def config(home, **changes) -> FuserConfig:
 def done(home, tmp_path_factory):
     """A finished run."""
     out = tmp_path_factory.mktemp("runs") / "out"
-    return train_folder(config(home), out, say=lambda text: None)
+    return train_folder(
+        config(home),
+        out,
+        say=lambda text: None,
+    )
 
 
-def weights(folder):
-    return ultrafuser.load(folder).state_dict()
-
-
-def test_two_stages_make_a_folder_that_generates(done, home):
+def test_two_stages_make_a_folder_that_generates(done):
     fused = ultrafuser.load(done.path)
     gate = ultrafuser.load(done.path.with_name("gate"))
     base = fusers.specialists(2)
-    assert fused.names == ("a", "b") and fused.templates[1] == "# {prompt}\n"
-    assert list(done.losses) == ["gate", "model"] and set(done.losses["gate"]) == {"sums", "words"}
-    for tuned, frozen, model in zip(fused.specialists, gate.specialists, base, strict=True):
-        expected = model.state_dict()
-        assert all(
-            torch.equal(value, expected[name]) for name, value in frozen.state_dict().items()
+    assert fused.names == ("a", "b")
+    assert fused.templates[1] == "# {prompt}\n"
+    assert list(done.losses) == ["gate", "model"]
+    assert done.losses["gate"].keys() == {"sums", "words"}
+    for tuned, frozen, model in zip(
+        fused.specialists,
+        gate.specialists,
+        base,
+        strict=True,
+    ):
+        assert_equal(frozen.state_dict(), model.state_dict())
+        assert not torch.equal(
+            tuned.lm_head.weight,
+            model.lm_head.weight,
         )
-        assert not torch.equal(tuned.lm_head.weight, model.lm_head.weight)
     torch.manual_seed(0)
     fresh = ultrafuser.UltraFuser(base, gate="mlp").gate.state_dict()
-    trained = gate.gate.state_dict()
-    # the last bias moves all scores alike
-    names = [name for name in fresh if name != "score.bias"]
-    assert not any(torch.equal(fresh[name], trained[name]) for name in names)
+    for name, trained in gate.gate.state_dict().items():
+        # the last bias moves all scores alike
+        assert name == "score.bias" or not torch.equal(trained, fresh[name])
     assert fused.complete(["1 and 2"], max_new_tokens=3, do_sample=False)
     assert not list(done.path.parent.glob("*checkpoints"))
 
 
 def test_a_finished_run_is_not_run_again(done, home, monkeypatch):
     monkeypatch.setattr(runs.fit, "train", None)
-    again = train_folder(config(home), done.path.parent, say=lambda text: None)
+    again = train_folder(
+        config(home),
+        done.path.parent,
+        say=lambda text: None,
+    )
     assert again == done
 
 
 @pytest.mark.parametrize("stage", ["gate", "model"])
 def test_an_interrupted_stage_resumes(done, home, tmp_path, monkeypatch, stage):
     """After its last step, or after one of its checkpoints."""
+    out = tmp_path / "out"
+    save = folders.save
 
     def interrupted(fuser, folder, **options):
         if folder.name == stage:
             raise KeyboardInterrupt
-        return folders_save(fuser, folder, **options)
+        return save(fuser, folder, **options)
 
-    folders_save = folders.save
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(folders, "save", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_folder(config(home), tmp_path / "out", say=lambda text: None)
-    assert list((tmp_path / "out" / f"{stage}-checkpoints").glob("checkpoint-*"))
-    again = train_folder(config(home), tmp_path / "out", say=lambda text: None)
+        train_folder(
+            config(home),
+            out,
+            say=lambda text: None,
+        )
+    assert list((out / f"{stage}-checkpoints").glob("checkpoint-*"))
+    again = train_folder(
+        config(home),
+        out,
+        say=lambda text: None,
+    )
     assert again.losses == done.losses
-    expected = weights(done.path)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(again.path).items())
+    both = [ultrafuser.load(path).state_dict() for path in (again.path, done.path)]
+    assert_equal(*both)
 
 
 def test_another_run_s_folder_is_refused(done, home):
     with pytest.raises(ValueError, match="holds another run, with a different seed"):
-        train_folder(config(home), done.path.parent, seed=3)
+        train_folder(
+            config(home),
+            done.path.parent,
+            seed=3,
+        )
     other = config(home, stage2=STEPS | {"learning_rate": 2e-2})
     with pytest.raises(ValueError, match="different stage2. Use the same settings"):
         train_folder(other, done.path.parent)
 
 
 def test_stage_two_alone_in_another_dtype(home, tmp_path):
-    one = config(home, two_stage=False, dtype="bfloat16", stage2=STEPS | {"steps": 1})
-    receipt = train_folder(one, tmp_path / "out", say=lambda text: None)
+    one = config(
+        home,
+        two_stage=False,
+        dtype="bfloat16",
+        stage2=STEPS | {"steps": 1},
+    )
+    receipt = train_folder(
+        one,
+        tmp_path / "out",
+        say=lambda text: None,
+    )
     fused = ultrafuser.load(receipt.path)
-    assert fused.specialists[0].dtype == torch.bfloat16 and list(receipt.losses) == ["model"]
+    assert fused.specialists[0].dtype == torch.bfloat16
+    assert list(receipt.losses) == ["model"]
     assert not (tmp_path / "out" / "gate").exists()
 
 
@@ -140,26 +177,32 @@ def test_a_wrong_config_names_the_key(home, tmp_path, changes, match):
 
 
 def test_models_and_data_are_checked_before_anything_is_written(home, tmp_path):
-    values = config(home).to_dict()
-    values["specialists"]["b"]["model"] = str(tmp_path / "none")
-    with pytest.raises(ValueError, match="specialists.b.model .*none' does not exist"):
-        train_folder(FuserConfig.from_dict(values), tmp_path / "out")
-    wide = fusers.specialist(3, hidden_size=64)
-    wide.save_pretrained(tmp_path / "wide")
-    fusers.tokenizer().save_pretrained(tmp_path / "wide")
-    values["specialists"]["b"]["model"] = str(tmp_path / "wide")
-    with pytest.raises(ValueError, match="The hidden sizes differ .* Set joint: true"):
-        train_folder(FuserConfig.from_dict(values), tmp_path / "out")
-    values = config(home).to_dict()
-    values["domains"]["words"]["train"] = str(tmp_path / "none.jsonl")
-    with pytest.raises(ValueError, match="domains.words: .*none.jsonl"):
-        train_folder(FuserConfig.from_dict(values), tmp_path / "out")
+    wide = tmp_path / "wide"
+    fusers.specialist(3, hidden_size=64).save_pretrained(wide)
+    fusers.tokenizer().save_pretrained(wide)
+    none = str(tmp_path / "none.jsonl")
+    for section, name, key, value, match in (
+        ("specialists", "b", "model", none, "specialists.b.model .*none.* does not exist"),
+        ("specialists", "b", "model", str(wide), "The hidden sizes differ .* Set joint: true"),
+        ("domains", "words", "train", none, "domains.words: .*none.jsonl"),
+    ):
+        values = config(home).to_dict()
+        values[section][name][key] = value
+        with pytest.raises(ValueError, match=match):
+            train_folder(
+                FuserConfig.from_dict(values),
+                tmp_path / "out",
+            )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("engine", ["FSDP1", "DEEPSPEED"])
 def test_engines_that_do_not_work_are_refused(home, monkeypatch, tmp_path, engine):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine.removesuffix("1")])
+    monkeypatch.setattr(
+        Accelerator,
+        "distributed_type",
+        DistributedType[engine.removesuffix("1")],
+    )
     plugin = SimpleNamespace(fsdp_version=1)
     monkeypatch.setattr(AcceleratorState, "fsdp_plugin", plugin, raising=False)
     with pytest.raises(ValueError, match=f"distributed_type NO, MULTI_GPU .* but it is {engine}"):

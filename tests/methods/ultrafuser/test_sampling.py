@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import BatchSampler, DataLoader
 
 from moe_runtime.methods.ultrafuser.training import BalancedSampler, union_sampler
@@ -22,13 +23,22 @@ def named(places):
 @pytest.mark.parametrize("per_domain", [1, 2, 4])
 def test_every_batch_has_as_many_of_each(per_domain, replacement):
     sampler = BalancedSampler(DOMAINS, rounds=12, replacement=replacement, seed=3)
-    batches = list(BatchSampler(sampler, per_domain * len(SIZES), drop_last=False))
+    batches = list(
+        BatchSampler(
+            sampler,
+            per_domain * len(SIZES),
+            drop_last=False,
+        )
+    )
     assert len(batches) == 12 // per_domain
     for batch in batches:
         assert named(batch) == dict.fromkeys(SIZES, per_domain)
 
 
-@pytest.mark.parametrize("epoch, rounds", [("largest", 7), ("smallest", 3)])
+@pytest.mark.parametrize(
+    "epoch, rounds",
+    [("largest", 7), ("smallest", 3)],
+)
 def test_an_epoch_is_over_the_domain_asked_for(epoch, rounds):
     sampler = BalancedSampler(DOMAINS, epoch=epoch)
     assert len(sampler) == len(list(sampler)) == 3 * rounds
@@ -37,12 +47,12 @@ def test_an_epoch_is_over_the_domain_asked_for(epoch, rounds):
 def test_each_row_comes_once_before_any_comes_twice():
     stream = list(BalancedSampler(DOMAINS, rounds=21, seed=1))
     for domain, size in SIZES.items():
-        own = [place for place in stream if DOMAINS[place] == domain]
-        passes = [own[i : i + size] for i in range(0, 21, size)]
-        assert all(len(set(one)) == len(one) for one in passes)
-        assert len({tuple(one) for one in passes if len(one) == size}) > 1  # drawn anew
-    counts = Counter(union for union in union_sampler(15, draws=30))
-    assert set(counts) == set(range(15)) and set(counts.values()) == {2}
+        rows = [place for place in stream if DOMAINS[place] == domain]
+        passes = [tuple(rows[i : i + size]) for i in range(0, 21, size)]
+        for one in passes:
+            assert len(set(one)) == len(one)
+        assert len(set(passes[: 21 // size])) > 1  # drawn anew
+    assert Counter(union_sampler(15, draws=30)) == dict.fromkeys(range(15), 2)
 
 
 def test_draws_are_uniform_within_a_domain():
@@ -51,42 +61,49 @@ def test_draws_are_uniform_within_a_domain():
         expected = 6000 / SIZES[DOMAINS[place]]
         assert abs(count - expected) < 5 * expected**0.5  # five standard deviations
     # a pass of draws is no permutation
-    assert len(set(islice(BalancedSampler(["a"] * 50, replacement=True), 50))) < 45
+    assert (
+        len(
+            set(
+                islice(
+                    BalancedSampler(["a"] * 50, replacement=True),
+                    50,
+                )
+            )
+        )
+        < 45
+    )
 
 
 def test_seed_and_epoch_decide_and_nothing_else():
     sampler = BalancedSampler(DOMAINS, seed=4)
-    again = BalancedSampler(DOMAINS, seed=4)
     first = list(sampler)
-    assert first == list(sampler) == list(again) != list(BalancedSampler(DOMAINS, seed=5))
+    assert list(sampler) == first
+    assert list(BalancedSampler(DOMAINS, seed=5)) != first
+    again = BalancedSampler(DOMAINS, seed=4)
     again.set_epoch(1)
     assert list(again) != first
     again.set_epoch(0)
     assert list(again) == first
     # the rows of one domain come in the same order whatever the others have
-    longer = BalancedSampler([*DOMAINS, "prose"], seed=4)
-    codes = [[place for place in one if place < 7] for one in (first, list(longer))]
-    assert codes[0] == codes[1]
+    longer = list(BalancedSampler([*DOMAINS, "prose"], seed=4))
+    assert [place for place in longer if place < 7] == [place for place in first if place < 7]
 
 
 @pytest.mark.parametrize("batch_size", [3, 6])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_process_gets_a_balanced_part_of_a_balanced_step(processes, batch_size):
-    from accelerate.data_loader import prepare_data_loader, skip_first_batches
+    def loader_of(process: int):
+        sampler = BalancedSampler(DOMAINS, rounds=24, seed=2)
+        loader = DataLoader(range(15), batch_size=batch_size, sampler=sampler)
+        return prepare_data_loader(loader, num_processes=processes, process_index=process)
 
-    def parts():
-        for process in range(processes):
-            loader = DataLoader(
-                range(15),
-                batch_size=batch_size,
-                sampler=BalancedSampler(DOMAINS, rounds=24, seed=2),
-            )
-            yield prepare_data_loader(loader, num_processes=processes, process_index=process)
-
-    seen = [[batch.tolist() for batch in loader] for loader in parts()]
-    for step in zip(*seen, strict=True):
-        assert all(named(batch) == dict.fromkeys(SIZES, batch_size // 3) for batch in step)
+    seen = []
+    for process in range(processes):
+        batches = [batch.tolist() for batch in loader_of(process)]
+        for batch in batches:
+            assert named(batch) == dict.fromkeys(SIZES, batch_size // 3)
+        rest = skip_first_batches(loader_of(process), 2)
+        assert [batch.tolist() for batch in rest] == batches[2:]
+        seen.append(batches)
     flat = [place for step in zip(*seen, strict=True) for batch in step for place in batch]
     assert flat == list(BalancedSampler(DOMAINS, rounds=24, seed=2))
-    for loader, whole in zip(parts(), seen, strict=True):
-        assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == whole[2:]

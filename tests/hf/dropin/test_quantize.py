@@ -187,24 +187,13 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiles_in_one_graph_and_is_computed_again():
-    quantized = quantized_of(qwen(), "nf4")
+def test_compiles_in_one_graph():
     config = LoraConfig(r=4, target_parameters=TARGETS, init_lora_weights=False)
-    model = get_peft_model(quantized, config)
+    model = get_peft_model(quantized_of(qwen(), "nf4"), config)
     layer = model.base_model.model.model.layers[0].mlp
     x = torch.randn(2, 5, 64, requires_grad=True)
-    want = layer(x)
-    got = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")(x)
-    assert torch.equal(got, want)
-    grads = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train().zero_grad()
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        grads.append(list(tiny.gradients(model).values()))
-    assert len(grads[0]) == 4
-    assert all(map(torch.equal, *grads))
+    compiled = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), layer(x))
     with torch.no_grad():
         logits = model(IDS).logits
         with torch.autocast("cpu", torch.bfloat16):
@@ -364,6 +353,10 @@ def test_fp8_experts_that_no_kernel_reads_are_refused(change, says):
         moe_runtime.patch(model)
 
 
+def narrow():
+    return qwen(moe_intermediate_size=96)
+
+
 def broken():
     model = qwen()
     experts_in(model)[0].down_proj.data[1, 2, 3] = float("nan")
@@ -378,12 +371,8 @@ def broken():
         pytest.param(
             lambda: quantized_of(qwen(), "nf4"), "int8", "it is already quantized", id="twice"
         ),
-        pytest.param(
-            lambda: qwen(moe_intermediate_size=96), "fp8_block", "which have 96 each", id="halves"
-        ),
-        pytest.param(
-            lambda: qwen(moe_intermediate_size=96), "nf4", "64 elements.* 96", id="rows of 96"
-        ),
+        pytest.param(narrow, "fp8_block", "gate and up, which have 96 each", id="halves"),
+        pytest.param(narrow, "nf4", "64 elements.* 96", id="rows of 96"),
         pytest.param(lambda: torch.nn.Linear(2, 2), "nf4", "no experts", id="no experts"),
         pytest.param(
             lambda: qwen().double(), "nf4", r"torch.float64.*model.float\(\)", id="float64"

@@ -71,6 +71,7 @@ def experts_class(apply_gate=None, **flags):
             self.limit = 1.5
             self.alpha = 1.702
             self.post_expert_norm = nn.LayerNorm(H)
+            nn.init.normal_(self.post_expert_norm.bias)  # what a row of no expert becomes
 
         def linear(self, x, name, e):
             weight = getattr(self, name)[e]

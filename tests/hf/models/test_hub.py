@@ -65,11 +65,7 @@ def test_a_misspelt_folder_is_refused_by_name_before_any_request(source, monkeyp
     "text, is_replaced",
     [
         ("# Model Card for Model ID\n", True),
-        (
-            "fine-tuned version of [None](https://huggingface.co/None).\n"
-            "It has been trained using [TRL]",
-            True,
-        ),
+        ("fine-tuned version of [None](https://huggingface.co/None).\n", True),
         ("# Mine\nIt has been trained using [TRL]", False),
     ],
 )
@@ -80,11 +76,9 @@ def test_cards_that_nobody_wrote_are_replaced(text, is_replaced, monkeypatch, tm
     card = tmp_path / "README.md"
     card.write_text(text)
     hub.push(tmp_path, "me/tuned", base="me/base", method="xft")
-    if is_replaced:
-        assert 'from_pretrained("me/tuned")' in card.read_text()
-        assert "base_model: me/base" in card.read_text()
-    else:
-        assert card.read_text() == text
+    assert ('from_pretrained("me/tuned")' in card.read_text()) == is_replaced
+    assert ("base_model: me/base" in card.read_text()) == is_replaced
+    assert (card.read_text() == text) != is_replaced
     # as after a training without push
     card.write_text(hub.model_card(tmp_path, f"OWNER/{tmp_path.name}"))
     hub.push(tmp_path, "me/tuned")

@@ -54,27 +54,27 @@ def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, 
         assert read == config.rope_parameters
 
 
-def test_the_keys_by_family():
-    theta = {"rope_theta": 1e5}
-    assert legacy_rope(tiny.dense_config("llama").to_dict()) == theta
-    assert legacy_rope(tiny.dense_config("stablelm").to_dict()) == theta | {
-        "partial_rotary_factor": 0.25
-    }
-    neox = {"rotary_emb_base": 1e5, "rotary_pct": 0.25}
-    assert legacy_rope(tiny.dense_config("gpt_neox").to_dict()) == neox
-    gemma = {"rope_theta": 1e5, "rope_local_base_freq": 10_000.0}
-    assert legacy_rope(tiny.dense_config("gemma3_text").to_dict()) == gemma
+@pytest.mark.parametrize(
+    "model_type, expected",
+    [
+        ("llama", {"rope_theta": 1e5}),
+        ("stablelm", {"rope_theta": 1e5, "partial_rotary_factor": 0.25}),
+        ("gpt_neox", {"rotary_emb_base": 1e5, "rotary_pct": 0.25}),
+        ("gemma3_text", {"rope_theta": 1e5, "rope_local_base_freq": 10_000.0}),
+    ],
+)
+def test_the_keys_by_family(model_type, expected):
+    assert legacy_rope(tiny.dense_config(model_type).to_dict()) == expected
+
+
+def test_the_keys_of_long_and_of_unknown_rotations():
     phi3 = tiny.dense_config("phi3", rope_parameters=LONG, rope_theta=None).to_dict()
     scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     assert legacy_rope(phi3)["rope_scaling"] == scaling
     assert legacy_rope({"model_type": "gpt2"}) == {}
-    # layer types that the old spelling cannot tell apart
-    assert (
-        legacy_rope(
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}}
-        )
-        == {}
-    )
+    # layer types that the old spelling cannot distinguish
+    layers = {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}
+    assert legacy_rope({"rope_parameters": layers}) == {}
 
 
 def test_an_upcycled_config_is_read_by_its_base_type():

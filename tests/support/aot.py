@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from tests.support.stress import share
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,6 +192,40 @@ def record(step: Callable[[], object]) -> list[Case]:
         for fn in kernels().values():
             vars(fn).pop("run", None)
     return found
+
+
+def cases_of(
+    step: Callable[[], object], not_specialised: tuple[str, ...] = (), **fields
+) -> list[Case]:
+    """Record `step` with some fields exchanged and some integers that the JIT does not
+    specialise.
+    """
+    cases = []
+    for case in record(step):
+        loose = dict.fromkeys(set(not_specialised) & set(case.signature), "i32")
+        cases.append(case._replace(signature=case.signature | loose, **fields))
+    return cases
+
+
+def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+# the instructions of tensor cores by capability
+CORES = {
+    80: "mma.sync",
+    86: "mma.sync",
+    89: "mma.sync",
+    90: "wgmma",
+    100: "tcgen05",
+    120: "mma.sync",
+}
 
 
 def _constant(value):

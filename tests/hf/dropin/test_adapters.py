@@ -355,9 +355,10 @@ def test_refusals():
     with pytest.raises(ValueError, match="layer_replication .* configs"):
         moe_runtime.patch(model)
     model = adapted(sizes=SQUARE)
-    model.peft_config["default"].peft_version = "0.19.1"
-    with pytest.raises(ValueError, match="PEFT 0.19.1, .* gate_up_proj of .* transposed update"):
-        moe_runtime.patch(model)
+    for version in ("0.18.1", "0.19.1"):
+        model.peft_config["default"].peft_version = version
+        with pytest.raises(ValueError, match=f"PEFT {version}, .* gate_up_proj of .* transposed"):
+            moe_runtime.patch(model)
     lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
     model = get_peft_model(stock("gpt_oss", num_hidden_layers=1), lora)
     with pytest.warns(UserWarning, match="do not match this model's expert stacks"):

@@ -30,13 +30,6 @@ def cases():
 
 
 CASES = sorted(set(cases()))
-CASES |= {(to, stock.bases[0], gate) for to, stock in STOCK.items() for gate in stock.gates}
-CASES |= {
-    (to, STOCK[to].bases[-1], gate)
-    for to in STOCK
-    if "shared" in STOCK[to].also
-    for gate in SHARED_GATES
-}
 
 
 def upcycled(base: str, gate: str, top_k: int = 3, layers=None, **changes):

@@ -52,15 +52,15 @@ def make_case(
     if bias:
         for name, size in (("gate_bias", I), ("up_bias", I), ("down_bias", H)):
             base[name] = torch.randn(size)
-    leaves = {"x": torch.randn(T, H)}
-    topk_weight = 0.2 + torch.rand(T, E if K is None else K)
+    leaves = {"x": torch.randn(T, H), "topk_weight": 0.2 + torch.rand(T, E if K is None else K)}
     for name in targets:
         size, out = (I, H) if name == "down" else (H, I)
         leaves[f"{name}_a"] = torch.randn(E, rank, size) / size**0.5
         leaves[f"{name}_b"] = torch.randn(E, rank, out) / rank**0.5
-    leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}
-    # gates are float32 or wider
-    leaves["topk_weight"] = topk_weight.to(torch.promote_types(dtype, torch.float32))
+    for name, leaf in leaves.items():
+        # gates are float32 or wider
+        is_gate = name == "topk_weight"
+        leaves[name] = leaf.to(torch.promote_types(dtype, torch.float32) if is_gate else dtype)
     base = {name: weight.to(dtype) for name, weight in base.items()}
     idx = None if K is None else choose_experts(T, E, K, routing).int()
     return Case(leaves, base, idx, torch.randn(T, H).to(dtype), act=act)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_runtime.tools.conformance.draw import choose_experts
 from moe_runtime.tools.conformance.oracle import (  # noqa: F401  tests take them from here
     ACT,
     GATES,
@@ -120,6 +119,28 @@ class Case:
     form: dict = field(default_factory=dict)  # limit, up_offset, interleaved
 
 
+def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
+    """Ids [T, K]: random distinct | skip (no token picks the last expert) | all (every token picks
+    expert E // 2) | twice | halves (token t picks expert t % 2 in all slots: T rows each at K = 2,
+    and yet not every token) | dropped.
+    """
+    pool = E - 1 if routing == "skip" else E
+    idx = torch.zeros(T, K, dtype=torch.int64)
+    for row in idx:
+        row.copy_(torch.randperm(pool)[:K])
+    if routing == "all":
+        idx = torch.full((T, K), E // 2)
+    elif routing == "halves":
+        idx = (torch.arange(T) % min(2, E))[:, None].repeat(1, K)
+    elif routing == "twice" and K > 1:  # one token, two slots, one expert
+        idx[:, 1] = idx[:, 0]
+    elif routing == "dropped":  # by -1 and by ids beyond the last expert
+        idx[::3, 0] = -1
+        idx[1::4, -1] = E
+        idx[2::5, 0] = E + 7
+    return idx
+
+
 def make_case(
     T,
     H,
@@ -139,13 +160,14 @@ def make_case(
         "x": torch.randn(T, H),
         "up": torch.randn(E, Z, H) / H**0.5,
         "down": 2 * torch.randn(E, H, I) / I**0.5,
+        "topk_weight": 0.2 + torch.rand(T, K),
     }
-    topk_weight = 0.2 + torch.rand(T, K)
     if bias:
         leaves |= {"up_bias": torch.randn(E, Z), "down_bias": torch.randn(E, H)}
-    leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}
-    # gates are float32 or wider
-    leaves["topk_weight"] = topk_weight.to(torch.promote_types(dtype, torch.float32))
+    for name, leaf in leaves.items():
+        # gates are float32 or wider
+        is_gate = name == "topk_weight"
+        leaves[name] = leaf.to(torch.promote_types(dtype, torch.float32) if is_gate else dtype)
     topk_idx = choose_experts(T, E, K, routing).to(idx)
     return Case(leaves, topk_idx, torch.randn(T, H).to(dtype), act, gated)
 

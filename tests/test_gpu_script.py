@@ -105,21 +105,35 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
         assert COMMIT in (tmp_path / "out" / name).read_text()
 
 
-@pytest.mark.parametrize("part, count", [("first", 9), ("second", 7), ("third", 10)])
+@pytest.mark.parametrize(
+    "part, count",
+    [("first", 9), ("second", 7), ("third", 10)],
+)
 def test_parts_end_in_time_whatever_hangs(start, tmp_path, part, count):
     """Every program but the first hangs, and ignores Ctrl-C."""
     everything = "pytest tools.check tune report native.build ncu sanitizer nvidia-smi"
     status, printed = start(part, HANG=everything)
     assert int((tmp_path / "clock").read_text()) <= 570_000, printed
     assert status in (124, 137), printed
-    assert len(re.findall(r"^(\w+): exit status (\d+)", printed, re.MULTILINE)) == count
+    assert (
+        len(
+            re.findall(
+                r"^(\w+): exit status (\d+)",
+                printed,
+                re.MULTILINE,
+            )
+        )
+        == count
+    )
     assert (tmp_path / "out" / "gpu.jsonl").read_text().startswith('{"name": "", "commit"')
 
 
 def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
     start("first")
     text = "\n".join(calls(tmp_path))
-    budgets = [float(number) for number in re.findall(r"--budget ([\d.]+)", text)]
+    budgets = []
+    for number in re.findall(r"--budget ([\d.]+)", text):
+        budgets.append(float(number))
     # of layers (it and what comes before have 390 s together), of kernels with what that left over
     assert budgets[0] == pytest.approx(0.8 * 390, rel=0.05)
     assert budgets[1] == pytest.approx(0.8 * 440, rel=0.05)
@@ -234,10 +248,27 @@ def test_after(): pass
 
 def run_pytest(folder: Path, *words, **variables: str) -> subprocess.CompletedProcess:
     """Run pytest in a process that imports from `folder`, too."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    env = {}
+    for name, value in os.environ.items():
+        if not name.startswith("PYTEST"):
+            env[name] = value
     env |= {"PYTHONPATH": f"{ROOT}:{folder}", "COMMIT": COMMIT} | variables
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *map(str, words),
+    ]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_outcomes_are_written_as_they_come(tmp_path):
@@ -246,7 +277,14 @@ def test_outcomes_are_written_as_they_come(tmp_path):
     """
     (tmp_path / "test_some.py").write_text(OUTCOMES)
     results = tmp_path / "r.jsonl"
-    words = ["-p", "tests.support.outcomes", "--results", results, "-c", os.devnull]
+    words = [
+        "-p",
+        "tests.support.outcomes",
+        "--results",
+        results,
+        "-c",
+        os.devnull,
+    ]
     words += ["--rootdir", tmp_path, tmp_path]
     assert run_pytest(tmp_path, *words, STATUS="139").returncode == 139
     assert run_pytest(tmp_path, *words, "--restarted").returncode == 1
@@ -281,7 +319,13 @@ def test_a_tiny_run_without_transformers_skips_only_what_needs_it(tmp_path):
     benchmarks have notes.
     """
     (tmp_path / "without.py").write_text(WITHOUT)
-    words = ["-p", "without", "--collect-only", "tests/gpu", "bench/bench_layer.py"]
+    words = [
+        "-p",
+        "without",
+        "--collect-only",
+        "tests/gpu",
+        "bench/bench_layer.py",
+    ]
     done = run_pytest(tmp_path, *words, "--shapes", "fine,coarse")
     assert done.returncode == 0, done.stdout[-3000:]
     assert "error" not in done.stdout.lower()
@@ -291,9 +335,17 @@ def test_a_tiny_run_without_transformers_skips_only_what_needs_it(tmp_path):
     functions = ("bench_forward", "bench_forward_backward")
     assert order == [(function, shape) for shape in ("fine", "coarse") for function in functions]
     results = tmp_path / "r.jsonl"
-    Records(results).write("bench_training_step[tiny-bf16]", began=True)  # and died
+    Records(results).write(
+        "bench_training_step[tiny-bf16]",
+        began=True,
+    )  # and died
     words = ["-p", "without", "--tiny", "--restarted", "--results", results]
-    words += ["bench/bench_layer.py", "bench/bench_step.py", "-k", "bf16 and not backward"]
+    words += [
+        "bench/bench_layer.py",
+        "bench/bench_step.py",
+        "-k",
+        "bf16 and not backward",
+    ]
     done = run_pytest(tmp_path, *words)
     assert done.returncode == 0, done.stdout[-3000:]
     lines = records(results)
@@ -313,7 +365,15 @@ def test_report_goes_to_a_file_and_goals_to_the_terminal(tmp_path, capsys):
     page = tmp_path / "r.md"
     for name, outcome in (("a", "passed"), ("b", "failed"), ("c", "failed"), ("c", "passed")):
         Records(lines).write(name, outcome=outcome, why="of\nthat")
-    report.main([str(lines), "--out", str(tmp_path / "r.json"), "--markdown", str(page)])
+    report.main(
+        [
+            str(lines),
+            "--out",
+            str(tmp_path / "r.json"),
+            "--markdown",
+            str(page),
+        ]
+    )
     assert "Tests: 2 passed, 1 failed\n* b: of that" in page.read_text()
     assert "2 passed" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text()) == {"benchmarks": []}
@@ -325,10 +385,22 @@ def test_device_check_of_a_machine_with_a_gpu(tmp_path, monkeypatch, capsys):
         major=9, minor=0, multi_processor_count=132, total_memory=139 << 30, L2_cache_size=60 << 20
     )
     monkeypatch.setattr(machine, "CUDA", True)
-    monkeypatch.setattr(machine, "missing", lambda package: "cannot be imported: no httpx")
-    monkeypatch.setattr(machine, "describe", lambda: {"machine": "GPU", "commit": COMMIT})
+    monkeypatch.setattr(
+        machine,
+        "missing",
+        lambda package: "cannot be imported: no httpx",
+    )
+    monkeypatch.setattr(
+        machine,
+        "describe",
+        lambda: {"machine": "GPU", "commit": COMMIT},
+    )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: about,
+    )
     monkeypatch.setattr(backends, "why_not", lambda *_: None)
     assert device_check.main([str(lines)]) == 0
     printed = capsys.readouterr().out
@@ -347,11 +419,22 @@ def test_profiled_products_are_one_launch_each(monkeypatch, capsys):
     monkeypatch.setattr(tune, "find_gpu", lambda: (torch.device("cpu"), None))
     monkeypatch.setitem(LAYERS, "tiny", Layer(32, 16, 4, 2))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
+    monkeypatch.setattr(
+        torch.cuda.profiler,
+        "start",
+        lambda: seen.append("start"),
+    )
+    monkeypatch.setattr(
+        torch.cuda.profiler,
+        "stop",
+        lambda: seen.append("stop"),
+    )
     profile_products.main(["tiny", "16"])
     assert seen == ["start", "stop"] * 6
-    assert re.findall(r"tokens, (\w+):", capsys.readouterr().out) == list(tune.PRODUCTS)
+    assert re.findall(
+        r"tokens, (\w+):",
+        capsys.readouterr().out,
+    ) == list(tune.PRODUCTS)
 
 
 def test_a_lost_context_ends_the_process(monkeypatch):
@@ -383,10 +466,18 @@ torch.cuda.get_device_capability = lambda *_: (9, 0)
 def test_every_goal_of_a_gpu_has_a_step_that_measures_it(tmp_path):
     """As collected where torch says that there is a GPU."""
     (tmp_path / "gpu.py").write_text(WITH_GPU)
-    files = dict.fromkeys(re.findall(r"bench/bench_\w+\.py(?! --shapes)", SCRIPT.read_text()))
+    files = dict.fromkeys(
+        re.findall(
+            r"bench/bench_\w+\.py(?! --shapes)",
+            SCRIPT.read_text(),
+        )
+    )
     done = run_pytest(tmp_path, "-p", "gpu", "--collect-only", *files)
     assert done.returncode == 0, done.stdout[-3000:]
     collected = re.findall(r"::(\S+)$", done.stdout, re.MULTILINE)
-    measured = {name for goal in goals.GOALS for name in goal.benchmarks}
+    measured = set()
+    for goal in goals.GOALS:
+        for name in goal.benchmarks:
+            measured.add(name)
     assert measured <= set(collected), f"no step measures {sorted(measured - set(collected))}"
     assert set(collected[: len(measured)]) == measured  # before all others

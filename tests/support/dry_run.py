@@ -133,10 +133,17 @@ def main() -> int:
     """Run parts of the script; return the exit status of the last one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("parts", nargs="*", default=["first", "second", "third"])
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        default=["first", "second", "third"],
+    )
     given = parser.parse_args()
     env = environment(given.folder.resolve())
-    return subprocess.run(["bash", str(SCRIPT), *given.parts], env=env).returncode
+    return subprocess.run(
+        ["bash", str(SCRIPT), *given.parts],
+        env=env,
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -52,7 +52,14 @@ def copies_of_transposed_gradients(layer, backend: str | None, device: str = "cp
     for size in (up.numel(), down.numel()):
         up.grad = down.grad = None
         with _Large(size) as copies:
-            out = layer(x, up.transpose(1, 2), down.transpose(1, 2), weight, idx, backend=backend)
+            out = layer(
+                x,
+                up.transpose(1, 2),
+                down.transpose(1, 2),
+                weight,
+                idx,
+                backend=backend,
+            )
             out.sum().backward()
         if copies.seen:
             return copies.seen
@@ -78,7 +85,9 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
     torch.manual_seed(0)
     is_swapped = form in ("transposed stacks", NARROW)
     shapes = [(E, H, 2 * I), (E, I, H)] if is_swapped else [(E, 2 * I, H), (E, H, I)]
-    plain = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    plain = []
+    for shape in shapes:
+        plain.append(torch.randn(shape, device=device, requires_grad=True))
     added = [weight.detach().clone().requires_grad_() for weight in plain]
     accumulate_into_grad(added)
     if form == "main_grad":
@@ -92,7 +101,14 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         if form == "a layer with its router":
             experts = Experts(up, down)
-            out = moe_layer(x, router, experts, 2, "softmax_topk", backend=backend).out
+            out = moe_layer(
+                x,
+                router,
+                experts,
+                2,
+                "softmax_topk",
+                backend=backend,
+            ).out
         else:
             out = moe_mlp(x, up, down, weight, idx, backend=backend)
         with _Large(up.numel(), every=True) as large:
@@ -100,7 +116,10 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
         return large.seen
 
     def sums() -> list[torch.Tensor]:
-        return [weight.main_grad if form == "main_grad" else weight.grad for weight in added]
+        values = []
+        for weight in added:
+            values.append(weight.main_grad if form == "main_grad" else weight.grad)
+        return values
 
     memory = []
     for _ in range(3):

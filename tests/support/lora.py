@@ -52,7 +52,10 @@ def make_case(
     if bias:
         for name, size in (("gate_bias", I), ("up_bias", I), ("down_bias", H)):
             base[name] = torch.randn(size)
-    leaves = {"x": torch.randn(T, H), "topk_weight": 0.2 + torch.rand(T, E if K is None else K)}
+    leaves = {
+        "x": torch.randn(T, H),
+        "topk_weight": 0.2 + torch.rand(T, E if K is None else K),
+    }
     for name in targets:
         size, out = (I, H) if name == "down" else (H, I)
         leaves[f"{name}_a"] = torch.randn(E, rank, size) / size**0.5
@@ -112,7 +115,10 @@ def oracle(
         stacks.append(weight.expand(E, -1, -1) + delta)
     up_bias = down_bias = None
     if "gate_bias" in given:
-        up_bias = torch.cat([given["gate_bias"], given["up_bias"]]).expand(E, -1)
+        up_bias = torch.cat([given["gate_bias"], given["up_bias"]]).expand(
+            E,
+            -1,
+        )
         down_bias = given["down_bias"].expand(E, -1)
     if topk_idx is None:
         topk_idx = torch.arange(E, device=x.device).expand(x.shape[0], -1)

@@ -99,7 +99,10 @@ def bounds(eager: dict, want: dict, table: float) -> dict:
     """
     limits = {}
     for name, tensor in want.items():
-        limits[name] = min(table, 3 * relative_error(eager[name], tensor) + table / 5)
+        limits[name] = min(
+            table,
+            3 * relative_error(eager[name], tensor) + table / 5,
+        )
     return limits
 
 
@@ -163,7 +166,10 @@ def make_case(
         "topk_weight": 0.2 + torch.rand(T, K),
     }
     if bias:
-        leaves |= {"up_bias": torch.randn(E, Z), "down_bias": torch.randn(E, H)}
+        leaves |= {
+            "up_bias": torch.randn(E, Z),
+            "down_bias": torch.randn(E, H),
+        }
     for name, leaf in leaves.items():
         # gates are float32 or wider
         is_gate = name == "topk_weight"
@@ -176,7 +182,12 @@ def gradients(
     out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Gradients d<leaf> on the CPU; zeros of leaves that `out` does not depend on."""
-    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
+    grads = torch.autograd.grad(
+        out,
+        list(leaves.values()),
+        dout,
+        allow_unused=True,
+    )
     named = {}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         if grad is None:
@@ -191,7 +202,15 @@ def leaves_of(
     """Copies of a case's leaves, to be differentiated."""
     copies = {}
     for name, leaf in case.leaves.items():
-        copies[name] = leaf.detach().clone().to(device, dtype or leaf.dtype).requires_grad_()
+        copies[name] = (
+            leaf.detach()
+            .clone()
+            .to(
+                device,
+                dtype or leaf.dtype,
+            )
+            .requires_grad_()
+        )
     return copies
 
 
@@ -226,7 +245,14 @@ def moe_oracle(x, up, down, topk_weight, topk_idx, **options):
     NaN.
     """
     is_live = (topk_idx >= 0) & (topk_idx < up.shape[0])
-    return moe(x, up, down, torch.where(is_live, topk_weight, 0.0), topk_idx, **options)
+    return moe(
+        x,
+        up,
+        down,
+        torch.where(is_live, topk_weight, 0.0),
+        topk_idx,
+        **options,
+    )
 
 
 def moe_eager(
@@ -245,7 +271,10 @@ def moe_eager(
     """What transformers' eager experts do, in the inputs' dtype: its error is the yardstick of the
     tolerance.
     """
-    native = {"silu": torch.nn.functional.silu, "relu": torch.relu}.get(act, ACT[act])
+    native = {"silu": torch.nn.functional.silu, "relu": torch.relu}.get(
+        act,
+        ACT[act],
+    )
     out = torch.zeros_like(x)
     for e in range(up.shape[0]):
         token, slot = torch.where(topk_idx == e)
@@ -256,7 +285,11 @@ def moe_eager(
         y = h @ down[e].t()
         if down_bias is not None:
             y = y + down_bias[e]
-        out = out.index_add(0, token, (y * topk_weight[token, slot, None]).to(x.dtype))
+        out = out.index_add(
+            0,
+            token,
+            (y * topk_weight[token, slot, None]).to(x.dtype),
+        )
     return out
 
 
@@ -286,7 +319,10 @@ def saved_bytes(
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        pack,
+        lambda tensor: tensor,
+    ):
         out = step()
     return sum(saved.values()), out
 
@@ -318,8 +354,17 @@ def route_mismatches(
     if idx.tolist() != ids:
         bad.append(f"ids are {idx.tolist()}, want {ids}")
     # gates are float32 or wider
-    bad += mismatches({"weight": weight}, {"weight": expected}, min(table, 5e-6))
-    dweight = torch.cos(torch.arange(weight.numel(), dtype=torch.float64)).view(weight.shape)
+    bad += mismatches(
+        {"weight": weight},
+        {"weight": expected},
+        min(table, 5e-6),
+    )
+    dweight = torch.cos(
+        torch.arange(
+            weight.numel(),
+            dtype=torch.float64,
+        )
+    ).view(weight.shape)
     (dlogits,) = torch.autograd.grad(weight, logits, dweight.to(weight.dtype))
     (dclean,) = torch.autograd.grad(expected, clean, dweight)
     if dclean.norm() < 1e-9:  # a softmax over one expert
@@ -333,7 +378,10 @@ def route_mismatches(
 
 def mixing_oracle(logits: list[float], shared_rate: float | None) -> list[float]:
     """alpha of XFT's Eq. (5)."""
-    return mixing(torch.tensor(logits, dtype=torch.float64), shared_rate).tolist()
+    return mixing(
+        torch.tensor(logits, dtype=torch.float64),
+        shared_rate,
+    ).tolist()
 
 
 def cv2_oracle(values: list[float]) -> float:
@@ -352,6 +400,8 @@ def normal_cdf(z: float) -> float:
 
 def poison() -> None:
     """Leave NaN in the memory that the allocator hands out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
+    blocks = []
+    for _ in range(8):
+        blocks.append(torch.full((1 << 24,), float("nan"), device="cuda"))
     torch.cuda.synchronize()
     del blocks

@@ -63,7 +63,11 @@ def results(model, pool=None) -> list[torch.Tensor]:
     """
     wrapper = wrapper_of(model)
     x, idx, weight = inputs(model, pool=pool)
-    leaves = [x.requires_grad_(), weight.requires_grad_(), *tiny.trained(wrapper)]
+    leaves = [
+        x.requires_grad_(),
+        weight.requires_grad_(),
+        *tiny.trained(wrapper),
+    ]
     out = wrapper(x, idx, weight)
     loss = (out * torch.linspace(-1, 1, 32, dtype=x.dtype)).sum()
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -81,7 +85,11 @@ def calls(monkeypatch):
     from moe_runtime.modules import moe
 
     seen = []
-    monkeypatch.setattr(moe, "frozen_mlp", lambda *args: seen.append(args[1]) or frozen_mlp(*args))
+    monkeypatch.setattr(
+        moe,
+        "frozen_mlp",
+        lambda *args: seen.append(args[1]) or frozen_mlp(*args),
+    )
     return seen
 
 
@@ -91,11 +99,35 @@ FORMS = [
     pytest.param(
         "qwen3_moe", 16, {"moe_intermediate_size": 8}, {"use_rslora": True}, id="2I < H, rsLoRA"
     ),
-    pytest.param("qwen3_moe", 40, {"moe_intermediate_size": 16}, {}, id="2I = H, r > in"),
-    pytest.param("qwen3_moe", 3, {"num_experts": 1, "num_experts_per_tok": 1}, {}, id="E = 1"),
+    pytest.param(
+        "qwen3_moe",
+        40,
+        {"moe_intermediate_size": 16},
+        {},
+        id="2I = H, r > in",
+    ),
+    pytest.param(
+        "qwen3_moe",
+        3,
+        {"num_experts": 1, "num_experts_per_tok": 1},
+        {},
+        id="E = 1",
+    ),
     pytest.param("gpt_oss", 3, {}, {}, id="GPT-OSS: biases, transposed"),
-    pytest.param("gpt_oss", 8, {"intermediate_size": 16}, {}, id="GPT-OSS: 2I = H, r = E"),
-    pytest.param("gpt_oss", 3, {"intermediate_size": 32}, {}, id="GPT-OSS: I = H"),
+    pytest.param(
+        "gpt_oss",
+        8,
+        {"intermediate_size": 16},
+        {},
+        id="GPT-OSS: 2I = H, r = E",
+    ),
+    pytest.param(
+        "gpt_oss",
+        3,
+        {"intermediate_size": 32},
+        {},
+        id="GPT-OSS: I = H",
+    ),
 ]
 
 
@@ -119,7 +151,11 @@ def test_the_factors_are_pefts_delta_expert_by_expert():
     wrapper = wrapper_of(model)
     a = wrapper.lora_A["default"].weight
     b = wrapper.lora_B["default"].weight
-    pair = frozen.pair_of([frozen.Factors(a, b, wrapper.scaling["default"], 8)], 8, torch.float64)
+    pair = frozen.pair_of(
+        [frozen.Factors(a, b, wrapper.scaling["default"], 8)],
+        8,
+        torch.float64,
+    )
     delta = torch.einsum("ero,eri->eoi", pair.b, pair.a)
     assert distance(delta, wrapper.get_delta_weight("default")) < 1e-15
 
@@ -130,7 +166,10 @@ def test_states(calls):
     """
     model = adapted()
     moe_runtime.patch(model)
-    model.add_adapter("second", LoraConfig(r=5, target_parameters=TARGETS, init_lora_weights=False))
+    model.add_adapter(
+        "second",
+        LoraConfig(r=5, target_parameters=TARGETS, init_lora_weights=False),
+    )
     stock_model = copy.deepcopy(model)
     moe_runtime.unpatch(stock_model)
     both = (model, stock_model)
@@ -163,7 +202,13 @@ def test_states(calls):
         one.unmerge_adapter()
         one.delete_adapter("second")
     assert distance(same(1e-12), first) < 1e-12
-    assert distance(model.merge_and_unload()(**ids()).logits, stock_model(**ids()).logits) < 1e-6
+    assert (
+        distance(
+            model.merge_and_unload()(**ids()).logits,
+            stock_model(**ids()).logits,
+        )
+        < 1e-6
+    )
 
 
 def ids() -> dict:
@@ -199,7 +244,11 @@ def test_what_goes_through_pefts_own(what, calls):
     """
     biases = what == "experts' biases"
     if biases:
-        targets = [*TARGETS, "experts.gate_up_proj_bias", "experts.down_proj_bias"]
+        targets = [
+            *TARGETS,
+            "experts.gate_up_proj_bias",
+            "experts.down_proj_bias",
+        ]
     else:
         targets = TARGETS
     model = adapted("gpt_oss", targets=targets)
@@ -225,7 +274,11 @@ def test_narrow_stacks_and_autocast(dtype, calls):
             p.data = p.data.float()
     moe_runtime.patch(model)
     x, idx, weight = inputs(exact)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+    with torch.autocast(
+        "cpu",
+        torch.bfloat16,
+        enabled=dtype == torch.float32,
+    ):
         out = wrapper_of(model)(x.to(dtype), idx, weight.float())
     out.float().sum().backward()
     expected = wrapper_of(exact)(x, idx, weight)
@@ -292,7 +345,12 @@ def test_compiles_into_one_graph(family):
     values = []
     for call in (wrapper, compiled):
         out = call(*args)
-        values.append([out, *torch.autograd.grad(out.sin().sum(), tiny.trained(wrapper))])
+        values.append(
+            [
+                out,
+                *torch.autograd.grad(out.sin().sum(), tiny.trained(wrapper)),
+            ]
+        )
     assert worst(*values) < 1e-6
     with model.disable_adapter():
         assert distance(compiled(*args), wrapper(*args)) < 1e-6
@@ -300,9 +358,18 @@ def test_compiles_into_one_graph(family):
 
 def test_our_own_layers(calls):
     """A MoE of this package is adapted as a stock one."""
-    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_experts": 8, "top_k": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_experts": 8,
+        "top_k": 2,
+    }
     layer = torch.nn.ModuleDict({"mlp": MoE(MoEConfig(**sizes, gate="softmax_topk")).double()})
-    options = LoraConfig(r=3, target_parameters=TARGETS, init_lora_weights=False)
+    options = LoraConfig(
+        r=3,
+        target_parameters=TARGETS,
+        init_lora_weights=False,
+    )
     model = get_peft_model(layer, options, autocast_adapter_dtype=False)
     expected = results(model)
     adapters.install()
@@ -339,7 +406,13 @@ SQUARE = {"moe_intermediate_size": 16}  # gate_up: PEFT loads what 0.19 wrote, a
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"layers_to_transform": [0], "layers_pattern": "layers"}, "ignores layers_to_transform"),
+        (
+            {
+                "layers_to_transform": [0],
+                "layers_pattern": "layers",
+            },
+            "ignores layers_to_transform",
+        ),
         ({"use_qalora": True}, "ignores use_qalora"),
         ({"bias": "all"}, "bias='all' does not apply to experts"),
     ],
@@ -357,11 +430,17 @@ def test_refusals():
     model = adapted(sizes=SQUARE)
     for version in ("0.18.1", "0.19.1"):
         model.peft_config["default"].peft_version = version
-        with pytest.raises(ValueError, match=f"PEFT {version}, .* gate_up_proj of .* transposed"):
+        with pytest.raises(
+            ValueError,
+            match=f"PEFT {version}, .* gate_up_proj of .* transposed",
+        ):
             moe_runtime.patch(model)
     lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
     model = get_peft_model(stock("gpt_oss", num_hidden_layers=1), lora)
-    with pytest.warns(UserWarning, match="do not match this model's expert stacks"):
+    with pytest.warns(
+        UserWarning,
+        match="do not match this model's expert stacks",
+    ):
         moe_runtime.patch(model)
     one = {"num_local_experts": 1, "num_experts": 1, "num_experts_per_tok": 1}
     one |= {"intermediate_size": 32}
@@ -394,7 +473,10 @@ def test_what_is_adapted_is_said():
         assert moe_runtime.patch(model) == 2
     path = "base_model.model.model.layers.{}.mlp.experts"
     assert adapted_stacks(model) == {
-        path.format(layer): {"down_proj": ["default"], "gate_up_proj": ["default"]}
+        path.format(layer): {
+            "down_proj": ["default"],
+            "gate_up_proj": ["default"],
+        }
         for layer in range(2)
     }
     assert Path(adapters.__file__).stat().st_size < 12_000
@@ -412,7 +494,11 @@ def test_every_family_trains_its_adapters(family):
     for name, module in modules.items():
         for stack in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
             targets.add(f"{name.rpartition('.')[2]}.{stack}")
-    config = LoraConfig(r=3, target_parameters=sorted(targets), init_lora_weights=False)
+    config = LoraConfig(
+        r=3,
+        target_parameters=sorted(targets),
+        init_lora_weights=False,
+    )
     model = get_peft_model(model, config).eval()
     assert sum(map(len, adapted_stacks(model).values())) == 2 * len(modules)
 

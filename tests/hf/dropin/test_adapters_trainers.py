@@ -41,7 +41,9 @@ def trained(implementation: str, tokenizer, folder):
         disable_tqdm=True,
         gradient_checkpointing=False,
     )
-    rows = [{"prompt": "Say ", "chosen": text, "rejected": "no x"} for text in TEXTS * 2]
+    rows = []
+    for text in TEXTS * 2:
+        rows.append({"prompt": "Say ", "chosen": text, "rejected": "no x"})
     torch.manual_seed(0)
     trainer = DPOTrainer(
         model,
@@ -52,8 +54,14 @@ def trained(implementation: str, tokenizer, folder):
     )
     assert trainer.ref_model is None
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    adapters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    losses = []
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            losses.append(entry["loss"])
+    adapters = {}
+    for name, p in trainer.model.named_parameters():
+        if p.requires_grad:
+            adapters[name] = p
     return losses, adapters
 
 

@@ -28,7 +28,15 @@ WITH_OWN_LOSS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "phimoe")
 
 def logits_of(layers=4, rows=3, length=7, E=8):
     generator = torch.Generator().manual_seed(3)
-    return tuple(2 * torch.randn(rows * length, E, generator=generator) for _ in range(layers))
+    return tuple(
+        2
+        * torch.randn(
+            rows * length,
+            E,
+            generator=generator,
+        )
+        for _ in range(layers)
+    )
 
 
 def a_mask(rows=3, length=7):
@@ -65,8 +73,14 @@ def test_both_are_transformers_formula(mask):
     grads, expected_grads = (torch.autograd.grad(loss, logits) for loss in (pooled, expected))
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert torch.allclose(grad, expected_grad, rtol=1e-4, atol=1e-8)
-    layers = [load_balancing_loss_func((layer,), 8, 3, mask) for layer in logits]
-    assert torch.allclose(per_layer_loss(logits, 8, 3, mask), sum(layers) / 4, rtol=1e-6)
+    layers = []
+    for layer in logits:
+        layers.append(load_balancing_loss_func((layer,), 8, 3, mask))
+    assert torch.allclose(
+        per_layer_loss(logits, 8, 3, mask),
+        sum(layers) / 4,
+        rtol=1e-6,
+    )
 
 
 def test_four_layers_that_collapse_on_different_experts_only_look_balanced_when_pooled():
@@ -128,7 +142,16 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
             handles.append(module.register_forward_hook(catch))
     assert len(routers) == 2
     loss = model(**inputs).loss
-    (loss + COEF * per_layer_loss(logits, 8, 2, inputs["attention_mask"])).backward()
+    (
+        loss
+        + COEF
+        * per_layer_loss(
+            logits,
+            8,
+            2,
+            inputs["attention_mask"],
+        )
+    ).backward()
     for handle in handles:
         handle.remove()
     expected = tiny.gradients(model)
@@ -147,7 +170,10 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_routers_are_found_in_every_family_by_what_it_declares_and_without(family):
     model = families.build(family)
-    layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
+    layers = []
+    for layer in routed_layers(model).values():
+        if layer.is_stock:
+            layers.append(layer)
     declared = balance._declared_routers(model)
     beside = dict(balance._routers_beside(model, layers))
     # a layer whose experts go by the token's id has no say in the balance
@@ -212,7 +238,11 @@ def test_a_collapse_costs_every_family_the_same(family):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_known_from_logits(dtype):
-    logits = torch.randn(50, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits = torch.randn(
+        50,
+        128,
+        generator=torch.Generator().manual_seed(1),
+    ).to(dtype)
     assert balance._are_probabilities(logits.float().softmax(-1).to(dtype))
     for other in (logits, logits.abs(), logits.sigmoid(), logits.softmax(-1) * 1.1):
         assert not balance._are_probabilities(other)
@@ -233,7 +263,10 @@ def test_compiled_code_tells_them_apart_too():
     assert close(compiled(x.softmax(-1)), x.log_softmax(-1))
     assert torch.equal(in_use._as_logits(torch.nn.Linear, x[:0]), x[:0])
     assert not in_use._softmaxed
-    assert close(in_use._as_logits(torch.nn.Linear, x.softmax(-1)), x.log_softmax(-1))
+    assert close(
+        in_use._as_logits(torch.nn.Linear, x.softmax(-1)),
+        x.log_softmax(-1),
+    )
     assert in_use._softmaxed == {torch.nn.Linear: True}
     torch.compiler.reset()
 
@@ -254,7 +287,10 @@ def test_nothing_is_added_without_labels_and_nothing_is_kept():
 
 
 def hooks_of(model) -> list[int]:
-    return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    values = []
+    for m in model.modules():
+        values.append(len(m._forward_hooks) + len(m._forward_pre_hooks))
+    return values
 
 
 def test_closing_gives_hooks_and_config_back():
@@ -290,7 +326,11 @@ def test_inside_peft_the_router_in_training_gets_the_gradient():
     from peft import LoraConfig, get_peft_model
 
     inputs = batch(padding=3)
-    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"])
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        modules_to_save=["mlp.gate"],
+    )
     plain = stock("qwen3_moe").eval()
     use_balance_loss(plain, "per_layer", COEF)
     want = plain(**inputs)
@@ -306,7 +346,12 @@ def test_inside_peft_the_router_in_training_gets_the_gradient():
 
 
 @pytest.mark.parametrize(
-    "is_late", [False, True], ids=["in-use-before-compiling", "in-use-after-compiling"]
+    "is_late",
+    [False, True],
+    ids=[
+        "in-use-before-compiling",
+        "in-use-after-compiling",
+    ],
 )
 def test_compiled_models_have_the_loss_too(is_late):
     """As one graph."""
@@ -350,7 +395,10 @@ def test_bad_settings_are_refused():
         model = stock("deepseek_v3")  # whose config has no coefficient
         with pytest.raises(ValueError, match="coef must be a number above 0"):
             use_balance_loss(model, coef=coef)
-    with pytest.raises(ValueError, match="kind must be one of per_layer, pooled"):
+    with pytest.raises(
+        ValueError,
+        match="kind must be one of per_layer, pooled",
+    ):
         use_balance_loss(stock("mixtral"), "mean")
 
 
@@ -414,11 +462,19 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "routers.md"
 
 
 @pytest.mark.parametrize(
-    "text", re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    "text",
+    re.findall(
+        r"```python\n(.*?)```",
+        DOCUMENT.read_text(),
+        re.DOTALL,
+    ),
 )
 def test_the_examples_of_the_docs_run(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = train_tokenizer(["3 and 4 make 7", "a longer line: 30 and 40 make 70"], 280)
+    tokenizer = train_tokenizer(
+        ["3 and 4 make 7", "a longer line: 30 and 40 make 70"],
+        280,
+    )
     tokenizer.save_pretrained("model")
     stock("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained("model")
     names: dict = {"__name__": "__main__"}

@@ -63,7 +63,10 @@ def experts_class(apply_gate=None, **flags):
             Z = 2 * I if gated else I
             for name, out, into in ((self.up_name, Z, H), ("down_proj", H, I)):
                 shape = (E, into, out) if flags.get("is_transposed") else (E, out, into)
-                self.register_parameter(name, nn.Parameter(torch.randn(shape) / 3))
+                self.register_parameter(
+                    name,
+                    nn.Parameter(torch.randn(shape) / 3),
+                )
                 if flags.get("has_bias"):
                     bias = nn.Parameter(torch.randn(E, out) / 3)
                     self.register_parameter(f"{name}_bias", bias)
@@ -87,7 +90,11 @@ def experts_class(apply_gate=None, **flags):
                 y = self.linear(h, "down_proj", e)
                 if self.has_post_expert_norm:
                     y = self.post_expert_norm(y)
-                out = out.index_add(0, token, (y * top_k_weights[token, slot, None]).to(out.dtype))
+                out = out.index_add(
+                    0,
+                    token,
+                    (y * top_k_weights[token, slot, None]).to(out.dtype),
+                )
             return out
 
     if apply_gate is not None:
@@ -100,7 +107,12 @@ BIASED = {"has_bias": True, "is_transposed": True}
 LAYOUTS = [
     pytest.param({}, {}, True, id="most-models"),
     pytest.param({}, {"hidden_act": "gelu_pytorch_tanh"}, True, id="gemma4"),
-    pytest.param({"has_gate": False}, {"hidden_act": "relu2"}, True, id="nemotron_h"),
+    pytest.param(
+        {"has_gate": False},
+        {"hidden_act": "relu2"},
+        True,
+        id="nemotron_h",
+    ),
     pytest.param({"is_transposed": True}, {}, True, id="transposed"),
     pytest.param(BIASED, {}, True, id="biased-transposed"),
     pytest.param(
@@ -109,15 +121,32 @@ LAYOUTS = [
     pytest.param(GPT_OSS | BIASED, {}, True, id="gpt_oss"),
     pytest.param(GPT_OSS, {}, True, id="interleaved"),
     pytest.param({"apply_gate": _deepseek}, {}, True, id="deepseek_v4"),
-    pytest.param({"apply_gate": _softcapped}, {}, False, id="inkling2-composed"),
-    pytest.param(BIASED | {"apply_gate": _softcapped}, {}, False, id="composed-biased"),
+    pytest.param(
+        {"apply_gate": _softcapped},
+        {},
+        False,
+        id="inkling2-composed",
+    ),
+    pytest.param(
+        BIASED | {"apply_gate": _softcapped},
+        {},
+        False,
+        id="composed-biased",
+    ),
     pytest.param({}, {"hidden_act": "mish"}, False, id="unknown-activation"),
     pytest.param(
         {"has_gate": False}, {"hidden_act": "mish"}, False, id="unknown-activation-not-gated"
     ),
 ]
 if "has_post_expert_norm" in inspect.signature(use_experts_implementation).parameters:
-    LAYOUTS.append(pytest.param({"has_post_expert_norm": True}, {}, False, id="muse_spark"))
+    LAYOUTS.append(
+        pytest.param(
+            {"has_post_expert_norm": True},
+            {},
+            False,
+            id="muse_spark",
+        )
+    )
 # a decorator of an older transformers does not take them all
 LAYOUTS = [
     p
@@ -172,11 +201,20 @@ def run(module, x, idx, weight, implementation: str) -> dict[str, torch.Tensor]:
     for name, p in module.named_parameters():
         if module.has_post_expert_norm or "norm" not in name:
             used[name] = p.grad
-    return {"out": out.detach(), "dx": leaves[0].grad, "dweight": leaves[1].grad, **used}
+    return {
+        "out": out.detach(),
+        "dx": leaves[0].grad,
+        "dweight": leaves[1].grad,
+        **used,
+    }
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dropped", [False, True], ids=["all-here", "sentinels"])
+@pytest.mark.parametrize(
+    "dropped",
+    [False, True],
+    ids=["all-here", "sentinels"],
+)
 @pytest.mark.parametrize(("flags", "fields", "is_fused"), LAYOUTS)
 def test_same_as_eager(flags, fields, is_fused, dropped, backend, device, monkeypatch):
     """In one op where that is possible; values and every gradient."""
@@ -218,10 +256,25 @@ def scaled(self, z):
         pytest.param(
             None, {"act_fn": nn.GELU(approximate="tanh")}, Activation("gelu_tanh"), id="tanh"
         ),
-        pytest.param(None, {"act_fn": nn.GELU()}, Activation("gelu"), id="erf"),
+        pytest.param(
+            None,
+            {"act_fn": nn.GELU()},
+            Activation("gelu"),
+            id="erf",
+        ),
         pytest.param(almost_known, {}, None, id="almost-silu"),
-        pytest.param(scaled, {"alpha": 1.702}, Activation("quick_gelu"), id="alpha-1.702"),
-        pytest.param(scaled, {"alpha": 1.0}, Activation("silu"), id="alpha-1"),
+        pytest.param(
+            scaled,
+            {"alpha": 1.702},
+            Activation("quick_gelu"),
+            id="alpha-1.702",
+        ),
+        pytest.param(
+            scaled,
+            {"alpha": 1.0},
+            Activation("silu"),
+            id="alpha-1",
+        ),
         pytest.param(scaled, {"alpha": 2.0}, None, id="alpha-2"),
         *(
             pytest.param(
@@ -230,7 +283,12 @@ def scaled(self, z):
             for limit in (0.3, 7, 1e4, 1e7)
         ),
         *(
-            pytest.param(_deepseek, {"limit": limit}, None, id=f"limit-{limit}")
+            pytest.param(
+                _deepseek,
+                {"limit": limit},
+                None,
+                id=f"limit-{limit}",
+            )
             for limit in (0.0, None, float("inf"), torch.tensor(2.0), [2.0])
         ),
     ],
@@ -256,7 +314,11 @@ class Swish(nn.Module):
 CHANGES = {
     "an activation that learns": lambda m: setattr(m, "act_fn", Swish(learned=True)),
     "an activation with a state": lambda m: setattr(m, "act_fn", Swish(2.0)),
-    "dropout behind it": lambda m: setattr(m, "act_fn", nn.Sequential(nn.SiLU(), nn.Dropout(0.5))),
+    "dropout behind it": lambda m: setattr(
+        m,
+        "act_fn",
+        nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
+    ),
     "a hook on it": lambda m: m.act_fn.register_forward_hook(lambda module, args, out: 2 * out),
     "its forward replaced": lambda m: setattr(m.act_fn, "forward", torch.tanh),
     "a gate of the instance's own": lambda m: setattr(
@@ -336,7 +398,10 @@ def test_counts_are_the_dispatchs_own():
     for _ in range(2):
         module(torch.randn(T, H), idx, weight)
     live = idx[(idx >= 0) & (idx < E)]
-    assert torch.equal(module.moe_runtime_counts, 2 * torch.bincount(live, minlength=E))
+    assert torch.equal(
+        module.moe_runtime_counts,
+        2 * torch.bincount(live, minlength=E),
+    )
     assert live.numel() < T * K
     assert "moe_runtime_counts" not in module.state_dict()
 
@@ -358,7 +423,10 @@ def test_patch_leaves_another_model_of_the_same_config_alone():
     assert other.config is one.config
     before = other.config._experts_implementation
     moe_runtime.patch(one)
-    configs = {id(module.config) for module in one.modules() if hasattr(module, "config")}
+    configs = set()
+    for module in one.modules():
+        if hasattr(module, "config"):
+            configs.add(id(module.config))
     assert configs == {id(one.config)}
     assert other.config._experts_implementation == before
     ids = torch.arange(12)[None]
@@ -367,7 +435,11 @@ def test_patch_leaves_another_model_of_the_same_config_alone():
     assert one.config._experts_implementation == before
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["model", "wrapped"])
+@pytest.mark.parametrize(
+    "is_wrapped",
+    [False, True],
+    ids=["model", "wrapped"],
+)
 def test_patch_and_unpatch(is_wrapped):
     model = tiny_qwen()
     before = model.config._experts_implementation
@@ -393,10 +465,16 @@ def test_patch_that_fails_changes_nothing():
     other.config._experts_implementation = "eager"
     before = model.config._experts_implementation
     says = "cannot be set to 'moe_runtime' and is still 'eager'"
-    with pytest.raises(ValueError, match=f"experts_implementation of other {says}"):
+    with pytest.raises(
+        ValueError,
+        match=f"experts_implementation of other {says}",
+    ):
         moe_runtime.patch(nn.ModuleDict({"model": model, "other": other}))
     assert model.config._experts_implementation == before != "moe_runtime"
-    with pytest.raises(ValueError, match=f"experts_implementation of Stock {says}"):
+    with pytest.raises(
+        ValueError,
+        match=f"experts_implementation of Stock {says}",
+    ):
         moe_runtime.patch(other)
     with pytest.raises(ValueError, match="str has no experts"):
         moe_runtime.patch("gpt")
@@ -415,7 +493,11 @@ class Packed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, weight):
-        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            weight.shape,
+            dtype=weight.dtype,
+        )
 
     def __tensor_flatten__(self):
         return [], {}
@@ -433,7 +515,11 @@ class Params4bit(nn.Parameter):
 
 @pytest.mark.parametrize("kind", [Packed, Params4bit])
 @pytest.mark.parametrize(
-    "make", [pytest.param(upcycled, id="ours"), pytest.param(stock, id="stock")]
+    "make",
+    [
+        pytest.param(upcycled, id="ours"),
+        pytest.param(stock, id="stock"),
+    ],
 )
 @pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
 def test_tensors_that_only_look_like_floats_are_refused(make, stack, kind):
@@ -445,15 +531,24 @@ def test_tensors_that_only_look_like_floats_are_refused(make, stack, kind):
     if kind is Packed:
         changed = nn.Parameter(Packed(weight), requires_grad=False)
     else:
-        changed = Params4bit(torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8), False)
+        changed = Params4bit(
+            torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
+            False,
+        )
     setattr(layer, stack, changed)
     says = rf"must be float16, .*, but are \S*\.{kind.__name__} .* moe_runtime.quantize_experts"
     with pytest.raises(ValueError, match=says):
         moe_runtime.patch(model)
     with pytest.raises(ValueError, match=says):
         model(torch.ones(1, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match=rf"{stack} .*but is \S*\.{kind.__name__} "):
+    with pytest.raises(
+        ValueError,
+        match=rf"{stack} .*but is \S*\.{kind.__name__} ",
+    ):
         moe_runtime.quantize_experts(model, "int8")
     if kind is Packed:
-        with pytest.raises(ValueError, match=rf"{stack} must be a floating-point .*Packed"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{stack} must be a floating-point .*Packed",
+        ):
             train_rows(model, {0: [1]})

@@ -25,7 +25,12 @@ from moe_runtime.native.library import cpp
 from tests.hf.tiny import upcycled
 from tests.support import cpu_build, stock_moe
 
-SIZES = {"hidden_size": 16, "intermediate_size": 12, "num_experts": 4, "top_k": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_experts": 4,
+    "top_k": 2,
+}
 
 
 class Dense(nn.Module):
@@ -47,7 +52,11 @@ LAYERS = {
     "two ops": lambda: MoE(MoEConfig(**SIZES, router="mlp", bias=True)),
     "rows that train": split,
     "merged": lambda: MergedMLP(MoEConfig(**SIZES)),
-    "lora": lambda: LoRAMoE(Dense(), MoEConfig(**SIZES, gate="softmax_topk"), rank=3),
+    "lora": lambda: LoRAMoE(
+        Dense(),
+        MoEConfig(**SIZES, gate="softmax_topk"),
+        rank=3,
+    ),
 }
 
 
@@ -66,11 +75,20 @@ def export(layer, strict=False):
 
 
 def ours(program) -> list:
-    return [node for node in program.graph.nodes if "moe_runtime" in str(node.target)]
+    values = []
+    for node in program.graph.nodes:
+        if "moe_runtime" in str(node.target):
+            values.append(node)
+    return values
 
 
 @pytest.mark.parametrize(
-    "strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["not strict", "strict"]
+    "strict",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.slow),
+    ],
+    ids=["not strict", "strict"],
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_exported_graph_is_of_no_machine(name, strict):
@@ -141,7 +159,15 @@ def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_p
             monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), str(library.path)],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            CHILD,
+            str(tmp_path),
+            str(library.path),
+        ],
         capture_output=True,
         text=True,
     )
@@ -153,7 +179,11 @@ def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_p
 
 
 def stock():
-    model = stock_moe.stock("mixtral", num_hidden_layers=1, use_cache=False).eval()
+    model = stock_moe.stock(
+        "mixtral",
+        num_hidden_layers=1,
+        use_cache=False,
+    ).eval()
     moe_runtime.patch(model)
     return model
 
@@ -213,7 +243,10 @@ def test_graphs_for_other_runtimes_hold_no_op_of_ours(name):
 @pytest.mark.parametrize(
     "target, make",
     [(name, stock) for name in FORMATS]
-    + [("onnx", own), pytest.param("torch.onnx.export", own, marks=pytest.mark.slow)],
+    + [
+        ("onnx", own),
+        pytest.param("torch.onnx.export", own, marks=pytest.mark.slow),
+    ],
 )
 def test_models_for_other_runtimes_hold_no_op_of_ours(make, target):
     model = make()
@@ -225,8 +258,16 @@ def test_models_for_other_runtimes_hold_no_op_of_ours(make, target):
             program = torch.export.export(Logits(model), (ids,))
     assert held
     assert not ours(program)
-    torch.testing.assert_close(program.module()(ids), wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model(input_ids=ids).logits, wanted)  # nothing of it stays
+    torch.testing.assert_close(
+        program.module()(ids),
+        wanted,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        model(input_ids=ids).logits,
+        wanted,
+    )  # nothing of it stays
 
 
 REAL = {
@@ -250,7 +291,10 @@ def test_the_exporters_themselves(make, target):
     logits.
     """
     module, exporter, config, options, needed = REAL[target]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = []
+    for name in needed:
+        if importlib.util.find_spec(name) is None:
+            missing.append(name)
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     module = importlib.import_module(f"transformers.exporters.{module}")

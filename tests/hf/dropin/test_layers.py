@@ -138,7 +138,13 @@ def test_inductor_and_another_number_of_tokens():
     for length in (12, 7, 9):
         x = ids(2, length)
         with torch.no_grad():
-            assert distance(compiled(x, use_cache=False).logits, model(x).logits) < 1e-5
+            assert (
+                distance(
+                    compiled(x, use_cache=False).logits,
+                    model(x).logits,
+                )
+                < 1e-5
+            )
 
 
 def rows() -> datasets.Dataset:
@@ -148,9 +154,18 @@ def rows() -> datasets.Dataset:
 def trained(trainer: str, model, folder, **settings):
     common = SETTINGS | {"per_device_train_batch_size": 4} | settings
     if trainer == "sft":
-        sft = {"bf16": False, "gradient_checkpointing": False, "max_length": 64}
+        sft = {
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "max_length": 64,
+        }
         args = SFTConfig(str(folder), **common, **sft)
-        loop = SFTTrainer(model, args, train_dataset=rows(), processing_class=TOKENIZER)
+        loop = SFTTrainer(
+            model,
+            args,
+            train_dataset=rows(),
+            processing_class=TOKENIZER,
+        )
     else:
         data = []
         for text in TEXTS:
@@ -160,7 +175,11 @@ def trained(trainer: str, model, folder, **settings):
             model, TrainingArguments(str(folder), **common), pair_collator(TOKENIZER), data
         )
     loop.train()
-    return [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
+    values = []
+    for entry in loop.state.log_history:
+        if "loss" in entry:
+            values.append(entry["loss"])
+    return values
 
 
 @EVERY
@@ -171,7 +190,14 @@ def test_trainers_come_to_eagers_losses_and_weights(trainer, kind, tmp_path):
     for implementation in ("eager", "moe_runtime"):
         model = stock(kind, implementation)
         settings = {"gradient_accumulation_steps": 2}
-        losses.append(trained(trainer, model, tmp_path / implementation, **settings))
+        losses.append(
+            trained(
+                trainer,
+                model,
+                tmp_path / implementation,
+                **settings,
+            )
+        )
         states.append(model.state_dict())
     assert losses[1] == pytest.approx(losses[0], rel=2e-4)
     assert losses[0][2] < losses[0][0]
@@ -208,7 +234,11 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     assert sum("experts" in name for name in trains) == 8
     assert_same(gradients(model), gradients(adapted(kind, r, "eager")))
     before = tiny.weights(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=1e-2,
+        weight_decay=0.1,
+    )
     for _ in range(2):
         gradients(model)
         optimizer.step()
@@ -221,7 +251,10 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     assert distance(model.merge_and_unload()(ids()).logits, logits) < 1e-5
 
 
-PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
+PROJECTIONS = {
+    "qwen3_moe": ["gate_proj", "up_proj", "down_proj"],
+    "mixtral": ["w1", "w2", "w3"],
+}
 
 
 @pytest.mark.skipif(
@@ -229,15 +262,27 @@ PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["
     reason="older PEFT adapts no stack through target_modules",
 )
 @pytest.mark.parametrize("kind", PROJECTIONS)
-@pytest.mark.parametrize("is_all_linear", [True, False], ids=["all-linear", "projections"])
+@pytest.mark.parametrize(
+    "is_all_linear",
+    [True, False],
+    ids=["all-linear", "projections"],
+)
 def test_what_target_modules_mean_for_the_stacks(kind, is_all_linear):
     """As docs/drop-in.md says."""
     expected = {"mlp.experts"}
     names = PROJECTIONS[kind]
     if is_all_linear:
         names = "all-linear"
-        expected |= {"mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo")}
-    config = LoraConfig(r=2, lora_alpha=8, target_modules=names, init_lora_weights=False)
+        expected |= {
+            "mlp.gate",
+            *(f"self_attn.{name}_proj" for name in "qkvo"),
+        }
+    config = LoraConfig(
+        r=2,
+        lora_alpha=8,
+        target_modules=names,
+        init_lora_weights=False,
+    )
     torch.manual_seed(1)
     model = get_peft_model(stock(kind), config)
     assert moe_runtime.patch(model) == 2
@@ -247,13 +292,22 @@ def test_what_target_modules_mean_for_the_stacks(kind, is_all_linear):
             parts.add(re.sub(r".*\.layers\.\d+\.(\w+\.\w+).*", r"\1", name))
     assert parts == expected
     torch.manual_seed(1)
-    assert_same(gradients(model), gradients(get_peft_model(stock(kind, "eager"), config)))
+    assert_same(
+        gradients(model),
+        gradients(get_peft_model(stock(kind, "eager"), config)),
+    )
     with pytest.raises(ValueError, match="lora_dropout != 0"):
-        get_peft_model(stock(kind), LoraConfig(r=2, target_modules=names, lora_dropout=0.1))
+        get_peft_model(
+            stock(kind),
+            LoraConfig(r=2, target_modules=names, lora_dropout=0.1),
+        )
 
 
 def test_on_an_upcycled_model_all_linear_is_the_attention():
-    model = get_peft_model(upcycled(), LoraConfig(r=2, target_modules="all-linear"))
+    model = get_peft_model(
+        upcycled(),
+        LoraConfig(r=2, target_modules="all-linear"),
+    )
     for name, p in model.named_parameters():
         if p.requires_grad:
             assert ".self_attn." in name
@@ -266,4 +320,7 @@ def test_generate_takes_any_number_of_tokens():
     for rows_, beams in ((1, 1), (3, 1), (2, 3)):
         prompts = ids(rows_, 5)
         want = eager.generate(prompts, num_beams=beams, **options)
-        assert torch.equal(model.generate(prompts, num_beams=beams, **options), want)
+        assert torch.equal(
+            model.generate(prompts, num_beams=beams, **options),
+            want,
+        )

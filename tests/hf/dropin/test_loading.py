@@ -38,13 +38,20 @@ def saved(model: PreTrainedModel, folder) -> dict[str, torch.Tensor]:
 
 def different(model: nn.Module, other: nn.Module) -> list[str]:
     tensors = other.state_dict()
-    return [name for name, one in model.state_dict().items() if not torch.equal(one, tensors[name])]
+    values = []
+    for name, one in model.state_dict().items():
+        if not torch.equal(one, tensors[name]):
+            values.append(name)
+    return values
 
 
 def families():
     """Of which the fast tests load some, Mixtral with more than ten experts."""
     for name in stock.FAMILIES:
-        yield pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        yield pytest.param(
+            name,
+            marks=() if name in FAST else pytest.mark.slow,
+        )
 
 
 @pytest.mark.parametrize("family", families())
@@ -68,7 +75,10 @@ def test_every_family_loads_what_it_has_saved(family, tmp_path):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("form", ["strict", "wrapped", "inner", "own-names", "meta"])
+@pytest.mark.parametrize(
+    "form",
+    ["strict", "wrapped", "inner", "own-names", "meta"],
+)
 def test_forms(form, assign, tmp_path):
     model = stock.build("mixtral")
     tensors = saved(model, tmp_path)
@@ -88,7 +98,8 @@ def test_forms(form, assign, tmp_path):
     names = list(tensors)
     target.load_state_dict(tensors, assign=assign or form == "meta")
     assert different(other, model) == []
-    assert not any(parameter.is_meta for parameter in other.parameters())
+    for parameter in other.parameters():
+        assert not (parameter.is_meta)
     assert list(tensors) == names
 
 
@@ -105,7 +116,10 @@ def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
             use()
     other.load_state_dict(rest, strict=False)
     assert different(other, model) == []
-    assert torch.equal(other(**stock.batch()).logits, model(**stock.batch()).logits)
+    assert torch.equal(
+        other(**stock.batch()).logits,
+        model(**stock.batch()).logits,
+    )
 
 
 def test_another_number_of_experts_is_a_size_mismatch(tmp_path):
@@ -114,7 +128,12 @@ def test_another_number_of_experts_is_a_size_mismatch(tmp_path):
     for e in range(8):
         for name in ("w1", "w2", "w3"):
             key = f"model.layers.0.block_sparse_moe.experts.{e}.{name}.weight"
-            tensors[key.replace(f".{e}.{name}", f".{e + 8}.{name}")] = tensors[key]
+            tensors[
+                key.replace(
+                    f".{e}.{name}",
+                    f".{e + 8}.{name}",
+                )
+            ] = tensors[key]
     with pytest.raises(
         RuntimeError, match=r"size mismatch for model.layers.0.mlp.experts.gate_up_proj.*\[16, "
     ):
@@ -125,7 +144,10 @@ def test_weights_that_a_model_does_not_save_are_not_expected():
     model = stock.build("mixtral")
     state = model.state_dict()
     experts = {name for name in state if ".experts." in name}
-    tensors = {name: tensor for name, tensor in state.items() if name not in experts}
+    tensors = {}
+    for name, tensor in state.items():
+        if name not in experts:
+            tensors[name] = tensor
     says = "no weights for model.layers.0.mlp.experts.gate_up_proj"
     with pytest.raises(ValueError, match=says), loading.loading_whole(model):
         model.load_state_dict(tensors, strict=False)

@@ -35,7 +35,10 @@ def results(tmp_path_factory):
 
     def result(name: str):
         ranks = 2 if name in worker.OTHERS else torch.Size(worker.SCENARIOS[name].mesh).numel()
-        folder = launches(ranks, *([*TWO, *worker.OTHERS] if ranks == 2 else FOUR))
+        folder = launches(
+            ranks,
+            *([*TWO, *worker.OTHERS] if ranks == 2 else FOUR),
+        )
         files = [folder / f"{name}-rank{rank}.pt" for rank in range(ranks)]
         return folder / name, [torch.load(file, weights_only=False) for file in files]
 
@@ -78,7 +81,13 @@ def test_equals_one_process(name, results):
     assert weights.keys() == expected["weights"].keys()
     tiny.assert_equal(weights, ranks[0]["weights"])
     with torch.no_grad():
-        assert distance(model(worker.batch(0)).logits, expected["logits"]) < 1e-5
+        assert (
+            distance(
+                model(worker.batch(0)).logits,
+                expected["logits"],
+            )
+            < 1e-5
+        )
 
 
 @pytest.mark.parametrize("most, left", [(1.0, 1.0), (10.0, 5.0)])
@@ -95,7 +104,12 @@ def test_clipping_shrinks_large_gradients_alone(most, left):
 def test_trainer(results, tmp_path):
     """transformers' Trainer as it comes: DDP, gradient accumulation, clipping."""
     model = worker.make("qwen3_moe")
-    expected = worker.train_and_save(model, 1, str(tmp_path), type(model).save_pretrained)
+    expected = worker.train_and_save(
+        model,
+        1,
+        str(tmp_path),
+        type(model).save_pretrained,
+    )
     folder, ranks = results("trainer")
     assert len(expected["steps"]) == 2
     assert min(norm for _, norm in expected["steps"]) > worker.MAX_NORM
@@ -119,7 +133,11 @@ def test_a_checkpoint_of_every_rank_resumes(results, tmp_path):
 
     Each rank also refuses a planted index of the optimizer's state.
     """
-    expected = worker.train(worker.make("qwen3_moe"), 1, str(tmp_path))["weights"]
+    expected = worker.train(
+        worker.make("qwen3_moe"),
+        1,
+        str(tmp_path),
+    )["weights"]
     folder, ranks = results("resumed")
     for name in ("experts", "experts-optimizer"):
         assert (folder / "checkpoint-1" / name).is_dir()
@@ -145,12 +163,19 @@ def test_trainer_saves_adapters(results, tmp_path):
     """
     from peft import PeftModel
 
-    want = worker.train(worker.with_lora(worker.make("qwen3_moe")), 1, str(tmp_path))
+    want = worker.train(
+        worker.with_lora(worker.make("qwen3_moe")),
+        1,
+        str(tmp_path),
+    )
     folder, ranks = results("lora")
     for got in ranks:
         assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
         tiny.assert_close(got["weights"], want["weights"], 1e-5)
-    saved = PeftModel.from_pretrained(worker.make("qwen3_moe"), folder / "checkpoint-2")
+    saved = PeftModel.from_pretrained(
+        worker.make("qwen3_moe"),
+        folder / "checkpoint-2",
+    )
     for name, p in saved.named_parameters():
         assert torch.equal(p, ranks[0]["weights"][name])
     assert (folder / "checkpoint-1").is_dir()
@@ -163,7 +188,12 @@ def three():
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    torch.distributed.init_process_group(
+        "fake",
+        rank=1,
+        world_size=3,
+        store=FakeStore(),
+    )
     yield functools.partial(init_device_mesh, "cpu")
     torch.distributed.destroy_process_group()
 
@@ -215,7 +245,11 @@ def test_refuses(make, size, options, says, three):
 
 
 def test_a_second_call_changes_nothing(three, tmp_path):
-    config = transformers.Qwen3MoeConfig(**worker.FIELDS, moe_intermediate_size=24, num_experts=6)
+    config = transformers.Qwen3MoeConfig(
+        **worker.FIELDS,
+        moe_intermediate_size=24,
+        num_experts=6,
+    )
     model = transformers.Qwen3MoeForCausalLM(config)
     mesh = three((3,))
     down = model.model.layers[0].mlp.experts.down_proj
@@ -228,9 +262,18 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     assert shard_experts(model, mesh) == 2
     for name, parameter in model.named_parameters():
         assert first[name] is parameter
-    with pytest.raises(ValueError, match="parallel.save_pretrained.* on every rank"):
+    with pytest.raises(
+        ValueError,
+        match="parallel.save_pretrained.* on every rank",
+    ):
         model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
-    with pytest.raises(ValueError, match="The experts of Qwen3MoeModel are distributed"):
+    with pytest.raises(
+        ValueError,
+        match="The experts of Qwen3MoeModel are distributed",
+    ):
         model.model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="as a DTensor .* but must be unsharded"):
+    with pytest.raises(
+        ValueError,
+        match="as a DTensor .* but must be unsharded",
+    ):
         shard_experts(model, three((1, 3)))

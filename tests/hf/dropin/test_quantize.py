@@ -52,7 +52,13 @@ TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 def qwen(**sizes):
     torch.manual_seed(0)
     fields = (
-        {"moe_intermediate_size": 128, "num_experts": 3, "norm_topk_prob": True} | SIZES | sizes
+        {
+            "moe_intermediate_size": 128,
+            "num_experts": 3,
+            "norm_topk_prob": True,
+        }
+        | SIZES
+        | sizes
     )
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields))
 
@@ -69,7 +75,11 @@ def experts_in(model):
 def twin_of(model, quantized):
     """`model` with the weights that the bytes of `quantized` mean, on transformers' own code."""
     twin = copy.deepcopy(model)
-    for mine, theirs in zip(experts_in(twin), experts_in(quantized), strict=True):
+    for mine, theirs in zip(
+        experts_in(twin),
+        experts_in(quantized),
+        strict=True,
+    ):
         for name in modules.layouts(theirs):
             weight = packed.reference(*modules.get(theirs, name)).float()
             getattr(mine, name).data.copy_(weight.transpose(1, 2) if mine.is_transposed else weight)
@@ -113,7 +123,12 @@ def models():
     for make in (qwen, gpt_oss):
         for form in packed.FORMATS:
             marks = () if (make, form) in fast else pytest.mark.slow
-            yield pytest.param(make, form, id=f"{make.__name__}-{form}", marks=marks)
+            yield pytest.param(
+                make,
+                form,
+                id=f"{make.__name__}-{form}",
+                marks=marks,
+            )
 
 
 MODELS = list(models())
@@ -143,15 +158,27 @@ def test_save_and_load(make, form, tmp_path, capsys):
             theirs = other.state_dict()
             assert state.keys() == theirs.keys()
             for key in state:
-                assert torch.equal(state[key].view(torch.uint8), theirs[key].view(torch.uint8))
+                assert torch.equal(
+                    state[key].view(torch.uint8),
+                    theirs[key].view(torch.uint8),
+                )
         if (make, form) in STOCK_METHODS:
             assert quant_method(folder) == STOCK_METHODS[make, form]
-            stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            stock = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+            )
             assert error(stock(IDS).logits, logits) < 5e-6
         else:  # no one else takes the bytes for weights
-            with pytest.raises(RuntimeError, match="size mismatch|ignore_mismatched_sizes"):
+            with pytest.raises(
+                RuntimeError,
+                match="size mismatch|ignore_mismatched_sizes",
+            ):
                 AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"moe_runtime\.save_quantized\(model, folder\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"moe_runtime\.save_quantized\(model, folder\)",
+    ):
         quantized.save_pretrained(tmp_path / "no")
 
 
@@ -159,12 +186,20 @@ def test_save_and_load(make, form, tmp_path, capsys):
 def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     model = make()
     quantized = quantized_of(model, form)
-    config = LoraConfig(r=4, lora_alpha=8, target_parameters=TARGETS, init_lora_weights=False)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_parameters=TARGETS,
+        init_lora_weights=False,
+    )
     # PEFT sees the shapes in a copy as well
     mine = get_peft_model(copy.deepcopy(quantized), config)
     theirs = get_peft_model(twin_of(model, quantized), copy.deepcopy(config))
     assert mine.get_nb_trainable_parameters() == theirs.get_nb_trainable_parameters()
-    lora = {name: tensor for name, tensor in mine.state_dict().items() if "lora" in name}
+    lora = {}
+    for name, tensor in mine.state_dict().items():
+        if "lora" in name:
+            lora[name] = tensor
     assert lora
     assert not theirs.load_state_dict(lora, strict=False).unexpected_keys
     before = digests(mine)
@@ -178,7 +213,10 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     torch.optim.AdamW(tiny.trained(mine), lr=1e-2, weight_decay=0.1).step()
     assert digests(mine) == before
     for merge in (mine.merge_adapter, mine.merge_and_unload):
-        with pytest.raises(ValueError, match="an adapter cannot be merged into it"):
+        with pytest.raises(
+            ValueError,
+            match="an adapter cannot be merged into it",
+        ):
             merge()
     assert digests(mine) == before
     mine.save_pretrained(tmp_path)  # the adapter alone
@@ -188,11 +226,19 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
 
 @pytest.mark.slow
 def test_compiles_in_one_graph():
-    config = LoraConfig(r=4, target_parameters=TARGETS, init_lora_weights=False)
+    config = LoraConfig(
+        r=4,
+        target_parameters=TARGETS,
+        init_lora_weights=False,
+    )
     model = get_peft_model(quantized_of(qwen(), "nf4"), config)
     layer = model.base_model.model.model.layers[0].mlp
     x = torch.randn(2, 5, 64, requires_grad=True)
-    compiled = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        layer.forward,
+        fullgraph=True,
+        backend="aot_eager",
+    )
     assert torch.equal(compiled(x), layer(x))
     with torch.no_grad():
         logits = model(IDS).logits
@@ -226,7 +272,10 @@ def test_state_dict_that_does_not_fit_is_refused():
     quantized = quantized_of(qwen(), "nf4")
     state = quantized.state_dict()
     key = "model.layers.0.mlp.experts.down_proj"
-    without = {name: tensor for name, tensor in state.items() if name != f"{key}.absmax"}
+    without = {}
+    for name, tensor in state.items():
+        if name != f"{key}.absmax":
+            without[name] = tensor
     for changed, says in (
         (without, r"down_proj\.absmax is missing"),
         (state | {key: state[key][1:]}, "must have 12288 elements"),
@@ -249,7 +298,12 @@ def test_casts_do_not_reach_the_bytes():
 
 
 def test_our_own_layer():
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_experts": 4, "top_k": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_experts": 4,
+        "top_k": 2,
+    }
     layer = MoE(MoEConfig(**sizes, gate="softmax_topk"))
     x = torch.randn(5, 64)
     before = copy.deepcopy(layer)
@@ -282,10 +336,17 @@ def fp8_model(scale_fmt: str = "float", **sizes):
     model = copy.deepcopy(plain)
     source = experts_in(plain)[0]
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    replace_with_fp8_linear(model, linear, FineGrainedFP8Config(scale_fmt=scale_fmt))
+    replace_with_fp8_linear(
+        model,
+        linear,
+        FineGrainedFP8Config(scale_fmt=scale_fmt),
+    )
     experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
     for name in ("gate_up_proj", "down_proj"):
-        data, (scale,), _ = packed.pack(getattr(source, name).detach(), "fp8_block")
+        data, (scale,), _ = packed.pack(
+            getattr(source, name).detach(),
+            "fp8_block",
+        )
         if scale_fmt == "ue8m0":
             scale = torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu)
         getattr(experts, name).data = data
@@ -300,19 +361,31 @@ def dequantized(data, scale) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
-@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0", "strided", "bfloat16"])
+@pytest.mark.parametrize(
+    "scale_fmt",
+    ["float", "ue8m0", "strided", "bfloat16"],
+)
 def test_transformers_own_fp8_experts_are_served(scale_fmt, backend, monkeypatch):
     monkeypatch.setattr(cpp, "_found", cpu_build.library())
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
-    model, plain = fp8_model("ue8m0" if scale_fmt == "ue8m0" else "float", hidden_size=256)
-    (mine,), (theirs,) = experts_in(model), experts_in(plain)
+    model, plain = fp8_model(
+        "ue8m0" if scale_fmt == "ue8m0" else "float",
+        hidden_size=256,
+    )
+    (mine,) = experts_in(model)
+    (theirs,) = experts_in(plain)
     for name in ("gate_up_proj", "down_proj"):
         scale = getattr(mine, f"{name}_scale_inv")
         if scale_fmt == "strided":
             scale.data = torch.stack([scale.data, scale.data * 7], -1)[..., 0]
         elif scale_fmt == "bfloat16":  # as model.to(torch.bfloat16) leaves them
             scale.data = scale.data.bfloat16()
-            getattr(theirs, name).data.copy_(dequantized(getattr(mine, name).data, scale.data))
+            getattr(theirs, name).data.copy_(
+                dequantized(
+                    getattr(mine, name).data,
+                    scale.data,
+                )
+            )
     assert moe_runtime.patch(model) == 1
     with torch.no_grad():
         plain.set_experts_implementation("eager")
@@ -327,7 +400,11 @@ def test_fp8_that_transformers_keeps_on_a_gpu(tmp_path, monkeypatch):
     quantized = quantized_of(qwen(), "fp8_block")
     moe_runtime.save_quantized(quantized, tmp_path)
     # which asks for a GPU
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer,
+        "validate_environment",
+        lambda *_, **__: None,
+    )
     loaded = moe_runtime.load_quantized(tmp_path)
     assert type(experts_in(loaded)[0]).__name__ == "FP8Experts"
     assert torch.equal(loaded(IDS).logits, quantized(IDS).logits)
@@ -366,18 +443,38 @@ def broken():
 @pytest.mark.parametrize(
     "make, form, says",
     [
-        pytest.param(qwen, "nf5", "format must be one of nf4, .*'nf5'", id="no such format"),
+        pytest.param(
+            qwen,
+            "nf5",
+            "format must be one of nf4, .*'nf5'",
+            id="no such format",
+        ),
         pytest.param(qwen, ["nf4"], "format must be one of nf4", id="a list"),
         pytest.param(
             lambda: quantized_of(qwen(), "nf4"), "int8", "it is already quantized", id="twice"
         ),
-        pytest.param(narrow, "fp8_block", "gate and up, which have 96 each", id="halves"),
+        pytest.param(
+            narrow,
+            "fp8_block",
+            "gate and up, which have 96 each",
+            id="halves",
+        ),
         pytest.param(narrow, "nf4", "64 elements.* 96", id="rows of 96"),
-        pytest.param(lambda: torch.nn.Linear(2, 2), "nf4", "no experts", id="no experts"),
+        pytest.param(
+            lambda: torch.nn.Linear(2, 2),
+            "nf4",
+            "no experts",
+            id="no experts",
+        ),
         pytest.param(
             lambda: qwen().double(), "nf4", r"torch.float64.*model.float\(\)", id="float64"
         ),
-        pytest.param(broken, "mxfp4", "down_proj of expert 1 has weights that are NaN", id="NaN"),
+        pytest.param(
+            broken,
+            "mxfp4",
+            "down_proj of expert 1 has weights that are NaN",
+            id="NaN",
+        ),
     ],
 )
 def test_refused_before_anything_changes(make, form, says):
@@ -406,11 +503,24 @@ print("grew", peak() - before)
 @pytest.mark.slow
 def test_the_16_bit_stacks_are_never_in_memory(tmp_path):
     for name, experts in (("small", 2), ("large", 96)):
-        qwen(num_experts=experts, hidden_size=512, moe_intermediate_size=512).to(
-            torch.bfloat16
-        ).save_pretrained(tmp_path / name)
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        qwen(
+            num_experts=experts,
+            hidden_size=512,
+            moe_intermediate_size=512,
+        ).to(torch.bfloat16).save_pretrained(tmp_path / name)
+    command = [
+        sys.executable,
+        "-c",
+        PEAK,
+        str(tmp_path / "small"),
+        str(tmp_path / "large"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     stacks = 96 * 3 * 512 * 512 * 2
     grew = int(done.stdout.split()[-1])
@@ -421,7 +531,11 @@ def test_loading_reads_one_expert_at_a_time(tmp_path, monkeypatch):
     qwen(num_experts=16).to(torch.bfloat16).save_pretrained(tmp_path)
     read = []
     get = Checkpoint.get
-    monkeypatch.setattr(Checkpoint, "get", lambda self, key: read.append(key) or get(self, key))
+    monkeypatch.setattr(
+        Checkpoint,
+        "get",
+        lambda self, key: read.append(key) or get(self, key),
+    )
     (experts,) = experts_in(moe_runtime.load_quantized(tmp_path, "nf4"))
     assert sum("experts" in key for key in read) == 16 * 3
     held = sum(tensor.nbytes for tensor in (*experts.parameters(), *experts.buffers()))
@@ -431,12 +545,18 @@ def test_loading_reads_one_expert_at_a_time(tmp_path, monkeypatch):
 def test_what_cannot_run_packed_experts_is_refused():
     quantized = quantized_of(qwen(), "nf4")
     expected = quantized(IDS).logits
-    with pytest.raises(ValueError, match="in nf4, which the previous implementation cannot run"):
+    with pytest.raises(
+        ValueError,
+        match="in nf4, which the previous implementation cannot run",
+    ):
         moe_runtime.unpatch(quantized)
     wrapped = get_peft_model(quantized, LoraConfig(target_modules=["q_proj"]))
     for model in (quantized, quantized.model, copy.deepcopy(quantized), wrapped):
         for implementation in ("eager", {"": "grouped_mm"}):
-            with pytest.raises(ValueError, match="in nf4, which '(eager|grouped_mm)' cannot run"):
+            with pytest.raises(
+                ValueError,
+                match="in nf4, which '(eager|grouped_mm)' cannot run",
+            ):
                 model.set_experts_implementation(implementation)
     assert moe_runtime.patch(quantized) == 1
     quantized.set_experts_implementation("moe_runtime")
@@ -475,7 +595,10 @@ def test_offloaded_by_accelerate(make, form, offload, tmp_path):
         assert torch.equal(quantized(IDS).logits, expected)
         assert experts.down_proj.is_meta
         assert experts.down_proj.ds_shape == shape
-    with pytest.raises(ValueError, match="is offloaded. Call save_quantized before"):
+    with pytest.raises(
+        ValueError,
+        match="is offloaded. Call save_quantized before",
+    ):
         moe_runtime.save_quantized(quantized, tmp_path / "folder")
 
 
@@ -510,15 +633,24 @@ def test_offload_of_a_folder_and_of_16_bits(tmp_path):
     accelerate.cpu_offload(model, "cpu")
     assert torch.equal(model(IDS).logits, expected)
     assert experts_in(model)[0].down_proj.is_meta
-    with pytest.raises(ValueError, match="Quantize the model first, then offload it"):
+    with pytest.raises(
+        ValueError,
+        match="Quantize the model first, then offload it",
+    ):
         moe_runtime.quantize_experts(model, "nf4")
 
 
 def test_offloaded_adapters_of_stacks_are_refused():
     quantized = quantized_of(qwen(), "nf4")
     accelerate.cpu_offload(quantized, "cpu")
-    model = get_peft_model(quantized, LoraConfig(r=4, target_parameters=TARGETS))
-    with pytest.raises(ValueError, match="is offloaded, but PEFT reads its weights without"):
+    model = get_peft_model(
+        quantized,
+        LoraConfig(r=4, target_parameters=TARGETS),
+    )
+    with pytest.raises(
+        ValueError,
+        match="is offloaded, but PEFT reads its weights without",
+    ):
         model(IDS)
 
 
@@ -533,11 +665,20 @@ def test_folders_that_cannot_be_loaded_are_refused(tmp_path):
     for options, says in (
         ({}, "are not quantized. Pass a format"),
         ({"format": "nf3"}, "format must be .*but got 'nf3'"),
-        ({"format": "nf4", "experts_implementation": "eager"}, "experts_implementation is 'eager'"),
+        (
+            {
+                "format": "nf4",
+                "experts_implementation": "eager",
+            },
+            "experts_implementation is 'eager'",
+        ),
     ):
         with pytest.raises(ValueError, match=says):
             moe_runtime.load_quantized(plain, **options)
-    with pytest.warns(UserWarning, match="quantized to nf4, and int8 rounds them a second time"):
+    with pytest.warns(
+        UserWarning,
+        match="quantized to nf4, and int8 rounds them a second time",
+    ):
         moe_runtime.load_quantized(nf4, "int8")
     whole = json.loads((nf4 / "config.json").read_text())
     for changes, says in (

@@ -34,7 +34,13 @@ FAST = ("nf4", "fp8_block, a matrix per expert")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FOLDERS],
+    params=[
+        pytest.param(
+            n,
+            marks=[] if n in FAST else pytest.mark.slow,
+        )
+        for n in FOLDERS
+    ],
 )
 def folder(request, tmp_path_factory):
     make, form = FOLDERS[request.param]
@@ -122,7 +128,9 @@ def matrices(tensors: dict, path: str, projections: tuple, E: int) -> torch.Tens
     stacks = {"weight": [], "weight_scale_inv": []}
     for e in range(E):
         for kind, stack in stacks.items():
-            parts = [tensors[f"{path}.{e}.{name}.{kind}"].double() for name in projections]
+            parts = []
+            for name in projections:
+                parts.append(tensors[f"{path}.{e}.{name}.{kind}"].double())
             stack.append(torch.cat(parts))
     weights, scales = map(torch.stack, stacks.values())
     return weights * blocks_of_128(scales)
@@ -151,7 +159,12 @@ def meaning(tensors: dict, name: str, shape: torch.Size) -> torch.Tensor:
     pairs = [high, low] if is_nf4 else [low, high]
     codes = torch.stack(pairs, -1).reshape(E, P, Q).long()
     if not is_nf4:
-        values = torch.tensor([*packed.E2M1, *(-value for value in packed.E2M1)]).double()
+        values = torch.tensor(
+            [
+                *packed.E2M1,
+                *(-value for value in packed.E2M1),
+            ]
+        ).double()
         scales = torch.exp2(parts["_scales"].double() - 127)
         return values[codes] * scales.repeat_interleave(32, 2)
     state = json.loads(bytes(parts[f".{STATE}"].tolist()))
@@ -177,7 +190,11 @@ def check(folder: Folder, key: str, case: str) -> None:
         stack = modules.get(experts, name)
         form = stack.format.removesuffix(packed.TRANSPOSED)
         shape = packed.shape_of(stack.data, form)
-        expected = meaning(tensors, f"model.layers.0.mlp.experts.{name}", shape)
+        expected = meaning(
+            tensors,
+            f"model.layers.0.mlp.experts.{name}",
+            shape,
+        )
         weight = packed.reference(*stack._replace(format=form))
         torch.testing.assert_close(
             weight, expected, rtol=1e-6, atol=1e-9, equal_nan=True, msg=f"{key} {case}"
@@ -236,8 +253,20 @@ def test_each_field_of_the_state_of_nf4(folder):
 
 def test_each_field_of_the_config(folder):
     fields = folder.config["quantization_config"]
-    for field in fields.keys() & {"quant_method", "format", "weight_block_size"}:
-        for value in [*WRONG, "nf5", [64, 64], [128], [128, "128"], [128.5, 128], [0, 0]]:
+    for field in fields.keys() & {
+        "quant_method",
+        "format",
+        "weight_block_size",
+    }:
+        for value in [
+            *WRONG,
+            "nf5",
+            [64, 64],
+            [128],
+            [128, "128"],
+            [128.5, 128],
+            [0, 0],
+        ]:
             altered = {"quantization_config": fields | {field: value}}
             folder.write(config=folder.config | altered)
             with pytest.raises(ValueError, match="quantiz|format|experts"):

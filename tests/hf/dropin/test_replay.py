@@ -32,7 +32,10 @@ def step(model, inputs):
     model.zero_grad()
     out = model(**inputs)
     out.loss.backward()
-    return {"logits": out.logits.detach(), "loss": out.loss.detach()} | tiny.gradients(model)
+    return {
+        "logits": out.logits.detach(),
+        "loss": out.loss.detach(),
+    } | tiny.gradients(model)
 
 
 def same(a: dict, b: dict) -> bool:
@@ -59,7 +62,11 @@ def add_noise(*modules):
 
 def routers_of(model) -> list[torch.nn.Module]:
     paths = (".gate", ".router")
-    return [module for name, module in model.named_modules() if name.endswith(paths)]
+    values = []
+    for name, module in model.named_modules():
+        if name.endswith(paths):
+            values.append(module)
+    return values
 
 
 @pytest.mark.parametrize("name", [*STEERED, *GATES])
@@ -104,7 +111,10 @@ def test_every_family_of_transformers_is_recorded_and_replayed(family):
         expected = run()
     with replay_routing(model, record):
         assert torch.equal(run(), expected)
-    layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
+    layers = []
+    for layer in routed_layers(model).values():
+        if layer.is_stock:
+            layers.append(layer)
     add_noise(*(module for module, _ in balance._routers_beside(model, layers)))
     with record_routing(model) as free:
         run()
@@ -135,7 +145,11 @@ def test_the_weights_are_the_routers_own_for_the_forced_experts():
     forced = record.ids["model.layers.0.mlp.experts"][0].long()
     probability = (x @ gate.weight.T).softmax(-1).gather(1, forced)
     assert torch.equal(ids, forced)
-    assert torch.allclose(weights, probability / probability.sum(-1, keepdim=True), atol=1e-6)
+    assert torch.allclose(
+        weights,
+        probability / probability.sum(-1, keepdim=True),
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -179,7 +193,10 @@ def test_a_record_fits_the_model_inside_its_wrappers():
     inputs = batch()
     with record_routing(model) as record:
         model(**inputs)
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    config = LoraConfig(
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj"],
+    )
     wrapped = get_peft_model(model, config)
     add_noise(*routers_of(wrapped))
     with record_routing(wrapped) as again, replay_routing(wrapped, record):
@@ -235,7 +252,12 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace(make_calls, says):
 
 
 def test_a_layer_in_one_op_is_replayed_too():
-    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 6, "top_k": 3}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_experts": 6,
+        "top_k": 3,
+    }
     layer = MoE(MoEConfig(**sizes, gate="softmax_topk"))
     torch.nn.init.normal_(layer.gate.weight)
     model = torch.nn.Sequential(layer)

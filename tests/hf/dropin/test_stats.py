@@ -26,7 +26,12 @@ class Toy(nn.Module):
 
     def __init__(self, **settings):
         super().__init__()
-        sizes = {"hidden_size": H, "intermediate_size": 8, "num_experts": 5, "top_k": 3}
+        sizes = {
+            "hidden_size": H,
+            "intermediate_size": 8,
+            "num_experts": 5,
+            "top_k": 3,
+        }
         config = MoEConfig(**sizes | settings)
         self.layers = nn.ModuleList([nn.ModuleDict({"mlp": MoE(config)}) for _ in range(2)])
         for layer in self.layers:
@@ -46,11 +51,26 @@ def ids_of(model, x):
 
 
 def bincount(ids, E=5):
-    return torch.stack([torch.bincount(i.flatten().long(), minlength=E) for i in ids])
+    return torch.stack(
+        [
+            torch.bincount(
+                i.flatten().long(),
+                minlength=E,
+            )
+            for i in ids
+        ]
+    )
 
 
 def test_measures_of_a_balanced_a_collapsed_and_a_mixed_layer():
-    counts = torch.tensor([[5, 5, 5, 5], [20, 0, 0, 0], [10, 5, 5, 0], [0, 0, 0, 0]])
+    counts = torch.tensor(
+        [
+            [5, 5, 5, 5],
+            [20, 0, 0, 0],
+            [10, 5, 5, 0],
+            [0, 0, 0, 0],
+        ]
+    )
     assert stats.expert_load(counts).tolist() == [
         [0.25] * 4,
         [1, 0, 0, 0],
@@ -68,7 +88,13 @@ def test_measures_of_a_balanced_a_collapsed_and_a_mixed_layer():
 
 def test_each_layer_is_measured_and_named_without_its_shared_expert():
     # the first expert is shared; pooled over the layers the load of the others is even
-    counts = torch.tensor([[80, 80, 80, 0, 0], [80, 0, 0, 80, 80], [40, 40, 40, 40, 40]])
+    counts = torch.tensor(
+        [
+            [80, 80, 80, 0, 0],
+            [80, 0, 0, 80, 80],
+            [40, 40, 40, 40, 40],
+        ]
+    )
     seen = RouterStats(counts, ("0", "3", "7"), num_shared=1)
     assert seen.max_violation.tolist() == [2, 2, 1]
     assert seen.entropy.tolist() == pytest.approx([0.5, 0.5, 1])
@@ -109,7 +135,10 @@ def test_warning_is_for_dead_experts_and_low_entropy_only(counts, options, says)
     "settings",
     [
         pytest.param({}, id="xft"),
-        pytest.param({"gate": "topk_softmax", "top_k": 2}, id="without-shared"),
+        pytest.param(
+            {"gate": "topk_softmax", "top_k": 2},
+            id="without-shared",
+        ),
         pytest.param({"noisy_gate": True}, id="noisy"),
         pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
     ],
@@ -118,11 +147,20 @@ def test_counts_are_the_bincount_of_the_ids(settings):
     model = Toy(**settings).eval()
     batches = [torch.randn(2, 9, H), torch.randn(7, H), torch.randn(0, H)]
     seen = collect_router_stats(model, batches)
-    expected = sum(bincount(ids_of(model, x), seen.counts.shape[1]) for x in batches)
+    expected = sum(
+        bincount(
+            ids_of(model, x),
+            seen.counts.shape[1],
+        )
+        for x in batches
+    )
     assert torch.equal(seen.counts, expected)
     assert seen.layers == ("0", "1")
     assert seen.num_shared == model.layers[0]["mlp"].config.has_shared_expert
-    assert torch.allclose(seen.load.sum(1), torch.ones(2, dtype=torch.float64))
+    assert torch.allclose(
+        seen.load.sum(1),
+        torch.ones(2, dtype=torch.float64),
+    )
     assert all(map(math.isfinite, seen.summary().values()))
 
 
@@ -131,7 +169,10 @@ def test_padding_is_left_out():
     x = torch.randn(2, 6, H)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
     seen = collect_router_stats(model, [{"x": x, "attention_mask": mask}])
-    assert torch.equal(seen.counts, bincount([i[mask.flatten().bool()] for i in ids_of(model, x)]))
+    assert torch.equal(
+        seen.counts,
+        bincount([i[mask.flatten().bool()] for i in ids_of(model, x)]),
+    )
     counter = RouterCounter(model)
     model(x, mask)
     assert torch.equal(counter.read().counts, seen.counts)
@@ -139,7 +180,10 @@ def test_padding_is_left_out():
     # with a cache, one new token per row and a mask over all
     new = x[:, -1:]
     seen = collect_router_stats(model, [{"x": new, "attention_mask": mask}])
-    assert torch.equal(seen.counts, bincount([i[1:] for i in ids_of(model, new)]))
+    assert torch.equal(
+        seen.counts,
+        bincount([i[1:] for i in ids_of(model, new)]),
+    )
 
 
 def test_collecting_changes_nothing():
@@ -178,7 +222,12 @@ def test_reading_resets_when_asked_and_training_only_when_asked():
 def test_layers_of_different_sizes_are_counted_and_measured_separately(tmp_path):
     model = Toy()
     x = torch.randn(40, H)
-    sizes = {"hidden_size": H, "intermediate_size": 8, "num_experts": 3, "top_k": 2}
+    sizes = {
+        "hidden_size": H,
+        "intermediate_size": 8,
+        "num_experts": 3,
+        "top_k": 2,
+    }
     small = MoE(MoEConfig(**sizes, gate="softmax_topk"))
     nn.init.zeros_(small.gate.weight)  # ties go to experts 0 and 1
     model.layers[1]["mlp"] = small
@@ -194,7 +243,10 @@ def test_layers_of_different_sizes_are_counted_and_measured_separately(tmp_path)
     assert "layer 1: experts 2 got no token" in seen.warning()
     assert "router/1/load/3" not in seen.per_layer()
     drawn = seen.heatmap(tmp_path / "load.png").images[0].get_array()
-    assert drawn.mask.tolist() == [[True] + [False] * 4, [False] * 3 + [True] * 2]
+    assert drawn.mask.tolist() == [
+        [True] + [False] * 4,
+        [False] * 3 + [True] * 2,
+    ]
     assert drawn[1, 0] == 1.5
 
 
@@ -218,7 +270,11 @@ def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
     from matplotlib.figure import Figure
     from matplotlib.image import imread
 
-    seen = RouterStats(torch.tensor([[9, 0, 3, 6], [9, 3, 3, 3]]), ("0", "5"), num_shared=1)
+    seen = RouterStats(
+        torch.tensor([[9, 0, 3, 6], [9, 3, 3, 3]]),
+        ("0", "5"),
+        num_shared=1,
+    )
     ax = seen.heatmap(tmp_path / "load.png")
     image = imread(tmp_path / "load.png")
     assert image.shape[0] > 100
@@ -237,12 +293,25 @@ def stock_counts(model, batches):
     for inputs in batches:
         with record_routing(model) as record, torch.no_grad():
             model(**inputs)
-        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool()
-        counts = counts + bincount([calls[0][mask] for calls in record.ids.values()], 8)
+        mask = (
+            inputs.get(
+                "attention_mask",
+                torch.ones_like(inputs["input_ids"]),
+            )
+            .flatten()
+            .bool()
+        )
+        counts = counts + bincount(
+            [calls[0][mask] for calls in record.ids.values()],
+            8,
+        )
     return counts
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "moe_runtime"])
+@pytest.mark.parametrize(
+    "implementation",
+    ["eager", "grouped_mm", "moe_runtime"],
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stock_counts_are_the_bincount_of_the_ids(name, implementation):
     moe_runtime.register()
@@ -261,14 +330,25 @@ def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
     model = stock("qwen3_moe")
     moe_runtime.patch(model)
     added = []
-    monkeypatch.setattr(RouterCounter, "_add", lambda self, name, ids: added.append(name))
+    monkeypatch.setattr(
+        RouterCounter,
+        "_add",
+        lambda self, name, ids: added.append(name),
+    )
     expected = stock_counts(model, [batch()])
-    assert torch.equal(collect_router_stats(model, [batch()]).counts, expected)
+    assert torch.equal(
+        collect_router_stats(model, [batch()]).counts,
+        expected,
+    )
     assert not added
     collect_router_stats(model, [batch(padding=3)])
     # padding is masked by a hook
-    assert added == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    assert not any(hasattr(module, "moe_runtime_counts") for module in model.modules())
+    assert added == [
+        "model.layers.0.mlp.experts",
+        "model.layers.1.mlp.experts",
+    ]
+    for module in model.modules():
+        assert not (hasattr(module, "moe_runtime_counts"))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "ours"])
@@ -278,7 +358,10 @@ def test_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(ree
     for count in (False, True):
         torch.manual_seed(3)
         if name == "ours":
-            model = upcycled(noisy_gate=True, changes={"vocab_size": 64}).train()
+            model = upcycled(
+                noisy_gate=True,
+                changes={"vocab_size": 64},
+            ).train()
         else:
             model = stock(name)
             moe_runtime.patch(model)
@@ -288,7 +371,13 @@ def test_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(ree
         counter = RouterCounter(model) if count else None
         out = model(**batch())
         out.loss.backward()
-        results.append([out.logits, out.loss, *(p.grad for p in model.parameters())])
+        results.append(
+            [
+                out.logits,
+                out.loss,
+                *(p.grad for p in model.parameters()),
+            ]
+        )
         slots = 3 if name == "ours" else 2
         assert counter is None or counter.read().counts.sum(1).tolist() == [18 * slots] * 2
         assert list(model.state_dict()) == keys
@@ -311,7 +400,12 @@ def test_ids_of_no_expert_do_not_count(sentinel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "is_late", [False, True], ids=["opened-before-compiling", "opened-after-compiling"]
+    "is_late",
+    [False, True],
+    ids=[
+        "opened-before-compiling",
+        "opened-after-compiling",
+    ],
 )
 @pytest.mark.parametrize(
     "implementation, padding",

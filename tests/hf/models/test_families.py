@@ -48,29 +48,45 @@ def test_keys_are_the_checkpoints(model_type):
     located = {key: families.locate_key(family, key) for key in state}
     for layer in range(2):
         keys = families.mlp_keys(family, layer, bias)
-        weights = families.read_mlp(model.get_submodule(family.path.format(layer)), family)
+        weights = families.read_mlp(
+            model.get_submodule(family.path.format(layer)),
+            family,
+        )
         split = families.split_weights(family, weights)
         assert list(keys) == list(weights) == list(split)
         for name, parts in keys.items():
-            assert torch.equal(torch.cat([state[key] for key in parts]), weights[name])
+            assert torch.equal(
+                torch.cat([state[key] for key in parts]),
+                weights[name],
+            )
             for number, (key, part) in enumerate(zip(parts, split[name], strict=True)):
                 assert located.pop(key) == (layer, name, number)
                 assert part.shape == state[key].shape
     assert not located
 
 
-@pytest.mark.parametrize("model_type, bias", [("llama", True), ("phi3", False), ("gpt_neox", True)])
+@pytest.mark.parametrize(
+    "model_type, bias",
+    [("llama", True), ("phi3", False), ("gpt_neox", True)],
+)
 def test_expert_keys_are_the_upcycled_checkpoints(model_type, bias):
     keys = []
     for layer in range(2):
-        keys += families.expert_keys(FAMILIES[model_type], layer, bias).values()
+        keys += families.expert_keys(
+            FAMILIES[model_type],
+            layer,
+            bias,
+        ).values()
     state = tiny.upcycled(model_type).state_dict()
     assert sorted(keys) == sorted(key for key in state if ".mlp.experts." in key)
 
 
 def test_parts_of_a_split_tensor_own_their_memory():
     _, family, mlp = mlp_of("llama")
-    gate, up = families.split_weights(family, families.read_mlp(mlp, family))["gate_up_proj"]
+    gate, up = families.split_weights(
+        family,
+        families.read_mlp(mlp, family),
+    )["gate_up_proj"]
     assert gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
 
 
@@ -93,17 +109,40 @@ def test_activations_are_ours_by_value(name, ours):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        pytest.param("opt", "'opt', which has no separate MLP module", id="opt"),
-        pytest.param("bloom", "'bloom', which has an MLP that takes the residual", id="bloom"),
-        pytest.param("bitnet", "'bitnet', which has a norm inside its MLP", id="bitnet"),
-        pytest.param("mixtral", "'mixtral', which already has experts", id="mixtral"),
+        pytest.param(
+            "opt",
+            "'opt', which has no separate MLP module",
+            id="opt",
+        ),
+        pytest.param(
+            "bloom",
+            "'bloom', which has an MLP that takes the residual",
+            id="bloom",
+        ),
+        pytest.param(
+            "bitnet",
+            "'bitnet', which has a norm inside its MLP",
+            id="bitnet",
+        ),
+        pytest.param(
+            "mixtral",
+            "'mixtral', which already has experts",
+            id="mixtral",
+        ),
         pytest.param("mamba", "'mamba'$", id="mamba"),
         pytest.param(nn.Linear(2, 2), "None", id="no-model"),
-        pytest.param(tiny.upcycled(), "'moe_runtime_llama', which is already upcycled", id="ours"),
+        pytest.param(
+            tiny.upcycled(),
+            "'moe_runtime_llama', which is already upcycled",
+            id="ours",
+        ),
     ],
 )
 def test_other_architectures_are_refused_with_the_reason(model, reason):
-    with pytest.raises(ValueError, match=f"model_type must be one of llama, .*but got {reason}"):
+    with pytest.raises(
+        ValueError,
+        match=f"model_type must be one of llama, .*but got {reason}",
+    ):
         families.family_of(model)
 
 
@@ -126,7 +165,9 @@ def test_a_family_is_found_by_model_config_and_name():
 def test_write_refuses_what_does_not_fit_and_writes_nothing(changes):
     _, family, mlp = mlp_of("llama")
     before = tiny.state(mlp)
-    weights = {name: value + 1 for name, value in families.read_mlp(mlp, family).items()}
+    weights = {}
+    for name, value in families.read_mlp(mlp, family).items():
+        weights[name] = value + 1
     weights = {name: value for name, value in (weights | changes).items() if value is not None}
     says = r"Expected an MLP with weights of shapes .*'gate_up_proj': \(96, 32\)"
     with pytest.raises(ValueError, match=says):

@@ -37,7 +37,11 @@ def mergeable(model_type="llama", soup=False, **settings):
 
 
 def routers(model) -> list[torch.Tensor]:
-    return [module.gate.weight for module in model.modules() if isinstance(module, MoE)]
+    values = []
+    for module in model.modules():
+        if isinstance(module, MoE):
+            values.append(module.gate.weight)
+    return values
 
 
 def test_config_json(tmp_path):
@@ -141,13 +145,23 @@ def test_mixing_logits_stay_float32(tmp_path):
         mlp.mixing_logits.fill_(1.00123)
     model.save_pretrained(tmp_path)
     for options, dtype in (({}, torch.bfloat16), ({"dtype": torch.float16}, torch.float16)):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options).model.layers[0].mlp
+        loaded = (
+            AutoModelForCausalLM.from_pretrained(
+                tmp_path,
+                **options,
+            )
+            .model.layers[0]
+            .mlp
+        )
         assert loaded.mixing_logits.dtype == torch.float32
         assert torch.equal(loaded.mixing_logits, mlp.mixing_logits)
         assert loaded.experts.down_proj.dtype == dtype
 
 
-@pytest.mark.parametrize("options", [{}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}],
+)
 def test_sharded(options, tmp_path):
     model = tiny.upcycled("qwen2")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -189,7 +203,10 @@ def test_registration_is_idempotent():
         CONFIG_MAPPING[f"moe_runtime_{model_type}"].base_type for model_type in FAMILIES
     } == set(FAMILIES)
     assert modeling.MoeRuntimeLlamaForCausalLM is classes.causal_lm
-    with pytest.raises(AttributeError, match="has no attribute 'MoeRuntimeOptConfig'"):
+    with pytest.raises(
+        AttributeError,
+        match="has no attribute 'MoeRuntimeOptConfig'",
+    ):
         _ = modeling.MoeRuntimeOptConfig
 
 
@@ -229,8 +246,19 @@ def test_in_a_fresh_process(imports, flags, printed, tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(tiny.batch(), tmp_path / "ids.pt")
     torch.save(tiny.logits(model), tmp_path / "logits.pt")
-    code = [sys.executable, "-c", RUN.format(imports=imports), str(tmp_path), json.dumps(flags)]
-    ran = subprocess.run(code, capture_output=True, text=True, timeout=PATIENCE)
+    code = [
+        sys.executable,
+        "-c",
+        RUN.format(imports=imports),
+        str(tmp_path),
+        json.dumps(flags),
+    ]
+    ran = subprocess.run(
+        code,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert re.match(printed, ran.stdout), ran.stdout + ran.stderr
     if "refused" in printed:
         return
@@ -253,11 +281,18 @@ def spoiled(folder, spoil):
 
 @pytest.mark.parametrize(
     "name",
-    [WEIGHT.format(1, "gate.weight"), WEIGHT.format(0, "experts.down_proj"), "model.norm.weight"],
+    [
+        WEIGHT.format(1, "gate.weight"),
+        WEIGHT.format(0, "experts.down_proj"),
+        "model.norm.weight",
+    ],
 )
 def test_a_checkpoint_without_a_tensor_is_refused(name, tmp_path):
     spoiled(tmp_path, lambda state: state.pop(name))
-    with pytest.raises(ValueError, match=rf"1 missing: {re.escape(name)}\. Pass"):
+    with pytest.raises(
+        ValueError,
+        match=rf"1 missing: {re.escape(name)}\. Pass",
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -283,7 +318,10 @@ def test_a_config_that_is_not_ours_is_refused(change):
 
 def test_a_config_without_our_block_is_refused():
     config = AutoConfig.for_model("moe_runtime_llama", hidden_size=32)
-    with pytest.raises(ValueError, match="moe_runtime in config.json must have .*but is None"):
+    with pytest.raises(
+        ValueError,
+        match="moe_runtime in config.json must have .*but is None",
+    ):
         AutoModelForCausalLM.from_config(config)
 
 
@@ -296,7 +334,10 @@ def test_experts_implementation(tmp_path):
     for wrong in ("grouped_mm", "batched_mm"):
         says = f"experts_implementation must be 'moe_runtime' or None, but got '{wrong}'"
         with pytest.raises(ValueError, match=says):
-            AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=wrong)
+            AutoModelForCausalLM.from_pretrained(
+                tmp_path,
+                experts_implementation=wrong,
+            )
         with pytest.raises(ValueError, match=says):
             model.set_experts_implementation(wrong)
     model.set_experts_implementation("moe_runtime")
@@ -305,7 +346,13 @@ def test_experts_implementation(tmp_path):
 @pytest.mark.parametrize("model_type", tiny.ALL)
 @pytest.mark.parametrize("make", [tiny.upcycled, mergeable])
 def test_from_config_initialises_everything(model_type, make):
-    model = AutoModelForCausalLM.from_config(make(model_type, router="mlp", noisy_gate=True).config)
+    model = AutoModelForCausalLM.from_config(
+        make(
+            model_type,
+            router="mlp",
+            noisy_gate=True,
+        ).config
+    )
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
         if ".experts." in name or ".gate." in name:
@@ -328,14 +375,29 @@ def test_the_signature_names_the_columns(model_type):
 
 
 # --- what it computes
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "gemma3_text", "phi3", "gpt_neox"],
+)
 def test_generate_with_and_without_cache(model_type):
-    model = tiny.upcycled(model_type, balance_loss="cv2", balance_loss_coef=0.01)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model = tiny.upcycled(
+        model_type,
+        balance_loss="cv2",
+        balance_loss_coef=0.01,
+    )
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     ids = tiny.batch(2, 5)
     with_cache = model.generate(ids, use_cache=True, **options)
     assert with_cache.shape == (2, 13)
-    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
+    assert torch.equal(
+        with_cache,
+        model.generate(ids, use_cache=False, **options),
+    )
 
 
 @pytest.mark.slow
@@ -351,7 +413,9 @@ def test_compile_without_graph_breaks(make):
 
 
 def test_trainer_trains_saves_and_resumes(tmp_path):
-    rows = [{"input_ids": row, "labels": row, "unused": 1} for row in tiny.batch(8, 12)]
+    rows = []
+    for row in tiny.batch(8, 12):
+        rows.append({"input_ids": row, "labels": row, "unused": 1})
 
     def train(resume=None):
         torch.manual_seed(0)
@@ -367,13 +431,26 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
             lr_scheduler_type="constant",
             gradient_accumulation_steps=2,
         )
-        model = tiny.upcycled("qwen2", balance_loss="cv2", balance_loss_coef=0.1, noisy_gate=True)
-        Trainer(model=model, args=args, train_dataset=rows).train(resume_from_checkpoint=resume)
+        model = tiny.upcycled(
+            "qwen2",
+            balance_loss="cv2",
+            balance_loss_coef=0.1,
+            noisy_gate=True,
+        )
+        Trainer(
+            model=model,
+            args=args,
+            train_dataset=rows,
+        ).train(resume_from_checkpoint=resume)
         return model
 
     through = train()
     resumed = train(str(tmp_path / "checkpoint-2"))
-    for a, b in zip(routers(through), routers(tiny.upcycled("qwen2")), strict=True):
+    for a, b in zip(
+        routers(through),
+        routers(tiny.upcycled("qwen2")),
+        strict=True,
+    ):
         assert not torch.equal(a, b)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(tiny.logits(loaded), tiny.logits(resumed))

@@ -13,7 +13,11 @@ from tests.hf import tiny
 
 
 def routers(model) -> list[torch.Tensor]:
-    return [module.gate.weight for module in model.modules() if isinstance(module, MoE)]
+    values = []
+    for module in model.modules():
+        if isinstance(module, MoE):
+            values.append(module.gate.weight)
+    return values
 
 
 def checkpoint_layers(model, use_reentrant: bool):
@@ -37,7 +41,11 @@ def gradients(model, **kwargs):
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("stage", ["moe", "mergeable"])
 def test_gradient_checkpointing_changes_nothing(model_type, stage):
-    settings = {"balance_loss": "cv2", "balance_loss_coef": 0.1, "noisy_gate": True}
+    settings = {
+        "balance_loss": "cv2",
+        "balance_loss_coef": 0.1,
+        "noisy_gate": True,
+    }
     model = tiny.upcycled(model_type, **settings).train()
     if stage == "mergeable":
         swap.moe_to_mergeable(model)
@@ -54,7 +62,10 @@ def test_gradient_checkpointing_changes_nothing(model_type, stage):
 def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
     model = tiny.upcycled(balance_loss="cv2", balance_loss_coef=0.1).train()
     checkpoint_layers(model, use_reentrant=True)
-    with pytest.raises(ValueError, match="use_reentrant=True in gradient checkpointing would lose"):
+    with pytest.raises(
+        ValueError,
+        match="use_reentrant=True in gradient checkpointing would lose",
+    ):
         model(tiny.batch(), labels=tiny.batch())
     for module in model.modules():
         if isinstance(module, MoE):
@@ -77,7 +88,10 @@ def check_routers_have_a_gradient(model) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["cv2", "switch"])
 def test_balance_losses_are_added_and_reported_separately(kind, training):
-    model = tiny.upcycled(balance_loss=kind, balance_loss_coef=0.5).train(training)
+    model = tiny.upcycled(
+        balance_loss=kind,
+        balance_loss_coef=0.5,
+    ).train(training)
     plain = tiny.upcycled().train(training)
     out = model(tiny.batch(), labels=tiny.batch())
     losses = []
@@ -91,7 +105,10 @@ def test_balance_losses_are_added_and_reported_separately(kind, training):
     model(tiny.batch())
     assert sum(losses) > 0
     assert torch.allclose(out.aux_loss, sum(losses))
-    assert torch.equal(out.lm_loss, plain(tiny.batch(), labels=tiny.batch()).loss)
+    assert torch.equal(
+        out.lm_loss,
+        plain(tiny.batch(), labels=tiny.batch()).loss,
+    )
     assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
     assert out.router_logits is None
     out.aux_loss.backward()
@@ -114,7 +131,13 @@ def test_the_pooled_loss_is_transformers():
     assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
     out.aux_loss.backward()
     check_routers_have_a_gradient(model)
-    assert model(tiny.batch(), output_router_logits=False).get("router_logits") is None
+    assert (
+        model(
+            tiny.batch(),
+            output_router_logits=False,
+        ).get("router_logits")
+        is None
+    )
     loss, aux, *_ = model(tiny.batch(), labels=labels, return_dict=False)
     assert loss.dim() == aux.dim() == 0
 
@@ -126,9 +149,17 @@ def test_gradient_accumulation_counts_the_auxiliary_loss_once():
     counts = labels[:, 1:].ne(-100).sum(1)
     for i in range(2):
         row = slice(i, i + 1)
-        out = model(tiny.batch()[row], labels=labels[row], num_items_in_batch=counts.sum())
+        out = model(
+            tiny.batch()[row],
+            labels=labels[row],
+            num_items_in_batch=counts.sum(),
+        )
         share = counts[i] / counts.sum()
-        assert torch.allclose(out.loss - out.lm_loss, share * out.aux_loss, atol=1e-6)
+        assert torch.allclose(
+            out.loss - out.lm_loss,
+            share * out.aux_loss,
+            atol=1e-6,
+        )
 
 
 def test_records_go_even_when_the_forward_fails():
@@ -141,16 +172,29 @@ def test_records_go_even_when_the_forward_fails():
 
 
 def test_what_trl_reads(tmp_path):
-    tiny.upcycled(balance_loss="switch", balance_loss_coef=0.1).save_pretrained(tmp_path)
+    tiny.upcycled(
+        balance_loss="switch",
+        balance_loss_coef=0.1,
+    ).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     config = model.config
-    out = model.base_model(input_ids=tiny.batch(), use_cache=False, output_router_logits=True)
+    out = model.base_model(
+        input_ids=tiny.batch(),
+        use_cache=False,
+        output_router_logits=True,
+    )
     assert [logits.shape for logits in out.router_logits] == [(24, 3)] * 2
     aux = load_balancing_loss_func(
         out.router_logits, config.num_experts, config.num_experts_per_tok, None
     )
     (aux + out.balance_loss).backward()
     check_routers_have_a_gradient(model)
-    assert model.base_model(tiny.batch(), output_router_logits=False).router_logits is None
+    assert (
+        model.base_model(
+            tiny.batch(),
+            output_router_logits=False,
+        ).router_logits
+        is None
+    )
     (hidden, *_) = model.base_model(tiny.batch(), return_dict=False)
     assert hidden.shape == (2, 12, 32)

@@ -35,7 +35,13 @@ CASES = sorted(set(cases()))
 def upcycled(base: str, gate: str, top_k: int = 3, layers=None, **changes):
     """A tiny model with experts and routers that differ, on a base that every family may have."""
     window = {} if "sliding_window" in changes else {"sliding_window": None}
-    model = tiny.upcycled(base, layers, {"mlp_bias": None} | changes, gate=gate, top_k=top_k)
+    model = tiny.upcycled(
+        base,
+        layers,
+        {"mlp_bias": None} | changes,
+        gate=gate,
+        top_k=top_k,
+    )
     model.config.update(window if base == "mistral" else {})
     return model
 
@@ -46,7 +52,10 @@ def exported(model, folder: Path, to: str, **options):
     """
     model.save_pretrained(folder / "moe")
     receipt = export_stock(folder / "moe", folder / "out", to, **options)
-    stock, info = AutoModelForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
+    stock, info = AutoModelForCausalLM.from_pretrained(
+        folder / "out",
+        output_loading_info=True,
+    )
     assert type(stock).__module__.startswith(f"transformers.models.{to}.")
     assert not any(info.values())
     return stock, receipt
@@ -64,10 +73,19 @@ def test_a_stock_model_computes_the_same(to, base, gate, tmp_path):
     assert tiny.distance(tiny.logits(stock), tiny.logits(model)) < 2e-6
 
 
-@pytest.mark.parametrize("to, base", [("qwen2_moe", "qwen2"), ("qwen3_moe", "qwen3")])
+@pytest.mark.parametrize(
+    "to, base",
+    [("qwen2_moe", "qwen2"), ("qwen3_moe", "qwen3")],
+)
 def test_dense_layers_stay_where_the_family_has_them(to, base, tmp_path):
     model = upcycled(base, "softmax_topk", layers=[1], head_dim=16)
-    stock, receipt = exported(model, tmp_path, to, check=True, max_shard_size="60KB")
+    stock, receipt = exported(
+        model,
+        tmp_path,
+        to,
+        check=True,
+        max_shard_size="60KB",
+    )
     assert stock.config.mlp_only_layers == [0]
     assert receipt.layers == [1]
     assert receipt.logits_error < 2e-6
@@ -100,9 +118,10 @@ def test_the_nearest_neighbour_is_measured(to, gate, base, tmp_path):
     model = upcycled(base, gate)
     stock, receipt = exported(model, tmp_path, to, approximate=True)
     assert not receipt.exact
-    assert tiny.distance(tiny.logits(stock), tiny.logits(model)) == pytest.approx(
-        receipt.logits_error, rel=0.6
-    )
+    assert tiny.distance(
+        tiny.logits(stock),
+        tiny.logits(model),
+    ) == pytest.approx(receipt.logits_error, rel=0.6)
     assert 1e-3 < receipt.logits_error < 0.8
 
 
@@ -147,14 +166,22 @@ REFUSED = [
 @pytest.mark.parametrize("to, base, settings, changes, says", REFUSED)
 def test_what_a_family_cannot_say_is_refused(to, base, settings, changes, says):
     settings = {"gate": "topk_softmax"} | settings
-    model = tiny.upcycled(base, changes={"mlp_bias": None} | changes, **settings)
+    model = tiny.upcycled(
+        base,
+        changes={"mlp_bias": None} | changes,
+        **settings,
+    )
     with pytest.raises(ValueError, match=says):
         stock_config(model.config, to)
 
 
 def test_the_page_has_the_table():
     """docs/serving.md: families and bases, with the gates that are exact."""
-    lines = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.M)
+    lines = re.findall(
+        r"^\| `(\w+)` \| (.+?) \| (.+?) \|$",
+        PAGE.read_text(),
+        re.M,
+    )
     assert tuple(STOCK) == STOCK_FAMILIES
     assert sorted(to for to, _, _ in lines) == sorted(STOCK)
     for to, bases, gates in lines:
@@ -163,4 +190,7 @@ def test_the_page_has_the_table():
             exact |= set(SHARED_GATES)
         assert re.findall(r"`(\w+)`", bases) == list(STOCK[to].bases)
         assert set(re.findall(r"`(\w+)`", gates)) == exact
-    assert not is_exact("qwen2_moe", tiny.config_of(tiny.dense("qwen2"), top_k=3, gate="xft"))
+    assert not is_exact(
+        "qwen2_moe",
+        tiny.config_of(tiny.dense("qwen2"), top_k=3, gate="xft"),
+    )

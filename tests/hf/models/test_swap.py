@@ -26,6 +26,10 @@ def snapshot(model):
     return classes, model.config.to_dict(), modules, parameters
 
 
+def unchanged(model, before) -> bool:
+    return snapshot(model) == before
+
+
 def reloaded(model, folder):
     model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder)
@@ -39,7 +43,10 @@ def test_a_probe_leaves_the_mode(training):
 
 
 def first_expert(module) -> dict[str, torch.Tensor]:
-    return {name: weight[0].clone() for name, weight in module.experts.named_parameters()}
+    values = {}
+    for name, weight in module.experts.named_parameters():
+        values[name] = weight[0].clone()
+    return values
 
 
 @pytest.mark.parametrize("model_type", tiny.EVERY)
@@ -97,9 +104,15 @@ def test_two_models_of_one_config_object():
     [
         pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
         pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
-        pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
+        pytest.param(
+            {"router": "mlp", "noisy_gate": True},
+            id="every-router-tensor",
+        ),
         pytest.param({"gate": "topk_softmax", "top_k": 2}, id="topk_softmax"),
-        pytest.param({"gate": "softmax_topk_renorm", "top_k": 2}, id="softmax_topk_renorm"),
+        pytest.param(
+            {"gate": "softmax_topk_renorm", "top_k": 2},
+            id="softmax_topk_renorm",
+        ),
     ],
 )
 def test_corner_configs_are_dense_and_load(settings, tmp_path):
@@ -107,7 +120,10 @@ def test_corner_configs_are_dense_and_load(settings, tmp_path):
     logits = tiny.logits(model)
     swap.dense_to_moe(model, tiny.config_of(model, **settings))
     assert tiny.distance(tiny.logits(model), logits) < 1e-5
-    assert torch.equal(tiny.logits(reloaded(model, tmp_path)), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(reloaded(model, tmp_path)),
+        tiny.logits(model),
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,14 +150,20 @@ def test_some_layers_only(tmp_path):
     assert list(modeling.moe_layers(model)) == [0, 2]
     assert model.model.layers[1].mlp is middle
     assert tiny.distance(tiny.logits(model), logits) < 1e-5
-    assert torch.equal(tiny.logits(reloaded(model, tmp_path)), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(reloaded(model, tmp_path)),
+        tiny.logits(model),
+    )
 
 
 def test_routers_depend_on_seed_and_layer_alone():
     def routers(**options) -> dict[int, torch.Tensor]:
         model = tiny.dense(num_hidden_layers=3)
         swap.dense_to_moe(model, tiny.config_of(model), **options)
-        return {layer: moe.gate.weight for layer, moe in modeling.moe_layers(model).items()}
+        values = {}
+        for layer, moe in modeling.moe_layers(model).items():
+            values[layer] = moe.gate.weight
+        return values
 
     one = routers()
     tiny.assert_equal(routers(), one)
@@ -152,7 +174,11 @@ def test_routers_depend_on_seed_and_layer_alone():
 
 
 def ids_of_the_rest(model) -> dict[str, int]:
-    return {name: id(p) for name, p in model.named_parameters() if ".mlp." not in name}
+    values = {}
+    for name, p in model.named_parameters():
+        if ".mlp." not in name:
+            values[name] = id(p)
+    return values
 
 
 def test_the_rest_of_the_model_is_the_same_objects():
@@ -167,9 +193,11 @@ def test_the_rest_of_the_model_is_the_same_objects():
     assert ids_of_the_rest(model) == before
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.generation_config is generation
-    assert all(module.training for module in model.modules())
+    for module in model.modules():
+        assert module.training
     assert not tiny.trained(first.mlp)
-    assert all(p.requires_grad for p in second.mlp.parameters())
+    for p in second.mlp.parameters():
+        assert p.requires_grad
     model(tiny.batch())
     assert calls == [1]
     swap.moe_to_dense(model, first_expert)
@@ -207,10 +235,24 @@ def offload(model):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        pytest.param(scale_class, "layers.1.mlp .* must compute .* 1.0e-02", id="another-module"),
-        pytest.param(scale_closure, "layers.0.mlp .* must compute", id="replaced-forward"),
         pytest.param(
-            lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()), "'gelu'", id="act"
+            scale_class,
+            "layers.1.mlp .* must compute .* 1.0e-02",
+            id="another-module",
+        ),
+        pytest.param(
+            scale_closure,
+            "layers.0.mlp .* must compute",
+            id="replaced-forward",
+        ),
+        pytest.param(
+            lambda m: setattr(
+                m.model.layers[1].mlp,
+                "act_fn",
+                nn.GELU(),
+            ),
+            "'gelu'",
+            id="act",
         ),
     ],
 )
@@ -231,7 +273,11 @@ def test_a_model_that_is_not_what_it_seems_is_refused_untouched(spoil, says, dty
         pytest.param(
             lambda m: m.model.layers[1].mlp.to("meta"), "layers.1.mlp is on the meta", id="meta"
         ),
-        pytest.param(offload, "layers.0.mlp carries accelerate's hooks", id="offloaded"),
+        pytest.param(
+            offload,
+            "layers.0.mlp carries accelerate's hooks",
+            id="offloaded",
+        ),
     ],
 )
 def test_a_model_without_its_weights_is_refused(spoil, says):
@@ -286,7 +332,8 @@ def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
     swap.moe_to_mergeable(model, shared_rate=0.8)
     for name, p in experts.items():
         assert model.get_parameter(name) is p
-    assert all(module.training for module in model.modules())
+    for module in model.modules():
+        assert module.training
     model(tiny.batch(), labels=tiny.batch()).loss.backward()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained == [f"model.layers.{layer}.mlp.mixing_logits" for layer in range(2)]
@@ -294,7 +341,10 @@ def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
         assert model.get_parameter(name).grad.abs().sum() > 0
     block = model.config.moe_runtime
     assert (block["stage"], block["shared_rate"], block["soup"]) == ("mergeable", 0.8, False)
-    with pytest.raises(ValueError, match="stage must be 'moe', but is 'mergeable'"):
+    with pytest.raises(
+        ValueError,
+        match="stage must be 'moe', but is 'mergeable'",
+    ):
         swap.moe_to_mergeable(model)
 
 
@@ -323,7 +373,8 @@ def test_merged_model_is_the_mergeable_one(model_type, tmp_path):
     logits = tiny.logits(model)
     stock = swap.moe_to_dense(model, lambda module: module.merged_weights())
     assert tiny.distance(tiny.logits(stock), logits) < 1e-6
-    assert all(p.requires_grad for p in stock.parameters())
+    for p in stock.parameters():
+        assert p.requires_grad
     loaded = reloaded(stock, tmp_path)
     assert type(loaded) is type(stock)
     assert torch.equal(tiny.logits(loaded), tiny.logits(stock))
@@ -338,6 +389,9 @@ def test_some_layers_are_verified_and_every_odd_one():
     mlps[4].__class__ = type("OtherMLP", (type(mlps[4]),), {})
     assert list(swap.verify_mlp(model)) == [0, 1, 3, 4, 5]
     mlps[2].up_proj.forward = lambda x: x.new_ones(*x.shape[:-1], 48)
-    with pytest.raises(ValueError, match=r"layers.2.mlp \(LlamaMLP\) must compute"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers.2.mlp \(LlamaMLP\) must compute",
+    ):
         swap.verify_mlp(model)
     swap.verify_mlp(model, layers=[0, 1, 3, 4, 5])

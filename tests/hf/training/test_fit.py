@@ -15,9 +15,18 @@ from tests.hf import tiny
 from tests.hf.tiny import distance
 
 PAIRS = [
-    {"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(22)
+    {
+        "prompt": f"Write {i}:\n",
+        "completion": "x" * (1 + i % 7) + f" = {i}",
+    }
+    for i in range(22)
 ]
-SETTINGS = {"learning_rate": 1e-2, "batch_size": 4, "evaluations": 2, "optimizer": "adamw_torch"}
+SETTINGS = {
+    "learning_rate": 1e-2,
+    "batch_size": 4,
+    "evaluations": 2,
+    "optimizer": "adamw_torch",
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +68,23 @@ def train(tokenizer, rows, tmp_path):
     def run(**settings):
         model = model_of(tokenizer)
         watch = Watch()
-        settings = SETTINGS | {"steps": 4, "held_out": rows.select(range(16, 22))} | settings
+        settings = (
+            SETTINGS
+            | {
+                "steps": 4,
+                "held_out": rows.select(range(16, 22)),
+            }
+            | settings
+        )
         data = rows.select(range(16))
-        done = fit.train(model, data, tokenizer, folder=tmp_path, callbacks=[watch], **settings)
+        done = fit.train(
+            model,
+            data,
+            tokenizer,
+            folder=tmp_path,
+            callbacks=[watch],
+            **settings,
+        )
         return model, done, watch
 
     return run
@@ -77,12 +100,19 @@ def test_before_a_loss_is_logged_there_is_none_to_show(train):
 
 @pytest.mark.parametrize(
     "settings, tolerance",
-    [({"per_device_batch_size": 1}, 1e-3), ({"gradient_checkpointing": True}, 1e-6)],
+    [
+        ({"per_device_batch_size": 1}, 1e-3),
+        ({"gradient_checkpointing": True}, 1e-6),
+    ],
     ids=["small-batches", "checkpointing"],
 )
 def test_how_a_step_is_computed_changes_nothing(train, settings, tolerance):
-    (one, first, _), (other, second, _) = train(), train(**settings)
-    assert first.history.held_out[-1][1] == pytest.approx(second.history.held_out[-1][1], rel=1e-4)
+    (one, first, _) = train()
+    (other, second, _) = train(**settings)
+    assert first.history.held_out[-1][1] == pytest.approx(
+        second.history.held_out[-1][1],
+        rel=1e-4,
+    )
     tiny.assert_close(other.state_dict(), one.state_dict(), tolerance)
 
 
@@ -99,7 +129,20 @@ def test_the_last_step_of_an_epoch_may_be_smaller():
 
 def test_warmup_then_a_line_to_zero(train):
     _, _, watch = train(steps=10, warmup_steps=4, learning_rate=1.0)
-    assert watch.rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert watch.rates == pytest.approx(
+        [
+            0,
+            0.25,
+            0.5,
+            0.75,
+            1,
+            5 / 6,
+            4 / 6,
+            3 / 6,
+            2 / 6,
+            1 / 6,
+        ]
+    )
     assert train(steps=40, learning_rate=1.0)[2].rates[:3] == pytest.approx([0, 0.5, 1])
 
 
@@ -116,7 +159,12 @@ def test_settings_of_an_optimizer(train):
 def test_clipping_is_off_at_minus_one(train):
     states = []
     for norm in (-1.0, 1e9, 1e-3):
-        model, *_ = train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=norm)
+        model, *_ = train(
+            optimizer="sgd",
+            steps=1,
+            warmup_steps=0,
+            max_grad_norm=norm,
+        )
         states.append(model.state_dict())
     free, clipped, tight = states
     tiny.assert_equal(clipped, free)
@@ -124,7 +172,8 @@ def test_clipping_is_off_at_minus_one(train):
 
 
 def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
-    (_, first, _), (other, second, _) = train(), train(bf16=True)
+    (_, first, _) = train()
+    (other, second, _) = train(bf16=True)
     for p in other.parameters():
         assert p.dtype == torch.float32
     assert first.losses != second.losses == pytest.approx(first.losses, rel=0.05)
@@ -133,7 +182,12 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
     model = model_of(tokenizer)
-    losses, tokens, exact = fit.row_losses(model.train(), rows, tokenizer, batch_size=batch_size)
+    losses, tokens, exact = fit.row_losses(
+        model.train(),
+        rows,
+        tokenizer,
+        batch_size=batch_size,
+    )
     assert model.training
     assert len(losses) == len(rows)
     assert set(exact) == {0}
@@ -159,19 +213,33 @@ def test_answers_that_the_model_gives_are_exact(tokenizer, rows, batch_size):
         return {"labels": [-100, *ids[:-2], ids[-2] ^ number % 2]}
 
     answered = rows.map(answer, with_indices=True)
-    _, _, exact = fit.row_losses(model, answered, tokenizer, batch_size=batch_size)
+    _, _, exact = fit.row_losses(
+        model,
+        answered,
+        tokenizer,
+        batch_size=batch_size,
+    )
     assert exact == [1 - number % 2 for number in range(len(rows))]
 
 
 def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, train, tmp_path):
-    model, done, watch = train(steps=8, evaluations=8, learning_rate=1.0, keep_best=True)
+    model, done, watch = train(
+        steps=8,
+        evaluations=8,
+        learning_rate=1.0,
+        keep_best=True,
+    )
     losses = [loss for _, loss in done.history.held_out]
     best = losses.index(min(losses))
     assert len(losses) == 8
     assert best < 7  # at such a rate the last is not the best
     assert torch.equal(model.model.norm.weight, watch.norms[best])
     assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
-    again, tokens, exact = fit.row_losses(model, rows.select(range(16, 22)), tokenizer)
+    again, tokens, exact = fit.row_losses(
+        model,
+        rows.select(range(16, 22)),
+        tokenizer,
+    )
     assert fit.mean_loss(again, tokens) == pytest.approx(min(losses), rel=1e-4)
     assert done.exact == exact
     assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
@@ -186,7 +254,12 @@ class Stop(TrainerCallback):
 
 
 def test_a_resumed_training_remembers_its_best(tokenizer, rows, tmp_path):
-    settings = SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0, "keep_best": True}
+    settings = SETTINGS | {
+        "steps": 8,
+        "evaluations": 8,
+        "learning_rate": 1.0,
+        "keep_best": True,
+    }
 
     def run(name, **more):
         model = model_of(tokenizer)

@@ -52,16 +52,27 @@ def from_tensorboard(folder, stage) -> dict[str, dict[int, float]]:
 
     (path,) = (folder / stage).rglob("events.out.tfevents.*")
     found = EventAccumulator(str(path)).Reload()
-    return {
-        name: {one.step: one.value for one in found.Scalars(name)}
-        for name in found.Tags()["scalars"]
-    }
+    values = {}
+    for name in found.Tags()["scalars"]:
+        values[name] = {one.step: one.value for one in found.Scalars(name)}
+    return values
 
 
 def trained(stage: str, folder, seen, **settings):
     model = mergeable() if stage == "mergeable" else upcycled()
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2} | settings
-    return run("trainer", model, folder, eval_set=rows([1, 9]), callbacks=[seen], **settings)
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 2,
+    } | settings
+    return run(
+        "trainer",
+        model,
+        folder,
+        eval_set=rows([1, 9]),
+        callbacks=[seen],
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("stage", NAMES)
@@ -89,7 +100,13 @@ def test_tensorboard_gets_every_name(tmp_path):
     pytest.importorskip("tensorboard")
     for stage, names in NAMES.items():
         seen = Recording()
-        trained(stage, tmp_path / stage, seen, report_to=["tensorboard"], project=stage)
+        trained(
+            stage,
+            tmp_path / stage,
+            seen,
+            report_to=["tensorboard"],
+            project=stage,
+        )
         values = from_tensorboard(tmp_path, stage)
         for name in names:
             assert values[name] == pytest.approx(seen.values[name], rel=1e-6), name
@@ -98,7 +115,13 @@ def test_tensorboard_gets_every_name(tmp_path):
 def test_each_layer_has_its_coefficients_and_another_model_has_none(tmp_path):
     seen = Recording()
     callback = MixingCallback(per_layer=True)
-    trainer = run("trainer", mergeable(), tmp_path, max_steps=1, callbacks=[seen, callback])
+    trainer = run(
+        "trainer",
+        mergeable(),
+        tmp_path,
+        max_steps=1,
+        callbacks=[seen, callback],
+    )
     alphas = xft.mixing_coefficients(trainer.model)
     for layer in range(2):
         for e in range(4):
@@ -111,5 +134,13 @@ def test_each_layer_has_its_coefficients_and_another_model_has_none(tmp_path):
     logs = {"loss": 1.0}
     callback.on_log(None, trainer.state, None, logs=logs)
     assert logs == {"loss": 1.0}
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no mergeable layers. Call xft.to"):
-        MixingCallback().on_train_begin(None, None, None, model=tiny.dense("llama"))
+    with pytest.raises(
+        ValueError,
+        match="LlamaForCausalLM has no mergeable layers. Call xft.to",
+    ):
+        MixingCallback().on_train_begin(
+            None,
+            None,
+            None,
+            model=tiny.dense("llama"),
+        )

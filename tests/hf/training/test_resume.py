@@ -22,7 +22,12 @@ from tests.support import dist_resume as worker
 from tests.support.dist_launch import Launches
 
 FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-TRAINERS = {"ours": MoETrainer, "stock": Trainer, "our-sft": MoESFTTrainer, "trl": SFTTrainer}
+TRAINERS = {
+    "ours": MoETrainer,
+    "stock": Trainer,
+    "our-sft": MoESFTTrainer,
+    "trl": SFTTrainer,
+}
 STEPS = 4
 STOP = 2
 IDS = torch.randint(
@@ -47,7 +52,10 @@ def write_base(family: str, folder: Path) -> Path:
     """Save a tiny random model of a family with its tokenizer."""
     config = stock.config_of(family)
     config.vocab_size = len(TOKENIZER)
-    for name in {"intermediate_size", "moe_intermediate_size"} & vars(config).keys():
+    for name in {
+        "intermediate_size",
+        "moe_intermediate_size",
+    } & vars(config).keys():
         setattr(config, name, 24)  # grouped_mm needs multiples of 16 bytes
     torch.manual_seed(0)
     stock.model_class(family)(config).save_pretrained(folder)
@@ -58,13 +66,28 @@ def write_base(family: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The folder of a family's model."""
-    return functools.cache(lambda family: write_base(family, tmp_path_factory.mktemp(family)))
+    return functools.cache(
+        lambda family: write_base(
+            family,
+            tmp_path_factory.mktemp(family),
+        )
+    )
 
 
 def load(folder: Path, implementation: str | None = "moe_runtime", lora: bool = False):
     moe_runtime.register()
-    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
-    return peft.get_peft_model(model, peft.LoraConfig(**LORA)) if lora else model
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        experts_implementation=implementation,
+    )
+    return (
+        peft.get_peft_model(
+            model,
+            peft.LoraConfig(**LORA),
+        )
+        if lora
+        else model
+    )
 
 
 def trainer_of(kind: str, model, folder: Path, callbacks=(), **settings):
@@ -80,7 +103,12 @@ def trainer_of(kind: str, model, folder: Path, callbacks=(), **settings):
         "disable_tqdm": True,
     } | settings
     if kind in ("our-sft", "trl"):
-        args = SFTConfig(str(folder), **values, bf16=False, gradient_checkpointing=False)
+        args = SFTConfig(
+            str(folder),
+            **values,
+            bf16=False,
+            gradient_checkpointing=False,
+        )
     else:
         args = TrainingArguments(str(folder), **values)
     return TRAINERS[kind](
@@ -94,16 +122,41 @@ def trainer_of(kind: str, model, folder: Path, callbacks=(), **settings):
 
 
 def logged(trainer, name: str = "loss") -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+    values = []
+    for entry in trainer.state.log_history:
+        if name in entry:
+            values.append(entry[name])
+    return values
 
 
-RUNS = [pytest.param("ours", family, {}, id=f"ours-{family}") for family in FAMILIES]
+RUNS = [
+    pytest.param(
+        "ours",
+        family,
+        {},
+        id=f"ours-{family}",
+    )
+    for family in FAMILIES
+]
 for name in ("stock", "our-sft", "trl"):
     for family in FAMILIES:
         marks = () if family == "olmoe" else pytest.mark.slow
-        RUNS.append(pytest.param(name, family, {}, id=f"{name}-{family}", marks=marks))
+        RUNS.append(
+            pytest.param(
+                name,
+                family,
+                {},
+                id=f"{name}-{family}",
+                marks=marks,
+            )
+        )
 RUNS += [
-    pytest.param("ours", "qwen3_moe", {"implementation": "grouped_mm"}, id="stock-experts"),
+    pytest.param(
+        "ours",
+        "qwen3_moe",
+        {"implementation": "grouped_mm"},
+        id="stock-experts",
+    ),
     pytest.param("ours", "qwen3_moe", {"lora": True}, id="ours-lora"),
     pytest.param("trl", "qwen3_moe", {"lora": True}, id="trl-lora"),
 ]
@@ -129,22 +182,45 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, family, settings, base, tm
     expected = whole.model.state_dict()
     tiny.assert_equal(resumed.model.state_dict(), expected)
     trained = "lora" if settings.get("lora") else "experts"
-    moved = [name for name, tensor in expected.items() if not torch.equal(tensor, start[name])]
+    moved = []
+    for name, tensor in expected.items():
+        if not torch.equal(tensor, start[name]):
+            moved.append(name)
     assert any(trained in name for name in moved)
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-@pytest.mark.parametrize("max_shard_size", ["50GB", "20KB"], ids=["one-file", "sharded"])
+@pytest.mark.parametrize(
+    "max_shard_size",
+    ["50GB", "20KB"],
+    ids=["one-file", "sharded"],
+)
 def test_the_best_checkpoint_is_loaded(kind, max_shard_size, base, tmp_path, monkeypatch, caplog):
     """Also of several files, none of which has a whole stack: the loss grows, so the first
     checkpoint is the best.
     """
     model = load(base("mixtral"))
-    save = functools.partial(model.save_pretrained, max_shard_size=max_shard_size)
+    save = functools.partial(
+        model.save_pretrained,
+        max_shard_size=max_shard_size,
+    )
     monkeypatch.setattr(model, "save_pretrained", save)
-    settings = {"eval_strategy": "steps", "eval_steps": STOP, "learning_rate": 1.0}
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    trainer = trainer_of(kind, model, tmp_path, greater_is_better=False, **settings)
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": STOP,
+        "learning_rate": 1.0,
+    }
+    settings |= {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+    }
+    trainer = trainer_of(
+        kind,
+        model,
+        tmp_path,
+        greater_is_better=False,
+        **settings,
+    )
     trainer.train()
     best = tmp_path / f"checkpoint-{STOP}"
     first, second = logged(trainer, "eval_loss")[:2]
@@ -155,7 +231,10 @@ def test_the_best_checkpoint_is_loaded(kind, max_shard_size, base, tmp_path, mon
     assert kind == "stock" or "keys in the checkpoint" not in caplog.text
 
 
-@pytest.mark.parametrize("family", ["olmoe", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["olmoe", pytest.param("mixtral", marks=pytest.mark.slow)],
+)
 def test_the_command_resumes(family, base, tmp_path):
     data = tmp_path / "rows.jsonl"
     rows = [{"text": f"{i} and {i} make {2 * i}"} for i in range(2 * STEPS)]
@@ -172,7 +251,10 @@ def test_the_command_resumes(family, base, tmp_path):
     train("whole", f"--max_steps {STEPS}")
     train("run", f"--max_steps {STOP}")
     train("run", f"--max_steps {STEPS} --resume")
-    tiny.assert_equal(load(tmp_path / "run").state_dict(), load(tmp_path / "whole").state_dict())
+    tiny.assert_equal(
+        load(tmp_path / "run").state_dict(),
+        load(tmp_path / "whole").state_dict(),
+    )
 
 
 NO_MATRIX = "Only 15 of the tensors of model.layers.1.mlp.experts.gate_up_proj were"
@@ -191,7 +273,10 @@ def test_a_checkpoint_without_experts_is_refused(kind, name, says, base, tmp_pat
     folder = base("olmoe")
     trainer_of(kind, load(folder), tmp_path, [Stop()]).train()
     path = tmp_path / f"checkpoint-{STOP}" / "model.safetensors"
-    tensors = {key: tensor for key, tensor in load_file(path).items() if name not in key}
+    tensors = {}
+    for key, tensor in load_file(path).items():
+        if name not in key:
+            tensors[key] = tensor
     save_file(tensors, path)
     with pytest.raises(ValueError, match=says):
         trainer_of(kind, load(folder), tmp_path).train(resume_from_checkpoint=True)

@@ -36,7 +36,12 @@ def put(folder: Path, files: dict[str, str]) -> None:
 
 def lora(model):
     return peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model,
+        peft.LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            task_type="CAUSAL_LM",
+        ),
     )
 
 
@@ -49,7 +54,11 @@ def test_ranks_agree_on_the_largest_code(monkeypatch, mine, most):
         code.fill_({kinds.MAX: max, kinds.SUM: sum}[op](codes))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", with_143)
-    monkeypatch.setattr(ranks, "state", lambda: SimpleNamespace(num_processes=2, device="cpu"))
+    monkeypatch.setattr(
+        ranks,
+        "state",
+        lambda: SimpleNamespace(num_processes=2, device="cpu"),
+    )
     assert ranks.largest(mine) == most
 
 
@@ -64,7 +73,10 @@ def test_an_adapter_saved_beside_its_base_leaves_the_base(tmp_path, max_shard_si
         MoETrainer(lora(dense("llama")), args).save_model()
         after = contents(tmp_path)
         assert before.items() <= after.items()
-        assert {"adapter_model.safetensors", "adapter_config.json"} <= after.keys()
+        assert {
+            "adapter_model.safetensors",
+            "adapter_config.json",
+        } <= after.keys()
         for text in ("What I wrote.", "license: mit", "library_name: peft"):
             assert text in after["README.md"].decode()
     # and a model saved beside an adapter leaves the adapter and the card
@@ -82,7 +94,10 @@ def test_older_weights_of_the_same_kind_go(tmp_path):
     put(tmp_path, {"adapter_model.bin": "a", "adapter_config.json": "{}"})
     put(tmp_path, shards | {"config.json": "{}"})
     put(tmp_path, {"model.safetensors": "n", "config.json": "[]"})
-    put(tmp_path, {"adapter_model.safetensors": "b", "adapter_config.json": "{}"})
+    put(
+        tmp_path,
+        {"adapter_model.safetensors": "b", "adapter_config.json": "{}"},
+    )
     assert sorted(contents(tmp_path)) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -93,7 +108,10 @@ def test_older_weights_of_the_same_kind_go(tmp_path):
 
 @pytest.mark.parametrize(
     "weights, config",
-    [("model.safetensors", "config.json"), ("adapter_model.safetensors", "adapter_config.json")],
+    [
+        ("model.safetensors", "config.json"),
+        ("adapter_model.safetensors", "adapter_config.json"),
+    ],
     ids=["model", "adapter"],
 )
 def test_weights_never_stand_under_another_config(tmp_path, monkeypatch, weights, config):
@@ -111,13 +129,21 @@ def test_weights_never_stand_under_another_config(tmp_path, monkeypatch, weights
 
     monkeypatch.setattr(os, "replace", watched)
     for number, setting in enumerate("aab"):
-        put(tmp_path, {weights: f"{number}", config: setting, "other.json": "{}"})
+        put(
+            tmp_path,
+            {weights: f"{number}", config: setting, "other.json": "{}"},
+        )
     note()
     assert seen == {(b"0", b"a"), (b"1", b"a"), (b"2", b"b")}  # the same config need not go
 
 
 EPOCH = 8  # steps
-ROWS = torch.randint(3, VOCAB, (2 * EPOCH, 8), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = torch.randint(
+    3,
+    VOCAB,
+    (2 * EPOCH, 8),
+    generator=torch.Generator().manual_seed(0),
+).tolist()
 ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
 
 
@@ -165,15 +191,29 @@ def train(folder: Path, stop: int, resume: bool | None = None, callbacks=(), **s
 def test_a_stop_saves_its_step_once_and_evaluates_nothing(tmp_path, strategy, stop):
     every = {"eval_strategy": "epoch"}
     if strategy == "steps":
-        every = {"eval_strategy": "steps", "eval_steps": stop, "save_steps": stop}
-    seen = train(tmp_path, stop, save_strategy=strategy, metric_for_best_model="loss", **every)
+        every = {
+            "eval_strategy": "steps",
+            "eval_steps": stop,
+            "save_steps": stop,
+        }
+    seen = train(
+        tmp_path,
+        stop,
+        save_strategy=strategy,
+        metric_for_best_model="loss",
+        **every,
+    )
     assert seen.saved == [stop]
     assert seen.evaluated == []
     assert last_whole_checkpoint(tmp_path) == tmp_path / f"checkpoint-{stop}"
 
 
 def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+    }
     train(tmp_path, 4, **settings)
     half = tmp_path / "checkpoint-7"
     half.mkdir()

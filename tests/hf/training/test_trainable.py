@@ -48,7 +48,13 @@ def test_gradients_are_those_of_the_whole_stacks(name):
             assert not split.get_parameter(f"{path}.{stack}").requires_grad
             gradient = expected.pop(f"{path}.{stack}")[experts[number]]
             assert gradient.norm() > 0
-            assert distance(values.pop(f"{path}.trained_{stack}"), gradient) < 1e-5, path
+            assert (
+                distance(
+                    values.pop(f"{path}.trained_{stack}"),
+                    gradient,
+                )
+                < 1e-5
+            ), path
     assert values.keys() == expected.keys()
     tiny.assert_close(values, expected, 1e-5)
 
@@ -85,7 +91,10 @@ def kind_of(name: str) -> str:
 
 ROWS = list(itertools.product(("deepseek_v2", "qwen2_moe", "ours"), TABLE_3))
 # without shared experts
-ROWS += [("gpt_oss", ("relevant", False, False)), ("inkling2", ("relevant", False, False))]
+ROWS += [
+    ("gpt_oss", ("relevant", False, False)),
+    ("inkling2", ("relevant", False, False)),
+]
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=str)
@@ -120,7 +129,12 @@ def test_table_3(name, row):
         kind = kind_of(path)
         if kind == "experts":
             moved = (after[path] != value).flatten(1).any(1).nonzero().flatten().tolist()
-            assert moved == sorted(experts.get(numbers[path.rpartition(".")[0]], [])), path
+            assert moved == sorted(
+                experts.get(
+                    numbers[path.rpartition(".")[0]],
+                    [],
+                )
+            ), path
         else:
             trains = shared if kind == "shared" else rest
             assert torch.equal(after[path], value) != trains, path
@@ -134,7 +148,15 @@ def test_a_selection_of_nothing_trains_nothing():
 
 
 @pytest.mark.parametrize(
-    "name", ["ernie4_5_moe", "afmoe", "granitemoeshared", "deepseek_v32", "glm_moe_dsa", "gemma4"]
+    "name",
+    [
+        "ernie4_5_moe",
+        "afmoe",
+        "granitemoeshared",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "gemma4",
+    ],
 )
 def test_what_routers_choose_by_stays_frozen(name):
     """No gradient reaches it, and DDP would wait for one; shared MLPs under another name, and
@@ -176,13 +198,18 @@ def test_a_plain_model_again(name, undo):
             trained_rows(model)[first].stacks["down_proj"].zero_()
     undo(model)
     assert traces_of(model) == traces_of(before)
-    tiny.assert_equal(dict(model.named_parameters()), dict(before.named_parameters()))
+    tiny.assert_equal(
+        dict(model.named_parameters()),
+        dict(before.named_parameters()),
+    )
     assert torch.equal(model(ids).logits, before(ids).logits)
 
 
 def traces_of(model) -> list:
     """All that training of some experts could leave, but values of weights."""
-    tensors = [(name, p.requires_grad) for name, p in model.named_parameters()]
+    tensors = []
+    for name, p in model.named_parameters():
+        tensors.append((name, p.requires_grad))
     modules = []
     for module in model.modules():
         modules.append((module.__dict__.keys(), len(module._forward_pre_hooks)))
@@ -207,7 +234,13 @@ def test_rows_in_float32_beside_bfloat16(name):
     moe_runtime.patch(plain)
     freeze_for_esft(model, {number: [2, 1]}, dtype=torch.float32)
     # each 1e-2 off float64
-    assert distance(run(model, ids)["logits"], run(plain, ids)["logits"]) < 1e-2
+    assert (
+        distance(
+            run(model, ids)["logits"],
+            run(plain, ids)["logits"],
+        )
+        < 1e-2
+    )
     rows = trained_rows(model)[number].stacks
     for name, p in model.named_parameters():
         assert p.dtype == (torch.float32 if "trained" in name else torch.bfloat16)
@@ -221,7 +254,11 @@ def test_rows_in_float32_beside_bfloat16(name):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "reentrant",
+    [False, True],
+    ids=["non-reentrant", "reentrant"],
+)
 @pytest.mark.parametrize("name", ["deepseek_v2", "inkling2", "ours"])
 def test_gradient_checkpointing(name, reentrant):
     model = model_of(name)

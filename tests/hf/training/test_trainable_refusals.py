@@ -17,11 +17,36 @@ from tests.hf.training.trainables import batch, model_of
 from tests.support.trained_rows import gathered_rows, trained_rows
 
 BAD = [
-    pytest.param({0: [0]}, {}, "layers with experts .1., but got layer 0", id="a dense layer"),
-    pytest.param({1: [0, 8]}, {}, r"layer 1 must be .* from 0 to 7.* \[0, 8\]", id="too high"),
-    pytest.param({1: [-1]}, {}, r"experts of layer 1 must be .*\[-1\]", id="below zero"),
-    pytest.param({1: [2, 2]}, {}, r"experts of layer 1 must be .*\[2, 2\]", id="twice"),
-    pytest.param({1: [2]}, {"dtype": torch.int8}, "dtype must be .* torch.int8", id="integers"),
+    pytest.param(
+        {0: [0]},
+        {},
+        "layers with experts .1., but got layer 0",
+        id="a dense layer",
+    ),
+    pytest.param(
+        {1: [0, 8]},
+        {},
+        r"layer 1 must be .* from 0 to 7.* \[0, 8\]",
+        id="too high",
+    ),
+    pytest.param(
+        {1: [-1]},
+        {},
+        r"experts of layer 1 must be .*\[-1\]",
+        id="below zero",
+    ),
+    pytest.param(
+        {1: [2, 2]},
+        {},
+        r"experts of layer 1 must be .*\[2, 2\]",
+        id="twice",
+    ),
+    pytest.param(
+        {1: [2]},
+        {"dtype": torch.int8},
+        "dtype must be .* torch.int8",
+        id="integers",
+    ),
 ]
 
 
@@ -29,7 +54,11 @@ BAD = [
 @pytest.mark.parametrize(("experts", "options", "says"), BAD)
 def test_refuses(experts, options, says, call):
     model = model_of("deepseek_v2")
-    check_untouched(model, functools.partial(call, model, experts, **options), says)
+    check_untouched(
+        model,
+        functools.partial(call, model, experts, **options),
+        says,
+    )
 
 
 def check_untouched(model, change, says: str) -> None:
@@ -56,7 +85,11 @@ def state_of(model) -> list:
 def test_refuses_models_that_it_cannot_change():
     model = model_of("ours")
     says = r"experts of layer 0 must be routed ones, but are \[0, 1\], and 0 is the"
-    check_untouched(model, functools.partial(freeze_for_esft, model, {0: [0, 1]}), says)
+    check_untouched(
+        model,
+        functools.partial(freeze_for_esft, model, {0: [0, 1]}),
+        says,
+    )
     for undo in (fold_rows, drop_rows):
         says = "has no separately trained experts"
         check_untouched(model, functools.partial(undo, model), says)
@@ -66,13 +99,23 @@ def test_refuses_models_that_it_cannot_change():
     model = model_of("qwen2_moe")
     experts = experts_module(model, numbered_layers(model)[0])
     down = experts.down_proj
-    experts.down_proj = torch.nn.Parameter(down.detach().to(torch.int8), requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(
+        down.detach().to(torch.int8),
+        requires_grad=False,
+    )
     train = functools.partial(train_rows, model, {0: [1]})
-    check_untouched(model, train, r"experts.down_proj must be .*but is torch.int8 \(Parameter\)")
+    check_untouched(
+        model,
+        train,
+        r"experts.down_proj must be .*but is torch.int8 \(Parameter\)",
+    )
     experts.down_proj = down
     train()
     for again in (train_rows, freeze_for_esft):
-        with pytest.raises(ValueError, match=r"Call fold_rows\(model\) or drop_rows"):
+        with pytest.raises(
+            ValueError,
+            match=r"Call fold_rows\(model\) or drop_rows",
+        ):
             again(model, {1: [1]})
 
 
@@ -84,7 +127,10 @@ def test_compiled_and_adapted_models_get_back_what_required_a_gradient():
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     compiled = torch.compile(model, backend="eager")
     freeze_for_esft(compiled, {0: [1]})
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = get_peft_model(
+        model,
+        LoraConfig(r=2, target_modules=["q_proj"]),
+    )
     fold_rows(adapted)
     adapted.unload()
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
@@ -105,7 +151,10 @@ def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
     assert not list(tmp_path.iterdir())
     undo(model)
     model.save_pretrained(tmp_path / "checkpoint")
-    loaded = type(model).from_pretrained(tmp_path / "checkpoint", experts_implementation="eager")
+    loaded = type(model).from_pretrained(
+        tmp_path / "checkpoint",
+        experts_implementation="eager",
+    )
     assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
 
 
@@ -121,7 +170,11 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
             report_to=[],
             disable_tqdm=True,
         )
-        kind(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 8).train()
+        kind(
+            model,
+            args,
+            train_dataset=[{"input_ids": ids, "labels": ids}] * 8,
+        ).train()
 
     model = model_of("qwen2_moe")
     freeze_for_esft(model, {0: range(model.config.num_experts)})
@@ -130,11 +183,17 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match=says):
         train("steps")
     assert torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
-    with pytest.raises(ValueError, match="Some experts of Qwen2MoeForCausalLM are stored sep"):
+    with pytest.raises(
+        ValueError,
+        match="Some experts of Qwen2MoeForCausalLM are stored sep",
+    ):
         train("steps", kind=Trainer)  # which asks the model at its first checkpoint
     assert not (tmp_path / "checkpoint-1" / "model.safetensors").exists()
     train("no")
-    assert not torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
+    assert not torch.equal(
+        before,
+        gathered_rows(model)[0].stacks["down_proj"],
+    )
     fold_rows(model)
     train("steps")
     assert (tmp_path / "checkpoint-1" / "config.json").is_file()

@@ -36,7 +36,10 @@ ROWS = [
     for i in range(5)
     for j in range(2)
 ]
-TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
+TOKENIZER = train_tokenizer(
+    [row["prompt"] + row["completion"] for row in ROWS],
+    280,
+)
 BALANCE = {"balance_loss": "switch", "balance_loss_coef": 0.1}
 COMMON = {
     "per_device_train_batch_size": 2,
@@ -50,14 +53,21 @@ COMMON = {
 }
 
 
-SFT = {"bf16": False, "gradient_checkpointing": False, "max_length": 64} | COMMON
+SFT = {
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "max_length": 64,
+} | COMMON
 
 
 def upcycled(**settings):
     """A tiny upcycled Llama with the tokenizer's vocabulary, and a balance loss unless told
     otherwise.
     """
-    return tiny.upcycled(changes={"vocab_size": len(TOKENIZER)}, **BALANCE | settings)
+    return tiny.upcycled(
+        changes={"vocab_size": len(TOKENIZER)},
+        **BALANCE | settings,
+    )
 
 
 def mergeable():
@@ -100,7 +110,15 @@ def trainer_of(
     eval_set = eval_set and tokenize_pairs(TOKENIZER, eval_set, 64)
     cls = {"trainer": MoETrainer, "plain": Trainer}[kind]
     args = TrainingArguments(str(folder), **COMMON | settings)
-    return cls(model, args, pair_collator(TOKENIZER), train, eval_set, TOKENIZER, **parts)
+    return cls(
+        model,
+        args,
+        pair_collator(TOKENIZER),
+        train,
+        eval_set,
+        TOKENIZER,
+        **parts,
+    )
 
 
 def run(*args, **kwargs):
@@ -148,7 +166,11 @@ KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
     "settings, coef",
     [
         pytest.param({}, 0.0, id="switch"),
-        pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, id="cv2-noisy"),
+        pytest.param(
+            {"balance_loss": "cv2", "noisy_gate": True},
+            0.0,
+            id="cv2-noisy",
+        ),
         pytest.param({}, 0.1, id="with-the-pooled-loss"),
         pytest.param({"balance_loss": "none"}, 0.1, id="pooled-only"),
     ],
@@ -178,10 +200,20 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
 def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_path):
     """As if the batch were one, and so are the other parts of the loss."""
     places = [0, 3, 7, 9]
-    one_a_step = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    one_a_step = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+    }
     keep = Gradients()
     settings = {"max_steps": 1, "max_grad_norm": 0.0} | one_a_step
-    run(kind, upcycled(), tmp_path, places=places, callbacks=[keep], **settings)
+    run(
+        kind,
+        upcycled(),
+        tmp_path,
+        places=places,
+        callbacks=[keep],
+        **settings,
+    )
     model = upcycled().train()
     batches = [batch_of(place) for place in places]
     tokens = [batch["labels"][:, 1:].ne(-100).sum() for batch in batches]
@@ -197,7 +229,12 @@ def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_p
     [
         pytest.param("moe", False, {}, id="moe"),
         pytest.param("moe", True, {}, id="moe-noise"),
-        pytest.param("mergeable", False, {"gradient_accumulation_steps": 2}, id="mergeable"),
+        pytest.param(
+            "mergeable",
+            False,
+            {"gradient_accumulation_steps": 2},
+            id="mergeable",
+        ),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(kind, stage, noisy, settings, tmp_path):
@@ -209,7 +246,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, stage, noisy, settings, tm
 
     folder = tmp_path / "run"
     # 10 rows, 5 batches an epoch: step 4 lies inside the first epoch, step 8 inside the second
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4} | settings
+    settings = {
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    } | settings
     whole = run(kind, model(), folder, **settings)
     weights = tiny.weights(whole.model)
     stats = tiny.contents(folder).get(folder / "router_stats.csv")
@@ -237,7 +278,10 @@ def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
             assert name.endswith(".mixing_logits")
             assert parameter.dtype == torch.float32
     assert len(moved) == 2
-    optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    optimized = set()
+    for group in trainer.optimizer.param_groups:
+        for p in group["params"]:
+            optimized.add(id(p))
     assert optimized == {id(model.get_parameter(name)) for name in moved}
     assert not (tmp_path / "router_stats.csv").exists()
 
@@ -254,14 +298,30 @@ class Poison(TrainerCallback):
 
 
 @KINDS
-@pytest.mark.parametrize("with_ids", [True, False], ids=["rows-known", "rows-unknown"])
+@pytest.mark.parametrize(
+    "with_ids",
+    [True, False],
+    ids=["rows-known", "rows-unknown"],
+)
 def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     ids = list(range(100, 110)) if kind == "sft" else list(range(10))
     train = rows()
     if with_ids and kind == "sft":
         train = train.add_column("row_id", ids)
-    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 8}
-    trainer = trainer_of(kind, upcycled(), tmp_path, train=train, callbacks=[Poison(3)], **settings)
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "max_steps": 8,
+    }
+    trainer = trainer_of(
+        kind,
+        upcycled(),
+        tmp_path,
+        train=train,
+        callbacks=[Poison(3)],
+        **settings,
+    )
     if not with_ids and kind == "trainer":
         trainer.train_dataset = trainer.train_dataset.remove_columns("row_id")
     router = moe_layers(trainer.model)[0].gate.weight
@@ -277,7 +337,10 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     for p in saved.parameters():
         assert torch.isfinite(p).all()
-    assert torch.equal(moe_layers(saved)[0].gate.weight, router)  # the optimizer did not see step 3
+    assert torch.equal(
+        moe_layers(saved)[0].gate.weight,
+        router,
+    )  # the optimizer did not see step 3
 
 
 class Seen(TrainerCallback):
@@ -339,7 +402,8 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
     assert logged(trainer, "router/1/load/2") == pytest.approx(load.tolist())
     reported = [logs for logs in seen.logs if "loss" in logs]
     assert len(reported) == 2
-    assert all("router/min_entropy" in logs for logs in reported)
+    for logs in reported:
+        assert "router/min_entropy" in logs
 
 
 def test_lora_keeps_the_balance_loss(tmp_path):
@@ -363,7 +427,10 @@ def stock_moe(name="qwen3_moe", **changes):
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["ours", "ours-pooled", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    ["ours", "ours-pooled", "qwen3_moe", "deepseek_v3"],
+)
 def test_the_first_loss_is_the_models_own(kind, name, tmp_path):
     parts = {}
     if name.startswith("ours"):
@@ -379,7 +446,10 @@ def test_the_first_loss_is_the_models_own(kind, name, tmp_path):
     trainer = run(kind, model, tmp_path, [0, 7], max_steps=1, parts=parts)
     first = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
     balance_loss = (out.loss - out.lm_loss).item()
-    assert first == pytest.approx([out.loss.item(), out.lm_loss.item(), balance_loss], rel=1e-5)
+    assert first == pytest.approx(
+        [out.loss.item(), out.lm_loss.item(), balance_loss],
+        rel=1e-5,
+    )
     assert balance_loss > 0.1
     assert len(logged(trainer, "router/max_violation")) == 1
 
@@ -390,7 +460,12 @@ def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
     with torch.no_grad():
         out = model(**batch_of(0, 7))
     args = SFTConfig(str(tmp_path), **SFT | {"max_steps": 1})
-    trainer = SFTTrainer(model, args, train_dataset=rows([0, 7]), processing_class=TOKENIZER)
+    trainer = SFTTrainer(
+        model,
+        args,
+        train_dataset=rows([0, 7]),
+        processing_class=TOKENIZER,
+    )
     trainer.train()
     assert logged(trainer)[0] == pytest.approx(out.loss.item(), rel=1e-5)
     assert logged(trainer, "aux_loss")[0] == pytest.approx(out.aux_loss.item(), rel=1e-5)
@@ -398,7 +473,10 @@ def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
 
 # our tokenizer's template without the marks of what the assistant says
 UNMARKED = re.sub("{% (end)?generation %}", "", TOKENIZER.chat_template)
-CHAT = [{"role": "user", "content": "add 1 to 2"}, {"role": "assistant", "content": "3 is it"}]
+CHAT = [
+    {"role": "user", "content": "add 1 to 2"},
+    {"role": "assistant", "content": "3 is it"},
+]
 
 
 PAIR = {"prompt": "add 1 to 2\n", "completion": "3 is it"}
@@ -414,7 +492,12 @@ LINES = {"text": "add 1 to 2\n3 is it"}
         ),
         pytest.param({"messages": CHAT}, {}, "all", id="all-of-messages"),
         pytest.param(
-            {"conversations": [{"from": "human", "value": "add"}, {"from": "gpt", "value": "3"}]},
+            {
+                "conversations": [
+                    {"from": "human", "value": "add"},
+                    {"from": "gpt", "value": "3"},
+                ]
+            },
             {},
             "assistant",
             id="sharegpt",
@@ -423,8 +506,18 @@ LINES = {"text": "add 1 to 2\n3 is it"}
             {"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, "assistant", id="prompt-of-messages"
         ),
         pytest.param(PAIR, {}, "assistant", id="prompt-completion"),
-        pytest.param(PAIR, {"completion_only_loss": False}, "all", id="trls-word-for-all"),
-        pytest.param({"question": "1 + 2", "answer": "3"}, {}, "assistant", id="question-answer"),
+        pytest.param(
+            PAIR,
+            {"completion_only_loss": False},
+            "all",
+            id="trls-word-for-all",
+        ),
+        pytest.param(
+            {"question": "1 + 2", "answer": "3"},
+            {},
+            "assistant",
+            id="question-answer",
+        ),
         pytest.param(LINES, {}, "assistant", id="text"),
         pytest.param(LINES, {"packing": True}, "assistant", id="packed"),
     ],
@@ -484,7 +577,10 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     out = tmp_path / "out"
     options = f"--config {tmp_path}/train.yaml --max_steps 2 --logging_steps 1 --output_dir {out}"
     code = "import sys; from moe_runtime.hf import train_command; train_command(sys.argv[1:])"
-    done = forked(code, *words(folder / "moe", folder / "rows.jsonl", options))
+    done = forked(
+        code,
+        *words(folder / "moe", folder / "rows.jsonl", options),
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"saved MoeRuntimeLlamaForCausalLM to {out} after step 2" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -492,7 +588,10 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     assert type(model) is type(start)
     for name in (".gate.weight", ".experts.down_proj"):
         path = f"model.layers.0.mlp{name}"
-        assert not torch.equal(model.get_parameter(path), start.get_parameter(path))
+        assert not torch.equal(
+            model.get_parameter(path),
+            start.get_parameter(path),
+        )
     assert steps_of(out / "checkpoint-2", "balance_loss") == [1, 2]
     assert (out / "router_stats.csv").exists()
     assert (out / "tokenizer.json").exists()
@@ -520,7 +619,13 @@ def test_the_command_refuses_in_one_line_before_it_trains(name, folder, tmp_path
         good = {"messages": CHAT} if "messages" in bad else {"text": "2"}
         data.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
     with pytest.raises(ValueError, match=says) as error:
-        train_command(words(model, data, f"--output_dir {tmp_path}/out {options}"))
+        train_command(
+            words(
+                model,
+                data,
+                f"--output_dir {tmp_path}/out {options}",
+            )
+        )
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -542,8 +647,17 @@ def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch)
     options = f"--output_dir {tmp_path}/out --chat_template_path {tmp_path}/chat.jinja"
     for more in ("", " --train-on all"):
         with pytest.raises(ZeroDivisionError):
-            train_command(words(model, tmp_path / "rows.jsonl", options + more))
-    assert trained == ["3 is it</s>", TOKENIZER.apply_chat_template(CHAT, tokenize=False)]
+            train_command(
+                words(
+                    model,
+                    tmp_path / "rows.jsonl",
+                    options + more,
+                )
+            )
+    assert trained == [
+        "3 is it</s>",
+        TOKENIZER.apply_chat_template(CHAT, tokenize=False),
+    ]
 
 
 def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
@@ -562,9 +676,15 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
     assert train_command([*argv, *resume]) == tmp_path
     printed = capsys.readouterr()
     assert "after step 4" in printed.out
-    lines = [line for line in printed.err.splitlines() if line.startswith("training: ")]
+    lines = []
+    for line in printed.err.splitlines():
+        if line.startswith("training: "):
+            lines.append(line)
     assert lines[0].startswith("training: 50% 2/4 [")
-    assert re.fullmatch(r"training: 75% 3/4 \[\d\d:\d\d<\d\d:\d\d, +\S+(step/s|s/step)\]", lines[1])
+    assert re.fullmatch(
+        r"training: 75% 3/4 \[\d\d:\d\d<\d\d:\d\d, +\S+(step/s|s/step)\]",
+        lines[1],
+    )
     assert lines[-1].startswith("training: done in ")
     card = (tmp_path / "README.md").read_text()
     for text in (
@@ -586,7 +706,16 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
         with pytest.raises(
             ValueError, match="^output_dir moe/ is .*moe, the model to train. Pass another folder"
         ):
-            train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
+            train_command(
+                [
+                    "--model",
+                    name,
+                    "--data",
+                    "rows.jsonl",
+                    "--output_dir",
+                    "moe/",
+                ]
+            )
     assert tiny.contents(folder) == before
 
 

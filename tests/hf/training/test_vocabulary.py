@@ -32,17 +32,29 @@ def dataset(ids: list, *features) -> Dataset:
     [
         pytest.param(dataset([[1, 2], [], [V - 1, 3]]), id="dataset"),
         pytest.param({"a": dataset([[V - 1]])}, id="datasets by name"),
-        pytest.param([{"input_ids": [1]}, {"input_ids": [4, V - 1]}], id="list"),
+        pytest.param(
+            [{"input_ids": [1]}, {"input_ids": [4, V - 1]}],
+            id="list",
+        ),
         pytest.param([{"input_ids": torch.tensor([4, V - 1])}], id="tensors"),
         pytest.param([{"input_ids": np.array([[4], [V - 1]])}], id="arrays"),
-        pytest.param([{"input_ids": [[], [1], [4, V - 1]]}], id="lists of lists"),
-        pytest.param(dataset([[[1], []], [[], [4, V - 1]]]), id="dataset of lists of lists"),
+        pytest.param(
+            [{"input_ids": [[], [1], [4, V - 1]]}],
+            id="lists of lists",
+        ),
+        pytest.param(
+            dataset([[[1], []], [[], [4, V - 1]]]),
+            id="dataset of lists of lists",
+        ),
         pytest.param(dataset([1, V - 1]), id="one id a row"),
         pytest.param(dataset([[1, V - 1]], FIXED), id="rows of one length"),
     ],
 )
 def test_an_id_beyond_the_embedding(small, rows):
-    with pytest.raises(ValueError, match=rf"{SAYS} \('.+'\). .*resize_token_embeddings\({V}\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{SAYS} \('.+'\). .*resize_token_embeddings\({V}\)",
+    ):
         check_rows(small, rows, TOKENIZER)
     with pytest.raises(ValueError, match=rf"{SAYS}\."):
         check_rows(small, rows)
@@ -52,13 +64,19 @@ def test_an_id_beyond_the_embedding(small, rows):
 @pytest.mark.parametrize(
     "rows",
     [
-        pytest.param(dataset([[V - 2], [V]]).select([0]), id="a row that is not selected"),
+        pytest.param(
+            dataset([[V - 2], [V]]).select([0]),
+            id="a row that is not selected",
+        ),
         pytest.param(Dataset.from_dict({"text": ["a"]}), id="text"),
         pytest.param(dataset([[], []]), id="rows without a token"),
         pytest.param(
             IterableDataset.from_generator(lambda: iter([{"input_ids": [V]}])), id="read only later"
         ),
-        pytest.param([{"input_ids": [], "labels": []}, {"labels": [V]}], id="nothing to embed"),
+        pytest.param(
+            [{"input_ids": [], "labels": []}, {"labels": [V]}],
+            id="nothing to embed",
+        ),
         pytest.param(dataset([["a"], ["b"]]), id="no ids"),
         pytest.param(None, id="no rows"),
     ],
@@ -68,8 +86,17 @@ def test_what_is_not_embedded_does_not_count(small, rows):
 
 
 def test_trainings_and_evaluations_say_so(small, tmp_path):
-    rows = Dataset.from_dict({"input_ids": [[1, V - 1]], "labels": [[1, V - 1]]})
-    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[])
+    rows = Dataset.from_dict(
+        {
+            "input_ids": [[1, V - 1]],
+            "labels": [[1, V - 1]],
+        }
+    )
+    args = TrainingArguments(
+        str(tmp_path / "out"),
+        use_cpu=True,
+        report_to=[],
+    )
     for name in ("train_dataset", "eval_dataset"):
         parts = {name: rows, "data_collator": pair_collator(TOKENIZER)}
         with pytest.raises(ValueError, match=SAYS):

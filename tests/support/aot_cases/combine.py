@@ -14,7 +14,13 @@ FP32 = torch.float32
 def _cases(step, note: str, H: int = 0, max_registers: int = 128) -> list[Case]:
     expect = ("wide",) if H and H % 16 == 0 else ()
     loose = ("T", "R", "n", "programs")
-    return cases_of(step, loose, expect=expect, max_registers=max_registers, note=note)
+    return cases_of(
+        step,
+        loose,
+        expect=expect,
+        max_registers=max_registers,
+        note=note,
+    )
 
 
 def _layer(
@@ -44,12 +50,23 @@ def _op(dtype=BF16, K: int = 8, H: int = 4096, index=torch.int32) -> list[Case]:
         combine.combine_forward(y, weight, slot_row)
         combine.combine_backward(meta(T, H, dtype=dtype), y, weight, slot_row)
 
-    return _cases(step, f"{name_of(dtype)} H={H} K={K} {name_of(index)} rows", H)
+    return _cases(
+        step,
+        f"{name_of(dtype)} H={H} K={K} {name_of(index)} rows",
+        H,
+    )
 
 
 def _weights(partials: int) -> list[Case]:
     def step():
-        combine.sum_rows(None, meta(T * 8), meta(T * 8, partials, dtype=FP32), T, 8, meta(1))
+        combine.sum_rows(
+            None,
+            meta(T * 8),
+            meta(T * 8, partials, dtype=FP32),
+            T,
+            8,
+            meta(1),
+        )
 
     return _cases(step, f"the weights' gradient alone, {partials} partials")
 
@@ -61,7 +78,15 @@ def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
     weight = meta(N, H, dtype=dtype)
 
     def step():
-        combine.sum_rows_and_router(rows, meta(T * 6), T, 6, meta(1), dlogits, weight)
+        combine.sum_rows_and_router(
+            rows,
+            meta(T * 6),
+            T,
+            6,
+            meta(1),
+            dlogits,
+            weight,
+        )
 
     return _cases(step, f"{name_of(dtype)} H={H} N={N}", H, max_registers=255)
 

@@ -10,7 +10,10 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 LOOSE = ("T", "R", "num_tiles", "num_m")
 # (tokens, experts) -> bytes that ptxas is known to keep on the stack, by Triton's version
-SPILLS = {(16, 64): {"3.6": 8, "3.7": 0, "3.9": 0}, (64, 128): {"3.6": 0, "3.7": 0, "3.9": 24}}
+SPILLS = {
+    (16, 64): {"3.6": 8, "3.7": 0, "3.9": 0},
+    (64, 128): {"3.6": 0, "3.7": 0, "3.9": 24},
+}
 
 
 def _plan(T: int, E: int, K: int, gate: str = "softmax_topk_renorm", dtype=BF16) -> list[Case]:

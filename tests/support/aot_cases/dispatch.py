@@ -10,7 +10,12 @@ K = 8
 
 
 def _cases(step, note: str) -> list[Case]:
-    return cases_of(step, ("R", "blocks", "num_tiles"), max_registers=128, note=note)
+    return cases_of(
+        step,
+        ("R", "blocks", "num_tiles"),
+        max_registers=128,
+        note=note,
+    )
 
 
 def _sort(E: int, dtype=torch.int32, tokens=T, note: str = "", slots: int = K) -> list[Case]:

@@ -51,12 +51,24 @@ def _backward(dtype=BF16, vocabulary=V, size=H) -> list[Case]:
     column = gate[:, 1]
 
     def step():
-        fusion.fused_logits_backward(gate, labels, gate[:, 0], hidden, heads, vocabulary, -100)
+        fusion.fused_logits_backward(
+            gate,
+            labels,
+            gate[:, 0],
+            hidden,
+            heads,
+            vocabulary,
+            -100,
+        )
         fusion.fused_hidden_backward(x, x, column, column, x, x)
         fusion.fused_hidden_backward(x, x, column, column, None, x)
 
     wide = ("wide",) * (size % 16 == 0 == vocabulary % 16)
-    return [case for case in cases_of(step, ("T",), expect=wide) if "fwd" not in case.kernel]
+    values = []
+    for case in cases_of(step, ("T",), expect=wide):
+        if "fwd" not in case.kernel:
+            values.append(case)
+    return values
 
 
 def _cases():
@@ -70,7 +82,18 @@ def _cases():
     for capability in (80, 90, 100):
         for S in (2, 4, 8, 16):
             yield _forward(capability, True, sizes=(4096,) * S)
-    yield _forward(90, True, FP16, vocabulary=151936, sizes=(2048, 4096, 5120))
+    yield _forward(
+        90,
+        True,
+        FP16,
+        vocabulary=151936,
+        sizes=(2048, 4096, 5120),
+    )
 
 
-CASES = [*_cases(), *_backward(), *_backward(FP32), *_backward(vocabulary=32001, size=4097)]
+CASES = [
+    *_cases(),
+    *_backward(),
+    *_backward(FP32),
+    *_backward(vocabulary=32001, size=4097),
+]

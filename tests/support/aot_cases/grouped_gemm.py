@@ -109,7 +109,10 @@ class Layer:
 
     def down_forward(self, tile):
         args = (self.h, self.down, self.down_bias, self.map, True, tile, self.trained.get("down"))
-        return grouped_gemm.grouped_gemm_forward(*args, **self.options("down"))
+        return grouped_gemm.grouped_gemm_forward(
+            *args,
+            **self.options("down"),
+        )
 
     def dx(self, tile):
         args = (self.z, self.up, None, self.map, False, tile, self.trained.get("up"))
@@ -134,7 +137,11 @@ class Layer:
 
     def dw(self, tile, gather="x", **trained):
         """gather None is what `grouped_gemm` does, "x" the gradient of up, "dy" of down."""
-        dy, x = {"x": (self.z, self.x), "dy": (self.x, self.h), None: (self.z, self.h)}[gather]
+        dy, x = {
+            "x": (self.z, self.x),
+            "dy": (self.x, self.h),
+            None: (self.z, self.h),
+        }[gather]
         args = (dy, x, self.row_slot, self.offsets, self.K, gather, tile)
         return backwards.weight_backward(*args, **trained)
 
@@ -172,7 +179,14 @@ def case(
     """The launch of `kernel` on `arch` with `tile`, as it is fitted to the GPU."""
     layer = layer or Layer()
     dtype = name_of(layer.dtype)
-    problem = tiles.Problem(kernel, arch, dtype, *sizes, T, gated=kernel == "up" and layer.gated)
+    problem = tiles.Problem(
+        kernel,
+        arch,
+        dtype,
+        *sizes,
+        T,
+        gated=kernel == "up" and layer.gated,
+    )
     tile = tiles.clip(tile, problem)
     if kernel == "up" and layer.form.get("interleaved"):
         tile = tiles.in_turns(tile, arch)
@@ -201,7 +215,14 @@ def defaults(arch: int, table: dict, dtype=torch.bfloat16):
     """Every config of `table`, for a gated layer in training."""
     for kernel, rows in table.items():
         for least, tile in rows:
-            yield case(arch, kernel, tile, f"from {least} rows an expert", True, Layer(dtype))
+            yield case(
+                arch,
+                kernel,
+                tile,
+                f"from {least} rows an expert",
+                True,
+                Layer(dtype),
+            )
 
 
 def short_sums(arch: int):
@@ -225,7 +246,10 @@ VARIANTS = {
         "z not kept": {"save": False},
         "without a gate, z not kept": {"layer": Layer(gated=False), "save": False},
     },
-    "dz": {"without a gate": {"layer": Layer(gated=False)}, "no wh": {"need_wh": False}},
+    "dz": {
+        "without a gate": {"layer": Layer(gated=False)},
+        "no wh": {"need_wh": False},
+    },
     "dw": {"of down": {"gather": "dy"}, "in order": {"gather": None}},
 }
 
@@ -235,7 +259,12 @@ def variants(arch: int):
     needs, fp16.
     """
     for kernel in tiles.TABLE[arch]:
-        yield case(arch, kernel, largest(arch, kernel), layer=Layer(torch.float16))
+        yield case(
+            arch,
+            kernel,
+            largest(arch, kernel),
+            layer=Layer(torch.float16),
+        )
     for kernel, _, tile in table_of(arch):
         for note, options in VARIANTS.get(kernel, {}).items():
             yield case(arch, kernel, tile, note, **options)
@@ -267,7 +296,12 @@ def rare(arch: int):
     yield case(arch, "dw", tile, "apart", trained=layer.place, num_trained=2)
 
 
-GPT_OSS_SIZES = {"bias": True, "form": GPT_OSS, "in_out": True, "sizes": (2880, 2880, 32, 4)}
+GPT_OSS_SIZES = {
+    "bias": True,
+    "form": GPT_OSS,
+    "in_out": True,
+    "sizes": (2880, 2880, 32, 4),
+}
 
 
 def gpt_oss_case(arch: int, kernel: str, tile: Tile, note: str, listed=False, rank=0, **options):
@@ -277,7 +311,16 @@ def gpt_oss_case(arch: int, kernel: str, tile: Tile, note: str, listed=False, ra
     if kernel in ("up", "dz"):
         options["act"] = "quick_gelu"
     layer = Layer(**GPT_OSS_SIZES, rank=rank)
-    return case(arch, kernel, tile, note, listed, layer, (2880, 2880), **options)
+    return case(
+        arch,
+        kernel,
+        tile,
+        note,
+        listed,
+        layer,
+        (2880, 2880),
+        **options,
+    )
 
 
 def gpt_oss(arch: int):
@@ -287,7 +330,13 @@ def gpt_oss(arch: int):
         yield gpt_oss_case(arch, kernel, tile, note, arch in (80, 90))
     layer = Layer(**GPT_OSS_SIZES)
     options = {"layer": layer, "save": False, "act": "quick_gelu"}
-    yield case(arch, "up", largest(arch, "up"), "GPT-OSS-20B, z not kept", **options)
+    yield case(
+        arch,
+        "up",
+        largest(arch, "up"),
+        "GPT-OSS-20B, z not kept",
+        **options,
+    )
 
 
 def adapters(arch: int):
@@ -299,7 +348,13 @@ def adapters(arch: int):
         note = f"LoRA from {least} rows an expert"
         yield case(arch, kernel, tile, note, layer=layer, sizes=(2048, 768))
     for kernel in ("up", "down", "dz", "dx"):
-        yield gpt_oss_case(arch, kernel, largest(arch, kernel), "LoRA, GPT-OSS-20B", rank=16)
+        yield gpt_oss_case(
+            arch,
+            kernel,
+            largest(arch, kernel),
+            "LoRA, GPT-OSS-20B",
+            rank=16,
+        )
     if arch == 90:
         short = largest(arch, "down")._replace(PERSISTENT=True)
         for kernel in ("down", "dx"):
@@ -311,7 +366,10 @@ def biases():
     layer = Layer()
     yield from cases_of(lambda: layer.db(False), note="of up")
     yield from cases_of(lambda: layer.db(True), note="of down")
-    yield from cases_of(lambda: layer.db(True, layer.place), note="of down, frozen experts")
+    yield from cases_of(
+        lambda: layer.db(True, layer.place),
+        note="of down, frozen experts",
+    )
 
 
 def gathered(arch: int) -> Case:
@@ -332,7 +390,13 @@ def tf32(arch: int):
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         for kernel, rows in tiles._FLOAT32.items():
-            yield case(arch, kernel, rows[0][1], "tf32", layer=Layer(torch.float32))
+            yield case(
+                arch,
+                kernel,
+                rows[0][1],
+                "tf32",
+                layer=Layer(torch.float32),
+            )
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 

@@ -22,7 +22,12 @@ def _merge(dtype=BF16, experts=E, size=N * K, out=None, guarded=False) -> list[C
     merged = meta(size, dtype=out or dtype)
 
     def step():
-        merging.merge_experts_forward(weight, alpha, merged, alpha if guarded else None)
+        merging.merge_experts_forward(
+            weight,
+            alpha,
+            merged,
+            alpha if guarded else None,
+        )
         if not guarded:
             merging.merge_experts_backward_alpha(merged, weight)
 
@@ -41,7 +46,15 @@ def _linear(
     x = meta(rows, k, dtype=dtype)
     dout = meta(rows, n, dtype=dtype)
     weight = meta(experts, n, k, dtype=weights or dtype)
-    config = merging.linear_config(capability, dtype, weight.dtype, precision, rows, n, k)
+    config = merging.linear_config(
+        capability,
+        dtype,
+        weight.dtype,
+        precision,
+        rows,
+        n,
+        k,
+    )
     expect = ("cp.async",) * (n % 16 == 0)
     if dtype != FP32 and min(config["BLOCK_N"], config["BLOCK_K"]) >= 64:
         expect += (CORES[capability],)

@@ -46,8 +46,20 @@ def cases(arch: int, name: str, layer: Layer, note: str, all_tiles: bool, **opti
     for kernel in ("up", "down", "dx", "dz"):
         rows = tiles.TABLE[arch][kernel]
         for least, tile in rows if all_tiles else rows[:1]:
-            problem = tiles.Problem(kernel, arch, "bfloat16", H, H, T, gated=kernel == "up")
-            tile = fit_packed(tiles.clip(tile, problem), kernel, FORMATS[name].number)
+            problem = tiles.Problem(
+                kernel,
+                arch,
+                "bfloat16",
+                H,
+                H,
+                T,
+                gated=kernel == "up",
+            )
+            tile = fit_packed(
+                tiles.clip(tile, problem),
+                kernel,
+                FORMATS[name].number,
+            )
             if layer.form.get("interleaved") and kernel == "up":
                 tile = tiles.in_turns(tile, arch)
             act = options if kernel in ("up", "dz") else {}
@@ -67,7 +79,14 @@ def _cases():
             yield from cases(arch, name, Layer(name), "", name == "nf4")
         yield from cases(arch, "nf4", Layer("nf4", True), " [in, out]", False)
         layer = Layer("mxfp4", form=GPT_OSS)
-        yield from cases(arch, "mxfp4", layer, " GPT-OSS", False, act="quick_gelu")
+        yield from cases(
+            arch,
+            "mxfp4",
+            layer,
+            " GPT-OSS",
+            False,
+            act="quick_gelu",
+        )
 
 
 CASES = list(_cases())

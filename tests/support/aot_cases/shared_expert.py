@@ -44,5 +44,12 @@ CASES = [
     *_cases(128, "fp16", torch.float16),
     *_cases(64, "fp32", torch.float32),
     *_cases(64, "odd sizes", odd=1),
-    *_cases(128, "in turns, clamped", act="quick_gelu", limit=7.0, up_offset=1.0, interleaved=True),
+    *_cases(
+        128,
+        "in turns, clamped",
+        act="quick_gelu",
+        limit=7.0,
+        up_offset=1.0,
+        interleaved=True,
+    ),
 ]

@@ -163,20 +163,18 @@ KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
 
 @KINDS
 @pytest.mark.parametrize(
-    "settings, coef",
+    "settings, coef, counts_tokens",
     [
-        pytest.param({}, 0.0, id="switch"),
-        pytest.param(
-            {"balance_loss": "cv2", "noisy_gate": True},
-            0.0,
-            id="cv2-noisy",
-        ),
-        pytest.param({}, 0.1, id="with-the-pooled-loss"),
-        pytest.param({"balance_loss": "none"}, 0.1, id="pooled-only"),
+        pytest.param({}, 0.0, True, id="switch"),
+        pytest.param({}, 0.0, False, id="mean-of-micro-batches"),
+        pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, True, id="cv2-noisy"),
+        pytest.param({}, 0.1, True, id="with-the-pooled-loss"),
+        pytest.param({"balance_loss": "none"}, 0.1, True, id="pooled-only"),
     ],
 )
-def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
+def test_the_parts_of_the_loss_are_logged_separately(kind, settings, coef, counts_tokens, tmp_path):
     model = upcycled(**settings)
+    model.accepts_loss_kwargs = counts_tokens
     if coef:
         use_pooled_loss(model, coef)
     steps = {
@@ -187,6 +185,7 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
     }
     trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
     parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
+    trainer.predict(trainer.train_dataset)  # whose losses are no evaluation's
     metrics = trainer.evaluate()
     for number, name in enumerate(("eval_loss", "eval_lm_loss", "eval_balance_loss")):
         assert len(parts[number]) == 2
@@ -658,6 +657,15 @@ def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch)
         "3 is it</s>",
         TOKENIZER.apply_chat_template(CHAT, tokenize=False),
     ]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": CHAT[:1]}) + "\n")
+    with pytest.raises(ZeroDivisionError):  # all tokens of a prompt without an answer train
+        train_command(words(model, tmp_path / "prompts.jsonl", options + " --train-on all"))
+
+
+def test_an_example_without_an_answer_is_named(tmp_path):
+    examples = datasets.Dataset.from_list([{"messages": CHAT}, {"messages": CHAT[:1]}])
+    with pytest.raises(ValueError, match="example 2"):
+        trainer_of("sft", upcycled(), tmp_path, train=examples)
 
 
 def test_the_command_evaluates_resumes_and_says_how_long_it_takes(

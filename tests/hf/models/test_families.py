@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from moe_runtime.hf.models import families
 from moe_runtime.hf.models.families import FAMILIES
@@ -125,7 +126,7 @@ def test_activations_are_ours_by_value(name, ours):
             id="bitnet",
         ),
         pytest.param(
-            "mixtral",
+            AutoConfig.for_model("mixtral"),
             "'mixtral', which already has experts",
             id="mixtral",
         ),

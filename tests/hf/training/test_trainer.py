@@ -172,7 +172,7 @@ KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
         pytest.param({"balance_loss": "none"}, 0.1, True, id="pooled-only"),
     ],
 )
-def test_the_parts_of_the_loss_are_logged_separately(kind, settings, coef, counts_tokens, tmp_path):
+def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, counts_tokens, tmp_path):
     model = upcycled(**settings)
     model.accepts_loss_kwargs = counts_tokens
     if coef:

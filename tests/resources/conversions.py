@@ -37,19 +37,33 @@ def prepare(place: Path, sizes: dict) -> None:
     model = tiny.dense("llama", mlp_bias=None, **sizes)
     model.save_pretrained(place / "dense", **SIZE)
     with Checkpoint(place / "dense") as base:
-        record = {"base": str(place / "dense"), "base_hash": fingerprint(base)}
+        record = {
+            "base": str(place / "dense"),
+            "base_hash": fingerprint(base),
+        }
     for e in range(2):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + (e + 1) / 64)
         model.save_pretrained(place / f"expert-{e}", **SIZE)
-        save_expert(model, place / f"delta-{e}", base=place / "dense", record=record, **SIZE)
+        save_expert(
+            model,
+            place / f"delta-{e}",
+            base=place / "dense",
+            record=record,
+            **SIZE,
+        )
     sizes = {
         "hidden_size": sizes["hidden_size"],
         "num_hidden_layers": -(-4 * sizes["num_hidden_layers"] // 9),
     }
     for family in ("qwen3_moe", "gpt_oss"):  # a tensor for each expert, and stacks
-        stock = stock_moe.stock(family, **sizes, intermediate_size=256, moe_intermediate_size=256)
+        stock = stock_moe.stock(
+            family,
+            **sizes,
+            intermediate_size=256,
+            moe_intermediate_size=256,
+        )
         stock.save_pretrained(place / family, **SIZE)
         esft_adapter.random_adapter(stock).save(place / f"{family}-adapter")
 
@@ -58,19 +72,37 @@ def prepare(place: Path, sizes: dict) -> None:
 WAYS = {
     "upcycle": (
         "dense",
-        lambda f: xft_folders.upcycle_folder(f / "dense", f / "moe", **MOE, **SIZE),
+        lambda f: xft_folders.upcycle_folder(
+            f / "dense",
+            f / "moe",
+            **MOE,
+            **SIZE,
+        ),
     ),
     "to-mergeable": (
         "moe",
-        lambda f: xft_folders.mergeable_folder(f / "moe", f / "mergeable", **SIZE),
+        lambda f: xft_folders.mergeable_folder(
+            f / "moe",
+            f / "mergeable",
+            **SIZE,
+        ),
     ),
     "merge": (
         "mergeable",
-        lambda f: xft_folders.merge_folder(f / "mergeable", f / "merged", **SIZE),
+        lambda f: xft_folders.merge_folder(
+            f / "mergeable",
+            f / "merged",
+            **SIZE,
+        ),
     ),
     "export-official": (
         "moe",
-        lambda f: xft_official.export_official(f / "moe", f / "theirs", keep_rope=True, **SIZE),
+        lambda f: xft_official.export_official(
+            f / "moe",
+            f / "theirs",
+            keep_rope=True,
+            **SIZE,
+        ),
     ),
     "export-official, weighted": (
         "mergeable",
@@ -80,7 +112,11 @@ WAYS = {
     ),
     "import-official": (
         "theirs",
-        lambda f: xft_official.import_official(f / "theirs", f / "ours", **SIZE),
+        lambda f: xft_official.import_official(
+            f / "theirs",
+            f / "ours",
+            **SIZE,
+        ),
     ),
     "assemble": (
         "expert-0",
@@ -102,7 +138,11 @@ WAYS = {
     ),
     "export-mixtral": (
         "upit",
-        lambda f: upit_mixtral.export_mixtral(f / "upit", f / "mixtral", **SIZE),
+        lambda f: upit_mixtral.export_mixtral(
+            f / "upit",
+            f / "mixtral",
+            **SIZE,
+        ),
     ),
     "esft merge": (
         "qwen3_moe",
@@ -118,7 +158,10 @@ WAYS = {
     ),
     "esft apply": (
         "qwen3_moe",
-        lambda f: esft_folders.check_fit(f / "qwen3_moe", f / "qwen3_moe-adapter"),
+        lambda f: esft_folders.check_fit(
+            f / "qwen3_moe",
+            f / "qwen3_moe-adapter",
+        ),
     ),
 }
 

@@ -71,7 +71,13 @@ def backend(request, monkeypatch):
 )
 def test_a_layer(settings, dtype, backend, device):
     config = MoEConfig(
-        **{"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K} | settings
+        **{
+            "hidden_size": H,
+            "intermediate_size": I,
+            "num_experts": E,
+            "top_k": K,
+        }
+        | settings
     )
     layer = MoE(config).to(device, dtype)
     x = torch.randn(T, H, dtype=dtype, device=device, requires_grad=True)
@@ -97,7 +103,10 @@ def mixture(layers: int, recompute: bool = False):
 def selected(model, chosen: list[int]):
     """The model where only `chosen` experts of each layer train."""
     layers = range(model.config.num_hidden_layers)
-    esft.train_only(model, ExpertSelection(experts=dict.fromkeys(layers, chosen)))
+    esft.train_only(
+        model,
+        ExpertSelection(experts=dict.fromkeys(layers, chosen)),
+    )
     return model
 
 
@@ -125,7 +134,16 @@ def test_the_formula_is_the_page_s():
     ).groups()
     values = {"H": H, "I": I, "K": K, "R": E - 1, "E": E}
     per_token, each = (
-        eval(re.sub(r"(?<=[\dA-Z])(?=[A-Z(])", "*", part), values) for part in (per_token, each)
+        eval(
+            re.sub(r"(?<=[\dA-Z])(?=[A-Z(])", "*", part),
+            values,
+        )
+        for part in (per_token, each)
     )
-    config = MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
+    config = MoEConfig(
+        hidden_size=H,
+        intermediate_size=I,
+        num_experts=E,
+        top_k=K,
+    )
     assert formula(config, T, 2) == T * per_token + each

@@ -119,9 +119,8 @@ def test_asked_for_and_unusable_is_an_error_that_says_why(op, backend, not_inter
 def test_unknown_backend_is_an_error(op, backend):
     with pytest.raises(ValueError) as error:
         CALLS[op](backend=backend)
-    assert "backend must be one of torch, triton, cuda" in str(error.value) and repr(
-        backend
-    ) in str(error.value)
+    assert "backend must be one of torch, triton, cuda" in str(error.value)
+    assert repr(backend) in str(error.value)
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -148,7 +147,8 @@ def test_variable_is_honoured_or_refused(op, monkeypatch, not_interpreted):
 
 def test_an_argument_beats_the_variable(monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    assert all(backends.pick(op, torch.zeros(1), "torch") == "torch" for op in CALLS)
+    for op in CALLS:
+        assert backends.pick(op, torch.zeros(1), "torch") == "torch"
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     with pytest.raises(ValueError, match="cuda"):
         backends.pick("merge_experts", torch.zeros(1), "cuda")
@@ -218,10 +218,8 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypa
         )
     # speaks for the experts, leaves the others alone
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cpp")
-    assert (
-        backends.pick("moe_mlp", torch.zeros(1)) == "cpp"
-        and backends.pick("route", torch.zeros(1)) == "torch"
-    )
+    assert backends.pick("moe_mlp", torch.zeros(1)) == "cpp"
+    assert backends.pick("route", torch.zeros(1)) == "torch"
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     assert backends.pick("moe_mlp", torch.zeros(1)) == "torch"
 
@@ -229,7 +227,8 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypa
 def test_cpp_describes_itself(monkeypatch):
     library = cpu_build.library()
     monkeypatch.setattr(cpp, "_found", library)
-    assert str(library.path) in cpp.describe() and library.variant in cpp.describe()
+    assert str(library.path) in cpp.describe()
+    assert library.variant in cpp.describe()
 
 
 # the library of csrc/: asked for, or measured faster
@@ -272,9 +271,8 @@ def test_cuda_runs_only_when_it_is_asked_for(library, monkeypatch):
 
 def test_cuda_is_the_default_where_the_table_says_so(library, table, monkeypatch):
     table({"op": "dispatch", "device": "NVIDIA H200"}, {"op": "route", "device": "NVIDIA A100"})
-    assert (
-        backends.pick("dispatch", library) == "cuda" and backends.pick("route", library) == "triton"
-    )
+    assert backends.pick("dispatch", library) == "cuda"
+    assert backends.pick("route", library) == "triton"
     assert backends.pick("dispatch", library, "triton") == "triton"
     cuda.use(None)  # the table does not make a library
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built")
@@ -287,12 +285,11 @@ def test_cuda_is_never_the_default_where_it_would_refuse(library, table):
     assert {backends.pick(op, library, cuda_fits=False) for op in backends.CUDA_OPS} == {"triton"}
     # asked for: the op says why not
     assert backends.pick("route", library, "cuda", cuda_fits=False) == "cuda"
-    assert cuda_kernels.fits(1024) and not cuda_kernels.fits(1025)
+    assert cuda_kernels.fits(1024)
+    assert not cuda_kernels.fits(1025)
     library.dtype = torch.int8
-    assert (
-        backends.pick("merge_experts", library) == "triton"
-        and backends.pick("dispatch", library) == "cuda"
-    )
+    assert backends.pick("merge_experts", library) == "triton"
+    assert backends.pick("dispatch", library) == "cuda"
 
 
 @pytest.mark.parametrize("op", ["route", "dispatch"])
@@ -311,11 +308,9 @@ def test_the_table_that_is_shipped_is_one():
     rows = json.loads(backends.CUDA_TABLE.read_text())["measured"]
     for row in rows:
         assert row.keys() == {"op", "device", "date", "torch", "triton", "times_faster"}
-        assert (
-            row["op"] in backends.CUDA_OPS
-            and row["times_faster"] >= 1
-            and re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
-        )
+        assert row["op"] in backends.CUDA_OPS
+        assert row["times_faster"] >= 1
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
 
 
 def test_cuda_says_why_it_cannot(library, monkeypatch):

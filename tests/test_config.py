@@ -27,9 +27,9 @@ def test_defaults_are_the_papers():
     config = MoEConfig(**SIZES)  # XFT, Sec. 4.1
     assert (config.num_experts, config.top_k, config.gate) == (8, 6, "xft")
     assert (config.num_routed_experts, config.num_routed_per_token) == (7, 5)
-    assert (
-        config.balance_loss == "none" and config.balance_loss_coef == 0.0 and not config.noisy_gate
-    )
+    assert config.balance_loss == "none"
+    assert config.balance_loss_coef == 0.0
+    assert not config.noisy_gate
 
 
 def test_names_of_the_public_api():
@@ -41,11 +41,9 @@ def test_names_of_the_public_api():
         "softmax_topk_renorm",
         "sigmoid_topk",
     )
-    assert (
-        BALANCE_LOSSES == ("none", "cv2", "switch")
-        and ROUTERS == ("linear", "mlp")
-        and "silu" in ACTIVATIONS
-    )
+    assert BALANCE_LOSSES == ("none", "cv2", "switch")
+    assert ROUTERS == ("linear", "mlp")
+    assert "silu" in ACTIVATIONS
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -66,7 +64,8 @@ def test_is_frozen_and_takes_keywords_only():
         object.__setattr__(config, "topk", 2)
     with pytest.raises(TypeError):
         MoEConfig(64, 96)
-    assert dataclasses.replace(config, top_k=2).top_k == 2 and config.top_k == 6
+    assert dataclasses.replace(config, top_k=2).top_k == 2
+    assert config.top_k == 6
     # a copy with a change is checked as well
     with pytest.raises(ValueError, match="top_k must be .*but got 9"):
         dataclasses.replace(config, top_k=9)
@@ -75,7 +74,9 @@ def test_is_frozen_and_takes_keywords_only():
 def test_equal_values_make_equal_hashable_configs():
     a = MoEConfig(**SIZES, top_k=2)
     b = MoEConfig(**SIZES, top_k=2)
-    assert a == b and hash(a) == hash(b) and a != MoEConfig(**SIZES)
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != MoEConfig(**SIZES)
 
 
 ODD = MoEConfig(
@@ -101,7 +102,8 @@ ODD = MoEConfig(
 def test_round_trips(config):
     text = json.dumps(config.to_dict())
     assert MoEConfig.from_dict(json.loads(text)) == config
-    assert pickle.loads(pickle.dumps(config)) == config and copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
     assert set(config.to_dict()) == {field.name for field in dataclasses.fields(MoEConfig)}
 
 
@@ -159,7 +161,8 @@ BAD = [
 def test_message_names_the_bad_value_and_what_is_wanted(change, words):
     with pytest.raises(ValueError) as error:
         MoEConfig(**SIZES | change)
-    assert words in str(error.value) and f"got {list(change.values())[-1]!r}" in str(error.value)
+    assert words in str(error.value)
+    assert f"got {list(change.values())[-1]!r}" in str(error.value)
 
 
 @pytest.mark.parametrize(

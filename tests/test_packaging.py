@@ -165,7 +165,8 @@ def test_package_list_is_the_tree():
 @pytest.mark.parametrize("name", LINKED)
 def test_linked_folders_are_symlinks_and_no_packages(name):
     link = ROOT / "moe_runtime" / name
-    assert link.is_symlink() and os.readlink(link) == f"../{name}"
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
     assert not (ROOT / name / "__init__.py").exists()
     if is_checkout():
         command = ["git", "ls-files", "--stage", f"moe_runtime/{name}"]
@@ -202,13 +203,13 @@ def test_sdist_holds_sources_only(sdist):
         for path in (ROOT / "csrc").rglob("*")
         if path.suffix in SOURCES
     }
-    assert sources <= set(names) and "csrc/moert.h" in sources
+    assert sources <= set(names)
+    assert "csrc/moert.h" in sources
     assert [name for name in names if name.endswith((".so", ".o", ".pyc", ".cubin"))] == []
     assert [name for name in names if name.startswith(("bench/results", "tests"))] == []
     laboratory = {path.relative_to(ROOT).as_posix() for path in (ROOT / "papers").rglob("*.yaml")}
-    assert {"papers/__main__.py", *laboratory} <= set(
-        names
-    ) and "papers/esft/recipes/tiny.yaml" in laboratory
+    assert {"papers/__main__.py", *laboratory} <= set(names)
+    assert "papers/esft/recipes/tiny.yaml" in laboratory
 
 
 @pytest.mark.slow
@@ -259,7 +260,8 @@ def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, 
         MOE_RUNTIME_BUILD_CUDA=asked,
         CUDA_HOME=home,
     )
-    assert done.returncode != 0 and not list(tmp_path.iterdir())
+    assert done.returncode != 0
+    assert not list(tmp_path.iterdir())
     assert (
         done.stderr.strip()
         .splitlines()[-1]
@@ -301,7 +303,8 @@ def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
         info = f"{stem.rpartition('-py3')[0]}.dist-info/"
         assert archive.read(info + "METADATA") == pure.read(info + "METADATA")
         text = archive.read(info + "WHEEL").decode()
-    assert f"Tag: py3-none-{platform}\n" in text and "Root-Is-Purelib: false" in text
+    assert f"Tag: py3-none-{platform}\n" in text
+    assert "Root-Is-Purelib: false" in text
 
 
 DESCRIBE = "from moe_runtime.native import library; print(library.cuda.describe())"
@@ -325,7 +328,8 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
     subprocess.run(pip, check=True)
     library = tmp_path / "moe_runtime" / "_lib" / "libmoert_cuda.so"
     machine, ptx = cubins(library)
-    assert machine == ["80", "86", "89", "90", "100", "120"] and ptx == ["100"]
+    assert machine == ["80", "86", "89", "90", "100", "120"]
+    assert ptx == ["100"]
     # before a library of the user's own
     done = run("-c", DESCRIBE, cwd=tmp_path, path=[tmp_path, *SITE])
     assert done.stdout.startswith(f"{library}: nvcc ")

@@ -116,7 +116,8 @@ def test_results_are_compared(gpu):
         "moe_runtime": lambda: right,
     }
     _, details = measure(variants, compare="moe_runtime")
-    assert details["eager"]["difference"] == 1.0 and details["moe_runtime"]["difference"] == 0.0
+    assert details["eager"]["difference"] == 1.0
+    assert details["moe_runtime"]["difference"] == 0.0
 
 
 class Taken:
@@ -148,7 +149,9 @@ def test_a_step_leaves_no_gradients(monkeypatch, module):
     else:
         bench_mixing.bench_mixing_step(taken, shapes.MIXING_TINY["tiny"])
     left = [p for optimizer in made for group in optimizer.param_groups for p in group["params"]]
-    assert left and all(p.grad is None for p in left)
+    assert left
+    for p in left:
+        assert p.grad is None
     assert any(optimizer.state for optimizer in made)
 
     def fail(*_, **__):
@@ -159,7 +162,8 @@ def test_a_step_leaves_no_gradients(monkeypatch, module):
     for function in taken.variants.values():
         with pytest.raises(torch.OutOfMemoryError):
             function()
-    assert all(p.grad is None for p in left)
+    for p in left:
+        assert p.grad is None
 
 
 def test_a_lost_context_names_its_variant(gpu):
@@ -194,11 +198,10 @@ def test_each_round_on_a_cpu_has_its_order(monkeypatch):
         times, _ = clock.measure_cpu(variants, 20, pedantic)
         assert times == {"a": [1.0] * 20, "b": [2.0] * 20, "c": [4.0] * 20}
         runs.append([tuple(calls[i : i + 3]) for i in range(3, 63, 3)])
-    assert (
-        runs[0] == runs[1]
-        and len(set(runs[0])) == 6
-        and all(set(order) == set("abc") for order in runs[0])
-    )
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 6
+    for order in runs[0]:
+        assert set(order) == set("abc")
 
 
 def test_which_backend_is_ours(monkeypatch):
@@ -276,12 +279,15 @@ def test_ceilings_of_a_cpu(monkeypatch):
     # those of a machine take seconds
     monkeypatch.setattr(ceilings, "PRODUCTS", ((128, 64, 32), (256, 64, 64)))
     found = ceilings.ceilings(torch.float32, tiny=True)
-    assert found is ceilings.ceilings(torch.float32, True) and set(found) == {"TFLOP/s", "GB/s"}
-    assert all(value > 0 for value in found.values())
+    assert found is ceilings.ceilings(torch.float32, True)
+    assert set(found) == {"TFLOP/s", "GB/s"}
+    for value in found.values():
+        assert value > 0
     # the ceilings of a GPU are measured while its memory is empty, and only then
     ceilings.ceilings(torch.float64, False)
     measured = ceilings._measured.cache_info().misses
-    assert ceilings.ceilings(torch.float64) and ceilings._measured.cache_info().misses == measured
+    assert ceilings.ceilings(torch.float64)
+    assert ceilings._measured.cache_info().misses == measured
     assert ceilings.ceilings(torch.bfloat16, tiny=True)["GB/s"] == found["GB/s"]
 
 
@@ -325,15 +331,15 @@ def test_what_is_published_has_no_paths_of_the_user(monkeypatch, tmp_path):
 def test_records_know_what_is_done_and_what_broke(tmp_path):
     path = tmp_path / "deep" / "r.jsonl"
     records = Records(path)
-    assert records.lines() == [] and Records(None).done() == set()
+    assert records.lines() == []
+    assert Records(None).done() == set()
     records.write("a", extra_info={"rows": {"x": {"ms": 1.0}}})
     records.write("b", broken={"peer": "illegal access"})
     records.write("c", skipped="does not fit")
     with path.open("a") as file:
         file.write('{"name": "d", "extra_in')  # the process died here
-    assert Records(path).done() == {"a", "c"} and Records(path).broken("b") == {
-        "peer": "illegal access"
-    }
+    assert Records(path).done() == {"a", "c"}
+    assert Records(path).broken("b") == {"peer": "illegal access"}
     assert [bench["name"] for bench in benchmarks(path)] == ["a"]
     assert report.rows_of(path) == {("a", "x"): {"ms": 1.0}}
 
@@ -360,10 +366,8 @@ def run_bench(*arguments) -> subprocess.CompletedProcess:
 def test_a_run_goes_on_where_it_was_and_ends_in_time(tmp_path):
     lines = tmp_path / "r.jsonl"
     out = tmp_path / "out.json"
-    assert (
-        "3 skipped" in run_bench("--results", lines, "--budget", 0).stdout
-        and not Records(lines).done()
-    )
+    assert "3 skipped" in run_bench("--results", lines, "--budget", 0).stdout
+    assert not Records(lines).done()
     assert Records(lines).unfinished() is None  # who ran out of time has not died
     assert "1 passed" in run_bench("--results", lines, "-k", "dalpha").stdout
     done = run_bench("--results", lines)
@@ -420,8 +424,10 @@ def goal_rows(share=0.95, ratio=3.0) -> dict:
 def test_goals_met(wanted):
     lines = goals.goals(goal_rows(), wanted).splitlines()
     assert len([line for line in lines if line.startswith("| ")]) == len(wanted) + 1
-    assert all(re.fullmatch(r" ([1-9]\d*) of \1 ", line.split("|")[5]) for line in lines[2:-1])
-    assert not any(line.startswith("*") for line in lines)
+    for line in lines[2:-1]:
+        assert re.fullmatch(r" ([1-9]\d*) of \1 ", line.split("|")[5])
+    for line in lines:
+        assert not line.startswith("*")
 
 
 def test_goals_missed():
@@ -432,7 +438,8 @@ def test_goals_missed():
         goal_rows(share=0.6), goals.CPU_GOALS
     )
     empty = goals.goals({})
-    assert "0 of 0 | 16 |" in empty and "*" not in empty
+    assert "0 of 0 | 16 |" in empty
+    assert "*" not in empty
 
 
 def test_goals_ask_for_benchmarks_that_exist():
@@ -467,14 +474,16 @@ def test_a_model_of_packed_experts_holds_what_is_estimated(setting):
     """Weights, adapters and the optimizer's state after a step, but for NF4's tables and
     attention's frequencies.
     """
-    size, (where, dtype, name) = shapes.TUNING_TINY["tiny"], bench_qlora.SETTINGS[setting]
+    size = shapes.TUNING_TINY["tiny"]
+    (where, dtype, name) = bench_qlora.SETTINGS[setting]
     model = bench_qlora.adapted(bench_qlora.draw(bench_qlora.blank(size)), where, dtype)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
     optimizer = bench_qlora.optimizer_of(model, name)
     bench_step.train(model, torch.zeros(2, 8, dtype=torch.long), optimizer)
     found = bench_qlora.estimate(size, setting)
     held = found.experts + found.rest + found.adapters + found.optimizer
-    assert 0 <= clock.held_bytes(model, optimizer) - held <= 1040 and found.peak > held
+    assert 0 <= clock.held_bytes(model, optimizer) - held <= 1040
+    assert found.peak > held
 
 
 def test_tables_show_what_is_off(tmp_path, capsys):
@@ -491,11 +500,10 @@ def test_tables_show_what_is_off(tmp_path, capsys):
     Records(path).write("bench_x[b]", failed="boom")
     report.main([str(path)])
     out = capsys.readouterr().out
-    assert (
-        "| a | 1.000 ms, 50%, 7 MiB, differs by 5e-01 |" in out
-        and "bench_x[a]: peer: not installed" in out
-    )
-    assert "machine H200, ceilings 4,300 GB/s" in out and "failed: bench_x[b]: boom" in out
+    assert "| a | 1.000 ms, 50%, 7 MiB, differs by 5e-01 |" in out
+    assert "bench_x[a]: peer: not installed" in out
+    assert "machine H200, ceilings 4,300 GB/s" in out
+    assert "failed: bench_x[b]: boom" in out
     assert json.loads(path.read_text().splitlines()[0])["name"] == "bench_x[a]"
 
 

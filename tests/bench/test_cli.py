@@ -89,7 +89,8 @@ def test_a_peer_that_is_slower_is_no_regression_of_ours(tmp_path):
         {"floor": row(8.0), "official": row(8.0)},
         {"floor": row(8.0), "official": row(16.0, 2.0)},
     )
-    assert found.rows[1].verdict == "slower x2.00" and found.regressions == []
+    assert found.rows[1].verdict == "slower x2.00"
+    assert found.regressions == []
 
 
 def test_what_is_missing_in_the_second_file_is_named(tmp_path):
@@ -114,16 +115,12 @@ def test_what_is_missing_in_the_second_file_is_named(tmp_path):
     ]
     text = compare.text(found)
     whole = compare.as_json(found)
-    assert (
-        "missing in B: bench_a: eager: no note says why" in text
-        and "no regression of ours" not in text
-    )
+    assert "missing in B: bench_a: eager: no note says why" in text
+    assert "no regression of ours" not in text
     assert "regression: bench_a: moe_runtime cuda: missing: no compiler" in text
-    assert (
-        len(whole["missing"]) == 6
-        and len(whole["regressions"]) == 3
-        and found.alone[0] == ["bench_b", "bench_c"]
-    )
+    assert len(whole["missing"]) == 6
+    assert len(whole["regressions"]) == 3
+    assert found.alone[0] == ["bench_b", "bench_c"]
 
 
 def test_other_machines_versions_and_paces_are_named(tmp_path):
@@ -156,7 +153,8 @@ def test_compare_on_the_command_line(tmp_path):
     a = file_of(tmp_path / "a.json", {"floor": row(1.0), "moe_runtime": row(1.0)})
     b = file_of(tmp_path / "b.json", {"floor": row(1.0), "moe_runtime": row(2.0, 2.0)})
     good = CliRunner().invoke(main_app, ["bench", "--compare", str(a), str(a)])
-    assert good.exit_code == 0 and "no regression of ours" in good.stdout
+    assert good.exit_code == 0
+    assert "no regression of ours" in good.stdout
     bad = CliRunner().invoke(main_app, ["bench", "--compare", str(a), str(b), "--json"])
     assert bad.exit_code == 1
     assert json.loads(bad.stdout)["regressions"] == [
@@ -167,7 +165,8 @@ def test_compare_on_the_command_line(tmp_path):
 def test_the_results_of_the_repository_compare():
     old, new = sorted((ROOT / "bench" / "results").glob("*-cpu.json"))[:2]
     found = compare.compare(old, new)
-    assert len(found.rows) > 40 and json.dumps(compare.as_json(found), allow_nan=False)
+    assert len(found.rows) > 40
+    assert json.dumps(compare.as_json(found), allow_nan=False)
 
 
 def test_kinds_and_names_choose_files():
@@ -186,9 +185,8 @@ def test_kinds_and_names_choose_files():
 
 
 def test_kinds_are_those_that_the_help_names():
-    assert tuple(described.KINDS) == cli_tools.KINDS and set(running.kinds()) <= set(
-        described.KINDS
-    )
+    assert tuple(described.KINDS) == cli_tools.KINDS
+    assert set(running.kinds()) <= set(described.KINDS)
 
 
 def test_file_is_named_by_date_commit_and_device(tmp_path):
@@ -228,8 +226,10 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
     done = CliRunner().invoke(
         main_app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments]
     )
-    assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
-    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    assert isinstance(done.exception, ValueError)
+    assert re.search(says, str(done.exception))
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -250,19 +250,16 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):
     done = CliRunner().invoke(main_app, ["bench", *arguments, "--out", str(tmp_path / "x")])
-    assert (
-        isinstance(done.exception, ValueError)
-        and re.search(says, str(done.exception))
-        and not list(tmp_path.iterdir())
-    )
+    assert isinstance(done.exception, ValueError)
+    assert re.search(says, str(done.exception))
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
     done = CliRunner().invoke(main_app, ["bench", "--out", str(tmp_path)])
-    assert isinstance(done.exception, ImportError) and "pip install 'moe-runtime[bench]'" in str(
-        done.exception
-    )
+    assert isinstance(done.exception, ImportError)
+    assert "pip install 'moe-runtime[bench]'" in str(done.exception)
 
 
 QUICK = """
@@ -327,33 +324,36 @@ def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
         running.files(None), lines, ["--tiny"], lambda done, total: heard.append((done, total))
     )
     outcome = running.gather(lines, target)
-    assert outcome.failed.keys() == {"bench_dies", "bench_fails"} and outcome.skipped.keys() == {
-        "bench_skips"
-    }
-    assert (
-        outcome.failed["bench_dies"] == "the process died of SIGKILL"
-        and "no such thing" in outcome.failed["bench_fails"]
-    )
+    assert outcome.failed.keys() == {"bench_dies", "bench_fails"}
+    assert outcome.skipped.keys() == {"bench_skips"}
+    assert outcome.failed["bench_dies"] == "the process died of SIGKILL"
+    assert "no such thing" in outcome.failed["bench_fails"]
     assert "not here" in outcome.skipped["bench_skips"]
     whole = json.loads(target.read_text())
     assert [bench["name"] for bench in whole["benchmarks"]] == [
         f"bench_quick[{n}]" for n in range(3)
     ]
-    assert whole["about"]["commit"] == machine.commit() and whole["failed"] == outcome.failed
-    assert heard[-1][1] == 6 and all(done <= total for done, total in heard)
+    assert whole["about"]["commit"] == machine.commit()
+    assert whole["failed"] == outcome.failed
+    assert heard[-1][1] == 6
+    assert all(done <= total for done, total in heard)
     # what failed is tried again, and only that
     assert Records(lines).done() == {"bench_skips", *(f"bench_quick[{n}]" for n in range(3))}
     folder(a="def bench_dies(interleaved):\n    interleaved({'moe_runtime': lambda: 1})\n")
     running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
     outcome = running.gather(lines, target)
-    assert not outcome.failed and not lines.exists()
+    assert not outcome.failed
+    assert not lines.exists()
     assert {bench["name"] for bench in benchmarks(target)} == {
         "bench_dies",
         *(f"bench_quick[{n}]" for n in range(3)),
     }
     info = benchmarks(target)[0]["extra_info"]
-    assert info["tiny"] is True and info["asked"] == 15
-    assert info["kind"] == "op" and info["bytes"] == 8 and info["rows"]["moe_runtime"]["ms"] > 1
+    assert info["tiny"] is True
+    assert info["asked"] == 15
+    assert info["kind"] == "op"
+    assert info["bytes"] == 8
+    assert info["rows"]["moe_runtime"]["ms"] > 1
 
 
 LOSES = """
@@ -388,7 +388,8 @@ def test_a_context_that_is_lost_again_costs_the_benchmark(folder, tmp_path):
         "bench_together": "one of the variants broke the CUDA context: RuntimeError: CUDA error"
     }
     found = {bench["name"]: bench["extra_info"] for bench in benchmarks(target)}
-    assert len(found) == 4 and found["bench_alone"]["notes"] == {"bad": "RuntimeError: CUDA error"}
+    assert len(found) == 4
+    assert found["bench_alone"]["notes"] == {"bad": "RuntimeError: CUDA error"}
 
 
 INTERRUPTED = """
@@ -425,9 +426,11 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
         time.sleep(0.1)
     (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
     said = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 130 and "Traceback" not in said
+    assert process.returncode == 130
+    assert "Traceback" not in said
     assert "interrupted; rerun to resume: " in said
-    assert len(Records(lines).done()) == 3 and not (tmp_path / "r.json").exists()
+    assert len(Records(lines).done()) == 3
+    assert not (tmp_path / "r.json").exists()
     with pytest.raises(ProcessLookupError):  # nobody is left
         os.killpg(process.pid, 0)
 
@@ -455,11 +458,7 @@ def test_a_run_from_the_clone_prints_its_tables(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (tmp_path / ".benchmarks").exists()
     path = next(tmp_path.glob("*.json"))
-    assert (
-        "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
-        and f"wrote {path}" in done.stdout
-    )
-    assert (
-        report.text([path]) in done.stdout
-        and [p.suffix for p in tmp_path.iterdir() if p.suffix == ".jsonl"] == []
-    )
+    assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
+    assert f"wrote {path}" in done.stdout
+    assert report.text([path]) in done.stdout
+    assert [p.suffix for p in tmp_path.iterdir() if p.suffix == ".jsonl"] == []

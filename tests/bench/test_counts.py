@@ -28,7 +28,8 @@ def test_what_ours_keeps_is_at_most_the_formula_and_less_than_others(dtype):
     kept = {name: bench_memory.count(layer, variant) for name, variant in variants.items()}
     most = layer.shape.T * bench_memory.formula(layer) + 4 * (layer.shape.E + 1)
     ours = {name for name in kept if name.startswith("moe_runtime")}
-    assert all(kept[name] <= most for name in ours)
+    for name in ours:
+        assert kept[name] <= most
     size = layer.x.element_size()
     # x and the pre-activation
     assert kept["moe_runtime"] >= layer.shape.T * size * (64 + 2 * 48 * 3)

@@ -74,7 +74,8 @@ def test_a_folder_is_evaluated(home, tmp_path, monkeypatch, capsys):
     )
     assert code == 0, err
     value = json.loads(out)["results"]["sums"]["bits_per_byte,none"]
-    assert "|sums|" in err and "bits_per_byte" in err
+    assert "|sums|" in err
+    assert "bits_per_byte" in err
     (file,) = tmp_path.rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["sums"]["bits_per_byte,none"] == value
 
@@ -104,4 +105,6 @@ def test_bad_input_is_one_line(home, monkeypatch, capsys, words, says):
     if "--tasks" not in words:
         words += ["--tasks", str(home / "sums.yaml")]
     code, _, err = run(monkeypatch, capsys, *words)
-    assert code == 1 and err.strip().splitlines()[-1].startswith("error: ") and says in err
+    assert code == 1
+    assert err.strip().splitlines()[-1].startswith("error: ")
+    assert says in err

@@ -214,9 +214,8 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
                 "save_adapter",
                 lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt),
             )
-            assert invoke(name).exit_code == 130 and any(
-                Path("out-checkpoints").glob("checkpoint-*")
-            )
+            assert invoke(name).exit_code == 130
+            assert any(Path("out-checkpoints").glob("checkpoint-*"))
     elif name == "bench":
         first = records.benchmarks(out)[0]
         records.Records(out.with_suffix(".jsonl")).write(
@@ -289,14 +288,17 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
     assert not strays(tmp_path)
     if word == "refuses":
         said = str(done.exception)
-        assert done.exit_code and "out" in said and "\n" not in said and after == before, (
-            done.output
-        )
+        assert done.exit_code, done.output
+        assert "out" in said, done.output
+        assert "\n" not in said, done.output
+        assert after == before, done.output
         if state == "wrong kind" and CELLS[name, "overwrite"] != "-":
-            assert invoke(name, "--overwrite").exit_code and snapshot(tmp_path) == before
+            assert invoke(name, "--overwrite").exit_code
+            assert snapshot(tmp_path) == before
         if state == "unfinished":
             assert "--resume to continue from checkpoint-2" in said
-            assert invoke(name, "--resume").exit_code == 0 and results(snapshot(tmp_path)) == want
+            assert invoke(name, "--resume").exit_code == 0
+            assert results(snapshot(tmp_path)) == want
         return
     assert done.exit_code == 0, done.output
     if word == "keeps":
@@ -304,19 +306,19 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
     elif word == "resumes":
         assert results(after) == want
     elif word == "replaces":
-        assert after != before and (out / "note").exists() == (name == "train")
+        assert after != before
+        assert (out / "note").exists() == (name == "train")
     elif name in FILES:
         measured = [
             {part for part in files[str(out)].split(b'"') if part[:6] == b"bench_"}
             for files in (before, after)
         ]
-        assert after[str(out)] != before[str(out)] and measured[0] <= measured[1]
+        assert after[str(out)] != before[str(out)]
+        assert measured[0] <= measured[1]
     else:
-        assert (
-            word == "adds"
-            and after.keys() > before.keys()
-            and results(before).items() <= results(after).items()
-        )
+        assert word == "adds"
+        assert after.keys() > before.keys()
+        assert results(before).items() <= results(after).items()
         assert note.exists() == (state == "other content")
 
 
@@ -329,11 +331,9 @@ def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, nam
         before = snapshot(tmp_path)
         done = invoke(name)
         said = str(done.exception)
-        assert (
-            done.exit_code == 1
-            and f"Another training is writing to {tmp_path / held}. Wait" in said
-            and "\n" not in said
-        )
+        assert done.exit_code == 1
+        assert f"Another training is writing to {tmp_path / held}. Wait" in said
+        assert "\n" not in said
         assert snapshot(tmp_path) == before
     assert not any(tmp_path.iterdir())
 
@@ -366,7 +366,8 @@ def test_a_file_output_replaces_neither_an_input_nor_a_device(
         monkeypatch.setitem(ALL, name, verb._replace(argv=argv))
         done = invoke(name, *(["--overwrite"] if name != "tune" else []))
         said = str(done.exception)
-        assert done.exit_code and f"Output file {target} is " in said and "\n" not in said, (
-            done.output
-        )
-    assert snapshot(given) == before and pipe.is_fifo()
+        assert done.exit_code, done.output
+        assert f"Output file {target} is " in said, done.output
+        assert "\n" not in said, done.output
+    assert snapshot(given) == before
+    assert pipe.is_fifo()

@@ -61,10 +61,8 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     assert out.exit_code == 0, out.exception
     assert f"wrote {tmp_path / 'f'}: a, b; a gate of" in out.output
     fuser = ultrafuser.load(tmp_path / "f")
-    assert (
-        list(fuser.templates) == ["User: {prompt}\nAssistant:", "{prompt}: "]
-        and fuser.gate.kind == "linear"
-    )
+    assert list(fuser.templates) == ["User: {prompt}\nAssistant:", "{prompt}: "]
+    assert fuser.gate.kind == "linear"
     assert not any((tmp_path / "f").rglob("model.safetensors"))
     prompts = ("--prompt", "1 + 1", "--prompt", "def add")
     out = invoke("generate", tmp_path / "f", *prompts, "--max-new-tokens", 4)

@@ -81,15 +81,18 @@ def test_the_tree():
 def test_help_says_what_everything_is_for_and_gives_an_example(key):
     command = ALL[key]
     program, *words = key
-    assert command.help and command.help.strip()[0].isupper(), "no help"
+    assert command.help, "no help"
+    assert command.help.strip()[0].isupper(), "no help"
     for option in command.params:
         # typer's own context and the completion's options are not ours
         assert getattr(option, "help", None), f"{option.name} has no help"
     out = CliRunner().invoke(program.app, [*words, "--help"])
     start = f"Example: {program.name} " + " ".join(words)
-    assert out.exit_code == 0 and start in " ".join(out.output.split())
+    assert out.exit_code == 0
+    assert start in " ".join(out.output.split())
     assert hasattr(command, "commands") or "--json" in out.output, "no --json"
-    assert out.output.startswith(("Usage: ", "usage: ")) and len(out.output.splitlines()[0]) < 100
+    assert out.output.startswith(("Usage: ", "usage: "))
+    assert len(out.output.splitlines()[0]) < 100
 
 
 @pytest.mark.parametrize("key", NAMES)
@@ -128,14 +131,16 @@ def app(monkeypatch):
 def test_json_is_alone_on_stdout(app):
     result = {"path": Path("a/b"), "loss": float("nan"), "rows": (1, 2)}
     out = CliRunner().invoke(app(result), ["--json"])
-    assert out.exit_code == 0 and json.loads(out.stdout) == {
+    assert out.exit_code == 0
+    assert json.loads(out.stdout) == {
         "path": "a/b",
         "loss": None,
         "rows": [1, 2],
     }
     assert out.stderr.splitlines() == ["on the way", "by typer"]
     out = CliRunner().invoke(app(result), [])
-    assert out.stdout.splitlines() == ["on the way", "by typer"] and out.stderr == ""
+    assert out.stdout.splitlines() == ["on the way", "by typer"]
+    assert out.stderr == ""
 
 
 def test_json_is_alone_whoever_writes():
@@ -153,19 +158,22 @@ def test_json_is_alone_whoever_writes():
         "app()\n"
     )
     done = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True)
-    assert done.returncode == 0 and json.loads(done.stdout) == {"a": 1}, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"a": 1}, done.stderr
     assert done.stderr.splitlines() == ["from C", "from a program", "from Python"]
 
 
 def test_an_exit_code_comes_behind_the_json(app):
     out = CliRunner().invoke(app(Ends({"worse": 1}, 1)), ["--json"])
-    assert out.exit_code == 1 and json.loads(out.stdout) == {"worse": 1}
+    assert out.exit_code == 1
+    assert json.loads(out.stdout) == {"worse": 1}
 
 
 def test_one_process_prints_the_json(app, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     out = CliRunner().invoke(app({"a": 1}), ["--json"])
-    assert out.exit_code == 0 and out.stdout == ""
+    assert out.exit_code == 0
+    assert out.stdout == ""
 
 
 def test_an_interruption_says_how_to_resume(app, monkeypatch):
@@ -184,7 +192,8 @@ def test_an_interruption_says_how_to_resume(app, monkeypatch):
     ]
     for error, options, line in cases:
         out = CliRunner().invoke(app(error, **options), ["--json"])
-        assert out.exit_code == 130 and out.stdout == ""
+        assert out.exit_code == 130
+        assert out.stdout == ""
         assert out.stderr.splitlines()[-1] == f"interrupted; {line}"
 
 
@@ -204,7 +213,8 @@ def imports_of(program: cli.Program, arguments: list[str], env: dict[str, str]) 
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0 and done.stderr == "", f"imported or said: {done.stderr}"
+    assert done.returncode == 0, f"imported or said: {done.stderr}"
+    assert done.stderr == "", f"imported or said: {done.stderr}"
     return done.stdout
 
 
@@ -288,4 +298,5 @@ def test_version():
     from moe_runtime import __version__
 
     out = CliRunner().invoke(main_app, ["--version"])
-    assert out.exit_code == 0 and out.output == f"moe-runtime {__version__}\n"
+    assert out.exit_code == 0
+    assert out.output == f"moe-runtime {__version__}\n"

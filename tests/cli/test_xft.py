@@ -24,18 +24,20 @@ def invoke(*arguments):
 def test_official_folders_in_and_out(tmp_path):
     _, tensors = official_xft.write_moe(tmp_path / "theirs")
     out = invoke("import-official", tmp_path / "theirs", tmp_path / "ours", "--rope-theta", 5e4)
-    assert out.exit_code == 0 and f"wrote {tmp_path / 'ours'}: " in out.output
+    assert out.exit_code == 0
+    assert f"wrote {tmp_path / 'ours'}: " in out.output
     assert read_json(tmp_path / "ours" / "config.json")["rope_theta"] == 5e4
     out = invoke("export", tmp_path / "ours", tmp_path / "back", "--to", "official")
-    assert isinstance(out.exception, ValueError) and "keep_rope" in str(out.exception)
+    assert isinstance(out.exception, ValueError)
+    assert "keep_rope" in str(out.exception)
     options = "--to official --keep-rope --max-shard-size 50KB".split()
     out = invoke("export", tmp_path / "ours", tmp_path / "back", *options)
     assert out.exit_code == 0, out.exception
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     with Checkpoint(tmp_path / "back") as back:
-        assert set(back.keys()) == set(tensors) and all(
-            torch.equal(back.get(k), v) for k, v in tensors.items()
-        )
+        assert set(back.keys()) == set(tensors)
+        for k, v in tensors.items():
+            assert torch.equal(back.get(k), v)
 
 
 def test_export_is_of_the_form_that_is_asked_for(tmp_path):
@@ -48,12 +50,12 @@ def test_export_is_of_the_form_that_is_asked_for(tmp_path):
         (("--to", "official", "--check"), "--check are not valid with --to official"),
     ):
         out = invoke("export", tmp_path / "ours", tmp_path / "out", *arguments)
-        assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception))
+        assert isinstance(out.exception, ValueError)
+        assert re.search(match, str(out.exception))
         assert not (tmp_path / "out").exists()
     out = invoke("export", tmp_path / "ours", tmp_path / "out", "--to", "official", "--json")
-    assert out.exit_code == 0 and json.loads(out.stdout)["path"] == str(tmp_path / "out"), (
-        out.exception
-    )
+    assert out.exit_code == 0, out.exception
+    assert json.loads(out.stdout)["path"] == str(tmp_path / "out"), out.exception
 
 
 def test_a_weighted_model_with_its_experts_in_another_folder(tmp_path):
@@ -70,7 +72,8 @@ def test_a_weighted_model_with_its_experts_in_another_folder(tmp_path):
 def test_a_folder_that_is_no_model_is_refused(verb, tmp_path):
     (tmp_path / "empty").mkdir()
     out = invoke(verb, tmp_path / "empty", tmp_path / "out")
-    assert isinstance(out.exception, ValueError) and not (tmp_path / "out").exists()
+    assert isinstance(out.exception, ValueError)
+    assert not (tmp_path / "out").exists()
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "xft.md"
@@ -129,12 +132,14 @@ def test_upcycling_for_a_family_selects_what_it_computes(to, more, fails, tmp_pa
     dense("qwen3").save_pretrained(tmp_path / "base")
     out = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--for", to, *more)
     if fails is not None:
-        assert re.search(fails, str(out.exception)) and not (tmp_path / "moe").exists()
+        assert re.search(fails, str(out.exception))
+        assert not (tmp_path / "moe").exists()
         return
     assert f"xft export --to {to}: yes" in out.output, out.exception
     out = invoke("export", tmp_path / "moe", tmp_path / "out", "--to", to, "--check", "--json")
     receipt = json.loads(out.stdout)
-    assert receipt["exact"] and receipt["logits_error"] < 1e-5
+    assert receipt["exact"]
+    assert receipt["logits_error"] < 1e-5
 
 
 def test_one_expert_is_the_dense_model(tmp_path):

@@ -78,11 +78,13 @@ def test_cpu_figures_are_those_of_the_newest_file():
     }
     table = section("Performance")
     page = (ROOT / "docs" / "performance.md").read_text()
-    assert newest.name in table and newest.name in page
+    assert newest.name in table
+    assert newest.name in page
     report, goals = (
         importlib.import_module(f"moe_runtime.bench.{name}") for name in ("report", "goals")
     )
-    assert report.cpu_table(rows) in table and report.steps_table(rows) in page
+    assert report.cpu_table(rows) in table
+    assert report.steps_table(rows) in page
     assert goals.goals(rows, goals.CPU_GOALS).strip() in page
 
 

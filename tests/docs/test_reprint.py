@@ -15,7 +15,8 @@ PAGES = [pytest.param(path, id=path.stem) for path in sorted(DOCS.glob("*-tables
 def test_every_table_is_one_that_is_printed_again(page):
     text = page.read_text()
     commands = [found[1] for found in reprint.TABLE.finditer(text)]
-    assert len(commands) == text.count("┡") and len(commands) >= 2, "a table without its command"
+    assert len(commands) == text.count("┡"), "a table without its command"
+    assert len(commands) >= 2, "a table without its command"
     for command in commands:
         parse_verb(command.split(), program=cli.PAPERS)
 

@@ -56,18 +56,21 @@ def test_nothing_is_fetched_from_elsewhere(site):
         fetched = re.findall(
             r"<(?:script|img|iframe)[^>]+src=\"([^\"]+)\"|<link[^>]+href=\"([^\"]+)\"", text
         )
-        assert fetched and not [
-            url for pair in fetched for url in pair if url.startswith(("http", "//"))
-        ], path.name
+        assert fetched, path.name
+        assert not [url for pair in fetched for url in pair if url.startswith(("http", "//"))], (
+            path.name
+        )
 
 
 def test_every_verb_and_option_is_on_its_page(site):
     page = html.unescape(re.sub(r"<[^>]+>", "", (site / "cli.html").read_text()))
     verbs = [" ".join(path) for path, _ in hooks.commands()]
-    assert len(verbs) > 30 and "moe-runtime upit init-routers" in verbs
+    assert len(verbs) > 30
+    assert "moe-runtime upit init-routers" in verbs
     for verb in verbs:
         assert verb in page, verb
-    assert "--shared-rate" in page and "Example: moe-runtime xft merge mixed dense" in page
+    assert "--shared-rate" in page
+    assert "Example: moe-runtime xft merge mixed dense" in page
 
 
 def test_every_public_name_is_on_its_page(site):

@@ -85,7 +85,8 @@ def make(words: list[str], folder) -> str:
     command = [*words, f"VENV={folder}/venv", "--no-print-directory", "-C", str(ROOT)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode != 0 and not (folder / "venv").exists()
+    assert done.returncode != 0
+    assert not (folder / "venv").exists()
     return done.stderr.splitlines()[0]
 
 
@@ -93,7 +94,8 @@ def make(words: list[str], folder) -> str:
 def test_commands_end_as_the_page_says(fence: Fence, folder, monkeypatch):
     command, *says = fence.text.splitlines()
     words = shlex.split(command.removeprefix("$ "))
-    assert command.startswith("$ ") and says
+    assert command.startswith("$ ")
+    assert says
     if words[0] == "make":
         assert make(words, folder) == "\n".join(says)
         return
@@ -116,7 +118,8 @@ def test_commands_end_as_the_page_says(fence: Fence, folder, monkeypatch):
 @pytest.mark.parametrize("fence", PYCON, **place)
 def test_python_ends_as_the_page_says(fence: Fence, folder, monkeypatch):
     *lines, says = fence.text.splitlines()
-    assert all(line.startswith(">>> ") for line in lines)
+    for line in lines:
+        assert line.startswith(">>> ")
     monkeypatch.setattr(cuda, "places", list)  # a machine where nobody has built it
     cuda.use(None)
     names: dict = {}

@@ -240,7 +240,9 @@ def test_a_file_and_then_its_folder_are_flushed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *paths: (order.append("move"), replace(*paths)))
     atomic_write_text(tmp_path / "a.txt", "new")
     first, *rest = order
-    assert first.name == "a.txt" and first.parent != tmp_path and rest == ["move", tmp_path]
+    assert first.name == "a.txt"
+    assert first.parent != tmp_path
+    assert rest == ["move", tmp_path]
 
 
 def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):

@@ -508,7 +508,8 @@ def test_pack_cuts_joined_documents_into_rows(tokenizer):
 
     assert len(rows) == len(ids) // 16
     assert [i for row in rows for i in row["input_ids"]] == ids[: 16 * len(rows)]
-    assert all(row["labels"] == row["input_ids"] for row in rows)
+    for row in rows:
+        assert row["labels"] == row["input_ids"]
 
 
 def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):

@@ -185,7 +185,8 @@ def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_pat
     assert again.returncode == 0, again.stderr
     found = weights(json.loads(again.stdout))
     assert found.keys() == whole.keys()
-    assert all(found[name].equal(whole[name]) for name in whole)
+    for name in whole:
+        assert found[name].equal(whole[name])
     assert not list(out.glob("*.checkpoints"))
 
 
@@ -241,7 +242,8 @@ cli.main()
     assert "Warning" not in done.stderr
     assert "it/s]" not in done.stderr
     again = completed(*arguments, "--resume_from_checkpoint", "true")
-    assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["path"] == str(out), again.stderr
     assert "after step 4" in again.stderr
 
 
@@ -285,4 +287,5 @@ def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, ste
         assert found["saved"] == [f"checkpoint-{steps}"]
         assert found["next"] == "done"
         assert found["again"] == list(range(steps + 1, 5))
-        assert all(found["weights"][name].equal(whole[name]) for name in whole)
+        for name in whole:
+            assert found["weights"][name].equal(whole[name])

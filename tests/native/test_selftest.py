@@ -126,9 +126,8 @@ def test_other_x86_processors(processor, variants, library, tmp_path):
     driven = subprocess.run(
         [*qemu, tmp_path / "driver", library.path], capture_output=True, text=True
     )
-    assert driven.returncode == 0 and driven.stdout.splitlines() == [
-        f"testing {name}" for name in variants
-    ], driven.stderr
+    assert driven.returncode == 0, driven.stderr
+    assert driven.stdout.splitlines() == [f"testing {name}" for name in variants], driven.stderr
 
 
 THROUGH_TORCH = """
@@ -161,9 +160,8 @@ def test_experts_in_pytorch_on_another_x86_processor(library, tmp_path):
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    assert done.returncode == 0 and done.stdout.split() == ["AVX2", "avx2"], (
-        done.stdout + done.stderr
-    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["AVX2", "avx2"], done.stdout + done.stderr
 
 
 @pytest.mark.skipif(
@@ -179,9 +177,8 @@ def test_aarch64_runs_the_generic_variant(tmp_path, monkeypatch):
     driven = subprocess.run(
         ["qemu-aarch64", "-L", AARCH64, tmp_path / "driver", made], capture_output=True, text=True
     )
-    assert driven.returncode == 0 and driven.stdout == "testing generic\n", (
-        driven.stdout + driven.stderr
-    )
+    assert driven.returncode == 0, driven.stdout + driven.stderr
+    assert driven.stdout == "testing generic\n", driven.stdout + driven.stderr
     if os.uname().machine != "aarch64":
         # the library of another kind of machine: one line
         wrong = selftest.run(made)

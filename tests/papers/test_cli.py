@@ -28,10 +28,13 @@ def test_run_uses_the_method_that_the_recipe_names(monkeypatch, tmp_path, recipe
     done = CliRunner().invoke(app, ["run", recipe, "--out", str(tmp_path), "--skip-memory-check"])
     assert done.exit_code == 0, done.output
     ((name, path, out),) = calls
-    assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
+    assert name == method
+    assert path.stem == recipe.rpartition("/")[2]
+    assert out == tmp_path
 
 
 def test_run_refuses_an_unknown_method(tmp_path):
     (tmp_path / "mine.yaml").write_text("method: dare")
     done = CliRunner().invoke(app, ["run", str(tmp_path / "mine.yaml")])
-    assert done.exit_code == 1 and "method must be one of xft" in str(done.exception)
+    assert done.exit_code == 1
+    assert "method must be one of xft" in str(done.exception)

@@ -36,7 +36,8 @@ def runs(tmp_path_factory):
         subprocess.run([*command, *first], capture_output=True, text=True),
         forked(COMMAND, *second),
     ]
-    assert all(run.returncode == 0 for run in out), out[0].stderr + out[1].stderr
+    for run in out:
+        assert run.returncode == 0, out[0].stderr + out[1].stderr
     return folder, out[0].stdout
 
 
@@ -47,19 +48,17 @@ def test_the_table_the_folders_and_the_picture(runs):
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     rates = ["SFT 0.00035", "SFT 0.0007", "SFT 0.0014"]
     assert list(losses) == ["base", *rates, "MoE", "merged INIT", "merged"]
-    assert (
-        all(name in printed for name in losses)
-        and "sums solved" in printed
-        and "left in all" in printed
-    )
+    assert all(name in printed for name in losses)
+    assert "sums solved" in printed
+    assert "left in all" in printed
     assert all(losses[name] < losses["base"] for name in (*rates, "merged"))
     best = min(rates, key=lambda name: min(loss for _, loss in results["validation_curves"][name]))
-    assert results["best_sft"] == best and f"merged against {best}: " in printed
+    assert results["best_sft"] == best
+    assert f"merged against {best}: " in printed
     assert results["upcycled_error"] <= 1e-5
-    assert all(
-        abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["recipe"]["shared_rate"]) < 1e-6
-        for row in results["alpha"]
-    )
+    for row in results["alpha"]:
+        assert abs(sum(row) - 1) < 1e-5
+        assert abs(row[0] - results["recipe"]["shared_rate"]) < 1e-6
     assert (folder / "first" / "xft.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in printed
 
@@ -94,7 +93,8 @@ def test_a_second_run_gives_the_same_numbers(runs):
         AutoModelForCausalLM.from_pretrained(runs[0] / name / "merged").state_dict()
         for name in ("first", "second")
     ]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
 
 
 def test_an_existing_folder_is_left_alone(runs, monkeypatch, capsys):
@@ -162,9 +162,8 @@ def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
             "against_best_sft": "merged against SFT 0.1: as it is",
         }
     )
-    assert (
-        f"lower than that of {count} of 3 SFTs" in said and f"SFT's loss is {at_its_rate}" in said
-    )
+    assert f"lower than that of {count} of 3 SFTs" in said
+    assert f"SFT's loss is {at_its_rate}" in said
     assert "The best SFT by validation is SFT 0.1.\nmerged against" in said
 
 
@@ -199,10 +198,13 @@ def test_every_benchmark_runs(tmp_path):
     for benchmark in benchmarks:
         info = benchmark["extra_info"]
         ours = "whole step" if info["kind"] == "breakdown" else "moe_runtime"
-        assert any(ours in name for name in info["rows"]) and all(
-            row["ms"] > 0 for row in info["rows"].values()
-        )
-        assert info["kind"] in described.KINDS and info["dtype"] in described.DTYPES.values()
-        assert set(info["ceilings"]) == {"TFLOP/s", "GB/s"} and info["commit"]
+        assert any(ours in name for name in info["rows"])
+        for row in info["rows"].values():
+            assert row["ms"] > 0
+        assert info["kind"] in described.KINDS
+        assert info["dtype"] in described.DTYPES.values()
+        assert set(info["ceilings"]) == {"TFLOP/s", "GB/s"}
+        assert info["commit"]
     told = report.text([tmp_path / "b.json"])
-    assert all(f"| {benchmark['name'].partition('[')[0]} |" in told for benchmark in benchmarks)
+    for benchmark in benchmarks:
+        assert f"| {benchmark['name'].partition('[')[0]} |" in told

@@ -115,19 +115,15 @@ def test_the_whole_way(home, tmp_path, monkeypatch, capsys):
     assert code == 0, said
     results = json.loads((out / "results.json").read_text())
     rows = {row["model"]: row for row in results["rows"]}
-    assert list(rows) == MODELS and all(
-        list(row["exact_match"]) == [*TASKS, "gsm8k"] for row in rows.values()
-    )
-    assert (
-        results["upcycled_error"] < 1e-5
-        and rows["MoE"]["parameters"] > rows["base"]["parameters"] == rows["merged"]["parameters"]
-    )
+    assert list(rows) == MODELS
+    for row in rows.values():
+        assert list(row["exact_match"]) == [*TASKS, "gsm8k"]
+    assert results["upcycled_error"] < 1e-5
+    assert rows["MoE"]["parameters"] > rows["base"]["parameters"] == rows["merged"]["parameters"]
     assert json.loads((out / "MoE/config.json").read_text())["moe_runtime"]["layers"] == [1]
-    assert (
-        rows["SFT"]["steps"] == 2
-        and rows["merged"]["steps"] == 3
-        and rows["SFT_time"]["steps"] >= 2
-    )
+    assert rows["SFT"]["steps"] == 2
+    assert rows["merged"]["steps"] == 3
+    assert rows["SFT_time"]["steps"] >= 2
     assert rows["SFT"]["loss"] != rows["base"]["loss"] != rows["merged"]["loss"]
     assert set(results["measured"]) == {"sft", "tune", "mix", "dense tokens/s", "MoE tokens/s"}
     assert min(results["measured"].values()) > 0
@@ -136,19 +132,26 @@ def test_the_whole_way(home, tmp_path, monkeypatch, capsys):
     assert len((tasks / "train.jsonl").read_text().splitlines()) == 20
     held_out = json.loads((tasks / "gsm8k-held_out.jsonl").read_text())
     asked = json.loads((out / "eval/merged/gsm8k.jsonl").read_text())
-    assert held_out["prompt"] in asked["asked"] and asked["expected"] == held_out["completion"]
+    assert held_out["prompt"] in asked["asked"]
+    assert asked["expected"] == held_out["completion"]
     assert held_out["prompt"] not in (tasks / "train.jsonl").read_text()
     text = (out / "transcript.md").read_text()
-    assert text.count("* before: ") == text.count("* after: ") == 5 and held_out["prompt"] in text
-    assert (out / "real.png").read_bytes().startswith(b"\x89PNG") and "minutes in total" in printed
+    assert text.count("* before: ") == text.count("* after: ") == 5
+    assert held_out["prompt"] in text
+    assert (out / "real.png").read_bytes().startswith(b"\x89PNG")
+    assert "minutes in total" in printed
     table = printed[printed.index("Held-out loss of the answers") :]
-    assert all(f" {name} " in table for name in MODELS) and "SFT_time against merged: " in table
+    for name in MODELS:
+        assert f" {name} " in table
+    assert "SFT_time against merged: " in table
     AutoModelForCausalLM.from_pretrained(out / "merged")
 
     before = weights(out)
     code, printed, said = call(monkeypatch, capsys, *words)
-    assert code == 0 and printed[printed.index("Held-out loss of the answers") :] == table
-    assert weights(out) == before and "measuring" not in printed
+    assert code == 0
+    assert printed[printed.index("Held-out loss of the answers") :] == table
+    assert weights(out) == before
+    assert "measuring" not in printed
 
 
 @pytest.mark.slow
@@ -227,10 +230,12 @@ def test_what_it_refuses_before_anything_is_written(
         monkeypatch.setattr(demo_real, "check_smollm2", demo_real.check_smollm2)
         monkeypatch.setattr("papers.evaluation.smollm2.FILE", "none.gguf")
     code, _, said = call(monkeypatch, capsys, *words)
-    assert code == 1 and said.startswith("error: ") and said.count("\n") == 1 and message in said, (
-        said
-    )
-    assert not out.is_dir() and "Traceback" not in said
+    assert code == 1, said
+    assert said.startswith("error: "), said
+    assert said.count("\n") == 1, said
+    assert message in said, said
+    assert not out.is_dir()
+    assert "Traceback" not in said
 
 
 def test_bfloat16_is_for_machines_that_multiply_faster_so(monkeypatch, tmp_path):
@@ -238,10 +243,8 @@ def test_bfloat16_is_for_machines_that_multiply_faster_so(monkeypatch, tmp_path)
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda has=has: {"amx_bf16": has})
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         placed = demo_real._placed(recipe(tune__bf16=given), tmp_path, tmp_path, 5)
-        assert (
-            placed.tune.bf16 is want and placed.data.limit == 20 and placed.data.held_out_rows == 5
-        )
-        assert (
-            placed.base_model == str(tmp_path)
-            and ("bfloat16" in demo_real._machine(placed)) is want
-        )
+        assert placed.tune.bf16 is want
+        assert placed.data.limit == 20
+        assert placed.data.held_out_rows == 5
+        assert placed.base_model == str(tmp_path)
+        assert ("bfloat16" in demo_real._machine(placed)) is want

@@ -192,18 +192,20 @@ def small(tmp_path):
 def test_recipe_by_stage_and_engine(small):
     code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 80, "--json")
     lines = {(line["stage"], line["engine"]): line for line in json.loads(text[text.index("[") :])}
-    assert code == 0 and {stage for stage, _ in lines} == {
-        f"ffn {of}" for of in ("sft", "init", "post")
-    }
+    assert code == 0
+    assert {stage for stage, _ in lines} == {f"ffn {of}" for of in ("sft", "init", "post")}
     whole = lines["ffn post", "ddp"]
     half = lines["ffn post", "fsdp2"]
     for part in ("weights", "gradients", "optimizer"):
         assert half[f"{part}_bytes"] == (whole[f"{part}_bytes"] + 1) // 2
     assert whole["buffers_bytes"] == whole["gradients_bytes"]
     code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 1.5)
-    assert code == 1 and "DOES NOT FIT" in text and "no setting that runs fits" in text
+    assert code == 1
+    assert "DOES NOT FIT" in text
+    assert "no setting that runs fits" in text
     code, _, error = run("memory", "none.yaml")
-    assert code and "none.yaml" in str(error)
+    assert code
+    assert "none.yaml" in str(error)
 
 
 def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
@@ -217,10 +219,11 @@ def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "SMALL", 0)
     monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
     code, _, error = run("run", small, "--out", tmp_path / "out")
-    assert code and isinstance(error, ValueError) and "\n" not in str(error)
-    assert "GB per GPU (weights" in str(
-        error
-    ) and "per_device_batch_size 1, gradient_checkpointing: " in str(error)
+    assert code
+    assert isinstance(error, ValueError)
+    assert "\n" not in str(error)
+    assert "GB per GPU (weights" in str(error)
+    assert "per_device_batch_size 1, gradient_checkpointing: " in str(error)
     assert not (tmp_path / "out").exists()
 
 

@@ -40,7 +40,8 @@ def few(monkeypatch):
 
 def failures(op: str, backend: str) -> list[str]:
     (result,), reasons = check.check([op], [backend])
-    assert reasons == {} and result.cases > 0
+    assert reasons == {}
+    assert result.cases > 0
     return result.failures
 
 
@@ -86,12 +87,10 @@ class Planted:
     """An op of the library of whose results one, the one that `at` counts to, is wrong."""
 
     def __init__(self, name: str):
-        self.name, self.real, self.at, self.results = (
-            name,
-            getattr(torch.ops.moe_runtime, name),
-            0,
-            1,
-        )
+        self.name = name
+        self.real = getattr(torch.ops.moe_runtime, name)
+        self.at = 0
+        self.results = 1
 
     def __call__(self, *args):
         leaves, tree = torch.utils._pytree.tree_flatten(self.real(*args))
@@ -117,7 +116,8 @@ def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
         bad = failures(case, backend)
         touched += planted.touched
         assert bool(bad) == planted.touched, f"result {planted.at}: {bad}"
-        assert all(f"{case} on {backend}, float32, " in line for line in bad)
+        for line in bad:
+            assert f"{case} on {backend}, float32, " in line
         planted.at += 1
     assert touched
 
@@ -192,20 +192,22 @@ def one_op(few, monkeypatch):
 def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch):
     monkeypatch.setattr("moe_runtime.tools.doctor.report", lambda: {"devices": {}, "problems": {}})
     found = CliRunner().invoke(main_app, ["doctor", "--check"])
-    assert (
-        found.exit_code == 0
-        and "worst error / allowance" in found.stdout
-        and "0 failed" in found.stdout
-    )
-    assert "combine" in found.stdout and "torch" in found.stdout
+    assert found.exit_code == 0
+    assert "worst error / allowance" in found.stdout
+    assert "0 failed" in found.stdout
+    assert "combine" in found.stdout
+    assert "torch" in found.stdout
     real = torch.ops.moe_runtime.combine
     monkeypatch.setattr(torch.ops.moe_runtime, "combine", lambda *args: real(*args) * 1.001)
     found = CliRunner().invoke(main_app, ["doctor", "--check"])
-    assert found.exit_code == 1 and "FAILED" in found.stdout
+    assert found.exit_code == 1
+    assert "FAILED" in found.stdout
     assert "combine on torch, float32, case " in found.stdout
     found = CliRunner().invoke(main_app, ["doctor", "--check", "--json"])
     report = json.loads(found.stdout)["check"]
-    assert found.exit_code == 1 and report["failures"] and report["results"][0]["op"] == "combine"
+    assert found.exit_code == 1
+    assert report["failures"]
+    assert report["results"][0]["op"] == "combine"
 
 
 def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(
@@ -222,7 +224,8 @@ def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(
         "combine",
         "interpreter",
         [],
-    ) and result.cases >= 8
+    )
+    assert result.cases >= 8
     monkeypatch.setattr(sys, "executable", "false")
     assert "failed with exit code 1: no output" in check.report(interpret=True)["failures"][0]
 
@@ -268,16 +271,19 @@ def test_on_a_gpu_the_cases_of_an_op_are_divided_among_processes(played, tmp_pat
     assert report["not checked"] == {"cuda": "not built"}
     assert "combine (2 of 3): 2 cases" in capsys.readouterr().out
     written = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert {line["outcome"] for line in written} == {"failed"} and len(written) == 3
+    assert {line["outcome"] for line in written} == {"failed"}
+    assert len(written) == 3
 
 
 def test_no_process_starts_after_the_time_is_over(played, capsys):
     report = check.report(seconds=-1.0)
-    assert played == [] and report["results"] == []
+    assert played == []
+    assert report["results"] == []
     assert "not checked in -1 s: combine (1 of 3), combine (2 of 3)" in capsys.readouterr().out
 
 
 def test_parts_have_every_case_once(few):
     whole = check._cases_of("combine", "torch", CPU)
     parts = [check.check(["combine"], ["torch"], (number, 3))[0][0].cases for number in range(3)]
-    assert sum(parts) == len(whole) and max(parts) - min(parts) <= 1
+    assert sum(parts) == len(whole)
+    assert max(parts) - min(parts) <= 1

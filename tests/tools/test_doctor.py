@@ -86,7 +86,8 @@ def problems() -> dict[str, str]:
 def test_nothing_is_wrong_with_a_sound_setup():
     assert problems() == {}
     out = CliRunner().invoke(main_app, ["doctor"])
-    assert out.exit_code == 0 and out.output.rstrip().endswith("problems\n  none")
+    assert out.exit_code == 0
+    assert out.output.rstrip().endswith("problems\n  none")
 
 
 def test_a_problem_is_a_line_and_the_exit_code(versions):
@@ -100,7 +101,8 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
     )
     assert len(line.splitlines()) == 1
     out = CliRunner().invoke(main_app, ["doctor", "--json"])
-    assert out.exit_code == 1 and set(json.loads(out.stdout)["problems"]) == {"transformers"}
+    assert out.exit_code == 1
+    assert set(json.loads(out.stdout)["problems"]) == {"transformers"}
 
 
 GONE = importlib.metadata.PackageNotFoundError("gone")
@@ -137,7 +139,8 @@ GONE = importlib.metadata.PackageNotFoundError("gone")
 )
 def test_packages(versions, name, version, says):
     versions(**{name: version})
-    assert list(problems()) == [name] and problems()[name].startswith(says)
+    assert list(problems()) == [name]
+    assert problems()[name].startswith(says)
 
 
 def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
@@ -171,12 +174,12 @@ def test_an_old_driver(gpu, monkeypatch):
         "Update the driver, or install torch for an older CUDA"
     }
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
-    assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
+    assert list(problems()) == ["devices"]
+    assert "nvidia-smi" in problems()["devices"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that
     report = doctor.report()
-    assert (
-        report["problems"] == {} and report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
-    )
+    assert report["problems"] == {}
+    assert report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
 
 
 def test_a_driver_without_a_gpu_is_the_hosts(gpu, tmp_path, monkeypatch):
@@ -216,7 +219,8 @@ def test_torch_and_numpy_that_do_not_fit(monkeypatch):
 )
 def test_a_backend_that_cannot_run(monkeypatch, asked, says):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", asked)
-    assert list(problems()) == ["MOE_RUNTIME_BACKEND"] and says in problems()["MOE_RUNTIME_BACKEND"]
+    assert list(problems()) == ["MOE_RUNTIME_BACKEND"]
+    assert says in problems()["MOE_RUNTIME_BACKEND"]
     assert problems()["MOE_RUNTIME_BACKEND"].endswith(
         "Unset MOE_RUNTIME_BACKEND or set another one"
     )
@@ -227,7 +231,8 @@ def test_a_file_of_measured_configs_that_is_none(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("{")
     found = problems()
-    assert list(found) == ["launch configs"] and str(path) in found["launch configs"]
+    assert list(found) == ["launch configs"]
+    assert str(path) in found["launch configs"]
     assert found["launch configs"].endswith("Remove it and rerun moe-runtime tune")
 
 
@@ -261,9 +266,8 @@ def test_one_broken_part_hides_no_other(monkeypatch):
 
     monkeypatch.setattr(doctor.platform, "platform", broken)
     report = doctor.report()
-    assert report["system"]["platform"] == "unknown: no platform" and set(
-        report["backends"]
-    ) == set(backends.OPS)
+    assert report["system"]["platform"] == "unknown: no platform"
+    assert set(report["backends"]) == set(backends.OPS)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +284,11 @@ sys.argv = ["moe-runtime", "doctor"]
 cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     line = done.stdout.split("problems\n")[1].splitlines()[0]
-    assert (
-        "torch cannot be imported: " in line
-        and "pip install --force-reinstall 'torch>=2.11'" in line
-    )
+    assert "torch cannot be imported: " in line
+    assert "pip install --force-reinstall 'torch>=2.11'" in line
 
 
 def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):

@@ -41,7 +41,8 @@ def test_progress_counts_to_the_tokens_of_the_data(folder, monkeypatch):
     monkeypatch.setattr(reports, "bar", bar)
     found = router_report("stock", "data.jsonl", "out", batch_size=4)
     tokens = int(found.counts[0].sum()) // 2
-    assert told[-1] == (tokens, tokens) and all(done <= total < 131072 for done, total in told)
+    assert told[-1] == (tokens, tokens)
+    assert all(done <= total < 131072 for done, total in told)
 
 
 def lengths() -> list[int]:
@@ -56,7 +57,8 @@ def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
     assert stats.counts.sum(1).tolist() == [sum(lengths()) * slots] * 2
     with open("out/router_load.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert sum(int(row["slots"]) for row in rows) == stats.counts.sum() and len(rows) == 8
+    assert sum(int(row["slots"]) for row in rows) == stats.counts.sum()
+    assert len(rows) == 8
     assert (folder / "out" / "router_load.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(FILES)
 
@@ -124,7 +126,8 @@ def test_command(folder, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         cli.main()
     out = capsys.readouterr().out
-    assert end.value.code == 0 and "wrote there/router_load.csv, there/router_load.png" in out
+    assert end.value.code == 0
+    assert "wrote there/router_load.csv, there/router_load.png" in out
     lines = out.splitlines()
     assert lines[1].split() == ["layer", "experts", "dead", "max", "violation", "entropy"]
     assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]

@@ -82,22 +82,25 @@ def entries() -> dict:
 def test_the_fastest_config_is_written_and_picked_up(clock):
     clock.ms = {TALL: 7.0, TMA: 8.0}
     steps = tune()
-    assert [step.state for step in steps] == ["measured"] * 6 and set(entries()) == set(KEYS)
+    assert [step.state for step in steps] == ["measured"] * 6
+    assert set(entries()) == set(KEYS)
     for entry in entries().values():
-        assert Tile(**entry["tile"]) == TALL and entry["ms"] == 7.0 and entry["table"]["ms"] == 10.0
+        assert Tile(**entry["tile"]) == TALL
+        assert entry["ms"] == 7.0
+        assert entry["table"]["ms"] == 10.0
         assert {Tile(**tried["tile"]) for tried in entry["candidates"]} == {
             BUILT_IN,
             TALL,
             PERSISTENT,
             TMA,
         }
-        assert entry["layer"] == LAYER._asdict() and entry["tokens"] == 16
-        assert all(entry[name] for name in ("torch", "triton", "driver", "date"))
+        assert entry["layer"] == LAYER._asdict()
+        assert entry["tokens"] == 16
+        for name in ("torch", "triton", "driver", "date"):
+            assert entry[name]
     x = torch.randn(16, 40)
-    assert (
-        tiles.choose("down", x, 40, 32, 32, 3) == TALL
-        and tiles.choose("down", x, 40, 32, 60, 3) == BUILT_IN
-    )
+    assert tiles.choose("down", x, 40, 32, 32, 3) == TALL
+    assert tiles.choose("down", x, 40, 32, 60, 3) == BUILT_IN
     assert str(steps[0]) == (
         "layer, 16 tokens, float32: up: 32x32x32, 4 warps, 1 stages, 7.000 ms; built in 10.000 ms "
         "(measured)"
@@ -130,7 +133,8 @@ def test_what_is_looked_up_is_what_is_tuned(monkeypatch):
 
 def test_a_little_faster_is_not_enough(clock, few):
     clock.ms = {TALL: 9.95}
-    assert all(Tile(**step.entry["tile"]) == BUILT_IN for step in tune())
+    for step in tune():
+        assert Tile(**step.entry["tile"]) == BUILT_IN
 
 
 @pytest.mark.parametrize("how", ["wrong", "one block", "unwritten", "raises"])
@@ -173,26 +177,28 @@ def test_a_stopped_run_goes_on_where_it_was(clock, few):
     clock.stop_at = 2 * tuning.ROUNDS + 2  # in the third problem
     with pytest.raises(KeyboardInterrupt):
         tune()
-    assert set(entries()) == set(KEYS[:2]) and not markers()
+    assert set(entries()) == set(KEYS[:2])
+    assert not markers()
     before = entries()
     clock.stop_at = None
     assert [step.state for step in tune()] == ["kept"] * 2 + ["measured"]
     assert {key: entries()[key] for key in before} == before
     rounds = clock.rounds
-    assert [step.state for step in tune()] == ["kept"] * 3 and clock.rounds == rounds
+    assert [step.state for step in tune()] == ["kept"] * 3
+    assert clock.rounds == rounds
     assert [step.state for step in tune(again=True)] == ["measured"] * 3
 
 
 def test_time_runs_out(clock):
-    assert [step.state for step in tune(seconds=-1)] == [
-        "left"
-    ] * 6 and not tiles.tuned_path().exists()
+    assert [step.state for step in tune(seconds=-1)] == ["left"] * 6
+    assert not tiles.tuned_path().exists()
 
 
 def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
     clock.ms = {TALL: 20.0, BUILT_IN: 30.0}
     tune()
-    assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA] and clock.calls[3] == [
+    assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA]
+    assert clock.calls[3] == [
         BUILT_IN,
         PERSISTENT,
         TMA,
@@ -238,10 +244,14 @@ def test_what_ended_a_process_is_not_tried_again(clock, few, died_with):
     clock.ms = {TALL: 1.0}
     steps = tune()
     tried = [[Tile(**tried["tile"]) for tried in step.entry["candidates"]] for step in steps]
-    assert (TALL in tried[0]) == (died_with is None) and all(TALL in others for others in tried[1:])
-    assert results.broken(KEYS[0]) == [died_with] and not markers()
+    assert (TALL in tried[0]) == (died_with is None)
+    for others in tried[1:]:
+        assert TALL in others
+    assert results.broken(KEYS[0]) == [died_with]
+    assert not markers()
     tune(again=True)
-    assert Tile(**entries()[KEYS[0]]["tile"]) == TALL and not results.broken(KEYS[0])
+    assert Tile(**entries()[KEYS[0]]["tile"]) == TALL
+    assert not results.broken(KEYS[0])
 
 
 def test_what_another_process_is_trying_is_not_a_death(clock, few):
@@ -251,19 +261,15 @@ def test_what_another_process_is_trying_is_not_a_death(clock, few):
         assert {"host": socket.gethostname(), "pid": os.getpid()}.items() <= json.loads(
             text
         ).items()
-        assert (
-            [step.state for step in tune()] == ["measured"] * 3
-            and not results.broken(KEYS[0])
-            and len(markers()) == 1
-        )
+        assert [step.state for step in tune()] == ["measured"] * 3
+        assert not results.broken(KEYS[0])
+        assert len(markers()) == 1
     other = tiles.tuned_path().with_name(".tiles.json.trying-other-1-1")
     # whose processes are not seen from here
     other.write_text(text.replace(socket.gethostname(), "another-machine"))
-    assert (
-        [step.state for step in tune()] == ["kept"] * 3
-        and not results.broken(KEYS[0])
-        and markers() == [other]
-    )
+    assert [step.state for step in tune()] == ["kept"] * 3
+    assert not results.broken(KEYS[0])
+    assert markers() == [other]
 
 
 def test_processes_that_share_a_file_lose_nothing(clock):
@@ -283,7 +289,9 @@ def test_processes_that_share_a_file_lose_nothing(clock):
     for pid in workers:
         os.waitpid(pid, 0)
     found = json.loads(tiles.tuned_path().read_text())["devices"]["interpreter"]
-    assert len(found["tiles"]) == 120 and "broken" not in found and not markers()
+    assert len(found["tiles"]) == 120
+    assert "broken" not in found
+    assert not markers()
 
 
 def test_a_context_that_is_lost_ends_the_run_and_the_next_one_skips_the_config(clock, monkeypatch):
@@ -328,13 +336,15 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worst_row_sees_one_block_and_one_nan(dtype):
     want = torch.randn(300, 1024).to(dtype)
-    assert timing.worst_row(want, want) == 0 and timing.worst_row(want[:0], want[:0]) == 0
+    assert timing.worst_row(want, want) == 0
+    assert timing.worst_row(want[:0], want[:0]) == 0
     got = want.clone()
     got[17, 64:128] = 0
     assert 0.1 < timing.worst_row(got, want) < 0.5
     assert timing.worst_row(want + 1e-3 * want.abs().mean(), want) < 1e-2
     got[17, 64] = float("nan")
-    assert not timing.worst_row(got, want) <= 1e9 and not timing.worst_row(want, got) <= 1e9
+    assert not timing.worst_row(got, want) <= 1e9
+    assert not timing.worst_row(want, got) <= 1e9
     assert timing.worst_row(got[:, :5], want) == float("inf")
 
 

@@ -68,7 +68,8 @@ def test_one_sided_skew_alone_is_no_verdict():
         (found,) = compare({"a": [d + 5], "b": [np.full(200, 5.0)]}, "b")
         by_ranks += found.p_corrected <= LEVEL
         by_both += found.verdict != NONE
-    assert by_ranks > TABLES / 2 and by_both < TABLES / 8
+    assert by_ranks > TABLES / 2
+    assert by_both < TABLES / 8
 
 
 @pytest.mark.parametrize("shift, verdict", [(-0.3, LOWER), (0.3, HIGHER)])
@@ -79,7 +80,8 @@ def test_a_real_difference_is_found_and_only_that_one(shift, verdict):
         first, second = compare(family(normal, [shift, 0], rng), "reference")
         hits += first.verdict == verdict and first.low <= first.difference <= first.high
         others += second.verdict != NONE
-    assert hits >= 95 and others <= 12
+    assert hits >= 95
+    assert others <= 12
 
 
 def test_the_interval_holds_the_truth_in_95_of_100():
@@ -104,7 +106,8 @@ def test_the_difference_is_that_of_the_losses_per_token():
 def test_lengths_of_rows_are_no_spread_of_their_differences():
     tokens = np.random.default_rng(6).integers(1, 300, 256)
     (found,) = compare({"a": np.full((1, 256), 2.5), "b": np.full((1, 256), 2.0)}, "b", tokens)
-    assert found.low == pytest.approx(0.5, abs=1e-9) and found.high == pytest.approx(0.5, abs=1e-9)
+    assert found.low == pytest.approx(0.5, abs=1e-9)
+    assert found.high == pytest.approx(0.5, abs=1e-9)
 
 
 def test_the_interval_holds_the_truth_where_long_rows_differ_less():
@@ -125,8 +128,10 @@ def test_seeds_are_averaged_and_counted():
     losses = {"a": [rows - 0.2, rows + 0.1, rows - 0.3], "b": [rows, rows, rows]}
     (found,) = compare(losses, "b")
     assert (found.seeds, found.seeds_lower, found.rows) == (3, 2, 30)
-    assert found.difference == pytest.approx(-0.4 / 3) and found.verdict == LOWER
-    assert "a against b: lower by 0.1333" in str(found) and "lower with 2 of 3 seeds" in str(found)
+    assert found.difference == pytest.approx(-0.4 / 3)
+    assert found.verdict == LOWER
+    assert "a against b: lower by 0.1333" in str(found)
+    assert "lower with 2 of 3 seeds" in str(found)
 
 
 def test_three_seeds_are_no_more_rows_than_one():
@@ -134,7 +139,8 @@ def test_three_seeds_are_no_more_rows_than_one():
     rows = rng.gamma(2.0, 1.0, 30)
     method = rows + normal(rng, 30)
     one, three = (compare({"a": [method] * n, "b": [rows] * n}, "b")[0] for n in (1, 3))
-    assert one.p == three.p and (one.low, one.high) == pytest.approx((three.low, three.high))
+    assert one.p == three.p
+    assert (one.low, one.high) == pytest.approx((three.low, three.high))
 
 
 @pytest.mark.parametrize(
@@ -151,26 +157,32 @@ def test_three_seeds_are_no_more_rows_than_one():
 def test_ties_are_no_difference(method):
     rows = np.linspace(1.0, 2.0, 40)
     (found,) = compare({"a": [method(rows)], "b": [rows]}, "b")
-    assert found.verdict == NONE and 0 <= found.p <= found.p_corrected <= 1
+    assert found.verdict == NONE
+    assert 0 <= found.p <= found.p_corrected <= 1
 
 
 def test_all_rows_by_the_same_amount_are_a_difference():
     rows = np.linspace(1.0, 2.0, 40)
     (found,) = compare({"a": [rows - 0.01], "b": [rows]}, "b")
-    assert found.verdict == LOWER and found.low == pytest.approx(found.high)
+    assert found.verdict == LOWER
+    assert found.low == pytest.approx(found.high)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_too_few_rows_for_any_verdict(n):
     (found,) = compare({"a": [[1.0] * n], "b": [[2.0] * n]}, "b")
-    assert found.verdict == NONE and found.p > LEVEL and math.isnan(found.low) == (n == 1)
+    assert found.verdict == NONE
+    assert found.p > LEVEL
+    assert math.isnan(found.low) == (n == 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_spoils_only_its_own_comparison(bad):
     rows = np.linspace(1.0, 2.0, 40)
     worse, fine = compare({"a": [rows * bad], "b": [rows], "c": [rows - 0.1]}, "b")
-    assert worse.verdict == NOT_FINITE and math.isnan(worse.difference) and fine.verdict == LOWER
+    assert worse.verdict == NOT_FINITE
+    assert math.isnan(worse.difference)
+    assert fine.verdict == LOWER
     assert "not finite" in str(worse)
 
 
@@ -181,7 +193,9 @@ def test_holm(n):
     # the definition: the adjusted value of a hypothesis is the largest of the steps up to it
     order = sorted(p)
     want = [min(max((n - j) * order[j] for j in range(order.index(value) + 1)), 1.0) for value in p]
-    assert got == pytest.approx(want) and all(q >= value for q, value in zip(got, p))
+    assert got == pytest.approx(want)
+    for q, value in zip(got, p):
+        assert q >= value
 
 
 def test_holm_with_a_comparison_that_has_no_p():

@@ -26,11 +26,13 @@ def pairs():
 
 
 def test_library_pairs_are_many_and_bounded(pairs):
-    assert len(pairs.train) > 2000 and len(pairs.held_out) > 150
+    assert len(pairs.train) > 2000
+    assert len(pairs.held_out) > 150
     for row in [*pairs.train, *pairs.held_out]:
         assert list(row) == ["prompt", "completion", "module"]
         assert corpora.SIZE[0] <= len(row["completion"]) <= corpora.SIZE[1] >= len(row["prompt"])
-        assert row["prompt"].endswith("\n") and not row["prompt"].endswith("\n\n")
+        assert row["prompt"].endswith("\n")
+        assert not row["prompt"].endswith("\n\n")
 
 
 def test_library_pairs_are_functions_without_their_docstring(pairs):
@@ -39,9 +41,8 @@ def test_library_pairs_are_functions_without_their_docstring(pairs):
         assert isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
         assert f" {function.name}(" in row["prompt"].partition("\n")[0]
         doc = row["prompt"].partition("\n")[2].strip()
-        assert ast.get_docstring(function) is None and (
-            len(doc) < 60 or doc not in row["completion"]
-        )
+        assert ast.get_docstring(function) is None
+        assert len(doc) < 60 or doc not in row["completion"]
 
 
 def test_library_pairs_keep_comments_and_say_what_they_are(pairs):
@@ -60,11 +61,9 @@ def test_library_pairs_keep_comments_and_say_what_they_are(pairs):
 def test_library_pairs_do_not_leak(pairs):
     modules = [{row["module"] for row in rows} for rows in pairs]
     assert not modules[0] & modules[1]
-    assert all(
-        corpora.is_held_out(module) == held
-        for held, names in enumerate(modules)
-        for module in names
-    )
+    for held, names in enumerate(modules):
+        for module in names:
+            assert corpora.is_held_out(module) == held
     completions = [row["completion"] for row in pairs.train + pairs.held_out]
     assert len(set(completions)) == len(completions)
 
@@ -130,11 +129,11 @@ def test_a_function_behind_a_form_feed_is_left_out(monkeypatch):
 
 def test_library_pairs_repeat_and_limit(pairs):
     again = standard_library_pairs(limit=50)
-    assert again.train == pairs.train[:50] and again.held_out == pairs.held_out[:50]
+    assert again.train == pairs.train[:50]
+    assert again.held_out == pairs.held_out[:50]
     other = standard_library_pairs(seed=1)
-    assert other.train != pairs.train and sorted(map(str, other.train)) == sorted(
-        map(str, pairs.train)
-    )
+    assert other.train != pairs.train
+    assert sorted(map(str, other.train)) == sorted(map(str, pairs.train))
     again.train[0]["prompt"] = "changed"
     assert standard_library_pairs(limit=50).train == pairs.train[:50]
     with pytest.raises(ValueError, match="limit must be .*but got 0"):
@@ -144,7 +143,8 @@ def test_library_pairs_repeat_and_limit(pairs):
 def test_library_text_is_the_files_in_pieces():
     documents = standard_library_text()
     files = [text for module, text in standard_library_files() if not corpora.is_held_out(module)]
-    assert len(files) > 100 and sum(map(len, documents)) > 0.99 * sum(map(len, files))
+    assert len(files) > 100
+    assert sum(map(len, documents)) > 0.99 * sum(map(len, files))
     assert sorted(map(len, documents))[len(documents) // 2] > corpora.PIECE * 0.9
     assert documents[0] == "".join(files)[: len(documents[0])]
 

@@ -18,17 +18,19 @@ def test_rows_are_prompts_and_completions(name):
     pairs = domain_rows(name, limit=50)
     for rows in pairs:
         assert len(rows) == 50
-        assert all(
-            row.keys() == {"prompt", "completion"} and row["prompt"].endswith("\n") for row in rows
-        )
-        assert all(row["completion"].strip() for row in rows)
+        for row in rows:
+            assert row.keys() == {"prompt", "completion"}
+            assert row["prompt"].endswith("\n")
+        for row in rows:
+            assert row["completion"].strip()
         assert len({row["prompt"] + row["completion"] for row in rows}) == 50
 
 
 @pytest.mark.parametrize("name", DOMAINS)
 def test_the_seed_orders_the_rows_and_holds_out_the_same(name):
     one, again, other = (domain_rows(name, limit=200, seed=seed) for seed in (0, 0, 1))
-    assert one == again and one != other
+    assert one == again
+    assert one != other
     held_out = {
         row["prompt"] + row["completion"] for pairs in (one, other) for row in pairs.held_out
     }
@@ -39,12 +41,10 @@ def test_the_seed_orders_the_rows_and_holds_out_the_same(name):
 
 def test_without_a_limit_all_rows_come():
     code, prose, arithmetic = (domain_rows(name) for name in DOMAINS)
-    assert (
-        len(code.train) > 1000
-        and len(prose.train) > 1000
-        and len(code.held_out) > 100
-        and len(prose.held_out) > 100
-    )
+    assert len(code.train) > 1000
+    assert len(prose.train) > 1000
+    assert len(code.held_out) > 100
+    assert len(prose.held_out) > 100
     assert len(arithmetic.train) == len(arithmetic.held_out) == corpora.SUMS
     ends = {row["completion"] for row in prose.train} | {row["prompt"] for row in prose.train}
     assert ends.isdisjoint(
@@ -75,12 +75,15 @@ def test_every_step_of_a_sum_is_right(name, largest):
         assert 2 <= int(result) <= largest
         for step in steps:
             left, sign, right, found = re.fullmatch(r"(\d+) ([-+*/]) (\d+) = (\d+)", step).groups()
-            assert left == result and right in row["prompt"]
+            assert left == result
+            assert right in row["prompt"]
             a = int(left)
             b = int(right)
             result = str({"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign])
-            assert found == result and (sign != "/" or a % b == 0)
-        assert f" has {result} " in said and said.split()[0] == row["prompt"].split()[0]
+            assert found == result
+            assert sign != "/" or a % b == 0
+        assert f" has {result} " in said
+        assert said.split()[0] == row["prompt"].split()[0]
     assert counts == {1, 2, 3}
 
 
@@ -105,11 +108,12 @@ def test_joined_rows_take_turns(monkeypatch):
 def test_prose_is_whole_paragraphs_of_sentences():
     train, held_out = corpora._prose()
     low, high = corpora.PARAGRAPH
-    assert all(
-        low <= len(text) <= high and text[0].isupper() and text[-1] in ".!?"
-        for text in train + held_out
-    )
-    assert not any("\n" in text or ">>>" in text for text in train + held_out)
+    for text in train + held_out:
+        assert low <= len(text) <= high
+        assert text[0].isupper()
+        assert text[-1] in ".!?"
+    for text in train + held_out:
+        assert not ("\n" in text or ">>>" in text)
     row = domain_rows("prose", limit=1).train[0]
     beginning = row["prompt"].removeprefix("Continue this text.\n").removesuffix("\n")
     assert f"{beginning} {row['completion']}" in train
@@ -118,16 +122,16 @@ def test_prose_is_whole_paragraphs_of_sentences():
 def test_a_lone_sentence_is_cut_between_words():
     text = "The quick brown fox jumps over the lazy dog and runs"
     prompt, rest = corpora._begun(text)
-    assert (
-        prompt == "Continue this text.\nThe quick brown\n"
-        and rest == "fox jumps over the lazy dog and runs"
-    )
+    assert prompt == "Continue this text.\nThe quick brown\n"
+    assert rest == "fox jumps over the lazy dog and runs"
 
 
 def test_text_to_pre_train_on_has_nothing_held_out():
     for name in DOMAINS:
         documents = domain_text(name, limit=40)
-        assert len(documents) == 40 and all(text.strip() for text in documents)
+        assert len(documents) == 40
+        for text in documents:
+            assert text.strip()
         whole = "\n".join(domain_text(name))
         held_out = domain_rows(name, limit=60).held_out
         found = [row for row in held_out if row["completion"] in whole and row["prompt"] in whole]
@@ -145,12 +149,14 @@ def test_paragraphs_of_two_sources_count_once(monkeypatch):
     monkeypatch.setattr(corpora, "_sources", lambda: iter(sources))
     monkeypatch.setattr(corpora, "is_held_out", lambda name: name == "held")
     train, held_out = corpora._prose.__wrapped__()
-    assert train == (text.strip(),) and held_out == (text.strip().replace("One", "Two"),)
+    assert train == (text.strip(),)
+    assert held_out == (text.strip().replace("One", "Two"),)
 
 
 def test_a_distribution_that_is_missing_has_no_version(monkeypatch):
     monkeypatch.setattr(corpora, "DISTRIBUTIONS", ("torch", "none-of-that-name"))
-    assert dict(domains_key()[2])["none-of-that-name"] is None and dict(domains_key()[2])["torch"]
+    assert dict(domains_key()[2])["none-of-that-name"] is None
+    assert dict(domains_key()[2])["torch"]
 
 
 @pytest.mark.parametrize("call", [domain_rows, domain_text])

@@ -70,7 +70,8 @@ def texts(figure) -> list[str]:
 )
 def test_every_colour_is_seen_on_light_and_dark_pages(colour):
     white = np.ones(3)
-    assert contrast(rgb(colour), white) >= 3 and contrast(in_dark(rgb(colour)), in_dark(white)) >= 3
+    assert contrast(rgb(colour), white) >= 3
+    assert contrast(in_dark(rgb(colour)), in_dark(white)) >= 3
 
 
 @pytest.mark.parametrize("matrix", SEEN.values(), ids=SEEN)
@@ -84,10 +85,10 @@ def test_files_follow_the_page_and_are_the_same_each_time(tmp_path):
     for name, figure in zip(("a.svg", "b.svg", "c.png"), figures, strict=True):
         plots.save(figure, tmp_path / name)
     text = (tmp_path / "a.svg").read_text()
-    assert (
-        text == (tmp_path / "b.svg").read_text() and text.count("prefers-color-scheme: dark") == 1
-    )
-    assert "a $x$ b</text>" in text and "'DejaVu Sans', 'Verdana', sans-serif" in text
+    assert text == (tmp_path / "b.svg").read_text()
+    assert text.count("prefers-color-scheme: dark") == 1
+    assert "a $x$ b</text>" in text
+    assert "'DejaVu Sans', 'Verdana', sans-serif" in text
     assert imread(tmp_path / "c.png").shape[:2] == (300, 300)
 
 
@@ -109,19 +110,22 @@ def test_no_bar_and_no_number_is_lost():
         container.get_label(): [bar.get_height() for bar in container]
         for container in axes.containers
     }
-    assert heights == {"a": [0, 0.5], "b": [1, 0]} and sorted(t.get_text() for t in axes.texts) == [
+    assert heights == {"a": [0, 0.5], "b": [1, 0]}
+    assert sorted(t.get_text() for t in axes.texts) == [
         "0.0",
         "0.5",
         "1.0",
     ]
-    assert [list(line.get_ydata()) for line in axes.lines] == [[0, 0.2]] and axes.get_ylim()[0] == 0
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0, 0.2]]
+    assert axes.get_ylim()[0] == 0
 
 
 @pytest.mark.parametrize("draw", [plots.dots, plots.curves])
 def test_every_method_of_a_long_table_is_drawn(draw):
     methods = {f"method {i}": [[loss + i / 100 for loss in ROWS]] * 2 for i in range(9)}
     report = report_of(methods, reference="method 0")
-    assert all(any(name in text for text in texts(draw(report))) for name in methods)
+    for name in methods:
+        assert any(name in text for text in texts(draw(report)))
     lines = [
         line
         for line in draw(report).axes[0].get_lines()
@@ -137,7 +141,9 @@ def test_a_method_without_a_curve_is_in_the_legend_and_one_seed_has_no_bars():
     report.entries[1].results[:] = [result("SWA", ROWS, history=[])]
     figure = plots.curves(report)
     assert any(text.startswith("SWA: ") and text.endswith(", no curve") for text in texts(figure))
-    assert all("sd" not in text for text in texts(figure)) and not figure.axes[0].collections
+    for text in texts(figure):
+        assert "sd" not in text
+    assert not figure.axes[0].collections
 
 
 LOSSES = {"base": 3.2, "SFT": 2.8, "SFT_time": 2.7, "MoE": 2.75, "INIT": 2.7501, "merged": 2.75}
@@ -168,7 +174,8 @@ def test_the_demos_table_is_in_its_picture():
     figure = demo._picture({"rows": rows, "validation_curves": ways, "seed": 0}, stats)
     table, solved, curves, load = figure.axes[:4]
     drawn_rows(table, losses)
-    assert [bar.get_width() for bar in solved.patches] == [0.25] * 7 and solved.get_xlim()[0] == 0
+    assert [bar.get_width() for bar in solved.patches] == [0.25] * 7
+    assert solved.get_xlim()[0] == 0
     found = {line.get_label(): list(line.get_xdata()) for line in curves.get_lines()}
     assert found == {name: [2, 4] for name in names[1:5]} | {"merged, its mixing": [6, 8]}
     assert [text.get_text() for text in load.texts] == ["0.75", "1.25"]

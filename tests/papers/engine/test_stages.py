@@ -22,13 +22,15 @@ from tests.support.dist_launch import launch
 def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
     launch(dist_leading.__file__, 2, tmp_path, str(tmp_path))
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert (
-        first["merge"].startswith("ValueError: Folder ") and "has no config.json" in first["merge"]
-    )
+    assert first["merge"].startswith("ValueError: Folder ")
+    assert "has no config.json" in first["merge"]
     assert first["full disk"] == "OSError: [Errno 28] No space left on device: 'model.safetensors'"
-    assert first["other"] == "KeyError: 'lm_head'" and first["rows"] == first["other"]
-    assert "Error: " in first["no place"] and "file" in first["no place"]
-    assert first["mark"] == first["full disk"] and first["whole"] == "no error"
+    assert first["other"] == "KeyError: 'lm_head'"
+    assert first["rows"] == first["other"]
+    assert "Error: " in first["no place"]
+    assert "file" in first["no place"]
+    assert first["mark"] == first["full disk"]
+    assert first["whole"] == "no error"
     assert first["there"] == [".locks", "stage"]
     for name, said in first.items():
         # an error that only one process has keeps its words everywhere, and its kind where the
@@ -78,7 +80,8 @@ def rows_of(folder: Path, listed: list[dict], **more) -> Rows:
 def counts_of(rows) -> dict[str, int]:
     """How many rows are of each file."""
     kinds = [data.one_form(row) for row in rows]
-    assert all(row.keys() in ({"prompt", "completion"}, {"messages"}) for row in kinds)
+    for row in kinds:
+        assert row.keys() in ({"prompt", "completion"}, {"messages"})
     texts = [row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in kinds]
     begins = {"p": "pairs", "q": "alpaca", "c": "calls"}
     return dict(Counter(begins.get(text[0], "chats") for text in texts))
@@ -130,16 +133,16 @@ def test_weights_are_counts(sources, listed, more, counts):
     assert counts_of(whole) == counts
     train, held_out = split_rows(rows)
     known = [str(data.one_form(row)) for row in held_out]
-    assert len(set(known)) == 6 == len(known) and not {
-        str(data.one_form(row)) for row in train
-    } & set(known)
+    assert len(set(known)) == 6 == len(known)
+    assert not {str(data.one_form(row)) for row in train} & set(known)
     assert len(train) == len(whole) - sum(str(data.one_form(row)) in known for row in whole)
     again = split_rows(rows)
     assert [list(part) for part in again] == [list(train), list(held_out)]
     places = [
         i for i, row in enumerate(train) if next(iter(counts_of([row]))) == next(iter(counts))
     ]
-    assert min(places) < len(train) / 4 and max(places) > len(train) / 2, "the files are not mixed"
+    assert min(places) < len(train) / 4, "the files are not mixed"
+    assert max(places) > len(train) / 2, "the files are not mixed"
 
 
 def test_a_source_has_its_own_limit_and_held_out_files_may_be_several(sources):
@@ -192,7 +195,8 @@ def test_bad_sources_are_one_error(value, says):
     }
     with pytest.raises(ValueError) as error:
         Recipe.from_dict(values)
-    assert str(error.value).startswith(says) and "\n" not in str(error.value)
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +227,8 @@ def test_a_bad_file_among_others_is_one_error(sources, tmp_path, bad, says):
         split_rows(
             rows_of(sources, [{"source": "pairs.jsonl"}, {"source": str(tmp_path / "bad.jsonl")}])
         )
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("method", ["xft", "esft", "upit", "ultrafuser"])
@@ -304,4 +309,6 @@ def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(
         stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
         stages.moe() if method == "xft" else stages.scores("sums")
     left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
-    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)
+    for name in left:
+        assert name.startswith(("data-", "base-"))
+        assert ".tmp" not in name

@@ -30,11 +30,9 @@ def test_gate_mass_by_hand():
     assert mass.cumulative == [pytest.approx([0.625, 0.875, 1, 1])]
     assert mass.share_sd == [pytest.approx([0.125, 0, 0.125, 0])]
     assert mass.cumulative_sd == [pytest.approx([0.125, 0.125, 0, 0])]
-    assert (
-        mass.experts_for(0.5) == [1]
-        and mass.experts_for(0.63) == [2]
-        and mass.experts_for(1.0) == [3]
-    )
+    assert mass.experts_for(0.5) == [1]
+    assert mass.experts_for(0.63) == [2]
+    assert mass.experts_for(1.0) == [3]
     same_after_json(mass)
 
 
@@ -45,12 +43,12 @@ def test_counts_are_those_of_the_selections(real):
     assert list(found.layers) == list(LAYERS)
     for task, row, share in zip(TASKS, found.counts, found.shares, strict=True):
         places = published(task, "config_token_p0.2") > 0
-        assert sum(row) == pytest.approx(int(places.sum()), abs=1) and share == pytest.approx(
-            sum(row) / 26 / 64
-        )
+        assert sum(row) == pytest.approx(int(places.sum()), abs=1)
+        assert share == pytest.approx(sum(row) / 26 / 64)
     same_after_json(found)
     some = esft_counts.expert_counts({"a": ExpertSelection(experts={2: (0, 1)})}, 4, layers=[3, 2])
-    assert some.layers == [2, 3] and some.counts == [[2, 0]]
+    assert some.layers == [2, 3]
+    assert some.counts == [[2, 0]]
 
 
 # pictures
@@ -65,11 +63,14 @@ def drawn(figure, tmp_path) -> str:
 
 def test_pictures_show_their_numbers(real, tmp_path):
     text = drawn(esft_counts.draw_gate_mass(esft_counts.gate_mass(real)), tmp_path)
-    assert all(task in text for task in TASKS) and "balanced" in text
+    for task in TASKS:
+        assert task in text
+    assert "balanced" in text
     counts = esft_counts.ExpertCounts(
         tasks=["law"], layers=[1, 2], counts=[[3, 17]], num_experts=64
     )
     text = drawn(esft_counts.draw_counts(counts), tmp_path)
-    assert "17" in text and "15.6% of all" in text
+    assert "17" in text
+    assert "15.6% of all" in text
     many = esft_counts.gate_mass({str(i): scores_of([0.5, 0.5]) for i in range(12)})
     assert len(esft_counts.draw_gate_mass(many).axes[0].get_lines()) == 13

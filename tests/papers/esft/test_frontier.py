@@ -82,10 +82,8 @@ def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
             "FFT": [shallow],
         }
     )
-    assert (
-        report.chosen[0.5]["LoRA"].results == [worse]
-        and report.chosen[0.5]["ESFT-Token"].results[0].rate == 0.1
-    )
+    assert report.chosen[0.5]["LoRA"].results == [worse]
+    assert report.chosen[0.5]["ESFT-Token"].results[0].rate == 0.1
     assert list(report.chosen[1.0]) == ["ESFT-Token", "LoRA"]
     token = course().at(0.5, "held_out")
     lora = worse.at(0.5, "held_out")
@@ -98,30 +96,29 @@ def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
         )[0]
     )
     rows = {(row[0], row[3], row[4]) for row in report.rows()}
-    assert ("LoRA", f"{3.535:.4f}*+", f"{4.035:.4f}*+") in rows and (
+    assert ("LoRA", f"{3.535:.4f}*+", f"{4.035:.4f}*+") in rows
+    assert (
         "ESFT-Token",
         "3.2000*",
         "3.6000*",
     ) in rows
-    assert ("LoRA", "3.2000", "3.6000") in rows and any(
-        name == "FFT" and deep == "" for name, _, deep in rows
-    )
+    assert ("LoRA", "3.2000", "3.6000") in rows
+    assert any(name == "FFT" and deep == "" for name, _, deep in rows)
     assert {len(row) for row in report.rows()} == {len(report.columns())}
     lines = frontier.summary(report)
-    assert "LoRA +0.3350 [" in lines[0] and "higher" in lines[0] and "FFT" not in lines[1]
+    assert "LoRA +0.3350 [" in lines[0]
+    assert "higher" in lines[0]
+    assert "FFT" not in lines[1]
     plots.save(frontier.picture(report), tmp_path / "a.png")
     values = json.loads(json.dumps(report.to_dict()))
-    assert (
-        values["comparisons"]["0.5"][0]["verdict"] == "higher"
-        and values["ladders"]["FFT"]["0.1"][1][1] is None
-    )
+    assert values["comparisons"]["0.5"][0]["verdict"] == "higher"
+    assert values["ladders"]["FFT"]["0.1"][1][1] is None
 
 
 def test_without_the_reference_nothing_is_compared():
     report = report_of(ESFT_Token=[course(task=(2.0, 1.9, 1.8))], LoRA=[course()])
-    assert (
-        report.comparisons == {0.5: [], 1.0: []} and "no comparison" in frontier.summary(report)[0]
-    )
+    assert report.comparisons == {0.5: [], 1.0: []}
+    assert "no comparison" in frontier.summary(report)[0]
     assert report.shown("ESFT-Token") is report.ladders["ESFT-Token"][0]
 
 
@@ -137,19 +134,19 @@ def test_the_table_from_real_trainings(out, tmp_path):
         "LoRA, rank 1",
         "FFT",
     ]
-    assert list(report.ladders) == names and report.task == "sums"
+    assert list(report.ladders) == names
+    assert report.task == "sums"
     stages = esft_tables.Stages(recipe, out, say=lambda text: None)
     base = stages.base()
     selection = stages.selection("sums", "token")
     for (entry,) in report.ladders.values():
         (one,) = entry.results
-        assert [step for step, _ in one.history] == [0, 1, 2, 3, 4] and len(one.exact) == 12
+        assert [step for step, _ in one.history] == [0, 1, 2, 3, 4]
+        assert len(one.exact) == 12
         assert one.history[0][1]["task-held_out"] == pytest.approx(base.tasks["sums"].losses)
         assert one.history[0][1]["general-held_out"] == pytest.approx(base.general_losses)
-        assert (
-            one.rate == 5e-3
-            and one.means("task-held_out")[-1] == one.loss < base.tasks["sums"].loss
-        )
+        assert one.rate == 5e-3
+        assert one.means("task-held_out")[-1] == one.loss < base.tasks["sums"].loss
     # as the stage that saves its model, the recipe's keep_best aside
     plain = esft_tables.Stages(
         recipe.change(esft__keep_best=False, esft__learning_rate=5e-3, mix=0.0),
@@ -157,15 +154,18 @@ def test_the_table_from_real_trainings(out, tmp_path):
         say=lambda text: None,
     ).esft("sums", selection)
     token = report.ladders["ESFT-Token"][0].results[0]
-    assert token.trained_parameters == plain.trained_parameters and token.exact == plain.exact
+    assert token.trained_parameters == plain.trained_parameters
+    assert token.exact == plain.exact
     assert token.loss == pytest.approx(plain.loss, rel=1e-5)
-    assert report.depths == [0.001, 9.0] and report.chosen[0.001] and not report.chosen[9.0]
+    assert report.depths == [0.001, 9.0]
+    assert report.chosen[0.001]
+    assert not report.chosen[9.0]
     written = times(out)
     again = esft_tables.run("frontier", recipe, out, say=lambda text: None, **options)
-    assert times(out) == written and again.rows() == report.rows()
-    assert (out / "frontier.png").read_bytes().startswith(b"\x89PNG") and not list(
-        out.glob("course-*/model")
-    )
+    assert times(out) == written
+    assert again.rows() == report.rows()
+    assert (out / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.glob("course-*/model"))
 
 
 def test_a_base_of_domains_reads_their_documents():

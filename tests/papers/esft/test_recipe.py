@@ -32,11 +32,9 @@ PRETRAIN = {
 def test_a_shipped_study_survives_its_dict(name):
     assert name in shipped_recipes("esft")
     recipe = load_recipe(name)
-    assert (
-        recipe.name == name
-        and recipe.method == "esft"
-        and len(recipe.tasks) == (1 if name == "frontier" else 2)
-    )
+    assert recipe.name == name
+    assert recipe.method == "esft"
+    assert len(recipe.tasks) == (1 if name == "frontier" else 2)
     assert (
         EsftRecipe.from_dict(recipe.to_dict())
         == recipe
@@ -63,15 +61,18 @@ def test_the_settings_are_the_papers():
             "constant",
             0,
         )
-        assert (
-            training.max_grad_norm == 1
-            and training.keep_best
-            and training.steps == 100 * recipe.evaluations
-        )
+        assert training.max_grad_norm == 1
+        assert training.keep_best
+        assert training.steps == 100 * recipe.evaluations
     assert (recipe.lora.rank, recipe.lora.scaling) == (8, 2)
-    assert (recipe.p.gate, recipe.p.token) == (0.1, 0.2) and recipe.scores.n_tokens == 32 * 4096
-    assert recipe.max_length == 4096 and recipe.pack and recipe.drop_bos == 0.2 and recipe.mix == 1
-    assert recipe.scores.variant == "v1" and (recipe.dtype, recipe.trained_dtype) == (
+    assert (recipe.p.gate, recipe.p.token) == (0.1, 0.2)
+    assert recipe.scores.n_tokens == 32 * 4096
+    assert recipe.max_length == 4096
+    assert recipe.pack
+    assert recipe.drop_bos == 0.2
+    assert recipe.mix == 1
+    assert recipe.scores.variant == "v1"
+    assert (recipe.dtype, recipe.trained_dtype) == (
         "bfloat16",
         "float32",
     )
@@ -82,13 +83,18 @@ def test_a_recipe_without_more_has_the_papers_settings():
     real = load_recipe("deepseek-v2-lite")
     for name in ("max_length", "pack", "drop_bos", "mix", "scores", "p", "score", "evaluations"):
         assert getattr(small, name) == getattr(real, name), name
-    assert small.tasks["law"].prompt == "deepseek" and small.general.train == "standard-library"
-    assert small.lora.rank == 8 and small.esft.weight_decay == 0.1 and small.fft.adam_beta2 == 0.95
+    assert small.tasks["law"].prompt == "deepseek"
+    assert small.general.train == "standard-library"
+    assert small.lora.rank == 8
+    assert small.esft.weight_decay == 0.1
+    assert small.fft.adam_beta2 == 0.95
 
 
 def test_a_change_reaches_into_tasks():
     recipe = EsftRecipe.from_dict(SMALL).change(tasks__law__limit=7, esft__steps=9, p__gate=0.3)
-    assert recipe.tasks["law"].limit == 7 and recipe.esft.steps == 9 and recipe.p.gate == 0.3
+    assert recipe.tasks["law"].limit == 7
+    assert recipe.esft.steps == 9
+    assert recipe.p.gate == 0.3
 
 
 @pytest.mark.parametrize(
@@ -192,10 +198,8 @@ def test_recipes_are_found_by_name_with_and_without_their_method(tmp_path):
         == METHODS / "esft" / "recipes" / "tiny.yaml"
     )
     assert recipe_path("deepseek-v2-lite", "xft", "esft").parents[1].name == "esft"
-    assert (
-        method_of(METHODS / "esft" / "recipes" / "tiny.yaml") == "esft"
-        and method_of(METHODS / "xft" / "recipes" / "tiny.yaml") == "xft"
-    )
+    assert method_of(METHODS / "esft" / "recipes" / "tiny.yaml") == "esft"
+    assert method_of(METHODS / "xft" / "recipes" / "tiny.yaml") == "xft"
     with pytest.raises(
         ValueError, match="Recipe 'none' does not exist. Pass a YAML file or one of .*esft/tiny"
     ):

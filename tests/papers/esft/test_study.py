@@ -53,9 +53,8 @@ def loss_of(made, model, part) -> float:
 
 
 def test_the_base_is_judged_on_every_task(made):
-    assert (
-        list(made.base.tasks) == ["sums", "words"] and type(made.model()) is DeepseekV2ForCausalLM
-    )
+    assert list(made.base.tasks) == ["sums", "words"]
+    assert type(made.model()) is DeepseekV2ForCausalLM
     for task, one in made.base.tasks.items():
         assert one.loss == pytest.approx(loss_of(made, made.model(), f"{task}-held_out"), rel=1e-5)
     assert made.base.general_loss == pytest.approx(
@@ -81,10 +80,8 @@ def test_the_adapter_is_the_selection_and_nothing_else(made):
     selected = made.selection.experts
     assert {int(layer): tuple(ids) for layer, ids in made.esft.experts.items()} == selected
     adapter = esft.load_adapter(made.esft.folder)
-    assert (
-        adapter.selection.experts == selected
-        and adapter.num_parameters == made.esft.trained_parameters
-    )
+    assert adapter.selection.experts == selected
+    assert adapter.num_parameters == made.esft.trained_parameters
     before = made.model()
     after = made.model()
     esft.apply(after, adapter)
@@ -112,23 +109,18 @@ def test_no_row_is_in_two_parts(made):
     for task in ("sums", "words", "general"):
         parts = [made.stages.part(f"{task}-{kind}") for kind in ("train", "validation", "held_out")]
         kinds = [{tuple(row["input_ids"]) for row in rows} for rows in parts]
-        assert [len(rows) for rows in parts] == [30, 6, 12] and not kinds[0] & kinds[1] | kinds[
-            0
-        ] & kinds[2] | kinds[1] & kinds[2]
+        assert [len(rows) for rows in parts] == [30, 6, 12]
+        assert not kinds[0] & kinds[1] | kinds[0] & kinds[2] | kinds[1] & kinds[2]
 
 
 def test_a_second_call_reads_what_is_there(made):
     before = {path: path.stat().st_mtime_ns for path in made.out.rglob("result.json")}
     again = Stages(made.recipe, made.out, say=lambda text: pytest.fail(text))
-    assert (
-        again.base() == made.base
-        and again.fft("sums") == made.fft
-        and again.lora("sums") == made.lora
-    )
-    assert (
-        again.selection("sums", "gate") == made.selection
-        and again.esft("sums", made.selection) == made.esft
-    )
+    assert again.base() == made.base
+    assert again.fft("sums") == made.fft
+    assert again.lora("sums") == made.lora
+    assert again.selection("sums", "gate") == made.selection
+    assert again.esft("sums", made.selection) == made.esft
     assert {path: path.stat().st_mtime_ns for path in made.out.rglob("result.json")} == before
     assert not list(made.out.glob("*.checkpoints"))
 
@@ -158,7 +150,8 @@ def test_joined_results_have_all_rows_and_means(made):
         trained_parameters=0,
     )
     both = join("both", {"a": made.esft, "b": other})
-    assert both.losses == [*made.esft.losses, *other.losses] and both.tokens == made.esft.tokens * 2
+    assert both.losses == [*made.esft.losses, *other.losses]
+    assert both.tokens == made.esft.tokens * 2
     assert both.general_losses == pytest.approx([loss / 2 for loss in made.esft.general_losses])
     assert (
         both.loss
@@ -166,19 +159,18 @@ def test_joined_results_have_all_rows_and_means(made):
         == pytest.approx(made.esft.loss / 2)
     )
     assert both.seconds == pytest.approx(made.esft.seconds + 1)
-    assert (
-        both.trained_parameters == round(made.esft.trained_parameters / 2)
-        and both.tasks["b"] is other
-    )
+    assert both.trained_parameters == round(made.esft.trained_parameters / 2)
+    assert both.tasks["b"] is other
 
 
 def test_a_run_of_the_whole_method(made, tmp_path):
     said = []
     base, sums, words = esft_study.run(made.recipe, made.out, say=said.append)
-    assert base == made.base and sums == made.esft and words.experts != sums.experts
-    assert any(str(sums.folder) in line for line in said) and any(
-        line.startswith("words") for line in said
-    )
+    assert base == made.base
+    assert sums == made.esft
+    assert words.experts != sums.experts
+    assert any(str(sums.folder) in line for line in said)
+    assert any(line.startswith("words") for line in said)
 
 
 def test_the_python_of_the_docs_runs(made, tmp_path, monkeypatch, capsys):
@@ -187,10 +179,8 @@ def test_the_python_of_the_docs_runs(made, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(made.base.folder)
     exec(compile(code, "docs/esft.md", "exec"), {})
-    assert (
-        esft.load_adapter(tmp_path / "adapter").num_parameters > 0
-        and "experts" in capsys.readouterr().out
-    )
+    assert esft.load_adapter(tmp_path / "adapter").num_parameters > 0
+    assert "experts" in capsys.readouterr().out
 
 
 def test_the_recipe_of_the_docs_is_one(made, tmp_path):
@@ -199,15 +189,14 @@ def test_the_recipe_of_the_docs_is_one(made, tmp_path):
     (tmp_path / "docs.yaml").write_text(block)
     recipe = load_recipe(tmp_path / "docs.yaml")
     plain = load_recipe("deepseek-v2-lite")
-    assert list(recipe.tasks) == ["law"] and (recipe.p, recipe.scores, recipe.mix) == (
+    assert list(recipe.tasks) == ["law"]
+    assert (recipe.p, recipe.scores, recipe.mix) == (
         plain.p,
         plain.scores,
         plain.mix,
     )
-    assert (
-        recipe.fft.learning_rate == plain.fft.learning_rate
-        and recipe.esft.weight_decay == plain.esft.weight_decay
-    )
+    assert recipe.fft.learning_rate == plain.fft.learning_rate
+    assert recipe.esft.weight_decay == plain.esft.weight_decay
 
 
 KILLED = """
@@ -246,9 +235,11 @@ def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     one, other = (
         stages.esft("sums", stages.selection("sums", "gate")) for stages in (resumed, straight)
     )
-    assert one.losses == other.losses and one.history == other.history and one.steps == 24
+    assert one.losses == other.losses
+    assert one.history == other.history
+    assert one.steps == 24
     first, second = (esft.load_adapter(result.folder).tensors for result in (one, other))
-    assert first.keys() == second.keys() and all(
-        torch.equal(value, second[name]) for name, value in first.items()
-    )
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
     assert not list(out.glob("*.checkpoints"))

@@ -48,9 +48,8 @@ def library():
 
 def test_held_out_text_is_of_files_that_nothing_trains_on(library):
     train, held_out = ({row["text"] for row in part} for part in library["standard-library"])
-    assert train == set(standard_library_text()) and held_out == set(
-        standard_library_text(held_out=True)
-    )
+    assert train == set(standard_library_text())
+    assert held_out == set(standard_library_text(held_out=True))
     assert not train & held_out
 
 
@@ -127,7 +126,8 @@ def test_samples_are_joined_to_full_rows_and_lose_their_start():
     ]
     for row in joined:
         assert len(row["input_ids"]) == len(row["labels"])
-        assert all(label in (-100, i) for i, label in zip(row["input_ids"], row["labels"]))
+        for i, label in zip(row["input_ids"], row["labels"]):
+            assert label in (-100, i)
         # what a row ends with is the end of a sample, so its answer
         assert row["input_ids"][-1] in {sample["input_ids"][-1] for sample in rows}
     learned = [label for row in joined for label in row["labels"] if label != -100]
@@ -142,5 +142,6 @@ def test_general_rows_are_mixed_in_and_repeated(ratio, count):
         Dataset.from_dict({"input_ids": [[i] for i in part]}) for part in ((1, 2, 3, 4), (8, 9))
     )
     ids = [row["input_ids"][0] for row in mixed(own, general, ratio)]
-    assert len(ids) == count and ids[:4] == [1, 2, 3, 4]
+    assert len(ids) == count
+    assert ids[:4] == [1, 2, 3, 4]
     assert ids[4:] == ([8, 9] * 4)[: count - 4]

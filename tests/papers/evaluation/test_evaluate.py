@@ -224,7 +224,8 @@ def test_sums_are_checked(scripted, tmp_path):
     scores = {score.model: score.score for score in report.scores}
     assert scores == {"right": 1, "terse": 1, "off by one": 0, "first number": 0, "silent": 0}
     verdicts = {one.model: (one.gained, one.lost, one.verdict) for one in report.comparisons}
-    assert verdicts["terse"] == (0, 0, "no difference found") and verdicts["silent"] == (
+    assert verdicts["terse"] == (0, 0, "no difference found")
+    assert verdicts["silent"] == (
         0,
         40,
         "lower",
@@ -239,9 +240,8 @@ def test_sums_are_checked(scripted, tmp_path):
     assert [one["reason"] for one in kept] == [
         f"expected {n}, the answer has {n + 1}" for n in gold
     ]
-    assert (
-        len({one.task for one in report.scores}) == 1 and (tmp_path / "out/results.json").exists()
-    )
+    assert len({one.task for one in report.scores}) == 1
+    assert (tmp_path / "out/results.json").exists()
 
 
 @pytest.mark.slow
@@ -287,12 +287,14 @@ def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
     with open(record, "a") as file:
         file.write('{"key": "cut by a ki')
     report = scripted(answers, "arithmetic", limit=9)
-    assert scripted.asked == {"a": 4, "b": 9} and report == whole._replace(settings=report.settings)
+    assert scripted.asked == {"a": 4, "b": 9}
+    assert report == whole._replace(settings=report.settings)
     assert json.loads((tmp_path / "out/results.json").read_text())["scores"]
     # whole lines again
     assert [json.loads(line)["key"] for line in record.read_text().splitlines()]
     again = scripted(answers, "arithmetic", limit=9)
-    assert again == report and scripted.asked == {"a": 0, "b": 0}
+    assert again == report
+    assert scripted.asked == {"a": 0, "b": 0}
 
 
 @pytest.mark.parametrize(
@@ -334,9 +336,8 @@ def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, sc
     theirs = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
     assert theirs["filter_list"] == list(evaluate_tasks.SCHOOL_FILTERS)
     (metric,) = theirs["metric_list"]
-    assert evaluate_tasks.SCHOOL_OPTIONS.items() <= metric.items() and theirs["generation_kwargs"][
-        "until"
-    ] == list(evaluate_tasks.SCHOOL_UNTIL)
+    assert evaluate_tasks.SCHOOL_OPTIONS.items() <= metric.items()
+    assert theirs["generation_kwargs"]["until"] == list(evaluate_tasks.SCHOOL_UNTIL)
     rows = [
         {"question": f"q{i}?", "answer": "9 + 9 = <<9+9=18>>18\n#### 18"}
         for i in range(len(SCHOOL))
@@ -354,7 +355,8 @@ def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, sc
         ("exact_match, flexible-extract", [float(flexible) for _, flexible in SCHOOL.values()]),
     ]
     cut = sum(len(tokenizer().encode(text, add_special_tokens=False)) >= 12 for text in SCHOOL)
-    assert cut and report.notes == [
+    assert cut
+    assert report.notes == [
         f"answers that reached --max-new-tokens and may be cut off: dense on gsm8k ({cut} of 10)"
     ]
     kept = [
@@ -363,9 +365,8 @@ def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, sc
     assert [(one["exact_match"], one["exact_match, flexible-extract"]) for one in kept] == list(
         SCHOOL.values()
     )
-    assert (
-        kept[2]["found, strict-match"] == "[invalid]" and kept[2]["found, flexible-extract"] == "18"
-    )
+    assert kept[2]["found, strict-match"] == "[invalid]"
+    assert kept[2]["found, flexible-extract"] == "18"
     is_shown = asked[0].count("####") == 5 and asked[0].endswith("Question: q0?\nAnswer:\n")
     assert is_shown if shots is None else asked[0] == f"{BOS}q0?"
 
@@ -427,7 +428,8 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
     }
     assert {score.metric for score in report.scores} == {"pass@1"}
     kept = json.loads((tmp_path / "out/exits/humaneval.jsonl").read_text())
-    assert kept["id"] == "T/0" and "SystemExit" in kept["reason"]
+    assert kept["id"] == "T/0"
+    assert "SystemExit" in kept["reason"]
 
 
 def test_intents_are_compared_as_json(scripted, tmp_path):
@@ -489,7 +491,8 @@ def test_a_yaml_task_and_shots_from_the_command_line(home, monkeypatch, tmp_path
     with pytest.raises(SystemExit) as end:
         cli.main("papers.cli")
     found = json.loads(capsys.readouterr().out)
-    assert not end.value.code and (tmp_path / "out/results.png").stat().st_size > 1000
+    assert not end.value.code
+    assert (tmp_path / "out/results.png").stat().st_size > 1000
     assert [(s["task"], s["model"], s["problems"]) for s in found["scores"]] == [
         ("smoke", "dense", 3),
         ("smoke", "moe", 3),
@@ -508,9 +511,8 @@ def test_a_yaml_task_and_shots_from_the_command_line(home, monkeypatch, tmp_path
         lm.loglikelihood([Request(QUESTIONS[0], f" {word}")])[0][0] for word in ("yes", "no")
     ]
     first = json.loads((tmp_path / "out/dense/smoke.jsonl").read_text().splitlines()[0])
-    assert [one[0] for one in first["answer"]] == pytest.approx(choices) and first["acc"] == float(
-        choices[0] > choices[1]
-    )
+    assert [one[0] for one in first["answer"]] == pytest.approx(choices)
+    assert first["acc"] == float(choices[0] > choices[1])
 
 
 def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(home, tmp_path, monkeypatch):

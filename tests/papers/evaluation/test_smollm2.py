@@ -120,7 +120,8 @@ def weights(monkeypatch):
 def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
     receipt = smollm2.write_smollm2(tmp_path / "out", dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(loaded).__name__ == "LlamaForCausalLM" and str(loaded.dtype) == f"torch.{dtype}"
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert str(loaded.dtype) == f"torch.{dtype}"
     assert receipt.parameters == sum(p.numel() for p in loaded.parameters())
     state = loaded.state_dict()
     for name, tensor in weights.items():
@@ -128,10 +129,8 @@ def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
             state[name], tensor.to(state[name].dtype), rtol=0, atol=0, msg=name
         )
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
-    assert (
-        loaded.config.rope_parameters["rope_theta"] == 1e5
-        and "quantization_config" not in loaded.config.to_dict()
-    )
+    assert loaded.config.rope_parameters["rope_theta"] == 1e5
+    assert "quantization_config" not in loaded.config.to_dict()
     words = AutoTokenizer.from_pretrained(tmp_path / "out")
     chat = words.apply_chat_template([{"role": "user", "content": "ab c"}], return_dict=True)[
         "input_ids"

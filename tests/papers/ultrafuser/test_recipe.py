@@ -32,22 +32,19 @@ def test_the_paper_s_settings_are_shipped():
             "cosine",
             "adamw_torch",
         )
-    assert (
-        recipe.templates == ["ultralm", "codellama", "wizardmath"]
-        and recipe.balanced
-        and recipe.gate == "mlp"
-    )
-    assert (
-        recipe.reduction == "mean"
-        and recipe.pretrain is recipe.base_model is recipe.specialist is None
-    )
+    assert recipe.templates == ["ultralm", "codellama", "wizardmath"]
+    assert recipe.balanced
+    assert recipe.gate == "mlp"
+    assert recipe.reduction == "mean"
+    assert recipe.pretrain is recipe.base_model is recipe.specialist is None
 
 
 def test_the_tiny_study_needs_no_file():
     recipe = load_recipe("tiny")
     assert shipped_recipes("ultrafuser") == ["tiny", "ultrafuser-13b"]
     assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
-    assert len(set(recipe.templates)) == 3 and recipe.pretrain is not None
+    assert len(set(recipe.templates)) == 3
+    assert recipe.pretrain is not None
     assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
     # or balance would change nothing
     assert len({domain.limit for domain in recipe.domains.values()}) == 3
@@ -64,7 +61,8 @@ def test_a_specialist_may_have_steps_of_its_own():
 def test_a_recipe_comes_back_from_its_values():
     recipe = FuserRecipe.from_dict(VALUES)
     assert FuserRecipe.from_dict(recipe.to_dict()) == recipe
-    assert recipe.further_stage.steps == 8 and recipe.further_stage.batch_size == 6
+    assert recipe.further_stage.steps == 8
+    assert recipe.further_stage.batch_size == 6
     own = recipe.change(further=STEPS | {"steps": 3})
     assert own.further_stage.steps == 3
 
@@ -74,7 +72,8 @@ def test_a_given_specialist_may_be_of_no_domain():
     recipe = FuserRecipe.from_dict(
         VALUES | {"base_model": None, "specialist": None, "specialists": given}
     )
-    assert recipe.domain_of("x") is None and recipe.domain_of("b") == "b"
+    assert recipe.domain_of("x") is None
+    assert recipe.domain_of("b") == "b"
 
 
 A, B = VALUES["specialists"].values()

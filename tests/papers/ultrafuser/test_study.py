@@ -78,15 +78,15 @@ def test_what_was_saved_is_what_was_judged(made):
 
 
 def test_each_domain_has_its_losses(made):
-    assert made.fused.rows == {"sums": 6, "words": 6} and list(made.fused.domains) == [
+    assert made.fused.rows == {"sums": 6, "words": 6}
+    assert list(made.fused.domains) == [
         "sums",
         "words",
     ]
     for domain, place in places_of(made.fused.rows).items():
         own = of_domain(made.fused, domain)
-        assert own.losses == made.fused.losses[place] and own.loss == pytest.approx(
-            made.fused.domains[domain]
-        )
+        assert own.losses == made.fused.losses[place]
+        assert own.loss == pytest.approx(made.fused.domains[domain])
     # a specialist learns its own domain
     assert made.specialists[0].domains["sums"] < made.stages.base().domains["sums"]
 
@@ -98,12 +98,11 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
     fused = ultrafuser.load(made.fused.folder)
     for number, one in enumerate(made.specialists):
         own = state(one.source)
-        assert all(
-            torch.equal(tensor, own[name])
-            for name, tensor in warm.specialists[number].state_dict().items()
-        )
+        for name, tensor in warm.specialists[number].state_dict().items():
+            assert torch.equal(tensor, own[name])
         moved = fused.specialists[number].state_dict()
-        assert not any(torch.equal(moved[name], own[name]) for name in own)
+        for name in own:
+            assert not torch.equal(moved[name], own[name])
     assert (
         json.loads((made.gate.folder / "fuser_config.json").read_text())["specialists"][0]["path"]
         == made.specialists[0].source
@@ -116,10 +115,8 @@ def test_stage_two_begins_with_the_gate_of_stage_one(made):
         [one.source for one in made.specialists], "float32", made.gate.folder
     )
     warm = ultrafuser.load(made.gate.folder)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(fuser.gate.parameters(), warm.gate.parameters(), strict=True)
-    )
+    for a, b in zip(fuser.gate.parameters(), warm.gate.parameters(), strict=True):
+        assert torch.equal(a, b)
     fresh, other = (
         Stages(made.recipe, made.out, seed=seed, say=print)._fuser(
             [one.source for one in made.specialists], "float32"
@@ -249,7 +246,8 @@ def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, 
 def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path):
     recipe = given(made, made.specialists[0].source, strangers["wide"], joint=True, two_stage=False)
     results = ultrafuser_study.run(recipe, tmp_path / "out", say=print)
-    assert len(results) == 3 and not any(tmp_path.glob("out/gate-*"))
+    assert len(results) == 3
+    assert not any(tmp_path.glob("out/gate-*"))
     assert ultrafuser.load(tmp_path / "out" / "model").gate.hidden_sizes == (32, 64)
     (tmp_path / "out" / "model").unlink()
     (tmp_path / "out" / "model").mkdir()
@@ -294,7 +292,9 @@ def test_no_prompt_is_in_both_parts(made, tmp_path):
     held_out, train = (
         {str(prompts) for prompts in found[part]["prompt_ids"]} for part in ("held_out", "train")
     )
-    assert held_out and train and held_out.isdisjoint(train)
+    assert held_out
+    assert train
+    assert held_out.isdisjoint(train)
     with pytest.raises(
         ValueError, match="domains.sums: No examples are left: 1 have a held-out prompt"
     ):
@@ -323,17 +323,16 @@ def test_a_bad_row_is_named_where_it_stands(made, tmp_path, key):
 def test_what_is_there_is_not_made_again(made, monkeypatch):
     monkeypatch.setattr(fit, "train", None)
     again = Stages(made.recipe, made.out, say=print)
-    assert (
-        again.fused() == made.fused
-        and again.gate() == made.gate
-        and again.further("sums") == made.further
-    )
+    assert again.fused() == made.fused
+    assert again.gate() == made.gate
+    assert again.further("sums") == made.further
     assert again.fused().folder != made.fused.folder.parent
 
 
 def test_other_settings_are_other_stages(made):
     other = made.stages.fused(two_stage=False, balanced=False)
-    assert other.folder != made.fused.folder and other.loss != made.fused.loss
+    assert other.folder != made.fused.folder
+    assert other.loss != made.fused.loss
     assert other.total_seconds == pytest.approx(
         other.seconds + sum(one.seconds for one in made.specialists)
     )
@@ -366,9 +365,8 @@ def test_given_specialists_are_taken_as_they_are(made, tmp_path):
         said[-1] == f"the fused model: {tmp_path / 'out' / 'model'}, which is {results[-1].folder}"
     )
     assert (tmp_path / "out" / "model").resolve() == results[-1].folder.resolve()
-    assert not any(
-        one.parent.name.startswith("given") for one in (tmp_path / "out").rglob("*.safetensors")
-    )
+    for one in (tmp_path / "out").rglob("*.safetensors"):
+        assert not one.parent.name.startswith("given")
 
 
 def test_runs_know_the_method(made, monkeypatch):

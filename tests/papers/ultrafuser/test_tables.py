@@ -54,9 +54,11 @@ def test_ablate_compares_all_with_the_full_method(tables):
         TWO_STAGE,
         FULL,
     ]
-    assert [entry.name for entry in report.entries] == made and report.reference == FULL
+    assert [entry.name for entry in report.entries] == made
+    assert report.reference == FULL
     rows = {row[0]: row for row in report.rows()}
-    assert all(len(row) == len(report.columns()) for row in rows.values())
+    for row in rows.values():
+        assert len(row) == len(report.columns())
     for entry in report.entries:
         (result,) = entry.results
         cells = rows[entry.name]
@@ -64,7 +66,8 @@ def test_ablate_compares_all_with_the_full_method(tables):
             [*result.domains.values()], abs=1e-4
         )
         assert float(cells[3]) == pytest.approx(result.loss, abs=1e-4)
-    assert rows[FULL][6] == "reference" and len({row[3] for row in rows.values()}) == len(rows)
+    assert rows[FULL][6] == "reference"
+    assert len({row[3] for row in rows.values()}) == len(rows)
 
 
 def test_weights_are_means_over_tokens(tables):
@@ -75,7 +78,8 @@ def test_weights_are_means_over_tokens(tables):
     assert report.mean[0][1] == pytest.approx(
         [statistics.fmean(of) for of in zip(*own, strict=True)]
     )
-    assert report.tokens["words"] == len(own) and len(report.by_row[0][1]) == 4
+    assert report.tokens["words"] == len(own)
+    assert len(report.by_row[0][1]) == 4
     for row in report.rows():
         assert sum(float(cell) for cell in row[2:]) == pytest.approx(1, abs=2e-3)
     assert report.domains == {"sums": "sums", "words": "words"}
@@ -88,12 +92,11 @@ def test_pictures_and_numbers_are_there(tables, command):
     assert (tables.out / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
     report = tables.reports[command]
     values = tables.json(command)
-    assert (
-        values["summary"] == report.summary
-        and report.legend()
-        and values["settings"]["seeds"] == [0]
-    )
-    assert all(len(row) == len(report.columns()) for row in report.rows())
+    assert values["summary"] == report.summary
+    assert report.legend()
+    assert values["settings"]["seeds"] == [0]
+    for row in report.rows():
+        assert len(row) == len(report.columns())
 
 
 def test_a_table_is_read_again(tables, monkeypatch):

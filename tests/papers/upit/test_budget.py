@@ -37,13 +37,16 @@ def test_swa_is_the_mean_of_the_second_half(stages):
         torch.testing.assert_close(
             weight, torch.stack([one[name] for one in late]).mean(0), msg=name
         )
-    assert found.loss != tuned.loss and found.steps == 0
+    assert found.loss != tuned.loss
+    assert found.steps == 0
     assert len(found.exact) == len(tuned.exact) == 16  # judged anew, and judged as it was trained
 
 
 def test_an_expert_per_domain_has_seen_no_other(stages, recipe):
     pool = stages.branches()
-    assert len(pool.experts) == 2 and pool.parents == [] and stages.only is None
+    assert len(pool.experts) == 2
+    assert pool.parents == []
+    assert stages.only is None
     kept = [
         json.loads((Path(path).parents[1] / "result.json").read_text()) for path in pool.experts
     ]
@@ -52,7 +55,8 @@ def test_an_expert_per_domain_has_seen_no_other(stages, recipe):
     ]
     # each is the better one on its own rows
     sums, words = (by_domain(one["losses"], one["tokens"], one["rows"]) for one in kept)
-    assert sums["sums"] < words["sums"] and words["words"] < sums["words"]
+    assert sums["sums"] < words["sums"]
+    assert words["words"] < sums["words"]
 
 
 def test_validation_rows_are_set_aside(stages):
@@ -60,7 +64,8 @@ def test_validation_rows_are_set_aside(stages):
         name: [tuple(row) for row in stages.part(f"sums-{name}")["input_ids"]]
         for name in ("train", "validation", "held_out")
     }
-    assert len(parts["validation"]) == 3 and stages.counts == {"sums": 8, "words": 8}
+    assert len(parts["validation"]) == 3
+    assert stages.counts == {"sums": 8, "words": 8}
     rows = [row for part in parts.values() for row in part]
     assert len(set(rows)) == len(rows) == 40
 
@@ -71,14 +76,13 @@ def test_all_have_the_same_steps(recipe, tmp_path):
         "budget", recipe.change(ffn__post__epochs=2), tmp_path, seeds=1, say=lambda text: None
     )
     trained = [entry for entry in report.entries if entry.results[0].history]
-    assert {entry.results[0].steps for entry in trained} == {24} and report.reference == budget.SFT
+    assert {entry.results[0].steps for entry in trained} == {24}
+    assert report.reference == budget.SFT
     assert {entry.results[0].history[-1][0] for entry in trained} == {24}
     swa = report.entry(budget.SWA)
     branches = report.entry(budget.BRANCHES)
-    assert (
-        swa.loss != report.entry(budget.SFT).loss
-        and branches.loss != report.entry(budget.UPIT).loss
-    )
+    assert swa.loss != report.entry(budget.SFT).loss
+    assert branches.loss != report.entry(budget.UPIT).loss
     assert any(
         line.startswith("held-out loss at step") and line.split()[-1] == "24"
         for line in report.summary

@@ -26,11 +26,9 @@ PRETRAIN = {
 @pytest.mark.parametrize("name", ["budget", "llama-2-7b-lora", "sheared-llama-2.7b", "tiny"])
 def test_a_shipped_recipe_loads_and_survives_a_round_trip(name):
     recipe = load_recipe(name)
-    assert (
-        name in shipped_recipes("upit")
-        and recipe.name == name
-        and UpitRecipe.from_dict(recipe.to_dict()) == recipe
-    )
+    assert name in shipped_recipes("upit")
+    assert recipe.name == name
+    assert UpitRecipe.from_dict(recipe.to_dict()) == recipe
     assert (
         recipe_path(f"upit/{name}", "xft", "upit") == METHODS / "upit" / "recipes" / f"{name}.yaml"
     )
@@ -43,7 +41,8 @@ def test_a_shipped_recipe_loads_and_survives_a_round_trip(name):
 )
 def test_the_papers_numbers(name, form, rate, experts, chosen):
     recipe = load_recipe(name)
-    assert recipe.forms == (form,) and recipe.max_length == 2048
+    assert recipe.forms == (form,)
+    assert recipe.max_length == 2048
     one = getattr(recipe, form)
     for training in (one.sft, one.init, one.post):
         assert (training.learning_rate, training.batch_size, training.schedule) == (
@@ -58,15 +57,18 @@ def test_the_papers_numbers(name, form, rate, experts, chosen):
         chosen,
     )
     # half of the experts are chosen from the checkpoints between epochs 1 and 2
-    assert recipe.checkpoints.which == "back" and chosen * recipe.checkpoints.every_epochs <= 1
+    assert recipe.checkpoints.which == "back"
+    assert chosen * recipe.checkpoints.every_epochs <= 1
     limits = [domain.limit for domain in recipe.domains.values()]
-    assert sum(limits) == 500_000 and limits[0] == limits[1] == limits[2] / 3
+    assert sum(limits) == 500_000
+    assert limits[0] == limits[1] == limits[2] / 3
     assert (recipe.router.alpha, recipe.seed_data.share) == (0.5, 0.01)
 
 
 def test_a_recipe_of_few_words_has_defaults():
     recipe = UpitRecipe.from_dict(SMALL)
-    assert recipe.forms == ("ffn",) and recipe.lora is None
+    assert recipe.forms == ("ffn",)
+    assert recipe.lora is None
     assert (recipe.experts.gate, recipe.experts.balance_loss, recipe.experts.balance_loss_coef) == (
         "softmax_topk_renorm",
         "switch",
@@ -77,9 +79,11 @@ def test_a_recipe_of_few_words_has_defaults():
         "cosine",
         "farthest",
     )
-    assert recipe.ffn.sft.optimizer == "adamw_torch" and recipe.ffn.sft.warmup_steps == 0
+    assert recipe.ffn.sft.optimizer == "adamw_torch"
+    assert recipe.ffn.sft.warmup_steps == 0
     changed = recipe.change(experts__num_experts=4, ffn__post__epochs=6)
-    assert changed.experts.num_experts == 4 and changed.ffn.whole.epochs == 8
+    assert changed.experts.num_experts == 4
+    assert changed.ffn.whole.epochs == 8
 
 
 @pytest.mark.parametrize(
@@ -174,14 +178,10 @@ def test_a_mixture_of_copies_is_trained_as_long_as_both_and_as_many_rows_at_once
     form = UpitRecipe.from_dict(
         SMALL | {"ffn": FORM | {"post": TUNING | at_once | {"learning_rate": 9}}}
     ).ffn
-    assert (
-        form.copied == form.whole.__class__(**form.whole.to_dict() | at_once)
-        and form.copied.epochs == 4
-    )
-    assert (
-        form.copied.learning_rate == form.sft.learning_rate
-        and form.whole.per_device_batch_size is None
-    )
+    assert form.copied == form.whole.__class__(**form.whole.to_dict() | at_once)
+    assert form.copied.epochs == 4
+    assert form.copied.learning_rate == form.sft.learning_rate
+    assert form.whole.per_device_batch_size is None
 
 
 def test_an_error_of_a_file_names_it(tmp_path):

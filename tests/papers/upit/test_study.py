@@ -68,7 +68,8 @@ def load(folder):
 
 def test_the_base_is_judged_by_domain(made):
     assert type(load(made.base.folder)) is LlamaForCausalLM
-    assert made.base.rows == {"sums": 8, "words": 8} and len(made.base.losses) == 16
+    assert made.base.rows == {"sums": 8, "words": 8}
+    assert len(made.base.losses) == 16
     assert made.base.loss == pytest.approx(loss_of(made, load(made.base.folder)), rel=1e-5)
     sums = made.base.losses[:8], made.base.tokens[:8]
     assert made.base.domains["sums"] == pytest.approx(fit.mean_loss(*sums))
@@ -91,22 +92,22 @@ def test_every_checkpoint_is_there_and_the_last_is_the_tuned_model(made, form):
         "step-4",
         "step-6",
         "step-8",
-    ] and prepared.steps == 8
+    ]
+    assert prepared.steps == 8
     if form == "ffn":
         model = load(saved[-1])
     else:
         model = lora_baseline.load_lora(load(made.base.folder), saved[-1])
-    assert (
-        prepared.loss == pytest.approx(loss_of(made, model), rel=1e-5)
-        and prepared.loss < made.base.loss
-    )
+    assert prepared.loss == pytest.approx(loss_of(made, model), rel=1e-5)
+    assert prepared.loss < made.base.loss
 
 
 @pytest.mark.parametrize("form", ["ffn", "lora"])
 def test_the_pool_is_the_last_checkpoints_and_a_child(made, form):
     pool = made.pools[form]
     saved = upit_experts.saved_experts(made.stages.prepared(form).folder)
-    assert [Path(path) for path in pool.experts[:2]] == saved[-2:] and pool.parents == [[0, 1]]
+    assert [Path(path) for path in pool.experts[:2]] == saved[-2:]
+    assert pool.parents == [[0, 1]]
     with upit_experts.open_expert(pool.experts[2], made.base.folder) as child:
         assert child.kind == form
 
@@ -116,27 +117,27 @@ def test_each_expert_gets_rows_and_its_vectors_fire_more(made, form):
     dealt = made.stages.buckets(form, made.pools[form])
     routers = made.routers[form]
     rows = made.stages.seed_rows()
-    assert len(rows) == 13 == sum(map(len, routers.buckets)) and max(map(len, routers.buckets)) == 5
+    assert len(rows) == 13 == sum(map(len, routers.buckets))
+    assert max(map(len, routers.buckets)) == 5
     assert routers.buckets == upit_buckets.fill_buckets(dealt.perplexity) == dealt.buckets
-    assert all(after > before for before, after in zip(routers.before, routers.after, strict=True))
+    for before, after in zip(routers.before, routers.after, strict=True):
+        assert after > before
 
 
 @pytest.mark.parametrize("form", ["ffn", "lora"])
 def test_what_was_saved_is_what_was_judged(made, form):
     result = made.upit[form]
     model = load(result.folder)
-    assert (
-        result.loss == pytest.approx(loss_of(made, model), rel=1e-5)
-        and result.loss < made.base.loss
-    )
-    assert list(moe_layers(model)) == [0, 1] and model.config.moe_runtime["method"] == "upit"
+    assert result.loss == pytest.approx(loss_of(made, model), rel=1e-5)
+    assert result.loss < made.base.loss
+    assert list(moe_layers(model)) == [0, 1]
+    assert model.config.moe_runtime["method"] == "upit"
     assert (
         result.parameters == sum(p.numel() for p in model.parameters()) > result.active_parameters
     )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert result.trained_parameters == trained and (trained == result.parameters) == (
-        form == "ffn"
-    )
+    assert result.trained_parameters == trained
+    assert (trained == result.parameters) == (form == "ffn")
     prepared = made.stages.prepared(form)
     pool = made.pools[form]
     dealt = made.stages.buckets(form, made.pools[form])
@@ -158,10 +159,8 @@ def test_only_the_routers_of_self_moe_are_tuned(made, tmp_path):
         for name, value in before.state_dict().items()
         if not torch.equal(value, after.state_dict()[name])
     ]
-    assert (
-        changed == [name for name in before.state_dict() if name.endswith("mlp.gate.weight")]
-        and len(changed) == 2
-    )
+    assert changed == [name for name in before.state_dict() if name.endswith("mlp.gate.weight")]
+    assert len(changed) == 2
     assert (
         result.trained_parameters == 2 * 3 * 16 == made.stages.self_moe("lora").trained_parameters
     )
@@ -174,9 +173,8 @@ def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
     )
 
     def no_training(self, name, model, rows, held_out, training, *args, **more):
-        assert training.per_device_batch_size == 4 and training.epochs == (
-            2 if name.endswith("PT") else 1
-        )
+        assert training.per_device_batch_size == 4
+        assert training.epochs == (2 if name.endswith("PT") else 1)
         begun[name] = loss_of(made, model)
         raise InterruptedError
 
@@ -200,18 +198,18 @@ def test_tokens_of_every_domain_are_counted(made):
     routed = made.stages.routed(made.upit["ffn"])
     for domain, counts in routed.counts.items():
         tokens = sum(len(row["input_ids"]) for row in made.stages.part(f"{domain}-held_out"))
-        assert [sum(row) for row in counts] == [2 * tokens] * 2 and len(counts[0]) == 3
-    assert list(routed.counts) == ["sums", "words"] and routed.layers == ["0", "1"]
+        assert [sum(row) for row in counts] == [2 * tokens] * 2
+        assert len(counts[0]) == 3
+    assert list(routed.counts) == ["sums", "words"]
+    assert routed.layers == ["0", "1"]
 
 
 def test_a_second_call_reads_what_is_there(made):
     before = {path: path.stat().st_mtime_ns for path in made.out.rglob("result.json")}
     again = Stages(made.recipe, made.out, say=lambda text: pytest.fail(text))
     for form in made.recipe.forms:
-        assert (
-            again.pool(form) == made.pools[form]
-            and again.routers(form, made.pools[form]) == made.routers[form]
-        )
+        assert again.pool(form) == made.pools[form]
+        assert again.routers(form, made.pools[form]) == made.routers[form]
         assert again.upit(form) == made.upit[form]
     assert {path: path.stat().st_mtime_ns for path in made.out.rglob("result.json")} == before
     assert not list(made.out.glob("*.checkpoints"))
@@ -225,14 +223,16 @@ def test_what_a_stage_depends_on_makes_another(made):
         "experts__top_k": 1,
     }
     half = made.stages.change(**small).prepared("ffn")
-    assert half.steps == 4 and half.folder != made.stages.prepared("ffn").folder
+    assert half.steps == 4
+    assert half.folder != made.stages.prepared("ffn").folder
     assert (
         made.stages.change(checkpoints__which="front").pool("ffn").folder
         != made.pools["ffn"].folder
     )
     assert made.stages.change(expansion__drop=0.2).pool("ffn").folder != made.pools["ffn"].folder
     other = Stages(made.recipe, made.out, seed=1, say=lambda text: None)
-    assert other.base() == made.base and other.seed_rows()[0] != made.stages.seed_rows()[0]
+    assert other.base() == made.base
+    assert other.seed_rows()[0] != made.stages.seed_rows()[0]
 
 
 def test_too_few_steps_are_refused_before_training(made):
@@ -267,10 +267,10 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monke
         for start in ("pt", "sft")
     ]
     assert {"dense", "prepared", "upit", "self_moe"} < set(seen)
-    assert all(trainable == {torch.float32} for trainable, _ in seen.values())
-    assert torch.bfloat16 in seen["self_moe"][1] and (torch.bfloat16 in seen["dense"][1]) == (
-        form == "lora"
-    )
+    for trainable, _ in seen.values():
+        assert trainable == {torch.float32}
+    assert torch.bfloat16 in seen["self_moe"][1]
+    assert (torch.bfloat16 in seen["dense"][1]) == (form == "lora")
     assert results[0].loss < stages.base().loss
     for result in results[:2]:
         (file,) = result.folder.glob("*model.safetensors")
@@ -296,7 +296,8 @@ def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
             [*stages.held_out["input_ids"]], skip_special_tokens=True
         ):
             asked = row.partition("@@ Instruction\n")[2].partition("\n\n@@")[0] or row
-            assert not any(asked in other for other in trained), asked
+            for other in trained:
+                assert asked not in other, asked
 
 
 def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
@@ -312,10 +313,10 @@ def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
 def test_a_run_of_the_whole_method(made):
     said = []
     results = upit_study.run(made.recipe.change(lora=None), made.out, say=said.append)
-    assert [one.name for one in results] == ["base", "SFT", "UpIT (FFN)"] and results[
-        2
-    ] == made.upit["ffn"]
-    assert results[1].steps == 16 and str(made.upit["ffn"].folder) in said[-1]
+    assert [one.name for one in results] == ["base", "SFT", "UpIT (FFN)"]
+    assert results[2] == made.upit["ffn"]
+    assert results[1].steps == 16
+    assert str(made.upit["ffn"].folder) in said[-1]
     assert any(line.startswith("UpIT (FFN)") for line in said)
 
 
@@ -334,7 +335,8 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "docs.yaml").write_text(block)
     recipe = load_recipe(tmp_path / "docs.yaml")
-    assert list(recipe.domains) == ["code", "math"] and recipe.forms == ("ffn", "lora")
+    assert list(recipe.domains) == ["code", "math"]
+    assert recipe.forms == ("ffn", "lora")
     # what it says beside the folders and domains is what is the default anyway
     for name in ("experts", "checkpoints", "expansion", "router"):
         assert getattr(recipe, name) == UpitRecipe.model_fields[name].get_default(
@@ -369,15 +371,15 @@ def test_a_killed_tuning_goes_on_and_keeps_its_experts(tmp_path):
     straight = Stages(
         recipe.change(ffn__sft__save_steps=None), tmp_path / "other", say=lambda text: None
     ).prepared("ffn")
-    assert (
-        resumed.losses == straight.losses
-        and resumed.history == straight.history
-        and resumed.steps == 32
-    )
+    assert resumed.losses == straight.losses
+    assert resumed.history == straight.history
+    assert resumed.steps == 32
     ours, theirs = (upit_experts.saved_experts(one.folder) for one in (resumed, straight))
-    assert [path.name for path in ours] == [path.name for path in theirs] and len(ours) == 8
+    assert [path.name for path in ours] == [path.name for path in theirs]
+    assert len(ours) == 8
     for a, b in zip(ours, theirs, strict=True):
         first = load(a).state_dict()
         second = load(b).state_dict()
-        assert all(torch.equal(value, second[name]) for name, value in first.items())
+        for name, value in first.items():
+            assert torch.equal(value, second[name])
     assert not list(out.glob("*.checkpoints"))

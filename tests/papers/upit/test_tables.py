@@ -56,31 +56,30 @@ def test_a_table(command, recipe, out):
     names, reference, options = TABLES[command]
     before = times(out)
     report, said = make(command, recipe, out, **options)
-    assert [entry.name for entry in report.entries] == names and isinstance(report, UpitReport)
-    assert report.reference == reference and report.domains == ("sums", "words")
+    assert [entry.name for entry in report.entries] == names
+    assert isinstance(report, UpitReport)
+    assert report.reference == reference
+    assert report.domains == ("sums", "words")
     # nothing was trained twice
-    assert all(times(out)[name] == written for name, written in before.items())
+    for name, written in before.items():
+        assert times(out)[name] == written
     assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((out / f"{command}.json").read_text())
     for method, entry in zip(values["methods"], report.entries, strict=True):
         kept = json.loads(
             (out / method["seeds"][0]["folder"]).parent.joinpath("result.json").read_text()
         )
-        assert (
-            kept["losses"] == entry.results[0].losses
-            and method["loss"] == entry.loss == kept["loss"]
-        )
+        assert kept["losses"] == entry.results[0].losses
+        assert method["loss"] == entry.loss == kept["loss"]
         assert method["domains"] == entry.results[0].domains
-        assert (
-            method["parameters"] == kept["parameters"]
-            and method["active_parameters"] == kept["active_parameters"]
-        )
+        assert method["parameters"] == kept["parameters"]
+        assert method["active_parameters"] == kept["active_parameters"]
     losses = {entry.name: [entry.results[0].losses] for entry in report.entries}
     assert report.comparisons == compare(losses, reference, report.entries[0].results[0].tokens)
-    assert [row[0] for row in report.rows()] == names and {len(row) for row in report.rows()} == {
-        len(report.columns())
-    }
-    assert report.summary and "8 of sums, 8 of words" in report.legend()
+    assert [row[0] for row in report.rows()] == names
+    assert {len(row) for row in report.rows()} == {len(report.columns())}
+    assert report.summary
+    assert "8 of sums, 8 of words" in report.legend()
     assert any("seed 1 of 1" in line for line in said)
 
 
@@ -89,10 +88,11 @@ def test_again_is_instant_and_equal(reports, recipe, out):
     first = reports("main")
     written = times(out)
     second, said = make("main", recipe, out)
-    assert (
-        times(out) == written and second.rows() == first.rows() and second.summary == first.summary
-    )
-    assert not any("steps in" in line for line in said)
+    assert times(out) == written
+    assert second.rows() == first.rows()
+    assert second.summary == first.summary
+    for line in said:
+        assert "steps in" not in line
 
 
 def test_what_the_methods_of_main_train(reports):
@@ -101,10 +101,8 @@ def test_what_the_methods_of_main_train(reports):
     assert (
         of["base"].trained_parameters == 0 < of["Self-MoE (FFN)"].trained_parameters == 2 * 3 * 16
     )
-    assert (
-        of["SFT"].trained_parameters == of["base"].parameters
-        and of["SFT"].steps == of["Upcycle_PT"].steps == 16
-    )
+    assert of["SFT"].trained_parameters == of["base"].parameters
+    assert of["SFT"].steps == of["Upcycle_PT"].steps == 16
     assert {of[name].steps for name in (*OF_FFN[2:], *OF_LORA[2:])} == {8}
     # 3 experts of which 2 see a token; routers of 3 x 16 in both layers
     mlps = 2 * 3 * 16 * 24
@@ -119,7 +117,8 @@ def test_what_the_methods_of_main_train(reports):
     )
     assert of["UpIT (LoRA)"].active_parameters == of["base"].parameters + 2 * pairs + routers
     cells = dict(zip([name for name, _ in report.columns()], report.rows()[5], strict=True))
-    assert cells["method"] == UPIT and cells["per token"] == f"{of[UPIT].active_parameters:,}"
+    assert cells["method"] == UPIT
+    assert cells["per token"] == f"{of[UPIT].active_parameters:,}"
 
 
 def test_each_kind_is_compared_with_its_own(reports):
@@ -144,7 +143,8 @@ def test_where_the_domains_tokens_go(reports, out):
     routing = json.loads((out / "main.json").read_text())["routing"]
     assert list(routing) == [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"]
     for values in routing.values():
-        (slots,), (distance,) = values["slots"], values["distance_between_domains"]
+        (slots,) = values["slots"]
+        (distance,) = values["distance_between_domains"]
         assert list(slots) == ["sums", "words"]
         assert distance == pytest.approx(domains.mean_distance(slots))
         assert values["layers"] == ["0", "1"]
@@ -152,7 +152,8 @@ def test_where_the_domains_tokens_go(reports, out):
 
 def test_distances_between_domains():
     alike = {"a": [[1, 3], [2, 2]], "b": [[2, 6], [5, 5]]}
-    assert domains.mean_distance(alike) == 0 and domains.mean_distance({"a": [[1, 3]]}) == 0
+    assert domains.mean_distance(alike) == 0
+    assert domains.mean_distance({"a": [[1, 3]]}) == 0
     assert domains.mean_distance({"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}) == pytest.approx(
         (1 + 0.25) / 2
     )

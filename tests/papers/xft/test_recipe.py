@@ -29,7 +29,8 @@ def test_eight_recipes_are_shipped():
 @pytest.mark.parametrize("name", [*REAL, "demo", "demo-tiny", "overfit", "smollm2", "tiny"])
 def test_a_shipped_recipe_survives_its_dict(name):
     recipe = load_recipe(name)
-    assert recipe.name == name and recipe.method == "xft"
+    assert recipe.name == name
+    assert recipe.method == "xft"
     assert (
         Recipe.from_dict(recipe.to_dict())
         == recipe
@@ -50,20 +51,18 @@ def test_the_trainings_are_the_papers(name):
             warmup,
             rate,
         ), stage
-        assert (
-            training.steps is None and training.batch_size == 64 and training.schedule == "linear"
-        )
-        assert training.optimizer == "adafactor" and training.max_grad_norm == -1 and training.bf16
-    assert (
-        recipe.ewa_training == recipe.sft
-        and recipe.ewa.share == 0.3
-        and recipe.ewa.schedule == "constant"
-    )
-    assert (
-        recipe.dtype == "bfloat16"
-        and recipe.data.prompt == "magicoder"
-        and recipe.data.max_length == 1024
-    )
+        assert training.steps is None
+        assert training.batch_size == 64
+        assert training.schedule == "linear"
+        assert training.optimizer == "adafactor"
+        assert training.max_grad_norm == -1
+        assert training.bf16
+    assert recipe.ewa_training == recipe.sft
+    assert recipe.ewa.share == 0.3
+    assert recipe.ewa.schedule == "constant"
+    assert recipe.dtype == "bfloat16"
+    assert recipe.data.prompt == "magicoder"
+    assert recipe.data.max_length == 1024
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,8 @@ def test_the_trainings_are_the_papers(name):
 def test_the_experts_are_the_papers(name, experts, top_k, rate, rows):
     recipe = load_recipe(name)
     assert recipe.experts == PRESETS["xft-official"] | {"num_experts": experts, "top_k": top_k}
-    assert recipe.shared_rate == rate and recipe.data.train == rows
+    assert recipe.shared_rate == rate
+    assert recipe.data.train == rows
 
 
 # sizes as their model cards give them
@@ -120,22 +120,18 @@ def test_the_experts_fit_the_base(name):
         base.hidden_size,
         base.intermediate_size,
     )
-    assert (
-        config.hidden_act == "silu"
-        and config.gated
-        and not config.bias
-        and base.model_type in FAMILIES
-    )
+    assert config.hidden_act == "silu"
+    assert config.gated
+    assert not config.bias
+    assert base.model_type in FAMILIES
     assert recipe.data.max_length <= base.max_position_embeddings
 
 
 def test_the_tiny_recipe_needs_no_download():
     recipe = load_recipe("tiny")
-    assert (
-        recipe.base_model is None
-        and recipe.pretrain is not None
-        and recipe.data.train == "standard-library"
-    )
+    assert recipe.base_model is None
+    assert recipe.pretrain is not None
+    assert recipe.data.train == "standard-library"
     assert recipe.data.held_out_rows >= 250
     assert recipe.sft.steps == recipe.tune.steps + recipe.mix.steps  # the same budget in steps
 
@@ -275,11 +271,9 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
     (tmp_path / "mine.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "mine.yaml")
     assert set(yaml.safe_load(text)) >= set(Recipe.model_fields) - {"name", "pretrain"}
-    assert (
-        recipe.experts["router"] == "mlp"
-        and recipe.sft.optimizer == "adafactor"
-        and recipe.sft.max_grad_norm == -1
-    )
+    assert recipe.experts["router"] == "mlp"
+    assert recipe.sft.optimizer == "adafactor"
+    assert recipe.sft.max_grad_norm == -1
 
 
 def test_the_table_of_the_docs_is_that_of_the_recipes():
@@ -300,7 +294,8 @@ def test_the_table_of_the_docs_is_that_of_the_recipes():
 def test_the_task_of_the_docs_is_yaml():
     (text,) = blocks("evaluation.md", "yaml")
     task = yaml.safe_load(text)
-    assert task["output_type"] == "multiple_choice" and task["doc_to_choice"] == ["yes", "no"]
+    assert task["output_type"] == "multiple_choice"
+    assert task["doc_to_choice"] == ["yes", "no"]
 
 
 def test_an_unknown_name_lists_the_shipped_ones():
@@ -333,10 +328,8 @@ def test_change_takes_dotted_keys_and_checks_them():
         data__limit=8, tune__steps=5, seed=1, mix=Training(epochs=1, learning_rate=1.0)
     )
     assert (new.data.limit, new.tune.steps, new.seed, new.mix.epochs) == (8, 5, 1, 1.0)
-    assert (
-        new.change(data__limit=None, tune__steps=3, seed=0, mix=TRAINING) == recipe
-        and recipe.data == Data()
-    )
+    assert new.change(data__limit=None, tune__steps=3, seed=0, mix=TRAINING) == recipe
+    assert recipe.data == Data()
     with pytest.raises(ValueError, match="tune.steps must be greater than or equal to 1"):
         recipe.change(tune__steps=0)
     with pytest.raises(ValueError, match="tune.speed is not a valid key"):

@@ -130,7 +130,9 @@ def test_no_row_is_trained_on_and_judged_by(made):
         {tuple(row["input_ids"]) for row in rows}
         for rows in (made.stages.train_rows, made.stages.held_out)
     )
-    assert len(train) == 32 and len(held) == 8 and not train & held
+    assert len(train) == 32
+    assert len(held) == 8
+    assert not train & held
 
 
 def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made):
@@ -147,11 +149,9 @@ def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made):
     sets = {name: {tuple(ids) for ids in of["input_ids"]} for name, of in rows.items()}
     assert {name: len(ids) for name, ids in sets.items()} == {"sft": 32, "moe": 27, "mix": 5}
     assert sets["moe"] | sets["mix"] == sets["sft"]
-    assert (
-        stages.base() == made.base
-        and moe.folder != made.moe.folder
-        and mixed.alpha != made.mix.alpha
-    )
+    assert stages.base() == made.base
+    assert moe.folder != made.moe.folder
+    assert mixed.alpha != made.mix.alpha
     with pytest.raises(ValueError, match="mix_rows .32. leaves no training examples"):
         Stages(recipe.change(mix_rows=32), made.stages.out).base()
 
@@ -194,10 +194,8 @@ def test_the_domains_of_a_joined_source(joined):
     base = joined.base()
     ordered = joined.by_domain(base)
     places = joined.domains_of("held_out")
-    assert (
-        list(ordered.rows) == list(joined.domains)
-        and sum(ordered.rows.values()) == len(places) == 5
-    )
+    assert list(ordered.rows) == list(joined.domains)
+    assert sum(ordered.rows.values()) == len(places) == 5
     start = 0
     for place, count in enumerate(ordered.rows.values()):
         of_domain = [loss for loss, found in zip(base.losses, places) if found == place]
@@ -216,13 +214,15 @@ def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(joined):
         record_routing(model) as record,
     ):
         model(**batch).loss.backward()
-    assert all(
-        (ids == torch.tensor([2, 0])).all() for calls in record.ids.values() for ids in calls
-    )
+    for calls in record.ids.values():
+        for ids in calls:
+            assert (ids == torch.tensor([2, 0])).all()
     assert [bool(grad.any()) for grad in stack.grad] == [True, False, True, False]
     moe = joined.moe(by_domain=True)
     own = joined.moe()
-    assert moe.folder != own.folder and moe.losses != own.losses and moe.validation != moe.loss
+    assert moe.folder != own.folder
+    assert moe.losses != own.losses
+    assert moe.validation != moe.loss
     model = ranks.load_model(moe.folder, "float32")
     assert mean_loss(*row_losses(model, joined.held_out, joined.tokenizer)) == pytest.approx(
         moe.loss
@@ -232,12 +232,11 @@ def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(joined):
 def test_averages_of_an_sft(made):
     sft = made.stages.sft(averages=True)
     ema, swa = (made.stages.average(sft, kind) for kind in ("ema", "swa"))
-    assert (
-        sft.losses == made.sft.losses
-        and sft.folder != made.sft.folder
-        and len({sft.loss, ema.loss, swa.loss}) == 3
-    )
-    assert ema.total_seconds == sft.seconds and weights(swa).keys() == weights(sft).keys()
+    assert sft.losses == made.sft.losses
+    assert sft.folder != made.sft.folder
+    assert len({sft.loss, ema.loss, swa.loss}) == 3
+    assert ema.total_seconds == sft.seconds
+    assert weights(swa).keys() == weights(sft).keys()
 
 
 def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
@@ -257,16 +256,15 @@ def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
         26,
         8,
         6,
-    ) and not train & held | train & chosen | held & chosen
+    )
+    assert not train & held | train & chosen | held & chosen
     sft = stages.sft()
     model = AutoModelForCausalLM.from_pretrained(sft.folder)
     best = mean_loss(*row_losses(model, stages.part("validation"), stages.tokenizer))
     losses = [loss for _, loss in sft.history]
-    assert (
-        best == pytest.approx(min(losses), rel=1e-5)
-        and len(losses) == 4
-        and min(losses) < losses[-1]
-    )
+    assert best == pytest.approx(min(losses), rel=1e-5)
+    assert len(losses) == 4
+    assert min(losses) < losses[-1]
     assert sft.loss == pytest.approx(
         mean_loss(*row_losses(model, stages.held_out, stages.tokenizer)), rel=1e-5
     )
@@ -286,7 +284,8 @@ def test_a_loss_that_is_not_finite_is_kept(tmp_path):
         lambda folder: {"loss": float("nan"), "losses": [float("inf")]},
     )
     values = read_json(tmp_path / "stage" / "result.json")
-    assert values["loss"] != values["loss"] and values["losses"] == [float("inf")]
+    assert values["loss"] != values["loss"]
+    assert values["losses"] == [float("inf")]
 
 
 def test_the_merges_are_xft_merge(made):
@@ -296,16 +295,14 @@ def test_the_merges_are_xft_merge(made):
     for result, how in ((made.init, {"shared_rate": 0.75}), (made.mix, {"alpha": made.mix.alpha})):
         want = merged(**how)
         got = weights(result)
-        assert want.keys() == got.keys() and all(
-            torch.equal(want[name], got[name]) for name in want
-        )
+        assert want.keys() == got.keys()
+        for name in want:
+            assert torch.equal(want[name], got[name])
     assert made.init.alpha == [pytest.approx([0.75, *[0.25 / 3] * 3])] * 2
     for row in made.mix.alpha:
-        assert (
-            row[0] == 0.75
-            and sum(row) == pytest.approx(1)
-            and row[1:] != pytest.approx([0.25 / 3] * 3, abs=1e-4)
-        )
+        assert row[0] == 0.75
+        assert sum(row) == pytest.approx(1)
+        assert row[1:] != pytest.approx([0.25 / 3] * 3, abs=1e-4)
 
 
 def test_bad_settings_of_experts_and_merges(made):
@@ -318,7 +315,8 @@ def test_bad_settings_of_experts_and_merges(made):
 def test_ewa_is_the_mean_of_its_experts(made):
     base = weights(made.base)
     ewa = weights(made.ewa)
-    assert all(distance(ewa[name], value) > 0 for name, value in base.items())
+    for name, value in base.items():
+        assert distance(ewa[name], value) > 0
     assert not list(made.stages.out.glob("ewa-*/experts"))
 
 
@@ -326,12 +324,10 @@ def test_a_second_call_reads_what_is_there(made):
     before = {path: path.stat().st_mtime_ns for path in made.stages.out.rglob("result.json")}
     again = Stages(made.recipe, made.stages.out, say=lambda text: pytest.fail(text))
     moe = again.moe()
-    assert (
-        moe == made.moe
-        and again.mix(moe) == made.mix
-        and again.sft() == made.sft
-        and again.ewa() == made.ewa
-    )
+    assert moe == made.moe
+    assert again.mix(moe) == made.mix
+    assert again.sft() == made.sft
+    assert again.ewa() == made.ewa
     # how a training is carried out does not make another stage of it
     recipe = made.recipe.change(
         tune__per_device_batch_size=2, tune__save_steps=5, tune__gradient_checkpointing=True
@@ -401,9 +397,12 @@ def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     straight = Stages(
         recipe.change(tune__save_steps=None), tmp_path / "other", say=lambda text: None
     ).moe()
-    assert resumed.losses == straight.losses and resumed.steps == 40
+    assert resumed.losses == straight.losses
+    assert resumed.steps == 40
     first = weights(resumed)
     second = weights(straight)
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert [step for step, _ in resumed.history] == [20, 40] and not list(out.glob("*.checkpoints"))
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+    assert [step for step, _ in resumed.history] == [20, 40]
+    assert not list(out.glob("*.checkpoints"))
     assert not [path for path in out.iterdir() if ".tmp-" in path.name]

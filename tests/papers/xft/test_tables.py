@@ -70,7 +70,8 @@ def test_a_table(command, recipe, out):
     report, said = make(command, recipe, out, **options)
     assert [entry.name for entry in report.entries] == names
     # nothing was trained twice
-    assert all(times(out)[name] == written for name, written in before.items())
+    for name, written in before.items():
+        assert times(out)[name] == written
     assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((out / f"{command}.json").read_text())
     for method, entry in zip(values["methods"], report.entries, strict=True):
@@ -78,7 +79,8 @@ def test_a_table(command, recipe, out):
             json.loads((out / seed["folder"]).parent.joinpath("result.json").read_text())
             for seed in method["seeds"]
         ]
-        assert [one["loss"] for one in stored] == entry.losses and method["loss"] == entry.loss
+        assert [one["loss"] for one in stored] == entry.losses
+        assert method["loss"] == entry.loss
         assert [one["losses"] for one in stored] == [
             list(result.losses) for result in entry.results
         ]
@@ -87,12 +89,13 @@ def test_a_table(command, recipe, out):
     assert report.comparisons == compare(
         losses, report.reference, report.entries[0].results[0].tokens
     )
-    assert values["held_out_rows"] == 20 and values["environment"]["packages"]["torch"]
-    assert [row[0] for row in report.rows()] == names and {len(row) for row in report.rows()} == {
-        len(report.columns())
-    }
+    assert values["held_out_rows"] == 20
+    assert values["environment"]["packages"]["torch"]
+    assert [row[0] for row in report.rows()] == names
+    assert {len(row) for row in report.rows()} == {len(report.columns())}
     n = len(report.seeds)
-    assert report.summary and any(f"seed {n} of {n}" in line for line in said)
+    assert report.summary
+    assert any(f"seed {n} of {n}" in line for line in said)
 
 
 @pytest.mark.slow
@@ -105,7 +108,8 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     assert [entry.name for entry in report.entries] == names + [
         f"XFT, 0.003, lambda {rate}" for rate in ("0", "0.25", "0.5")
     ]
-    assert report.reference == "SFT, 0.003" and list(report.domains) == [
+    assert report.reference == "SFT, 0.003"
+    assert list(report.domains) == [
         "code",
         "prose",
         "arithmetic",
@@ -129,7 +133,8 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
         "SFT",
         *(f"by {way}: {n}" for way in ("router", "domain") for n in four),
     ]
-    assert len(report.summary) == 12 and min(report.extra["largest_move_of_alpha"].values()) > 0
+    assert len(report.summary) == 12
+    assert min(report.extra["largest_move_of_alpha"].values()) > 0
     assert (
         report.entry("SFT").results[0].losses == stages.by_domain(stages.sft(averages=True)).losses
     )
@@ -144,16 +149,19 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
 def test_lambda_one_ignores_the_other_experts(recipe, out):
     report, _ = make("sweep-lambda", recipe, out, overwrite=True, **TABLES["sweep-lambda"][1])
     for result in report.entry("XFT, lambda 1").results:
-        assert all(row == [1, 0, 0, 0] for row in result.alpha)
+        for row in result.alpha:
+            assert row == [1, 0, 0, 0]
     for result in report.entry("XFT, lambda 0.5").results:
-        assert all(row[0] == pytest.approx(0.5) for row in result.alpha)
+        for row in result.alpha:
+            assert row[0] == pytest.approx(0.5)
 
 
 def test_with_two_experts_per_token_the_gate_without_normalization_is_the_full_one(recipe, out):
     two = load_recipe(recipe).change(experts={"num_experts": 4, "top_k": 2})
     report, _ = make("ablate-gate", two, out, overwrite=True)
     one = report.comparison("no normalization (nonorm)")
-    assert one.difference == pytest.approx(0, abs=1e-5) and one.verdict == "no difference found"
+    assert one.difference == pytest.approx(0, abs=1e-5)
+    assert one.verdict == "no difference found"
 
 
 KILLED = """
@@ -171,12 +179,12 @@ def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(recipe, out, tmp_path
     assert len(finished) < 5
     options = {"shared_rates": (0.5, 1.0)}
     resumed, _ = make("sweep-lambda", recipe, tmp_path, **options)
-    assert {name: times(tmp_path)[name] for name in finished} == finished and len(
-        times(tmp_path)
-    ) == 5
+    assert {name: times(tmp_path)[name] for name in finished} == finished
+    assert len(times(tmp_path)) == 5
     whole, _ = make("sweep-lambda", recipe, out, overwrite=True, **options)
     assert [entry.losses for entry in resumed.entries] == [entry.losses for entry in whole.entries]
-    assert resumed.comparisons == whole.comparisons and resumed.summary == whole.summary
+    assert resumed.comparisons == whole.comparisons
+    assert resumed.summary == whole.summary
 
 
 @pytest.mark.parametrize(
@@ -275,16 +283,15 @@ def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
     report = report_of(
         {"SFT": [ROWS, ROWS], "bad": [[math.nan] * 20, ROWS], "huge": [[800.0] * 20, [900.0] * 20]}
     )
-    assert report.comparison("bad").verdict == "not finite" and math.isnan(report.entry("bad").sd)
-    assert (
-        report.rows()[1][-3:] == ("", "", "not finite")
-        and report.entry("huge").perplexity == math.inf
-    )
-    assert "not finite" in tables.verdict(report, "bad") and "gained" not in tables.verdict(
-        report, "bad"
-    )
+    assert report.comparison("bad").verdict == "not finite"
+    assert math.isnan(report.entry("bad").sd)
+    assert report.rows()[1][-3:] == ("", "", "not finite")
+    assert report.entry("huge").perplexity == math.inf
+    assert "not finite" in tables.verdict(report, "bad")
+    assert "gained" not in tables.verdict(report, "bad")
     values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert values["methods"][1]["loss"] is None and values["comparisons"][0]["difference"] is None
+    assert values["methods"][1]["loss"] is None
+    assert values["comparisons"][0]["difference"] is None
     for draw in (plots.dots, plots.curves):
         plots.save(draw(report), tmp_path / "bad.png")
 
@@ -301,7 +308,8 @@ def test_what_is_said_about_the_result(shift, word):
 
 def test_one_seed_has_no_spread(tmp_path):
     report = report_of({"SFT": [ROWS], "XFT": [ROWS]})
-    assert "±" not in report.rows()[0][1] and "one seed" in report.legend()
+    assert "±" not in report.rows()[0][1]
+    assert "one seed" in report.legend()
     plots.save(plots.dots(report), tmp_path / "a" / "one.png")
     assert (tmp_path / "a" / "one.png").stat().st_size > 1000
 

@@ -237,8 +237,8 @@ def test_every_import_is_declared():
 @pytest.mark.parametrize(
     "asked, home, says",
     [
-        pytest.param("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc", id="no nvcc"),
-        pytest.param("90", "nowhere", "CUDA_HOME is nowhere", id="a list, no nvcc"),
+        ("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc"),
+        ("90", "nowhere", "CUDA_HOME is nowhere"),
         pytest.param(
             "native",
             "",

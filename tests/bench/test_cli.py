@@ -49,26 +49,18 @@ def both(tmp_path, a: dict, b: dict, **info) -> compare.Comparison:
 @pytest.mark.parametrize(
     "a, b, says",
     [
-        pytest.param(row(10.0, 1.2), row(12.0, 1.44), "slower x1.20", id="slower"),
-        pytest.param(row(10.0, 1.2), row(10.4, 1.25), "", id="within-five-percent"),
-        pytest.param(row(10.0, 1.2), row(12.0, 1.21), "", id="the-machine-is-slower"),
-        pytest.param(row(10.0, 1.2), row(10.1, 1.5), "", id="the-floor-is-faster"),
-        pytest.param(row(10.0, 1.2, iqr=0.15), row(12.0, 1.44, iqr=0.1), "", id="within-the-noise"),
-        pytest.param(row(10.0, 1.2), row(8.0, 0.96), "faster", id="faster"),
-        pytest.param(
-            row(10.0, **{"peak MiB": 100.0}),
-            row(10.0, **{"peak MiB": 120.0}),
-            "peak MiB x1.20",
-            id="memory",
-        ),
-        pytest.param(
-            row(10.0, **{"peak MiB": 1.0}), row(10.0, **{"peak MiB": 4.0}), "", id="little-memory"
-        ),
-        pytest.param(
+        (row(10.0, 1.2), row(12.0, 1.44), "slower x1.20"),
+        (row(10.0, 1.2), row(10.4, 1.25), ""),
+        (row(10.0, 1.2), row(12.0, 1.21), ""),
+        (row(10.0, 1.2), row(10.1, 1.5), ""),
+        (row(10.0, 1.2, iqr=0.15), row(12.0, 1.44, iqr=0.1), ""),
+        (row(10.0, 1.2), row(8.0, 0.96), "faster"),
+        (row(10.0, **{"peak MiB": 100.0}), row(10.0, **{"peak MiB": 120.0}), "peak MiB x1.20"),
+        (row(10.0, **{"peak MiB": 1.0}), row(10.0, **{"peak MiB": 4.0}), ""),
+        (
             row(1.0, **{"saved KiB/token": 50.0}),
             row(1.0, **{"saved KiB/token": 51.0}),
             "saved KiB/token x1.02",
-            id="saved",
         ),
     ],
 )
@@ -207,15 +199,12 @@ def test_file_is_named_by_date_commit_and_device(tmp_path):
 @pytest.mark.parametrize(
     "there, arguments, says",
     [
-        pytest.param(
-            {"tiny": False}, ["--tiny"], "contains real results. Choose another file", id="tiny"
-        ),
-        pytest.param({"tiny": True}, [], "contains tiny results. Choose another file", id="real"),
-        pytest.param(
+        ({"tiny": False}, ["--tiny"], "contains real results. Choose another file"),
+        ({"tiny": True}, [], "contains tiny results. Choose another file"),
+        (
             {"asked": 15},
             ["--rounds", "5"],
             "rounds is 5, but .* was started with 15. Pass the same",
-            id="rounds",
         ),
     ],
 )
@@ -235,17 +224,12 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        pytest.param(
-            ["--rounds", "0"],
-            "rounds must be at least 1 and seconds positive, but got rounds 0",
-            id="rounds",
-        ),
-        pytest.param(
+        (["--rounds", "0"], "rounds must be at least 1 and seconds positive, but got rounds 0"),
+        (
             ["--seconds", "-1"],
             "rounds must be at least 1 and seconds positive, but got .* seconds -1.0",
-            id="seconds",
         ),
-        pytest.param(["--only", "what"], "only must list kinds .* but got 'what'", id="only"),
+        (["--only", "what"], "only must list kinds .* but got 'what'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):

@@ -413,11 +413,9 @@ def test_files_are_the_same_each_time_and_text_is_text(tmp_path):
 @pytest.mark.parametrize(
     "text, says",
     [
-        pytest.param("[]", "must be a JSON object, but got a list", id="list"),
-        pytest.param("no json", "is not valid JSON", id="text"),
-        pytest.param(
-            '{"benchmarks": [{"name": "x"}]}', "contains no benchmarks. Pass a file", id="half"
-        ),
+        ("[]", "must be a JSON object, but got a list"),
+        ("no json", "is not valid JSON"),
+        ('{"benchmarks": [{"name": "x"}]}', "contains no benchmarks. Pass a file"),
     ],
 )
 def test_what_is_no_results_file_is_said(tmp_path, text, says):

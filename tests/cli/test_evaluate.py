@@ -92,12 +92,12 @@ def test_adapters_change_their_base(home, monkeypatch):
 @pytest.mark.parametrize(
     "words, says",
     [
-        pytest.param(("--tasks", "sums"), "Pass the model first", id="no model"),
-        pytest.param(("{0}/esft",), "Pass it with its base", id="no base"),
-        pytest.param(("{0}/dense+{0}/moe",), "has neither expert_cfg.json", id="no adapter"),
-        pytest.param(("{0}/fused",), "is a fused folder", id="fused"),
-        pytest.param(("no/such/folder",), "neither a folder nor a Hub id", id="no folder"),
-        pytest.param(("{0}/dense", "--tasks", "nope"), "Tasks not found: nope", id="no task"),
+        (("--tasks", "sums"), "Pass the model first"),
+        (("{0}/esft",), "Pass it with its base"),
+        (("{0}/dense+{0}/moe",), "has neither expert_cfg.json"),
+        (("{0}/fused",), "is a fused folder"),
+        (("no/such/folder",), "neither a folder nor a Hub id"),
+        (("{0}/dense", "--tasks", "nope"), "Tasks not found: nope"),
     ],
 )
 def test_bad_input_is_one_line(home, monkeypatch, capsys, words, says):

@@ -304,18 +304,9 @@ BOTS = LOOP + (
 @pytest.mark.parametrize(
     "template, messages, says",
     [
-        pytest.param(
-            LATE,
-            chat(*TEXTS),
-            "cannot be located .*turn 3 of .* is rendered differently",
-            id="late",
-        ),
-        pytest.param(
-            USERS, chat("a", "b"), "turn 3 of .* is rendered differently", id="no-answers"
-        ),
-        pytest.param(
-            BOTS, chat("a", "b"), "no token of .* belongs to an answer", id="marks-nothing"
-        ),
+        (LATE, chat(*TEXTS), "cannot be located .*turn 3 of .* is rendered differently"),
+        (USERS, chat("a", "b"), "turn 3 of .* is rendered differently"),
+        (BOTS, chat("a", "b"), "no token of .* belongs to an answer"),
     ],
 )
 def test_a_template_that_cannot_be_masked_is_one_line_with_the_remedy(template, messages, says):

@@ -425,18 +425,17 @@ def test_what_is_not_used_is_not_judged(tmp_path):
 @pytest.mark.parametrize(
     "name, text, says",
     [
-        pytest.param("none.jsonl", None, "does not exist", id="missing"),
-        pytest.param("empty.jsonl", "", "is empty", id="empty-file"),
-        pytest.param("empty.json", "[]", "no data", id="empty-list"),
-        pytest.param("bad.jsonl", "{'a':\n", "cannot be read", id="no-json"),
-        pytest.param("rows.txt", "hello", "ends in '.txt'", id="unknown-kind"),
-        pytest.param(
+        ("none.jsonl", None, "does not exist"),
+        ("empty.jsonl", "", "is empty"),
+        ("empty.json", "[]", "no data"),
+        ("bad.jsonl", "{'a':\n", "cannot be read"),
+        ("rows.txt", "hello", "ends in '.txt'"),
+        (
             "other.jsonl",
             '{"question": "q", "prompt": "p"}',
             "columns question, prompt. Rename them",
-            id="columns",
         ),
-        pytest.param("blank.jsonl", "\n\n", "has no examples", id="blank-lines"),
+        ("blank.jsonl", "\n\n", "has no examples"),
     ],
 )
 def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):

@@ -165,15 +165,11 @@ def test_a_run_of_other_bits_is_found(few, monkeypatch):
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param(lambda out: out * float("nan"), "the error is inf times", id="not a number"),
-        pytest.param(lambda out: out.detach(), "the error is inf times", id="no gradient"),
-        pytest.param(lambda out: out[:-1], "the error is inf times", id="another shape"),
-        pytest.param(lambda out: out.unknown, "has no attribute 'unknown'", id="an error"),
-        pytest.param(
-            lambda out: torch.cat([out[:-1], out[:1]]),
-            "the error is ",
-            id="one row of another token",
-        ),
+        (lambda out: out * float("nan"), "the error is inf times"),
+        (lambda out: out.detach(), "the error is inf times"),
+        (lambda out: out[:-1], "the error is inf times"),
+        (lambda out: out.unknown, "has no attribute 'unknown'"),
+        (lambda out: torch.cat([out[:-1], out[:1]]), "the error is "),
     ],
 )
 def test_what_else_may_be_wrong(few, monkeypatch, change, says):

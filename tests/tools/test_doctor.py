@@ -111,30 +111,19 @@ GONE = importlib.metadata.PackageNotFoundError("gone")
 @pytest.mark.parametrize(
     "name, version, says",
     [
-        pytest.param(
+        (
             "torch",
             "2.9.1",
             "torch is 2.9.1, but >=2.11 is required. Run pip install -U 'torch>=2.11'",
-            id="old torch",
         ),
-        pytest.param(
-            "triton", "4.0", "triton is 4.0, but >=3.6,<4 is required. Run pip", id="new triton"
-        ),
-        pytest.param(
-            "triton", GONE, "triton is missing. Run pip install 'triton>=3.6,<4'", id="no triton"
-        ),
-        pytest.param(
+        ("triton", "4.0", "triton is 4.0, but >=3.6,<4 is required. Run pip"),
+        ("triton", GONE, "triton is missing. Run pip install 'triton>=3.6,<4'"),
+        (
             "numpy",
             None,
             "numpy is unreadable (no version). Run pip install --force-reinstall 'numpy'",
-            id="none",
         ),
-        pytest.param(
-            "safetensors",
-            KeyError("Version"),
-            "safetensors is unreadable ('Version'). Run pip",
-            id="metadata",
-        ),
+        ("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'). Run pip"),
     ],
 )
 def test_packages(versions, name, version, says):

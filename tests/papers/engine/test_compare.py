@@ -206,36 +206,12 @@ def test_holm_with_a_comparison_that_has_no_p():
 @pytest.mark.parametrize(
     "losses, reference, tokens, match",
     [
-        pytest.param(
-            {"a": [[1.0]]}, "b", None, "reference must be one of a", id="no such reference"
-        ),
-        pytest.param(
-            {"a": [[1.0]], "b": [[1.0, 2.0]]},
-            "b",
-            None,
-            "Expected losses .seeds, examples.",
-            id="other rows",
-        ),
-        pytest.param(
-            {"a": [[]], "b": [[]]}, "b", None, "Expected losses .seeds, examples.", id="no rows"
-        ),
-        pytest.param(
-            {"a": [1.0], "b": [1.0]}, "b", None, "Expected losses .seeds, examples.", id="no seeds"
-        ),
-        pytest.param(
-            {"a": [[1.0]], "b": [[1.0]]},
-            "b",
-            [1, 2],
-            "tokens .examples. of at least 1",
-            id="other tokens",
-        ),
-        pytest.param(
-            {"a": [[1.0]], "b": [[1.0]]},
-            "b",
-            [0],
-            "tokens .examples. of at least 1",
-            id="no tokens",
-        ),
+        ({"a": [[1.0]]}, "b", None, "reference must be one of a"),
+        ({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "Expected losses .seeds, examples."),
+        ({"a": [[]], "b": [[]]}, "b", None, "Expected losses .seeds, examples."),
+        ({"a": [1.0], "b": [1.0]}, "b", None, "Expected losses .seeds, examples."),
+        ({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "tokens .examples. of at least 1"),
+        ({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "tokens .examples. of at least 1"),
     ],
 )
 def test_bad_input(losses, reference, tokens, match):

@@ -157,31 +157,16 @@ def test_a_source_has_its_own_limit_and_held_out_files_may_be_several(sources):
 @pytest.mark.parametrize(
     "value, says",
     [
-        pytest.param(
-            [], "data.train must be a source, or a list of sources, but got []", id="empty"
-        ),
-        pytest.param(
-            5, "data.train must be a source, or a list of sources, but got 5", id="number"
-        ),
-        pytest.param(
-            [{"source": "a", "weight": -1}],
-            "data.train.0.weight must be greater than 0, but got -1",
-            id="negative",
-        ),
-        pytest.param(
-            ["a", {"source": "b", "weight": "much"}],
-            "data.train.1.weight must be a valid number",
-            id="text",
-        ),
-        pytest.param(["a", {"weight": 1}], "data.train.1.source is missing", id="no-source"),
-        pytest.param(
+        ([], "data.train must be a source, or a list of sources, but got []"),
+        (5, "data.train must be a source, or a list of sources, but got 5"),
+        ([{"source": "a", "weight": -1}], "data.train.0.weight must be greater than 0, but got -1"),
+        (["a", {"source": "b", "weight": "much"}], "data.train.1.weight must be a valid number"),
+        (["a", {"weight": 1}], "data.train.1.source is missing"),
+        (
             ["a", {"source": "b", "weight": 1}],
             "data.train.weight must be given for all sources or for none, but 1 of 2 have one",
-            id="half",
         ),
-        pytest.param(
-            [{"source": "a", "columns": 1}], "data.train.0.columns is not a valid key", id="unknown"
-        ),
+        ([{"source": "a", "columns": 1}], "data.train.0.columns is not a valid key"),
     ],
 )
 def test_bad_sources_are_one_error(value, says):
@@ -202,13 +187,9 @@ def test_bad_sources_are_one_error(value, says):
 @pytest.mark.parametrize(
     "bad, says",
     [
-        pytest.param(
-            '{"prompt": "p", "solution": "s"}\n',
-            "has the columns prompt, solution. Rename them",
-            id="missing-column",
-        ),
-        pytest.param("", "is empty. Pass", id="empty-file"),
-        pytest.param(
+        ('{"prompt": "p", "solution": "s"}\n', "has the columns prompt, solution. Rename them"),
+        ("", "is empty. Pass"),
+        (
             '{"prompt": [{"role": "user", '
             '"content": '
             '"p"}], '
@@ -217,7 +198,6 @@ def test_bad_sources_are_one_error(value, says):
             '"assistant", '
             '"content": "c"}]}\n',
             "Column prompt is text in one source and turns in another",
-            id="two-forms",
         ),
     ],
 )
@@ -271,32 +251,17 @@ PLACES = {
 @pytest.mark.parametrize(
     "key, value, says",
     [
-        pytest.param("{0}__train", "none.jsonl", "Data 'none.jsonl' does not exist", id="no-data"),
-        pytest.param(
-            "{0}__held_out_rows",
-            64,
-            "held_out_rows .64. leaves no training examples: the data has",
-            id="all-held",
-        ),
-        pytest.param(
-            "{1}", 2, "No example has a token to train on within max_length .2", id="short"
-        ),
-        pytest.param("base_model", "./none", "base_model './none'", id="no-base"),
-        pytest.param(
+        ("{0}__train", "none.jsonl", "Data 'none.jsonl' does not exist"),
+        ("{0}__held_out_rows", 64, "held_out_rows .64. leaves no training examples: the data has"),
+        ("{1}", 2, "No example has a token to train on within max_length .2"),
+        ("base_model", "./none", "base_model './none'"),
+        (
             "{2}__warmup_steps",
             4,
             "warmup_steps must be below the 4 steps of the training, but got 4",
-            id="warmup",
         ),
-        pytest.param(
-            "{2}__optimizer", "adam", "optimizer must be one of adamw_torch", id="optimizer"
-        ),
-        pytest.param(
-            "{2}__per_device_batch_size",
-            3,
-            "per_device_batch_size .3. times 1 processes",
-            id="batch",
-        ),
+        ("{2}__optimizer", "adam", "optimizer must be one of adamw_torch"),
+        ("{2}__per_device_batch_size", 3, "per_device_batch_size .3. times 1 processes"),
     ],
 )
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(

@@ -129,20 +129,10 @@ def test_counts(recipe, out):
 @pytest.mark.parametrize(
     "command, options, match",
     [
-        pytest.param("table1", {}, "command must be one of main", id="no such table"),
-        pytest.param("main", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
-        pytest.param(
-            "frontier",
-            {"factors": (0.0, 1.0)},
-            "factor must be a number above 0, but got 0",
-            id="factor",
-        ),
-        pytest.param(
-            "frontier",
-            {"depths": (0.1, 0.1)},
-            "depth must have one or more different values",
-            id="depth twice",
-        ),
+        ("table1", {}, "command must be one of main"),
+        ("main", {"seeds": 0}, "seeds must be an integer of at least 1"),
+        ("frontier", {"factors": (0.0, 1.0)}, "factor must be a number above 0, but got 0"),
+        ("frontier", {"depths": (0.1, 0.1)}, "depth must have one or more different values"),
     ],
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):

@@ -216,24 +216,12 @@ def strangers(made, tmp_path_factory):
 @pytest.mark.parametrize(
     "model, match",
     [
-        pytest.param(
-            "{wide}",
-            "The hidden sizes differ .32 of .*sums.model, 64 of .* but joint is False",
-            id="wide",
-        ),
-        pytest.param(
-            "{foreign}", "of 'words' is .*Specialists must have the same vocabulary", id="foreign"
-        ),
-        pytest.param("./none", "specialists.words.model './none' does not exist. Pass", id="dot"),
-        pytest.param(
-            "{wide}/none", "specialists.words.model .*/none' does not exist. Pass", id="path"
-        ),
-        pytest.param(
-            "tests/none", "specialists.words.model 'tests/none' does not exist", id="like an id"
-        ),
-        pytest.param(
-            "tests", "specialists.words.model 'tests' has no config.json. Pass", id="no model"
-        ),
+        ("{wide}", "The hidden sizes differ .32 of .*sums.model, 64 of .* but joint is False"),
+        ("{foreign}", "of 'words' is .*Specialists must have the same vocabulary"),
+        ("./none", "specialists.words.model './none' does not exist. Pass"),
+        ("{wide}/none", "specialists.words.model .*/none' does not exist. Pass"),
+        ("tests/none", "specialists.words.model 'tests/none' does not exist"),
+        ("tests", "specialists.words.model 'tests' has no config.json. Pass"),
     ],
 )
 def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):

@@ -108,8 +108,8 @@ def test_a_table_is_read_again(tables, monkeypatch):
 @pytest.mark.parametrize(
     "command, options, match",
     [
-        pytest.param("weights", {"rows": 0}, "rows must be an integer of at least 1", id="rows"),
-        pytest.param("weights", {"rows": 3}, "created with other settings", id="another report"),
+        ("weights", {"rows": 0}, "rows must be an integer of at least 1"),
+        ("weights", {"rows": 3}, "created with other settings"),
     ],
 )
 def test_bad_options_fail_before_anything(tables, command, options, match):

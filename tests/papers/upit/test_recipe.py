@@ -89,83 +89,41 @@ def test_a_recipe_of_few_words_has_defaults():
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param(
-            {"colour": 1}, "colour is not a valid key. Use any of method", id="unknown-key"
-        ),
-        pytest.param(
-            {"ffn": FORM | {"lr": 1}},
-            "ffn.lr is not a valid key. Use any of sft, init, post",
-            id="nested",
-        ),
-        pytest.param({"ffn": None}, "ffn and lora are null, but at least one", id="no-form"),
-        pytest.param(
+        ({"colour": 1}, "colour is not a valid key. Use any of method"),
+        ({"ffn": FORM | {"lr": 1}}, "ffn.lr is not a valid key. Use any of sft, init, post"),
+        ({"ffn": None}, "ffn and lora are null, but at least one"),
+        (
             {"ffn": FORM | {"sft": {"steps": 3, "learning_rate": 1}}},
             "ffn.sft.steps is 3. Set epochs",
-            id="steps",
         ),
-        pytest.param({"ffn": {"sft": TUNING}}, "ffn.init is missing", id="missing"),
-        pytest.param({"domains": {}}, "domains must have at least 1, but got none", id="no-domain"),
-        pytest.param(
-            {"domains": {"a/b": {"train": "a"}}}, "domains must be named with letters", id="path"
-        ),
-        pytest.param(
+        ({"ffn": {"sft": TUNING}}, "ffn.init is missing"),
+        ({"domains": {}}, "domains must have at least 1, but got none"),
+        ({"domains": {"a/b": {"train": "a"}}}, "domains must be named with letters"),
+        (
             {"domains": {"code": {"train": "code", "held_out": "a.jsonl"}}},
             "'code' has held-out data, but got 'a.jsonl'",
-            id="own",
         ),
-        pytest.param(
-            {"domains": {"a": {"train": "a", "prompt": "x"}}}, "prompt must be 'plain'", id="prompt"
-        ),
-        pytest.param(
-            {"experts": {"top_k": 9}},
-            "experts.top_k must be at most num_experts .8., but got 9",
-            id="top-k",
-        ),
-        pytest.param(
+        ({"domains": {"a": {"train": "a", "prompt": "x"}}}, "prompt must be 'plain'"),
+        ({"experts": {"top_k": 9}}, "experts.top_k must be at most num_experts .8., but got 9"),
+        (
             {"experts": {"gate": "xft"}},
             "experts.gate must be one without a shared expert, but got 'xft'",
-            id="gate",
         ),
-        pytest.param(
-            {"checkpoints": {"count": 9}},
-            "checkpoints.count must be at most the 8 checkpoints",
-            id="count",
-        ),
-        pytest.param(
+        ({"checkpoints": {"count": 9}}, "checkpoints.count must be at most the 8 checkpoints"),
+        (
             {"checkpoints": {"count": 1}},
             "checkpoints.count must be at least 2 to expand to 8 experts, but got 1",
-            id="one-parent",
         ),
-        pytest.param(
-            {"checkpoints": {"which": "last"}}, "checkpoints.which must be 'back'", id="which"
-        ),
-        pytest.param({"expansion": {"drop": 1}}, "expansion.drop must be less than 1", id="drop"),
-        pytest.param(
-            {"seed_data": {"share": 0}}, "seed_data.share must be greater than 0", id="share"
-        ),
-        pytest.param(
-            {"router": {"alpha": 2}}, "router.alpha must be less than or equal to 1", id="alpha"
-        ),
-        pytest.param(
-            {"router": {"vector_std": -1}},
-            "vector_std must be greater than or equal to 0",
-            id="vectors",
-        ),
-        pytest.param({"lora": FORM | {"rank": 0}}, "lora.rank must be greater", id="rank"),
-        pytest.param(
-            {"lora": FORM | {"loramoe": "all"}},
-            "lora.loramoe must be 'top_k' or 'dense'",
-            id="loramoe",
-        ),
-        pytest.param(
-            {"pretrain": PRETRAIN}, "but got both .base_model is 'folder'", id="two-bases"
-        ),
-        pytest.param(
-            {"base_model": None},
-            "pretrain or base_model must be given, but got neither",
-            id="no-base",
-        ),
-        pytest.param({"method": "xft"}, "method must be 'upit'", id="method"),
+        ({"checkpoints": {"which": "last"}}, "checkpoints.which must be 'back'"),
+        ({"expansion": {"drop": 1}}, "expansion.drop must be less than 1"),
+        ({"seed_data": {"share": 0}}, "seed_data.share must be greater than 0"),
+        ({"router": {"alpha": 2}}, "router.alpha must be less than or equal to 1"),
+        ({"router": {"vector_std": -1}}, "vector_std must be greater than or equal to 0"),
+        ({"lora": FORM | {"rank": 0}}, "lora.rank must be greater"),
+        ({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe must be 'top_k' or 'dense'"),
+        ({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'"),
+        ({"base_model": None}, "pretrain or base_model must be given, but got neither"),
+        ({"method": "xft"}, "method must be 'upit'"),
     ],
 )
 def test_a_mistake_is_one_error_with_the_key(change, says):

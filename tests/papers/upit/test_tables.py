@@ -163,8 +163,8 @@ def test_distances_between_domains():
 @pytest.mark.parametrize(
     "command, options, match",
     [
-        pytest.param("table1", {}, "command must be one of main", id="no such table"),
-        pytest.param("main", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
+        ("table1", {}, "command must be one of main"),
+        ("main", {"seeds": 0}, "seeds must be an integer of at least 1"),
     ],
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):

@@ -139,98 +139,35 @@ def test_the_tiny_recipe_needs_no_download():
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param(
-            {"colour": 1}, "colour is not a valid key. Use any of method", id="unknown-key"
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"lr": 1}},
-            "tune.lr is not a valid key. Use any of epochs",
-            id="nested",
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"learning_rate": "fast"}},
-            "tune.learning_rate must be a valid",
-            id="text",
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"learning_rate": -1}},
-            "tune.learning_rate must be greater than 0",
-            id="minus",
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"steps": 2.5}}, "tune.steps must be a valid integer", id="float"
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"bf16": 1}}, "tune.bf16 must be a valid boolean", id="int-for-bool"
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"batch_size": True}},
-            "tune.batch_size must be a valid",
-            id="bool-for-int",
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"epochs": 1}},
-            "tune.epochs is 1.0 and steps is 3. Set exactly one",
-            id="both",
-        ),
-        pytest.param(
-            {"tune": {"steps": 3}},
-            "tune.learning_rate is missing from the recipe",
-            id="missing-nested",
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"schedule": "cosinus"}},
-            "tune.schedule must be 'linear'",
-            id="schedule",
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"max_grad_norm": 0}}, "tune.max_grad_norm must be", id="no-clip"
-        ),
-        pytest.param(
-            {"tune": TRAINING | {"warmup_steps": -1}}, "tune.warmup_steps must be", id="warmup"
-        ),
-        pytest.param({"tune": None}, "tune must be", id="null"),
-        pytest.param({"data": []}, r"data must be a valid dictionary", id="list"),
-        pytest.param({"data": {"prompt": "alpaca"}}, "data.prompt must be 'plain'", id="prompt"),
-        pytest.param(
-            {"data": {"limit": 0}}, "data.limit must be greater than or equal to 1", id="limit"
-        ),
-        pytest.param(
-            {"experts": {"top_k": 9}},
-            "experts.top_k must be at most num_experts .8., but got 9",
-            id="top-k",
-        ),
-        pytest.param(
-            {"experts": {"hidden_size": 8}}, "experts.hidden_size is not a valid key", id="base's"
-        ),
-        pytest.param(
-            {"experts": {"preset": "mixtral"}},
-            "experts.preset must be one of xft-paper",
-            id="preset",
-        ),
-        pytest.param(
-            {"experts": {"noisy_gate": "yes"}},
-            "experts.noisy_gate must be a valid boolean",
-            id="noisy",
-        ),
-        pytest.param(
+        ({"colour": 1}, "colour is not a valid key. Use any of method"),
+        ({"tune": TRAINING | {"lr": 1}}, "tune.lr is not a valid key. Use any of epochs"),
+        ({"tune": TRAINING | {"learning_rate": "fast"}}, "tune.learning_rate must be a valid"),
+        ({"tune": TRAINING | {"learning_rate": -1}}, "tune.learning_rate must be greater than 0"),
+        ({"tune": TRAINING | {"steps": 2.5}}, "tune.steps must be a valid integer"),
+        ({"tune": TRAINING | {"bf16": 1}}, "tune.bf16 must be a valid boolean"),
+        ({"tune": TRAINING | {"batch_size": True}}, "tune.batch_size must be a valid"),
+        ({"tune": TRAINING | {"epochs": 1}}, "tune.epochs is 1.0 and steps is 3. Set exactly one"),
+        ({"tune": {"steps": 3}}, "tune.learning_rate is missing from the recipe"),
+        ({"tune": TRAINING | {"schedule": "cosinus"}}, "tune.schedule must be 'linear'"),
+        ({"tune": TRAINING | {"max_grad_norm": 0}}, "tune.max_grad_norm must be"),
+        ({"tune": TRAINING | {"warmup_steps": -1}}, "tune.warmup_steps must be"),
+        ({"tune": None}, "tune must be"),
+        ({"data": []}, r"data must be a valid dictionary"),
+        ({"data": {"prompt": "alpaca"}}, "data.prompt must be 'plain'"),
+        ({"data": {"limit": 0}}, "data.limit must be greater than or equal to 1"),
+        ({"experts": {"top_k": 9}}, "experts.top_k must be at most num_experts .8., but got 9"),
+        ({"experts": {"hidden_size": 8}}, "experts.hidden_size is not a valid key"),
+        ({"experts": {"preset": "mixtral"}}, "experts.preset must be one of xft-paper"),
+        ({"experts": {"noisy_gate": "yes"}}, "experts.noisy_gate must be a valid boolean"),
+        (
             {"experts": {"balance_loss_coef": 0.1}},
             "experts.balance_loss_coef is 0.1, but balance_loss is",
-            id="coef",
         ),
-        pytest.param(
-            {"shared_rate": 1.5}, "shared_rate must be less than or equal to 1", id="lambda"
-        ),
-        pytest.param(
-            {"ewa": {"share": 2}}, "ewa.share must be less than or equal to 1", id="share"
-        ),
-        pytest.param(
-            {"base_model": None},
-            "pretrain or base_model must be given, but got neither",
-            id="no-base",
-        ),
-        pytest.param({"method": "upit"}, "method must be 'xft'", id="method"),
-        pytest.param({"dtype": "fp8"}, "dtype must be 'float32'", id="dtype"),
+        ({"shared_rate": 1.5}, "shared_rate must be less than or equal to 1"),
+        ({"ewa": {"share": 2}}, "ewa.share must be less than or equal to 1"),
+        ({"base_model": None}, "pretrain or base_model must be given, but got neither"),
+        ({"method": "upit"}, "method must be 'xft'"),
+        ({"dtype": "fp8"}, "dtype must be 'float32'"),
     ],
 )
 def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
@@ -244,14 +181,10 @@ def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
 @pytest.mark.parametrize(
     "text, says",
     [
-        pytest.param("a: [1", "is not valid YAML", id="broken"),
-        pytest.param("", "recipe must be a valid dictionary", id="empty"),
-        pytest.param("- 1", "recipe must be a valid dictionary", id="list"),
-        pytest.param(
-            "base_model: x\nsft: {steps: 1, learning_rate: 1}\n",
-            "tune is missing from the recipe",
-            id="missing",
-        ),
+        ("a: [1", "is not valid YAML"),
+        ("", "recipe must be a valid dictionary"),
+        ("- 1", "recipe must be a valid dictionary"),
+        ("base_model: x\nsft: {steps: 1, learning_rate: 1}\n", "tune is missing from the recipe"),
     ],
 )
 def test_a_file_that_is_no_recipe(tmp_path, text, says):

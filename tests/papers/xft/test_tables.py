@@ -190,25 +190,11 @@ def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(recipe, out, tmp_path
 @pytest.mark.parametrize(
     "command, options, match",
     [
-        pytest.param("table2", {}, "command must be one of table1", id="no such table"),
-        pytest.param(
-            "table1", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"
-        ),
-        pytest.param(
-            "sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda must be", id="lambda above 1"
-        ),
-        pytest.param(
-            "sweep-lambda",
-            {"shared_rates": (math.nan,)},
-            "lambda must be",
-            id="lambda is no number",
-        ),
-        pytest.param(
-            "sweep-lambda",
-            {"shared_rates": (0.5, 0.5)},
-            "lambda must have .*different values",
-            id="a lambda twice",
-        ),
+        ("table2", {}, "command must be one of table1"),
+        ("table1", {"seeds": 0}, "seeds must be an integer of at least 1"),
+        ("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda must be"),
+        ("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda must be"),
+        ("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda must have .*different values"),
     ],
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):

@@ -2,8 +2,6 @@
 does, clear errors.
 """
 
-import re
-
 import pytest
 import yaml
 
@@ -34,12 +32,6 @@ def test_a_shipped_study_survives_its_dict(name):
     recipe = load_recipe(name)
     assert recipe.name == name
     assert recipe.method == "esft"
-    assert len(recipe.tasks) == (1 if name == "frontier" else 2)
-    assert (
-        EsftRecipe.from_dict(recipe.to_dict())
-        == recipe
-        == load_recipe(METHODS / "esft" / "recipes" / f"{name}.yaml")
-    )
     assert EsftRecipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
@@ -50,32 +42,21 @@ def test_the_settings_are_the_papers():
     assert {part.prompt for part in (*recipe.tasks.values(), recipe.general)} == {"esft"}
     rates = {recipe.fft: 3e-5, recipe.lora.training: 1e-4, recipe.esft: 1e-5}
     for training, rate in rates.items():
-        assert (training.learning_rate, training.steps, training.batch_size) == (rate, 500, 32)
-        assert (training.optimizer, training.adam_beta1, training.adam_beta2) == (
-            "adamw_torch",
-            0.9,
-            0.95,
-        )
-        assert (training.weight_decay, training.schedule, training.warmup_steps) == (
-            0.1,
-            "constant",
-            0,
-        )
+        assert training.learning_rate == rate
+        assert (training.steps, training.batch_size) == (500, 32)
+        assert training.optimizer == "adamw_torch"
+        assert (training.adam_beta1, training.adam_beta2) == (0.9, 0.95)
+        assert training.weight_decay == 0.1
+        assert (training.schedule, training.warmup_steps) == ("constant", 0)
         assert training.max_grad_norm == 1
         assert training.keep_best
         assert training.steps == 100 * recipe.evaluations
     assert (recipe.lora.rank, recipe.lora.scaling) == (8, 2)
     assert (recipe.p.gate, recipe.p.token) == (0.1, 0.2)
-    assert recipe.scores.n_tokens == 32 * 4096
-    assert recipe.max_length == 4096
-    assert recipe.pack
-    assert recipe.drop_bos == 0.2
-    assert recipe.mix == 1
-    assert recipe.scores.variant == "v1"
-    assert (recipe.dtype, recipe.trained_dtype) == (
-        "bfloat16",
-        "float32",
-    )
+    assert (recipe.scores.n_tokens, recipe.scores.variant) == (32 * 4096, "v1")
+    assert (recipe.max_length, recipe.pack) == (4096, True)
+    assert (recipe.drop_bos, recipe.mix) == (0.2, 1)
+    assert (recipe.dtype, recipe.trained_dtype) == ("bfloat16", "float32")
 
 
 def test_a_recipe_without_more_has_the_papers_settings():
@@ -101,14 +82,9 @@ def test_a_change_reaches_into_tasks():
     "change, says",
     [
         ({"colour": 1}, "colour is not a valid key. Use any of method"),
-        ({"esft": TUNING | {"lr": 1}}, "esft.lr is not a valid key. Use any of epochs"),
         ({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 must be less than 1"),
         ({"esft": {"steps": 3}}, "esft.learning_rate is missing"),
         ({"tasks": {}}, "tasks must have at least 1, but got none"),
-        ({"tasks": None}, "tasks must be a valid dictionary"),
-        ({"tasks": ["law"]}, r"tasks must be a valid dictionary"),
-        ({"tasks": {"law": {}}}, "tasks.law.train is missing"),
-        ({"tasks": {"law": {"train": "a", "limit": 0}}}, "tasks.law.limit must be greater"),
         ({"tasks": {"law": {"train": "a", "rows": 1}}}, "tasks.law.rows is not a valid key"),
         ({"tasks": {"a/b": {"train": "a"}}}, "tasks must be named with letters"),
         ({"tasks": {"general": {"train": "a"}}}, "No task may be named 'general'"),
@@ -116,10 +92,7 @@ def test_a_change_reaches_into_tasks():
         ({"p": {"gate": 0}}, "p.gate must be greater than 0"),
         ({"p": {"token": 1.5}}, "p.token must be less than or equal to 1"),
         ({"scores": {"variant": "v2"}}, "scores.variant must be 'v1', 'paper'"),
-        ({"lora": {"rank": 0, "training": TUNING}}, "lora.rank must be greater than or equal to 1"),
-        ({"score": "both"}, "score must be '"),
-        ({"mix": -1}, "mix must be greater than or equal to 0"),
-        ({"trained_dtype": "fp8"}, "trained_dtype must be 'float32'"),
+        ({"lora": {"rank": 0, "training": TUNING}}, "lora.rank must be greater"),
         ({"base_model": None}, "pretrain or base_model must be given, but got neither"),
         ({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'"),
         (
@@ -139,24 +112,13 @@ def test_a_mistake_is_one_error_with_the_key(change, says):
         EsftRecipe.from_dict(SMALL | change)
 
 
-def test_an_error_of_a_file_names_it(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(SMALL | {"mix": "much"}))
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: mix must be a valid number"):
-        load_recipe(path)
-
-
-def test_recipes_are_found_by_name_with_and_without_their_method(tmp_path):
-    assert recipe_path("tiny", "xft", "esft") == METHODS / "xft" / "recipes" / "tiny.yaml"
-    assert (
-        recipe_path("esft/tiny", "xft", "esft")
-        == recipe_path("tiny", "esft")
-        == METHODS / "esft" / "recipes" / "tiny.yaml"
-    )
+def test_recipes_are_found_by_name_with_and_without_their_method():
+    ours = METHODS / "esft" / "recipes" / "tiny.yaml"
+    theirs = METHODS / "xft" / "recipes" / "tiny.yaml"
+    assert recipe_path("tiny", "xft", "esft") == theirs
+    assert recipe_path("esft/tiny", "xft", "esft") == recipe_path("tiny", "esft") == ours
     assert recipe_path("deepseek-v2-lite", "xft", "esft").parents[1].name == "esft"
-    assert method_of(METHODS / "esft" / "recipes" / "tiny.yaml") == "esft"
-    assert method_of(METHODS / "xft" / "recipes" / "tiny.yaml") == "xft"
-    with pytest.raises(
-        ValueError, match="Recipe 'none' does not exist. Pass a YAML file or one of .*esft/tiny"
-    ):
+    assert method_of(ours) == "esft"
+    assert method_of(theirs) == "xft"
+    with pytest.raises(ValueError, match="Recipe 'none' does not exist. .*esft/tiny"):
         recipe_path("none", "xft", "esft")

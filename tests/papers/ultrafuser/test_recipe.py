@@ -5,7 +5,6 @@ for each mistake.
 import pytest
 
 from papers.engine.corpora import DOMAINS
-from papers.engine.recipe import shipped_recipes
 from papers.ultrafuser.recipe import FuserRecipe, load_recipe
 
 STEPS = {"steps": 4, "learning_rate": 1e-3, "batch_size": 6}
@@ -21,41 +20,30 @@ VALUES = {
 
 def test_the_paper_s_settings_are_shipped():
     recipe = load_recipe("ultrafuser-13b")
-    assert (recipe.stage1.steps, recipe.stage1.batch_size, recipe.stage2.batch_size) == (
-        400,
-        3 * 64,
-        3 * 32,
-    )
+    assert recipe.stage1.steps == 400
+    assert (recipe.stage1.batch_size, recipe.stage2.batch_size) == (3 * 64, 3 * 32)
     for stage in (recipe.stage1, recipe.stage2):
-        assert (stage.learning_rate, stage.schedule, stage.optimizer) == (
-            2e-5,
-            "cosine",
-            "adamw_torch",
-        )
+        assert stage.learning_rate == 2e-5
+        assert stage.schedule == "cosine"
+        assert stage.optimizer == "adamw_torch"
     assert recipe.templates == ["ultralm", "codellama", "wizardmath"]
     assert recipe.balanced
-    assert recipe.gate == "mlp"
-    assert recipe.reduction == "mean"
+    assert (recipe.gate, recipe.reduction) == ("mlp", "mean")
     assert recipe.pretrain is recipe.base_model is recipe.specialist is None
 
 
-def test_the_tiny_study_needs_no_file():
+def test_the_tiny_study():
     recipe = load_recipe("tiny")
-    assert shipped_recipes("ultrafuser") == ["tiny", "ultrafuser-13b"]
     assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
     assert len(set(recipe.templates)) == 3
-    assert recipe.pretrain is not None
     assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
     # or balance would change nothing
     assert len({domain.limit for domain in recipe.domains.values()}) == 3
-
-
-def test_a_specialist_may_have_steps_of_its_own():
-    values = load_recipe("tiny").to_dict()
+    values = recipe.to_dict()
     values["specialists"]["code"]["steps"] = 7
-    recipe = FuserRecipe.from_dict(values)
-    assert recipe.training_of("code") == recipe.specialist.change(epochs=None, steps=7)
-    assert recipe.training_of("prose") == recipe.specialist
+    changed = FuserRecipe.from_dict(values)
+    assert changed.training_of("code") == recipe.specialist.change(epochs=None, steps=7)
+    assert changed.training_of("prose") == recipe.specialist
 
 
 def test_a_recipe_comes_back_from_its_values():
@@ -63,16 +51,10 @@ def test_a_recipe_comes_back_from_its_values():
     assert FuserRecipe.from_dict(recipe.to_dict()) == recipe
     assert recipe.further_stage.steps == 8
     assert recipe.further_stage.batch_size == 6
-    own = recipe.change(further=STEPS | {"steps": 3})
-    assert own.further_stage.steps == 3
-
-
-def test_a_given_specialist_may_be_of_no_domain():
+    assert recipe.change(further=STEPS | {"steps": 3}).further_stage.steps == 3
     given = {name: {"template": "chat", "model": name} for name in ("x", "b")}
-    recipe = FuserRecipe.from_dict(
-        VALUES | {"base_model": None, "specialist": None, "specialists": given}
-    )
-    assert recipe.domain_of("x") is None
+    recipe = recipe.change(base_model=None, specialist=None, specialists=given)
+    assert recipe.domain_of("x") is None  # a given one may be of no domain
     assert recipe.domain_of("b") == "b"
 
 

@@ -2,12 +2,9 @@
 error per mistake.
 """
 
-import re
-
 import pytest
-import yaml
 
-from papers.engine.recipe import METHODS, method_of, recipe_path, shipped_recipes
+from papers.engine.recipe import shipped_recipes
 from papers.upit.recipe import UpitRecipe, load_recipe
 
 TUNING = {"epochs": 2, "learning_rate": 1e-3}
@@ -25,14 +22,11 @@ PRETRAIN = {
 
 @pytest.mark.parametrize("name", ["budget", "llama-2-7b-lora", "sheared-llama-2.7b", "tiny"])
 def test_a_shipped_recipe_loads_and_survives_a_round_trip(name):
-    recipe = load_recipe(name)
     assert name in shipped_recipes("upit")
+    recipe = load_recipe(name)
     assert recipe.name == name
+    assert recipe.method == "upit"
     assert UpitRecipe.from_dict(recipe.to_dict()) == recipe
-    assert (
-        recipe_path(f"upit/{name}", "xft", "upit") == METHODS / "upit" / "recipes" / f"{name}.yaml"
-    )
-    assert method_of(METHODS / "upit" / "recipes" / f"{name}.yaml") == "upit"
 
 
 @pytest.mark.parametrize(
@@ -45,18 +39,13 @@ def test_the_papers_numbers(name, form, rate, experts, chosen):
     assert recipe.max_length == 2048
     one = getattr(recipe, form)
     for training in (one.sft, one.init, one.post):
-        assert (training.learning_rate, training.batch_size, training.schedule) == (
-            rate,
-            128,
-            "constant",
-        )
+        assert training.learning_rate == rate
+        assert training.batch_size == 128
+        assert training.schedule == "constant"
     assert (one.sft.epochs, one.init.epochs, one.post.epochs, one.whole.epochs) == (2, 4, 2, 4)
-    assert (recipe.experts.num_experts, recipe.experts.top_k, recipe.checkpoints.count) == (
-        experts,
-        2,
-        chosen,
-    )
+    assert (recipe.experts.num_experts, recipe.experts.top_k) == (experts, 2)
     # half of the experts are chosen from the checkpoints between epochs 1 and 2
+    assert recipe.checkpoints.count == chosen
     assert recipe.checkpoints.which == "back"
     assert chosen * recipe.checkpoints.every_epochs <= 1
     limits = [domain.limit for domain in recipe.domains.values()]
@@ -69,21 +58,23 @@ def test_a_recipe_of_few_words_has_defaults():
     recipe = UpitRecipe.from_dict(SMALL)
     assert recipe.forms == ("ffn",)
     assert recipe.lora is None
-    assert (recipe.experts.gate, recipe.experts.balance_loss, recipe.experts.balance_loss_coef) == (
-        "softmax_topk_renorm",
-        "switch",
-        0.01,
-    )
-    assert (recipe.expansion.drop, recipe.expansion.metric, recipe.expansion.parents) == (
-        0.5,
-        "cosine",
-        "farthest",
-    )
-    assert recipe.ffn.sft.optimizer == "adamw_torch"
-    assert recipe.ffn.sft.warmup_steps == 0
+    assert recipe.experts.gate == "softmax_topk_renorm"
+    assert (recipe.experts.balance_loss, recipe.experts.balance_loss_coef) == ("switch", 0.01)
+    assert (recipe.expansion.drop, recipe.expansion.metric) == (0.5, "cosine")
+    assert recipe.expansion.parents == "farthest"
     changed = recipe.change(experts__num_experts=4, ffn__post__epochs=6)
     assert changed.experts.num_experts == 4
     assert changed.ffn.whole.epochs == 8
+
+
+def test_a_model_of_copies_is_trained_as_long_as_both_and_as_many_rows_at_once_as_the_second():
+    at_once = {"per_device_batch_size": 4, "gradient_checkpointing": True, "save_steps": 7}
+    post = TUNING | at_once | {"learning_rate": 9}
+    form = UpitRecipe.from_dict(SMALL | {"ffn": FORM | {"post": post}}).ffn
+    assert form.copied.to_dict() == form.whole.to_dict() | at_once
+    assert form.copied.epochs == 4
+    assert form.copied.learning_rate == form.sft.learning_rate
+    assert form.whole.per_device_batch_size is None
 
 
 @pytest.mark.parametrize(
@@ -97,23 +88,15 @@ def test_a_recipe_of_few_words_has_defaults():
             "ffn.sft.steps is 3. Set epochs",
         ),
         ({"ffn": {"sft": TUNING}}, "ffn.init is missing"),
-        ({"domains": {}}, "domains must have at least 1, but got none"),
         ({"domains": {"a/b": {"train": "a"}}}, "domains must be named with letters"),
         (
             {"domains": {"code": {"train": "code", "held_out": "a.jsonl"}}},
             "'code' has held-out data, but got 'a.jsonl'",
         ),
-        ({"domains": {"a": {"train": "a", "prompt": "x"}}}, "prompt must be 'plain'"),
         ({"experts": {"top_k": 9}}, "experts.top_k must be at most num_experts .8., but got 9"),
-        (
-            {"experts": {"gate": "xft"}},
-            "experts.gate must be one without a shared expert, but got 'xft'",
-        ),
+        ({"experts": {"gate": "xft"}}, "experts.gate must be one without a shared expert"),
         ({"checkpoints": {"count": 9}}, "checkpoints.count must be at most the 8 checkpoints"),
-        (
-            {"checkpoints": {"count": 1}},
-            "checkpoints.count must be at least 2 to expand to 8 experts, but got 1",
-        ),
+        ({"checkpoints": {"count": 1}}, "checkpoints.count must be at least 2 to expand to 8"),
         ({"checkpoints": {"which": "last"}}, "checkpoints.which must be 'back'"),
         ({"expansion": {"drop": 1}}, "expansion.drop must be less than 1"),
         ({"seed_data": {"share": 0}}, "seed_data.share must be greater than 0"),
@@ -123,29 +106,8 @@ def test_a_recipe_of_few_words_has_defaults():
         ({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe must be 'top_k' or 'dense'"),
         ({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'"),
         ({"base_model": None}, "pretrain or base_model must be given, but got neither"),
-        ({"method": "xft"}, "method must be 'upit'"),
     ],
 )
 def test_a_mistake_is_one_error_with_the_key(change, says):
     with pytest.raises(ValueError, match=says):
         UpitRecipe.from_dict(SMALL | change)
-
-
-def test_a_mixture_of_copies_is_trained_as_long_as_both_and_as_many_rows_at_once_as_the_second():
-    at_once = {"per_device_batch_size": 4, "gradient_checkpointing": True, "save_steps": 7}
-    form = UpitRecipe.from_dict(
-        SMALL | {"ffn": FORM | {"post": TUNING | at_once | {"learning_rate": 9}}}
-    ).ffn
-    assert form.copied == form.whole.__class__(**form.whole.to_dict() | at_once)
-    assert form.copied.epochs == 4
-    assert form.copied.learning_rate == form.sft.learning_rate
-    assert form.whole.per_device_batch_size is None
-
-
-def test_an_error_of_a_file_names_it(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(SMALL | {"max_length": "long"}))
-    with pytest.raises(
-        ValueError, match=f"{re.escape(str(path))}: max_length must be a valid integer"
-    ):
-        load_recipe(path)

@@ -137,9 +137,19 @@ def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path):
     out = write(tmp_path / "out", ten_tensors(), 800)
     with Checkpoint(out) as source:
         source.get("layers.9.weight")
-        write(out, {key: tensor[:2] for key, tensor in ten_tensors().items()}, 400, overwrite=True)
+        # of the same sizes
+        write(out, {key: tensor + 1 for key, tensor in ten_tensors().items()}, 800, overwrite=True)
         with pytest.raises(ValueError, match=r"model-00001-of-00005.safetensors has changed since"):
             source.get("layers.0.weight")
+
+
+def test_the_first_shards_metadata_wins(tmp_path):
+    for name in ("a", "b"):
+        tensors = {name: torch.zeros(1)}
+        save_file(tensors, tmp_path / f"{name}.safetensors", metadata={"of": name, name: "1"})
+    weight_map = {name: f"{name}.safetensors" for name in ("a", "b")}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert Checkpoint(tmp_path).metadata == {"of": "a", "a": "1", "b": "1"}
 
 
 # the writer

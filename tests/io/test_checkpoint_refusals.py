@@ -176,6 +176,15 @@ def test_paths_and_keys_that_are_not_there(tmp_path):
             read("nope")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(value):
+    tensor = torch.ones(3, 4)
+    assert checkpoint.check_finite(tensor, "w", "folder") is tensor
+    tensor[1, 2] = value
+    with pytest.raises(ValueError, match="w of folder contains NaN or infinity"):
+        checkpoint.check_finite(tensor, "w", "folder")
+
+
 # check_keys
 def test_check_keys_collects_everything_in_one_error():
     spec = TensorSpec((2, 3), torch.float32)
@@ -183,7 +192,7 @@ def test_check_keys_collects_everything_in_one_error():
     check_keys(same, dict(reversed(same.items())), source="x")
     there = {
         "shape": TensorSpec((3, 2), torch.float32),
-        "dtype": TensorSpec((2, 3), torch.bfloat16),
+        "dtype": TensorSpec((2, 3), torch.int32),
         "extra": spec,
         "both": spec,
     }
@@ -197,7 +206,7 @@ def test_check_keys_collects_everything_in_one_error():
         "1 unexpected: extra",
         "2 with a wrong shape: shape is [3, 2], not [2, 3], both is [2, 3], not []",
         (
-            "2 with a wrong dtype: dtype is torch.bfloat16, not torch.float32, both is "
+            "2 with a wrong dtype: dtype is torch.int32, not torch.float32, both is "
             "torch.float32, not torch.int8"
         ),
     ]

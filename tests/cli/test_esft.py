@@ -95,7 +95,8 @@ def test_the_summary_is_the_official_one_and_follows_from_the_logs(home, tmp_pat
     "options, select, warns",
     [
         ("--score gate --p 0.1", {"p": 0.1}, False),
-        ("--score token --p 1.0", {"p": 1.0, "score": "token"}, True),
+        ("--score token --p 0.2", {"p": 0.2, "score": "token"}, False),
+        ("--p 1.0", {"p": 1.0}, True),
         ("--variant normalized --p 1.0", {"p": 1.0, "variant": "normalized"}, False),
         ("--group-size 2 --p 0.3", {"p": 0.3, "group_size": 2}, False),
         (

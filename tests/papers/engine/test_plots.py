@@ -6,12 +6,9 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.image import imread
 
 from moe_runtime.bench import pictures_bars
-from moe_runtime.hf.dropin.stats import RouterStats
-from papers import demo
 from papers.engine import plots
 from tests.papers.xft.test_tables import ROWS, report_of, result
 
@@ -134,34 +131,3 @@ def test_every_method_of_a_long_table_is_drawn(draw):
         if line.get_marker() not in ("None", "", None):
             styles.add((line.get_color(), line.get_marker()))
     assert len(styles) >= (2 if draw is plots.dots else 8)
-
-
-def test_the_demos_table_is_in_its_picture():
-    losses = {
-        "base": 3.2,
-        "SFT 1": 2.8,
-        "SFT 2": 2.79,
-        "SFT 3": 2.81,
-        "MoE": 2.8,
-        "merged INIT": 2.795,
-        "merged": 2.7951,
-    }
-    rows = []
-    curves = {}
-    for name, loss in losses.items():
-        rows.append({"model": name, "loss": loss, "solved": 0.25, "parameters": 10})
-        curves[name] = [[2, 3.0], [4, loss]]
-    del curves["merged INIT"]
-    stats = RouterStats(torch.tensor([[8, 3, 5]]), ("0",), num_shared=1)
-    figure = demo._picture({"rows": rows, "validation_curves": curves, "seed": 0}, stats)
-    table, solved, drawn, load = figure.axes[:4]
-    named = [label.get_text().partition("\n")[0] for label in table.get_yticklabels()]
-    assert named == list(losses)
-    numbers = {text.get_text() for text in table.texts}
-    assert numbers == {*(f"{loss:.4f}" for loss in [*losses.values()][1:]), "3.200  \u2192"}
-    assert [bar.get_width() for bar in solved.patches] == [0.25] * 7
-    assert solved.get_xlim()[0] == 0
-    steps = {line.get_label(): list(line.get_xdata()) for line in drawn.get_lines()}
-    assert steps["SFT 1"] == steps["MoE"] == [2, 4]
-    assert steps["merged, its mixing"] == [6, 8]
-    assert [text.get_text() for text in load.texts] == ["0.75", "1.25"]

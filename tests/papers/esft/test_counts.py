@@ -10,7 +10,6 @@ from moe_runtime.methods.esft.scores import ExpertScores
 from moe_runtime.methods.esft.selection import ExpertSelection, select_experts
 from papers.esft import counts as esft_counts
 from tests.methods.esft.test_selection import LAYERS, TASKS, published, scores_of, sums_of
-from tests.papers.engine.test_plots import texts
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +48,3 @@ def test_counts_are_those_of_the_selections(real):
     some = esft_counts.expert_counts({"a": ExpertSelection(experts={2: (0, 1)})}, 4, layers=[3, 2])
     assert some.layers == [2, 3]
     assert some.counts == [[2, 0]]
-
-
-def test_pictures_show_their_numbers(real, tmp_path):
-    figure = esft_counts.draw_gate_mass(esft_counts.gate_mass(real))
-    text = " ".join(texts(figure))
-    for task in TASKS:
-        assert task in text
-    counts = {"tasks": ["law"], "layers": [1, 2], "counts": [[3, 17]], "num_experts": 64}
-    text = " ".join(texts(esft_counts.draw_counts(esft_counts.ExpertCounts(**counts))))
-    assert "17" in text
-    assert "15.6% of all" in text

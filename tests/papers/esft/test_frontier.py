@@ -15,6 +15,7 @@ from papers.esft import frontier
 from papers.esft import tables as esft_tables
 from papers.esft.frontier import Course, Frontier, curve, general_at
 from papers.esft.recipe import load_recipe
+from tests.papers.reports import columns_of
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -93,7 +94,7 @@ def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
     assert ("ESFT-Token", "3.2000*", "3.6000*") in rows
     assert ("LoRA", "3.2000", "3.6000") in rows
     assert {deep for name, _, deep in rows if name == "FFT"} == {""}
-    assert {len(row) for row in report.rows()} == {len(report.columns())}
+    columns_of(report)
     lines = frontier.summary(report)
     assert "LoRA +0.3350 [" in lines[0]
     assert "higher" in lines[0]
@@ -102,13 +103,6 @@ def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
     values = json.loads(json.dumps(report.to_dict()))
     assert values["comparisons"]["0.5"][0]["verdict"] == "higher"
     assert values["ladders"]["FFT"]["0.1"][1][1] is None
-
-
-def test_without_the_reference_nothing_is_compared():
-    report = report_of(ESFT_Token=[course(task=(2.0, 1.9, 1.8))], LoRA=[course()])
-    assert report.comparisons == {0.5: [], 1.0: []}
-    assert "no comparison" in frontier.summary(report)[0]
-    assert report.shown("ESFT-Token") is report.ladders["ESFT-Token"][0]
 
 
 def test_the_table_from_real_trainings(out, tmp_path):

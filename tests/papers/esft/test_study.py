@@ -2,7 +2,6 @@
 on after a kill.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from moe_runtime.methods.lora import baseline as lora_baseline
 from papers.esft import study as esft_study
 from papers.esft.recipe import load_recipe
 from papers.esft.study import Stages, join
-from tests.support.dist_launch import killed, times
+from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -143,39 +142,3 @@ def test_the_python_of_the_docs_runs(made, tmp_path, monkeypatch, capsys):
     exec(compile(code, "docs/esft.md", "exec"), {})
     assert esft.load_adapter(tmp_path / "adapter").num_parameters > 0
     assert "experts" in capsys.readouterr().out
-
-
-KILLED = """
-import sys
-from papers.esft.study import Stages
-stages = Stages(sys.argv[1], sys.argv[2])
-stages.esft("sums", stages.selection("sums", "gate"))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
-    path = write_study(tmp_path)
-    recipe = load_recipe(path).change(esft__steps=24, esft__save_steps=3, evaluations=8)
-    path.write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
-    out = tmp_path / "out"
-    resumed = Stages(recipe, out, say=lambda text: None)
-    resumed.scores("sums")
-    pattern = "esft-*.checkpoints/checkpoint-*/history.json"
-    killed(KILLED, path, out, when=lambda: list(out.glob(pattern)))
-    assert not list(out.glob("esft-*/result.json"))
-    last = fit.last_checkpoint(next(out.glob(pattern)).parents[1])
-    weights = sum(path.stat().st_size for path in last.glob("*.safetensors"))
-    # the selected experts alone
-    assert 0 < weights < 60_000 < (tmp_path / "base" / "model.safetensors").stat().st_size
-    one = resumed.esft("sums", resumed.selection("sums", "gate"))
-    other = recipe.change(esft__save_steps=None)
-    straight = Stages(other, tmp_path / "other", say=lambda text: None)
-    whole = straight.esft("sums", straight.selection("sums", "gate"))
-    assert one.losses == whole.losses
-    assert one.history == whole.history
-    assert one.steps == 24
-    tensors = esft.load_adapter(whole.folder).tensors
-    for name, value in esft.load_adapter(one.folder).tensors.items():
-        assert torch.equal(value, tensors[name])
-    assert not list(out.glob("*.checkpoints"))

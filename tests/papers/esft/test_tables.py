@@ -12,6 +12,7 @@ from papers.engine.compare import compare
 from papers.engine.tables import Entry
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
+from tests.papers.reports import columns_of, entries_of, rows_of
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -38,7 +39,7 @@ def main(recipe, out):
 
 @pytest.mark.slow
 def test_main(main, recipe, out):
-    assert [entry.name for entry in main.entries] == ["base", *METHODS]
+    assert entries_of(main) == ["base", *METHODS]
     assert (out / "main.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((out / "main.json").read_text())
     for method, entry in zip(values["methods"], main.entries, strict=True):
@@ -53,8 +54,7 @@ def test_main(main, recipe, out):
     assert values["held_out_rows"] == 24
     assert values["general_rows"] == 12
     assert values["tasks"] == ["sums", "words"]
-    assert [row[0] for row in main.rows()] == ["base", *METHODS]
-    assert {len(row) for row in main.rows()} == {len(main.columns())}
+    assert list(rows_of(main)) == ["base", *METHODS]
     assert main.summary
     assert "24 held-out rows of the tasks sums, words" in main.legend()
     written = times(out)
@@ -84,8 +84,8 @@ def test_what_the_methods_of_main_train(main):
     trained = {name: result.trained_parameters for name, result in results.items()}
     assert trained["base"] == 0 < trained["ESFT-Token"] < trained["FFT"]
     assert trained["FFT"] == results["base"].parameters
-    columns = [name for name, _ in main.columns()]
-    cells = {row[0]: row for row in main.rows()}
+    columns = columns_of(main)
+    cells = rows_of(main)
     assert cells["FFT"][columns.index("share")] == "100.0%"
     assert cells["base"][columns.index("trained")] == ""
     assert columns[1:4] == ["sums", "words", "all tasks"]
@@ -104,10 +104,9 @@ def test_tasks_that_a_model_answers_have_a_column(main):
         exact = exact + one.tasks["words"].exact
         entries.append(Entry(entry.name, [one._replace(tasks=tasks, exact=exact)]))
     some = dataclasses.replace(main, entries=entries)
-    columns = [name for name, _ in some.columns()]
-    rows = {row[0]: row for row in some.rows()}
+    columns = columns_of(some)
+    rows = rows_of(some)
     assert columns[1:5] == ["sums", "words", "exact sums", "all tasks"]
-    assert {len(row) for row in rows.values()} == {len(columns)}
     assert rows["LoRA"][3] == "0.750+"
     assert rows["FFT"][3] == "0.000"
     assert "0 on words" in some.legend()
@@ -119,7 +118,7 @@ def test_tasks_that_a_model_answers_have_a_column(main):
 def test_counts(recipe, out):
     report, _ = make("counts", recipe, out)
     names = ["sums, gate", "sums, token", "words, gate", "words, token"]
-    assert [row[0] for row in report.rows()] == names
+    assert list(rows_of(report)) == names
     (counted,) = report.found
     stages = esft_tables.Stages(recipe, out, say=lambda text: None)
     for name, counts in zip(counted.tasks, counted.counts, strict=True):

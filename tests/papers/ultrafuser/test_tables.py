@@ -11,6 +11,7 @@ import pytest
 from papers.ultrafuser import tables as ultrafuser_tables
 from papers.ultrafuser.recipe import load_recipe
 from papers.ultrafuser.tables import DIRECT, FULL, GATE, TWO_STAGE
+from tests.papers.reports import entries_of, rows_of
 from tests.support import fuser_study
 
 OPTIONS = {"ablate": {}, "weights": {"rows": 4}}
@@ -40,7 +41,7 @@ def tables():
 @pytest.mark.slow
 def test_ablate_compares_all_with_the_full_method(tables):
     report = tables.reports["ablate"]
-    assert [entry.name for entry in report.entries] == [
+    assert entries_of(report) == [
         "specialist sums",
         "specialist words",
         "sums, tuned further",
@@ -51,7 +52,7 @@ def test_ablate_compares_all_with_the_full_method(tables):
         FULL,
     ]
     assert report.reference == FULL
-    rows = {row[0]: row for row in report.rows()}
+    rows = rows_of(report)
     for entry in report.entries:
         (result,) = entry.results
         cells = [float(cell.rstrip("+-")) for cell in rows[entry.name][1:4]]
@@ -85,7 +86,7 @@ def test_pictures_and_numbers_are_there(tables, command):
     assert values["summary"] == report.summary
     assert report.legend()
     assert values["settings"]["seeds"] == [0]
-    assert {len(row) for row in report.rows()} == {len(report.columns())}
+    assert rows_of(report)
 
 
 def test_a_table_is_read_again(tables, monkeypatch):

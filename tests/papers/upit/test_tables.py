@@ -11,6 +11,7 @@ from papers.engine.compare import compare
 from papers.upit import tables as upit_tables
 from papers.upit.recipe import load_recipe
 from papers.upit.tables import UpitReport
+from tests.papers.reports import columns_of, entries_of, rows_of
 from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
 
@@ -42,7 +43,7 @@ def main(recipe, out):
 
 @pytest.mark.slow
 def test_main(main, recipe, out):
-    assert [entry.name for entry in main.entries] == NAMES
+    assert entries_of(main) == NAMES
     assert isinstance(main, UpitReport)
     assert main.reference == "SFT"
     assert main.domains == ("sums", "words")
@@ -58,8 +59,7 @@ def test_main(main, recipe, out):
             assert method[count] == stored[count]
     losses = {entry.name: [entry.results[0].losses] for entry in main.entries}
     assert main.comparisons == compare(losses, "SFT", main.entries[0].results[0].tokens)
-    assert [row[0] for row in main.rows()] == NAMES
-    assert {len(row) for row in main.rows()} == {len(main.columns())}
+    assert list(rows_of(main)) == NAMES
     assert "8 of sums, 8 of words" in main.legend()
     written = times(out)
     again, lines = make("main", recipe, out)
@@ -86,7 +86,7 @@ def test_what_the_methods_of_main_train(main):
     assert of["UpIT (LoRA)"].trained_parameters == 3 * pairs + routers
     assert of["LoRAMoE_PT"].trained_parameters == 3 * pairs + routers
     assert of["UpIT (LoRA)"].active_parameters == base + 2 * pairs + routers
-    columns = [name for name, _ in main.columns()]
+    columns = columns_of(main)
     row = main.rows()[5]
     assert row[columns.index("method")] == UPIT
     assert row[columns.index("per token")] == f"{of[UPIT].active_parameters:,}"

@@ -16,8 +16,9 @@ from papers.engine.tables import Entry, Report
 from papers.xft import tables as xft_tables
 from papers.xft.recipe import load_recipe
 from papers.xft.study import Result
+from tests.papers.reports import entries_of, rows_of
 from tests.papers.xft.test_study import joined_stages
-from tests.support.dist_launch import killed, times
+from tests.support.dist_launch import times
 from tests.support.xft_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -70,7 +71,7 @@ def test_a_table(command, recipe, out):
     names, options = TABLES[command]
     before = times(out)
     report, lines = make(command, recipe, out, **options)
-    assert [entry.name for entry in report.entries] == names
+    assert entries_of(report) == names
     # nothing was trained twice
     assert times(out).items() >= before.items()
     assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
@@ -89,8 +90,7 @@ def test_a_table(command, recipe, out):
     assert report.comparisons == compare(losses, report.reference, tokens)
     assert values["held_out_rows"] == 20
     assert values["environment"]["packages"]["torch"]
-    assert [row[0] for row in report.rows()] == names
-    assert {len(row) for row in report.rows()} == {len(report.columns())}
+    assert list(rows_of(report)) == names
     n = len(report.seeds)
     assert report.summary
     assert f"seed {n} of {n}" in "\n".join(lines)
@@ -111,7 +111,7 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
         names += [f"{kind}, {rate}" for kind in ("SFT", "EMA", "SWA", "MoE", "XFT")]
         against += [f"{kind}, {rate} against XFT, {rate}" for kind in ("SFT", "EMA", "SWA")]
     names += [f"XFT, 0.003, lambda {rate}" for rate in ("0", "0.25", "0.5")]
-    assert [entry.name for entry in report.entries] == names
+    assert entries_of(report) == names
     assert report.reference == "SFT, 0.003"
     assert list(report.domains) == ["code", "prose", "arithmetic"]
 
@@ -130,7 +130,7 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     for key in ("router", "domain"):
         names += [f"by {key}: {n}" for n in ("INIT", "learned, own", "INIT, fewer")]
         names.append(f"by {key}: learned, held back")
-    assert [entry.name for entry in report.entries] == names
+    assert entries_of(report) == names
     assert len(report.summary) == 12
     assert min(report.extra["largest_move_of_alpha"].values()) > 0
     sft = stages.by_domain(stages.sft(averages=True))
@@ -138,29 +138,6 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     one_domain = stages.recipe.change(data__train=str(tmp_path / "rows.jsonl"))
     report, _ = make("mix-rows", one_domain, tmp_path / "other")
     assert len(report.entries) == 5
-
-
-KILLED = """
-import sys
-from papers.xft import tables as xft_tables
-xft_tables.run("sweep-lambda", sys.argv[1], sys.argv[2], seeds=1, shared_rates=(0.5, 1.0))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(recipe, out, tmp_path):
-    killed(KILLED, recipe, tmp_path, when=lambda: list(tmp_path.glob("sft-*/result.json")))
-    assert not (tmp_path / "sweep-lambda.json").exists()
-    finished = times(tmp_path)
-    assert len(finished) < 5
-    options = {"shared_rates": (0.5, 1.0), "overwrite": True}
-    resumed, _ = make("sweep-lambda", recipe, tmp_path, **options)
-    assert times(tmp_path).items() >= finished.items()
-    assert len(times(tmp_path)) == 5
-    whole, _ = make("sweep-lambda", recipe, out, **options)
-    assert [entry.losses for entry in resumed.entries] == [entry.losses for entry in whole.entries]
-    assert resumed.comparisons == whole.comparisons
-    assert resumed.summary == whole.summary
 
 
 @pytest.mark.parametrize(
@@ -196,7 +173,7 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
         make("sweep-lambda", recipe, out, shared_rates=(0.5,))
     assert (out / "sweep-lambda.json").read_bytes() == before
     report, _ = make("sweep-lambda", recipe, out, shared_rates=(0.5,), overwrite=True)
-    assert [entry.name for entry in report.entries] == ["SFT", "MoE", "XFT, lambda 0.5"]
+    assert entries_of(report) == ["SFT", "MoE", "XFT, lambda 0.5"]
 
 
 # what follows is about the report alone: numbers made up, no model

@@ -48,12 +48,22 @@ def test_names_of_the_public_api():
 
 @pytest.mark.parametrize("gate", GATES)
 def test_counts_include_the_shared_expert(gate):
-    config = MoEConfig(**SIZES, gate=gate, num_experts=8, top_k=6)
+    config = MoEConfig(
+        **SIZES,
+        gate=gate,
+        num_experts=8,
+        top_k=6,
+    )
     shared = gate in ("xft", "nonorm")
     assert config.has_shared_expert == shared == (gate in SHARED_GATES)
     assert config.num_routed_experts == 8 - shared
     assert config.num_routed_per_token == 6 - shared
-    one = MoEConfig(**SIZES, gate=gate, num_experts=1, top_k=1)
+    one = MoEConfig(
+        **SIZES,
+        gate=gate,
+        num_experts=1,
+        top_k=1,
+    )
     assert one.num_routed_experts == one.num_routed_per_token == 1 - shared
 
 

@@ -22,7 +22,14 @@ from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-IGNORED = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info", "runs", ".*")
+IGNORED = shutil.ignore_patterns(
+    "__pycache__",
+    "build",
+    "dist",
+    "*.egg-info",
+    "runs",
+    ".*",
+)
 WHEEL_BUDGET = 838_000  # bytes; 812,892 when papers/ left it
 CUDA_WHEEL_BUDGET = 3_000_000
 
@@ -66,7 +73,13 @@ def python_files(root: Path) -> set[str]:
 
 def git(*words: str) -> str:
     """Run git in the checkout; return what it prints."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
@@ -97,7 +110,15 @@ def versioned_files() -> list[Path]:
 
 def build(hook: str, out: Path, tree: Path, env: Path, **more):
     """Call a hook of the build backend, as pip calls it."""
-    return run("-c", BUILD, hook, out, cwd=tree, path=[env], **more)
+    return run(
+        "-c",
+        BUILD,
+        hook,
+        out,
+        cwd=tree,
+        path=[env],
+        **more,
+    )
 
 
 def pip_install(*words) -> None:
@@ -249,7 +270,14 @@ def test_every_import_is_declared():
 )
 def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, says):
     env = {"MOE_RUNTIME_BUILD_CUDA": asked, "CUDA_HOME": home}
-    done = build("build_wheel", tmp_path, tree, build_env, check=False, **env)
+    done = build(
+        "build_wheel",
+        tmp_path,
+        tree,
+        build_env,
+        check=False,
+        **env,
+    )
     assert done.returncode != 0
     assert not list(tmp_path.iterdir())
     last = done.stderr.strip().splitlines()[-1]
@@ -263,7 +291,13 @@ def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
     """
     out = tmp_path_factory.mktemp("cuda_wheel")
     env = {"MOE_RUNTIME_BUILD_CUDA": "1", "CUDA_VISIBLE_DEVICES": ""}
-    build("build_wheel", out, unpacked(sdist, out), build_env, **env)
+    build(
+        "build_wheel",
+        out,
+        unpacked(sdist, out),
+        build_env,
+        **env,
+    )
     return next(out.glob("*.whl"))
 
 
@@ -310,7 +344,13 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
 @needs_nvcc
 def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
     folder = unpacked(sdist, tmp_path)
-    build("build_editable", tmp_path, folder, build_env, MOE_RUNTIME_BUILD_CUDA="1")
+    build(
+        "build_editable",
+        tmp_path,
+        folder,
+        build_env,
+        MOE_RUNTIME_BUILD_CUDA="1",
+    )
     done = run("-c", DESCRIBE, cwd=folder, path=[folder, *SITE])
     assert done.stdout.startswith(f"{folder}/moe_runtime/_lib/libmoert_cuda.so: nvcc ")
 
@@ -337,7 +377,13 @@ def modules(root: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_installed_wheel_imports(installed, tmp_path):
-    done = run("-c", FIND, *modules(ROOT), cwd=tmp_path, path=[installed, *SITE])
+    done = run(
+        "-c",
+        FIND,
+        *modules(ROOT),
+        cwd=tmp_path,
+        path=[installed, *SITE],
+    )
     assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
 
 
@@ -356,7 +402,13 @@ def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
 
 @pytest.mark.slow
 def test_clean_clone_imports(tree):
-    done = run("-c", FIND, *modules(ROOT), cwd=tree, path=SITE)
+    done = run(
+        "-c",
+        FIND,
+        *modules(ROOT),
+        cwd=tree,
+        path=SITE,
+    )
     assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py")
 
 
@@ -449,7 +501,14 @@ IMPORTS = {
 def registered(tmp_path_factory) -> Path:
     """A folder with what a process printed that imports so, by the name of the way."""
     folder = tmp_path_factory.mktemp("registered")
-    run("-c", REGISTERED, json.dumps(IMPORTS), folder, cwd=ROOT, path=SITE)
+    run(
+        "-c",
+        REGISTERED,
+        json.dumps(IMPORTS),
+        folder,
+        cwd=ROOT,
+        path=SITE,
+    )
     return folder
 
 

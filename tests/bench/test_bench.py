@@ -68,7 +68,14 @@ def pedantic(function, rounds):
 
 def measure(variants, notes=None, compare=None):
     """Time variants for 0.31 s."""
-    return clock.measure_gpu(variants, 15, 0.31, pedantic, {} if notes is None else notes, compare)
+    return clock.measure_gpu(
+        variants,
+        15,
+        0.31,
+        pedantic,
+        {} if notes is None else notes,
+        compare,
+    )
 
 
 def test_who_fails_is_noted_and_the_others_are_timed(gpu):
@@ -76,7 +83,11 @@ def test_who_fails_is_noted_and_the_others_are_timed(gpu):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nand more")
 
     notes = {"peer": "not installed"}
-    variants = {"floor": lambda: 0, "fails": fail, "moe_runtime": lambda: 0}
+    variants = {
+        "floor": lambda: 0,
+        "fails": fail,
+        "moe_runtime": lambda: 0,
+    }
     times, details = measure(variants, notes)
     failed = notes.pop("fails")
     assert failed == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB"
@@ -85,7 +96,13 @@ def test_who_fails_is_noted_and_the_others_are_timed(gpu):
     assert times == {"floor": [0.01] * 10, "moe_runtime": [0.02] * 10}
     memory = {"peak MiB": 4.0, "kept MiB": 0.0}
     assert details == {"floor": memory, "moe_runtime": memory}
-    rows = clock.rows_of(times, details, 4e12, 0, {"TFLOP/s": 800.0, "GB/s": 4000.0})
+    rows = clock.rows_of(
+        times,
+        details,
+        4e12,
+        0,
+        {"TFLOP/s": 800.0, "GB/s": 4000.0},
+    )
     assert rows["moe_runtime"] == memory | {
         "ms": 20.0,
         "ratio": 2.0,
@@ -102,7 +119,11 @@ def test_results_are_compared(gpu):
     right = torch.ones(4, 8)
     wrong = right.clone()
     wrong[0] = 0
-    variants = {"floor": lambda: right[:1], "eager": lambda: wrong, "moe_runtime": lambda: right}
+    variants = {
+        "floor": lambda: right[:1],
+        "eager": lambda: wrong,
+        "moe_runtime": lambda: right,
+    }
     _, details = measure(variants, compare="moe_runtime")
     assert details["eager"]["difference"] == 1.0
     assert details["moe_runtime"]["difference"] == 0.0
@@ -121,7 +142,11 @@ def made_by(monkeypatch, module) -> tuple:
     monkeypatch.setattr(module, "CUDA", False)
     taken = Taken()
     if module is bench_step:
-        bench_step.bench_training_step(taken, shapes.TINY["tiny"], torch.float32)
+        bench_step.bench_training_step(
+            taken,
+            shapes.TINY["tiny"],
+            torch.float32,
+        )
     else:
         bench_mixing.bench_mixing_step(taken, shapes.MIXING_TINY["tiny"])
     return taken.variants, optimizers
@@ -168,7 +193,13 @@ def test_a_lost_context_names_its_variant(gpu):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(clock.ContextLost, match="bad broke the CUDA context: Runtime") as lost:
-        measure({"floor": lambda: 0, "bad": lose, "moe_runtime": lambda: 0})
+        measure(
+            {
+                "floor": lambda: 0,
+                "bad": lose,
+                "moe_runtime": lambda: 0,
+            }
+        )
     assert lost.value.variant == "bad"
 
 
@@ -189,7 +220,11 @@ def test_each_round_on_a_cpu_has_its_order(monkeypatch):
     for _ in range(2):
         calls.clear()
         times, _ = clock.measure_cpu(variants, 20, pedantic)
-        assert times == {"a": [1.0] * 20, "b": [2.0] * 20, "c": [4.0] * 20}
+        assert times == {
+            "a": [1.0] * 20,
+            "b": [2.0] * 20,
+            "c": [4.0] * 20,
+        }
         runs.append(["".join(calls[i : i + 3]) for i in range(3, 63, 3)])
     assert runs[0] == runs[1]
     assert set(runs[0]) == {"abc", "acb", "bac", "bca", "cab", "cba"}
@@ -198,7 +233,14 @@ def test_each_round_on_a_cpu_has_its_order(monkeypatch):
 def test_share_is_that_of_the_nearer_ceiling():
     limits = {"TFLOP/s": 4.0, "GB/s": 100.0}
     times = {"a": [1.0, 3.0, 2.0]}
-    rows = clock.rows_of(times, {"a": {"peak MiB": 5.0}}, 2e12, 100e9, limits, 1000)
+    rows = clock.rows_of(
+        times,
+        {"a": {"peak MiB": 5.0}},
+        2e12,
+        100e9,
+        limits,
+        1000,
+    )
     assert rows["a"] == {
         "ms": 2000.0,
         "ratio": 1.0,
@@ -244,10 +286,20 @@ print(json.dumps(clock.measure_cpu(variants, 2, pedantic)[1]))
 @pytest.mark.skipif(not clock.CLEAR.exists(), reason="no /proc/self/clear_refs")
 def test_memory_on_the_cpu_is_what_the_call_takes():
     """Also where the allocator and the pools hold what earlier calls took."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads(done.stdout)
-    expected = {"floor": (0, 0), "many": (100, 0), "one": (50, 50), "pools": (96, 0)}
+    expected = {
+        "floor": (0, 0),
+        "many": (100, 0),
+        "one": (50, 50),
+        "pools": (96, 0),
+    }
     for name, (peak, held) in expected.items():
         assert measured[name]["peak MiB"] == pytest.approx(peak, abs=6), name
         assert measured[name]["kept MiB"] == pytest.approx(held, abs=6), name
@@ -312,9 +364,23 @@ def test_records_and_their_report(tmp_path):
     records = Records(path)
     assert records.lines() == []
     assert Records(None).done() == set()
-    row = {"ms": 1.0, "ratio": 1.0, "spread": 0.0, "share": 0.5, "peak MiB": 7.0, "difference": 0.5}
-    info = {"machine": "H200", "rounds": 5, "ceilings": {"GB/s": 4300.0}}
-    info |= {"rows": {"floor": row}, "notes": {"peer": "not installed"}}
+    row = {
+        "ms": 1.0,
+        "ratio": 1.0,
+        "spread": 0.0,
+        "share": 0.5,
+        "peak MiB": 7.0,
+        "difference": 0.5,
+    }
+    info = {
+        "machine": "H200",
+        "rounds": 5,
+        "ceilings": {"GB/s": 4300.0},
+    }
+    info |= {
+        "rows": {"floor": row},
+        "notes": {"peer": "not installed"},
+    }
     records.write("bench_x[a]", extra_info=info)
     records.write("bench_x[b]", broken={"peer": "illegal access"})
     records.write("bench_x[c]", skipped="does not fit")
@@ -333,8 +399,19 @@ def test_records_and_their_report(tmp_path):
 
 
 def run_bench(*arguments) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["bench/bench_merging.py", "--tiny", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += [
+        "bench/bench_merging.py",
+        "--tiny",
+        *map(str, arguments),
+    ]
     # pytest-benchmark switches itself off in a worker of xdist, which the environment says we are
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env).stdout
@@ -427,10 +504,18 @@ def test_a_model_of_packed_experts_holds_what_is_estimated(setting):
     """
     size = shapes.TUNING_TINY["tiny"]
     (where, dtype, name) = bench_qlora.SETTINGS[setting]
-    model = bench_qlora.adapted(bench_qlora.draw(bench_qlora.blank(size)), where, dtype)
+    model = bench_qlora.adapted(
+        bench_qlora.draw(bench_qlora.blank(size)),
+        where,
+        dtype,
+    )
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
     optimizer = bench_qlora.optimizer_of(model, name)
-    bench_step.train(model, torch.zeros(2, 8, dtype=torch.long), optimizer)
+    bench_step.train(
+        model,
+        torch.zeros(2, 8, dtype=torch.long),
+        optimizer,
+    )
     found = bench_qlora.estimate(size, setting)
     held = found.experts + found.rest + found.adapters + found.optimizer
     assert 0 <= clock.held_bytes(model, optimizer) - held <= 1040
@@ -439,20 +524,38 @@ def test_a_model_of_packed_experts_holds_what_is_estimated(setting):
 
 def cuda_lines(path, faster=1.5, but=None):
     """Results of every benchmark of bench_cuda.py; the one named `but` is slower."""
-    about = {"machine": "NVIDIA H200", "date": "2026-11-22", "torch": "2.11", "triton": "3.6"}
+    about = {
+        "machine": "NVIDIA H200",
+        "date": "2026-11-22",
+        "torch": "2.11",
+        "triton": "3.6",
+    }
     for shape in shapes.plans():
         for kernel in KERNELS:
             name = f"bench_cuda_kernel[{shape}-{kernel}]"
             triton = {"ms": 0.9 if name == but else faster}
-            rows = {"moe_runtime triton": triton, "moe_runtime cuda": {"ms": 1.0}}
+            rows = {
+                "moe_runtime triton": triton,
+                "moe_runtime cuda": {"ms": 1.0},
+            }
             Records(path).write(name, extra_info={"rows": rows, **about})
 
 
 @pytest.mark.parametrize(
     "faster, but, ops",
     [
-        pytest.param(1.5, None, ["combine", "dispatch", "merge_experts", "route"], id="everywhere"),
-        pytest.param(1.02, None, [], id="by noise"),
+        pytest.param(
+            1.5,
+            None,
+            ["combine", "dispatch", "merge_experts", "route"],
+            id="everywhere",
+        ),
+        pytest.param(
+            1.02,
+            None,
+            [],
+            id="by noise",
+        ),
         pytest.param(
             1.5,
             "bench_cuda_kernel[OLMoE-512-dalpha]",

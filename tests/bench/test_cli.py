@@ -25,10 +25,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def file_of(path: Path, rows: dict, **info) -> Path:
     """A results file of {benchmark: {variant: row}}."""
-    about = {"machine": "M", "torch": "2.11", "rounds": 9, "kind": "layer"}
+    about = {
+        "machine": "M",
+        "torch": "2.11",
+        "rounds": 9,
+        "kind": "layer",
+    }
     about |= {"ceilings": {"GB/s": 10.0}} | info
     benchmarks = [
-        {"name": name, "extra_info": about | {"rows": of_name}} for name, of_name in rows.items()
+        {
+            "name": name,
+            "extra_info": about | {"rows": of_name},
+        }
+        for name, of_name in rows.items()
     ]
     path.write_text(json.dumps({"benchmarks": benchmarks}))
     return path
@@ -41,7 +50,12 @@ def compared(tmp_path, a: dict, b: dict) -> compare.Comparison:
 
 
 def row(ms: float, ratio: float = 1.0, **more) -> dict:
-    return {"ms": ms, "ratio": ratio, "spread": 0.1, "iqr": 0.02} | more
+    return {
+        "ms": ms,
+        "ratio": ratio,
+        "spread": 0.1,
+        "iqr": 0.02,
+    } | more
 
 
 @pytest.mark.parametrize(
@@ -65,7 +79,11 @@ def row(ms: float, ratio: float = 1.0, **more) -> dict:
 @pytest.mark.parametrize("variant", ["moe_runtime", "official"])
 def test_what_is_a_regression(tmp_path, a, b, says, variant):
     """The floor is as fast as before: its pace is in the ratios. A peer's are none of ours."""
-    result = compared(tmp_path, {"floor": row(8.0), variant: a}, {"floor": row(8.0), variant: b})
+    result = compared(
+        tmp_path,
+        {"floor": row(8.0), variant: a},
+        {"floor": row(8.0), variant: b},
+    )
     assert [one.verdict for one in result.rows] == ["", says]
     if says in ("", "faster") or variant == "official":
         assert result.regressions == []
@@ -77,7 +95,11 @@ def test_what_is_missing_in_the_second_file_is_named(tmp_path):
     a = dict.fromkeys(("floor", "moe_runtime", "moe_runtime cuda", "eager"), row(1.0))
     one = file_of(tmp_path / "a.json", dict.fromkeys(("bench_a", "bench_b", "bench_c"), a))
     rest = {"bench_a": {"floor": row(1.0), "moe_runtime": row(1.0)}}
-    other = file_of(tmp_path / "b.json", rest, notes={"moe_runtime cuda": "no compiler"})
+    other = file_of(
+        tmp_path / "b.json",
+        rest,
+        notes={"moe_runtime cuda": "no compiler"},
+    )
     other.write_text(json.dumps(json.loads(other.read_text()) | {"failed": {"bench_b": "boom"}}))
     result = compare.compare(one, other)
     assert [(lost.benchmark, lost.variant, lost.verdict) for lost in result.regressions] == [
@@ -99,7 +121,12 @@ def test_other_machines_versions_and_paces_are_named(tmp_path):
     rows = {"bench_a": {"moe_runtime": row(1.0)}}
     one = file_of(tmp_path / "a.json", rows)
     assert compare.compare(one, one).warnings == []
-    other = file_of(tmp_path / "b.json", rows, torch="2.12", ceilings={"GB/s": 5.0})
+    other = file_of(
+        tmp_path / "b.json",
+        rows,
+        torch="2.12",
+        ceilings={"GB/s": 5.0},
+    )
     versions, pace = compare.compare(one, other).warnings
     assert versions == "torch differs: 2.11 and 2.12"
     assert "GB/s are 0.50 times as many" in pace
@@ -112,7 +139,10 @@ def test_ratios_of_a_kind(tmp_path):
     b = {"bench_y": {"moe_runtime": row(1.0)}}
     for n in range(3):
         a[f"bench_x[{n}]"] = {"floor": row(1.0), "moe_runtime": row(1.0)}
-        b[f"bench_x[{n}]"] = {"floor": row(1.0), "moe_runtime": row(n + 1.0, n + 1.0)}
+        b[f"bench_x[{n}]"] = {
+            "floor": row(1.0),
+            "moe_runtime": row(n + 1.0, n + 1.0),
+        }
     result = compare.compare(file_of(tmp_path / "a.json", a), file_of(tmp_path / "b.json", b))
     floor, ours = compare.by_kind(result)
     assert floor == ("layer", "floor", 3, 1.0, 1.0, 1.0)
@@ -179,7 +209,13 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path, there, arguments, s
     path = tmp_path / "r.jsonl"
     Records(path).write("bench_x", extra_info={"rows": {"moe_runtime": row(1.0)}} | there)
     before = path.read_text()
-    done = bench("--only", "merging", "--out", tmp_path / "r.json", *arguments)
+    done = bench(
+        "--only",
+        "merging",
+        "--out",
+        tmp_path / "r.json",
+        *arguments,
+    )
     assert isinstance(done.exception, ValueError)
     assert re.search(says, str(done.exception))
     assert path.read_text() == before
@@ -248,7 +284,12 @@ QUICK_NAMES = {f"bench_quick[{n}]" for n in range(3)}
 
 def run_all(lines: Path, progress=lambda done, total: None):
     """Run all benchmarks of the folder; return what came of them."""
-    running.run(running.files(None), lines, ["--tiny"], progress)
+    running.run(
+        running.files(None),
+        lines,
+        ["--tiny"],
+        progress,
+    )
     return running.gather(lines, lines.with_suffix(".json"))
 
 
@@ -335,9 +376,20 @@ cli.main()
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, kill):
     """A terminal signals the whole group, a script the process alone."""
     lines = tmp_path / "r.jsonl"
-    arguments = [folder(a=QUICK, b=SLOW), "bench", "--tiny", "--out", tmp_path / "r.json"]
+    arguments = [
+        folder(a=QUICK, b=SLOW),
+        "bench",
+        "--tiny",
+        "--out",
+        tmp_path / "r.json",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, *map(str, arguments)],
+        [
+            sys.executable,
+            "-c",
+            INTERRUPTED,
+            *map(str, arguments),
+        ],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -361,13 +413,24 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, kill):
 @pytest.mark.slow
 def test_a_run_from_the_clone_prints_its_tables(tmp_path):
     """The benchmarks themselves, by the command a user types."""
-    words = ["bench", "--only", "merging", "--tiny", "--out", str(tmp_path)]
+    words = [
+        "bench",
+        "--only",
+        "merging",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "moe_runtime", *words],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        },
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = tmp_path.iterdir()

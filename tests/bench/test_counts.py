@@ -23,7 +23,17 @@ def test_saved_bytes_counts_storages_once_and_weights_not():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_ours_keeps_is_at_most_the_formula_and_less_than_others(dtype):
-    layer = bench_layer.Layer(shapes.Shape(96, 64, 48, 4, 3, shared=True), dtype)
+    layer = bench_layer.Layer(
+        shapes.Shape(
+            96,
+            64,
+            48,
+            4,
+            3,
+            shared=True,
+        ),
+        dtype,
+    )
     variants, _ = bench_layer.variants_of(layer, tiny=False)
     kept = {name: bench_memory.count(layer, variant) for name, variant in variants.items()}
     most = layer.shape.T * bench_memory.formula(layer) + 4 * (layer.shape.E + 1)

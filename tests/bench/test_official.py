@@ -19,8 +19,18 @@ T = 33
 
 def layer(router: str = "linear", num_experts: int = 6, top_k: int = 4, **settings) -> MoE:
     torch.manual_seed(0)
-    settings |= {"hidden_size": H, "intermediate_size": I, "router": router}
-    moe = MoE(MoEConfig(num_experts=num_experts, top_k=top_k, **settings))
+    settings |= {
+        "hidden_size": H,
+        "intermediate_size": I,
+        "router": router,
+    }
+    moe = MoE(
+        MoEConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            **settings,
+        )
+    )
     with torch.no_grad():
         for weight in moe.parameters():
             weight.normal_(0, 0.3)
@@ -32,13 +42,22 @@ def layer(router: str = "linear", num_experts: int = 6, top_k: int = 4, **settin
 def test_is_our_layer_with_every_gradient(router, num_experts, top_k):
     moe = layer(router, num_experts, top_k)
     official = OfficialBlock(moe)
-    x = torch.randn(3, T // 3, H, requires_grad=True)
+    x = torch.randn(
+        3,
+        T // 3,
+        H,
+        requires_grad=True,
+    )
     dout = torch.randn_like(x)
     ours = moe(x)
     theirs = official(x)
     assert relative_error(theirs, ours) < 2e-6
     leaves = [x, *moe.gate.parameters()]
-    parts = [*official.weight_gate, *official.weight_up, *official.weight_down]
+    parts = [
+        *official.weight_gate,
+        *official.weight_up,
+        *official.weight_down,
+    ]
     stacks = [moe.experts.gate_up_proj, moe.experts.down_proj]
     dours = torch.autograd.grad(ours, [*leaves, *stacks], dout)
     dtheirs = torch.autograd.grad(theirs, [*leaves, *parts], dout)
@@ -62,8 +81,17 @@ def test_is_what_the_formulas_of_the_released_code_say():
     for kind, stack in zip(official_xft.KINDS, (gate, up, moe.experts.down_proj.detach())):
         for e in range(6):
             weights[f"mlp.calculator.experts.{kind}.{e}.weight"] = stack[e]
-    values = official_xft.VALUES | {"num_experts": 6, "num_selects": 4, "gate_add_noise": False}
-    out, balance = official_xft.moe(values, weights, x, None)
+    values = official_xft.VALUES | {
+        "num_experts": 6,
+        "num_selects": 4,
+        "gate_add_noise": False,
+    }
+    out, balance = official_xft.moe(
+        values,
+        weights,
+        x,
+        None,
+    )
     block = OfficialBlock(moe)
     with torch.no_grad():
         assert relative_error(block(x), out) < 2e-6

@@ -12,7 +12,10 @@ from moe_runtime.bench.pictures_bars import read
 matplotlib = pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 PUBLISHED = RESULTS / "2026-11-22-12297f0-cpu.json"  # has something of every picture
-PASSES = {"bench_tokens": "forward", "bench_tokens_backward": "forward + backward"}
+PASSES = {
+    "bench_tokens": "forward",
+    "bench_tokens_backward": "forward + backward",
+}
 FUNCTIONS = {
     "memory": "bench_saved_memory",
     "xft": "bench_xft_step",
@@ -126,7 +129,11 @@ def test_layer_bars_are_multiples_of_ours_and_a_long_one_is_cut(published, monke
     for bench in published:
         if bench.function != "bench_forward":
             continue
-        axes = panel_of(figure, f"{bench.shape}, ", f"{bench.dtype}\nforward")
+        axes = panel_of(
+            figure,
+            f"{bench.shape}, ",
+            f"{bench.dtype}\nforward",
+        )
         bars = bars_of(axes)
         assert bars.keys() == bench.rows.keys()
         assert bars["moe_runtime"] == 1
@@ -205,7 +212,11 @@ def test_files_are_the_same_each_time_and_text_is_text(tmp_path, capsys):
     assert "moe_runtime</text>" in svg
     for text in ("<dc:date>", "Matplotlib v", "not a result"):
         assert text not in svg
-    tiny = write_part(tmp_path / "r.json", "bench_saved_memory", tiny=True)
+    tiny = write_part(
+        tmp_path / "r.json",
+        "bench_saved_memory",
+        tiny=True,
+    )
     assert "not a result" in pictures.write_pictures(tiny)[1].read_text()
 
 

@@ -48,7 +48,15 @@ def run(monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_a_real_process(tmp_path):
-    command = [sys.executable, "-m", "moe_runtime", "xft", "upcycle", str(tmp_path), "out"]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_runtime",
+        "xft",
+        "upcycle",
+        str(tmp_path),
+        "out",
+    ]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 1
     assert out.stdout == ""
@@ -82,13 +90,34 @@ def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
     moe = tmp_path / "moe"
-    out = succeed(run, "xft", "upcycle", base, moe, *"--num-experts 4 --top-k 3 --check".split())
+    out = succeed(
+        run,
+        "xft",
+        "upcycle",
+        base,
+        moe,
+        *"--num-experts 4 --top-k 3 --check".split(),
+    )
     assert "relative error" in out.stdout
     assert "next: moe-runtime train" in out.stdout
     assert "checking: 50% 1/2" in out.stderr
     assert "upcycling: 100% " in out.stderr
-    succeed(run, "xft", "to-mergeable", moe, tmp_path / "mix", "--shared-rate", 0.6)
-    out = succeed(run, "xft", "merge", tmp_path / "mix", tmp_path / "merged")
+    succeed(
+        run,
+        "xft",
+        "to-mergeable",
+        moe,
+        tmp_path / "mix",
+        "--shared-rate",
+        0.6,
+    )
+    out = succeed(
+        run,
+        "xft",
+        "merge",
+        tmp_path / "mix",
+        tmp_path / "merged",
+    )
     assert "layer 1: alpha 0.6000" in out.stdout
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["model_type"] == "llama"
@@ -101,7 +130,14 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
     for options in ("", "--router linear --no-noisy-gate"):
         out = tmp_path / f"moe{len(configs)}"
         words = f"--num-experts 4 --top-k 3 --preset xft-official {options}"
-        succeed(run, "xft", "upcycle", base, out, *words.split())
+        succeed(
+            run,
+            "xft",
+            "upcycle",
+            base,
+            out,
+            *words.split(),
+        )
         config = json.loads((out / "config.json").read_text())
         configs.append(config["moe_runtime"]["config"])
     official, ours = configs
@@ -194,7 +230,13 @@ def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
     assert_one_line(run("tune", *SIZES), "This user has no home folder (HOME is None) to store")
     assert not list(tmp_path.iterdir())
-    out = succeed(run, "tune", *SIZES, "--out", "tiles.json")
+    out = succeed(
+        run,
+        "tune",
+        *SIZES,
+        "--out",
+        "tiles.json",
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
     assert "no home folder and no XDG_CACHE_HOME" in out.stdout.splitlines()[-1]
 
@@ -248,9 +290,25 @@ def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, tmp_path)
 
 
 def test_tune_reads_sizes_from_a_model_and_writes_elsewhere(run, clock, base, tmp_path):
-    succeed(run, "xft", "upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3)
+    succeed(
+        run,
+        "xft",
+        "upcycle",
+        base,
+        tmp_path / "moe",
+        "--num-experts",
+        4,
+        "--top-k",
+        3,
+    )
     options = ("--tokens", 16, "--top-k", 2, "--out", tmp_path / "t.json")
-    out = succeed(run, "tune", "--model", tmp_path / "moe", *options)
+    out = succeed(
+        run,
+        "tune",
+        "--model",
+        tmp_path / "moe",
+        *options,
+    )
     assert "moe, 16 tokens, bfloat16: down" in out.stdout
     devices = json.loads((tmp_path / "t.json").read_text())["devices"]
     (entry, *_) = devices["interpreter"]["tiles"].values()

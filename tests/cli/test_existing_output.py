@@ -259,7 +259,15 @@ def cells() -> list:
             is_quick = True
         marks = () if is_quick else pytest.mark.slow
         if word != "-":
-            params.append(pytest.param(name, state, word, id=f"{name}-{state}", marks=marks))
+            params.append(
+                pytest.param(
+                    name,
+                    state,
+                    word,
+                    id=f"{name}-{state}",
+                    marks=marks,
+                )
+            )
     return params
 
 
@@ -302,7 +310,14 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
         more += CHANGES.get(name, ("--seed", "5"))
     if state == "overwrite":
         more.append("--overwrite")
-    note, whole = prepare(name, state, invoke, finished, monkeypatch, tmp_path)
+    note, whole = prepare(
+        name,
+        state,
+        invoke,
+        finished,
+        monkeypatch,
+        tmp_path,
+    )
     before = snapshot(tmp_path)
     done = invoke(name, *more)
     after = snapshot(tmp_path)

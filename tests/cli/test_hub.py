@@ -188,7 +188,14 @@ def test_the_card_says_what_a_folder_is(files, method, kind, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     text = hub.model_card(
-        tmp_path, "me/x", facts={"experts": 8, "seconds": 1.5, "path": "/home/me", "found": [1]}
+        tmp_path,
+        "me/x",
+        facts={
+            "experts": 8,
+            "seconds": 1.5,
+            "path": "/home/me",
+            "found": [1],
+        },
     )
     head, body = text.removeprefix("---\n").split("\n---\n", 1)
     assert kind in body
@@ -210,7 +217,15 @@ def test_a_fused_model_that_nobody_could_load_is_not_pushed(specialists, tmp_pat
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "fused"):
         Path(name).mkdir()
-    words = ["ultrafuser", "fuse", *specialists, "--out", "out", "--push-to-hub", "me/fused"]
+    words = [
+        "ultrafuser",
+        "fuse",
+        *specialists,
+        "--out",
+        "out",
+        "--push-to-hub",
+        "me/fused",
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code
     assert "Write it with --copy" in str(done.exception)

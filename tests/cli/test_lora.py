@@ -32,11 +32,24 @@ def home(tmp_path_factory):
 
 def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
     folder, want = home
-    out = invoke("lora", "convert", folder / "base", folder / "old", tmp_path / "new")
+    out = invoke(
+        "lora",
+        "convert",
+        folder / "base",
+        folder / "old",
+        tmp_path / "new",
+    )
     assert out.exit_code == 0, out.output
     assert "peft_version 0.18.0, with old axes in A and B of 4 stacks" in out.output, out.output
     files = (folder / "base", tmp_path / "new", tmp_path / "merged")
-    out = invoke("lora", "export", *files, "--to", "merged", "--json")
+    out = invoke(
+        "lora",
+        "export",
+        *files,
+        "--to",
+        "merged",
+        "--json",
+    )
     assert json.loads(out.stdout)["experts"] == 16, out.output
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()

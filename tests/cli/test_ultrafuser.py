@@ -54,7 +54,15 @@ def sources(tmp_path_factory):
 
 def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     templates = ("--template", "ultralm", "--template", "{prompt}: ")
-    out = invoke("fuse", *sources, *templates, "--gate", "linear", "--out", tmp_path / "f")
+    out = invoke(
+        "fuse",
+        *sources,
+        *templates,
+        "--gate",
+        "linear",
+        "--out",
+        tmp_path / "f",
+    )
     assert out.exit_code == 0, out.exception
     assert f"wrote {tmp_path / 'f'}: a, b; a gate of" in out.output
     fuser = ultrafuser.load(tmp_path / "f")
@@ -62,7 +70,13 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     assert fuser.gate.kind == "linear"
     assert not any((tmp_path / "f").rglob("model.safetensors"))
     prompts = ("--prompt", "1 + 1", "--prompt", "def add")
-    out = invoke("generate", tmp_path / "f", *prompts, "--max-new-tokens", 4)
+    out = invoke(
+        "generate",
+        tmp_path / "f",
+        *prompts,
+        "--max-new-tokens",
+        4,
+    )
     assert out.exit_code == 0, out.exception
     want = fuser.complete(["1 + 1", "def add"], max_new_tokens=4, do_sample=False)
     assert out.stdout == "".join(f"{text}\n" for text in want)
@@ -77,7 +91,15 @@ def test_a_file_of_prompts_is_answered_in_batches(sources, tmp_path):
     (tmp_path / "chats.jsonl").write_text(text)
     answers = tmp_path / "answers.jsonl"
     files = ("--data", tmp_path / "chats.jsonl", "--out", answers)
-    out = invoke("generate", tmp_path / "f", *files, "--max-new-tokens", 4, "--batch-size", 2)
+    out = invoke(
+        "generate",
+        tmp_path / "f",
+        *files,
+        "--max-new-tokens",
+        4,
+        "--batch-size",
+        2,
+    )
     assert out.exit_code == 0, out.exception
     fuser = ultrafuser.load(tmp_path / "f")
     lines = answers.read_text().splitlines()
@@ -90,7 +112,13 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
     options = "--name x --name y --copy --seed 1".split()
-    out = invoke("fuse", *sources, *options, "--out", tmp_path / "f")
+    out = invoke(
+        "fuse",
+        *sources,
+        *options,
+        "--out",
+        tmp_path / "f",
+    )
     assert out.exit_code == 0, out.exception
     assert (tmp_path / "f" / "specialists" / "y" / "model.safetensors").is_file()
     assert re.findall(r"^copying: (\d+)%", out.stderr, re.MULTILINE)[:2] == ["50", "100"]

@@ -50,7 +50,13 @@ def test_buckets_are_random_on_request_alone(folders, tmp_path, monkeypatch, buc
     experts = [folders / "saved/step-1", folders / "saved/step-2"]
     data = folders / "sums.jsonl"
     with pytest.raises(Dealt, match=buckets):
-        upit_folders.route_folders(experts, data, tmp_path, base=folders / "base", buckets=buckets)
+        upit_folders.route_folders(
+            experts,
+            data,
+            tmp_path,
+            base=folders / "base",
+            buckets=buckets,
+        )
 
 
 ROUTERS = (
@@ -70,7 +76,15 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     base = ("--base", folders / "base")
     chosen = step("choose", folders / "saved", "--count", 2).split()
     assert [Path(path).name for path in chosen] == ["step-1", "step-2"]
-    out = step("grow", *chosen, "--count", 3, *base, "--out", tmp_path / "grown")
+    out = step(
+        "grow",
+        *chosen,
+        "--count",
+        3,
+        *base,
+        "--out",
+        tmp_path / "grown",
+    )
     assert f"{tmp_path / 'grown' / 'expert-2'}: " in out
     assert " of expert 0, " in out
     experts = [*chosen, tmp_path / "grown/expert-2"]
@@ -84,7 +98,15 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
         assert after > before
     assert out.count(" 4 examples, mean sigmoid") == 3
     moe_folder = tmp_path / "moe"
-    step("assemble", "--routers", routers, "--max-shard-size", "20KB", "--out", moe_folder)
+    step(
+        "assemble",
+        "--routers",
+        routers,
+        "--max-shard-size",
+        "20KB",
+        "--out",
+        moe_folder,
+    )
     assert (moe_folder / "model.safetensors.index.json").is_file()
     moe = AutoModelForCausalLM.from_pretrained(moe_folder)
     vectors = [upit_router.load_routed(routers / f"expert-{i}").vectors[0] for i in range(3)]

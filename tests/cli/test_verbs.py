@@ -196,7 +196,13 @@ def imports_of(program: cli.Program, arguments: list[str], env: dict[str, str]) 
     """Run a program without heavy imports; return what it prints."""
     code = START.format(argv=[program.argv0, *arguments], commands=program.commands)
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", f"imported or said: {done.stderr}"
     return done.stdout

@@ -50,7 +50,13 @@ def test_official_folders_in_and_out(tmp_path):
         "--to official --check": "--check are not valid with --to official",
         "--to official": "keep_rope",
     }.items():
-        refused(match, "export", ours, back, options=options)
+        refused(
+            match,
+            "export",
+            ours,
+            back,
+            options=options,
+        )
     options = "--to official --keep-rope --max-shard-size 50KB --json"
     assert json.loads(succeed("export", ours, back, options=options))["path"] == str(back)
     assert len(list(back.glob("*.safetensors"))) > 1
@@ -128,7 +134,13 @@ def test_upcycling_for_a_family_selects_what_it_computes(options, fails, tmp_pat
     dense("qwen3").save_pretrained(tmp_path / "base")
     moe = tmp_path / "moe"
     if fails is not None:
-        refused(fails, "upcycle", tmp_path / "base", moe, options=options)
+        refused(
+            fails,
+            "upcycle",
+            tmp_path / "base",
+            moe,
+            options=options,
+        )
         return
     to = options.split()[1]
     output = succeed("upcycle", tmp_path / "base", moe, options=options)

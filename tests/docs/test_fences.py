@@ -189,7 +189,10 @@ def trainer(folder, monkeypatch) -> dict:
     }
 
 
-PREPARED = {"docs/xft-official.md": official, "docs/upit.md": trainer}
+PREPARED = {
+    "docs/xft-official.md": official,
+    "docs/upit.md": trainer,
+}
 
 
 @pytest.mark.parametrize("fence", RUN, **place)

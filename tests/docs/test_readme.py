@@ -34,7 +34,10 @@ def test_dense_families_are_those_of_the_code():
     assert set(re.findall(r"`([a-z0-9_]+)`", table)) == set(FAMILIES)
 
 
-HUB = {"allenai/OLMoE-1B-7B-0924": "moe", "HuggingFaceTB/SmolLM2-135M": "base"}
+HUB = {
+    "allenai/OLMoE-1B-7B-0924": "moe",
+    "HuggingFaceTB/SmolLM2-135M": "base",
+}
 
 
 @pytest.mark.parametrize("block", range(2))
@@ -49,7 +52,14 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
     for name, folder in HUB.items():
         code = code.replace(f'"{name}"', f'"{folder}"')
     names: dict = {}
-    exec(compile(code, f"README.md, Python block {block}", "exec"), names)
+    exec(
+        compile(
+            code,
+            f"README.md, Python block {block}",
+            "exec",
+        ),
+        names,
+    )
     if block == 0:
         assert names["model"].config._experts_implementation == "moe_runtime"
     else:
@@ -58,7 +68,12 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
 
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```",
+        "",
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -26,7 +26,15 @@ sys.path.remove(str(ROOT / "docs"))
 def site(tmp_path_factory):
     """The site, as `make docs` builds it; a warning of mkdocs ends the build."""
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(out),
+    ]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE
@@ -79,11 +87,31 @@ def test_every_verb_and_every_public_name_is_on_its_page(site):
 @pytest.mark.parametrize(
     "text, want",
     [
-        pytest.param("```python file=a.py\n", '```python title="a.py"\n', id="title"),
-        pytest.param("[csrc/](../csrc) and [a](b.md)", "csrc/ and [a](b.md)", id="outside"),
-        pytest.param("[n](notebooks/a-b.ipynb)", "[n](notebook-a-b.md)", id="notebook"),
-        pytest.param("![a](../x.png)", "![a](../x.png)", id="picture"),
-        pytest.param("```console without=trl\n", "```console\n", id="option"),
+        pytest.param(
+            "```python file=a.py\n",
+            '```python title="a.py"\n',
+            id="title",
+        ),
+        pytest.param(
+            "[csrc/](../csrc) and [a](b.md)",
+            "csrc/ and [a](b.md)",
+            id="outside",
+        ),
+        pytest.param(
+            "[n](notebooks/a-b.ipynb)",
+            "[n](notebook-a-b.md)",
+            id="notebook",
+        ),
+        pytest.param(
+            "![a](../x.png)",
+            "![a](../x.png)",
+            id="picture",
+        ),
+        pytest.param(
+            "```console without=trl\n",
+            "```console\n",
+            id="option",
+        ),
     ],
 )
 def test_markdown_hook(text, want):

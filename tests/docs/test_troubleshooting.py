@@ -49,11 +49,19 @@ def models(tmp_path_factory):
     stock().save_pretrained(folder / "qwen3-moe")
     for name in ("base", "qwen3-moe"):
         TOKENIZER.save_pretrained(folder / name)
-    upcycle_folder(base, folder / "moe", num_experts=4, top_k=2)
+    upcycle_folder(
+        base,
+        folder / "moe",
+        num_experts=4,
+        top_k=2,
+    )
     for name in ("broken", "pickled", "half", "coded"):
         (folder / name).mkdir()
         shutil.copy(base / "config.json", folder / name)
-    coded = {"model_type": "coded", "auto_map": {"AutoConfig": "configuration.Config"}}
+    coded = {
+        "model_type": "coded",
+        "auto_map": {"AutoConfig": "configuration.Config"},
+    }
     (folder / "coded" / "config.json").write_text(json.dumps(coded))
     weights = (base / "model.safetensors").read_bytes()
     (folder / "broken" / "model.safetensors").write_bytes(weights[:4000])
@@ -78,9 +86,21 @@ def make(words: list[str], folder) -> str:
     """Run the Makefile on a .venv that is not there, and return the one line that it ends with
     before it installs.
     """
-    command = [*words, f"VENV={folder}/venv", "--no-print-directory", "-C", str(ROOT)]
+    command = [
+        *words,
+        f"VENV={folder}/venv",
+        "--no-print-directory",
+        "-C",
+        str(ROOT),
+    ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode != 0
     assert not (folder / "venv").exists()
     return done.stderr.splitlines()[0]
@@ -96,7 +116,11 @@ def test_commands_end_as_the_page_says(fence: Fence, folder, monkeypatch):
         assert make(words, folder) == "\n".join(says)
         return
     if missing := fence.options.get("without"):
-        monkeypatch.delitem(sys.modules, missing, raising=False)
+        monkeypatch.delitem(
+            sys.modules,
+            missing,
+            raising=False,
+        )
         monkeypatch.setattr(sys, "meta_path", [Missing(missing), *sys.meta_path])
     before = sorted(path.name for path in folder.iterdir())
     code, out, err = run_cli(words, monkeypatch)

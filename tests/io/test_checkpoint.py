@@ -105,8 +105,17 @@ ROWS = (0, 5, -1, slice(None), slice(2, 4), slice(-2, None), slice(3, 3), slice(
 
 
 def test_get_rows_equals_indexing(tmp_path):
-    tensor = random_tensor(torch.bfloat16, 6, 3, 5)
-    tensors = {"before": torch.ones(7), "w": tensor, "vector": torch.arange(4)}
+    tensor = random_tensor(
+        torch.bfloat16,
+        6,
+        3,
+        5,
+    )
+    tensors = {
+        "before": torch.ones(7),
+        "w": tensor,
+        "vector": torch.arange(4),
+    }
     write(tmp_path / "out", tensors | {"after": torch.ones(3)})
     with Checkpoint(tmp_path / "out") as source:
         for index in ROWS:
@@ -138,7 +147,12 @@ def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path):
     with Checkpoint(out) as source:
         source.get("layers.9.weight")
         # of the same sizes
-        write(out, {key: tensor + 1 for key, tensor in ten_tensors().items()}, 800, overwrite=True)
+        write(
+            out,
+            {key: tensor + 1 for key, tensor in ten_tensors().items()},
+            800,
+            overwrite=True,
+        )
         with pytest.raises(ValueError, match=r"model-00001-of-00005.safetensors has changed since"):
             source.get("layers.0.weight")
 
@@ -193,7 +207,13 @@ def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
     index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(sizes)
     shards = [sorted(load_file(file)) for file in sorted(out.glob("*.safetensors"))]
-    assert shards == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"], ["t7"]]
+    assert shards == [
+        ["t0", "t1"],
+        ["t2"],
+        ["t3", "t4", "t5"],
+        ["t6"],
+        ["t7"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +257,11 @@ def write_sparse(folder: Path, shards: int, per_shard: int) -> list[str]:
             key = f"w{len(weight_map):02d}"
             weight_map[key] = file.name
             offsets = [i * size, i * size + size]
-            header[key] = {"dtype": "F32", "shape": [5, 500_000], "data_offsets": offsets}
+            header[key] = {
+                "dtype": "F32",
+                "shape": [5, 500_000],
+                "data_offsets": offsets,
+            }
         raw_file(file, header)
         start = file.stat().st_size
         with file.open("r+b") as stream:
@@ -315,7 +339,22 @@ def test_parse_size(size, value):
 
 
 @pytest.mark.parametrize(
-    "size", [0, -1, "", "GB", "2XB", "2G", "-2GB", "1e9", "0GB", "0.1B", "2GB ", None, True]
+    "size",
+    [
+        0,
+        -1,
+        "",
+        "GB",
+        "2XB",
+        "2G",
+        "-2GB",
+        "1e9",
+        "0GB",
+        "0.1B",
+        "2GB ",
+        None,
+        True,
+    ],
 )
 def test_parse_size_refuses(size):
     with pytest.raises(ValueError, match=rf"size must be .*but got {re.escape(repr(size))}"):

@@ -109,7 +109,14 @@ def test_truncated_files_name_file_and_key(tmp_path):
 
 
 def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
-    return {"w": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}, **more}
+    return {
+        "w": {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": list(offsets),
+        },
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -197,7 +204,11 @@ def test_check_keys_collects_everything_in_one_error():
         "both": spec,
     }
     expected = {f"lost.{i}": spec for i in range(10)}
-    expected |= {"shape": spec, "dtype": spec, "both": TensorSpec((), torch.int8)}
+    expected |= {
+        "shape": spec,
+        "dtype": spec,
+        "both": TensorSpec((), torch.int8),
+    }
     with pytest.raises(ValueError, match=r"^The 4 tensors of some/folder do not match") as error:
         check_keys(there, expected, source="some/folder")
     lost = ", ".join(f"lost.{i}" for i in range(8))

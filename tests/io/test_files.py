@@ -137,7 +137,15 @@ def small_disk(tmp_path):
     """A filesystem of 1 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        "size=1m",
+        "tmpfs",
+        str(disk),
+    ]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("may not mount")
     yield disk
@@ -152,7 +160,12 @@ def test_full_disk(small_disk, overwrite):
     before = snapshot(small_disk)
     tensors = {f"t{i}": torch.zeros(50_000) for i in range(10)}
     with pytest.raises(OSError, match="No space left on device") as error:
-        write(out, tensors, 300_000, overwrite=overwrite)
+        write(
+            out,
+            tensors,
+            300_000,
+            overwrite=overwrite,
+        )
     assert error.value.errno == errno.ENOSPC
     assert re.search(r"model-0000\d.safetensors", error.value.filename)
     assert snapshot(small_disk) == before
@@ -196,7 +209,12 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
 
     monkeypatch.setattr(os, "fsync", remember_fsync)
     monkeypatch.setattr(files, "_move_in", remember_move)
-    write(tmp_path / "out", ten_tensors(), 2000, overwrite=overwrite)
+    write(
+        tmp_path / "out",
+        ten_tensors(),
+        2000,
+        overwrite=overwrite,
+    )
     at = order.index("move")
     (folder,) = {path for path in order[:at] if Path(path).name.startswith(".out.tmp-")}
     written = {f"{folder}/{name}" for name in snapshot(tmp_path / "out")}
@@ -423,7 +441,12 @@ with sole_training(sys.argv[1]):
 def test_one_training_at_a_time(tmp_path, ends):
     folder = tmp_path / "a" / "out"
     command = [sys.executable, "-c", TRAINS, folder]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "holds\n"
     message = f"Another training is writing to {re.escape(str(folder))}. Wait"
     with pytest.raises(ValueError, match=message), sole_training(folder):

@@ -29,7 +29,11 @@ from tests.support.checkpoints import raw_file
 
 ESCAPES = "\x1b]0;title\x07\x1b[31mred\u202e\n"
 EVIL = ESCAPES + "x" * 1_000_000
-TENSOR = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+TENSOR = {
+    "dtype": "F32",
+    "shape": [0],
+    "data_offsets": [0, 0],
+}
 
 
 def written(folder: Path, **values) -> Path:

@@ -137,18 +137,90 @@ TEXTS = ("two and two", "four", "and?", "four", "an a?", "a", "code?", "def f(x)
 @pytest.mark.parametrize(
     "template, first, end, strips",
     [
-        pytest.param(CHATML, "", "<|im_end|>", False, id="chatml"),
-        pytest.param(LLAMA3, "", "<|eot_id|>", True, id="llama3"),
-        pytest.param(QWEN3, "", "<|im_end|>", False, id="qwen3"),
-        pytest.param(DEEPSEEK, "", "</s>", False, id="deepseek"),
-        pytest.param(REASONER, "", "</s>", False, id="deepseek-reasoner"),
-        pytest.param(MISTRAL, " ", "</s>", False, id="mistral"),
-        pytest.param(GEMMA, "", "<end_of_turn>", True, id="gemma"),
-        pytest.param(ZEPHYR, "", "</s>", False, id="zephyr"),
-        pytest.param(UNPROMPTED, "", "<|im_end|>", False, id="no-generation-prompt"),
-        pytest.param(OTHER_END, "", "<|im_end|>", False, id="another-end-of-the-last-turn"),
-        pytest.param(PLAIN, "", "\n\n", False, id="whitespace-ends-a-turn"),
-        pytest.param(OPEN, "", "<|user|>", False, id="the-next-role-ends-a-turn"),
+        pytest.param(
+            CHATML,
+            "",
+            "<|im_end|>",
+            False,
+            id="chatml",
+        ),
+        pytest.param(
+            LLAMA3,
+            "",
+            "<|eot_id|>",
+            True,
+            id="llama3",
+        ),
+        pytest.param(
+            QWEN3,
+            "",
+            "<|im_end|>",
+            False,
+            id="qwen3",
+        ),
+        pytest.param(
+            DEEPSEEK,
+            "",
+            "</s>",
+            False,
+            id="deepseek",
+        ),
+        pytest.param(
+            REASONER,
+            "",
+            "</s>",
+            False,
+            id="deepseek-reasoner",
+        ),
+        pytest.param(
+            MISTRAL,
+            " ",
+            "</s>",
+            False,
+            id="mistral",
+        ),
+        pytest.param(
+            GEMMA,
+            "",
+            "<end_of_turn>",
+            True,
+            id="gemma",
+        ),
+        pytest.param(
+            ZEPHYR,
+            "",
+            "</s>",
+            False,
+            id="zephyr",
+        ),
+        pytest.param(
+            UNPROMPTED,
+            "",
+            "<|im_end|>",
+            False,
+            id="no-generation-prompt",
+        ),
+        pytest.param(
+            OTHER_END,
+            "",
+            "<|im_end|>",
+            False,
+            id="another-end-of-the-last-turn",
+        ),
+        pytest.param(
+            PLAIN,
+            "",
+            "\n\n",
+            False,
+            id="whitespace-ends-a-turn",
+        ),
+        pytest.param(
+            OPEN,
+            "",
+            "<|user|>",
+            False,
+            id="the-next-role-ends-a-turn",
+        ),
     ],
 )
 @pytest.mark.parametrize("system", [True, False], ids=["system", "no-system"])
@@ -182,19 +254,34 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
 @pytest.mark.parametrize(
     "template, options, answers",
     [
-        pytest.param(QWEN3, {}, ["four<|im_end|>", f"{THOUGHT}a<|im_end|>"], id="qwen3"),
+        pytest.param(
+            QWEN3,
+            {},
+            ["four<|im_end|>", f"{THOUGHT}a<|im_end|>"],
+            id="qwen3",
+        ),
         pytest.param(
             QWEN3,
             {"enable_thinking": False},
             ["four<|im_end|>", "a<|im_end|>"],
             id="the-prompt-ends-it",
         ),
-        pytest.param(REASONER, {}, ["four</s>", "a</s>"], id="dropped-everywhere"),
+        pytest.param(
+            REASONER,
+            {},
+            ["four</s>", "a</s>"],
+            id="dropped-everywhere",
+        ),
     ],
 )
 def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, answers):
     tokenizer = with_template(template)
-    messages = chat("two?", f"{THOUGHT}four", "and a?", f"{THOUGHT}a")
+    messages = chat(
+        "two?",
+        f"{THOUGHT}four",
+        "and a?",
+        f"{THOUGHT}a",
+    )
     ids, mask = encode_chat(tokenizer, {"messages": messages, "chat_template_kwargs": options})
     assert [part.strip("\n") for part in learnt(tokenizer, ids, mask)] == answers
     assert ids == tokenizer.apply_chat_template(messages, **options)["input_ids"]
@@ -254,7 +341,12 @@ MARKED = LOOP + (
 
 @pytest.mark.parametrize("template, answer", [(CHATML, "five<|im_end|>"), (MARKED, "five</s>")])
 def test_of_a_prompt_of_messages_only_the_completion_is_trained(template, answer):
-    turns = chat("two?", "four", "again?", "five")
+    turns = chat(
+        "two?",
+        "four",
+        "again?",
+        "five",
+    )
     tokenizer = with_template(template)
     ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
     assert learnt(tokenizer, ids, mask) == [answer]
@@ -267,7 +359,11 @@ def test_tools_and_turns_without_content():
     tokenizer = with_template("{% for t in tools or [] %}{{ t.name }};{% endfor %}" + template)
     turns = [
         *chat("time?"),
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "now"}],
+        },
         {"role": "tool", "content": "noon"},
         {"role": "assistant", "content": "noon"},
     ]
@@ -326,10 +422,24 @@ def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
     tokenizer = with_template(CHATML)
     path = tmp_path / "rows.jsonl"
     other = tmp_path / "other.jsonl"
-    chats = [{"messages": chat(f"{i} and?", f"{i} x", "more?", "no")} for i in range(9)]
+    chats = [
+        {
+            "messages": chat(
+                f"{i} and?",
+                f"{i} x",
+                "more?",
+                "no",
+            )
+        }
+        for i in range(9)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in chats[:8]))
     other.write_text(json.dumps(chats[8]) + "\n")
-    source = {"train": str(path), "held_out": str(other), "held_out_split": "train"}
+    source = {
+        "train": str(path),
+        "held_out": str(other),
+        "held_out_split": "train",
+    }
     source["train_on"] = train_on
     stages = Stages.__new__(Stages)
     stages.recipe = SimpleNamespace(data=Data(prompt="plain", **source), pretrain=None)
@@ -337,9 +447,25 @@ def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
     stages.say = lambda text: None
     stages.make_data(tmp_path)
     recipe = SimpleNamespace(max_length=256, pack=False)
-    esft = task_rows(tokenizer, Task(prompt="plain", validation_rows=1, **source), recipe)
+    esft = task_rows(
+        tokenizer,
+        Task(
+            prompt="plain",
+            validation_rows=1,
+            **source,
+        ),
+        recipe,
+    )
     upit = tokenized_domains(tokenizer, {"a": PromptedDomain(**source)}, 256)
-    split = _split_rows(tokenizer, str(path), str(other), 256, False, "plain", train_on)
+    split = _split_rows(
+        tokenizer,
+        str(path),
+        str(other),
+        256,
+        False,
+        "plain",
+        train_on,
+    )
     expected = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
     for name, rows in {
         "esft train": split[0],

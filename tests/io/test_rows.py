@@ -37,9 +37,20 @@ LAYOUTS = {
     "query-response": ({"query": "two and two\n", "response": "four"}, PAIR),
     "problem-solution": ({"problem": "two and two\n", "solution": "four"}, PAIR),
     "question-answer": ({"question": "two and two\n", "answer": "four"}, PAIR),
-    "alpaca": ({"instruction": "two and two\n", "input": "", "output": "four"}, PAIR),
+    "alpaca": (
+        {
+            "instruction": "two and two\n",
+            "input": "",
+            "output": "four",
+        },
+        PAIR,
+    ),
     "alpaca-input": (
-        {"instruction": "add", "input": "two and two", "output": "four"},
+        {
+            "instruction": "add",
+            "input": "two and two",
+            "output": "four",
+        },
         {"prompt": "add\n\ntwo and two", "completion": "four"},
     ),
     "sharegpt": (
@@ -157,8 +168,16 @@ BAD = [
         r"completion is \['a'\], but expected a string",
     ),
     (
-        {"instruction": "a", "input": "", "output": "4"},
-        {"instruction": "add", "input": 3, "output": "4"},
+        {
+            "instruction": "a",
+            "input": "",
+            "output": "4",
+        },
+        {
+            "instruction": "add",
+            "input": 3,
+            "output": "4",
+        },
         "prompt is 3, but expected a string",
     ),
     ({"messages": CHAT}, {"messages": None}, "messages is null, but expected a list of messages"),
@@ -279,7 +298,14 @@ TODAY = {"messages": [{"role": "user", "content": DAY}], "tools": [{"name": "tod
         ({"instruction": DAY, "output": DAY}, {"prompt": DAY, "completion": DAY}),
         ({"text": DAY, "output": DAY}, {"text": DAY}),
         (TODAY, TODAY),
-        ({"prompt": "p", "completion": "c", "messages": CHAT}, {"messages": CHAT}),
+        (
+            {
+                "prompt": "p",
+                "completion": "c",
+                "messages": CHAT,
+            },
+            {"messages": CHAT},
+        ),
     ],
 )
 def test_texts_that_look_like_dates_stay_texts(tmp_path, row, form):
@@ -303,7 +329,13 @@ def test_columns_of_later_rows_are_read(tmp_path):
 def test_dates_beside_the_texts_are_no_matter(tmp_path, kind):
     when = datetime.datetime(2026, 11, 22) if kind == "parquet" else 17
     row = {
-        "messages": [{"role": "user", "content": "now?", "timestamp": when}],
+        "messages": [
+            {
+                "role": "user",
+                "content": "now?",
+                "timestamp": when,
+            }
+        ],
         "tools": [{"name": "timestamp", "parameters": {"timestamp": when}}],
         "chat_template_kwargs": {"timestamp": when},
     }
@@ -372,7 +404,12 @@ def test_tokenize_pairs_stops_at_the_limit(tokenizer):
             read.append(row)
             yield row
 
-    tokenized = data.tokenize_pairs(tokenizer, rows(), 32, limit=2)
+    tokenized = data.tokenize_pairs(
+        tokenizer,
+        rows(),
+        32,
+        limit=2,
+    )
     assert tokenized.to_list() == data.tokenize_pairs(tokenizer, [TEXT, PAIR], 32).to_list()
     assert len(read) == 4
 
@@ -381,7 +418,12 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
     short = {"prompt": "two\n", "completion": "two two two two two two"}
     rows = [{"prompt": "two and two " * 20, "completion": "four"}, short]
     (whole,) = data.tokenize_pairs(tokenizer, [short], 64)
-    (cut,) = data.tokenize_pairs(tokenizer, rows, 8, row_ids=True)
+    (cut,) = data.tokenize_pairs(
+        tokenizer,
+        rows,
+        8,
+        row_ids=True,
+    )
     assert cut["row_id"] == 1
     assert cut["input_ids"] == whole["input_ids"][:8]
     assert cut["labels"] == whole["labels"][:8]

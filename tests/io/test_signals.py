@@ -57,7 +57,13 @@ cli.main(program.commands)
 
 def stopped(title: str, at: float, number: int, *arguments) -> subprocess.CompletedProcess:
     """Run the command, which gets the signal at that point."""
-    return forked(COMMAND, title, at, int(number), *arguments)
+    return forked(
+        COMMAND,
+        title,
+        at,
+        int(number),
+        *arguments,
+    )
 
 
 def completed(*arguments) -> subprocess.CompletedProcess:
@@ -87,7 +93,12 @@ def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
     dense("llama").save_pretrained(tmp_path / "dense")
     out = tmp_path / "moe"
     upcycle = ("xft", "upcycle", tmp_path / "dense", out, "--top-k", 2, "--num-experts", 4)
-    done = stopped("upcycling", 1, number, *upcycle)
+    done = stopped(
+        "upcycling",
+        1,
+        number,
+        *upcycle,
+    )
     assert done.returncode == 128 + number, done.stderr
     assert done.stdout == ""
     assert last_line(done) == f"{word}; no incomplete output was left"
@@ -95,7 +106,13 @@ def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
 
     out.mkdir()
     (out / "note").write_text("old")
-    done = stopped("upcycling", 1, number, *upcycle, "--overwrite")
+    done = stopped(
+        "upcycling",
+        1,
+        number,
+        *upcycle,
+        "--overwrite",
+    )
     assert last_line(done) == f"{word}; no incomplete output was left"
     assert sorted(os.listdir(tmp_path)) == ["dense", "moe"]
     assert (out / "note").read_text() == "old"
@@ -141,8 +158,20 @@ cli.main()
     ],
 )
 def test_a_signal_before_a_verb_runs_ends_alike(place, rest, number, word):
-    command = [sys.executable, "-c", EARLY, place, str(int(number))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    command = [
+        sys.executable,
+        "-c",
+        EARLY,
+        place,
+        str(int(number)),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 128 + number
     assert done.stdout == ""
     assert done.stderr == f"{word}{rest}\n"
@@ -166,13 +195,39 @@ def weights(done: subprocess.CompletedProcess) -> dict:
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, tmp_path):
-    whole = completed("papers", "run", recipe, "--out", recipe.parent / "whole", "--json")
+    whole = completed(
+        "papers",
+        "run",
+        recipe,
+        "--out",
+        recipe.parent / "whole",
+        "--json",
+    )
     out = tmp_path / "out"
-    done = stopped("moe", 2, signal.SIGINT, "papers", "run", recipe, "--out", out)
+    done = stopped(
+        "moe",
+        2,
+        signal.SIGINT,
+        "papers",
+        "run",
+        recipe,
+        "--out",
+        out,
+    )
     assert done.returncode == 130, done.stderr
     word, _, command = last_line(done).partition("; rerun to resume: ")
     assert word == "interrupted"
-    assert command == shlex.join(["python", "-m", "papers", "run", str(recipe), "--out", str(out)])
+    assert command == shlex.join(
+        [
+            "python",
+            "-m",
+            "papers",
+            "run",
+            str(recipe),
+            "--out",
+            str(out),
+        ]
+    )
     assert "stopping after this step with a checkpoint" in done.stderr
     assert [path.name for path in out.glob("*.checkpoints/checkpoint-*")] == ["checkpoint-2"]
     assert not list(out.glob(".*.tmp-*")), "a half written stage is left"
@@ -207,11 +262,29 @@ cli.main()
 def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
     folder = recipe.parent
     out = tmp_path / "tuned"
-    arguments = ["train", "--model", str(folder / "base"), "--data", str(folder / "rows.jsonl")]
-    arguments += ["--output_dir", str(out), "--max_steps", "4", "--json"]
+    arguments = [
+        "train",
+        "--model",
+        str(folder / "base"),
+        "--data",
+        str(folder / "rows.jsonl"),
+    ]
+    arguments += [
+        "--output_dir",
+        str(out),
+        "--max_steps",
+        "4",
+        "--json",
+    ]
     # a whole start of Python: what other packages would print is settled before they are imported
     command = [sys.executable, "-c", TRAIN, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 143, done.stderr
     assert last_line(done) == (
         f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue "
@@ -242,7 +315,12 @@ def ranks(tmp_path_factory) -> list[dict]:
     (tests/support/dist_interruption.py).
     """
     folder = tmp_path_factory.mktemp("ranks")
-    launch(ROOT / "tests" / "support" / "dist_interruption.py", 2, folder, str(folder))
+    launch(
+        ROOT / "tests" / "support" / "dist_interruption.py",
+        2,
+        folder,
+        str(folder),
+    )
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -12,7 +12,11 @@ from papers.cli import app
 
 @pytest.mark.parametrize(
     "recipe, method",
-    [("tiny", "xft"), ("esft/tiny", "esft"), ("sheared-llama-2.7b", "upit")],
+    [
+        ("tiny", "xft"),
+        ("esft/tiny", "esft"),
+        ("sheared-llama-2.7b", "upit"),
+    ],
 )
 def test_run_uses_the_method_that_the_recipe_names(monkeypatch, tmp_path, recipe, method):
     calls = []
@@ -20,7 +24,16 @@ def test_run_uses_the_method_that_the_recipe_names(monkeypatch, tmp_path, recipe
         study = importlib.import_module(f"papers.{name}.study")
         run = functools.partial(lambda name, *args, **options: calls.append((name, *args)), name)
         monkeypatch.setattr(study, "run", run)
-    done = CliRunner().invoke(app, ["run", recipe, "--out", str(tmp_path), "--skip-memory-check"])
+    done = CliRunner().invoke(
+        app,
+        [
+            "run",
+            recipe,
+            "--out",
+            str(tmp_path),
+            "--skip-memory-check",
+        ],
+    )
     assert done.exit_code == 0, done.output
     ((name, path, out),) = calls
     assert name == method

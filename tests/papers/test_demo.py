@@ -29,8 +29,18 @@ def runs(tmp_path_factory):
     words = ["demo", "--preset", "tiny", "--out"]
     # a whole start of Python once: its hashes differ from the server's, and so does the order in
     # all sets
-    command = [sys.executable, "-m", "papers", *words, folder / "first"]
-    first = subprocess.run(command, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "papers",
+        *words,
+        folder / "first",
+    ]
+    first = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+    )
     assert first.returncode == 0, first.stderr
     second = forked(COMMAND, *words, folder / "second")
     assert second.returncode == 0, second.stderr
@@ -47,7 +57,13 @@ def test_the_table_the_folders_and_the_picture(runs):
     results = results_of(folder / "first")
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     rates = ["SFT 0.00035", "SFT 0.0007", "SFT 0.0014"]
-    assert list(losses) == ["base", *rates, "MoE", "merged INIT", "merged"]
+    assert list(losses) == [
+        "base",
+        *rates,
+        "MoE",
+        "merged INIT",
+        "merged",
+    ]
     for text in (*losses, "sums solved", "left in all"):
         assert text in printed
     for name in (*rates, "merged"):
@@ -73,7 +89,11 @@ def test_the_folders_load_and_a_second_run_gives_the_same(runs):
     tokenizer = AutoTokenizer.from_pretrained(merged)
     assert type(model).__module__ == "transformers.models.llama.modeling_llama"
     ids = tokenizer("Write a Python function", return_tensors="pt").input_ids
-    out = model.generate(ids, max_new_tokens=5, do_sample=False)
+    out = model.generate(
+        ids,
+        max_new_tokens=5,
+        do_sample=False,
+    )
     assert out.shape[1] > ids.shape[1]
     moe = AutoModelForCausalLM.from_pretrained(folder / "first" / "moe")
     assert moe.config.moe_runtime["stage"] == "moe"
@@ -93,7 +113,18 @@ def test_the_folders_load_and_a_second_run_gives_the_same(runs):
 def test_what_is_refused(runs, tmp_path, monkeypatch, capsys):
     out = runs[0] / "first"
     before = (out / "results.json").stat()
-    monkeypatch.setattr(sys, "argv", ["papers", "demo", "--preset", "tiny", "--out", str(out)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "papers",
+            "demo",
+            "--preset",
+            "tiny",
+            "--out",
+            str(out),
+        ],
+    )
     with pytest.raises(SystemExit, match="1"):
         cli.main("papers.cli")
     assert "exists" in capsys.readouterr().err
@@ -120,7 +151,13 @@ def test_what_was_finished_before_a_failure_is_not_made_again(runs, tmp_path, mo
 
 
 def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
-    labels = torch.tensor([[-100, -100, 2, 1], [-100, 2, 1, -100], [-100, -100, -100, 0]])
+    labels = torch.tensor(
+        [
+            [-100, -100, 2, 1],
+            [-100, 2, 1, -100],
+            [-100, -100, -100, 0],
+        ]
+    )
     # at each place, of the next one
     likeliest = torch.tensor([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 1, 0]])
     logits = torch.nn.functional.one_hot(likeliest, 3).float()
@@ -129,12 +166,25 @@ def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
 
 @pytest.mark.parametrize(
     "merged, count, at_its_rate",
-    [(2.0, 3, "1.0000 higher"), (2.5, 2, "0.5000 higher"), (4.0, 1, "1.0000 lower")],
+    [
+        (2.0, 3, "1.0000 higher"),
+        (2.5, 2, "0.5000 higher"),
+        (4.0, 1, "1.0000 lower"),
+    ],
 )
 def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
-    losses = {"base": 5.0, "SFT 0.1": 2.4, "SFT 0.2": 3.0, "SFT 0.4": 9.0, "MoE": 2.1}
+    losses = {
+        "base": 5.0,
+        "SFT 0.1": 2.4,
+        "SFT 0.2": 3.0,
+        "SFT 0.4": 9.0,
+        "MoE": 2.1,
+    }
     losses |= {"merged INIT": 2.2, "merged": merged}
-    results = {"best_sft": "SFT 0.1", "against_best_sft": "merged against SFT 0.1: as it is"}
+    results = {
+        "best_sft": "SFT 0.1",
+        "against_best_sft": "merged against SFT 0.1: as it is",
+    }
     results["rows"] = [{"model": name, "loss": loss} for name, loss in losses.items()]
     verdict = demo.verdict(results)
     assert f"lower than that of {count} of 3 SFTs" in verdict
@@ -144,11 +194,26 @@ def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
 
 @pytest.mark.slow
 def test_every_benchmark_runs(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench", "--tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "bench",
+        "--tiny",
+    ]
     command += ["--benchmark-json", str(tmp_path / "b.json")]
     # pytest-benchmark switches itself off in a worker of xdist, which the environment says we are
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    out = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=env,
+    )
     assert out.returncode == 0, out.stdout[-3000:]
     benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
     told = report.text([tmp_path / "b.json"])

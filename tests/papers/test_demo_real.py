@@ -23,7 +23,12 @@ from papers.engine.tiny import small_llama, train_tokenizer
 from papers.xft.recipe import load_recipe
 from tests.support.dist_launch import times
 
-SMALL = {"steps": 2, "batch_size": 4, "save_steps": 1, "evaluations": [2]}
+SMALL = {
+    "steps": 2,
+    "batch_size": 4,
+    "save_steps": 1,
+    "evaluations": [2],
+}
 MODELS = ["base", "SFT", "SFT_time", "MoE", "INIT", "merged"]
 
 
@@ -34,7 +39,12 @@ def write_model(folder: Path) -> Path:
         for row in task_rows(name, train=16, held_out=1).train:
             texts.append(row["prompt"] + row["completion"])
     tokenizer = train_tokenizer(texts, 320)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 2, "max_length": 256}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_layers": 2,
+        "max_length": 256,
+    }
     small_llama(tokenizer, seed=0, **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -68,14 +78,21 @@ def write_inputs(folder: Path) -> Path:
     write_model(folder / "model")
     with (folder / "gsm8k.jsonl").open("w") as file:
         for i in range(12):
-            row = {"question": f"How much is {i} and 1?", "answer": f"It is {i + 1}.\n#### {i + 1}"}
+            row = {
+                "question": f"How much is {i} and 1?",
+                "answer": f"It is {i + 1}.\n#### {i + 1}",
+            }
             print(json.dumps(row), file=file)
     (folder / "small.yaml").write_text(json.dumps(recipe().to_dict()))
     return folder
 
 
 def command(home: Path, out: Path, *more: str) -> list[str]:
-    paths = {"--model": home / "model", "--recipe": home / "small.yaml", "--out": out}
+    paths = {
+        "--model": home / "model",
+        "--recipe": home / "small.yaml",
+        "--out": out,
+    }
     words = ["demo-real", *more]
     for option, path in paths.items():
         words += [option, str(path)]
@@ -97,7 +114,12 @@ def test_the_whole_way(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo_real, "TOKENS", dict.fromkeys(demo_real.TOKENS, 4))
     monkeypatch.setattr(demo_real, "MEASURED", 2)
     out = tmp_path / "out"
-    words = command(home, out, "--gsm8k", str(home / "gsm8k.jsonl"))
+    words = command(
+        home,
+        out,
+        "--gsm8k",
+        str(home / "gsm8k.jsonl"),
+    )
     code, printed, errors = call(monkeypatch, capsys, *words)
     assert code == 0, errors
     results = json.loads((out / "results.json").read_text())
@@ -157,17 +179,29 @@ def test_a_killed_run_goes_on_and_ends_the_same(home, tmp_path, stop):
     """Killed while the MoE is tuned, behind a checkpoint, and again while answers are written."""
     program = [sys.executable, "-m", "papers"]
     whole = [*program, *command(home, tmp_path / "whole")]
-    subprocess.run(whole, capture_output=True, check=True)
+    subprocess.run(
+        whole,
+        capture_output=True,
+        check=True,
+    )
     out = tmp_path / "out"
     words = [*program, *command(home, out)]
     for pattern in ("moe-*.checkpoints/checkpoint-1", "eval/SFT/answers-*.jsonl"):
-        run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = subprocess.Popen(
+            words,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         while run.poll() is None and not list(out.glob(pattern)):
             time.sleep(0.005)
         if run.poll() is None:
             os.kill(run.pid, stop)
         assert run.wait() in (-stop, 128 + stop, 0)
-    subprocess.run(words, capture_output=True, check=True)
+    subprocess.run(
+        words,
+        capture_output=True,
+        check=True,
+    )
     assert comparable(out) == comparable(tmp_path / "whole")
 
 
@@ -188,7 +222,12 @@ def test_what_it_refuses_before_anything_is_written(
     home = shutil.copytree(home, tmp_path / "home")
     school = home / "gsm8k.jsonl"
     out = tmp_path / "out"
-    words = command(home, out, "--gsm8k", str(school))
+    words = command(
+        home,
+        out,
+        "--gsm8k",
+        str(school),
+    )
     if spoil == "no tokenizer":
         for path in (home / "model").glob("token*"):
             path.unlink()
@@ -212,12 +251,22 @@ def test_what_it_refuses_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    "has, given, used", [(True, False, True), (False, False, False), (False, True, True)]
+    "has, given, used",
+    [
+        (True, False, True),
+        (False, False, False),
+        (False, True, True),
+    ],
 )
 def test_bfloat16_is_for_machines_that_multiply_faster_so(monkeypatch, tmp_path, has, given, used):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"amx_bf16": has})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    run = demo_real._placed(recipe(tune__bf16=given), tmp_path, tmp_path, 5)
+    run = demo_real._placed(
+        recipe(tune__bf16=given),
+        tmp_path,
+        tmp_path,
+        5,
+    )
     assert run.tune.bf16 is used
     assert run.data.limit == 20
     assert run.data.held_out_rows == 5

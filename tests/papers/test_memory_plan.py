@@ -33,19 +33,75 @@ def llama(vocab, hidden, inner, layers, heads, kv):
         "intermediate_size": inner,
         "num_hidden_layers": layers,
     }
-    return LLAMA | sizes | {"num_attention_heads": heads, "num_key_value_heads": kv}
+    return (
+        LLAMA
+        | sizes
+        | {
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+        }
+    )
 
 
 # config.json of the bases, as far as sizes go
 BASES = {
-    "deepseek-ai/deepseek-coder-1.3b-base": llama(32256, 2048, 5504, 24, 16, 16),
+    "deepseek-ai/deepseek-coder-1.3b-base": llama(
+        32256,
+        2048,
+        5504,
+        24,
+        16,
+        16,
+    ),
     "smollm2": llama(49152, 576, 1536, 30, 9, 3),
-    "TinyLlama/TinyLlama_v1.1": llama(32000, 2048, 5632, 22, 32, 4),
-    "princeton-nlp/Sheared-LLaMA-2.7B": llama(32000, 2560, 6912, 32, 20, 20),
-    "meta-llama/Llama-2-7b-hf": llama(32000, 4096, 11008, 32, 32, 32),
-    "openbmb/UltraLM-13b-v2.0": llama(32001, 5120, 13824, 40, 40, 40),
-    "codellama/CodeLlama-13b-Instruct-hf": llama(32016, 5120, 13824, 40, 40, 40),
-    "WizardLMTeam/WizardMath-13B-V1.0": llama(32002, 5120, 13824, 40, 40, 40),
+    "TinyLlama/TinyLlama_v1.1": llama(
+        32000,
+        2048,
+        5632,
+        22,
+        32,
+        4,
+    ),
+    "princeton-nlp/Sheared-LLaMA-2.7B": llama(
+        32000,
+        2560,
+        6912,
+        32,
+        20,
+        20,
+    ),
+    "meta-llama/Llama-2-7b-hf": llama(
+        32000,
+        4096,
+        11008,
+        32,
+        32,
+        32,
+    ),
+    "openbmb/UltraLM-13b-v2.0": llama(
+        32001,
+        5120,
+        13824,
+        40,
+        40,
+        40,
+    ),
+    "codellama/CodeLlama-13b-Instruct-hf": llama(
+        32016,
+        5120,
+        13824,
+        40,
+        40,
+        40,
+    ),
+    "WizardLMTeam/WizardMath-13B-V1.0": llama(
+        32002,
+        5120,
+        13824,
+        40,
+        40,
+        40,
+    ),
     "stabilityai/stable-code-3b": llama(50304, 2560, 6912, 32, 32, 32)
     | {
         "model_type": "stablelm",
@@ -95,7 +151,11 @@ def run(*words):
 
 
 # examples that are trained on, as the data's cards count them
-EXAMPLES = {"tinyllama-1.1b": 69_000, "sheared-llama-2.7b": 500_000, "llama-2-7b-lora": 500_000}
+EXAMPLES = {
+    "tinyllama-1.1b": 69_000,
+    "sheared-llama-2.7b": 500_000,
+    "llama-2-7b-lora": 500_000,
+}
 OURS = ("smollm2",)  # of no paper
 
 
@@ -160,15 +220,35 @@ def test_machine_of_recipe(path, bases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "engine, checkpointing", [("ddp", False), ("fsdp2", False), ("ep", False), ("ep", True)]
+    "engine, checkpointing",
+    [
+        ("ddp", False),
+        ("fsdp2", False),
+        ("ep", False),
+        ("ep", True),
+    ],
 )
 def test_wire_is_what_two_ranks_send(sent, engine, checkpointing):
     built = memory.built(Qwen3MoeConfig(**dist_memory.CONFIG))
     rows = lambda: memory.causal_batch(2, 32)  # noqa: E731
-    estimate = memory.estimate(built, rows, checkpointing=checkpointing)
+    estimate = memory.estimate(
+        built,
+        rows,
+        checkpointing=checkpointing,
+    )
     tokens = dist_memory.BATCH * dist_memory.LENGTH
-    shapes = memory_engines.shapes_of(memory.built(Qwen3MoeConfig(**dist_memory.CONFIG)), tokens, 4)
-    wire = memory_engines.wire_of(estimate, shapes, engine, 2, checkpointing=checkpointing)
+    shapes = memory_engines.shapes_of(
+        memory.built(Qwen3MoeConfig(**dist_memory.CONFIG)),
+        tokens,
+        4,
+    )
+    wire = memory_engines.wire_of(
+        estimate,
+        shapes,
+        engine,
+        2,
+        checkpointing=checkpointing,
+    )
     sent_bytes, calls = json.loads((sent / f"sent-{engine}-{checkpointing}.json").read_text())
     assert wire.collectives == calls
     assert wire.bytes == pytest.approx(sent_bytes / 2, rel=0.01)
@@ -178,7 +258,12 @@ def test_wire_is_what_two_ranks_send(sent, engine, checkpointing):
 def sent(tmp_path_factory):
     """The folder in which two ranks write what they send."""
     folder = tmp_path_factory.mktemp("sent")
-    launch(dist_memory.__file__, 2, folder, str(folder))
+    launch(
+        dist_memory.__file__,
+        2,
+        folder,
+        str(folder),
+    )
     return folder
 
 
@@ -195,7 +280,15 @@ def small(tmp_path):
 
 
 def test_recipe_by_stage_and_engine(small):
-    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 80, "--json")
+    code, text, _ = run(
+        "memory",
+        small,
+        "--gpus",
+        2,
+        "--gpu-memory",
+        80,
+        "--json",
+    )
     assert code == 0
     lines = {}
     for line in json.loads(text[text.index("[") :]):
@@ -206,7 +299,14 @@ def test_recipe_by_stage_and_engine(small):
     for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
         assert half[part] == (whole[part] + 1) // 2
     assert whole["buffers_bytes"] == whole["gradients_bytes"]
-    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 1.5)
+    code, text, _ = run(
+        "memory",
+        small,
+        "--gpus",
+        2,
+        "--gpu-memory",
+        1.5,
+    )
     assert code == 1
     assert "DOES NOT FIT" in text
     assert "no setting that runs fits" in text
@@ -226,7 +326,12 @@ def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
     memory_plan.check(memory_plan.recipe_of("upit/tiny"))  # pre-trains its base
     monkeypatch.setattr(memory_plan, "SMALL", 0)
     monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
-    code, _, error = run("run", small, "--out", tmp_path / "out")
+    code, _, error = run(
+        "run",
+        small,
+        "--out",
+        tmp_path / "out",
+    )
     assert code
     assert isinstance(error, ValueError)
     assert "GB per GPU (weights" in str(error)

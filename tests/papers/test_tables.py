@@ -39,7 +39,11 @@ def report_of(command: str) -> Report:
         history=[],
         steps_per_second=1.0,
     )
-    better = result._replace(name="XFT", loss=1.0, losses=[0.5, 1.5])
+    better = result._replace(
+        name="XFT",
+        loss=1.0,
+        losses=[0.5, 1.5],
+    )
     return Report(
         command=command,
         title="a title",
@@ -84,7 +88,13 @@ def test_every_table_of_a_method_has_its_verb(method):
 )
 def test_a_verb_reaches_its_table(calls, tmp_path, words, options):
     method, table, *_ = words.split()
-    out = invoke(*words.split(), "--out", tmp_path, "--seeds", 2)
+    out = invoke(
+        *words.split(),
+        "--out",
+        tmp_path,
+        "--seeds",
+        2,
+    )
     assert out.exit_code == 0, out.exception
     ((*call, given),) = calls
     given.pop("say")

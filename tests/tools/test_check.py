@@ -152,7 +152,13 @@ def test_a_merge_that_ignores_alpha_and_a_run_of_other_bits_are_found(few, monke
     runs = []
 
     def ignore_alpha(out, w, alpha, seen, backend):
-        return remerge(out, w, alpha, alpha + 1, backend)
+        return remerge(
+            out,
+            w,
+            alpha,
+            alpha + 1,
+            backend,
+        )
 
     def other_bits(*args, **options):
         runs.append(1)
@@ -242,7 +248,12 @@ def played(one_op, monkeypatch):
 
     def play(command, env, **_):
         ran.append((command[4:], env["TRITON_INTERPRET"]))
-        return subprocess.CompletedProcess(command, 1, answer, "")
+        return subprocess.CompletedProcess(
+            command,
+            1,
+            answer,
+            "",
+        )
 
     def why_not(name, *_):
         return "not built" if name == "cuda" else None

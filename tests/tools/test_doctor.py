@@ -231,8 +231,19 @@ def test_without_torch(tmp_path, how):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(how)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-m", "moe_runtime", "doctor"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "moe_runtime",
+        "doctor",
+    ]
+    done = subprocess.run(
+        command,
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     line = done.stdout.split("problems\n")[1].splitlines()[0]

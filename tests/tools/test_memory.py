@@ -33,20 +33,37 @@ LENGTH = 128
 def real_model(kind: str, gate: str = "xft"):
     torch.manual_seed(0)
     if kind == "stock":
-        sizes = SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-        config = Qwen3MoeConfig(**sizes, head_dim=32, num_key_value_heads=2)
+        sizes = SIZES | {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+        }
+        config = Qwen3MoeConfig(
+            **sizes,
+            head_dim=32,
+            num_key_value_heads=2,
+        )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         dropin.patch(model)
         return model
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.float32)
     if kind == "ours":
-        xft.upcycle(model, num_experts=4, top_k=2, gate=gate)
+        xft.upcycle(
+            model,
+            num_experts=4,
+            top_k=2,
+            gate=gate,
+        )
     return model
 
 
 def batch():
     ids = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH))
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "use_cache": False,
+    }
 
 
 def measured(call) -> int:
@@ -157,7 +174,11 @@ def test_scratch_of_both_ways_where_the_largest_expert_decides(few, gate, expect
     """256 tokens on 8 experts, 2 each: 64 rows on average, 256 on a shared expert."""
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
     given = {"x": torch.empty(256, 32), "up": torch.empty(8, 48, 32)}
-    given |= {"gated": True, "top_k": 2, "gate": gate}
+    given |= {
+        "gated": True,
+        "top_k": 2,
+        "gate": gate,
+    }
     monkeypatch.setitem(memory.ARGUMENTS, "moe_layer", list(given))
     func = SimpleNamespace(__name__="moe_layer.default", namespace="moe_runtime")
     _, scratch = memory.scratch_bytes(func, list(given.values()), "cpp")
@@ -174,7 +195,12 @@ def test_state_of_optimizer_to_the_byte(name, dtype):
     if name == "8bit":
         optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters)
     elif name == "adafactor":
-        optimizer = Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
+        optimizer = Adafactor(
+            parameters,
+            lr=1e-3,
+            scale_parameter=False,
+            relative_step=False,
+        )
     elif name == "adamw":
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     else:
@@ -186,8 +212,16 @@ def test_state_of_optimizer_to_the_byte(name, dtype):
 @pytest.fixture
 def stock_folder(tmp_path):
     """A folder with the configuration of a stock MoE model."""
-    sizes = SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = Qwen3MoeConfig(**sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"])
+    sizes = SIZES | {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
+    config = Qwen3MoeConfig(
+        **sizes,
+        dtype="bfloat16",
+        architectures=["Qwen3MoeForCausalLM"],
+    )
     config.save_pretrained(tmp_path / "stock")
     return tmp_path / "stock"
 
@@ -199,7 +233,15 @@ def run(folder, *words) -> tuple[int, str]:
 
 
 def sizes_of(folder, *words) -> dict:
-    _, text = run(folder, *words, "--batch", 2, "--length", 64, "--json")
+    _, text = run(
+        folder,
+        *words,
+        "--batch",
+        2,
+        "--length",
+        64,
+        "--json",
+    )
     return json.loads(text[text.index("{") :])
 
 
@@ -208,7 +250,13 @@ PARTS = "experts rest adapters gradients optimizer activations temporary".split(
 
 def test_command(stock_folder):
     plain = sizes_of(stock_folder, "--lora", 4)
-    packed = sizes_of(stock_folder, "--lora", 4, "--bits", 4)
+    packed = sizes_of(
+        stock_folder,
+        "--lora",
+        4,
+        "--bits",
+        4,
+    )
     stacks = 3 * 8 * 3 * 64 * 128  # layers, experts, gate, up and down
     assert plain["experts"] == 2 * stacks
     assert packed["experts"] == pytest.approx(stacks * (4 + 8 / 64 + 32 / 64 / 256) / 8, abs=6)
@@ -243,6 +291,12 @@ def test_refuses(words, expected, stock_folder):
 def test_dense_model_has_nothing_to_pack(tmp_path):
     config = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path / "dense")
-    code, text = run(tmp_path / "dense", "--bits", "nf4", "--lora", 2)
+    code, text = run(
+        tmp_path / "dense",
+        "--bits",
+        "nf4",
+        "--lora",
+        2,
+    )
     assert code
     assert "has no stacks of experts" in text

@@ -39,7 +39,12 @@ def test_progress_counts_to_the_tokens_of_the_data(folder, monkeypatch):
         yield lambda done, total: told.append((done, total))
 
     monkeypatch.setattr(reports, "bar", bar)
-    router_report("stock", "data.jsonl", "out", batch_size=4)
+    router_report(
+        "stock",
+        "data.jsonl",
+        "out",
+        batch_size=4,
+    )
     tokens = sum(lengths())
     assert told[-1] == (tokens, tokens)
     for done, total in told:
@@ -53,7 +58,12 @@ def lengths() -> list[int]:
 
 @pytest.mark.parametrize(("model", "slots"), [("stock", 2), ("ours", 3)])
 def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
-    stats = router_report(model, "data.jsonl", "out", batch_size=5)
+    stats = router_report(
+        model,
+        "data.jsonl",
+        "out",
+        batch_size=5,
+    )
     assert len(set(lengths())) > 1  # so some rows are padded
     assert stats.counts.sum(1).tolist() == [sum(lengths()) * slots] * 2
     with open("out/router_load.csv", newline="") as file:
@@ -66,7 +76,13 @@ def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
 
 def slots(data="data.jsonl", **options) -> int:
     """How many slots of each layer of the stock model are used, two a token."""
-    report = router_report("stock", data, "out", overwrite=True, **options)
+    report = router_report(
+        "stock",
+        data,
+        "out",
+        overwrite=True,
+        **options,
+    )
     first, second = report.counts.sum(1).tolist()
     assert first == second
     return first
@@ -75,14 +91,31 @@ def slots(data="data.jsonl", **options) -> int:
 def test_how_many_tokens_are_counted(folder):
     assert slots(tokens=17) == 2 * 17
     assert slots(max_length=4) == 2 * sum(min(n, 4) for n in lengths())
-    one = router_report("stock", "data.jsonl", "out", batch_size=1, overwrite=True)
-    seven = router_report("stock", "data.jsonl", "out", batch_size=7, overwrite=True)
+    one = router_report(
+        "stock",
+        "data.jsonl",
+        "out",
+        batch_size=1,
+        overwrite=True,
+    )
+    seven = router_report(
+        "stock",
+        "data.jsonl",
+        "out",
+        batch_size=7,
+        overwrite=True,
+    )
     assert torch.equal(one.counts, seven.counts)
 
 
 def test_bad_input_is_named(folder):
     with pytest.raises(ValueError, match="tokens must be an integer of at least 1"):
-        router_report("stock", "data.jsonl", "out", tokens=0)
+        router_report(
+            "stock",
+            "data.jsonl",
+            "out",
+            tokens=0,
+        )
     with pytest.raises(ValueError, match="has no config.json"):
         router_report("nowhere", "data.jsonl", "out")
     tiny.dense("llama").save_pretrained("dense")

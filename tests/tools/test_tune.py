@@ -23,7 +23,17 @@ from moe_runtime.tools import tune as tuning
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 LAYER = Layer(40, 32, 3, 2, shared=True)  # no config is clipped
-BUILT_IN, TALL, PERSISTENT, TMA = candidates(Problem("up", 0, "float32", 32, 40, 8, gated=True))
+BUILT_IN, TALL, PERSISTENT, TMA = candidates(
+    Problem(
+        "up",
+        0,
+        "float32",
+        32,
+        40,
+        8,
+        gated=True,
+    )
+)
 KEYS = [tuning.problem_of(product, LAYER, 16, "float32", CPU).key() for product in tuning.PRODUCTS]
 
 
@@ -70,7 +80,14 @@ def forget():
 
 
 def tune(**options) -> list[tuning.Step]:
-    return list(tuning.tune({"layer": LAYER}, [16], ["float32"], **options))
+    return list(
+        tuning.tune(
+            {"layer": LAYER},
+            [16],
+            ["float32"],
+            **options,
+        )
+    )
 
 
 def entries() -> dict:
@@ -121,7 +138,15 @@ def test_the_fastest_config_is_written_and_picked_up(clock):
 
 def test_a_running_process_keeps_its_configs(clock, few):
     x = torch.randn(16, 40)
-    before = tiles.choose("up", x, 32, 40, 32, 3, True)
+    before = tiles.choose(
+        "up",
+        x,
+        32,
+        40,
+        32,
+        3,
+        True,
+    )
     clock.ms = {TALL: 7.0}
     tune()
     assert tiles.choose("up", x, 32, 40, 32, 3, True) == before
@@ -140,7 +165,12 @@ def test_what_is_looked_up_is_what_is_tuned(monkeypatch):
 
     monkeypatch.setattr(tiles, "problem_of", remember)
     H, I, E, K, *_ = LAYER
-    leaves = [torch.randn(16, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I), torch.rand(16, K)]
+    leaves = [
+        torch.randn(16, H),
+        torch.randn(E, 2 * I, H),
+        torch.randn(E, H, I),
+        torch.rand(16, K),
+    ]
     for leaf in leaves:
         leaf.requires_grad_()
     idx = torch.stack([torch.randint(1, E, [16]), torch.zeros(16, dtype=torch.int64)], 1)

@@ -47,14 +47,27 @@ def test_a_table_without_differences_says_so_in_95_of_100(draw):
     rng = np.random.default_rng(1)
     wrong = 0
     for _ in range(TABLES):
-        compared = compare(family(draw, [0, 0, 0], rng), "reference", rng.integers(20, 120, ROWS))
+        compared = compare(
+            family(draw, [0, 0, 0], rng),
+            "reference",
+            rng.integers(20, 120, ROWS),
+        )
         wrong += {one.verdict for one in compared} != {NONE}
     assert wrong <= stats.binom.ppf(0.999, TABLES, LEVEL)
 
 
 def rows_of_noise(rng):
     """A table whose true difference is 0.1."""
-    return family(normal, [0.1], rng, seeds=1), None, 0.1
+    return (
+        family(
+            normal,
+            [0.1],
+            rng,
+            seeds=1,
+        ),
+        None,
+        0.1,
+    )
 
 
 def long_rows_that_differ_less(rng):
@@ -113,7 +126,10 @@ def test_the_difference_is_that_of_the_losses_per_token():
 
 def test_seeds_are_averaged_and_counted():
     rows = np.linspace(1.0, 2.0, 30)
-    losses = {"a": [rows - 0.2, rows + 0.1, rows - 0.3], "b": [rows, rows, rows]}
+    losses = {
+        "a": [rows - 0.2, rows + 0.1, rows - 0.3],
+        "b": [rows, rows, rows],
+    }
     (found,) = compare(losses, "b")
     assert (found.seeds, found.seeds_lower, found.rows) == (3, 2, 30)
     assert found.difference == pytest.approx(-0.4 / 3)
@@ -136,9 +152,21 @@ PLACES = np.arange(40)
     [
         pytest.param(0 * PLACES, NONE, id="identical"),
         pytest.param(3e-7, NONE, id="rounding"),
-        pytest.param(0.5 * (PLACES == 3), NONE, id="one row differs"),
-        pytest.param(0.1 * (-1.0) ** PLACES, NONE, id="ties of both signs"),
-        pytest.param(-0.01, LOWER, id="all rows by the same amount"),
+        pytest.param(
+            0.5 * (PLACES == 3),
+            NONE,
+            id="one row differs",
+        ),
+        pytest.param(
+            0.1 * (-1.0) ** PLACES,
+            NONE,
+            id="ties of both signs",
+        ),
+        pytest.param(
+            -0.01,
+            LOWER,
+            id="all rows by the same amount",
+        ),
     ],
 )
 def test_ties(added, verdict):
@@ -177,7 +205,14 @@ def test_too_few_rows_for_any_verdict(n):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_spoils_only_its_own_comparison(bad):
     rows = np.linspace(1.0, 2.0, 40)
-    worse, fine = compare({"a": [rows * bad], "b": [rows], "c": [rows - 0.1]}, "b")
+    worse, fine = compare(
+        {
+            "a": [rows * bad],
+            "b": [rows],
+            "c": [rows - 0.1],
+        },
+        "b",
+    )
     assert worse.verdict == NOT_FINITE
     assert math.isnan(worse.difference)
     assert fine.verdict == LOWER

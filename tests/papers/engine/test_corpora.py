@@ -70,13 +70,29 @@ TWICE = "# twice\n    return x * 2  # as said above"
 @pytest.mark.parametrize(
     "copy, leaks",
     [
-        pytest.param(f'def f(x):\n    """Doc."""\n    {TWICE}', True, id="same"),
-        pytest.param(f"def f(x):\n    {TWICE}", True, id="undocumented"),
-        pytest.param(f'def f(x):\n    """Other."""\n    {TWICE}', True, id="reworded"),
+        pytest.param(
+            f'def f(x):\n    """Doc."""\n    {TWICE}',
+            True,
+            id="same",
+        ),
+        pytest.param(
+            f"def f(x):\n    {TWICE}",
+            True,
+            id="undocumented",
+        ),
+        pytest.param(
+            f'def f(x):\n    """Other."""\n    {TWICE}',
+            True,
+            id="reworded",
+        ),
         pytest.param(
             "class A:\n    def f(x):\n        " + TWICE.replace("\n", "\n    "), True, id="deeper"
         ),
-        pytest.param(f"def f(x):\n    {TWICE}".replace("2", "3"), False, id="another"),
+        pytest.param(
+            f"def f(x):\n    {TWICE}".replace("2", "3"),
+            False,
+            id="another",
+        ),
     ],
 )
 def test_what_a_train_file_defines_is_not_held_out(monkeypatch, copy, leaks):

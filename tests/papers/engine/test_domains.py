@@ -36,7 +36,12 @@ def test_without_a_limit_all_rows_come():
     assert len(arithmetic.train) == len(arithmetic.held_out) == corpora.SUMS
 
 
-VALUE = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+VALUE = {
+    "+": int.__add__,
+    "-": int.__sub__,
+    "*": int.__mul__,
+    "/": int.__floordiv__,
+}
 
 
 def checked_steps(steps: list[str], asked: str, result: int) -> int:

@@ -31,7 +31,13 @@ SEEN = {
         ]
     ),
 }
-XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+XYZ = np.array(
+    [
+        [0.4124, 0.3576, 0.1805],
+        [0.2126, 0.7152, 0.0722],
+        [0.0193, 0.1192, 0.9505],
+    ]
+)
 
 
 def rgb(colour: str) -> np.ndarray:
@@ -39,7 +45,11 @@ def rgb(colour: str) -> np.ndarray:
 
 
 def linear(values: np.ndarray) -> np.ndarray:
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    return np.where(
+        values <= 0.04045,
+        values / 12.92,
+        ((values + 0.055) / 1.055) ** 2.4,
+    )
 
 
 def in_dark(values: np.ndarray) -> np.ndarray:

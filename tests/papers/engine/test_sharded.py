@@ -28,7 +28,11 @@ PLANS = {
         {
             "ffn": dict.fromkeys(("sft", "init", "post"), TUNED),
             "lora": dict.fromkeys(("sft", "init", "post"), TUNED) | {"rank": 2, "alpha": 4},
-            "seed_data": {"share": 0.1875, "at_least": 12, "capacity": 4},
+            "seed_data": {
+                "share": 0.1875,
+                "at_least": 12,
+                "capacity": 4,
+            },
             # a balance loss is of the rows that a process takes at once, and a choice of
             # experts may flip
             "experts": {
@@ -52,7 +56,10 @@ def write_even_rows(folder) -> None:
     """
     draw = random.Random(0)
     # which the tokenizer merges nowhere
-    for name, letters in {"sums": "ABCDEFGHIJKLM", "words": "NOPQRSTUVWXYZ"}.items():
+    for name, letters in {
+        "sums": "ABCDEFGHIJKLM",
+        "words": "NOPQRSTUVWXYZ",
+    }.items():
         with (folder / f"{name}.jsonl").open("w") as file:
             for _ in range(40):
                 prompt = "".join(draw.choices(letters, k=8))
@@ -74,10 +81,27 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
     for domain in values["domains"].values():
         domain["held_out_rows"] = 8 if method == "upit" else 4
     recipe.write_text(yaml.safe_dump(values))
-    done = dist_sharded.run(tmp_path / "alone", method, str(recipe), say=lambda text: None)
+    done = dist_sharded.run(
+        tmp_path / "alone",
+        method,
+        str(recipe),
+        say=lambda text: None,
+    )
     alone = done["results"]
-    shutil.copytree(tmp_path / "alone", tmp_path / "out", ignore=lambda _, names: _trained(names))
-    launch(dist_sharded.__file__, 2, tmp_path, str(tmp_path), method, str(recipe), *stopped)
+    shutil.copytree(
+        tmp_path / "alone",
+        tmp_path / "out",
+        ignore=lambda _, names: _trained(names),
+    )
+    launch(
+        dist_sharded.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+        method,
+        str(recipe),
+        *stopped,
+    )
     first = torch.load(tmp_path / "rank0.pt", weights_only=False)
     second = torch.load(tmp_path / "rank1.pt", weights_only=False)
     assert first["results"] == second["results"]

@@ -20,7 +20,12 @@ from tests.support.dist_launch import launch
 
 @pytest.mark.slow
 def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
-    launch(dist_leading.__file__, 2, tmp_path, str(tmp_path))
+    launch(
+        dist_leading.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+    )
     first = json.loads((tmp_path / "rank0.json").read_text())
     second = json.loads((tmp_path / "rank1.json").read_text())
     assert first["merge"].startswith("ValueError: Folder ")
@@ -55,7 +60,14 @@ def sources(tmp_path_factory) -> Path:
     """A folder of files of four forms; the first letter of a prompt says of which file it is."""
     folder = tmp_path_factory.mktemp("sources")
     pairs = [{"prompt": f"p{i}", "completion": "c"} for i in range(40)]
-    alpaca = [{"instruction": f"a{i}", "input": "x", "output": "c"} for i in range(60)]
+    alpaca = [
+        {
+            "instruction": f"a{i}",
+            "input": "x",
+            "output": "c",
+        }
+        for i in range(60)
+    ]
     write_rows(folder / "pairs.jsonl", pairs)
     (folder / "alpaca.json").write_text(json.dumps(alpaca))
     write_rows(folder / "turns.jsonl", [chat(f"t{i}") for i in range(30)])
@@ -84,14 +96,33 @@ def beginnings(rows) -> list[str]:
 @pytest.mark.parametrize(
     "weights, repeat, counts",
     [
-        pytest.param({"pairs.jsonl": None, "turns.jsonl": None}, False, "pt 40 30", id="all-rows"),
+        pytest.param(
+            {"pairs.jsonl": None, "turns.jsonl": None},
+            False,
+            "pt 40 30",
+            id="all-rows",
+        ),
         pytest.param(
             {"pairs.jsonl": 1, "alpaca.json": 3}, False, "pa 20 60", id="scarcest-decides"
         ),
-        pytest.param({"pairs.jsonl": 0.5, "alpaca.json": 0.25}, False, "pa 40 20", id="of-any-sum"),
-        pytest.param({"pairs.jsonl": 1, "alpaca.json": 3}, True, "pa 40 120", id="repeated"),
         pytest.param(
-            {"turns.jsonl": 1, "calls.jsonl": 1, "pairs.jsonl": 1},
+            {"pairs.jsonl": 0.5, "alpaca.json": 0.25},
+            False,
+            "pa 40 20",
+            id="of-any-sum",
+        ),
+        pytest.param(
+            {"pairs.jsonl": 1, "alpaca.json": 3},
+            True,
+            "pa 40 120",
+            id="repeated",
+        ),
+        pytest.param(
+            {
+                "turns.jsonl": 1,
+                "calls.jsonl": 1,
+                "pairs.jsonl": 1,
+            },
             False,
             "tcp 20 20 20",
             id="turns-of-other-keys",
@@ -100,7 +131,12 @@ def beginnings(rows) -> list[str]:
 )
 def test_weights_are_counts(sources, weights, repeat, counts):
     listed = [{"source": name, "weight": weight} for name, weight in weights.items()]
-    rows = rows_of(sources, listed, held_out_rows=6, repeat=repeat)
+    rows = rows_of(
+        sources,
+        listed,
+        held_out_rows=6,
+        repeat=repeat,
+    )
     letters, *numbers = counts.split()
     whole = _read(rows, "train", {})
     assert Counter(beginnings(whole)) == dict(zip(letters, map(int, numbers), strict=True))
@@ -118,7 +154,13 @@ def test_weights_are_counts(sources, weights, repeat, counts):
 
 def test_a_source_has_its_own_limit_and_held_out_files_may_be_several(sources):
     listed = [{"source": "pairs.jsonl", "limit": 8}, {"source": "alpaca.json", "limit": 5}]
-    held_out = [str(sources / "calls.jsonl"), {"source": str(sources / "pairs.jsonl"), "limit": 12}]
+    held_out = [
+        str(sources / "calls.jsonl"),
+        {
+            "source": str(sources / "pairs.jsonl"),
+            "limit": 12,
+        },
+    ]
     train, judging = split_rows(rows_of(sources, listed, held_out=held_out), shuffle=True)
     assert Counter(beginnings(judging)) == {"c": 20, "p": 12}
     # both draw from the shuffled file: the first eight of its rows are among the first twelve
@@ -172,7 +214,12 @@ def test_a_bad_file_among_others_is_one_error(sources, tmp_path, bad, says):
     assert "\n" not in str(error.value)
 
 
-STUDIES = {"xft": xft_study, "esft": esft_study, "upit": upit_study, "ultrafuser": fuser_study}
+STUDIES = {
+    "xft": xft_study,
+    "esft": esft_study,
+    "upit": upit_study,
+    "ultrafuser": fuser_study,
+}
 
 
 @pytest.mark.parametrize(
@@ -191,18 +238,30 @@ def test_every_method_trains_on_several_files(sources, tmp_path, method, part, e
     rows = values.get("data") or values.get("tasks", values.get("domains"))["sums"]
     rows["train"] = [
         {"source": rows["train"], "weight": 1},
-        {"source": str(sources / "pairs.jsonl"), "weight": 2},
+        {
+            "source": str(sources / "pairs.jsonl"),
+            "weight": 2,
+        },
     ]
     rows["held_out_rows"] = 4
     if method != "ultrafuser":  # whose templates decide
         rows["prompt"] = "plain" if method == "upit" else "deepseek"
     if method == "xft":  # a file of chats too
-        rows["train"].append({"source": str(sources / "turns.jsonl"), "weight": 1})
+        rows["train"].append(
+            {
+                "source": str(sources / "turns.jsonl"),
+                "weight": 1,
+            }
+        )
     if method == "esft":
         rows["validation_rows"] = 2
     path.write_text(yaml.safe_dump(values))
     study = importlib.import_module(f"papers.{method}.study")
-    stages = study.Stages(path, tmp_path / "out", say=lambda text: None)
+    stages = study.Stages(
+        path,
+        tmp_path / "out",
+        say=lambda text: None,
+    )
     train = stages.part(part)
     if method == "ultrafuser":
         train = train.filter(lambda row: row["domain"] == "sums")

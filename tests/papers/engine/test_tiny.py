@@ -40,7 +40,11 @@ def test_the_tokenizer_round_trips_any_text_and_its_folder(tokenizer, tmp_path):
         assert each.padding_side == "right"
     assert loaded.chat_template == tokenizer.chat_template
     assert len(loaded) == len(tokenizer) <= 300
-    prompt = loaded.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    prompt = loaded.apply_chat_template(
+        CHAT[:1],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
     assert loaded.apply_chat_template(CHAT, tokenize=False) == prompt + "four</s>\n"
 
 

@@ -26,7 +26,16 @@ def same_after_json(result) -> None:
 def test_gate_mass_by_hand():
     scores = scores_of([0.1, 0.3, 0.0, 0.0], [0.0, 0.1, 0.1, 0.2])
     mass = esft_counts.gate_mass({"a": scores})
-    assert mass.share == [pytest.approx([(0.75 + 0.5) / 2, (0.25 + 0.25) / 2, 0.125, 0])]
+    assert mass.share == [
+        pytest.approx(
+            [
+                (0.75 + 0.5) / 2,
+                (0.25 + 0.25) / 2,
+                0.125,
+                0,
+            ]
+        )
+    ]
     assert mass.cumulative == [pytest.approx([0.625, 0.875, 1, 1])]
     assert mass.share_sd == [pytest.approx([0.125, 0, 0.125, 0])]
     assert mass.cumulative_sd == [pytest.approx([0.125, 0.125, 0, 0])]
@@ -40,11 +49,20 @@ def test_counts_are_those_of_the_selections(real):
     selections = {task: select_experts(scores, 0.2, "token") for task, scores in real.items()}
     counted = esft_counts.expert_counts(selections, 64)
     assert list(counted.layers) == list(LAYERS)
-    for task, row, share in zip(TASKS, counted.counts, counted.shares, strict=True):
+    for task, row, share in zip(
+        TASKS,
+        counted.counts,
+        counted.shares,
+        strict=True,
+    ):
         expected = (published(task, "config_token_p0.2") > 0).sum()
         assert sum(row) == pytest.approx(int(expected), abs=1)
         assert share == pytest.approx(sum(row) / 26 / 64)
     same_after_json(counted)
-    some = esft_counts.expert_counts({"a": ExpertSelection(experts={2: (0, 1)})}, 4, layers=[3, 2])
+    some = esft_counts.expert_counts(
+        {"a": ExpertSelection(experts={2: (0, 1)})},
+        4,
+        layers=[3, 2],
+    )
     assert some.layers == [2, 3]
     assert some.counts == [[2, 0]]

@@ -28,16 +28,37 @@ def course(general=(3.0, 3.2, 3.6), validation=None, task=TASK, rate=0.1, spread
     """A course of three points; general row r has `spread` r more from the first step on."""
     history = []
     for i in range(3):
-        losses = {"task-validation": [task[i]], "task-held_out": [task[i]]}
+        losses = {
+            "task-validation": [task[i]],
+            "task-held_out": [task[i]],
+        }
         for kind, means in (("validation", validation or general), ("held_out", general)):
             step = spread * (i > 0)
             losses[f"general-{kind}"] = [means[i] + step * row for row in range(ROWS)]
         history.append((10 * i, losses))
     tokens = {name: [2] * len(losses) for name, losses in history[0][1].items()}
-    return Course("c", Path("c"), rate, task[-1], [1], 1.0, 12, history, tokens)
+    return Course(
+        "c",
+        Path("c"),
+        rate,
+        task[-1],
+        [1],
+        1.0,
+        12,
+        history,
+        tokens,
+    )
 
 
-@pytest.mark.parametrize("depth, value", [(0.25, 3.1), (0.5, 3.2), (0.75, 3.4), (1.0, 3.6)])
+@pytest.mark.parametrize(
+    "depth, value",
+    [
+        (0.25, 3.1),
+        (0.5, 3.2),
+        (0.75, 3.4),
+        (1.0, 3.6),
+    ],
+)
 def test_a_level_lies_between_two_points(depth, value):
     assert course().at(depth, "held_out") == pytest.approx([value] * ROWS)
     both = Entry("a", [course(), course((3.0, 3.4, 3.8))])
@@ -72,7 +93,12 @@ def report_of(**ladders) -> Frontier:
 
 
 def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
-    worse = course((3.0, 3.5, 4.0), validation=(3.0, 3.1, 3.3), rate=0.3, spread=0.01)
+    worse = course(
+        (3.0, 3.5, 4.0),
+        validation=(3.0, 3.1, 3.3),
+        rate=0.3,
+        spread=0.01,
+    )
     shallow = course(task=(2.0, 1.4, 1.2))
     report = report_of(
         ESFT_Token=[course(rate=0.1), course((3.0, 3.1, 3.2), (3.0, 4.0, 5.0))],
@@ -107,8 +133,18 @@ def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
 
 def test_the_table_from_real_trainings(out, tmp_path):
     recipe = load_recipe(write_study(tmp_path)).change(evaluations=4)
-    options = {"seeds": 1, "factors": (0.5,), "depths": (9.0, 0.001), "say": lambda text: None}
-    report = esft_tables.run("frontier", recipe, out, **options)
+    options = {
+        "seeds": 1,
+        "factors": (0.5,),
+        "depths": (9.0, 0.001),
+        "say": lambda text: None,
+    }
+    report = esft_tables.run(
+        "frontier",
+        recipe,
+        out,
+        **options,
+    )
     assert list(report.ladders) == [
         "ESFT-Token",
         "ESFT-Gate",
@@ -130,7 +166,11 @@ def test_the_table_from_real_trainings(out, tmp_path):
         assert one.rate == 5e-3
         assert one.means("task-held_out")[-1] == one.loss < base.tasks["sums"].loss
     # as the stage that saves its model, the recipe's keep_best aside
-    plain = recipe.change(esft__keep_best=False, esft__learning_rate=5e-3, mix=0.0)
+    plain = recipe.change(
+        esft__keep_best=False,
+        esft__learning_rate=5e-3,
+        mix=0.0,
+    )
     saved = esft_tables.Stages(plain, out, say=lambda text: None)
     whole = saved.esft("sums", stages.selection("sums", "token"))
     token = report.ladders["ESFT-Token"][0].results[0]
@@ -141,7 +181,12 @@ def test_the_table_from_real_trainings(out, tmp_path):
     assert report.chosen[0.001]
     assert not report.chosen[9.0]
     written = times(out)
-    again = esft_tables.run("frontier", recipe, out, **options)
+    again = esft_tables.run(
+        "frontier",
+        recipe,
+        out,
+        **options,
+    )
     assert times(out) == written
     assert again.rows() == report.rows()
     assert (out / "frontier.png").read_bytes().startswith(b"\x89PNG")

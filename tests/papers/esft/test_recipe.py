@@ -40,7 +40,11 @@ def test_the_settings_are_the_papers():
     recipe = load_recipe("deepseek-v2-lite")
     assert recipe.base_model == "deepseek-ai/ESFT-vanilla-lite"
     assert {part.prompt for part in (*recipe.tasks.values(), recipe.general)} == {"esft"}
-    rates = {recipe.fft: 3e-5, recipe.lora.training: 1e-4, recipe.esft: 1e-5}
+    rates = {
+        recipe.fft: 3e-5,
+        recipe.lora.training: 1e-4,
+        recipe.esft: 1e-5,
+    }
     for training, rate in rates.items():
         assert training.learning_rate == rate
         assert (training.steps, training.batch_size) == (500, 32)
@@ -72,7 +76,11 @@ def test_a_recipe_without_more_has_the_papers_settings():
 
 
 def test_a_change_reaches_into_tasks():
-    recipe = EsftRecipe.from_dict(SMALL).change(tasks__law__limit=7, esft__steps=9, p__gate=0.3)
+    recipe = EsftRecipe.from_dict(SMALL).change(
+        tasks__law__limit=7,
+        esft__steps=9,
+        p__gate=0.3,
+    )
     assert recipe.tasks["law"].limit == 7
     assert recipe.esft.steps == 9
     assert recipe.p.gate == 0.3
@@ -96,11 +104,17 @@ def test_a_change_reaches_into_tasks():
         ({"base_model": None}, "pretrain or base_model must be given, but got neither"),
         ({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'"),
         (
-            {"base_model": None, "pretrain": PRETRAIN | {"top_k": 40}},
+            {
+                "base_model": None,
+                "pretrain": PRETRAIN | {"top_k": 40},
+            },
             "pretrain.top_k .40. must be at most",
         ),
         (
-            {"base_model": None, "pretrain": PRETRAIN | {"dense_layers": 2}},
+            {
+                "base_model": None,
+                "pretrain": PRETRAIN | {"dense_layers": 2},
+            },
             "dense_layers .2. below num_layers",
         ),
         ({"general": {"prompt": "chat"}}, "must use one chat template .*prompts chat, deepseek"),

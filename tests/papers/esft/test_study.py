@@ -36,7 +36,12 @@ class Made:
 
     def again(self, say=lambda text: None, seed=0, **changes) -> Stages:
         """The same stages, with other settings of the recipe."""
-        return Stages(self.recipe.change(**changes), self.out, seed=seed, say=say)
+        return Stages(
+            self.recipe.change(**changes),
+            self.out,
+            seed=seed,
+            say=say,
+        )
 
     def model(self):
         return AutoModelForCausalLM.from_pretrained(self.base.folder)
@@ -51,7 +56,11 @@ def made(tmp_path_factory):
 
 def loss_of(made, model, part) -> float:
     tokenizer = AutoTokenizer.from_pretrained(made.base.folder)
-    rows = fit.row_losses(model, made.stages.part(part), tokenizer)
+    rows = fit.row_losses(
+        model,
+        made.stages.part(part),
+        tokenizer,
+    )
     return pytest.approx(fit.mean_loss(*rows), rel=1e-5)
 
 
@@ -81,7 +90,11 @@ def test_the_adapter_is_the_selection_and_nothing_else(made):
 
 def test_the_scores_are_those_of_the_training_rows(made):
     rows = made.stages.part("sums-train")["input_ids"]
-    scored = esft.score_experts(made.model(), [torch.tensor([row]) for row in rows], 2048)
+    scored = esft.score_experts(
+        made.model(),
+        [torch.tensor([row]) for row in rows],
+        2048,
+    )
     stored = made.stages.scores("sums").scores
     assert stored.n_tokens == scored.n_tokens == sum(map(len, rows)) < 2048
     torch.testing.assert_close(stored.gate, scored.gate, rtol=1e-4, atol=1e-6)
@@ -113,8 +126,18 @@ def test_what_a_stage_depends_on_makes_another(made):
 
 def test_joined_results_have_all_rows_and_means(made):
     one = made.esft
-    other = one._replace(losses=[0.0] * 12, general_losses=[0.0] * 12, trained_parameters=0)
-    both = join("both", {"a": one, "b": other._replace(seconds=one.seconds + 2)})
+    other = one._replace(
+        losses=[0.0] * 12,
+        general_losses=[0.0] * 12,
+        trained_parameters=0,
+    )
+    both = join(
+        "both",
+        {
+            "a": one,
+            "b": other._replace(seconds=one.seconds + 2),
+        },
+    )
     assert both.losses == [*one.losses, *other.losses]
     assert both.tokens == one.tokens * 2
     assert both.general_losses == pytest.approx([loss / 2 for loss in one.general_losses])

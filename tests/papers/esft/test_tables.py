@@ -27,7 +27,13 @@ def recipe(tmp_path_factory):
 
 def make(command, recipe, out, **options):
     said = []
-    return esft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options), said
+    return esft_tables.run(
+        command,
+        recipe,
+        out,
+        say=said.append,
+        **{"seeds": 1} | options,
+    ), said
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,11 @@ def test_main(main, recipe, out):
         assert method["loss"] == entry.loss
         assert method["general_loss"] == main.general.entry(entry.name).loss
         if entry.name != "base":
-            assert_of_stages(out, method["seeds"][0], entry.results[0])
+            assert_of_stages(
+                out,
+                method["seeds"][0],
+                entry.results[0],
+            )
     losses = {entry.name: [entry.results[0].general_losses] for entry in main.entries}
     tokens = main.entries[0].results[0].general_tokens
     assert main.general.comparisons == compare(losses, main.reference, tokens)
@@ -140,7 +150,12 @@ def test_counts(recipe, out):
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
-        esft_tables.run(command, recipe, tmp_path / "out", **options)
+        esft_tables.run(
+            command,
+            recipe,
+            tmp_path / "out",
+            **options,
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -27,12 +27,23 @@ def tokenizer():
 
 def recipe_of(**task) -> EsftRecipe:
     return EsftRecipe.from_dict(
-        SMALL | {"tasks": {"sums": COUNTS | task}, "max_length": 64, "pack": False}
+        SMALL
+        | {
+            "tasks": {"sums": COUNTS | task},
+            "max_length": 64,
+            "pack": False,
+        }
     )
 
 
 def write_sums(path, count=30):
-    rows = [{"prompt": f"{i} and {i}", "completion": str(2 * i)} for i in range(count)]
+    rows = [
+        {
+            "prompt": f"{i} and {i}",
+            "completion": str(2 * i),
+        }
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -57,7 +68,10 @@ def test_no_row_is_in_two_parts(tokenizer, tmp_path, held_out):
     source = write_sums(tmp_path / "sums.jsonl")
     more = {}
     if held_out:
-        more = {"held_out": write_sums(tmp_path / "test.jsonl", 5), "held_out_split": "train"}
+        more = {
+            "held_out": write_sums(tmp_path / "test.jsonl", 5),
+            "held_out_split": "train",
+        }
     recipe = recipe_of(train=source, **more)
     parts = task_rows(tokenizer, recipe.tasks["sums"], recipe)
     assert len(parts["train"]) == 21
@@ -81,7 +95,11 @@ def test_no_row_is_in_two_parts(tokenizer, tmp_path, held_out):
     ids=["pair", "messages"],
 )
 def test_deepseeks_prompt(tokenizer, row):
-    (made,) = data.tokenize_pairs(tokenizer, [put_prompt(row, "deepseek")], 64)
+    (made,) = data.tokenize_pairs(
+        tokenizer,
+        [put_prompt(row, "deepseek")],
+        64,
+    )
     assert tokenizer.decode(made["input_ids"]) == "<s>User: 1 and 2\n\nAssistant: 3</s>"
     masked = made["labels"].count(-100)
     assert tokenizer.decode(made["labels"][masked:]) == " 3</s>"
@@ -91,7 +109,11 @@ def test_deepseeks_prompt(tokenizer, row):
 
 
 def test_plain_text_needs_no_prompt(tokenizer):
-    (made,) = data.tokenize_pairs(tokenizer, [put_prompt({"text": "so"}, "deepseek")], 64)
+    (made,) = data.tokenize_pairs(
+        tokenizer,
+        [put_prompt({"text": "so"}, "deepseek")],
+        64,
+    )
     assert made["labels"] == made["input_ids"]
 
 
@@ -100,7 +122,12 @@ def samples(*lengths, bos=1):
     rows = []
     for number, length in enumerate(lengths):
         answer = [100 * (number + 1) + place for place in range(length - 2)]
-        rows.append({"input_ids": [bos, 50, *answer], "labels": [-100, -100, *answer]})
+        rows.append(
+            {
+                "input_ids": [bos, 50, *answer],
+                "labels": [-100, -100, *answer],
+            }
+        )
     return rows
 
 
@@ -125,7 +152,13 @@ def test_samples_are_joined_to_full_rows_and_lose_their_start():
 
 
 @pytest.mark.parametrize(
-    "ratio, mixed_in", [(0, []), (0.5, [8, 9]), (1, [8, 9] * 2), (2, [8, 9] * 4)]
+    "ratio, mixed_in",
+    [
+        (0, []),
+        (0.5, [8, 9]),
+        (1, [8, 9] * 2),
+        (2, [8, 9] * 4),
+    ],
 )
 def test_general_rows_are_mixed_in_and_repeated(ratio, mixed_in):
     rows = Dataset.from_dict({"input_ids": [[1], [2], [3], [4]]})

@@ -16,21 +16,44 @@ from papers.evaluation.decontaminate import NGrams, Substrings, decontaminate, t
 
 SOLUTION = "def both(a, b):\n    return a and b  # so"
 BENCHMARK = [
-    {"task_id": "t/0", "prompt": "  Return whether both are true.\n", "solution": SOLUTION},
-    {"task_id": "t/1", "prompt": "", "solution": "return a + b"},
+    {
+        "task_id": "t/0",
+        "prompt": "  Return whether both are true.\n",
+        "solution": SOLUTION,
+    },
+    {
+        "task_id": "t/1",
+        "prompt": "",
+        "solution": "return a + b",
+    },
 ]
 
 
 BOTH = [
     {"role": "user", "content": "Both?"},
-    {"role": "assistant", "content": f"It is\n{SOLUTION.upper()}"},
+    {
+        "role": "assistant",
+        "content": f"It is\n{SOLUTION.upper()}",
+    },
 ]
 
 
 ROWS = [
-    {"instruction": "Say hello.", "output": "print('hello')", "id": 7},
-    {"instruction": "Please: return WHETHER both are true. Thanks", "output": "x", "id": 8},
-    {"instruction": "Add.", "output": "    return a + b\n", "id": 9},
+    {
+        "instruction": "Say hello.",
+        "output": "print('hello')",
+        "id": 7,
+    },
+    {
+        "instruction": "Please: return WHETHER both are true. Thanks",
+        "output": "x",
+        "id": 8,
+    },
+    {
+        "instruction": "Add.",
+        "output": "    return a + b\n",
+        "id": 9,
+    },
     {"messages": BOTH},
 ]
 
@@ -56,7 +79,12 @@ def files(tmp_path):
 def test_substrings(files, columns, min_chars, dropped):
     source = f"{files / 'bench.jsonl'}{columns}"
     out = files / "out.jsonl"
-    report = decontaminate(files / "rows.jsonl", [source], out, min_chars=min_chars)
+    report = decontaminate(
+        files / "rows.jsonl",
+        [source],
+        out,
+        min_chars=min_chars,
+    )
     left = [row for place, row in enumerate(ROWS) if place not in dropped]
     assert [json.loads(line) for line in out.read_text().splitlines()] == left
     assert report.rows == 4
@@ -72,7 +100,11 @@ def test_substrings(files, columns, min_chars, dropped):
 def test_a_benchmark_may_be_gzipped(files):
     packed = files / "bench.jsonl.gz"
     packed.write_bytes(gzip.compress((files / "bench.jsonl").read_bytes()))
-    report = decontaminate(files / "rows.jsonl", [f"{packed}:prompt"], files / "out.jsonl")
+    report = decontaminate(
+        files / "rows.jsonl",
+        [f"{packed}:prompt"],
+        files / "out.jsonl",
+    )
     assert [one["row"] for one in report.dropped] == [1]
 
 
@@ -119,7 +151,11 @@ def test_bad_input_writes_nothing(files, monkeypatch, change, says):
         file.write('{"e": "e"}\n')
     monkeypatch.chdir(files)
     with pytest.raises(ValueError, match=says):
-        decontaminate("rows.jsonl", out="out.jsonl", **{"against": ["bench.jsonl"]} | change)
+        decontaminate(
+            "rows.jsonl",
+            out="out.jsonl",
+            **{"against": ["bench.jsonl"]} | change,
+        )
     assert sorted(os.listdir(files)) == ["bench.jsonl", "rows.jsonl"]
 
 
@@ -131,9 +167,17 @@ def test_a_full_disk_leaves_neither_the_data_nor_the_list(files, monkeypatch):
     against = [str(files / "bench.jsonl")]
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(Path, "write_text", full)
-        decontaminate(files / "rows.jsonl", against, files / "out.jsonl")
+        decontaminate(
+            files / "rows.jsonl",
+            against,
+            files / "out.jsonl",
+        )
     assert sorted(os.listdir(files)) == before
-    decontaminate(files / "rows.jsonl", against, files / "out.jsonl")
+    decontaminate(
+        files / "rows.jsonl",
+        against,
+        files / "out.jsonl",
+    )
     assert (files / "out.jsonl.dropped.json").is_file()
 
 

@@ -30,7 +30,10 @@ from tests.methods.ultrafuser.fusers import specialist, tokenizer
 from tests.support.esft_adapter import random_adapter
 from tests.support.lora_models import shake
 
-SIZES = {"vocab_size": len(tokenizer()), "max_position_embeddings": 512}
+SIZES = {
+    "vocab_size": len(tokenizer()),
+    "max_position_embeddings": 512,
+}
 
 
 def write(path, rows):
@@ -56,7 +59,11 @@ def make_folders(home):
         "mixtral": stock("mixtral", **SIZES),
         "lora-moe": tiny.dense(**SIZES),
     }
-    config = lora.lora_config(made["lora-moe"], num_experts=3, top_k=1)
+    config = lora.lora_config(
+        made["lora-moe"],
+        num_experts=3,
+        top_k=1,
+    )
     lora.to_lora_moe(made["lora-moe"], config, rank=2)
     shake(made["lora-moe"])
     for name, model in made.items():
@@ -64,13 +71,24 @@ def make_folders(home):
         tokenizer().save_pretrained(home / name)
     random_adapter(stock("mixtral", **SIZES)).save(home / "esft")
     base = AutoModelForCausalLM.from_pretrained(home / "dense")
-    peft = get_peft_model(base, LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    peft = get_peft_model(
+        base,
+        LoraConfig(
+            r=2,
+            lora_alpha=8,
+            target_modules=["q_proj", "v_proj"],
+        ),
+    )
     for parameter in peft.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter)
     peft.save_pretrained(home / "peft")
     specialists = [specialist(seed, **SIZES) for seed in (0, 1)]
-    fuser = ultrafuser.UltraFuser(specialists, None, tokenizer=tokenizer())
+    fuser = ultrafuser.UltraFuser(
+        specialists,
+        None,
+        tokenizer=tokenizer(),
+    )
     fused_folders.save(fuser, home / "fused", "copy")
     return home
 
@@ -102,7 +120,18 @@ class Request:
 def recorded(word, path, prompt="plain", batch_size=2):
     (model,) = find_models([str(word)])
     words = tokenizer_of(model, prompt)
-    return RecordedLM(model, words, prompt, path, lambda: load_lm(model, words, "auto", batch_size))
+    return RecordedLM(
+        model,
+        words,
+        prompt,
+        path,
+        lambda: load_lm(
+            model,
+            words,
+            "auto",
+            batch_size,
+        ),
+    )
 
 
 QUESTIONS = ["What is 2 + 3?", "def add(a, b):", "The quick brown fox jumps over"]
@@ -119,7 +148,12 @@ def test_every_kind_of_folder_answers_as_its_model_does(kind, home, tmp_path):
     lm = recorded(WORDS[kind].format(home), tmp_path / "answers.jsonl")
     requests = [ask(question, lm) for question in QUESTIONS]
     answers = lm.generate_until(requests)
-    loaded = load_lm(lm.model, lm.tokenizer, "auto", 1)
+    loaded = load_lm(
+        lm.model,
+        lm.tokenizer,
+        "auto",
+        1,
+    )
     greedy = {"max_new_tokens": 6, "do_sample": False}
     for question, answer in zip(QUESTIONS, answers, strict=True):
         if kind == "fused":
@@ -141,7 +175,13 @@ def numbered(text: str) -> int:
 
 def sums_file(path, count: int):
     """Questions whose answers are their numbers and one more."""
-    rows = [{"prompt": f"{i} and 1?", "completion": f"It is {i + 1}."} for i in range(count)]
+    rows = [
+        {
+            "prompt": f"{i} and 1?",
+            "completion": f"It is {i + 1}.",
+        }
+        for i in range(count)
+    ]
     return write(path, rows)
 
 
@@ -168,7 +208,11 @@ class Scripted:
                 raise KeyboardInterrupt
             self.asked += 1
             out.append(self.answer(one.args[0]))
-            self.cache_hook.add_partial("generate_until", one.args, out[-1])
+            self.cache_hook.add_partial(
+                "generate_until",
+                one.args,
+                out[-1],
+            )
         return out
 
 
@@ -180,7 +224,11 @@ def scripted(home, monkeypatch, tmp_path):
         lms = {name: Scripted(answer, crash) for name, answer in answers.items()}
         monkeypatch.setattr(evaluation, "load_lm", lambda model, *_: lms[model.name])
         settings = {"out": tmp_path / "out"} | settings
-        report = evaluate([f"{name}={home / 'dense'}" for name in answers], tasks, **settings)
+        report = evaluate(
+            [f"{name}={home / 'dense'}" for name in answers],
+            tasks,
+            **settings,
+        )
         run.asked = {name: lm.asked for name, lm in lms.items()}
         return report
 
@@ -199,7 +247,13 @@ def test_sums_are_checked(scripted, tmp_path):
     }
     report = scripted(answers, f"arithmetic={data}")
     scores = {score.model: score.score for score in report.scores}
-    assert scores == {"right": 1, "terse": 1, "off by one": 0, "first number": 0, "silent": 0}
+    assert scores == {
+        "right": 1,
+        "terse": 1,
+        "off by one": 0,
+        "first number": 0,
+        "silent": 0,
+    }
     verdicts = {one.model: (one.gained, one.lost, one.verdict) for one in report.comparisons}
     assert verdicts["terse"] == (0, 0, "no difference found")
     assert verdicts["silent"] == (0, 40, "lower")
@@ -223,8 +277,18 @@ def test_the_paired_test_is_mcnemars_with_holms_correction(scripted, tmp_path):
 
         return answer
 
-    models = {"ten": knows(10), "none": knows(0), "eleven": knows(11), "all": knows(30)}
-    report = scripted(models, f"gsm8k={data}", reference="ten", shots=0)
+    models = {
+        "ten": knows(10),
+        "none": knows(0),
+        "eleven": knows(11),
+        "all": knows(30),
+    }
+    report = scripted(
+        models,
+        f"gsm8k={data}",
+        reference="ten",
+        shots=0,
+    )
     strict = "exact_match, strict-match"
     compared = {one.model: one for one in report.comparisons if one.metric == strict}
     # all discordant problems on one side, two-sided; of six comparisons, as there are two scores
@@ -246,10 +310,23 @@ def test_the_paired_test_is_mcnemars_with_holms_correction(scripted, tmp_path):
 
 
 def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
-    answers = {"a": lambda text: text[-3:], "b": lambda text: "7"}
-    whole = scripted(answers, "arithmetic", limit=9, out=tmp_path / "other")
+    answers = {
+        "a": lambda text: text[-3:],
+        "b": lambda text: "7",
+    }
+    whole = scripted(
+        answers,
+        "arithmetic",
+        limit=9,
+        out=tmp_path / "other",
+    )
     with pytest.raises(KeyboardInterrupt):
-        scripted(answers, "arithmetic", limit=9, crash=5)
+        scripted(
+            answers,
+            "arithmetic",
+            limit=9,
+            crash=5,
+        )
     record = next((tmp_path / "out/a").glob("answers-*.jsonl"))
     assert len(record.read_text().splitlines()) == 5
     with open(record, "a") as file:
@@ -313,9 +390,19 @@ def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, sc
         shown.append(text)
         return list(SCHOOL)[int(re.findall(r"q(\d+)\?", text)[-1])]
 
-    report = scripted({"dense": answer}, f"gsm8k={data}", shots=shots, max_new_tokens=12)
+    report = scripted(
+        {"dense": answer},
+        f"gsm8k={data}",
+        shots=shots,
+        max_new_tokens=12,
+    )
     names = ["exact_match, strict-match", "exact_match, flexible-extract"]
-    for score, name, values in zip(report.scores, names, zip(*SCHOOL.values()), strict=True):
+    for score, name, values in zip(
+        report.scores,
+        names,
+        zip(*SCHOOL.values()),
+        strict=True,
+    ):
         assert score.metric == name
         assert score.values == list(values)
     cut = sum(len(tokenizer().encode(text, add_special_tokens=False)) >= 12 for text in SCHOOL)
@@ -364,9 +451,15 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
     mbpp = write(tmp_path / "m.jsonl", [MBPP])
     if prompt == "plain":
         asserts = '"""\nAdd two numbers.\nassert add(2, 3) == 5\n"""\n'
-        forms = {BOS + CODE["prompt"]: "    {}", BOS + asserts: FUNCTION}
+        forms = {
+            BOS + CODE["prompt"]: "    {}",
+            BOS + asserts: FUNCTION,
+        }
     else:
-        forms = {"```python\n" + CODE["prompt"].strip(): "\n    {}", "```python\n": FUNCTION}
+        forms = {
+            "```python\n" + CODE["prompt"].strip(): "\n    {}",
+            "```python\n": FUNCTION,
+        }
 
     def writes(body: str):
         def answer(text):
@@ -379,7 +472,12 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
     if prompt == "plain":
         del models["loops"]
     tasks = f"humaneval={humaneval},mbpp={mbpp}"
-    report = scripted(models, tasks, prompt=prompt, code_seconds=3)
+    report = scripted(
+        models,
+        tasks,
+        prompt=prompt,
+        code_seconds=3,
+    )
     assert len(report.scores) == 2 * len(models)
     for score in report.scores:
         assert score.metric == "pass@1"
@@ -391,7 +489,11 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
 
 def test_intents_are_compared_as_json(scripted, tmp_path):
     gold = '{"a": 1, "b": [2]}'
-    row = {"prompt": "User: on?\n\nAssistant:", "raw_answers": [gold], "answers": ""}
+    row = {
+        "prompt": "User: on?\n\nAssistant:",
+        "raw_answers": [gold],
+        "answers": "",
+    }
     data = write(tmp_path / "intent.jsonl", [row] * 2)
     report = scripted(
         {
@@ -426,7 +528,14 @@ def test_a_yaml_task_and_shots_from_the_command_line(home, monkeypatch, tmp_path
     write(tmp_path / "smoke.jsonl", rows)
     sums_file(tmp_path / "sums.jsonl", 5)
     options = "--tasks smoke.yaml,arithmetic=sums.jsonl --shots 2 --max-new-tokens 4 --json"
-    words = ["eval", str(home / "dense"), str(home / "moe"), "--out", "out", *options.split()]
+    words = [
+        "eval",
+        str(home / "dense"),
+        str(home / "moe"),
+        "--out",
+        "out",
+        *options.split(),
+    ]
     monkeypatch.setattr("sys.argv", ["papers", *words])
     with pytest.raises(SystemExit) as end:
         cli.main("papers.cli")
@@ -516,7 +625,12 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
     monkeypatch.chdir(bad)
     monkeypatch.setattr(evaluation, "load_lm", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=says):
-        evaluate(models.split(), tasks, tmp_path / "out", **settings)
+        evaluate(
+            models.split(),
+            tasks,
+            tmp_path / "out",
+            **settings,
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -525,8 +639,19 @@ def test_what_is_not_as_it_seems_has_a_note(home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dense = str(home / "dense")
     with pytest.raises(ValueError, match="into the 512 positions of model 'dense'. Lower"):
-        evaluate([dense], "arithmetic", "out", max_new_tokens=512)
-    report = evaluate([dense], "arithmetic", "out", max_new_tokens=500, limit=1)
+        evaluate(
+            [dense],
+            "arithmetic",
+            "out",
+            max_new_tokens=512,
+        )
+    report = evaluate(
+        [dense],
+        "arithmetic",
+        "out",
+        max_new_tokens=500,
+        limit=1,
+    )
     assert report.notes == [
         "questions longer than the context, truncated on the left: dense on arithmetic (1)",
         "answers that reached --max-new-tokens and may be cut off: dense on arithmetic (1 of 1)",
@@ -534,7 +659,12 @@ def test_what_is_not_as_it_seems_has_a_note(home, tmp_path, monkeypatch):
     tiny.dense(**SIZES).save_pretrained("foreign")
     train_tokenizer(["other words altogether"] * 4, 270).save_pretrained("foreign")
     monkeypatch.setattr(evaluation, "load_lm", lambda *_: Scripted(lambda text: "1"))
-    report = evaluate([dense, "foreign"], "arithmetic", "both", limit=3)
+    report = evaluate(
+        [dense, "foreign"],
+        "arithmetic",
+        "both",
+        limit=3,
+    )
     (note,) = report.notes
     assert "different tokenizers, so they are compared by problems" in note
     assert len(report.comparisons) == 1

@@ -126,7 +126,12 @@ def test_harmful_programs_fail(verdicts):
 
 def children(parent: int, known: set[str]) -> set[str]:
     """Which processes live that are, or were, children of `parent`; `known` remembers them."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True)
+    table = subprocess.run(
+        ["ps", "-eo", "pid,ppid"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     living = set()
     for line in table.stdout.splitlines():
         process, of = line.split()
@@ -150,7 +155,11 @@ def test_an_interruption_leaves_no_program_behind(stop):
     command = [sys.executable, "-c", textwrap.dedent(script)]
     known: set[str] = set()
     deadline = time.monotonic() + PATIENCE
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as run:
         assert run.stdout.readline()
         while not children(run.pid, known) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -171,7 +180,11 @@ def test_what_a_namespace_prevents(tmp_path, name):
     marked.write_text("mine")
     server = socket.create_server(("127.0.0.1", 0))
     with server, subprocess.Popen(["sleep", "1000"]) as other:
-        text = text.format(port=server.getsockname()[1], pid=other.pid, marked=str(marked))
+        text = text.format(
+            port=server.getsockname()[1],
+            pid=other.pid,
+            marked=str(marked),
+        )
         (verdict,) = run_programs([text])
         assert other.poll() is None
         other.kill()

@@ -64,13 +64,31 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
     for.
     """
     letters = [chr(code) for code in range(97, 123)]
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "ab", "Ġ"]
-    sizes = {"mlp_bias": False, "tie_word_embeddings": True, "rope_theta": 1e5}
-    dense = tiny.dense("llama", vocab_size=len(tokens), **sizes)
+    tokens = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *letters,
+        "ab",
+        "Ġ",
+    ]
+    sizes = {
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e5,
+    }
+    dense = tiny.dense(
+        "llama",
+        vocab_size=len(tokens),
+        **sizes,
+    )
     config = dense.config
     writer = gguf.GGUFWriter(str(folder / smollm2.FILE), "llama")
     write_header(writer, config, tokens)
-    heads_of = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads_of = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": config.num_key_value_heads,
+    }
     weights = dense.state_dict()
     del weights["lm_head.weight"]
     kind = gguf.GGMLQuantizationType.Q4_1

@@ -7,11 +7,21 @@ import pytest
 from papers.engine.corpora import DOMAINS
 from papers.ultrafuser.recipe import FuserRecipe, load_recipe
 
-STEPS = {"steps": 4, "learning_rate": 1e-3, "batch_size": 6}
+STEPS = {
+    "steps": 4,
+    "learning_rate": 1e-3,
+    "batch_size": 6,
+}
 VALUES = {
     "base_model": "base",
-    "domains": {"a": {"train": "a.jsonl"}, "b": {"train": "b.jsonl"}},
-    "specialists": {"a": {"template": "ultralm"}, "b": {"template": "{prompt}"}},
+    "domains": {
+        "a": {"train": "a.jsonl"},
+        "b": {"train": "b.jsonl"},
+    },
+    "specialists": {
+        "a": {"template": "ultralm"},
+        "b": {"template": "{prompt}"},
+    },
     "specialist": {"steps": 4, "learning_rate": 1e-3},
     "stage1": STEPS,
     "stage2": STEPS,
@@ -53,7 +63,11 @@ def test_a_recipe_comes_back_from_its_values():
     assert recipe.further_stage.batch_size == 6
     assert recipe.change(further=STEPS | {"steps": 3}).further_stage.steps == 3
     given = {name: {"template": "chat", "model": name} for name in ("x", "b")}
-    recipe = recipe.change(base_model=None, specialist=None, specialists=given)
+    recipe = recipe.change(
+        base_model=None,
+        specialist=None,
+        specialists=given,
+    )
     assert recipe.domain_of("x") is None  # a given one may be of no domain
     assert recipe.domain_of("b") == "b"
 
@@ -83,7 +97,12 @@ A, B = VALUES["specialists"].values()
         ({"reduction": "sum"}, "reduction must be 'mean' or 'sample'"),
         ({"gate": "deep"}, "gate must be 'mlp' or 'linear'"),
         (
-            {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}},
+            {
+                "domains": {
+                    "a": {"train": "code", "held_out": "x"},
+                    "b": {"train": "b"},
+                }
+            },
             "has held-out data",
         ),
     ],

@@ -97,12 +97,25 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
     assert config["specialists"][0]["path"] == made.sources[0]
     assert not any(made.gate.folder.rglob("model*.safetensors"))
     # stage two begins with the gate of stage one, which is drawn by the seed
-    begun = made.stages._fuser(made.sources, "float32", made.gate.folder)
-    for a, b in zip(begun.gate.parameters(), warm.gate.parameters(), strict=True):
+    begun = made.stages._fuser(
+        made.sources,
+        "float32",
+        made.gate.folder,
+    )
+    for a, b in zip(
+        begun.gate.parameters(),
+        warm.gate.parameters(),
+        strict=True,
+    ):
         assert torch.equal(a, b)
     drawn = [warm.gate.up.weight]
     for seed in (0, 1):
-        stages = Stages(made.recipe, made.out, seed=seed, say=print)
+        stages = Stages(
+            made.recipe,
+            made.out,
+            seed=seed,
+            say=print,
+        )
         drawn.append(stages._fuser(made.sources, "float32").gate.up.weight)
     for one, other in itertools.combinations(drawn, 2):
         assert not torch.equal(one, other)
@@ -111,10 +124,19 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
 def given(made, *models, **changes):
     """The recipe with specialists that are given: `models`, or those that it made."""
     specialists = {}
-    for name, model in zip(made.stages.names, models or made.sources, strict=True):
+    for name, model in zip(
+        made.stages.names,
+        models or made.sources,
+        strict=True,
+    ):
         template = made.recipe.specialists[name].template
         specialists[name] = {"template": template, "model": str(model)}
-    return made.recipe.change(base_model=None, specialist=None, specialists=specialists, **changes)
+    return made.recipe.change(
+        base_model=None,
+        specialist=None,
+        specialists=specialists,
+        **changes,
+    )
 
 
 class Caught(Exception):
@@ -137,8 +159,18 @@ def caught(monkeypatch):
 def test_every_training_draws_as_the_recipe_says(made, caught):
     """By its seed, with its replacement; those tuned further as the fused ones."""
     stage1 = fuser_study.STEPS | {"steps": 3}
-    recipe = given(made, replacement=True, further=fuser_study.STEPS, stage1=stage1)
-    stages = Stages(recipe, made.out, seed=3, say=print)
+    recipe = given(
+        made,
+        replacement=True,
+        further=fuser_study.STEPS,
+        stage1=stage1,
+    )
+    stages = Stages(
+        recipe,
+        made.out,
+        seed=3,
+        say=print,
+    )
 
     def drawn(make, **options):
         with pytest.raises(Caught):
@@ -163,7 +195,12 @@ def test_a_specialist_tunes_in_float32(made, caught, tmp_path):
 def strangers(made, tmp_path_factory):
     """Folders of a wider model, and of one with another tokenizer."""
     folders = {}
-    sizes = {"intermediate_size": 48, "num_layers": 1, "max_length": 48, "seed": 1}
+    sizes = {
+        "intermediate_size": 48,
+        "num_layers": 1,
+        "max_length": 48,
+        "seed": 1,
+    }
     other = train_tokenizer(["quite other words"] * 9, 290)
     for name, tokenizer, width in (("wide", made.stages.tokenizer, 64), ("foreign", other, 32)):
         folders[name] = tmp_path_factory.mktemp("strangers") / name
@@ -191,20 +228,38 @@ def write_lines(path, rows) -> str:
 def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):
     model = model.format(**strangers)
     with pytest.raises(ValueError, match=match):
-        Stages(given(made, made.specialists[0].source, model), tmp_path / "out", say=print)
+        Stages(
+            given(made, made.specialists[0].source, model),
+            tmp_path / "out",
+            say=print,
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path):
-    recipe = given(made, made.specialists[0].source, strangers["wide"], joint=True, two_stage=False)
-    results = ultrafuser_study.run(recipe, tmp_path / "out", say=print)
+    recipe = given(
+        made,
+        made.specialists[0].source,
+        strangers["wide"],
+        joint=True,
+        two_stage=False,
+    )
+    results = ultrafuser_study.run(
+        recipe,
+        tmp_path / "out",
+        say=print,
+    )
     assert len(results) == 3
     assert not any(tmp_path.glob("out/gate-*"))
     assert ultrafuser.load(tmp_path / "out" / "model").gate.hidden_sizes == (32, 64)
     (tmp_path / "out" / "model").unlink()
     (tmp_path / "out" / "model").mkdir()
     with pytest.raises(ValueError, match="exists and is not a link"):
-        ultrafuser_study.run(recipe, tmp_path / "out", say=print)
+        ultrafuser_study.run(
+            recipe,
+            tmp_path / "out",
+            say=print,
+        )
 
 
 @pytest.mark.parametrize("engine", ["FSDP1", "DEEPSPEED"])
@@ -292,7 +347,11 @@ def test_other_settings_are_other_stages(made):
     gate = made.stages.gate(balanced=False).folder.parent.name
     assert stored["made_of"]["parents"] == [gate]
     assert gate != made.gate.folder.parent.name
-    changed = Stages(made.recipe.change(max_length=40), made.out, say=print)
+    changed = Stages(
+        made.recipe.change(max_length=40),
+        made.out,
+        say=print,
+    )
     assert changed._key != made.stages._key
 
 
@@ -300,7 +359,11 @@ def test_given_specialists_are_taken_as_they_are(made, tmp_path):
     """And a run of the method says what came out."""
     lines = []
     out = tmp_path / "out"
-    results = ultrafuser_study.run(given(made), out, say=lines.append)
+    results = ultrafuser_study.run(
+        given(made),
+        out,
+        say=lines.append,
+    )
     for one, before in zip(results[:2], made.specialists, strict=True):
         assert one.source == before.source
         assert one.losses == pytest.approx(before.losses)

@@ -30,7 +30,12 @@ class Tables:
 
     def run(self, command, **options):
         options = {"seeds": 1, "say": print} | options
-        return ultrafuser_tables.run(command, self.recipe, self.out, **options)
+        return ultrafuser_tables.run(
+            command,
+            self.recipe,
+            self.out,
+            **options,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,11 @@ def test_ablate_compares_all_with_the_full_method(tables):
 
 def test_weights_are_means_over_tokens(tables):
     report = tables.reports["weights"]
-    stages = ultrafuser_tables.Stages(tables.recipe, tables.out, say=print)
+    stages = ultrafuser_tables.Stages(
+        tables.recipe,
+        tables.out,
+        say=print,
+    )
     weights = stages.weights(stages.fused())
     tokens = [token for row in weights[6:10] for token in row]  # of the second domain's first rows
     means = [statistics.fmean(column) for column in zip(*tokens, strict=True)]

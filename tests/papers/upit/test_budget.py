@@ -22,12 +22,19 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     recipe = load_recipe(write_study(tmp_path_factory.mktemp("study")))
-    return recipe.change(experts__num_experts=2, domains__sums__validation_rows=3)
+    return recipe.change(
+        experts__num_experts=2,
+        domains__sums__validation_rows=3,
+    )
 
 
 @pytest.fixture(scope="module")
 def stages(recipe, tmp_path_factory):
-    return budget.Stages(recipe, tmp_path_factory.mktemp("runs"), say=lambda text: None)
+    return budget.Stages(
+        recipe,
+        tmp_path_factory.mktemp("runs"),
+        say=lambda text: None,
+    )
 
 
 def test_swa_is_the_mean_of_the_second_half(stages):
@@ -51,7 +58,13 @@ def test_an_expert_per_domain_has_seen_no_other(stages, recipe):
         stored = json.loads((Path(path).parents[1] / "result.json").read_text())
         assert stored["made_of"]["settings"]["only"] == domain
         assert stored["steps"] == 4
-        losses.append(by_domain(stored["losses"], stored["tokens"], stored["rows"]))
+        losses.append(
+            by_domain(
+                stored["losses"],
+                stored["tokens"],
+                stored["rows"],
+            )
+        )
     # each is the better one on its own rows
     sums, words = losses
     assert sums["sums"] < words["sums"]
@@ -61,7 +74,13 @@ def test_an_expert_per_domain_has_seen_no_other(stages, recipe):
 @pytest.mark.slow
 def test_all_have_the_same_steps(recipe, tmp_path):
     twice = recipe.change(ffn__post__epochs=2)
-    report = tables.run("budget", twice, tmp_path, seeds=1, say=lambda text: None)
+    report = tables.run(
+        "budget",
+        twice,
+        tmp_path,
+        seeds=1,
+        say=lambda text: None,
+    )
     assert report.reference == budget.SFT
     for entry in report.entries:
         (result,) = entry.results
@@ -75,5 +94,9 @@ def test_all_have_the_same_steps(recipe, tmp_path):
 
 def test_a_recipe_without_whole_experts_is_refused(recipe, tmp_path):
     with pytest.raises(ValueError, match="form must be .*lora"):
-        tables.run("budget", recipe.change(ffn=None), tmp_path / "out")
+        tables.run(
+            "budget",
+            recipe.change(ffn=None),
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()

@@ -8,8 +8,16 @@ from papers.engine.recipe import shipped_recipes
 from papers.upit.recipe import UpitRecipe, load_recipe
 
 TUNING = {"epochs": 2, "learning_rate": 1e-3}
-FORM = {"sft": TUNING, "init": TUNING, "post": TUNING}
-SMALL = {"base_model": "folder", "domains": {"code": {"train": "code"}}, "ffn": FORM}
+FORM = {
+    "sft": TUNING,
+    "init": TUNING,
+    "post": TUNING,
+}
+SMALL = {
+    "base_model": "folder",
+    "domains": {"code": {"train": "code"}},
+    "ffn": FORM,
+}
 PRETRAIN = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -62,13 +70,20 @@ def test_a_recipe_of_few_words_has_defaults():
     assert (recipe.experts.balance_loss, recipe.experts.balance_loss_coef) == ("switch", 0.01)
     assert (recipe.expansion.drop, recipe.expansion.metric) == (0.5, "cosine")
     assert recipe.expansion.parents == "farthest"
-    changed = recipe.change(experts__num_experts=4, ffn__post__epochs=6)
+    changed = recipe.change(
+        experts__num_experts=4,
+        ffn__post__epochs=6,
+    )
     assert changed.experts.num_experts == 4
     assert changed.ffn.whole.epochs == 8
 
 
 def test_a_model_of_copies_is_trained_as_long_as_both_and_as_many_rows_at_once_as_the_second():
-    at_once = {"per_device_batch_size": 4, "gradient_checkpointing": True, "save_steps": 7}
+    at_once = {
+        "per_device_batch_size": 4,
+        "gradient_checkpointing": True,
+        "save_steps": 7,
+    }
     post = TUNING | at_once | {"learning_rate": 9}
     form = UpitRecipe.from_dict(SMALL | {"ffn": FORM | {"post": post}}).ffn
     assert form.copied.to_dict() == form.whole.to_dict() | at_once

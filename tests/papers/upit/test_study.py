@@ -50,7 +50,12 @@ class Made:
 
     def again(self, say=lambda text: None, seed=0) -> Stages:
         """The same stages in another object."""
-        return Stages(self.recipe, self.out, seed=seed, say=say)
+        return Stages(
+            self.recipe,
+            self.out,
+            seed=seed,
+            say=say,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +146,10 @@ def test_only_the_routers_of_self_moe_are_tuned(made, tmp_path):
 
 def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
     begun = {}
-    at_once = {"ffn__post__per_device_batch_size": 4, "lora__post__per_device_batch_size": 4}
+    at_once = {
+        "ffn__post__per_device_batch_size": 4,
+        "lora__post__per_device_batch_size": 4,
+    }
     stages = made.stages.change(**at_once)
 
     def no_training(self, name, model, rows, held_out, training, *args, **more):
@@ -190,7 +198,11 @@ def test_a_second_call_reads_what_is_there(made):
 
 
 def test_what_a_stage_depends_on_makes_another(made):
-    few = {"checkpoints__count": 1, "experts__num_experts": 1, "experts__top_k": 1}
+    few = {
+        "checkpoints__count": 1,
+        "experts__num_experts": 1,
+        "experts__top_k": 1,
+    }
     half = made.stages.change(ffn__sft__epochs=0.5, **few).prepared("ffn")
     assert half.steps == 4
     assert half.folder != made.stages.prepared("ffn").folder
@@ -202,7 +214,10 @@ def test_what_a_stage_depends_on_makes_another(made):
 
 
 def test_too_few_steps_are_refused_before_training(made):
-    stages = made.stages.change(checkpoints__count=4, ffn__sft__batch_size=64)
+    stages = made.stages.change(
+        checkpoints__count=4,
+        ffn__sft__batch_size=64,
+    )
     with pytest.raises(ValueError, match="checkpoints.count .3. must be at most the 1 steps"):
         stages.prepared("ffn")
 
@@ -223,8 +238,16 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(
         return train(model, *arguments, **more)
 
     monkeypatch.setattr(fit, "train", spy)
-    change = {"dtype": "bfloat16", other: None, f"{form}__sft__learning_rate": 2e-5}
-    stages = Stages(made.recipe.change(**change), tmp_path / "out", say=lambda text: None)
+    change = {
+        "dtype": "bfloat16",
+        other: None,
+        f"{form}__sft__learning_rate": 2e-5,
+    }
+    stages = Stages(
+        made.recipe.change(**change),
+        tmp_path / "out",
+        say=lambda text: None,
+    )
     dense = stages.dense(form)
     upit = stages.upit(form)
     stages.self_moe(form)
@@ -237,7 +260,11 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(
     for result in (dense, upit):
         (file,) = result.folder.glob("*model.safetensors")
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
-    rows = fit.row_losses(load(upit.folder), stages.held_out, stages.tokenizer)
+    rows = fit.row_losses(
+        load(upit.folder),
+        stages.held_out,
+        stages.tokenizer,
+    )
     assert upit.loss == pytest.approx(fit.mean_loss(*rows), rel=1e-3)
 
 
@@ -246,7 +273,14 @@ def texts_of(stages, rows) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"domains__words__prompt": "magicoder", "max_length": 512}]
+    "changes",
+    [
+        {},
+        {
+            "domains__words__prompt": "magicoder",
+            "max_length": 512,
+        },
+    ],
 )
 def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path, changes):
     recipe = load_recipe(write_study(tmp_path)).change(**changes)
@@ -264,7 +298,13 @@ def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path, chang
 def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
     path = write_study(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+    )
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="model_type must be one of llama, .*but got 'gpt2'"):
         Stages(load_recipe(path), tmp_path / "out", say=lambda text: None).dense("ffn")
@@ -273,7 +313,11 @@ def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
 
 def test_a_run_of_the_whole_method(made):
     lines = []
-    results = upit_study.run(made.recipe.change(lora=None), made.out, say=lines.append)
+    results = upit_study.run(
+        made.recipe.change(lora=None),
+        made.out,
+        say=lines.append,
+    )
     assert [one.name for one in results] == ["base", "SFT", "UpIT (FFN)"]
     assert results[2] == made.upit["ffn"]
     assert results[1].steps == 16
@@ -287,7 +331,14 @@ def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
     for ours, theirs in (("tiny", made.recipe_path), ("runs/upit", made.out)):
         assert f'"{ours}"' in code
         code = code.replace(f'"{ours}"', f'"{theirs}"')
-    exec(compile(code.replace("seed=1", "seed=0"), "docs/upit.md", "exec"), {})
+    exec(
+        compile(
+            code.replace("seed=1", "seed=0"),
+            "docs/upit.md",
+            "exec",
+        ),
+        {},
+    )
     assert str(made.upit["ffn"].domains) in capsys.readouterr().out
 
 
@@ -303,13 +354,22 @@ def test_a_killed_tuning_goes_on_and_keeps_its_experts(tmp_path):
     path = write_study(tmp_path)
     tuned = {"epochs": 4, "save_steps": 3}
     changes = {f"ffn__sft__{key}": value for key, value in tuned.items()}
-    recipe = load_recipe(path).change(lora=None, checkpoints__every_epochs=0.5, **changes)
+    recipe = load_recipe(path).change(
+        lora=None,
+        checkpoints__every_epochs=0.5,
+        **changes,
+    )
     path.write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
     stages = Stages(recipe, out, say=lambda text: None)
     stages.base()
     pattern = "prepared-*.checkpoints/checkpoint-*/history.json"
-    killed(KILLED, path, out, when=lambda: list(out.glob(pattern)))
+    killed(
+        KILLED,
+        path,
+        out,
+        when=lambda: list(out.glob(pattern)),
+    )
     assert not list(out.glob("prepared-*/result.json"))
     resumed = stages.prepared("ffn")
     plain = recipe.change(ffn__sft__save_steps=None)

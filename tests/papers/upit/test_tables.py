@@ -17,7 +17,13 @@ from tests.support.upit_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
 UPIT = "UpIT (FFN)"
-OF_FFN = ["SFT", "Upcycle_PT", "Upcycle_SFT", "Self-MoE (FFN)", UPIT]
+OF_FFN = [
+    "SFT",
+    "Upcycle_PT",
+    "Upcycle_SFT",
+    "Self-MoE (FFN)",
+    UPIT,
+]
 OF_LORA = ["LoRA", "LoRAMoE_PT", "LoRAMoE_SFT", "Self-MoE (LoRA)", "UpIT (LoRA)"]
 
 
@@ -28,7 +34,13 @@ def recipe(tmp_path_factory):
 
 def make(command, recipe, out, **options):
     said = []
-    return upit_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options), said
+    return upit_tables.run(
+        command,
+        recipe,
+        out,
+        say=said.append,
+        **{"seeds": 1} | options,
+    ), said
 
 
 NAMES = ["base", *OF_FFN, *OF_LORA]
@@ -97,14 +109,24 @@ def test_each_kind_is_compared_with_its_own(main):
     against = [f"{name} against {UPIT}" for name in OF_FFN[:-1]]
     against += [f"{name} against UpIT (LoRA)" for name in OF_LORA[:-1]]
     assert lines[:8] == against
-    routed = [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"]
+    routed = [
+        *OF_FFN[1:3],
+        UPIT,
+        *OF_LORA[1:3],
+        "UpIT (LoRA)",
+    ]
     assert lines[8:14] == routed
 
 
 def test_where_the_domains_tokens_go(main, out):
     assert (out / "main-routing.png").read_bytes().startswith(b"\x89PNG")
     routing = json.loads((out / "main.json").read_text())["routing"]
-    assert list(routing) == [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"]
+    assert list(routing) == [
+        *OF_FFN[1:3],
+        UPIT,
+        *OF_LORA[1:3],
+        "UpIT (LoRA)",
+    ]
     for values in routing.values():
         (slots,) = values["slots"]
         (distance,) = values["distance_between_domains"]
@@ -131,12 +153,21 @@ def test_distances_between_domains():
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
-        upit_tables.run(command, recipe, tmp_path / "out", **options)
+        upit_tables.run(
+            command,
+            recipe,
+            tmp_path / "out",
+            **options,
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_too_small_buckets_are_refused_before_the_first_training(recipe, tmp_path):
     with pytest.raises(ValueError, match=r"num_experts is 3 and .* only 13 examples"):
-        make("main", recipe.change(seed_data__capacity=1000), tmp_path)
+        make(
+            "main",
+            recipe.change(seed_data__capacity=1000),
+            tmp_path,
+        )
     for path in tmp_path.glob("[!.]*"):
         assert path.name.startswith("data-")

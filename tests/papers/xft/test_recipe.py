@@ -16,11 +16,23 @@ from papers.engine.recipe import METHODS, shipped_recipes
 from papers.xft.recipe import Recipe, load_recipe
 
 TRAINING = {"steps": 3, "learning_rate": 1e-3}
-SMALL = {"base_model": "folder", "sft": TRAINING, "tune": TRAINING, "mix": TRAINING}
+SMALL = {
+    "base_model": "folder",
+    "sft": TRAINING,
+    "tune": TRAINING,
+    "mix": TRAINING,
+}
 REAL = ("deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b")
 
 
-NAMES = [*REAL, "demo", "demo-tiny", "overfit", "smollm2", "tiny"]
+NAMES = [
+    *REAL,
+    "demo",
+    "demo-tiny",
+    "overfit",
+    "smollm2",
+    "tiny",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,7 +48,11 @@ def test_a_shipped_recipe_survives_its_dict(name):
 @pytest.mark.parametrize("name", REAL)
 def test_the_trainings_are_the_papers(name):
     recipe = load_recipe(name)
-    plan = {"sft": (5, 625, 5e-5), "tune": (4, 500, 5e-5), "mix": (1, 125, 1e-5)}
+    plan = {
+        "sft": (5, 625, 5e-5),
+        "tune": (4, 500, 5e-5),
+        "mix": (1, 125, 1e-5),
+    }
     for stage, (epochs, warmup, rate) in plan.items():
         training = getattr(recipe, stage)
         assert training.epochs == epochs
@@ -67,7 +83,10 @@ def test_the_experts_are_the_papers_and_fit_the_base(name, experts, top_k, rate)
     assert recipe.experts == PRESETS["xft-official"] | {"num_experts": experts, "top_k": top_k}
     assert recipe.shared_rate == rate
     base = BASES[name]
-    config = MoEConfig(**moe_shape(family_of(base), base), **recipe.experts)
+    config = MoEConfig(
+        **moe_shape(family_of(base), base),
+        **recipe.experts,
+    )
     assert config.hidden_size == base.hidden_size
     assert config.intermediate_size == base.intermediate_size
     assert config.hidden_act == "silu"
@@ -148,7 +167,11 @@ def test_a_file_that_is_no_recipe(tmp_path, text, says):
 def blocks(name: str, language: str) -> list[str]:
     """The code blocks of a file in docs/."""
     text = (METHODS.parent / "docs" / name).read_text()
-    return re.findall(rf"^```{language}\b.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\b.*?\n(.*?)^```$",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
 
 
 def test_the_recipe_of_the_docs_is_one(tmp_path):
@@ -173,10 +196,21 @@ def test_yaml_reads_5e_5_as_text_which_is_a_number_here(tmp_path):
 def test_change_takes_dotted_keys_and_checks_them():
     recipe = Recipe.from_dict(SMALL)
     mix = Training(epochs=1, learning_rate=1.0)
-    new = recipe.change(data__limit=8, tune__steps=5, seed=1, mix=mix)
+    new = recipe.change(
+        data__limit=8,
+        tune__steps=5,
+        seed=1,
+        mix=mix,
+    )
     assert (new.data.limit, new.tune.steps, new.seed, new.mix) == (8, 5, 1, mix)
     assert new.change(data__limit=None, tune__steps=3, seed=0, mix=TRAINING) == recipe
-    preset = recipe.change(experts={"preset": "xft-official", "noisy_gate": False, "top_k": 2})
+    preset = recipe.change(
+        experts={
+            "preset": "xft-official",
+            "noisy_gate": False,
+            "top_k": 2,
+        }
+    )
     assert preset.experts == PRESETS["xft-official"] | {"noisy_gate": False, "top_k": 2}
     with pytest.raises(ValueError, match="tune.steps must be greater than or equal to 1"):
         recipe.change(tune__steps=0)

@@ -23,7 +23,12 @@ from tests.papers.xft.test_recipe import blocks
 from tests.support.dist_launch import killed, times
 
 WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]
-STEPS = {"learning_rate": 3e-3, "batch_size": 4, "optimizer": "adamw_torch", "steps": 6}
+STEPS = {
+    "learning_rate": 3e-3,
+    "batch_size": 4,
+    "optimizer": "adamw_torch",
+    "steps": 6,
+}
 
 
 def write_rows(path: Path, count: int = 40) -> Path:
@@ -32,7 +37,10 @@ def write_rows(path: Path, count: int = 40) -> Path:
         for i in range(count):
             word = WORDS[i % len(WORDS)]
             answer = f"def {word}{i}(x):\n    return {word}(x, {i})\n"
-            row = {"instruction": f"Write {word} of {{{i}}}.", "output": answer}
+            row = {
+                "instruction": f"Write {word} of {{{i}}}.",
+                "output": answer,
+            }
             print(json.dumps(row), file=file)
     return path
 
@@ -98,7 +106,12 @@ class Made:
 
     def again(self, say=lambda text: None, seed=0, **changes) -> Stages:
         """The same stages, with other settings of the recipe."""
-        return Stages(self.recipe.change(**changes), self.out, seed=seed, say=say)
+        return Stages(
+            self.recipe.change(**changes),
+            self.out,
+            seed=seed,
+            say=say,
+        )
 
 
 def loss_of(stages, result, part="held_out"):
@@ -142,7 +155,14 @@ def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made, monkeypat
 
     def spy(self, name, model, train_rows, *arguments, **more):
         rows[name] = ids_of(train_rows)
-        return train(self, name, model, train_rows, *arguments, **more)
+        return train(
+            self,
+            name,
+            model,
+            train_rows,
+            *arguments,
+            **more,
+        )
 
     monkeypatch.setattr(Stages, "_train", spy)
     stages = made.again(mix_rows=5)
@@ -165,12 +185,21 @@ def joined_stages(tmp_path: Path, monkeypatch) -> Stages:
     """Stages on a joined source of made-up rows, some of which are too long to keep, with two
     experts per token.
     """
-    words = {"code": "def", "prose": "once", "arithmetic": "1 + 1"}
+    words = {
+        "code": "def",
+        "prose": "once",
+        "arithmetic": "1 + 1",
+    }
     rows = []
     for i in range(12):
         long = "x" * 99 if i % 5 == 3 else ""
         for word in words.values():
-            rows.append({"prompt": f"{word} {i} {long}", "completion": word})
+            rows.append(
+                {
+                    "prompt": f"{word} {i} {long}",
+                    "completion": word,
+                }
+            )
     monkeypatch.setitem(xft_study.SOURCES, "+".join(words), lambda: (rows[:24], rows[24:]))
     recipe = make_recipe(
         tmp_path,
@@ -219,9 +248,18 @@ def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(tmp_path, monkey
 
 
 def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
-    far = {"learning_rate": 1.0, "schedule": "constant", "keep_best": True}
+    far = {
+        "learning_rate": 1.0,
+        "schedule": "constant",
+        "keep_best": True,
+    }
     changes = {f"sft__{key}": value for key, value in far.items()}
-    recipe = make_recipe(tmp_path, data__validation_rows=6, evaluations=4, **changes)
+    recipe = make_recipe(
+        tmp_path,
+        data__validation_rows=6,
+        evaluations=4,
+        **changes,
+    )
     stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
     parts = [ids_of(stages.part(name)) for name in ("train", "held_out", "validation")]
     assert [len(part) for part in parts] == [26, 8, 6]
@@ -235,7 +273,11 @@ def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
 
 
 def test_what_is_refused_leaves_nothing(made, tmp_path):
-    vanilla = {"num_experts": 4, "top_k": 2, "gate": "topk_softmax"}
+    vanilla = {
+        "num_experts": 4,
+        "top_k": 2,
+        "gate": "topk_softmax",
+    }
     with pytest.raises(ValueError, match="gate must be one of xft"):
         xft_study.run(made.recipe.change(experts=vanilla), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -271,7 +313,11 @@ def test_a_second_call_reads_what_is_there(made):
     assert again.sft() == made.sft
     assert again.ewa() == made.ewa
     # how a training is carried out does not make another stage of it
-    settings = {"per_device_batch_size": 2, "save_steps": 5, "gradient_checkpointing": True}
+    settings = {
+        "per_device_batch_size": 2,
+        "save_steps": 5,
+        "gradient_checkpointing": True,
+    }
     changes = {f"tune__{key}": value for key, value in settings.items()}
     assert made.again(say=lambda text: pytest.fail(text), **changes).moe() == made.moe
     assert times(made.out) == before
@@ -317,13 +363,23 @@ print(stages.moe().losses)
 
 @pytest.mark.slow
 def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
-    recipe = make_recipe(tmp_path, tune__steps=40, tune__save_steps=3, tune__warmup_steps=2)
+    recipe = make_recipe(
+        tmp_path,
+        tune__steps=40,
+        tune__save_steps=3,
+        tune__warmup_steps=2,
+    )
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
     stages = Stages(recipe, out, say=lambda text: None)
     stages.base()
     pattern = "moe-*.checkpoints/checkpoint-*/history.json"
-    killed(KILLED, tmp_path / "recipe.yaml", out, when=lambda: list(out.glob(pattern)))
+    killed(
+        KILLED,
+        tmp_path / "recipe.yaml",
+        out,
+        when=lambda: list(out.glob(pattern)),
+    )
     assert not list(out.glob("moe-*/result.json"))
     saved = [path.parent for path in out.glob(pattern)]
     last = max(int(path.name.partition("-")[2]) for path in saved)

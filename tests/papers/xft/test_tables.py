@@ -52,14 +52,27 @@ TABLES = {
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A recipe file: a random base of two layers, sums to learn, a few steps of everything."""
-    stages = {"sft": TRAINING | {"steps": 6}, "tune": TRAINING | {"steps": 4}}
+    stages = {
+        "sft": TRAINING | {"steps": 6},
+        "tune": TRAINING | {"steps": 4},
+    }
     mix = TRAINING | {"steps": 2, "learning_rate": 0.1}  # the first step of a warmup moves nothing
-    return write_study(tmp_path_factory.mktemp("recipe"), **stages, mix=mix)
+    return write_study(
+        tmp_path_factory.mktemp("recipe"),
+        **stages,
+        mix=mix,
+    )
 
 
 def make(command, recipe, out, **options):
     said = []
-    report = xft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options)
+    report = xft_tables.run(
+        command,
+        recipe,
+        out,
+        say=said.append,
+        **{"seeds": 1} | options,
+    )
     return report, said
 
 
@@ -70,7 +83,12 @@ def make(command, recipe, out, **options):
 def test_a_table(command, recipe, out):
     names, options = TABLES[command]
     before = times(out)
-    report, lines = make(command, recipe, out, **options)
+    report, lines = make(
+        command,
+        recipe,
+        out,
+        **options,
+    )
     assert entries_of(report) == names
     # nothing was trained twice
     assert times(out).items() >= before.items()
@@ -152,14 +170,23 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
-        xft_tables.run(command, recipe, tmp_path / "out", **options)
+        xft_tables.run(
+            command,
+            recipe,
+            tmp_path / "out",
+            **options,
+        )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", TABLES)
 def test_a_recipe_without_shared_expert_is_refused(command, recipe, tmp_path):
     vanilla = load_recipe(recipe).change(
-        experts={"num_experts": 4, "top_k": 3, "gate": "topk_softmax"}
+        experts={
+            "num_experts": 4,
+            "top_k": 3,
+            "gate": "topk_softmax",
+        }
     )
     with pytest.raises(ValueError, match="gate must be .*but got 'topk_softmax'"):
         xft_tables.run(command, vanilla, tmp_path / "out")
@@ -167,12 +194,29 @@ def test_a_recipe_without_shared_expert_is_refused(command, recipe, tmp_path):
 
 
 def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
-    make("sweep-lambda", recipe, out, overwrite=True, shared_rates=(0.5, 1.0))
+    make(
+        "sweep-lambda",
+        recipe,
+        out,
+        overwrite=True,
+        shared_rates=(0.5, 1.0),
+    )
     before = (out / "sweep-lambda.json").read_bytes()
     with pytest.raises(ValueError, match=r"other settings \(shared_rates\).*overwrite=True"):
-        make("sweep-lambda", recipe, out, shared_rates=(0.5,))
+        make(
+            "sweep-lambda",
+            recipe,
+            out,
+            shared_rates=(0.5,),
+        )
     assert (out / "sweep-lambda.json").read_bytes() == before
-    report, _ = make("sweep-lambda", recipe, out, shared_rates=(0.5,), overwrite=True)
+    report, _ = make(
+        "sweep-lambda",
+        recipe,
+        out,
+        shared_rates=(0.5,),
+        overwrite=True,
+    )
     assert entries_of(report) == ["SFT", "MoE", "XFT, lambda 0.5"]
 
 
@@ -217,7 +261,13 @@ ROWS = [1.0 + i / 20 for i in range(20)]
 
 def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
     bad = [[math.nan] * 20, ROWS]
-    report = report_of({"SFT": [ROWS, ROWS], "bad": bad, "huge": [[800.0] * 20, [900.0] * 20]})
+    report = report_of(
+        {
+            "SFT": [ROWS, ROWS],
+            "bad": bad,
+            "huge": [[800.0] * 20, [900.0] * 20],
+        }
+    )
     assert report.comparison("bad").verdict == "not finite"
     assert math.isnan(report.entry("bad").sd)
     assert report.rows()[1][-3:] == ("", "", "not finite")
@@ -232,10 +282,19 @@ def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
 
 @pytest.mark.parametrize(
     "shift, word",
-    [(-0.1, "XFT gained"), (0.1, "did not help here"), (0.0, "shows no gain here")],
+    [
+        (-0.1, "XFT gained"),
+        (0.1, "did not help here"),
+        (0.0, "shows no gain here"),
+    ],
 )
 def test_one_seed_has_a_verdict_and_no_spread(shift, word):
-    report = report_of({"SFT": [ROWS], "XFT": [[loss + shift for loss in ROWS]]})
+    report = report_of(
+        {
+            "SFT": [ROWS],
+            "XFT": [[loss + shift for loss in ROWS]],
+        }
+    )
     assert tables.verdict(report, "XFT").count(word) == 1
     assert "±" not in report.rows()[0][1]
     assert "one seed" in report.legend()

@@ -285,7 +285,9 @@ def test_cuda_says_why_it_cannot(library, monkeypatch):
         backends.pick("dispatch", torch.zeros(1), "cuda")
     why = backends.why_not("cuda", "dispatch", torch.device("xpu"))
     assert why == "the tensor is on xpu, not on cuda"
-    why = surroundings.explain("dispatch", library.device)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: library)
+        why = surroundings.explain("dispatch", library.device)
     assert why == "triton; cuda on request: not measured to be faster here"
     cuda.use(None)
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built. To build it, run how to")

@@ -359,7 +359,7 @@ def test_what_is_published_has_no_paths_of_the_user(monkeypatch, tmp_path):
         assert machine.public(f"a {path}, b") == f"a {public}, b"
 
 
-def test_records_and_their_report(tmp_path):
+def test_records_and_their_report(tmp_path, capsys):
     path = tmp_path / "deep" / "r.jsonl"
     records = Records(path)
     assert records.lines() == []
@@ -391,7 +391,8 @@ def test_records_and_their_report(tmp_path):
     assert Records(path).broken("bench_x[b]") == {"peer": "illegal access"}
     assert [bench["name"] for bench in benchmarks(path)] == ["bench_x[a]"]
     assert report.rows_of(path) == {("bench_x[a]", "floor"): row}
-    text = report.text([path])
+    report.main([str(path)])
+    text = capsys.readouterr().out
     assert "| a | 1.000 ms, 50%, 7 MiB, differs by 5e-01 |" in text
     assert "bench_x[a]: peer: not installed" in text
     assert "machine H200, ceilings 4,300 GB/s" in text

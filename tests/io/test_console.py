@@ -57,6 +57,11 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
     assert lines[0] == "training: 5% 10/200 [00:10<03:10,  1.00step/s, loss 2.500]"
     assert len(lines) == 5
     assert lines[-1] == "training: done in 03:21"
+    with console.bar("training") as update:
+        update(0, 2)
+        clock.now += 3725
+        update(1, 2)
+    assert "[1:02:05<1:02:05" in clock.printed()
     with console.bar("merging", "B") as update:  # what is quick says nothing
         for done in range(5):
             clock.now += 1

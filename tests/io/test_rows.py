@@ -361,6 +361,8 @@ def test_what_is_not_used_is_not_judged(tmp_path):
     """NaN in a column that is dropped, a .json over several lines."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "score": NaN}\n')
     assert data.read_rows(tmp_path / "rows.jsonl").to_list() == [{"text": "a"}]
+    (tmp_path / "marked.jsonl").write_text('\ufeff{"text": "a"}\n')  # a byte order mark
+    assert data.read_rows(tmp_path / "marked.jsonl").to_list() == [{"text": "a"}]
     (tmp_path / "rows.json").write_text('{\n "text":\n "a"\n}\n')
     assert data.read_rows(tmp_path / "rows.json").to_list() == [{"text": "a"}]
     (tmp_path / "array.jsonl").write_text('[{"text": "a"}, {"text": "b"}]\n')

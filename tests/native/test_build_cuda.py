@@ -170,9 +170,9 @@ def test_a_source_that_does_not_compile_leaves_what_was_there(toolkit):
 
 @needs_cxx
 def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys):
+    monkeypatch.setattr(build, "csrc_dir", lambda kind: toolkit / "csrc")
     path = build.library_path("cuda")
     device = torch.device("cuda")
-    monkeypatch.setattr(build, "csrc_dir", lambda kind: toolkit / "csrc")
     monkeypatch.setattr(cuda, "places", lambda: [path])
     missing = "the CUDA library is not built. To build it, run python -m moe_runtime.native.build"
     assert cuda.describe() == f"none: {missing} cuda"

@@ -341,6 +341,7 @@ def test_read_json(tmp_path):
         b"": r"a.json is not valid JSON \(.*line 1 column 1",
         b"[1]": "a.json must be a JSON object, but got a list",
         b'{"a": "\xff"}': r"a.json is not valid JSON \(.*position 7",
+        b'{"a": "\\ud83d"}': "half of a surrogate pair",
     }.items():
         file.write_bytes(text)
         with pytest.raises(ValueError, match=message):
@@ -486,6 +487,9 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
         with pytest.raises(ValueError, match=match):
             files.check_out_file(out, overwrite=True, reads=reads)
     files.check_out_file(folder / "new.json", reads=[folder])
+    (tmp_path / "other").symlink_to(folder)
+    with pytest.raises(ValueError, match="is or contains .*config.json, which is read"):
+        check_out_dir(tmp_path / "other", overwrite=True, reads=[folder / "config.json"])
     with pytest.raises(ValueError, match="device"):
         atomic_write_text(pipe, "text")
     assert stat.S_ISFIFO(os.stat(pipe).st_mode)

@@ -443,6 +443,8 @@ def test_pack_cuts_joined_documents_into_rows(tokenizer):
     ids = []
     for text in documents:
         ids += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    (whole,) = data.pack(tokenizer, documents, len(ids))
+    assert whole["input_ids"] == ids
     assert len(rows) == len(ids) // 16
     for i, row in enumerate(rows):
         assert row["input_ids"] == row["labels"] == ids[16 * i : 16 * i + 16]

@@ -38,7 +38,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # largest relative Frobenius error against float64 on the same quantised inputs: a few times what
 # the eager path has
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 5e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.5e-2,
+}
 
 
 def pytest_report_header() -> str:

@@ -23,12 +23,23 @@ def test_saved_bytes_counts_storages_once_and_weights_not():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_ours_keeps_is_at_most_the_formula_and_less_than_others(dtype):
-    layer = bench_layer.Layer(shapes.Shape(96, 64, 48, 4, 3, shared=True), dtype)
+    layer = bench_layer.Layer(
+        shapes.Shape(
+            96,
+            64,
+            48,
+            4,
+            3,
+            shared=True,
+        ),
+        dtype,
+    )
     variants, _ = bench_layer.variants_of(layer, tiny=False)
     kept = {name: bench_memory.count(layer, variant) for name, variant in variants.items()}
     most = layer.shape.T * bench_memory.formula(layer) + 4 * (layer.shape.E + 1)
     ours = {name for name in kept if name.startswith("moe_runtime")}
-    assert all(kept[name] <= most for name in ours)
+    for name in ours:
+        assert kept[name] <= most
     size = layer.x.element_size()
     # x and the pre-activation
     assert kept["moe_runtime"] >= layer.shape.T * size * (64 + 2 * 48 * 3)

@@ -74,7 +74,8 @@ def test_a_folder_is_evaluated(home, tmp_path, monkeypatch, capsys):
     )
     assert code == 0, err
     value = json.loads(out)["results"]["sums"]["bits_per_byte,none"]
-    assert "|sums|" in err and "bits_per_byte" in err
+    assert "|sums|" in err
+    assert "bits_per_byte" in err
     (file,) = tmp_path.rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["sums"]["bits_per_byte,none"] == value
 
@@ -91,12 +92,12 @@ def test_adapters_change_their_base(home, monkeypatch):
 @pytest.mark.parametrize(
     "words, says",
     [
-        pytest.param(("--tasks", "sums"), "Pass the model first", id="no model"),
-        pytest.param(("{0}/esft",), "Pass it with its base", id="no base"),
-        pytest.param(("{0}/dense+{0}/moe",), "has neither expert_cfg.json", id="no adapter"),
-        pytest.param(("{0}/fused",), "is a fused folder", id="fused"),
-        pytest.param(("no/such/folder",), "neither a folder nor a Hub id", id="no folder"),
-        pytest.param(("{0}/dense", "--tasks", "nope"), "Tasks not found: nope", id="no task"),
+        (("--tasks", "sums"), "Pass the model first"),
+        (("{0}/esft",), "Pass it with its base"),
+        (("{0}/dense+{0}/moe",), "has neither expert_cfg.json"),
+        (("{0}/fused",), "is a fused folder"),
+        (("no/such/folder",), "neither a folder nor a Hub id"),
+        (("{0}/dense", "--tasks", "nope"), "Tasks not found: nope"),
     ],
 )
 def test_bad_input_is_one_line(home, monkeypatch, capsys, words, says):
@@ -104,4 +105,6 @@ def test_bad_input_is_one_line(home, monkeypatch, capsys, words, says):
     if "--tasks" not in words:
         words += ["--tasks", str(home / "sums.yaml")]
     code, _, err = run(monkeypatch, capsys, *words)
-    assert code == 1 and err.strip().splitlines()[-1].startswith("error: ") and says in err
+    assert code == 1
+    assert err.strip().splitlines()[-1].startswith("error: ")
+    assert says in err

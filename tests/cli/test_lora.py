@@ -32,13 +32,24 @@ def home(tmp_path_factory):
 
 def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
     folder, want = home
-    out = invoke("lora", "convert", folder / "base", folder / "old", tmp_path / "new")
-    assert (
-        out.exit_code == 0
-        and "peft_version 0.18.0, with old axes in A and B of 4 stacks" in out.output
-    ), out.output
+    out = invoke(
+        "lora",
+        "convert",
+        folder / "base",
+        folder / "old",
+        tmp_path / "new",
+    )
+    assert out.exit_code == 0, out.output
+    assert "peft_version 0.18.0, with old axes in A and B of 4 stacks" in out.output, out.output
     files = (folder / "base", tmp_path / "new", tmp_path / "merged")
-    out = invoke("lora", "export", *files, "--to", "merged", "--json")
+    out = invoke(
+        "lora",
+        "export",
+        *files,
+        "--to",
+        "merged",
+        "--json",
+    )
     assert json.loads(out.stdout)["experts"] == 16, out.output
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
@@ -61,10 +72,7 @@ def test_bad_input_is_one_error_and_nothing_is_written(home, monkeypatch, words,
     monkeypatch.chdir(home[0])
     before = {path: path.stat().st_mtime_ns for path in home[0].rglob("*")}
     out = invoke("lora", *words.split())
-    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), (
-        out.exception
-    )
-    assert (
-        "\n" not in str(out.exception)
-        and {path: path.stat().st_mtime_ns for path in home[0].rglob("*")} == before
-    )
+    assert isinstance(out.exception, ValueError), out.exception
+    assert re.search(match, str(out.exception)), out.exception
+    assert "\n" not in str(out.exception)
+    assert {path: path.stat().st_mtime_ns for path in home[0].rglob("*")} == before

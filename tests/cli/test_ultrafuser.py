@@ -36,38 +36,47 @@ def test_train_runs_the_recipe(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Two specialists with their tokenizer, as folders."""
-    folders = [tmp_path_factory.mktemp("specialists") / name for name in ("a", "b")]
+    home = tmp_path_factory.mktemp("specialists")
+    folders = [home / "a", home / "b"]
     for folder, model in zip(folders, fusers.specialists(2), strict=True):
         model.save_pretrained(folder)
+        shutil.copytree(folder, home / "bare", dirs_exist_ok=True)  # has no tokenizer
         fusers.tokenizer().save_pretrained(folder)
-    # a model without a tokenizer, and one whose vocabulary only begins as the others' does
-    shutil.copytree(
-        folders[1],
-        folders[0].with_name("bare"),
-        ignore=lambda _, names: [n for n in names if "token" in n],
-    )
-    other = shutil.copytree(folders[1], folders[0].with_name("other"))
-    own = json.loads((other / "tokenizer.json").read_text())
-    size = len(own["model"]["vocab"])
-    own["model"]["vocab"]["de"] = size + len(own["added_tokens"])
-    own["model"]["merges"].insert(0, ["d", "e"])
-    (other / "tokenizer.json").write_text(json.dumps(own))
+    # and one whose vocabulary only begins as the others' does
+    other = shutil.copytree(folders[1], home / "other")
+    values = json.loads((other / "tokenizer.json").read_text())
+    words = values["model"]
+    words["vocab"]["de"] = len(words["vocab"]) + len(values["added_tokens"])
+    words["merges"].insert(0, ["d", "e"])
+    (other / "tokenizer.json").write_text(json.dumps(values))
     return folders
 
 
 def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     templates = ("--template", "ultralm", "--template", "{prompt}: ")
-    out = invoke("fuse", *sources, *templates, "--gate", "linear", "--out", tmp_path / "f")
+    out = invoke(
+        "fuse",
+        *sources,
+        *templates,
+        "--gate",
+        "linear",
+        "--out",
+        tmp_path / "f",
+    )
     assert out.exit_code == 0, out.exception
     assert f"wrote {tmp_path / 'f'}: a, b; a gate of" in out.output
     fuser = ultrafuser.load(tmp_path / "f")
-    assert (
-        list(fuser.templates) == ["User: {prompt}\nAssistant:", "{prompt}: "]
-        and fuser.gate.kind == "linear"
-    )
+    assert list(fuser.templates) == ["User: {prompt}\nAssistant:", "{prompt}: "]
+    assert fuser.gate.kind == "linear"
     assert not any((tmp_path / "f").rglob("model.safetensors"))
     prompts = ("--prompt", "1 + 1", "--prompt", "def add")
-    out = invoke("generate", tmp_path / "f", *prompts, "--max-new-tokens", 4)
+    out = invoke(
+        "generate",
+        tmp_path / "f",
+        *prompts,
+        "--max-new-tokens",
+        4,
+    )
     assert out.exit_code == 0, out.exception
     want = fuser.complete(["1 + 1", "def add"], max_new_tokens=4, do_sample=False)
     assert out.stdout == "".join(f"{text}\n" for text in want)
@@ -75,34 +84,44 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
 
 def test_a_file_of_prompts_is_answered_in_batches(sources, tmp_path):
     assert invoke("fuse", *sources, "--out", tmp_path / "f").exit_code == 0
-    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    rows = [{"messages": turns[: 1 + i % 2]} for i in range(2)] + [
-        {"messages": [{"role": "user", "content": "def add" * 3}]}
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ("--out", tmp_path / "answers.jsonl", "--max-new-tokens", 4, "--batch-size", 2)
-    out = invoke("generate", tmp_path / "f", "--data", tmp_path / "chats.jsonl", *options)
+    asked = [{"role": "user", "content": "1 + 1"}]
+    chats = [asked, [*asked, {"role": "assistant", "content": "2"}]]
+    chats.append([{"role": "user", "content": "def add" * 3}])
+    text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text(text)
+    answers = tmp_path / "answers.jsonl"
+    files = ("--data", tmp_path / "chats.jsonl", "--out", answers)
+    out = invoke(
+        "generate",
+        tmp_path / "f",
+        *files,
+        "--max-new-tokens",
+        4,
+        "--batch-size",
+        2,
+    )
     assert out.exit_code == 0, out.exception
-    found = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    asked = [turns[:1], turns[:1], rows[2]["messages"]]
-    one = [
-        ultrafuser.load(tmp_path / "f").complete([chat], max_new_tokens=4, do_sample=False)[0]
-        for chat in asked
-    ]
-    assert found == [
-        {"prompt": chat, "answer": text} for chat, text in zip(asked, one, strict=True)
-    ]
+    fuser = ultrafuser.load(tmp_path / "f")
+    lines = answers.read_text().splitlines()
+    for line, prompt in zip(lines, (asked, asked, chats[2]), strict=True):
+        (alone,) = fuser.complete([prompt], max_new_tokens=4, do_sample=False)
+        assert json.loads(line) == {"prompt": prompt, "answer": alone}
 
 
 def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
     options = "--name x --name y --copy --seed 1".split()
-    out = invoke("fuse", *sources, *options, "--out", tmp_path / "f")
+    out = invoke(
+        "fuse",
+        *sources,
+        *options,
+        "--out",
+        tmp_path / "f",
+    )
     assert out.exit_code == 0, out.exception
     assert (tmp_path / "f" / "specialists" / "y" / "model.safetensors").is_file()
-    copied = [line for line in out.stderr.splitlines() if line.startswith("copying: ")]
-    assert [line.partition("%")[0] for line in copied[:2]] == ["copying: 50", "copying: 100"]
+    assert re.findall(r"^copying: (\d+)%", out.stderr, re.MULTILINE)[:2] == ["50", "100"]
     assert ultrafuser.load(tmp_path / "f").names == ("x", "y")
 
 

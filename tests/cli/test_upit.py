@@ -46,59 +46,78 @@ def test_buckets_are_random_on_request_alone(folders, tmp_path, monkeypatch, buc
 
     monkeypatch.setattr(upit_router, "init_routers", deal)
     monkeypatch.setattr(upit_folders.upit_buckets, "random_buckets", lambda *_: "random")
-    monkeypatch.setattr(upit_folders.upit_buckets, "fill_buckets", lambda *_: [[0], [1]])
+    monkeypatch.setattr(upit_folders.upit_buckets, "fill_buckets", lambda *_: "skilled")
     experts = [folders / "saved/step-1", folders / "saved/step-2"]
-    with pytest.raises(Dealt) as dealt:
+    data = folders / "sums.jsonl"
+    with pytest.raises(Dealt, match=buckets):
         upit_folders.route_folders(
-            experts, folders / "sums.jsonl", tmp_path, base=folders / "base", buckets=buckets
+            experts,
+            data,
+            tmp_path,
+            base=folders / "base",
+            buckets=buckets,
         )
-    assert dealt.value.args == ([[0], [1]] if buckets == "skilled" else "random",)
+
+
+ROUTERS = (
+    "--share 0.3 --at-least 6 --epochs 2 --learning-rate 0.01 --batch-size 4 --max-length 32 "
+    "--vector-std 0.02 --vector-learning-rate 0.05"
+)
 
 
 def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
 
-    def said(*arguments) -> str:
+    def step(*arguments) -> str:
         out = invoke(*arguments)
         assert out.exit_code == 0, out.exception
         return out.output
 
-    chosen = said("choose", folders / "saved", "--count", 2).split()
+    base = ("--base", folders / "base")
+    chosen = step("choose", folders / "saved", "--count", 2).split()
     assert [Path(path).name for path in chosen] == ["step-1", "step-2"]
-    out = said(
-        "grow", *chosen, "--count", 3, "--base", folders / "base", "--out", tmp_path / "grown"
+    out = step(
+        "grow",
+        *chosen,
+        "--count",
+        3,
+        *base,
+        "--out",
+        tmp_path / "grown",
     )
-    assert f"{tmp_path / 'grown' / 'expert-2'}: " in out and " of expert 0, " in out
+    assert f"{tmp_path / 'grown' / 'expert-2'}: " in out
+    assert " of expert 0, " in out
     experts = [*chosen, tmp_path / "grown/expert-2"]
-    files = ("--data", folders / "sums.jsonl", "--base", folders / "base")
-    options = (
-        "--share 0.3 --at-least 6 --epochs 2 --learning-rate 0.01 --batch-size 4 --max-length 32 "
-        "--vector-std 0.02 --vector-learning-rate 0.05"
-    )
-    out = said("init-routers", *experts, *files, "--out", tmp_path / "routers", *options.split())
-    values = json.loads((tmp_path / "routers/routers.json").read_text())
+    routers = tmp_path / "routers"
+    files = ("--data", folders / "sums.jsonl", *base, "--out", routers)
+    out = step("init-routers", *experts, *files, *ROUTERS.split())
+    values = json.loads((routers / "routers.json").read_text())
     assert 0.5 not in values["before"]  # as it is of vectors that begin at 0
-    assert values["buckets"] == [4, 4, 4] and all(
-        a > b for a, b in zip(values["after"], values["before"], strict=True)
-    )
+    assert values["buckets"] == [4, 4, 4]
+    for after, before in zip(values["after"], values["before"], strict=True):
+        assert after > before
     assert out.count(" 4 examples, mean sigmoid") == 3
-    options = ("--routers", tmp_path / "routers", "--max-shard-size", "20KB")
-    said("assemble", *options, "--out", tmp_path / "moe")
-    assert (tmp_path / "moe/model.safetensors.index.json").is_file()
-    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
-    routed = [upit_router.load_routed(tmp_path / f"routers/expert-{i}") for i in range(3)]
-    gate = moe.model.layers[0].mlp.gate.weight
-    assert torch.equal(gate, torch.stack([one.vectors[0] for one in routed]))
-    said("export", tmp_path / "moe", tmp_path / "mixtral")
+    moe_folder = tmp_path / "moe"
+    step(
+        "assemble",
+        "--routers",
+        routers,
+        "--max-shard-size",
+        "20KB",
+        "--out",
+        moe_folder,
+    )
+    assert (moe_folder / "model.safetensors.index.json").is_file()
+    moe = AutoModelForCausalLM.from_pretrained(moe_folder)
+    vectors = [upit_router.load_routed(routers / f"expert-{i}").vectors[0] for i in range(3)]
+    assert torch.equal(moe.model.layers[0].mlp.gate.weight, torch.stack(vectors))
+    step("export", moe_folder, tmp_path / "mixtral")
     ids = torch.arange(6, 26)[None]
     stock = MixtralForCausalLM.from_pretrained(tmp_path / "mixtral")
     torch.testing.assert_close(stock(ids).logits, moe(ids).logits, rtol=1e-4, atol=1e-5)
-    out = CliRunner().invoke(
-        main_app, ["xft", "export", str(tmp_path / "moe"), str(tmp_path / "same")]
-    )
-    assert out.exit_code == 0 and out.output.startswith(f"wrote {tmp_path / 'same'}: "), (
-        out.exception
-    )
+    words = ["xft", "export", str(moe_folder), str(tmp_path / "same")]
+    out = CliRunner().invoke(main_app, words)
+    assert out.exit_code == 0, out.exception
     for path in (tmp_path / "mixtral").iterdir():
         assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes(), path.name
 

@@ -17,131 +17,135 @@ from tests.hf.tiny import dense
 from tests.support import official_xft
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(xft.app, [str(argument) for argument in arguments])
+def invoke(verb: str, *folders, options: str = ""):
+    return CliRunner().invoke(xft.app, [verb, *map(str, folders), *options.split()])
+
+
+def succeed(*arguments, options: str = "") -> str:
+    """Run a verb that must succeed; return what it prints."""
+    out = invoke(*arguments, options=options)
+    assert out.exit_code == 0, out.exception
+    return out.stdout
+
+
+def refused(match: str, *arguments, options: str = "") -> None:
+    """Run a verb that must raise one error and leave nothing."""
+    out = invoke(*arguments, options=options)
+    assert isinstance(out.exception, ValueError), out.output
+    assert re.search(match, str(out.exception))
+    assert not Path(arguments[-1]).exists()
 
 
 def test_official_folders_in_and_out(tmp_path):
     _, tensors = official_xft.write_moe(tmp_path / "theirs")
-    out = invoke("import-official", tmp_path / "theirs", tmp_path / "ours", "--rope-theta", 5e4)
-    assert out.exit_code == 0 and f"wrote {tmp_path / 'ours'}: " in out.output
-    assert read_json(tmp_path / "ours" / "config.json")["rope_theta"] == 5e4
-    out = invoke("export", tmp_path / "ours", tmp_path / "back", "--to", "official")
-    assert isinstance(out.exception, ValueError) and "keep_rope" in str(out.exception)
-    options = "--to official --keep-rope --max-shard-size 50KB".split()
-    out = invoke("export", tmp_path / "ours", tmp_path / "back", *options)
-    assert out.exit_code == 0, out.exception
-    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    with Checkpoint(tmp_path / "back") as back:
-        assert set(back.keys()) == set(tensors) and all(
-            torch.equal(back.get(k), v) for k, v in tensors.items()
+    ours = tmp_path / "ours"
+    back = tmp_path / "back"
+    output = succeed("import-official", tmp_path / "theirs", ours, options="--rope-theta 5e4")
+    assert f"wrote {ours}: " in output
+    assert read_json(ours / "config.json")["rope_theta"] == 5e4
+    for options, match in {
+        "": "gate is 'xft', but .*mixtral",
+        "--to gguf": "to must be one of mixtral, ",
+        "--keep-rope": "--keep-rope is not valid with --to mixtral",
+        "--to official --check": "--check are not valid with --to official",
+        "--to official": "keep_rope",
+    }.items():
+        refused(
+            match,
+            "export",
+            ours,
+            back,
+            options=options,
         )
-
-
-def test_export_is_of_the_form_that_is_asked_for(tmp_path):
-    official_xft.write_moe(tmp_path / "theirs")
-    assert invoke("import-official", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
-    for arguments, match in (
-        ((), "gate is 'xft', but .*mixtral"),
-        (("--to", "gguf"), "to must be one of mixtral, "),
-        (("--keep-rope",), "--keep-rope is not valid with --to mixtral"),
-        (("--to", "official", "--check"), "--check are not valid with --to official"),
-    ):
-        out = invoke("export", tmp_path / "ours", tmp_path / "out", *arguments)
-        assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception))
-        assert not (tmp_path / "out").exists()
-    out = invoke("export", tmp_path / "ours", tmp_path / "out", "--to", "official", "--json")
-    assert out.exit_code == 0 and json.loads(out.stdout)["path"] == str(tmp_path / "out"), (
-        out.exception
-    )
+    options = "--to official --keep-rope --max-shard-size 50KB --json"
+    assert json.loads(succeed("export", ours, back, options=options))["path"] == str(back)
+    assert len(list(back.glob("*.safetensors"))) > 1
+    with Checkpoint(back) as source:
+        assert set(source.keys()) == set(tensors)
+        for key, value in tensors.items():
+            assert torch.equal(source.get(key), value)
+    (tmp_path / "empty").mkdir()
+    for verb in ("import-official", "export"):
+        refused("", verb, tmp_path / "empty", tmp_path / "out")
 
 
 def test_a_weighted_model_with_its_experts_in_another_folder(tmp_path):
     official_xft.write_weighted(tmp_path / "theirs", tmp_path / "made")
     (tmp_path / "made").rename(tmp_path / "moved")
-    assert invoke("import-official", tmp_path / "theirs", tmp_path / "ours").exit_code != 0
     folders = (tmp_path / "theirs", tmp_path / "ours")
-    out = invoke("import-official", *folders, "--ffn-folder", tmp_path / "moved")
-    assert out.exit_code == 0, out.exception
+    assert invoke("import-official", *folders).exit_code
+    succeed("import-official", *folders, options=f"--ffn-folder {tmp_path / 'moved'}")
     assert read_json(tmp_path / "ours" / "config.json")["moe_runtime"]["stage"] == "mergeable"
 
 
-@pytest.mark.parametrize("verb", ["import-official", "export"])
-def test_a_folder_that_is_no_model_is_refused(verb, tmp_path):
-    (tmp_path / "empty").mkdir()
-    out = invoke(verb, tmp_path / "empty", tmp_path / "out")
-    assert isinstance(out.exception, ValueError) and not (tmp_path / "out").exists()
+EXPORTS = []
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "xft.md"
-EXPORTS = [
-    line.strip("| ").split(" | ")
-    for line in PAGE.read_text().splitlines()
-    if re.match(r"\| `[a-z_]+`.* (yes|no) \|$", line)
-]
+for LINE in (Path(__file__).resolve().parents[2] / "docs" / "xft.md").read_text().splitlines():
+    if re.match(r"\| `[a-z_]+`.* (yes|no) \|$", LINE):
+        GATES, *WAYS = LINE.strip("| ").split(" | ")
+        EXPORTS += [(gate, *WAYS) for gate in re.findall(r"`(\w+)`", GATES)]
 
 
-@pytest.mark.parametrize(
-    "gate, ways", [(gate, line[1:]) for line in EXPORTS for gate in re.findall(r"`(\w+)`", line[0])]
-)
-def test_upcycle_says_what_each_gate_exports_to_and_so_it_is(gate, ways, tmp_path):
+@pytest.mark.parametrize("gate, merges, families, official", EXPORTS)
+def test_upcycle_says_what_each_gate_exports_to_and_so_it_is(
+    gate, merges, families, official, tmp_path
+):
+    """As docs/xft.md lists it."""
     dense("llama", mlp_bias=None, rope_theta=1e4).save_pretrained(tmp_path / "base")
-    options = f"--num-experts 3 --top-k 2 --gate {gate}".split()
-    done = invoke("upcycle", tmp_path / "base", tmp_path / "moe", *options)
-    said = next(line for line in done.output.splitlines() if line.startswith("exports: "))
-    said = dict(part.split(": ", 1) for part in said.removeprefix("exports: ").split("; "))
-    merged = said.pop("xft merge to a dense model")
-    assert merged == ways[0].replace("`", "")
-    source = tmp_path / "moe"
-    if merged != "yes":
+    moe = tmp_path / "moe"
+    options = f"--num-experts 3 --top-k 2 --gate {gate}"
+    output = succeed("upcycle", tmp_path / "base", moe, options=options)
+    line = re.search("^exports: (.*)$", output, re.MULTILINE)[1]
+    why = dict(part.split(": ", 1) for part in line.split("; "))
+    assert why.pop("xft merge to a dense model") == merges.replace("`", "")
+    source = moe
+    if merges != "yes":
         source = tmp_path / "mixing"
-        assert invoke("to-mergeable", tmp_path / "moe", source, "--soup").exit_code == 0
-    assert invoke("merge", source, tmp_path / "merged").exit_code == 0
-    possible = {*re.findall(r"`(\w+)`", ways[1]), *(["official"] if ways[2] == "yes" else [])}
-    assert {name.rpartition(" ")[2] for name, why in said.items() if why == "yes"} == possible
+        succeed("to-mergeable", moe, source, options="--soup")
+    succeed("merge", source, tmp_path / "merged")
+    possible = set(re.findall(r"`(\w+)`", families))
+    if official == "yes":
+        possible.add("official")
+    assert {name.rpartition(" ")[2] for name, word in why.items() if word == "yes"} == possible
     for to in {"mixtral", "official"} | possible:
-        out = invoke("export", tmp_path / "moe", tmp_path / to, "--as", to)
+        out = invoke("export", moe, tmp_path / to, options=f"--as {to}")
         assert (out.exit_code == 0) == (to in possible), out.exception
         if to == "mixtral" and to not in possible:
-            assert said["xft export --to mixtral"] == "no, " + str(out.exception).partition(". ")[0]
-            assert ". Use xft merge for a dense model, xft export --to official, " in str(
-                out.exception
-            )
+            reason, _, remedy = str(out.exception).partition(". ")
+            assert why["xft export --to mixtral"] == f"no, {reason}"
+            assert remedy.startswith("Use xft merge for a dense model, xft export --to official, ")
 
 
 @pytest.mark.parametrize(
-    "to, more, fails",
+    "options, fails",
     [
-        ("qwen3_moe", (), None),
-        ("glm4_moe", ("--top-k", 2), None),
-        ("qwen3_moe", ("--gate", "softmax_topk"), None),
-        ("qwen3_moe", ("--gate", "xft"), "gate is 'xft', but qwen3_moe supports only"),
-        (
-            "qwen3_moe",
-            ("--preset", "xft-official"),
-            "router is 'mlp', but qwen3_moe supports only 'linear'",
-        ),
-        ("qwen2_moe", (), "base is 'qwen3', but qwen2_moe supports only"),
-        ("deepseek_v3", (), "latent attention"),
+        ("--for qwen3_moe", None),
+        ("--for glm4_moe --top-k 2", None),
+        ("--for qwen3_moe --gate softmax_topk", None),
+        ("--for qwen3_moe --gate xft", "gate is 'xft', but qwen3_moe supports only"),
+        ("--for qwen3_moe --preset xft-official", "router is 'mlp', but qwen3_moe supports only"),
+        ("--for qwen2_moe", "base is 'qwen3', but qwen2_moe supports only"),
+        ("--for deepseek_v3", "latent attention"),
+        ("--num-experts 1 --top-k 1", "num_experts must be at least 2, but got 1"),
     ],
 )
-def test_upcycling_for_a_family_selects_what_it_computes(to, more, fails, tmp_path):
+def test_upcycling_for_a_family_selects_what_it_computes(options, fails, tmp_path):
     dense("qwen3").save_pretrained(tmp_path / "base")
-    out = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--for", to, *more)
+    moe = tmp_path / "moe"
     if fails is not None:
-        assert re.search(fails, str(out.exception)) and not (tmp_path / "moe").exists()
+        refused(
+            fails,
+            "upcycle",
+            tmp_path / "base",
+            moe,
+            options=options,
+        )
         return
-    assert f"xft export --to {to}: yes" in out.output, out.exception
-    out = invoke("export", tmp_path / "moe", tmp_path / "out", "--to", to, "--check", "--json")
-    receipt = json.loads(out.stdout)
-    assert receipt["exact"] and receipt["logits_error"] < 1e-5
-
-
-def test_one_expert_is_the_dense_model(tmp_path):
-    dense("llama").save_pretrained(tmp_path / "base")
-    out = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--num-experts", 1, "--top-k", 1)
-    assert (
-        str(out.exception)
-        == "num_experts must be at least 2, but got 1, which is the dense model itself"
-    )
-    assert not (tmp_path / "moe").exists()
+    to = options.split()[1]
+    output = succeed("upcycle", tmp_path / "base", moe, options=options)
+    assert f"xft export --to {to}: yes" in output
+    output = succeed("export", moe, tmp_path / "out", options=f"--to {to} --check --json")
+    receipt = json.loads(output)
+    assert receipt["exact"]
+    assert receipt["logits_error"] < 1e-5

@@ -14,6 +14,7 @@ import traceback
 import pytest
 
 import moe_runtime.kernels.tiles  # noqa: F401  interpreted or compiled, as the other kernels are
+from moe_runtime.methods.xft.folders import upcycle_folder
 from moe_runtime.native.library import cuda
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
@@ -42,25 +43,28 @@ def models(tmp_path_factory):
     """What goes wrong: a dense and a stock model, an upcycled one, folders that are cut off,
     incomplete or pickled.
     """
-    from moe_runtime.methods.xft.folders import upcycle_folder
-
     folder = tmp_path_factory.mktemp("troubles")
-    dense("llama").save_pretrained(folder / "base")
+    base = folder / "base"
+    dense("llama").save_pretrained(base)
     stock().save_pretrained(folder / "qwen3-moe")
     for name in ("base", "qwen3-moe"):
         TOKENIZER.save_pretrained(folder / name)
-    upcycle_folder(folder / "base", folder / "moe", num_experts=4, top_k=2)
-    for name in ("broken", "pickled", "half"):
+    upcycle_folder(
+        base,
+        folder / "moe",
+        num_experts=4,
+        top_k=2,
+    )
+    for name in ("broken", "pickled", "half", "coded"):
         (folder / name).mkdir()
-        shutil.copy(folder / "base" / "config.json", folder / name)
-    (folder / "coded").mkdir()
-    auto_map = {"AutoConfig": "configuration.Config"}
-    (folder / "coded" / "config.json").write_text(
-        json.dumps({"model_type": "coded", "auto_map": auto_map})
-    )
-    (folder / "broken" / "model.safetensors").write_bytes(
-        (folder / "base" / "model.safetensors").read_bytes()[:4000]
-    )
+        shutil.copy(base / "config.json", folder / name)
+    coded = {
+        "model_type": "coded",
+        "auto_map": {"AutoConfig": "configuration.Config"},
+    }
+    (folder / "coded" / "config.json").write_text(json.dumps(coded))
+    weights = (base / "model.safetensors").read_bytes()
+    (folder / "broken" / "model.safetensors").write_bytes(weights[:4000])
     (folder / "pickled" / "pytorch_model.bin").touch()
     index = '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'
     (folder / "half" / "model.safetensors.index.json").write_text(index)
@@ -82,41 +86,57 @@ def make(words: list[str], folder) -> str:
     """Run the Makefile on a .venv that is not there, and return the one line that it ends with
     before it installs.
     """
-    command = [*words, f"VENV={folder}/venv", "--no-print-directory", "-C", str(ROOT)]
+    command = [
+        *words,
+        f"VENV={folder}/venv",
+        "--no-print-directory",
+        "-C",
+        str(ROOT),
+    ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode != 0 and not (folder / "venv").exists()
+    done = subprocess.run(
+        command,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode != 0
+    assert not (folder / "venv").exists()
     return done.stderr.splitlines()[0]
 
 
 @pytest.mark.parametrize("fence", CONSOLE, **place)
 def test_commands_end_as_the_page_says(fence: Fence, folder, monkeypatch):
     command, *says = fence.text.splitlines()
+    assert command.startswith("$ ")
+    assert says
     words = shlex.split(command.removeprefix("$ "))
-    assert command.startswith("$ ") and says
     if words[0] == "make":
         assert make(words, folder) == "\n".join(says)
         return
     if missing := fence.options.get("without"):
-        monkeypatch.delitem(sys.modules, missing, raising=False)
+        monkeypatch.delitem(
+            sys.modules,
+            missing,
+            raising=False,
+        )
         monkeypatch.setattr(sys, "meta_path", [Missing(missing), *sys.meta_path])
     before = sorted(path.name for path in folder.iterdir())
     code, out, err = run_cli(words, monkeypatch)
     assert code == 1
-    printed = (err if says[0].startswith("error:") else out).replace(
-        str(folder.resolve()), "/home/me"
-    )
+    is_error = says[0].startswith("error:")
+    printed = (err if is_error else out).replace(str(folder.resolve()), "/home/me")
     assert printed.splitlines()[-len(says) :] == says
-    assert sum(line.startswith("error:") for line in err.splitlines()) == says[0].startswith(
-        "error:"
-    )
+    assert sum(line.startswith("error:") for line in err.splitlines()) == is_error
     assert sorted(path.name for path in folder.iterdir()) == before, "it left something"
 
 
 @pytest.mark.parametrize("fence", PYCON, **place)
 def test_python_ends_as_the_page_says(fence: Fence, folder, monkeypatch):
     *lines, says = fence.text.splitlines()
-    assert all(line.startswith(">>> ") for line in lines)
+    for line in lines:
+        assert line.startswith(">>> ")
     monkeypatch.setattr(cuda, "places", list)  # a machine where nobody has built it
     cuda.use(None)
     names: dict = {}

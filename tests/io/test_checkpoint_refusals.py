@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.io import checkpoint
@@ -27,213 +28,150 @@ def sharded(tmp_path: Path) -> tuple[Path, dict]:
 
 
 @pytest.mark.parametrize(
-    "name",
+    "name, says",
     [
-        "/etc/a.safetensors",
-        "../a.safetensors",
-        "..",
-        "sub/a.safetensors",
-        "sub\\a.safetensors",
-        "a\0.safetensors",
-        "",
-        "a.bin",
-        7,
+        *((name, "must be the plain name") for name in ("/etc/a.safetensors", "../a", "..", 7)),
+        *((name, "must be the plain name") for name in ("sub/a", "sub\\a", "a\0", "", "a.bin")),
+        ("a.safetensors", "names a.safetensors, which do not exist"),
     ],
-    ids=repr,
 )
-def test_shard_names_cannot_leave_the_folder(tmp_path, monkeypatch, name):
+def test_shard_names_are_checked_before_any_is_read(tmp_path, monkeypatch, name, says):
     out, index = sharded(tmp_path)
-    (tmp_path / "a.safetensors").write_bytes(
-        (out / "model-00001-of-00002.safetensors").read_bytes()
-    )
-    index["weight_map"]["layers.3.weight"] = name
+    (out / "model-00001-of-00002.safetensors").rename(tmp_path / "a.safetensors")
+    index["weight_map"] = {"layers.3.weight": name}
     (out / INDEX).write_text(json.dumps(index))
     monkeypatch.setattr(checkpoint, "_read_header", lambda *_: pytest.fail("a shard was read"))
-
-    with pytest.raises(
-        ValueError,
-        match=f"shard of layers.3.weight in .* must be the plain name .*{re.escape(repr(name))}",
-    ):
+    with pytest.raises(ValueError, match=says) as error:
         Checkpoint(out)
+    assert repr(name).strip("'") in str(error.value)
 
 
-def test_missing_shards_are_named_before_any_is_read(tmp_path, monkeypatch):
-    out, _ = sharded(tmp_path)
-    (out / "model-00002-of-00002.safetensors").unlink()
-    monkeypatch.setattr(checkpoint, "_read_header", lambda *_: pytest.fail("a shard was read"))
-
-    with pytest.raises(
-        ValueError, match=r"names model-00002-of-00002.safetensors, which do not exist"
-    ):
-        Checkpoint(out)
-
-
-def test_index_and_shards_must_agree(tmp_path):
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ghost": "2"}, "ghost is in {2}, but it is in none"),
+        ({"layers.8.weight": None}, "layers.8.weight is in no shard, but it is in {2}"),
+        ({"layers.8.weight": "1"}, "layers.8.weight is in {1}, but it is in {2}"),
+        ({}, "layers.0.weight is in {1}, but it is in {1} and {2}"),
+    ],
+)
+def test_index_and_shards_must_agree(tmp_path, change, message):
     out, index = sharded(tmp_path)
-    shard1 = "model-00001-of-00002.safetensors"
-    shard2 = "model-00002-of-00002.safetensors"
-
-    def check(change: dict, message: str) -> None:
-        weight_map = {key: shard for key, shard in (index["weight_map"] | change).items() if shard}
-        (out / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ValueError, match=re.escape(message)):
-            Checkpoint(out)
-
-    check({"ghost": shard2}, f"{out / INDEX}, ghost is in {shard2}, but it is in none")
-    check(
-        {"layers.8.weight": None},
-        f"{out / INDEX}, layers.8.weight is in no shard, but it is in {shard2}",
-    )
-    check(
-        {"layers.8.weight": shard1},
-        f"{out / INDEX}, layers.8.weight is in {shard1}, but it is in {shard2}",
-    )
-    tensors = load_file(out / shard2) | {"layers.0.weight": torch.zeros(2)}
-    save_file(tensors, out / shard2)
-    check({}, f"{out / INDEX}, layers.0.weight is in {shard1}, but it is in {shard1} and {shard2}")
-
-
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": "a"}'])
-def test_index_without_weight_map(tmp_path, text):
-    (tmp_path / INDEX).write_text(text)
-    with pytest.raises(ValueError, match=r"weight_map in .* must be an object"):
-        Checkpoint(tmp_path)
+    shards = {number: f"model-0000{number}-of-00002.safetensors" for number in "12"}
+    if not change:
+        tensors = load_file(out / shards["2"]) | {"layers.0.weight": torch.zeros(2)}
+        save_file(tensors, out / shards["2"])
+    for key, number in change.items():
+        index["weight_map"][key] = shards.get(number)
+    index["weight_map"] = {key: shard for key, shard in index["weight_map"].items() if shard}
+    (out / INDEX).write_text(json.dumps(index))
+    message = message.replace("{1}", shards["1"]).replace("{2}", shards["2"])
+    with pytest.raises(ValueError, match=re.escape(f"{out / INDEX}, {message}")):
+        Checkpoint(out)
 
 
 def test_a_single_file_beside_an_index_that_ignores_it(tmp_path):
     out, index = sharded(tmp_path)
     save_file({"a": torch.zeros(1)}, out / SINGLE)
-
     with pytest.raises(ValueError, match=r"that the index does not name. Delete the stale one"):
         Checkpoint(out)
     index["weight_map"]["a"] = SINGLE
     (out / INDEX).write_text(json.dumps(index))
     assert "a" in Checkpoint(out)
+    (out / INDEX).write_text('{"weight_map": []}')
+    with pytest.raises(ValueError, match=r"weight_map in .* must be an object"):
+        Checkpoint(out)
 
 
 def test_truncated_files_name_file_and_key(tmp_path):
-    whole = (write(tmp_path / "out", ten_tensors()) / SINGLE).read_bytes()
-    file = tmp_path / "out" / SINGLE
+    file = write(tmp_path / "out", ten_tensors()) / SINGLE
+    whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-
-    for size, message in [
-        (
-            len(whole) - 1,
-            f"{file} has {len(whole) - 1} bytes, but its header describes {len(whole)}",
-        ),
-        (header + 900, f"{file} has {header + 900} bytes, but its header describes {len(whole)}"),
-        (
-            header - 5,
-            (
-                f"{file} is truncated or a git-lfs pointer: its size is {header - 5} bytes and its "
-                f"header would take {header - 8}"
-            ),
-        ),
-        (3, f"{file} is truncated or a git-lfs pointer: its size is 3 bytes"),
-        (0, f"{file} is truncated or a git-lfs pointer: its size is 0 bytes"),
-    ]:
-        file.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=re.escape(message)):
+    described = f"bytes, but its header describes {len(whole)}"
+    pointer = "is truncated or a git-lfs pointer: its size is"
+    for size, message in {
+        len(whole) + 1: f"has {len(whole) + 1} {described}",
+        len(whole) - 1: f"has {len(whole) - 1} {described}",
+        header + 900: f"has {header + 900} {described}",
+        header - 5: f"{pointer} {header - 5} bytes and its header would take {header - 8}",
+        3: f"{pointer} 3 bytes",
+        0: f"{pointer} 0 bytes",
+    }.items():
+        file.write_bytes((whole + b"x")[:size])
+        with pytest.raises(ValueError, match=re.escape(f"{file} {message}")):
             Checkpoint(tmp_path / "out")
-    file.write_bytes(whole + b"x")
-    with pytest.raises(
-        ValueError, match=f"has {len(whole) + 1} bytes, but its header describes {len(whole)}"
-    ):
+    raw_file(file, b"{}", length=2**63)
+    with pytest.raises(ValueError, match=f"its size is 10 bytes and its header would take {2**63}"):
+        Checkpoint(tmp_path / "out")
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 12345\n")
+    with pytest.raises(ValueError, match=r"git-lfs pointer"):
         Checkpoint(tmp_path / "out")
 
 
 def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
-    return {"w": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}, **more}
+    return {
+        "w": {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": list(offsets),
+        },
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
     "header, message",
     [
-        pytest.param(
-            one(offsets=(0, 12)), "w in the header of", id="more bytes than the shape holds"
-        ),
-        pytest.param(one(offsets=(8, 0)), "w in the header of", id="offsets backwards"),
-        pytest.param(one(offsets=(-8, 0)), "w in the header of", id="negative offset"),
-        pytest.param(one(offsets=(0, 8, 9)), "w in the header of", id="three offsets"),
-        pytest.param(one(offsets=(0.0, 8.0)), "w in the header of", id="float offsets"),
-        pytest.param(one(shape=(-2,), offsets=(0, 8)), "w in the header of", id="negative shape"),
-        pytest.param(
-            one(shape=(-1, -2)),
-            "w in the header of",
-            id="negatives that multiply to the right size",
-        ),
-        pytest.param(one(shape=(True, 2)), "w in the header of", id="bool in the shape"),
-        pytest.param(one(dtype="F4"), "w in the header of", id="dtype that torch has not"),
-        pytest.param({"w": {"dtype": "F32"}}, "w in the header of", id="fields missing"),
-        pytest.param({"w": 3}, "w in the header of", id="no object"),
-        pytest.param(one(offsets=(4, 12)), "w in the header of", id="hole before the tensor"),
-        pytest.param(
-            one(v=one()["w"]), "(v|w) in the header of", id="two tensors on the same bytes"
-        ),
-        pytest.param(
-            one(v=one(shape=(1,), offsets=(4, 8))["w"]), "v in the header of", id="overlap"
-        ),
-        pytest.param(
+        (one(offsets=(0, 12)), "w in the header of"),
+        (one(offsets=(8, 0)), "w in the header of"),
+        (one(offsets=(-8, 0)), "w in the header of"),
+        (one(offsets=(0.0, 8.0)), "w in the header of"),
+        (one(shape=(-1, -2)), "w in the header of"),
+        (one(shape=(True, 2)), "w in the header of"),
+        (one(dtype="F4"), "w in the header of"),
+        ({"w": {"dtype": "F32"}}, "w in the header of"),
+        ({"w": 3}, "w in the header of"),
+        (one(offsets=(4, 12)), "w in the header of"),
+        (one(v=one()["w"]), "(v|w) in the header of"),
+        (one(v=one(shape=(1,), offsets=(4, 8))["w"]), "v in the header of"),
+        (
             one(offsets=(0, 2**62), shape=(2**60,)),
-            r"has \d+ bytes, but its header describes 46116860184\d+",
-            id="beyond the file",
+            r"\d+ bytes, but its header describes 461\d+",
         ),
-        pytest.param(
-            one(__metadata__=[]), "__metadata__ in the header of", id="metadata no object"
-        ),
-        pytest.param(b"[1]", "must be a JSON object, but got a list", id="header no object"),
-        pytest.param(
-            b"{'a'", r"is not valid JSON \(Expecting.*line 1 column 2", id="header no JSON"
-        ),
-        pytest.param(b"\xff\xfe{}", "is not valid JSON", id="header not UTF-8"),
-        pytest.param(b"[" * 200_000, "is not valid JSON", id="header too deep"),
+        (one(__metadata__=[]), "__metadata__ in the header of"),
+        (b"[1]", "must be a JSON object, but got a list"),
+        (b"{'a'", r"is not valid JSON \(Expecting.*line 1 column 2"),
+        (b"\xff\xfe{}", "is not valid JSON"),
+        (b"[" * 200_000, "is not valid JSON"),
     ],
 )
 def test_bad_headers(tmp_path, header, message):
     raw_file(tmp_path / SINGLE, header, bytes(16))
     # whatever the reader of safetensors refuses we refuse, with the file's name
-    with pytest.raises(
-        Exception, match=r"(?i)header|metadata|offset|invalid|json|utf|dtype|size|buffer"
-    ):
+    with pytest.raises(SafetensorError):
         load_file(tmp_path / SINGLE)
     with pytest.raises(ValueError, match=message) as error:
         Checkpoint(tmp_path)
     assert str(tmp_path / SINGLE) in str(error.value)
 
 
-def test_header_length_beyond_the_file_is_not_allocated(tmp_path):
-    raw_file(tmp_path / SINGLE, b"{}", length=2**63)
-    with pytest.raises(ValueError, match=f"its size is 10 bytes and its header would take {2**63}"):
-        Checkpoint(tmp_path)
-    (tmp_path / SINGLE).write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 12345\n"
-    )
-    with pytest.raises(ValueError, match=r"git-lfs pointer"):
-        Checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
-    "names, found",
+    "names, held",
     [
-        (
-            ["pytorch_model.bin", "training_args.bin", "config.json"],
-            "pytorch_model.bin, training_args.bin",
-        ),
+        (["pytorch_model.bin", "config.json"], "pytorch_model.bin"),
         (["model.pt"], "model.pt"),
         (["weights.safetensors"], "weights.safetensors"),
         (["config.json"], "no weights"),
     ],
 )
-def test_a_folder_without_our_files_says_what_it_holds_and_how_to_convert(tmp_path, names, found):
+def test_a_folder_without_our_files_says_what_it_holds_and_how_to_convert(tmp_path, names, held):
     for name in names:
         (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/pickled'\ntR.")
-    with pytest.raises(
-        ValueError,
-        match=re.escape(f"Expected {SINGLE} or {INDEX} in {tmp_path}, but found {found}"),
-    ) as e:
+    message = f"Expected {SINGLE} or {INDEX} in {tmp_path}, but found {held}"
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         Checkpoint(tmp_path)
-    assert "can run code and are never loaded" in str(e.value)
-    assert "from_pretrained(path).save_pretrained(new_path)" in str(e.value)
+    assert "can run code and are never loaded" in str(error.value)
+    assert "from_pretrained(path).save_pretrained(new_path)" in str(error.value)
 
 
 def test_paths_and_keys_that_are_not_there(tmp_path):
@@ -245,30 +183,41 @@ def test_paths_and_keys_that_are_not_there(tmp_path):
             read("nope")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(value):
+    tensor = torch.ones(3, 4)
+    assert checkpoint.check_finite(tensor, "w", "folder") is tensor
+    tensor[1, 2] = value
+    with pytest.raises(ValueError, match="w of folder contains NaN or infinity"):
+        checkpoint.check_finite(tensor, "w", "folder")
+
+
 # check_keys
 def test_check_keys_collects_everything_in_one_error():
     spec = TensorSpec((2, 3), torch.float32)
     same = {"a": spec, "b": spec}
     check_keys(same, dict(reversed(same.items())), source="x")
-    have = {
+    there = {
         "shape": TensorSpec((3, 2), torch.float32),
-        "dtype": TensorSpec((2, 3), torch.bfloat16),
+        "dtype": TensorSpec((2, 3), torch.int32),
         "extra": spec,
         "both": spec,
     }
-    want = {f"lost.{i}": spec for i in range(10)}
-    want |= {"shape": spec, "dtype": spec, "both": TensorSpec((), torch.int8)}
-
-    with pytest.raises(
-        ValueError, match=r"^The 4 tensors of some/folder do not match the 13 expected: "
-    ) as error:
-        check_keys(have, want, source="some/folder")
+    expected = {f"lost.{i}": spec for i in range(10)}
+    expected |= {
+        "shape": spec,
+        "dtype": spec,
+        "both": TensorSpec((), torch.int8),
+    }
+    with pytest.raises(ValueError, match=r"^The 4 tensors of some/folder do not match") as error:
+        check_keys(there, expected, source="some/folder")
+    lost = ", ".join(f"lost.{i}" for i in range(8))
     assert str(error.value).partition(": ")[2].split("; ") == [
-        "10 missing: " + ", ".join(f"lost.{i}" for i in range(8)) + ", ...",
+        f"10 missing: {lost}, ...",
         "1 unexpected: extra",
         "2 with a wrong shape: shape is [3, 2], not [2, 3], both is [2, 3], not []",
         (
-            "2 with a wrong dtype: dtype is torch.bfloat16, not torch.float32, both is "
+            "2 with a wrong dtype: dtype is torch.int32, not torch.float32, both is "
             "torch.float32, not torch.int8"
         ),
     ]

@@ -14,8 +14,10 @@ import termios
 import threading
 
 import pytest
+import torch
 
 from moe_runtime.cli.verbs import Ends
+from moe_runtime.config import MoEConfig
 from moe_runtime.io import console
 from moe_runtime.io.console import jsonable, print_table
 from tests.support.patience import PATIENCE
@@ -37,7 +39,7 @@ def clock(monkeypatch, capsys):
     class Clock:
         now = 100.0
 
-        def said(self) -> str:
+        def printed(self) -> str:
             return capsys.readouterr().err
 
     clock = Clock()
@@ -46,24 +48,32 @@ def clock(monkeypatch, capsys):
     return clock
 
 
-def test_what_is_quick_says_nothing_in_a_log(clock):
-    with console.bar("merging", "B") as update:
-        for done in range(5):
-            clock.now += 1
-            update(done, 4)
-    assert clock.said() == ""
-
-
 def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
     with console.bar("training") as update:
         for step in range(201):
             update(step, 200, 2.5)
             clock.now += 1
-    lines = clock.said().splitlines()
-
+    lines = clock.printed().splitlines()
     assert lines[0] == "training: 5% 10/200 [00:10<03:10,  1.00step/s, loss 2.500]"
     assert len(lines) == 5
     assert lines[-1] == "training: done in 03:21"
+    with console.bar("training") as update:
+        update(0, 2)
+        clock.now += 3725
+        update(1, 2)
+    assert "[1:02:05<1:02:05" in clock.printed()
+    with console.bar("merging", "B") as update:  # what is quick says nothing
+        for done in range(5):
+            clock.now += 1
+            update(done, 4)
+    assert clock.printed() == ""
+    with pytest.raises(KeyboardInterrupt), console.bar("merging", "B") as update:
+        update(0, 10)
+        clock.now += 20
+        update(1, 10)
+        raise KeyboardInterrupt
+    (line,) = clock.printed().splitlines()  # a block that raises is not done
+    assert line.startswith("merging: 10% 1.00/10.0 [")
 
 
 def test_the_rate_is_of_this_run_alone(clock):
@@ -71,31 +81,19 @@ def test_the_rate_is_of_this_run_alone(clock):
         update(900, 1000)  # from a checkpoint on
         clock.now += 20
         update(910, 1000)
-    assert clock.said().splitlines()[0] == "training: 91% 910/1000 [00:20<03:00,  2.00s/step]"
-
-
-def test_a_block_that_raises_is_not_done(clock):
-    with pytest.raises(KeyboardInterrupt), console.bar("merging", "B") as update:
-        update(0, 10)
-        clock.now += 20
-        update(1, 10)
-        raise KeyboardInterrupt
-    said = clock.said()
-
-    assert said.startswith("merging: 10% 1.00/10.0 [")
-    assert len(said.splitlines()) == 1
+    assert clock.printed().splitlines()[0] == "training: 91% 910/1000 [00:20<03:00,  2.00s/step]"
 
 
 def wait_for(clock, text: str) -> str:
     """What was printed, once it has `text`."""
-    said = ""
+    printed = ""
     event = threading.Event()
     for _ in range(int(PATIENCE * 100)):
-        said += clock.said()
-        if text in said:
-            return said
+        printed += clock.printed()
+        if text in printed:
+            return printed
         event.wait(0.01)
-    raise AssertionError(f"{text!r} was not printed in {PATIENCE} s, but {said!r}")
+    raise AssertionError(f"{text!r} was not printed in {PATIENCE} s, but {printed!r}")
 
 
 def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
@@ -106,24 +104,19 @@ def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
         with console.bar("answering", "request") as update:
             update(0, 16)
             clock.now += 60
-            assert (
-                "moe-runtime"
-                not in wait_for(clock, "answering: still working at 0/16 after 01:00\n").partition(
-                    "answering"
-                )[2]
-            )
+            printed = wait_for(clock, "answering: still working at 0/16 after 01:00\n")
+            assert "moe-runtime" not in printed.partition("answering")[2]
         with (
             open(os.devnull, "w") as null,
             contextlib.redirect_stderr(null),
             console.watched("unpacking"),
         ):
             wait_for(clock, "unpacking: still working after 00:00\n")
-    clock.said()
-    threads = [thread for thread in threading.enumerate() if thread.name.endswith("(_run)")]
-
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert clock.said() == ""
+    clock.printed()
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_run)"):
+            thread.join(PATIENCE)
+    assert clock.printed() == ""
 
 
 @pytest.mark.parametrize("shown, rank", [(False, "0"), (True, "1")])
@@ -133,7 +126,7 @@ def test_others_are_silent(clock, monkeypatch, shown, rank):
         for step in range(100):
             clock.now += 1
             update(step, 100)
-    assert clock.said() == ""
+    assert clock.printed() == ""
 
 
 def test_a_terminal_gets_a_bar_with_rate_and_time_left():
@@ -158,36 +151,26 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left():
 
 
 def test_records_become_objects():
-    import torch
-
-    from moe_runtime.config import MoEConfig
-
     settings = MoEConfig(hidden_size=8, intermediate_size=4)
-
     assert jsonable(settings)["hidden_size"] == 8
     assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
-    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {
-        "1": None,
-        "dtype": "torch.float32",
-    }
+    values = jsonable({1: float("inf"), "dtype": torch.float32})
+    assert values == {"1": None, "dtype": "torch.float32"}
     json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
 
 
-def test_a_table_is_plain_where_nobody_looks(capsys):
-    print_table(
-        "losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")]
-    )
+def test_a_table_is_plain_where_nobody_looks(monkeypatch, capsys):
+    columns = [("model", "left"), ("loss", "right")]
+    rows = [("a [b]", "1.0"), ("c" * 200, "12.0")]
+    print_table("losses", columns, rows)
     out = capsys.readouterr().out
-
-    assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
-    assert "\x1b" not in out
-    assert not set(out) & set("┃│┏┓")
-
-
-def test_no_color_is_heeded(monkeypatch, capsys):
+    for text in ("a [b]", "c" * 200):
+        assert text in out, "a row was folded or taken as markup"
+    for sign in "\x1b┃│┏┓":
+        assert sign not in out
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_table("losses", [("model", "left")], [("a",)])
+    print_table("losses", columns, rows)
     out = capsys.readouterr().out
-
-    assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour
+    assert "┃" in out
+    assert "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour

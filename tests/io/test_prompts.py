@@ -110,10 +110,11 @@ TOKENIZER.add_special_tokens(
 
 
 def chat(*texts: str, system: bool = True) -> list[dict]:
-    turns = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
-    ]
-    return [{"role": "system", "content": "Be brief."}] * system + turns
+    """Turns of a user and an assistant, by turns."""
+    turns = [{"role": "system", "content": "Be brief."}] if system else []
+    for i, text in enumerate(texts):
+        turns.append({"role": ("user", "assistant")[i % 2], "content": text})
+    return turns
 
 
 def with_template(template: str | None):
@@ -136,58 +137,128 @@ TEXTS = ("two and two", "four", "and?", "four", "an a?", "a", "code?", "def f(x)
 @pytest.mark.parametrize(
     "template, first, end, strips",
     [
-        pytest.param(CHATML, "", "<|im_end|>", False, id="chatml"),
-        pytest.param(LLAMA3, "", "<|eot_id|>", True, id="llama3"),
-        pytest.param(QWEN3, "", "<|im_end|>", False, id="qwen3"),
-        pytest.param(DEEPSEEK, "", "</s>", False, id="deepseek"),
-        pytest.param(REASONER, "", "</s>", False, id="deepseek-reasoner"),
-        pytest.param(MISTRAL, " ", "</s>", False, id="mistral"),
-        pytest.param(GEMMA, "", "<end_of_turn>", True, id="gemma"),
-        pytest.param(ZEPHYR, "", "</s>", False, id="zephyr"),
-        pytest.param(UNPROMPTED, "", "<|im_end|>", False, id="no-generation-prompt"),
-        pytest.param(OTHER_END, "", "<|im_end|>", False, id="another-end-of-the-last-turn"),
-        pytest.param(PLAIN, "", "\n\n", False, id="whitespace-ends-a-turn"),
-        pytest.param(OPEN, "", "<|user|>", False, id="the-next-role-ends-a-turn"),
+        pytest.param(
+            CHATML,
+            "",
+            "<|im_end|>",
+            False,
+            id="chatml",
+        ),
+        pytest.param(
+            LLAMA3,
+            "",
+            "<|eot_id|>",
+            True,
+            id="llama3",
+        ),
+        pytest.param(
+            QWEN3,
+            "",
+            "<|im_end|>",
+            False,
+            id="qwen3",
+        ),
+        pytest.param(
+            DEEPSEEK,
+            "",
+            "</s>",
+            False,
+            id="deepseek",
+        ),
+        pytest.param(
+            REASONER,
+            "",
+            "</s>",
+            False,
+            id="deepseek-reasoner",
+        ),
+        pytest.param(
+            MISTRAL,
+            " ",
+            "</s>",
+            False,
+            id="mistral",
+        ),
+        pytest.param(
+            GEMMA,
+            "",
+            "<end_of_turn>",
+            True,
+            id="gemma",
+        ),
+        pytest.param(
+            ZEPHYR,
+            "",
+            "</s>",
+            False,
+            id="zephyr",
+        ),
+        pytest.param(
+            UNPROMPTED,
+            "",
+            "<|im_end|>",
+            False,
+            id="no-generation-prompt",
+        ),
+        pytest.param(
+            OTHER_END,
+            "",
+            "<|im_end|>",
+            False,
+            id="another-end-of-the-last-turn",
+        ),
+        pytest.param(
+            PLAIN,
+            "",
+            "\n\n",
+            False,
+            id="whitespace-ends-a-turn",
+        ),
+        pytest.param(
+            OPEN,
+            "",
+            "<|user|>",
+            False,
+            id="the-next-role-ends-a-turn",
+        ),
     ],
 )
 @pytest.mark.parametrize("system", [True, False], ids=["system", "no-system"])
 def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, strips, system):
     tokenizer = with_template(template)
-    messages = chat(*TEXTS, system=system)
+    row = {"messages": chat(*TEXTS, system=system)}
     if template is GEMMA and system:
-        with pytest.raises(
-            ValueError, match="The chat template rejects .*no role system. Use roles and"
-        ) as error:
-            encode_chat(tokenizer, {"messages": messages})
-        assert "\n" not in str(error.value)
+        with pytest.raises(ValueError, match="The chat template rejects .*no role system."):
+            encode_chat(tokenizer, row)
         return
-    ids, mask = encode_chat(tokenizer, {"messages": messages})
-
-    assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    ids, mask = encode_chat(tokenizer, row)
+    assert ids == tokenizer.apply_chat_template(row["messages"])["input_ids"]
     assert ids.count(tokenizer.bos_token_id) <= 1
-    want = [first + (text.strip() if strips else text) + end for text in TEXTS[1::2]]
+    answers = []
+    for text in TEXTS[1::2]:
+        answers.append(first + (text.strip() if strips else text) + end)
     if template is QWEN3:
-        want[-1] = "<think>\n\n</think>\n\n" + want[-1]
+        answers[-1] = "<think>\n\n</think>\n\n" + answers[-1]
     if template is OTHER_END:
-        want[-1] = TEXTS[-1] + "<|eot_id|>"
+        answers[-1] = TEXTS[-1] + "<|eot_id|>"
     if template is OPEN:
-        want[-1] = TEXTS[-1]
-    assert learnt(tokenizer, ids, mask) == want
-    whole = data.encode(tokenizer, {"messages": messages}, train_on="all")
-    assert whole == (ids, ids)
-    assert data.encode(tokenizer, {"messages": messages})[0] == ids
+        answers[-1] = TEXTS[-1]
+    assert learnt(tokenizer, ids, mask) == answers
+    assert data.encode(tokenizer, row, train_on="all") == (ids, ids)
+    assert data.encode(tokenizer, row)[0] == ids
 
 
-THOUGHT = chat(
-    "two?", "<think>\none and one\n</think>\n\nfour", "and a?", "<think>\nhm\n</think>\n\na"
-)
+THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
-    "template, options, want",
+    "template, options, answers",
     [
         pytest.param(
-            QWEN3, {}, ["four<|im_end|>", "<think>\nhm\n</think>\n\na<|im_end|>"], id="qwen3"
+            QWEN3,
+            {},
+            ["four<|im_end|>", f"{THOUGHT}a<|im_end|>"],
+            id="qwen3",
         ),
         pytest.param(
             QWEN3,
@@ -195,16 +266,25 @@ THOUGHT = chat(
             ["four<|im_end|>", "a<|im_end|>"],
             id="the-prompt-ends-it",
         ),
-        pytest.param(REASONER, {}, ["four</s>", "a</s>"], id="dropped-everywhere"),
+        pytest.param(
+            REASONER,
+            {},
+            ["four</s>", "a</s>"],
+            id="dropped-everywhere",
+        ),
     ],
 )
-def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, want):
+def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, answers):
     tokenizer = with_template(template)
-    row = {"messages": THOUGHT, "chat_template_kwargs": options}
-    ids, mask = encode_chat(tokenizer, row)
-
-    assert [part.strip("\n") for part in learnt(tokenizer, ids, mask)] == want
-    assert ids == tokenizer.apply_chat_template(THOUGHT, **options)["input_ids"]
+    messages = chat(
+        "two?",
+        f"{THOUGHT}four",
+        "and a?",
+        f"{THOUGHT}a",
+    )
+    ids, mask = encode_chat(tokenizer, {"messages": messages, "chat_template_kwargs": options})
+    assert [part.strip("\n") for part in learnt(tokenizer, ids, mask)] == answers
+    assert ids == tokenizer.apply_chat_template(messages, **options)["input_ids"]
 
 
 def trl_template(name: str) -> str:
@@ -217,79 +297,77 @@ def trl_template(name: str) -> str:
 
 # what TRL trains beside: the header of a role, a line feed behind the end of a turn
 @pytest.mark.parametrize(
-    "name, more",
+    "name, before, after",
     [
-        ("llama3", ()),
-        ("cohere", ()),
-        ("qwen2_5", ("\n", "\n")),
-        ("qwen3_instruct_2507", ("", "\n")),
-        ("gemma", ("", "\n")),
-        ("deepseekv3", ("<｜Assistant｜>", "")),
-        ("gptoss", ("<|start|>assistant", "")),
-        ("phi3", ("", "\n")),
+        ("llama3", "", ""),
+        ("cohere", "", ""),
+        ("qwen2_5", "\n", "\n"),
+        ("qwen3_instruct_2507", "", "\n"),
+        ("gemma", "", "\n"),
+        ("deepseekv3", "<｜Assistant｜>", ""),
+        ("gptoss", "<|start|>assistant", ""),
+        ("phi3", "", "\n"),
     ],
 )
-def test_the_mask_is_that_of_trls_training_templates(name, more):
+def test_the_mask_is_that_of_trls_training_templates(name, before, after):
     """TRL's copies of published templates, which have no {% generation %}, against its own that
     have it.
     """
     stock = trl_template(name)
-    training = trl_template(f"{name}_training")
-    tokenizer = with_template(training)
+    tokenizer = with_template(trl_template(f"{name}_training"))
     tokens = sorted(set(re.findall(r"<[|｜]?[\w▁]+[|｜]?>", stock)) - set(tokenizer.get_vocab()))
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     messages = chat(*TEXTS, system=name != "gemma")
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-
-    assert encode_chat(tokenizer, {"messages": messages}) == (
-        theirs["input_ids"],
-        list(map(bool, theirs["assistant_masks"])),
-    )
+    masks = [bool(one) for one in theirs["assistant_masks"]]
+    assert encode_chat(tokenizer, {"messages": messages}) == (theirs["input_ids"], masks)
     tokenizer.chat_template = stock
     ids, mask = encode_chat(tokenizer, {"messages": messages})
     assert ids == theirs["input_ids"]
-    before, after = more or ("", "")
     ours = learnt(tokenizer, ids, mask)
-    wider = learnt(tokenizer, ids, theirs["assistant_masks"])
-    last = wider[-1].removeprefix(before)
-    assert [part.removeprefix(before).removesuffix(after) for part in wider[:-1]] == ours[:-1]
-    assert last in (ours[-1], ours[-1] + after)
-    assert any(mask)
+    wider = learnt(tokenizer, ids, masks)
+    assert wider.pop().removeprefix(before) in (ours[-1], ours[-1] + after)
+    assert [part.removeprefix(before).removesuffix(after) for part in wider] == ours[:-1]
 
 
-def test_of_a_prompt_of_messages_only_the_completion_is_trained():
-    marked = LOOP + (
-        "{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% "
-        "endgeneration %}{% else %}"
+MARKED = LOOP + (
+    "{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% "
+    "endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}{% if "
+    "add_generation_prompt %}assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template, answer", [(CHATML, "five<|im_end|>"), (MARKED, "five</s>")])
+def test_of_a_prompt_of_messages_only_the_completion_is_trained(template, answer):
+    turns = chat(
+        "two?",
+        "four",
+        "again?",
+        "five",
     )
-    marked += (
-        "{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif "
-        "%}"
-    )
-    turns = chat("two?", "four", "again?", "five")
-
-    for template, want in ((CHATML, "five<|im_end|>"), (marked, "five</s>")):
-        tokenizer = with_template(template)
-        ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
-        assert learnt(tokenizer, ids, mask) == [want]
-        assert ids == tokenizer.apply_chat_template(turns)["input_ids"]
+    tokenizer = with_template(template)
+    ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
+    assert learnt(tokenizer, ids, mask) == [answer]
+    assert ids == tokenizer.apply_chat_template(turns)["input_ids"]
 
 
 def test_tools_and_turns_without_content():
-    template = CHATML.replace(
-        "{{ m.content }}",
-        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<call>{{ c.name }}{% endfor %}",
-    )
+    called = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<call>{{ c.name }}{% endfor %}"
+    template = CHATML.replace("{{ m.content }}", called)
     tokenizer = with_template("{% for t in tools or [] %}{{ t.name }};{% endfor %}" + template)
     turns = [
         *chat("time?"),
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "now"}],
+        },
+        {"role": "tool", "content": "noon"},
+        {"role": "assistant", "content": "noon"},
     ]
-    turns += [{"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"}]
     ids, mask = encode_chat(tokenizer, {"messages": turns, "tools": '[{"name": "now"}]'})
-
     assert learnt(tokenizer, ids, mask) == ["<call>now<|im_end|>", "noon<|im_end|>"]
     assert tokenizer.decode(ids).startswith("now;<|im_start|>system")
 
@@ -304,26 +382,14 @@ BOTS = LOOP + (
 @pytest.mark.parametrize(
     "template, messages, says",
     [
-        pytest.param(
-            LATE,
-            chat(*TEXTS),
-            "cannot be located .*turn 3 of .* is rendered differently",
-            id="late",
-        ),
-        pytest.param(
-            USERS, chat("a", "b"), "turn 3 of .* is rendered differently", id="no-answers"
-        ),
-        pytest.param(
-            BOTS, chat("a", "b"), "no token of .* belongs to an answer", id="marks-nothing"
-        ),
+        (LATE, chat(*TEXTS), "cannot be located .*turn 3 of .* is rendered differently"),
+        (USERS, chat("a", "b"), "turn 3 of .* is rendered differently"),
+        (BOTS, chat("a", "b"), "no token of .* belongs to an answer"),
     ],
 )
 def test_a_template_that_cannot_be_masked_is_one_line_with_the_remedy(template, messages, says):
     tokenizer = with_template(template)
-    with pytest.raises(
-        ValueError,
-        match=rf"{says}.*\. Mark them with .* generation .*or train on all.*--train-on all",
-    ) as error:
+    with pytest.raises(ValueError, match=rf"{says}.*\. Mark them .*--train-on all") as error:
         encode_chat(tokenizer, {"messages": messages})
     assert "\n" not in str(error.value)
     ids, mask = encode_chat(tokenizer, {"messages": messages}, "all")
@@ -332,11 +398,11 @@ def test_a_template_that_cannot_be_masked_is_one_line_with_the_remedy(template, 
 
 
 def test_a_tokenizer_without_a_template_names_the_options():
-    with pytest.raises(
-        ValueError, match=r"no chat template.*--chat_template_path.*chat_template.jinja into"
-    ):
-        encode_chat(with_template(None), {"messages": chat("a", "b")})
-    ids, mask = encode_chat(with_template(None), {"messages": chat("a", "b")}, prompt="deepseek")
+    tokenizer = with_template(None)
+    row = {"messages": chat("a", "b")}
+    with pytest.raises(ValueError, match=r"no chat template.*--chat_template_path.*jinja into"):
+        encode_chat(tokenizer, row)
+    ids, mask = encode_chat(tokenizer, row, prompt="deepseek")
     assert learnt(TOKENIZER, ids, mask) == [" b</s>"]
 
 
@@ -356,35 +422,57 @@ def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
     tokenizer = with_template(CHATML)
     path = tmp_path / "rows.jsonl"
     other = tmp_path / "other.jsonl"
-    chats = [{"messages": chat(f"{i} and?", f"{i} x", "more?", "no")} for i in range(9)]
+    chats = [
+        {
+            "messages": chat(
+                f"{i} and?",
+                f"{i} x",
+                "more?",
+                "no",
+            )
+        }
+        for i in range(9)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in chats[:8]))
     other.write_text(json.dumps(chats[8]) + "\n")
     source = {
         "train": str(path),
         "held_out": str(other),
         "held_out_split": "train",
-        "train_on": train_on,
     }
-    room = SimpleNamespace(max_length=256, pack=False)
-    own = Stages.__new__(Stages)
-    own.recipe = SimpleNamespace(data=Data(prompt="plain", **source), pretrain=None)
-    own._base_tokenizer = lambda texts: tokenizer
-    own.say = lambda text: None
-    own.make_data(tmp_path)
-    parts = task_rows(tokenizer, Task(prompt="plain", validation_rows=1, **source), room)
-    found = {
-        "esft train": _split_rows(tokenizer, str(path), str(other), 256, False, "plain", train_on)[
-            0
-        ],
-        "an ESFT recipe": [*parts["train"], *parts["validation"]],
-        "a UpIT recipe": tokenized_domains(tokenizer, {"a": PromptedDomain(**source)}, 256)[
-            "a-train"
-        ],
+    source["train_on"] = train_on
+    stages = Stages.__new__(Stages)
+    stages.recipe = SimpleNamespace(data=Data(prompt="plain", **source), pretrain=None)
+    stages._base_tokenizer = lambda texts: tokenizer
+    stages.say = lambda text: None
+    stages.make_data(tmp_path)
+    recipe = SimpleNamespace(max_length=256, pack=False)
+    esft = task_rows(
+        tokenizer,
+        Task(
+            prompt="plain",
+            validation_rows=1,
+            **source,
+        ),
+        recipe,
+    )
+    upit = tokenized_domains(tokenizer, {"a": PromptedDomain(**source)}, 256)
+    split = _split_rows(
+        tokenizer,
+        str(path),
+        str(other),
+        256,
+        False,
+        "plain",
+        train_on,
+    )
+    expected = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
+    for name, rows in {
+        "esft train": split[0],
+        "an ESFT recipe": [*esft["train"], *esft["validation"]],
+        "a UpIT recipe": upit["a-train"],
         "an XFT recipe": data.load_rows(tmp_path / "train"),
-    }
-    want = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
-
-    assert all(
-        sorted((row["input_ids"], row["labels"]) for row in rows) == want for rows in found.values()
-    ), found
-    assert (want[0][0] == want[0][1]) == (train_on == "all")
+    }.items():
+        assert sorted((row["input_ids"], row["labels"]) for row in rows) == expected, name
+    ids, labels = expected[0]
+    assert (ids == labels) == (train_on == "all")

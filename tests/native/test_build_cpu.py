@@ -51,9 +51,8 @@ def run(*arguments, **variables):
 def test_the_command_says_where_and_builds_once(tmp_path, small):
     out = tmp_path / "deep" / "lib.so"
     first = run("--csrc", small, "--out", out)
-    assert first.returncode == 0 and re.fullmatch(
-        re.escape(str(out)) + r": built by \S.*\n", first.stdout
-    ), first.stderr
+    assert first.returncode == 0, first.stderr
+    assert re.fullmatch(re.escape(str(out)) + r": built by \S.*\n", first.stdout), first.stderr
     when = out.stat().st_mtime_ns
     again = run("--csrc", small, "--out", out)
     assert "up to date, built by" in again.stdout

@@ -39,9 +39,16 @@ def test_progress_counts_to_the_tokens_of_the_data(folder, monkeypatch):
         yield lambda done, total: told.append((done, total))
 
     monkeypatch.setattr(reports, "bar", bar)
-    found = router_report("stock", "data.jsonl", "out", batch_size=4)
-    tokens = int(found.counts[0].sum()) // 2
-    assert told[-1] == (tokens, tokens) and all(done <= total < 131072 for done, total in told)
+    router_report(
+        "stock",
+        "data.jsonl",
+        "out",
+        batch_size=4,
+    )
+    tokens = sum(lengths())
+    assert told[-1] == (tokens, tokens)
+    for done, total in told:
+        assert done <= total < 131072
 
 
 def lengths() -> list[int]:
@@ -51,36 +58,64 @@ def lengths() -> list[int]:
 
 @pytest.mark.parametrize(("model", "slots"), [("stock", 2), ("ours", 3)])
 def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
-    stats = router_report(model, "data.jsonl", "out", batch_size=5)
+    stats = router_report(
+        model,
+        "data.jsonl",
+        "out",
+        batch_size=5,
+    )
     assert len(set(lengths())) > 1  # so some rows are padded
     assert stats.counts.sum(1).tolist() == [sum(lengths()) * slots] * 2
     with open("out/router_load.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert sum(int(row["slots"]) for row in rows) == stats.counts.sum() and len(rows) == 8
+    assert sum(int(row["slots"]) for row in rows) == stats.counts.sum()
+    assert len(rows) == 8
     assert (folder / "out" / "router_load.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(FILES)
 
 
-def test_it_does_not_depend_on_the_batches(folder):
-    one, four = (
-        router_report("stock", "data.jsonl", "out", batch_size=n, overwrite=True).counts
-        for n in (1, 7)
+def slots(data="data.jsonl", **options) -> int:
+    """How many slots of each layer of the stock model are used, two a token."""
+    report = router_report(
+        "stock",
+        data,
+        "out",
+        overwrite=True,
+        **options,
     )
-    assert torch.equal(one, four)
+    first, second = report.counts.sum(1).tolist()
+    assert first == second
+    return first
 
 
-def test_stops_at_the_number_of_tokens(folder):
-    assert router_report("stock", "data.jsonl", "out", tokens=17).counts.sum() == 17 * 2 * 2
-    cut = sum(min(n, 4) for n in lengths())
-    assert (
-        router_report("stock", "data.jsonl", "out", max_length=4, overwrite=True).counts.sum()
-        == cut * 2 * 2
+def test_how_many_tokens_are_counted(folder):
+    assert slots(tokens=17) == 2 * 17
+    assert slots(max_length=4) == 2 * sum(min(n, 4) for n in lengths())
+    one = router_report(
+        "stock",
+        "data.jsonl",
+        "out",
+        batch_size=1,
+        overwrite=True,
     )
+    seven = router_report(
+        "stock",
+        "data.jsonl",
+        "out",
+        batch_size=7,
+        overwrite=True,
+    )
+    assert torch.equal(one.counts, seven.counts)
 
 
 def test_bad_input_is_named(folder):
     with pytest.raises(ValueError, match="tokens must be an integer of at least 1"):
-        router_report("stock", "data.jsonl", "out", tokens=0)
+        router_report(
+            "stock",
+            "data.jsonl",
+            "out",
+            tokens=0,
+        )
     with pytest.raises(ValueError, match="has no config.json"):
         router_report("nowhere", "data.jsonl", "out")
     tiny.dense("llama").save_pretrained("dense")
@@ -90,41 +125,31 @@ def test_bad_input_is_named(folder):
     assert not (folder / "out").exists()
 
 
-def write(row, *more):
-    Path("rows.jsonl").write_text("\n".join(map(json.dumps, (row, *more))))
-
-
 TURNS = [{"role": "user", "content": "3 and 4"}, {"role": "assistant", "content": "make 7"}]
 
 
 def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
-    want = len(TOKENIZER.apply_chat_template(TURNS, return_dict=True)["input_ids"])
-    for row in ({"messages": TURNS}, {"prompt": TURNS[:1], "completion": TURNS[1:]}):
-        write(row)
-        assert (
-            router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist()
-            == [2 * want] * 2
-        )
-    write({"prompt": "3 and 4", "completion": " make 7"})
-    want = (
-        len(TOKENIZER("3 and 4")["input_ids"])
-        + len(TOKENIZER.encode(" make 7", add_special_tokens=False))
-        + 1
-    )
-    assert (
-        router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist()
-        == [2 * want] * 2
-    )
+    chat = len(TOKENIZER.apply_chat_template(TURNS, return_dict=True)["input_ids"])
+    answer = TOKENIZER.encode(" make 7", add_special_tokens=False)
+    pair = len(TOKENIZER("3 and 4")["input_ids"]) + len(answer) + 1
+    for row, tokens in (
+        ({"messages": TURNS}, chat),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, chat),
+        ({"prompt": "3 and 4", "completion": " make 7"}, pair),
+    ):
+        Path("rows.jsonl").write_text(json.dumps(row))
+        assert slots("rows.jsonl") == 2 * tokens
 
 
 def test_command(folder, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "sys.argv", ["moe-runtime", "stats", "stock", "--data", "data.jsonl", "--out", "there"]
-    )
+    words = "moe-runtime stats stock --data data.jsonl --out there"
+    monkeypatch.setattr("sys.argv", words.split())
     with pytest.raises(SystemExit) as end:
         cli.main()
+    assert end.value.code == 0
     out = capsys.readouterr().out
-    assert end.value.code == 0 and "wrote there/router_load.csv, there/router_load.png" in out
-    lines = out.splitlines()
-    assert lines[1].split() == ["layer", "experts", "dead", "max", "violation", "entropy"]
-    assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]
+    assert "wrote there/router_load.csv, there/router_load.png" in out
+    _, head, first, second, *_ = out.splitlines()
+    assert head.split() == ["layer", "experts", "dead", "max", "violation", "entropy"]
+    assert first.split()[0] == "0"
+    assert second.split()[0] == "1"

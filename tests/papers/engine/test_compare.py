@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from papers.engine.compare import LEVEL, VERDICTS, compare, holm, signed
+from papers.engine.compare import LEVEL, VERDICTS, compare, holm
 
 LOWER, HIGHER, NONE, NOT_FINITE = VERDICTS
+
+
 TABLES = 250
+
+
 ROWS = 60
 
 
@@ -20,11 +24,10 @@ def family(draw, shifts, rng, seeds=2):
     `draw`.
     """
     base = rng.gamma(2.0, 1.0, ROWS)
-    noise = {"reference": 0.0} | {f"method {i}": shift for i, shift in enumerate(shifts)}
-    return {
-        name: [base + shift + draw(rng, ROWS) for _ in range(seeds)]
-        for name, shift in noise.items()
-    }
+    losses = {"reference": [base + draw(rng, ROWS) for _ in range(seeds)]}
+    for i, shift in enumerate(shifts):
+        losses[f"method {i}"] = [base + shift + draw(rng, ROWS) for _ in range(seeds)]
+    return losses
 
 
 def normal(rng, n):
@@ -39,23 +42,39 @@ def heavy(rng, n):
     return rng.standard_t(3, n)
 
 
-@pytest.mark.parametrize("draw", [normal, skewed, heavy], ids=lambda draw: draw.__name__)
+@pytest.mark.parametrize("draw", [normal, skewed, heavy])
 def test_a_table_without_differences_says_so_in_95_of_100(draw):
     rng = np.random.default_rng(1)
     wrong = 0
     for _ in range(TABLES):
-        found = compare(family(draw, [0, 0, 0], rng), "reference", rng.integers(20, 120, ROWS))
-        wrong += any(one.verdict != NONE for one in found)
+        compared = compare(
+            family(draw, [0, 0, 0], rng),
+            "reference",
+            rng.integers(20, 120, ROWS),
+        )
+        wrong += {one.verdict for one in compared} != {NONE}
     assert wrong <= stats.binom.ppf(0.999, TABLES, LEVEL)
 
 
-def test_without_correction_more_tables_would_be_wrong():
-    # the property above can fail: the same data, read without Holm, exceed the same bound
-    rng = np.random.default_rng(1)
-    wrong = 0
-    for _ in range(TABLES):
-        wrong += any(one.p <= LEVEL for one in compare(family(normal, [0] * 5, rng), "reference"))
-    assert wrong > stats.binom.ppf(0.999, TABLES, LEVEL)
+def rows_of_noise(rng):
+    """A table whose true difference is 0.1."""
+    return (
+        family(
+            normal,
+            [0.1],
+            rng,
+            seeds=1,
+        ),
+        None,
+        0.1,
+    )
+
+
+def long_rows_that_differ_less(rng):
+    """The whole text differs by 10 a row, however long the row."""
+    tokens = rng.integers(5, 200, 256)
+    x = rng.normal(0.0, 0.3, (1, 256)) + 10.0 / tokens
+    return {"a": 3 + x, "reference": np.full((1, 256), 3.0)}, tokens, 10.0 / 102.0
 
 
 def test_one_sided_skew_alone_is_no_verdict():
@@ -68,7 +87,8 @@ def test_one_sided_skew_alone_is_no_verdict():
         (found,) = compare({"a": [d + 5], "b": [np.full(200, 5.0)]}, "b")
         by_ranks += found.p_corrected <= LEVEL
         by_both += found.verdict != NONE
-    assert by_ranks > TABLES / 2 and by_both < TABLES / 8
+    assert by_ranks > TABLES / 2
+    assert by_both < TABLES / 8
 
 
 @pytest.mark.parametrize("shift, verdict", [(-0.3, LOWER), (0.3, HIGHER)])
@@ -79,15 +99,18 @@ def test_a_real_difference_is_found_and_only_that_one(shift, verdict):
         first, second = compare(family(normal, [shift, 0], rng), "reference")
         hits += first.verdict == verdict and first.low <= first.difference <= first.high
         others += second.verdict != NONE
-    assert hits >= 95 and others <= 12
+    assert hits >= 95
+    assert others <= 12
 
 
-def test_the_interval_holds_the_truth_in_95_of_100():
+@pytest.mark.parametrize("table", [rows_of_noise, long_rows_that_differ_less])
+def test_the_interval_holds_the_truth_in_95_of_100(table):
     rng = np.random.default_rng(4)
     inside = 0
     for _ in range(TABLES):
-        (found,) = compare(family(normal, [0.1], rng), "reference")
-        inside += found.low <= 0.1 <= found.high
+        losses, tokens, truth = table(rng)
+        (found,) = compare(losses, "reference", tokens)
+        inside += found.low <= truth <= found.high
     low, high = stats.binom.ppf((0.001, 0.999), TABLES, 1 - LEVEL)
     assert low <= inside <= high
 
@@ -101,40 +124,56 @@ def test_the_difference_is_that_of_the_losses_per_token():
     assert found.difference == pytest.approx(a - b, abs=1e-12)
 
 
-def test_lengths_of_rows_are_no_spread_of_their_differences():
-    tokens = np.random.default_rng(6).integers(1, 300, 256)
-    (found,) = compare({"a": np.full((1, 256), 2.5), "b": np.full((1, 256), 2.0)}, "b", tokens)
-    assert found.low == pytest.approx(0.5, abs=1e-9) and found.high == pytest.approx(0.5, abs=1e-9)
-
-
-def test_the_interval_holds_the_truth_where_long_rows_differ_less():
-    rng = np.random.default_rng(7)
-    inside = 0
-    for _ in range(TABLES):
-        tokens = rng.integers(5, 200, 256)
-        # the whole text differs by 10 a row, however long
-        x = rng.normal(0.0, 0.3, (1, 256)) + 10.0 / tokens
-        (found,) = compare({"a": 3 + x, "b": np.full((1, 256), 3.0)}, "b", tokens)
-        inside += found.low <= 10.0 / 102.0 <= found.high
-    low, high = stats.binom.ppf((0.001, 0.999), TABLES, 1 - LEVEL)
-    assert low <= inside <= high
-
-
 def test_seeds_are_averaged_and_counted():
     rows = np.linspace(1.0, 2.0, 30)
-    losses = {"a": [rows - 0.2, rows + 0.1, rows - 0.3], "b": [rows, rows, rows]}
+    losses = {
+        "a": [rows - 0.2, rows + 0.1, rows - 0.3],
+        "b": [rows, rows, rows],
+    }
     (found,) = compare(losses, "b")
     assert (found.seeds, found.seeds_lower, found.rows) == (3, 2, 30)
-    assert found.difference == pytest.approx(-0.4 / 3) and found.verdict == LOWER
-    assert "a against b: lower by 0.1333" in str(found) and "lower with 2 of 3 seeds" in str(found)
+    assert found.difference == pytest.approx(-0.4 / 3)
+    assert found.verdict == LOWER
+    assert "a against b: lower by 0.1333" in str(found)
+    assert "lower with 2 of 3 seeds" in str(found)
+    # which are no more rows than one
+    noisy = rows + normal(np.random.default_rng(6), 30)
+    (one,) = compare({"a": [noisy], "b": [rows]}, "b")
+    (three,) = compare({"a": [noisy] * 3, "b": [rows] * 3}, "b")
+    assert one.p == three.p
+    assert (one.low, one.high) == pytest.approx((three.low, three.high))
 
 
-def test_three_seeds_are_no_more_rows_than_one():
-    rng = np.random.default_rng(6)
-    rows = rng.gamma(2.0, 1.0, 30)
-    method = rows + normal(rng, 30)
-    one, three = (compare({"a": [method] * n, "b": [rows] * n}, "b")[0] for n in (1, 3))
-    assert one.p == three.p and (one.low, one.high) == pytest.approx((three.low, three.high))
+PLACES = np.arange(40)
+
+
+@pytest.mark.parametrize(
+    "added, verdict",
+    [
+        pytest.param(0 * PLACES, NONE, id="identical"),
+        pytest.param(3e-7, NONE, id="rounding"),
+        pytest.param(
+            0.5 * (PLACES == 3),
+            NONE,
+            id="one row differs",
+        ),
+        pytest.param(
+            0.1 * (-1.0) ** PLACES,
+            NONE,
+            id="ties of both signs",
+        ),
+        pytest.param(
+            -0.01,
+            LOWER,
+            id="all rows by the same amount",
+        ),
+    ],
+)
+def test_ties(added, verdict):
+    rows = np.linspace(1.0, 2.0, 40)
+    (found,) = compare({"a": [rows + added], "b": [rows]}, "b")
+    assert found.verdict == verdict
+    assert 0 <= found.p <= found.p_corrected <= 1
 
 
 @pytest.mark.parametrize(
@@ -151,91 +190,62 @@ def test_three_seeds_are_no_more_rows_than_one():
 def test_ties_are_no_difference(method):
     rows = np.linspace(1.0, 2.0, 40)
     (found,) = compare({"a": [method(rows)], "b": [rows]}, "b")
-    assert found.verdict == NONE and 0 <= found.p <= found.p_corrected <= 1
-
-
-def test_all_rows_by_the_same_amount_are_a_difference():
-    rows = np.linspace(1.0, 2.0, 40)
-    (found,) = compare({"a": [rows - 0.01], "b": [rows]}, "b")
-    assert found.verdict == LOWER and found.low == pytest.approx(found.high)
+    assert found.verdict == NONE
+    assert 0 <= found.p <= found.p_corrected <= 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_too_few_rows_for_any_verdict(n):
     (found,) = compare({"a": [[1.0] * n], "b": [[2.0] * n]}, "b")
-    assert found.verdict == NONE and found.p > LEVEL and math.isnan(found.low) == (n == 1)
+    assert found.verdict == NONE
+    assert found.p > LEVEL
+    assert math.isnan(found.low) == (n == 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_spoils_only_its_own_comparison(bad):
     rows = np.linspace(1.0, 2.0, 40)
-    worse, fine = compare({"a": [rows * bad], "b": [rows], "c": [rows - 0.1]}, "b")
-    assert worse.verdict == NOT_FINITE and math.isnan(worse.difference) and fine.verdict == LOWER
+    worse, fine = compare(
+        {
+            "a": [rows * bad],
+            "b": [rows],
+            "c": [rows - 0.1],
+        },
+        "b",
+    )
+    assert worse.verdict == NOT_FINITE
+    assert math.isnan(worse.difference)
+    assert fine.verdict == LOWER
     assert "not finite" in str(worse)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
 def test_holm(n):
     p = list(np.random.default_rng(n).uniform(0, 0.05, n))
-    got = holm(p)
     # the definition: the adjusted value of a hypothesis is the largest of the steps up to it
-    order = sorted(p)
-    want = [min(max((n - j) * order[j] for j in range(order.index(value) + 1)), 1.0) for value in p]
-    assert got == pytest.approx(want) and all(q >= value for q, value in zip(got, p))
-
-
-def test_holm_with_a_comparison_that_has_no_p():
+    adjusted = {}
+    largest = 0.0
+    for step, value in enumerate(sorted(p)):
+        largest = max(largest, (n - step) * value)
+        adjusted[value] = min(largest, 1.0)
+    assert holm(p) == pytest.approx([adjusted[value] for value in p])
+    # a comparison without a p is one of the family
+    assert math.isnan(holm([*p, math.nan])[n])
     assert holm([0.01, math.nan, 0.02])[0] == pytest.approx(0.03)
-    assert math.isnan(holm([0.01, math.nan])[1])
 
 
 @pytest.mark.parametrize(
-    "losses, reference, tokens, match",
+    "losses, more, match",
     [
-        pytest.param(
-            {"a": [[1.0]]}, "b", None, "reference must be one of a", id="no such reference"
-        ),
-        pytest.param(
-            {"a": [[1.0]], "b": [[1.0, 2.0]]},
-            "b",
-            None,
-            "Expected losses .seeds, examples.",
-            id="other rows",
-        ),
-        pytest.param(
-            {"a": [[]], "b": [[]]}, "b", None, "Expected losses .seeds, examples.", id="no rows"
-        ),
-        pytest.param(
-            {"a": [1.0], "b": [1.0]}, "b", None, "Expected losses .seeds, examples.", id="no seeds"
-        ),
-        pytest.param(
-            {"a": [[1.0]], "b": [[1.0]]},
-            "b",
-            [1, 2],
-            "tokens .examples. of at least 1",
-            id="other tokens",
-        ),
-        pytest.param(
-            {"a": [[1.0]], "b": [[1.0]]},
-            "b",
-            [0],
-            "tokens .examples. of at least 1",
-            id="no tokens",
-        ),
+        ({"a": [[1.0]]}, {}, "reference must be one of a"),
+        ({"a": [[1.0]], "b": [[1.0, 2.0]]}, {}, "Expected losses .seeds, examples."),
+        ({"a": [[]], "b": [[]]}, {}, "Expected losses .seeds, examples."),
+        ({"a": [1.0], "b": [1.0]}, {}, "Expected losses .seeds, examples."),
+        ({"a": [[1.0]], "b": [[1.0]]}, {"tokens": [1, 2]}, "tokens .examples. of at least 1"),
+        ({"a": [[1.0]], "b": [[1.0]]}, {"tokens": [0]}, "tokens .examples. of at least 1"),
+        ({"a": [[1.0]], "b": [[1.0]]}, {"level": 1}, "level must be .*but got 1"),
     ],
 )
-def test_bad_input(losses, reference, tokens, match):
+def test_bad_input(losses, more, match):
     with pytest.raises(ValueError, match=match):
-        compare(losses, reference, tokens)
-
-
-def test_bad_level():
-    with pytest.raises(ValueError, match="level must be .*but got 1"):
-        compare({"a": [[1.0]]}, "a", level=1)
-
-
-@pytest.mark.parametrize(
-    "value, text", [(0.01234, "+0.0123"), (-2e-5, "-2e-05"), (0.0, "+0.0000"), (-6e-5, "-0.0001")]
-)
-def test_a_small_difference_is_not_written_as_none(value, text):
-    assert signed(value) == text
+        compare(losses, "b", **more)

@@ -23,30 +23,22 @@ def worded(wording: str, text: str) -> bool:
 def test_parts_have_their_sizes_and_share_nothing(rows):
     for name, (train, held_out) in rows.items():
         assert (len(train), len(held_out)) == (48, 16), name
-        prompts = [row["prompt"] for row in (*train, *held_out)]
-        assert len(set(prompts)) == 64, name
-    assert (
-        task_rows("json", train=48, held_out=16)
-        == rows["json"]
-        != task_rows("json", train=48, held_out=16, seed=1)
-    )
+        assert len({row["prompt"] for row in (*train, *held_out)}) == 64, name
+    assert task_rows("json", train=48, held_out=16) == rows["json"]
+    assert task_rows("json", train=48, held_out=16, seed=1) != rows["json"]
 
 
 def test_a_held_out_request_is_worded_like_none_to_train_on(rows):
-    wordings = {}
-    for label, (train, held_out) in INTENTS.items():
-        wordings |= dict.fromkeys(train, (label, False)) | dict.fromkeys(held_out, (label, True))
-    for place, part in enumerate(rows["intent"]):
+    for held_out, part in enumerate(rows["intent"]):
         for row in part:
             text = row["prompt"].partition("\n")[2]
-            assert {wordings[one] for one in wordings if worded(one, text)} == {
-                (row["completion"], bool(place))
-            }, text
-    known = [
-        [one for one in SENTENCES if worded(one, row["prompt"].partition("\n")[2])]
-        for row in rows["json"].held_out
-    ]
-    assert {one for found in known for one in found} <= set(SENTENCES[-4:]) and all(known)
+            wordings = INTENTS[row["completion"]]
+            assert any(worded(one, text) for one in wordings[held_out]), text
+            assert not any(worded(one, text) for one in wordings[1 - held_out]), text
+    for row in rows["json"].held_out:
+        text = row["prompt"].partition("\n")[2]
+        assert any(worded(one, text) for one in SENTENCES[-4:]), text
+        assert not any(worded(one, text) for one in SENTENCES[:-4]), text
 
 
 @pytest.mark.parametrize("name", ["json", "function"])
@@ -54,34 +46,40 @@ def test_the_tasks_of_eval_have_examples_of_their_own_and_judge_them(name):
     (asked,) = find_tasks(name)
     problems = [asked.task.problem(row, False) for row in asked.rows]
     golds = [problem["answer"] for problem in problems]
-    assert all(one.passed for one in asked.task.judge(problems, golds, 1))
-    assert not any(
-        one.passed for one in asked.task.judge(problems, [gold + " x" for gold in golds], 1)
-    )
+    for one in asked.task.judge(problems, golds, 1):
+        assert one.passed
+    for one in asked.task.judge(
+        problems,
+        [gold + " x" for gold in golds],
+        1,
+    ):
+        assert not one.passed
 
 
 def test_reordered_json_is_right_and_another_value_is_not():
     (asked,) = find_tasks("json")
-    problem = asked.task.problem({"prompt": "?", "completion": '{"a": 1, "b": "x"}'}, False)
-    found = asked.task.judge(
-        [problem] * 3, ['{"b":"x", "a":1}', '{"a": "1", "b": "x"}', '{"a": 1}'], 1
+    problem = asked.task.problem(
+        {
+            "prompt": "?",
+            "completion": '{"a": 1, "b": "x"}',
+        },
+        False,
     )
-    assert [one.passed for one in found] == [True, False, False]
+    answers = ['{"b":"x", "a":1}', '{"a": "1", "b": "x"}', '{"a": 1}']
+    right, *wrong = asked.task.judge([problem] * 3, answers, 1)
+    assert right.passed
+    for one in wrong:
+        assert not one.passed
 
 
 @pytest.mark.parametrize(
-    "name, sizes, message",
+    "name, train, message",
     [
-        ("poetry", (1, 1), "task must be .*poetry"),
-        ("json", (0, 1), "train must be"),
-        ("json", (1, -1), "held_out must be"),
-        (
-            "function",
-            (100_000, 1),
-            r"There are only \d+ examples of function to train on, but 100000 are requested",
-        ),
+        ("poetry", 1, "task must be .*poetry"),
+        ("json", 0, "train must be"),
+        ("function", 100_000, r"There are only \d+ examples of function .* 100000"),
     ],
 )
-def test_bad_sizes_are_refused(name, sizes, message):
+def test_bad_sizes_are_refused(name, train, message):
     with pytest.raises(ValueError, match=message):
-        task_rows(name, train=sizes[0], held_out=sizes[1])
+        task_rows(name, train=train, held_out=1)

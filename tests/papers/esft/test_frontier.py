@@ -14,7 +14,8 @@ from papers.engine.tables import Entry
 from papers.esft import frontier
 from papers.esft import tables as esft_tables
 from papers.esft.frontier import Course, Frontier, curve, general_at
-from papers.esft.recipe import documents, load_recipe
+from papers.esft.recipe import load_recipe
+from tests.papers.reports import columns_of
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -25,27 +26,39 @@ ROWS = 8
 
 def course(general=(3.0, 3.2, 3.6), validation=None, task=TASK, rate=0.1, spread=0.0) -> Course:
     """A course of three points; general row r has `spread` r more from the first step on."""
-    of = {"validation": validation or general, "held_out": general}
-    history = [
-        (
-            10 * i,
-            {"task-validation": [task[i]], "task-held_out": [task[i]]}
-            | {
-                f"general-{kind}": [of[kind][i] + spread * r * (i > 0) for r in range(ROWS)]
-                for kind in of
-            },
-        )
-        for i in range(3)
-    ]
-    tokens = {
-        f"{part}-{kind}": [2] * (1 if part == "task" else ROWS)
-        for part in ("task", "general")
-        for kind in of
-    }
-    return Course("c", Path("c"), rate, task[-1], [1], 1.0, 12, history, tokens)
+    history = []
+    for i in range(3):
+        losses = {
+            "task-validation": [task[i]],
+            "task-held_out": [task[i]],
+        }
+        for kind, means in (("validation", validation or general), ("held_out", general)):
+            step = spread * (i > 0)
+            losses[f"general-{kind}"] = [means[i] + step * row for row in range(ROWS)]
+        history.append((10 * i, losses))
+    tokens = {name: [2] * len(losses) for name, losses in history[0][1].items()}
+    return Course(
+        "c",
+        Path("c"),
+        rate,
+        task[-1],
+        [1],
+        1.0,
+        12,
+        history,
+        tokens,
+    )
 
 
-@pytest.mark.parametrize("depth, value", [(0.25, 3.1), (0.5, 3.2), (0.75, 3.4), (1.0, 3.6)])
+@pytest.mark.parametrize(
+    "depth, value",
+    [
+        (0.25, 3.1),
+        (0.5, 3.2),
+        (0.75, 3.4),
+        (1.0, 3.6),
+    ],
+)
 def test_a_level_lies_between_two_points(depth, value):
     assert course().at(depth, "held_out") == pytest.approx([value] * ROWS)
     both = Entry("a", [course(), course((3.0, 3.4, 3.8))])
@@ -64,72 +77,75 @@ def test_a_level_is_reached_only_if_every_seed_reaches_it(task):
 
 
 def report_of(**ladders) -> Frontier:
-    entries = {
-        name.replace("_", "-"): [Entry("x", [one]) for one in ladder]
-        for name, ladder in ladders.items()
-    }
-    named = {"command": "frontier", "title": "t", "source": "s", "settings": {}, "seeds": (0,)}
-    return Frontier(task="sums", depths=(0.5, 1.0), ladders=entries, **named)
+    entries = {}
+    for name, ladder in ladders.items():
+        entries[name.replace("_", "-")] = [Entry("x", [one]) for one in ladder]
+    return Frontier(
+        command="frontier",
+        title="t",
+        source="s",
+        settings={},
+        seeds=(0,),
+        task="sums",
+        depths=(0.5, 1.0),
+        ladders=entries,
+    )
 
 
 def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
-    worse = course((3.0, 3.5, 4.0), validation=(3.0, 3.1, 3.3), rate=0.3, spread=0.01)
+    worse = course(
+        (3.0, 3.5, 4.0),
+        validation=(3.0, 3.1, 3.3),
+        rate=0.3,
+        spread=0.01,
+    )
     shallow = course(task=(2.0, 1.4, 1.2))
     report = report_of(
-        **{
-            "ESFT_Token": [course(rate=0.1), course((3.0, 3.1, 3.2), (3.0, 4.0, 5.0))],
-            "LoRA": [course(), worse],
-            "FFT": [shallow],
-        }
+        ESFT_Token=[course(rate=0.1), course((3.0, 3.1, 3.2), (3.0, 4.0, 5.0))],
+        LoRA=[course(), worse],
+        FFT=[shallow],
     )
-    assert (
-        report.chosen[0.5]["LoRA"].results == [worse]
-        and report.chosen[0.5]["ESFT-Token"].results[0].rate == 0.1
-    )
+    half = report.chosen[0.5]
+    assert half["LoRA"].results == [worse]
+    assert half["ESFT-Token"].results[0].rate == 0.1
     assert list(report.chosen[1.0]) == ["ESFT-Token", "LoRA"]
-    token = course().at(0.5, "held_out")
-    lora = worse.at(0.5, "held_out")
-    assert (
-        report.comparisons[0.5][0]
-        == compare(
-            {"ESFT-Token": [token], "LoRA": [lora], "FFT": [shallow.at(0.5, "held_out")]},
-            "ESFT-Token",
-            [2] * ROWS,
-        )[0]
-    )
+    losses = {
+        "ESFT-Token": [course().at(0.5, "held_out")],
+        "LoRA": [worse.at(0.5, "held_out")],
+        "FFT": [shallow.at(0.5, "held_out")],
+    }
+    assert report.comparisons[0.5] == compare(losses, "ESFT-Token", [2] * ROWS)
     rows = {(row[0], row[3], row[4]) for row in report.rows()}
-    assert ("LoRA", f"{3.535:.4f}*+", f"{4.035:.4f}*+") in rows and (
-        "ESFT-Token",
-        "3.2000*",
-        "3.6000*",
-    ) in rows
-    assert ("LoRA", "3.2000", "3.6000") in rows and any(
-        name == "FFT" and deep == "" for name, _, deep in rows
-    )
-    assert {len(row) for row in report.rows()} == {len(report.columns())}
+    assert ("LoRA", "3.5350*+", "4.0350*+") in rows
+    assert ("ESFT-Token", "3.2000*", "3.6000*") in rows
+    assert ("LoRA", "3.2000", "3.6000") in rows
+    assert {deep for name, _, deep in rows if name == "FFT"} == {""}
+    columns_of(report)
     lines = frontier.summary(report)
-    assert "LoRA +0.3350 [" in lines[0] and "higher" in lines[0] and "FFT" not in lines[1]
+    assert "LoRA +0.3350 [" in lines[0]
+    assert "higher" in lines[0]
+    assert "FFT" not in lines[1]
     plots.save(frontier.picture(report), tmp_path / "a.png")
     values = json.loads(json.dumps(report.to_dict()))
-    assert (
-        values["comparisons"]["0.5"][0]["verdict"] == "higher"
-        and values["ladders"]["FFT"]["0.1"][1][1] is None
-    )
-
-
-def test_without_the_reference_nothing_is_compared():
-    report = report_of(ESFT_Token=[course(task=(2.0, 1.9, 1.8))], LoRA=[course()])
-    assert (
-        report.comparisons == {0.5: [], 1.0: []} and "no comparison" in frontier.summary(report)[0]
-    )
-    assert report.shown("ESFT-Token") is report.ladders["ESFT-Token"][0]
+    assert values["comparisons"]["0.5"][0]["verdict"] == "higher"
+    assert values["ladders"]["FFT"]["0.1"][1][1] is None
 
 
 def test_the_table_from_real_trainings(out, tmp_path):
     recipe = load_recipe(write_study(tmp_path)).change(evaluations=4)
-    options = {"seeds": 1, "factors": (0.5,), "depths": (9.0, 0.001)}
-    report = esft_tables.run("frontier", recipe, out, say=lambda text: None, **options)
-    names = [
+    options = {
+        "seeds": 1,
+        "factors": (0.5,),
+        "depths": (9.0, 0.001),
+        "say": lambda text: None,
+    }
+    report = esft_tables.run(
+        "frontier",
+        recipe,
+        out,
+        **options,
+    )
+    assert list(report.ladders) == [
         "ESFT-Token",
         "ESFT-Gate",
         "ESFT-Token, random experts",
@@ -137,38 +153,41 @@ def test_the_table_from_real_trainings(out, tmp_path):
         "LoRA, rank 1",
         "FFT",
     ]
-    assert list(report.ladders) == names and report.task == "sums"
+    assert report.task == "sums"
     stages = esft_tables.Stages(recipe, out, say=lambda text: None)
     base = stages.base()
-    selection = stages.selection("sums", "token")
     for (entry,) in report.ladders.values():
         (one,) = entry.results
-        assert [step for step, _ in one.history] == [0, 1, 2, 3, 4] and len(one.exact) == 12
-        assert one.history[0][1]["task-held_out"] == pytest.approx(base.tasks["sums"].losses)
-        assert one.history[0][1]["general-held_out"] == pytest.approx(base.general_losses)
-        assert (
-            one.rate == 5e-3
-            and one.means("task-held_out")[-1] == one.loss < base.tasks["sums"].loss
-        )
+        assert [step for step, _ in one.history] == [0, 1, 2, 3, 4]
+        assert len(one.exact) == 12
+        before = one.history[0][1]
+        assert before["task-held_out"] == pytest.approx(base.tasks["sums"].losses)
+        assert before["general-held_out"] == pytest.approx(base.general_losses)
+        assert one.rate == 5e-3
+        assert one.means("task-held_out")[-1] == one.loss < base.tasks["sums"].loss
     # as the stage that saves its model, the recipe's keep_best aside
-    plain = esft_tables.Stages(
-        recipe.change(esft__keep_best=False, esft__learning_rate=5e-3, mix=0.0),
-        out,
-        say=lambda text: None,
-    ).esft("sums", selection)
-    token = report.ladders["ESFT-Token"][0].results[0]
-    assert token.trained_parameters == plain.trained_parameters and token.exact == plain.exact
-    assert token.loss == pytest.approx(plain.loss, rel=1e-5)
-    assert report.depths == [0.001, 9.0] and report.chosen[0.001] and not report.chosen[9.0]
-    written = times(out)
-    again = esft_tables.run("frontier", recipe, out, say=lambda text: None, **options)
-    assert times(out) == written and again.rows() == report.rows()
-    assert (out / "frontier.png").read_bytes().startswith(b"\x89PNG") and not list(
-        out.glob("course-*/model")
+    plain = recipe.change(
+        esft__keep_best=False,
+        esft__learning_rate=5e-3,
+        mix=0.0,
     )
-
-
-def test_a_base_of_domains_reads_their_documents():
-    recipe = load_recipe("frontier")
-    assert len(documents(recipe.pretrain.change(domains={"arithmetic": 2}))) == 2
-    assert "How many" in documents(recipe.pretrain.change(domains={"arithmetic": 1}))[0]
+    saved = esft_tables.Stages(plain, out, say=lambda text: None)
+    whole = saved.esft("sums", stages.selection("sums", "token"))
+    token = report.ladders["ESFT-Token"][0].results[0]
+    assert token.trained_parameters == whole.trained_parameters
+    assert token.exact == whole.exact
+    assert token.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert report.depths == [0.001, 9.0]
+    assert report.chosen[0.001]
+    assert not report.chosen[9.0]
+    written = times(out)
+    again = esft_tables.run(
+        "frontier",
+        recipe,
+        out,
+        **options,
+    )
+    assert times(out) == written
+    assert again.rows() == report.rows()
+    assert (out / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.glob("course-*/model"))

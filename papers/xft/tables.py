@@ -16,7 +16,7 @@ import functools
 import statistics
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
 from moe_runtime.config import GATES, check_choice, check_fraction
 from papers.engine import plots, tables
@@ -203,7 +203,7 @@ def _mix_rows(process: Run) -> dict:
     for name in alpha:
         if "learned" in name:
             initial = f"{name.partition(':')[0]}: INIT"
-            moves[name] = _largest_move(alpha[initial], alpha[name])
+            moves[name] = float(np.abs(np.subtract(alpha[name], alpha[initial])).max())
 
     def summary(report: Report) -> list[str]:
         lines = []
@@ -224,12 +224,6 @@ def _mix_rows(process: Run) -> dict:
         "summary": summary,
         "extra": {"largest_move_of_alpha": moves},
     }
-
-
-def _largest_move(before: list, after: list) -> float:
-    """Return the largest change of a coefficient, of nested lists [seeds][L][E]."""
-    moves = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
-    return moves.abs().max().item()
 
 
 def _check_shared(recipe: Recipe) -> dict:

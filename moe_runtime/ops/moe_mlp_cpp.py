@@ -86,6 +86,7 @@ class RowPlan(Rows):
         self.divide(everyone.tolist())
 
     def gather(self, name: str, x: Tensor, group: Group) -> Tensor:
+        """Return the rows of x [T, H] of a group, x itself where every token has one."""
         if group.everyone:
             return x
         rows = scratch(name, (group.end - group.start, self.H), x)
@@ -100,6 +101,7 @@ class RowPlan(Rows):
         return rows
 
     def activate(self, group: Group, z: Tensor, h: Tensor) -> None:
+        """Write h [rows, I] from z."""
         self.calls.moert_cpu_activate(
             cpp.DTYPES[z.dtype],
             *self.form,
@@ -119,6 +121,7 @@ class RowPlan(Rows):
         wh: Tensor,
         dweight: Tensor,
     ) -> None:
+        """Write dz and the weighted h from z and dh, and the gradients of the weights by slot."""
         self.calls.moert_cpu_activate_backward(
             cpp.DTYPES[z.dtype],
             *self.form,
@@ -144,12 +147,14 @@ class RowPlan(Rows):
         out: Tensor,
         weighted: bool,
     ) -> None:
+        """Write rows times the weight of one expert to its rows of `out`."""
         if bias is None:
             torch.mm(member.wide(rows), weight, out=member.wide(out))
         else:
             torch.addmm(bias, member.wide(rows), weight, out=member.wide(out))
 
     def new_dweight(self) -> Tensor:
+        """Return the gradient of the weights by slot [R], zero where slots are dropped."""
         dweight = self.weight.new_empty(self.R)
         if self.rows < self.R:
             dweight.zero_()
@@ -162,13 +167,16 @@ class RowPlan(Rows):
         member: Member,
         dots: Tensor,
     ) -> None:
+        """Add the products <dout, y> of an expert's rows to the gradient of the weights."""
         slots = member.own(self.row_slot[group.start : group.end])
         dweight.index_add_(0, slots, dots)
 
     def of_slots(self, dweight: Tensor) -> Tensor:
+        """Return the gradient of the weights as [T, K]."""
         return dweight.view(self.T, self.K)
 
     def combine(self, y: Tensor, weighted: bool) -> Tensor:
+        """Sum the rows of each token to [T, H]."""
         out = y.new_empty(self.T, self.H)
         self.calls.moert_cpu_combine(
             cpp.DTYPES[y.dtype],

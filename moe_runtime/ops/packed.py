@@ -335,7 +335,8 @@ def _unpack_cpp(
 
 def _weights(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield each expert and its weight to be packed; raises ValueError for NaN and infinities."""
-    for e, weight in enumerate(stack):
+    for e in range(stack.shape[0]):  # a stack that is read lazily has no end of its own
+        weight = stack[e]
         if not torch.isfinite(weight).all():
             raise ValueError(
                 f"Expert {e} of a stack {list(stack.shape)} has weights that are NaN or infinite. "

@@ -28,7 +28,7 @@ from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools.conformance import measure
 from moe_runtime.tools.conformance.cases import CASES, ONCE
 from moe_runtime.tools.conformance.draw import Draw
-from moe_runtime.tools.doctor import first_line, interpreter_problem
+from moe_runtime.tools.doctor import interpreter_problem
 
 DTYPES = {
     "torch": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
@@ -65,30 +65,26 @@ def check(
 
     `part` (i, n) checks every n-th case of an op from the i-th on.
     """
-    gpu = torch.device("cpu")
-    if torch.cuda.is_available() and not backends.interpreted():
-        gpu = torch.device("cuda")
-    results = []
+    gpu = torch.device(
+        "cuda" if torch.cuda.is_available() and not backends.interpreted() else "cpu"
+    )
+    found = []
     reasons = {}
     threads = torch.get_num_threads()
     for op, backend in itertools.product(ops, only):
         kernel = CASES[op][0] or "none"
-        device = gpu
-        if backend == "cpp":
-            device = torch.device("cpu")
-        if backend != "torch":
-            if kernel not in backends.KERNELS[backend]:
-                continue
-            reason = backends.why_not(backend, kernel, device)
-            if reason is not None:
-                reasons[backend] = reason
-                continue
+        device = torch.device("cpu") if backend == "cpp" else gpu
+        if backend != "torch" and kernel not in backends.KERNELS[backend]:
+            continue
+        reason = None if backend == "torch" else backends.why_not(backend, kernel, device)
+        if reason is not None:
+            reasons[backend] = reason
+            continue
         # the sizes are small; only the library uses threads
-        if backend != "cpp":
-            torch.set_num_threads(1)
-        results.append(_check_op(op, backend, device, part))
+        torch.set_num_threads(threads if backend == "cpp" else 1)
+        found.append(_check_op(op, backend, device, part))
         torch.set_num_threads(threads)
-    return results, reasons
+    return found, reasons
 
 
 def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.dtype, int]]:
@@ -119,24 +115,17 @@ def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]
             case = CASES[op][1](Draw.numbered(dtype, number))
             where = f"{where} ({case.note})"
             upstream: measure.Tensors = {}
-            result = measure.run(case, backend, upstream, device)
-            errors = measure.errors(result, measure.allowance(case, result, upstream))
+            got = measure.run(case, backend, upstream, device)
+            errors = measure.errors(got, measure.allowance(case, got, upstream))
         except Exception as error:
-            errors = {first_line(error): math.inf}
+            errors = {(str(error).strip() or type(error).__name__).splitlines()[0]: math.inf}
         name = max(errors, key=errors.get)
         if errors[name] > 1:
             failures.append(f"{where}: {name}: the error is {errors[name]:.3g} times its allowance")
         if errors[name] >= worst:
             worst = errors[name]
             at = f"{where}: {name}"
-    return Result(
-        op,
-        backend,
-        len(chosen),
-        worst,
-        at,
-        failures,
-    )
+    return Result(op, backend, len(chosen), worst, at, failures)
 
 
 class CheckProcess(NamedTuple):
@@ -147,22 +136,20 @@ class CheckProcess(NamedTuple):
     parts: int
 
     def __str__(self) -> str:
-        if self.parts == 1:
-            return self.op
-        return f"{self.op} ({self.number + 1} of {self.parts})"
+        return self.op if self.parts == 1 else f"{self.op} ({self.number + 1} of {self.parts})"
 
 
 def _parts(interpreted: bool) -> list[CheckProcess]:
     """Return the processes, those of the ops with the most cases first."""
     children = []
-    for op, (kernel, _) in CASES.items():
-        parts = 1
+    for op in CASES:
         # an interpreter compiles nothing, and starting a process takes longer than a case
-        if kernel is not None and not interpreted:
+        if interpreted or CASES[op][0] is None:
+            cases = 0
+        else:
             cases = len(_cases_of(op, "triton", torch.device("cuda")))
-            parts = math.ceil(cases / CASES_A_PART)
-        for number in range(parts):
-            children.append(CheckProcess(op, number, parts))
+        parts = max(-(-cases // CASES_A_PART), 1)
+        children += [CheckProcess(op, number, parts) for number in range(parts)]
     return sorted(children, key=lambda child: -child.parts)
 
 
@@ -170,37 +157,37 @@ def _run_child(
     child: CheckProcess, only: list[str], interpreted: bool, timeout: float | None
 ) -> list[Result]:
     """Return what a process finds; a process that fails is a failure of its op."""
-    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--json", "--ops", child.op]
-    command += ["--backends", *only, "--part", f"{child.number}/{child.parts}"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        __spec__.name,
+        "--json",
+        "--ops",
+        child.op,
+        "--backends",
+        *only,
+    ]
+    command += ["--part", f"{child.number}/{child.parts}"]
     env = os.environ | {"TRITON_INTERPRET": str(int(interpreted))}
     try:
-        done = subprocess.run(
-            command,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         problem = f"the process was killed after {timeout:.0f} s"
     else:
         if done.returncode in (0, 1) and done.stdout:
-            results = []
-            for fields in json.loads(done.stdout)["results"]:
-                fields["worst"] = float(fields["worst"])
-                if interpreted:
-                    fields["backend"] = "interpreter"
-                results.append(Result(**fields))
-            return results
+            found = [
+                Result(**one)._replace(worst=float(one["worst"]))
+                for one in json.loads(done.stdout)["results"]
+            ]
+            return [one._replace(backend="interpreter") for one in found] if interpreted else found
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         problem = f"the process failed with exit code {done.returncode}: {last}"
-    backend = only[-1]
-    if interpreted:
-        backend = "interpreter"
     return [
         Result(
             child.op,
-            backend,
+            "interpreter" if interpreted else only[-1],
             0,
             math.inf,
             "",
@@ -225,46 +212,27 @@ def _children(
 
     def run(child: CheckProcess) -> list[Result]:
         start = time.monotonic()
-        timeout = None
-        if seconds is not None:
-            if start - began > seconds:
-                left.append(child)
-                return []
-            timeout = LAST * seconds - (start - began)
-        results = _run_child(child, only, interpreted, timeout)
+        if seconds is not None and start - began > seconds:
+            left.append(child)
+            return []
+        timeout = None if seconds is None else LAST * seconds - (start - began)
+        found = _run_child(child, only, interpreted, timeout)
         with lock:
-            _tell(
-                child,
-                results,
-                time.monotonic() - start,
-                lines,
-            )
-        return results
+            _tell(child, found, time.monotonic() - start, lines)
+        return found
 
-    joined: dict[tuple[str, str], Result] = {}  # one result for each op and backend
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for one in itertools.chain(*pool.map(run, _parts(interpreted))):
-            before = joined.setdefault((one.op, one.backend), one)
-            if before is not one:
-                worse = max(before, one, key=lambda result: result.worst)
-                joined[one.op, one.backend] = worse._replace(
-                    cases=before.cases + one.cases, failures=before.failures + one.failures
-                )
-    return [*joined.values()], left
+        results = list(itertools.chain(*pool.map(run, _parts(interpreted))))
+    return _joined(results), left
 
 
-def _tell(child: CheckProcess, results: list[Result], seconds: float, lines: Path | None) -> None:
+def _tell(child: CheckProcess, found: list[Result], seconds: float, lines: Path | None) -> None:
     """Print what a process found, and append it to `lines` as the outcome of a test."""
-    failures = []
-    for one in results:
-        failures += one.failures
-    cases = sum(one.cases for one in results)
-    outcome = "passed"
-    if failures:
-        outcome = "failed"
-    text = f"{child}: {cases} cases in {seconds:.0f} s, {outcome}"
+    failures = [line for one in found for line in one.failures]
+    cases = sum(one.cases for one in found)
+    outcome = "failed" if failures else "passed"
     print(
-        text,
+        f"{child}: {cases} cases in {seconds:.0f} s, {outcome}",
         *failures[:1],
         sep="\n  ",
         flush=True,
@@ -280,10 +248,25 @@ def _tell(child: CheckProcess, results: list[Result], seconds: float, lines: Pat
             file.write(json.dumps(line) + "\n")
 
 
+def _joined(results: list[Result]) -> list[Result]:
+    """Return one result for each op and backend."""
+    joined = {}
+    for one in results:
+        before = joined.get((one.op, one.backend))
+        if before is not None:
+            worse = max(before, one, key=lambda result: result.worst)
+            one = worse._replace(
+                cases=before.cases + one.cases, failures=before.failures + one.failures
+            )
+        joined[one.op, one.backend] = one
+    return list(joined.values())
+
+
 def report(
     ops: Iterable[str] = CASES,
     only: Iterable[str] = backends.BACKENDS,
     interpret: bool = False,
+    apart: bool = True,
     *,
     part: tuple[int, int] = (0, 1),
     seconds: float | None = None,
@@ -291,68 +274,60 @@ def report(
 ) -> dict:
     """Run the checks, print a table of the worst errors and each failure, and return them.
 
-    On a GPU each op runs in processes of its own, unless `ops` are given; `seconds` and `lines` are
-    those of `_children`.
+    On a GPU each op runs in processes of its own, unless `apart` is False; `seconds` and `lines`
+    are those of `_children`.
     """
     if interpret and (problem := interpreter_problem()):
         raise ValueError(problem)
     began = time.monotonic()
-    gpu = []
-    if ops is CASES and torch.cuda.is_available() and not backends.interpreted():
-        gpu = [name for name in only if name != "cpp"]
-    results, reasons = check(
-        ops,
-        [name for name in only if name not in gpu],
-        part,
-    )
-    for name in gpu:
-        why = backends.why_not(name, "route", torch.device("cuda"))
-        if why:
-            reasons[name] = why
+    on_gpu = apart and torch.cuda.is_available() and not backends.interpreted()
+    gpu = [name for name in only if on_gpu and name != "cpp"]
+    results, reasons = check(ops, [name for name in only if name not in gpu], part)
+    reasons |= {
+        name: why for name in gpu if (why := backends.why_not(name, "route", torch.device("cuda")))
+    }
     left = []
-    if gpu:
-        more, left = _children(gpu, False, seconds, lines)
-        results += more
-    if interpret:
-        more, late = _children(["triton"], True, seconds, lines)
-        results += more
-        left += late
-
-    failures = []
-    cells: dict[str, dict[str, str]] = {}
-    for one in results:
-        failures += one.failures
-        cells.setdefault(one.op, {})[one.backend] = "FAILED" if one.failures else f"{one.worst:.2f}"
-    names = []
-    for name in (*backends.BACKENDS, "interpreter"):
-        if any(name in row for row in cells.values()):
-            names.append(name)
-    columns = [("op", "left"), *((name, "right") for name in names)]
-    rows = [[op, *(row.get(name, "-") for name in names)] for op, row in cells.items()]
-    print_table("worst error / allowance", columns, rows)
+    for names, interpreted in ((gpu, False), (["triton"] if interpret else [], True)):
+        if names:
+            found, late = _children(names, interpreted, seconds, lines)
+            results += found
+            left += late
+    names = [
+        name
+        for name in (*backends.BACKENDS, "interpreter")
+        if any(one.backend == name for one in results)
+    ]
+    cells = {
+        (one.op, one.backend): "FAILED" if one.failures else f"{one.worst:.2f}" for one in results
+    }
+    rows = [
+        [op, *(cells.get((op, name), "-") for name in names)]
+        for op in dict.fromkeys(one.op for one in results)
+    ]
+    failures = [line for one in results for line in one.failures]
+    print_table(
+        "worst error / allowance", [("op", "left"), *((name, "right") for name in names)], rows
+    )
     for name in sorted(reasons.keys() - names):
-        remedy = ""
-        if name == "triton" and not interpret:
-            remedy = ". Pass --interpret"
-        print(f"not checked: {name}: {reasons[name]}{remedy}")
+        print(
+            f"not checked: {name}: "
+            f"{reasons[name]}{'. Pass --interpret' * (name == 'triton' and not interpret)}"
+        )
     if left:
         print(f"not checked in {seconds:.0f} s: {', '.join(map(str, left))}")
     total = sum(one.cases for one in results)
-    summary = f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed"
+    more = [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
     print(
-        summary,
+        f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed",
         *failures[:SHOWN],
+        *more,
         sep="\n  ",
     )
-    if len(failures) > SHOWN:
-        print(f"  and {len(failures) - SHOWN} more")
-    printed = []
-    for one in results:
-        worst = one.worst
-        if math.isinf(worst):
-            worst = "inf"
-        printed.append(one._asdict() | {"worst": worst})
-    return {"results": printed, "not checked": reasons, "failures": failures}
+    results = [
+        one._asdict() | {"worst": one.worst if math.isfinite(one.worst) else "inf"}
+        for one in results
+    ]
+    return {"results": results, "not checked": reasons, "failures": failures}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -360,36 +335,42 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m moe_runtime.tools.check", description=__doc__.splitlines()[0]
     )
-    add = parser.add_argument
-    add("--interpret", action="store_true", help="also run Triton's kernels in its interpreter")
-    add("--json", action="store_true", help="print one JSON object; all else goes to stderr")
-    add("--ops", nargs="+", default=CASES, choices=CASES)
-    add("--part", default="0/1", help="I/N: every N-th case of an op from the I-th on")
-    add("--seconds", type=float, help="on a GPU, start no process after so many seconds")
-    add("--lines", type=Path, help="on a GPU, append each process's outcome to this JSONL file")
-    add(
-        "--backends",
-        nargs="+",
-        default=backends.BACKENDS,
-        choices=backends.BACKENDS,
+    parser.add_argument(
+        "--interpret", action="store_true", help="also run the Triton kernels in its interpreter"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; everything else goes to stderr"
+    )
+    parser.add_argument("--ops", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument(
+        "--part", default="0/1", help="I/N: every N-th case of an op from the I-th on"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="on a GPU, start no process after so many seconds"
+    )
+    parser.add_argument(
+        "--lines",
+        type=Path,
+        help="on a GPU, append each process's outcome to this file of JSON lines",
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=backends.BACKENDS, choices=backends.BACKENDS
     )
     given = parser.parse_args(arguments)
-    output = sys.stdout
-    if given.json:
-        output = sys.stderr
-    number, parts = map(int, given.part.split("/"))
-    with contextlib.redirect_stdout(output):
-        outcome = report(
+    with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
+        number, _, parts = given.part.partition("/")
+        found = report(
             given.ops,
             given.backends,
             given.interpret,
-            part=(number, parts),
+            apart=given.ops is CASES,
+            part=(int(number), int(parts)),
             seconds=given.seconds,
             lines=given.lines,
         )
     if given.json:
-        print(json.dumps(outcome))
-    return int(bool(outcome["failures"]))
+        print(json.dumps(found))
+    return int(bool(found["failures"]))
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ def _ask(question: Callable[..., str], *args) -> str:
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its type if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from moe_runtime.ops.frozen_mlp import frozen_mlp
+from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
+from moe_runtime.ops.packed import reference
 from tests.ops import test_frozen_mlp as dense
 from tests.ops import test_frozen_mlp_packed as packed
 from tests.support.oracle import assert_parity, bounds, make_case, poison
@@ -21,10 +23,17 @@ RAGGED = (1500, 520, 712, 6, 2)
 FEW = (40, 512, 768, 16, 4)
 
 
-def case_of(sizes, ranks, dtype=BF16, form=None, **options):
-    case = make_case(*sizes, dtype, **options)
+def case_of(sizes, ranks, form=None, in_out=False, **options):
+    case = make_case(*sizes, BF16, **options)
     case.form = form or {}
-    return dense.halves_of(case, ranks, dtype)
+    if in_out:
+        for name in ("up", "down"):
+            case.leaves[name] = dense.in_x_out(case.leaves[name])
+    return dense.adapted(case, *ranks)
+
+
+def layer(backend):
+    return lambda *args: frozen_mlp(*args, backend=backend)[0]
 
 
 def oracle(x, experts, topk_weight, topk_idx):
@@ -53,7 +62,7 @@ def oracle(x, experts, topk_weight, topk_idx):
 )
 @pytest.mark.parametrize(
     "form",
-    [{}, dense.GPT_OSS],
+    [{}, {"limit": 7.0, "up_offset": 1.0, "interleaved": True}],
     ids=["gate, up", "GPT-OSS"],
 )
 @pytest.mark.parametrize(
@@ -75,38 +84,19 @@ def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
         sizes,
         ranks,
         form=form,
+        in_out=in_out,
         routing="dropped",
         act=act,
         bias=True,
     )
-    want = dense.run(
-        case,
-        oracle,
-        torch.float64,
-        "cuda",
-        in_out,
-    )
+    want = dense.run(case, oracle, torch.float64, "cuda")
     limit = bounds(
-        dense.run(
-            case,
-            dense.with_backend("torch"),
-            device="cuda",
-            in_out=in_out,
-        ),
+        dense.run(case, layer("torch"), device="cuda"),
         want,
         tolerance[BF16],
     )
     poison()
-    assert_parity(
-        dense.run(
-            case,
-            dense.with_backend("triton"),
-            device="cuda",
-            in_out=in_out,
-        ),
-        want,
-        limit,
-    )
+    assert_parity(dense.run(case, layer("triton"), device="cuda"), want, limit)
 
 
 @pytest.mark.parametrize("T", [1500, 40])
@@ -129,7 +119,7 @@ def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
     ],
 )
 def test_packed_stacks(form, options, T, tolerance):
-    case = packed.make(
+    case = packed.Case(
         form,
         T=T,
         dtype=BF16,
@@ -137,14 +127,14 @@ def test_packed_stacks(form, options, T, tolerance):
         rank=16,
         **options,
     )
-    want = packed.oracle(case)
+    want = case.oracle()
     limit = bounds(
-        packed.run(case, "torch"),
+        case.run("torch", "cuda"),
         want,
         tolerance[BF16],
     )
     poison()
-    assert_parity(packed.run(case, "triton"), want, limit)
+    assert_parity(case.run("triton", "cuda"), want, limit)
 
 
 def steps(form: str):
@@ -152,7 +142,7 @@ def steps(form: str):
     format.
     """
     if form:
-        case = packed.make(
+        case = packed.Case(
             form,
             2048,
             768,
@@ -162,9 +152,9 @@ def steps(form: str):
             K=8,
             rank=16,
         )
-        return lambda: packed.run(case, "triton")
+        return lambda: case.run("triton", "cuda")
     case = case_of((2048, 2048, 768, 16, 8), (16, 16))
-    return lambda: dense.run(case, dense.with_backend("triton"), device="cuda")
+    return lambda: dense.run(case, layer("triton"), device="cuda")
 
 
 @pytest.mark.parametrize("form", ["", "nf4"])
@@ -179,7 +169,7 @@ def test_twenty_runs_give_the_same_bits(form):
 
 @pytest.mark.parametrize("form", ["", "nf4", "mxfp4", "fp8_block", "int8"])
 def test_the_host_waits_for_nothing(form):
-    case = packed.make(
+    case = packed.Case(
         form or "nf4",
         128,
         128,
@@ -196,8 +186,9 @@ def test_the_host_waits_for_nothing(form):
         for s in case.stacks
     ]
     if not form:
-        stacks = [dense.Stack.dense(packed.packed.reference(*s[:3]).bfloat16()) for s in stacks]
-    experts = packed.experts_of(case, leaves, stacks)
+        stacks = [Stack.dense(reference(*s[:3]).bfloat16()) for s in stacks]
+    pairs = (Pair(leaves["up_a"], leaves["up_b"]), Pair(leaves["down_a"], leaves["down_b"]))
+    experts = FrozenExperts(*stacks, None, None, *pairs, case.activation)
     idx = case.topk_idx.cuda()
     dout = case.dout.cuda()
 

@@ -268,8 +268,10 @@ def _split(
 ) -> None:
     """Store all rows separately, or none if memory is insufficient."""
     check_unwrapped(model)
-    stock_experts = filter(stock.is_experts, model.modules())
-    patched = all(one.config._experts_implementation == stock.NAME for one in stock_experts)
+    configs = [layer.module.config for layer in layers.values()]
+    patched = all(
+        getattr(config, "_experts_implementation", stock.NAME) == stock.NAME for config in configs
+    )
     if experts:
         stock.patch(model)
         forget_compiled()

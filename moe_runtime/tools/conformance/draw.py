@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from moe_runtime.ops.dispatch import INTEGERS
 
@@ -17,7 +16,7 @@ SIZES = (1, 2, 3, 7, 16, 17, 31, 33, 48)
 
 def choose_experts(
     T: int, E: int, K: int, routing: str, rng: torch.Generator | None = None
-) -> Tensor:
+) -> torch.Tensor:
     """Return ids [T, K] of E experts, drawn by `rng`, by default the global generator.
 
     random   distinct experts
@@ -42,7 +41,7 @@ def choose_experts(
     return idx
 
 
-def held(tensor: Tensor, layout: str) -> Tensor:
+def held(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """Return the tensor's values in other memory; the gaps between them are NaN, or large integers.
 
     plain       contiguous
@@ -57,30 +56,29 @@ def held(tensor: Tensor, layout: str) -> Tensor:
     if layout == "expanded":
         return tensor[:1].clone().expand(tensor.shape) if len(tensor) else tensor.clone()
     if layout == "transposed" and tensor.dim() > 1:
-        return tensor.mT.clone(memory_format=torch.contiguous_format).mT
+        swapped = tensor.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
+        return swapped.transpose(-1, -2)
     *outer, width = tensor.shape
-    unused = math.nan
-    if not tensor.is_floating_point():
-        unused = torch.iinfo(tensor.dtype).max
     if layout == "sliced":
-        part = tensor.new_full((*outer, 2 * width), unused)[..., 1::2]
-    elif layout == "gaps":
-        part = tensor.new_full((*outer, width + 3), unused)[..., :width]
-    else:
-        part = tensor.new_full((tensor.numel() + 7,), unused)[5:-2].view(tensor.shape)
-    return part.copy_(tensor)
+        return _inside(tensor, (*outer, 2 * width), lambda whole: whole[..., 1::2])
+    if layout == "gaps":
+        return _inside(tensor, (*outer, width + 3), lambda whole: whole[..., :width])
+    return _inside(tensor, (tensor.numel() + 7,), lambda whole: whole[5:-2].view(tensor.shape))
 
 
-def placed(tensor: Tensor, device: torch.device) -> Tensor:
+def _inside(tensor: torch.Tensor, shape: tuple[int, ...], view: Callable) -> torch.Tensor:
+    unused = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    part = view(torch.full(shape, unused, dtype=tensor.dtype))
+    part.copy_(tensor)
+    return part
+
+
+def placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on another device with the same strides, gaps included."""
     if device == tensor.device:
         return tensor.detach()
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    return whole.to(device).as_strided(
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-    )
+    return whole.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class Draw:
@@ -132,45 +130,45 @@ class Draw:
         """Return a number of tokens, 0 included."""
         return self.of(1, 0, 2, 5, 13, 16, 29, 37)
 
-    def normal(self, *shape: int) -> Tensor:
+    def normal(self, *shape: int) -> torch.Tensor:
         """Return normal numbers in float64."""
-        return torch.randn(
-            shape,
-            generator=self.rng,
-            dtype=torch.float64,
-        )
+        return torch.randn(shape, generator=self.rng, dtype=torch.float64)
 
-    def uniform(self, *shape: int) -> Tensor:
+    def uniform(self, *shape: int) -> torch.Tensor:
         """Return numbers from 0 to 1 in float64."""
-        return torch.rand(
-            shape,
-            generator=self.rng,
-            dtype=torch.float64,
-        )
+        return torch.rand(shape, generator=self.rng, dtype=torch.float64)
 
-    def permutation(self, n: int) -> Tensor:
+    def permutation(self, n: int) -> torch.Tensor:
         """Return the integers below n in random order."""
         return torch.randperm(n, generator=self.rng)
 
-    def held(self, tensor: Tensor) -> Tensor:
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values in a random layout, rounded to the dtype."""
         return held(tensor.to(self.dtype), self.of(*LAYOUTS))
 
-    def floats(self, *shape: int, scale: float = 1.0) -> Tensor:
+    def floats(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Return normal numbers times `scale` in the dtype, in a random layout."""
         return self.held(scale * self.normal(*shape))
 
-    def gates(self, numbers: Tensor) -> Tensor:
+    def gates(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the numbers in the gates' dtype, in a random layout."""
         return held(numbers.to(self.gate_dtype), self.of(*LAYOUTS))
 
-    def ints(self, tensor: Tensor) -> Tensor:
+    def ints(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return integers in a random dtype that holds them, in a random layout."""
-        dtypes = [dtype for dtype in INTEGERS if torch.equal(tensor.to(dtype).long(), tensor)]
+        low = high = 0
+        if tensor.numel():
+            low = tensor.min().item()
+            high = tensor.max().item()
+        dtypes = []
+        for dtype in INTEGERS:
+            info = torch.iinfo(dtype)
+            if info.min <= low and high <= info.max:
+                dtypes.append(dtype)
         layouts = [layout for layout in LAYOUTS if layout != "expanded"]
         return held(tensor.to(self.of(*dtypes)), self.of(*layouts))
 
-    def slots(self) -> tuple[Tensor, int, str]:
+    def slots(self) -> tuple[torch.Tensor, int, str]:
         """Return ids [T, K], the number E of experts, and how the ids were chosen."""
         T = self.tokens()
         E = self.of(1, 2, 3, 5, 8)

@@ -9,14 +9,13 @@ result itself.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from moe_runtime.tools.conformance.draw import placed
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, torch.Tensor]
 # room for the worst order of rounding in a sum, and for what a few random perturbations miss
 SLACK = 8.0
 PROBES = 4
@@ -25,21 +24,19 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Case:
-    """An op on inputs, and the equation of its results.
-
-    `product(backend, **leaves, **fixed)` and, in float64, `oracle(result, **leaves)` return a
-    tensor or several by name; the oracle may look at the product's `result`.
+    """An op on inputs: `product(tensors, backend)` and `oracle(leaves in float64, what the product
+    gave)` name their outputs.
     """
 
     leaves: Tensors  # get gradients
-    product: Callable
-    oracle: Callable
+    product: Callable[[Tensors, str], Tensors]  # given the leaves and `fixed`
+    oracle: Callable[[Tensors, Tensors], Tensors]
     fixed: Tensors = field(default_factory=dict)  # other tensors, on the device of the leaves
     sums: int = 1  # length of the longest sum
     unit: float = torch.finfo(torch.float32).eps  # ulp of intermediate results
     # sizes of the terms of gradients in which they cancel whatever the inputs are
     scales: dict[str, float] = field(default_factory=dict)
-    note: Any = ""
+    note: str = ""
 
     def __repr__(self) -> str:
         tensors = []
@@ -48,30 +45,17 @@ class Case:
         return f"{self.note}: {', '.join(tensors)}"
 
 
-def by_name(outputs: Any) -> Tensors:
-    """Return a function's tensors as a dict; a single tensor is "out"."""
-    if isinstance(outputs, Tensor):
-        return {"out": outputs}
-    if isinstance(outputs, tuple):
-        return outputs._asdict()
-    return outputs
-
-
 def _with_gradients(outputs: Tensors, leaves: Tensors, upstream: Tensors) -> Tensors:
     """Return the outputs, and as d<leaf> the gradients of their sum weighted by `upstream`."""
-    results = {name: t.detach().cpu() for name, t in outputs.items()}
-    roots = [name for name, t in outputs.items() if t.requires_grad]
+    found = {name: t.detach().cpu() for name, t in outputs.items()}
+    roots = {name: t for name, t in outputs.items() if t.requires_grad}
     if not roots or not leaves:
-        return results
-    grads = torch.autograd.grad(
-        [outputs[name] for name in roots],
-        [*leaves.values()],
-        [upstream[name].to(outputs[name]) for name in roots],
-        materialize_grads=True,
-    )
-    for name, grad in zip(leaves, grads, strict=True):
-        results[f"d{name}"] = grad.cpu()
-    return results
+        return found
+    into = [upstream[name].to(t) for name, t in roots.items()]
+    grads = torch.autograd.grad([*roots.values()], [*leaves.values()], into, allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        found[f"d{name}"] = torch.zeros_like(leaf).cpu() if grad is None else grad.cpu()
+    return found
 
 
 def run(
@@ -80,37 +64,28 @@ def run(
     """Return what the op gives and every gradient, on the CPU; draw what `upstream` lacks."""
     leaves = {name: placed(t, device).requires_grad_() for name, t in case.leaves.items()}
     fixed = {name: placed(t, device) for name, t in case.fixed.items()}
-    outputs = by_name(case.product(backend, **leaves, **fixed))
-    if upstream is None:
-        upstream = {}
+    outputs = case.product(leaves | fixed, backend)
+    upstream = {} if upstream is None else upstream
     rng = torch.Generator().manual_seed(21)
     for name, tensor in sorted(outputs.items()):
         if tensor.requires_grad and name not in upstream:
-            weights = torch.randn(
-                tensor.shape,
-                generator=rng,
-                dtype=torch.float64,
-            )
+            weights = torch.randn(tensor.shape, generator=rng, dtype=torch.float64)
             upstream[name] = weights.to(tensor.dtype)
     return _with_gradients(outputs, leaves, upstream)
 
 
 def _equation(
-    case: Case, result: Tensors, upstream: Tensors, nudge: float, rng: torch.Generator
+    case: Case, got: Tensors, upstream: Tensors, nudge: float, rng: torch.Generator
 ) -> Tensors:
     """Return the oracle's results, each number of its inputs moved by +-`nudge` of itself."""
 
-    def near(t: Tensor) -> Tensor:
+    def near(t: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, t.shape, generator=rng) * 2 - 1
         return t.double() * (1 + nudge * signs.double())
 
     leaves = {name: near(t).requires_grad_() for name, t in case.leaves.items()}
-    outputs = by_name(case.oracle(result, **leaves))
-    return _with_gradients(
-        outputs,
-        leaves,
-        {name: near(t) for name, t in upstream.items()},
-    )
+    outputs = case.oracle(leaves, got)
+    return _with_gradients(outputs, leaves, {name: near(t) for name, t in upstream.items()})
 
 
 class Allowance(NamedTuple):
@@ -118,77 +93,70 @@ class Allowance(NamedTuple):
     them.
     """
 
-    expected: Tensors
+    want: Tensors
     moved: Tensors
     ulp: float
     scales: dict[str, float]
 
 
-def allowance(case: Case, result: Tensors, upstream: Tensors) -> Allowance:
+def allowance(case: Case, got: Tensors, upstream: Tensors) -> Allowance:
     """Return what the equation gives, and what rounding explains.
 
-    `result` tells the oracle which of several equal choices the op made.
+    `got` tells the oracle which of several equal choices the op made.
     """
     rng = torch.Generator().manual_seed(22)
     ulp = case.unit + math.sqrt(case.sums) * torch.finfo(torch.float32).eps
     if all(t.dtype == torch.float64 for t in case.leaves.values()):
         ulp = math.sqrt(case.sums) * torch.finfo(torch.float64).eps
-    expected = _equation(case, result, upstream, 0.0, rng)
-    near = [_equation(case, result, upstream, ulp, rng) for _ in range(PROBES)]
+    want = _equation(case, got, upstream, 0.0, rng)
+    near = [_equation(case, got, upstream, ulp, rng) for _ in range(PROBES)]
     moved = {}
-    for name, true in expected.items():
+    for name, true in want.items():
         if true.is_floating_point():
             moved[name] = torch.stack([one[name] - true for one in near]).square().mean(0)
-    return Allowance(expected, moved, ulp, case.scales)
+    return Allowance(want, moved, ulp, case.scales)
 
 
-def errors(result: Tensors, allowed: Allowance) -> dict[str, float]:
+def errors(got: Tensors, allowed: Allowance) -> dict[str, float]:
     """Return each result's largest error over its allowance; infinite for a wrong integer, shape or
     name, and for NaN.
     """
-    ratios = dict.fromkeys(result.keys() ^ allowed.expected.keys(), math.inf)
-    for name in result.keys() & allowed.expected.keys():
-        ratios[name] = _error(name, result[name], allowed)
-    return ratios
+    found = {}
+    for name in got.keys() | allowed.want.keys():
+        found[name] = math.inf
+        if name in got and name in allowed.want:
+            found[name] = _error(name, got[name], allowed)
+    return found
 
 
-def _error(name: str, result: Tensor, allowed: Allowance) -> float:
-    expected = allowed.expected[name]
-    is_float = result.is_floating_point()
-    if result.shape != expected.shape or is_float != expected.is_floating_point():
+def _error(name: str, got: torch.Tensor, allowed: Allowance) -> float:
+    want = allowed.want[name]
+    if got.shape != want.shape or got.is_floating_point() != want.is_floating_point():
         return math.inf
-    if not is_float:
-        return 0.0 if torch.equal(result.long(), expected.long()) else math.inf
-    if result.numel() == 0:
+    if name not in allowed.moved:
+        return 0.0 if torch.equal(got.long(), want.long()) else math.inf
+    if got.numel() == 0:
         return 0.0
-    info = torch.finfo(result.dtype)
+    info = torch.finfo(got.dtype)
     floor = allowed.scales.get(name, 0.0) * allowed.ulp
-    bound = allowed.moved[name] + (max(info.eps, allowed.ulp) * expected).square()
+    bound = allowed.moved[name] + (max(info.eps, allowed.ulp) * want).square()
     bound = bound + floor**2 + (info.tiny * info.eps) ** 2
-    error = (result.double() - expected).square()
-    bound = bound.expand(expected.shape)
-    if expected.dim():
+    error = (got.double() - want).square()
+    bound = bound.expand(want.shape)
+    if want.dim():
         # slices along dimension 0, each of which has at least the mean allowance
         error = error.reshape(len(error), -1).sum(1)
         bound = bound.reshape(len(bound), -1).sum(1)
         bound = bound.clamp_min(bound.mean().item())
     # nothing is allowed where all terms are zero
-    ratio = (
-        torch.where(
-            error == 0,
-            0.0,
-            (error / bound).sqrt(),
-        )
-        .max()
-        .item()
-    )
+    ratio = torch.where(error == 0, 0.0, (error / bound).sqrt()).max().item()
     return ratio / SLACK if math.isfinite(ratio) else math.inf
 
 
-def mismatches(result: Tensors, allowed: Allowance) -> list[str]:
+def mismatches(got: Tensors, allowed: Allowance) -> list[str]:
     """Describe what is farther from the equation than rounding explains."""
     return [
         f"{name}: the error is {error:.3g} times its allowance"
-        for name, error in sorted(errors(result, allowed).items())
+        for name, error in sorted(errors(got, allowed).items())
         if error > 1
     ]

@@ -53,7 +53,7 @@ def launches(monkeypatch):
         pytest.param(1, 8, 2, 16, 0, "random", id="one token"),
         pytest.param(19, 4, 2, 16, 0, "dropped", id="dropped slots"),
         pytest.param(64, 100, 8, 16, 0, "random", id="512 slots, more experts than a step's"),
-        pytest.param(33, 3, 3, 64, 0, "skip", id="an expert without tokens, tiles of 64 rows"),
+        pytest.param(33, 3, 2, 64, 0, "skip", id="an expert without tokens, tiles of 64 rows"),
         pytest.param(20, 5, 2, 16, 1, "random", id="the shared expert's rows are not the kernels'"),
     ],
 )

@@ -6,8 +6,6 @@ grouped_mm, and on its loop where there are few experts. The same adapters are a
 stacks in NF4, which stay packed.
 """
 
-import functools
-
 import pytest
 import torch
 
@@ -51,7 +49,13 @@ def layer(size):
         small = Qwen3MoeExperts(config)
         for name in ("gate_up_proj", "down_proj"):
             stack = getattr(experts, name).detach()
-            packed.put(small, name, pack(stack, "nf4"), stack.shape, stack.dtype)
+            packed.put(
+                small,
+                name,
+                pack(stack, "nf4"),
+                stack.shape,
+                stack.dtype,
+            )
         wrappers = []
         for e in (experts, small):
             wrappers.append(
@@ -64,28 +68,30 @@ def layer(size):
 
 
 def bench_adapters(interleaved, size, layer):
-    wrappers, config, args = layer
-    learned = []
-    for wrapper in wrappers:
-        learned.append([args[0], *(p for p in wrapper.parameters() if p.requires_grad)])
+    (wrapper, small), config, args = layer
     dout = torch.randn_like(args[0])
 
-    def step(implementation, which=0):
-        config._experts_implementation = implementation
-        return torch.autograd.grad(wrappers[which](*args), learned[which], dout)
+    def step_of(implementation, wrapper=wrapper):
+        learned = [args[0], *(p for p in wrapper.parameters() if p.requires_grad)]
 
-    names = {PEFT: "grouped_mm", "moe_runtime": "moe_runtime"} | (
-        {"PEFT, eager": "eager"} if size.shape.E <= EAGER else {}
-    )
-    variants = {
-        name: functools.partial(step, implementation) for name, implementation in names.items()
-    }
-    variants[NF4] = functools.partial(step, "moe_runtime", 1)
+        def step():
+            config._experts_implementation = implementation
+            return torch.autograd.grad(
+                wrapper(*args),
+                learned,
+                dout,
+            )
+
+        return step
+
     T, H, I, E, K, _ = size.shape
-    flops = 6 * T * K * H * I * 2  # forward and dx
+    variants = {PEFT: step_of("grouped_mm"), "moe_runtime": step_of("moe_runtime")}
+    if E <= EAGER:
+        variants["PEFT, eager"] = step_of("eager")
+    variants[NF4] = step_of("moe_runtime", small)
     interleaved(
         variants,
-        flops=flops,
+        flops=6 * T * K * H * I * 2,  # forward and dx
         bytes=3 * E * H * I * size.dtype.itemsize * 2,
         tokens=T,
         dtype=size.dtype,

@@ -27,11 +27,19 @@ class Step:
 
     def __init__(self, shape, dtype):
         self.model = stock(shape, dtype, LAYERS)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=CUDA)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=1e-6,
+            fused=CUDA,
+        )
         self.ids = token_ids(shape)
         self.mlps = [layer.mlp for layer in self.model.model.layers]
         self.x = torch.randn(
-            *self.ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True
+            *self.ids.shape,
+            shape.H,
+            device=DEVICE,
+            dtype=dtype,
+            requires_grad=True,
         )
         self.rows = self.x.detach().flatten(0, 1).requires_grad_()
         self.dout = torch.randn_like(self.rows)
@@ -44,14 +52,17 @@ class Step:
     def ends(self):
         """Embedding, last norm, head and loss."""
         model = self.model
-        ends = (model.model.embed_tokens, model.model.norm, model.lm_head)
-        logits = model.lm_head(model.model.norm(model.model.embed_tokens(self.ids)))
+        parts = (model.model.embed_tokens, model.model.norm, model.lm_head)
+        logits = self.ids
+        for part in parts:
+            logits = part(logits)
+        size = model.config.vocab_size
         loss = model.loss_function(
-            logits=logits, labels=self.ids, vocab_size=model.config.vocab_size
+            logits=logits,
+            labels=self.ids,
+            vocab_size=size,
         )
-        return torch.autograd.grad(
-            loss, [parameter for end in ends for parameter in end.parameters()]
-        )
+        return torch.autograd.grad(loss, [p for part in parts for p in part.parameters()])
 
     def attention(self):
         """All layers, their MoE block taken out."""
@@ -61,7 +72,11 @@ class Step:
         try:
             leaves = [self.x, *(parameter for layer in layers for parameter in layer.parameters())]
             out = self.model.model(inputs_embeds=self.x).last_hidden_state
-            return torch.autograd.grad(out, leaves, self.dout.view_as(out))
+            return torch.autograd.grad(
+                out,
+                leaves,
+                self.dout.view_as(out),
+            )
         finally:
             for layer, mlp in zip(layers, self.mlps):
                 layer.mlp = mlp
@@ -70,7 +85,9 @@ class Step:
         for mlp in self.mlps:
             _, weight, _ = mlp.gate(self.rows)
             torch.autograd.grad(
-                weight, [self.rows, *mlp.gate.parameters()], torch.ones_like(weight)
+                weight,
+                [self.rows, *mlp.gate.parameters()],
+                torch.ones_like(weight),
             )
 
     def update(self):
@@ -101,7 +118,12 @@ class Step:
 
         def backward():
             for out, inputs in zip(outs, leaves):
-                torch.autograd.grad(out, inputs, self.dout, retain_graph=True)
+                torch.autograd.grad(
+                    out,
+                    inputs,
+                    self.dout,
+                    retain_graph=True,
+                )
 
         return forward, backward
 

@@ -12,7 +12,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.bench import shapes
 from moe_runtime.bench.clock import copy_floor
-from moe_runtime.bench.machine import CUDA, DEVICE, fits
+from moe_runtime.bench.machine import CUDA, DEVICE, fits, random
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
@@ -34,10 +34,6 @@ KERNELS = {
     "merge": "merge_experts",
     "dalpha": "merge_experts",
 }
-
-
-def random(*size: int) -> torch.Tensor:
-    return torch.randn(size, dtype=DTYPE, device=DEVICE)
 
 
 def cost(kernel: str, shape, id_bytes: int = 4) -> tuple[int, int]:
@@ -67,40 +63,41 @@ class Layer:
         T, H, I, E, K, shared = shape
         self.shape = shape
         self.gate = "xft" if shared else "softmax_topk_renorm"
-        self.logits, self.dweight = random(T, E - shared), torch.randn(T, K, device=DEVICE)
+        self.logits = random(T, E - shared)
+        self.dweight = torch.randn(T, K, device=DEVICE)
         self.weight, self.idx = route(self.logits, K, self.gate, backend="torch")
-        self.x, self.y, self.dout = random(T, H), random(T * K, H), random(T, H)
+        self.x = random(T, H)
+        self.y = random(T * K, H)
+        self.dout = random(T, H)
         self.slot_row = dispatch(self.idx, E, "torch").slot_row
         self.experts = random(E, I, H)
-        self.alpha, self.dmerged = torch.full([E], 1 / E, device=DEVICE), random(I, H)
+        self.alpha = torch.full([E], 1 / E, device=DEVICE)
+        self.dmerged = random(I, H)
 
     def call(self, kernel: str, backend: str):
         """Return a function of no argument that runs one kernel by its op."""
-        K = self.shape.K
-        E = self.shape.E
-        if kernel == "dispatch":
-            return lambda: dispatch(self.idx, E, backend)
-        op, leaf, grad = {
-            "route": (
-                lambda leaf: route(leaf, K, self.gate, backend=backend)[0],
-                self.logits,
-                self.dweight,
-            ),
-            "combine": (
-                lambda leaf: combine(leaf, self.weight, self.slot_row, backend),
-                self.y,
-                self.dout,
-            ),
-            "merge_experts": (
-                lambda leaf: merge_experts(self.experts, leaf, backend=backend),
-                self.alpha,
-                self.dmerged,
-            ),
-        }[KERNELS[kernel]]
+        op = KERNELS[kernel]
+        if op == "dispatch":
+            return lambda: dispatch(self.idx, self.shape.E, backend)
+        leaf, grad = {
+            "route": (self.logits, self.dweight),
+            "combine": (self.y, self.dout),
+            "merge_experts": (self.alpha, self.dmerged),
+        }[op]
+        forwards = {
+            "route": lambda: route(
+                leaf,
+                self.shape.K,
+                self.gate,
+                backend=backend,
+            )[0],
+            "combine": lambda: combine(leaf, self.weight, self.slot_row, backend),
+            "merge_experts": lambda: merge_experts(self.experts, leaf, backend=backend),
+        }
         if kernel in ("route", "combine", "merge"):
-            return lambda: op(leaf)
+            return forwards[op]
         leaf = leaf.detach().requires_grad_()
-        out = op(leaf)
+        out = forwards[op]()
         return lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True)
 
     def way(self, backend: str):
@@ -110,13 +107,24 @@ class Layer:
         product = "triton" if CUDA or backends.interpreted() else "torch"
 
         def call():
-            weight, idx = route(self.logits, self.shape.K, self.gate, backend=backend)
+            weight, idx = route(
+                self.logits,
+                self.shape.K,
+                self.gate,
+                backend=backend,
+            )
             plan = dispatch(idx, self.shape.E, backend)
             rows = grouped_gemm(
-                self.x[plan.row_token], self.experts, plan.expert_offsets, backend=product
+                self.x[plan.row_token],
+                self.experts,
+                plan.expert_offsets,
+                backend=product,
             )
             y = grouped_gemm(
-                rows, self.experts.transpose(1, 2), plan.expert_offsets, backend=product
+                rows,
+                self.experts.transpose(1, 2),
+                plan.expert_offsets,
+                backend=product,
             )
             return combine(y, weight, plan.slot_row, backend)
 
@@ -143,10 +151,21 @@ def bench_cuda_kernel(interleaved, shape, kernel):
         variants = copy_floor(bytes, DEVICE) | {
             f"moe_runtime {name}": layer.call(kernel, name) for name in names
         }
-    interleaved(variants, bytes=bytes, flops=flops, tokens=shape.T, dtype=DTYPE, notes=notes)
+    interleaved(
+        variants,
+        bytes=bytes,
+        flops=flops,
+        tokens=shape.T,
+        dtype=DTYPE,
+        notes=notes,
+    )
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])
+@pytest.mark.parametrize(
+    "counted",
+    [False, True],
+    ids=["plan", "route+plan"],
+)
 def bench_cuda_plan(interleaved, shape, counted):
     """What the grouped products need: rows, offsets and two maps of tiles; with the router before,
     which also counts.
@@ -163,7 +182,14 @@ def bench_cuda_plan(interleaved, shape, counted):
     def triton():
         idx = triton_routing.route_forward(*router)[1] if counted else layer.idx
         plan = triton_dispatch.dispatch_forward(idx, E)
-        return plan, [triton_dispatch.tile_map(plan[0], T * K, block) for block in (64, 128)]
+        return plan, [
+            triton_dispatch.tile_map(
+                plan[0],
+                T * K,
+                block,
+            )
+            for block in (64, 128)
+        ]
 
     def ours():
         if not counted:
@@ -171,7 +197,12 @@ def bench_cuda_plan(interleaved, shape, counted):
         count = cuda_kernels.new_block_count(layer.logits, int(shared))
         idx = cuda_kernels.route_forward(*router, block_count=count)[1]
         return cuda_kernels.route_plan(
-            idx, E, (64, 128), 0, count, cuda_kernels.block_tokens(*layer.logits.shape)
+            idx,
+            E,
+            (64, 128),
+            0,
+            count,
+            cuda_kernels.block_tokens(*layer.logits.shape),
         )
 
     names, notes = usable()
@@ -179,7 +210,13 @@ def bench_cuda_plan(interleaved, shape, counted):
     for name in names:
         if name != "torch":
             variants[f"moe_runtime {name}"] = {"triton": triton, "cuda": ours}[name]
-    interleaved(floor | variants, bytes=16 * T * K, tokens=T, dtype=DTYPE, notes=notes)
+    interleaved(
+        floor | variants,
+        bytes=16 * T * K,
+        tokens=T,
+        dtype=DTYPE,
+        notes=notes,
+    )
 
 
 def bench_cuda_layer(interleaved, shape):
@@ -196,12 +233,13 @@ def bench_cuda_layer(interleaved, shape):
             torch.mm(rows, weight.t(), out=h)
             torch.mm(h, weight, out=y)
 
-        variants = {}
+        variants = {"dense matmuls (floor)": floor}
         for name in names:
             variants[f"moe_runtime {name}"] = layer.way(name)
+        flops = 4 * T * K * H * I
         interleaved(
-            {"dense matmuls (floor)": floor, **variants},
-            flops=4 * T * K * H * I,
+            variants,
+            flops=flops,
             tokens=T,
             dtype=DTYPE,
             notes=notes,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from moe_runtime.bench import machine, shapes
 from moe_runtime.bench.goals import NAIVE
-from moe_runtime.bench.machine import CUDA, DEVICE
+from moe_runtime.bench.machine import CUDA, DEVICE, random
 from moe_runtime.ops.fusion import fused_cross_entropy
 
 KIND = "op"
@@ -22,30 +22,31 @@ SIZES = (shapes.FUSION_GPU, shapes.FUSION_CPU, shapes.FUSION_TINY)
 def step(size):
     """A function of a loss: its gradients in what trains."""
     T, H, S, V = size
-    like = {"device": DEVICE, "dtype": DTYPE}
-    hidden = [torch.randn(T, H, **like) for _ in range(S)]
-    heads = []
-    for _ in range(S):
-        heads.append(torch.randn(V, H, **like) * H**-0.5)
-    gate = torch.randn(T, S, device=DEVICE).softmax(-1)
+    hidden = [random(T, H, dtype=DTYPE) for _ in range(S)]
+    heads = [random(V, H, dtype=DTYPE) * H**-0.5 for _ in range(S)]
+    gate = random(T, S, dtype=torch.float32).softmax(-1).requires_grad_()
     labels = torch.randint(0, V, (T,), device=DEVICE)
 
     def gradients(loss, frozen):
-        for t in (*hidden, *heads):
-            t.requires_grad_(not frozen)
-        gate.requires_grad_()
-        return torch.autograd.grad(
-            loss(hidden, heads, gate, labels), [gate] if frozen else [gate, *hidden, *heads]
-        )
+        leaves = [*hidden, *heads]
+        for leaf in leaves:
+            leaf.requires_grad_(not frozen)
+        if frozen:
+            leaves = []
+        return torch.autograd.grad(loss(hidden, heads, gate, labels), [gate, *leaves])
 
     return gradients
 
 
 def _naive(hidden, heads, gate, labels):
-    logits = sum(
-        gate[:, s : s + 1] * F.linear(h, head).float()
-        for s, (h, head) in enumerate(zip(hidden, heads))
-    )
+    logits = 0
+    for h, head, weight in zip(
+        hidden,
+        heads,
+        gate.split(1, 1),
+        strict=True,
+    ):
+        logits = logits + weight * F.linear(h, head).float()
     return F.cross_entropy(logits, labels)
 
 
@@ -54,15 +55,21 @@ def bench_fused_loss(interleaved, step, size, train):
     """Forward and backward; "gate" is stage 1, whose backward pass has no products in either
     variant.
     """
+    T, H, S, V = size
     passes = 1 if train == "gate" else 3
-    names = machine.runnable("fused_cross_entropy", DTYPE)
-    losses = {}
-    for backend in names:
+    losses = {NAIVE: _naive}
+    for backend in machine.runnable("fused_cross_entropy", DTYPE):
         losses[f"moe_runtime {backend}"] = functools.partial(fused_cross_entropy, backend=backend)
     variants = {}
-    for name, loss in {NAIVE: _naive, **losses}.items():
+    for name, loss in losses.items():
         variants[name] = functools.partial(step, loss, train == "gate")
-    flops = 2 * size.T * size.V * size.S * size.H * passes
+    flops = 2 * T * V * S * H * passes
     # states and heads; no logits
-    bytes = DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes
-    interleaved(variants, flops=flops, bytes=bytes, tokens=size.T, dtype=DTYPE)
+    bytes = DTYPE.itemsize * S * H * (T + V) * passes
+    interleaved(
+        variants,
+        flops=flops,
+        bytes=bytes,
+        tokens=T,
+        dtype=DTYPE,
+    )

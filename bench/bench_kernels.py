@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_cuda import cost, random
+from moe_runtime.bench.bench_cuda import cost
 from moe_runtime.bench.bench_layer import random_experts
 from moe_runtime.bench.clock import copy_floor
-from moe_runtime.bench.machine import DEVICE, fits
+from moe_runtime.bench.machine import DEVICE, fits, random
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
 from moe_runtime.tools import tune
 
@@ -72,21 +72,48 @@ def others(product: str, shape) -> dict:
 
 @pytest.mark.parametrize("product", tune.PRODUCTS)
 def bench_product(interleaved, shape, product):
-    layer = tune.Layer(shape.H, shape.I, shape.E, shape.K, shape.shared)
+    layer = tune.Layer(
+        shape.H,
+        shape.I,
+        shape.E,
+        shape.K,
+        shape.shared,
+    )
     device = torch.empty(0, device=DEVICE).device
-    problem = tune.problem_of(product, layer, shape.T, "bfloat16", device)
+    problem = tune.problem_of(
+        product,
+        layer,
+        shape.T,
+        "bfloat16",
+        device,
+    )
     tile = tiles.lookup(problem, tiles.device_name(device))
     with fits():
-        run = tune.runner(product, layer, shape.T, "bfloat16", device)
+        run = tune.runner(
+            product,
+            layer,
+            shape.T,
+            "bfloat16",
+            device,
+        )
         baselines = others(product, shape)
     (floor, dense), (grouped, other) = baselines.items()
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
     # rows, result and weights once
     bytes = 2 * (R * (N + K) + shape.E * N * K)
     notes = {"moe_runtime": tile.short()}
-    variants = {floor: dense, "moe_runtime": lambda: run(tile), grouped: other}
+    variants = {
+        floor: dense,
+        "moe_runtime": lambda: run(tile),
+        grouped: other,
+    }
     interleaved(
-        variants, flops=2 * R * N * K, bytes=bytes, tokens=shape.T, dtype=DTYPE, notes=notes
+        variants,
+        flops=2 * R * N * K,
+        bytes=bytes,
+        tokens=shape.T,
+        dtype=DTYPE,
+        notes=notes,
     )
 
 
@@ -107,18 +134,48 @@ def move(kernel: str, shape):
         logits = random(T, routed)
         dweight = torch.randn(T, K, device=DEVICE)
         if kernel == "route":
-            return lambda: routing.route_forward(logits, None, K, gate, int(shared))
-        idx = routing.route_forward(logits, None, K, gate, int(shared))[1]
-        return lambda: routing.route_backward(dweight, logits, idx, gate, int(shared))
+            return lambda: routing.route_forward(
+                logits,
+                None,
+                K,
+                gate,
+                int(shared),
+            )
+        idx = routing.route_forward(
+            logits,
+            None,
+            K,
+            gate,
+            int(shared),
+        )[1]
+        return lambda: routing.route_backward(
+            dweight,
+            logits,
+            idx,
+            gate,
+            int(shared),
+        )
     at = Rows(shape)
     if kernel == "dispatch":
         return lambda: dispatch.dispatch_forward(at.idx, E)
     y = random(R, H)
     weight = torch.rand(T, K, device=DEVICE)
     if kernel == "combine":
-        return lambda: combine.combine_forward(y, weight, at.slot_row, at.offsets[E:])
+        return lambda: combine.combine_forward(
+            y,
+            weight,
+            at.slot_row,
+            at.offsets[E:],
+        )
     partial = torch.randn(R, -(-I // 128), device=DEVICE)
-    return lambda: combine.sum_rows(y, at.slot_row, partial, T, K, at.offsets[E:])
+    return lambda: combine.sum_rows(
+        y,
+        at.slot_row,
+        partial,
+        T,
+        K,
+        at.offsets[E:],
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,4 +186,10 @@ def bench_moving(interleaved, shape, kernel):
     with fits():
         variants = {"moe_runtime": move(kernel, shape)}
         variants = copy_floor(bytes, DEVICE) | variants
-    interleaved(variants, bytes=bytes, flops=flops, tokens=shape.T, dtype=DTYPE)
+    interleaved(
+        variants,
+        bytes=bytes,
+        flops=flops,
+        tokens=shape.T,
+        dtype=DTYPE,
+    )

@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moe_runtime.bench import machine, peers, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
@@ -47,13 +48,14 @@ def mixtral_experts(up, down, K: int, implementation: str):
 
 def random_experts(shape) -> torch.Tensor:
     """Return ids [T, K] of random experts, the shared one last."""
-    idx = (
-        torch.rand(shape.T, shape.E - shape.shared, device=DEVICE)
-        .topk(shape.K - shape.shared)
-        .indices
-        + shape.shared
+    shared = int(shape.shared)
+    scores = torch.rand(
+        shape.T,
+        shape.E - shared,
+        device=DEVICE,
     )
-    return torch.cat([idx, idx.new_zeros(shape.T, int(shape.shared))], 1)
+    idx = scores.topk(shape.K - shared).indices + shared
+    return torch.cat([idx, idx.new_zeros(shape.T, shared)], 1)
 
 
 class Layer:
@@ -62,30 +64,28 @@ class Layer:
     def __init__(self, shape, dtype):
         torch.manual_seed(0)
         self.shape = shape
-        where = {"dtype": dtype, "device": DEVICE}
         T, H, I, E, K, _ = shape
-        self.x = torch.randn(T, H, **where, requires_grad=True)
-        self.up = torch.nn.Parameter(torch.randn(E, 2 * I, H, **where) * H**-0.5)
-        self.down = torch.nn.Parameter(torch.randn(E, H, I, **where) * I**-0.5)
+
+        random = functools.partial(machine.random, dtype=dtype)
+        self.x = random(T, H).requires_grad_()
+        self.up = torch.nn.Parameter(random(E, 2 * I, H) * H**-0.5)
+        self.down = torch.nn.Parameter(random(E, H, I) * I**-0.5)
         self.topk_idx = random_experts(shape)
         self.topk_weight = torch.rand(T, K, device=DEVICE).softmax(-1).requires_grad_()
-        self.dout = torch.randn(T, H, **where)
+        self.dout = random(T, H)
         self.flops = 6 * T * K * H * I
         self.buffers = {
-            name: torch.randn(*size, **where)
-            for name, size in {
-                "rows": (T * K, H),
-                "z": (T * K, 2 * I),
-                "h": (T * K, I),
-                "y": (T * K, H),
-                "w1": (2 * I, H),
-                "w2": (H, I),
-                "dz": (T * K, 2 * I),
-                "dh": (T * K, I),
-                "dx": (T * K, H),
-                "dw1": (2 * I, H),
-                "dw2": (H, I),
-            }.items()
+            "rows": random(T * K, H),
+            "z": random(T * K, 2 * I),
+            "h": random(T * K, I),
+            "y": random(T * K, H),
+            "w1": random(2 * I, H),
+            "w2": random(H, I),
+            "dz": random(T * K, 2 * I),
+            "dh": random(T * K, I),
+            "dx": random(T * K, H),
+            "dw1": random(2 * I, H),
+            "dw2": random(H, I),
         }
 
     def floor_forward(self):
@@ -98,7 +98,11 @@ class Layer:
         b = self.buffers
         torch.mm(b["y"], b["w2"], out=b["dh"])
         torch.mm(b["y"].t(), b["h"], out=b["dw2"])
-        torch.mm(b["dz"].t(), b["rows"], out=b["dw1"])
+        torch.mm(
+            b["dz"].t(),
+            b["rows"],
+            out=b["dw1"],
+        )
         torch.mm(b["dz"], b["w1"], out=b["dx"])
 
     def bytes(self, backward: bool = False) -> int:
@@ -107,17 +111,29 @@ class Layer:
         """
         T, H, I, *_ = self.shape
         used = len(self.topk_idx.unique()) * 3 * H * I
-        # backward reads the weights once more and writes their gradients; it reads x, dout and
-        # writes dx
-        return self.x.element_size() * (
-            used * (3 if backward else 1) + T * H * (5 if backward else 2)
-        )
+        elements = used + 2 * T * H
+        if backward:
+            # the weights once more and their gradients; x, dout and dx
+            elements += 2 * used + 3 * T * H
+        return self.x.element_size() * elements
 
     def ours(self, **options):
-        return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, **options)
+        return moe_mlp(
+            self.x,
+            self.up,
+            self.down,
+            self.topk_weight,
+            self.topk_idx,
+            **options,
+        )
 
     def transformers(self, implementation):
-        experts = mixtral_experts(self.up, self.down, self.shape.K, implementation)
+        experts = mixtral_experts(
+            self.up,
+            self.down,
+            self.shape.K,
+            implementation,
+        )
         return lambda: experts(self.x, self.topk_idx, self.topk_weight)
 
     def official(self):
@@ -131,19 +147,23 @@ class Layer:
         block = OfficialBlock(moe)
 
         def call():
-            return block.run_experts(self.x, self.topk_idx, self.topk_weight.to(self.x.dtype))
+            return block.run_experts(
+                self.x,
+                self.topk_idx,
+                self.topk_weight.to(self.x.dtype),
+            )
 
         return call, [self.x, *block.parts(), self.topk_weight], self.dout
 
     def dense(self):
         """A gated FFN over as many rows as all experts have together."""
-        rows = self.buffers["rows"].detach().requires_grad_()
-        w1 = self.buffers["w1"].detach().requires_grad_()
-        w2 = self.buffers["w2"].detach().requires_grad_()
+        rows, w1, w2 = (
+            self.buffers[name].detach().requires_grad_() for name in ("rows", "w1", "w2")
+        )
 
         def call():
-            gate, up = torch.nn.functional.linear(rows, w1).chunk(2, -1)
-            return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2)
+            gate, up = F.linear(rows, w1).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, w2)
 
         return call, [rows, w1, w2], self.buffers["y"]
 
@@ -153,36 +173,30 @@ class Layer:
 
         Why others are missing goes into `notes`.
         """
-        names = ["eager", "grouped_mm", *self.batched(notes)]
-        if reason := machine.missing("transformers"):
-            for name in names:
+        variants = {"moe_runtime": self.ours}
+        reason = machine.missing("transformers")
+        for name in ("eager", "grouped_mm", *self.batched(notes)):
+            if reason:
                 notes[f"transformers {name}"] = reason
-            names = []
-        functions = {}
-        for name in names:
-            functions[f"transformers {name}"] = self.transformers(name)
-        return (
-            {"moe_runtime": self.ours}
-            | functions
-            | {"torch grouped_mm": lambda: peers.grouped_mm(self)}
-        )
+            else:
+                variants[f"transformers {name}"] = self.transformers(name)
+        return variants | {"torch grouped_mm": functools.partial(peers.grouped_mm, self)}
 
     def batched(self, notes) -> list[str]:
         """Return batched_mm where it is worth the wait: it gathers the weights of every slot, once
         more for the gradients.
         """
-        if self.shape.T > BATCHED:
-            return []
         T, H, I, _, K, _ = self.shape
+        if T > BATCHED:
+            return []
         need = 2 * 3 * T * K * H * I * self.x.element_size()
         there = machine.free_memory()
         if need <= there:
             return ["batched_mm"]
-        why = (
+        notes["transformers batched_mm"] = (
             f"gathers {need / 2**30:.1f} GiB of weights and gradients, and {there / 2**30:.1f} are "
             "free"
         )
-        notes["transformers batched_mm"] = why
         return []
 
     def gpu_variants(self, notes):
@@ -211,50 +225,52 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     """Return every variant that runs here, and why others do not."""
     notes: dict = {}
     variants = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
-    # torch's loop on a GPU, as transformers' own
-    names = []
     for name in machine.others("moe_mlp", layer.x.dtype):
+        # torch's loop on a GPU, as transformers' own
         if not CUDA or name != "torch" or layer.shape.T <= EAGER:
-            names.append(name)
-    for name in names:
-        variants[f"moe_runtime {name}"] = functools.partial(layer.ours, backend=name)
-    return variants | ({"official": layer.official()} if layer.shape.shared else {}), notes
+            variants[f"moe_runtime {name}"] = functools.partial(layer.ours, backend=name)
+    if layer.shape.shared:
+        variants["official"] = layer.official()
+    return variants, notes
 
 
-def measure(
-    interleaved, layer: Layer, variants: dict, notes: dict, floor: dict, backward: bool = False
-) -> None:
-    """Measure the variants behind a floor that may be none, forward without gradients or both
-    passes.
-    """
-    work = {
-        "flops": layer.flops * (3 if backward else 1),
-        "bytes": layer.bytes(backward),
-        "tokens": layer.shape.T,
-    }
-    make, compare = (layer.both, None) if backward else (layer.forward, "moe_runtime")
-    functions = floor | {name: make(variant) for name, variant in variants.items()}
+def measure(interleaved, layer: Layer, variants: dict, notes: dict, floor=None, backward=False):
+    """Measure the variants behind a floor, if any, forward without gradients or both passes."""
+    functions = {}
+    if floor is not None:
+        functions["dense matmul (floor)"] = floor
+    for name, variant in variants.items():
+        functions[name] = layer.both(variant) if backward else layer.forward(variant)
     with torch.set_grad_enabled(backward):
-        interleaved(functions, **work, dtype=layer.x.dtype, notes=notes, compare=compare)
+        interleaved(
+            functions,
+            flops=layer.flops * (3 if backward else 1),
+            bytes=layer.bytes(backward),
+            tokens=layer.shape.T,
+            dtype=layer.x.dtype,
+            notes=notes,
+            compare=None if backward else "moe_runtime",
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    floor = {"dense matmul (floor)": layer.floor_forward}
-    measure(interleaved, layer, *variants_of(layer, request.config.getoption("--tiny")), floor)
+    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
+    measure(interleaved, layer, variants, notes, layer.floor_forward)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward_backward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    floor = {"dense matmul (floor)": layer.floor_both}
+    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
     measure(
         interleaved,
         layer,
-        *variants_of(layer, request.config.getoption("--tiny")),
-        floor,
+        variants,
+        notes,
+        layer.floor_both,
         backward=True,
     )

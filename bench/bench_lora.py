@@ -6,10 +6,13 @@ made whole` adds the pairs to a copy of the base for each expert and runs the op
 The floor is the base's MLP alone, once per token.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_runtime.bench import machine
 from moe_runtime.bench.bench_layer import DTYPES, random_experts
 from moe_runtime.bench.machine import DEVICE, fits
 from moe_runtime.ops.lora import LoRA, lora_mlp
@@ -27,26 +30,36 @@ class Layer:
 
     def __init__(self, shape, dtype):
         torch.manual_seed(0)
-        where = {"dtype": dtype, "device": DEVICE}
         T, H, I, E, K, _ = shape
+
+        random = functools.partial(machine.random, dtype=dtype)
         self.E = E
         self.scaling = 2.0
-        self.x = torch.randn(T, H, **where, requires_grad=True)
-        self.base = [
-            torch.randn(*size, **where) * size[1] ** -0.5 for size in ((I, H), (I, H), (H, I))
-        ]
+        self.x = random(T, H).requires_grad_()
+        self.base = []
         self.pairs = {}
-        for name, (size, out) in zip(NAMES, ((H, I), (H, I), (I, H))):
-            a = torch.randn(E, RANK, size, **where) * size**-0.5
-            b = torch.randn(E, RANK, out, **where) * 0.1
+        for name, (out, into) in zip(
+            NAMES,
+            ((I, H), (I, H), (H, I)),
+            strict=True,
+        ):
+            self.base.append(random(out, into) * into**-0.5)
+            a = random(E, RANK, into) * into**-0.5
+            b = random(E, RANK, out) * 0.1
             self.pairs[name] = LoRA(a.requires_grad_(), b.requires_grad_())
+        self.halves = [half for pair in self.pairs.values() for half in pair]
         self.topk_idx = random_experts(shape)
         self.topk_weight = torch.rand(T, K, device=DEVICE).softmax(-1).requires_grad_()
-        self.dout = torch.randn(T, H, **where)
+        self.dout = random(T, H)
 
     def ours(self):
         return lora_mlp(
-            self.x, *self.base, self.topk_weight, self.topk_idx, **self.pairs, scaling=self.scaling
+            self.x,
+            *self.base,
+            self.topk_weight,
+            self.topk_idx,
+            **self.pairs,
+            scaling=self.scaling,
         )
 
     def per_slot(self):
@@ -65,64 +78,76 @@ class Layer:
 
     def whole(self):
         """The experts' op on weights that are made whole first."""
-        gate, up, down = (
-            torch.baddbmm(
-                weight.expand(self.E, -1, -1), pair.b.transpose(1, 2), pair.a, alpha=self.scaling
+        whole = []
+        for weight, (a, b) in zip(
+            self.base,
+            self.pairs.values(),
+            strict=True,
+        ):
+            base = weight.expand(self.E, -1, -1)
+            whole.append(
+                torch.baddbmm(
+                    base,
+                    b.transpose(1, 2),
+                    a,
+                    alpha=self.scaling,
+                )
             )
-            for weight, pair in zip(self.base, self.pairs.values())
+        gate, up, down = whole
+        return moe_mlp(
+            self.x,
+            torch.cat([gate, up], 1),
+            down,
+            self.topk_weight,
+            self.topk_idx,
         )
-        return moe_mlp(self.x, torch.cat([gate, up], 1), down, self.topk_weight, self.topk_idx)
 
     def bytes(self, backward: bool) -> int:
         """Return what is read and written at least: base and pairs, x and out; with their
         gradients, the base has none.
         """
-        pairs = sum(half.numel() for pair in self.pairs.values() for half in pair)
+        pairs = sum(half.numel() for half in self.halves)
         base = sum(weight.numel() for weight in self.base)
         elements = base + pairs + 2 * self.x.numel()
-        return self.x.element_size() * (
-            elements + (base + 2 * pairs + 3 * self.x.numel() if backward else 0)
-        )
+        if backward:
+            elements += base + 2 * pairs + 3 * self.x.numel()
+        return self.x.element_size() * elements
 
     def dense(self):
         gate, up, down = self.base
         return F.linear(F.silu(F.linear(self.x, gate)) * F.linear(self.x, up), down)
 
-    def leaves(self, floor: bool) -> list[torch.Tensor]:
-        if floor:
-            return [self.x]
-        return [self.x, self.topk_weight, *(half for pair in self.pairs.values() for half in pair)]
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize(
+    "backward",
+    [False, True],
+    ids=["forward", "both"],
+)
 def bench_lora_experts(interleaved, shape, backward, dtype):
     with fits():
         layer = Layer(shape, dtype)
-    functions = {
-        "base once (floor)": layer.dense,
-        "moe_runtime": layer.ours,
-        "LoRA per slot": layer.per_slot,
-        "weights made whole": layer.whole,
-    }
+    learned = [layer.x, layer.topk_weight, *layer.halves]
 
-    def step(function):
-        if not backward:
-            with torch.no_grad():
-                return function()
-        return torch.autograd.grad(function(), layer.leaves(function == layer.dense), layer.dout)
+    def step_of(function, leaves=learned):
+        def step():
+            with torch.set_grad_enabled(backward):
+                out = function()
+            return torch.autograd.grad(out, leaves, layer.dout) if backward else out
+
+        return step
 
     variants = {
-        name: lambda function=function: step(function) for name, function in functions.items()
+        "base once (floor)": step_of(layer.dense, [layer.x]),
+        "moe_runtime": step_of(layer.ours),
+        "LoRA per slot": step_of(layer.per_slot),
+        "weights made whole": step_of(layer.whole),
     }
-    # the floor's: the pairs' are not in
-    flops = 6 * shape.T * shape.H * shape.I * (2 if backward else 1)
-    compare = None if backward else "moe_runtime"
     interleaved(
         variants,
-        flops=flops,
+        flops=6 * shape.T * shape.H * shape.I * (2 if backward else 1),  # the floor's: no pairs
         bytes=layer.bytes(backward),
         tokens=shape.T,
         dtype=dtype,
-        compare=compare,
+        compare=None if backward else "moe_runtime",
     )

@@ -46,12 +46,10 @@ def formula(layer: Layer) -> int:
 
 def count(layer: Layer, variant) -> int:
     """Return what a variant saves; one with leaves of its own has its weights among them."""
-    leaves = [layer.up, layer.down]
+    weights = {layer.up, layer.down}
     if isinstance(variant, tuple):
-        for leaf in variant[1]:
-            if leaf is not layer.x and leaf is not layer.topk_weight:
-                leaves.append(leaf)
-    return saved_bytes(layer.forward(variant), leaves)
+        weights.update(variant[1])
+    return saved_bytes(layer.forward(variant), weights - {layer.x, layer.topk_weight})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,15 +57,21 @@ def bench_saved_memory(interleaved, shape, dtype, request):
     """The forward pass of a training step."""
     layer, variants, notes = experts(shape, dtype, request)
     details = {}
-    for name in list(variants):
-        try:
-            details[name] = {"saved KiB/token": count(layer, variants[name]) / shape.T / 1024}
-        except Exception as error:
-            notes[name] = f"{type(error).__name__}: {error}"
-            del variants[name]
-        if name.startswith("moe_runtime") and name in variants:
-            details[name]["formula KiB/token"] = formula(layer) / 1024
     functions = {}
     for name, variant in variants.items():
+        try:
+            row = {"saved KiB/token": count(layer, variant) / shape.T / 1024}
+        except Exception as error:
+            notes[name] = f"{type(error).__name__}: {error}"
+            continue
+        if name.startswith("moe_runtime"):
+            row["formula KiB/token"] = formula(layer) / 1024
+        details[name] = row
         functions[name] = layer.forward(variant)
-    interleaved(functions, tokens=shape.T, dtype=dtype, notes=notes, details=details)
+    interleaved(
+        functions,
+        tokens=shape.T,
+        dtype=dtype,
+        notes=notes,
+        details=details,
+    )

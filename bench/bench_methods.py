@@ -51,24 +51,20 @@ def move(read: list[Path], written: Path, to: Path):
     the bytes of both.
     """
 
-    def files(folder: Path) -> list[Path]:
-        files = []
-        for path in folder.rglob("*"):
-            if path.is_file():
-                files.append(path)
-        return files
+    def files(folders: list[Path]) -> list[Path]:
+        return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
 
     buffer = memoryview(bytearray(PIECE))
 
     def call():
-        for path in (path for folder in read for path in files(folder)):
+        for path in files(read):
             with path.open("rb", buffering=0) as file:
                 while file.readinto(buffer):
                     pass
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(written, to)
 
-    return call, sum(path.stat().st_size for folder in (*read, written) for path in files(folder))
+    return call, sum(path.stat().st_size for path in files([*read, written]))
 
 
 def compare_folders(interleaved, read: list[Path], out: Path, ways: dict) -> None:
@@ -77,7 +73,11 @@ def compare_folders(interleaved, read: list[Path], out: Path, ways: dict) -> Non
     """
     next(iter(ways.values()))()
     floor, bytes = move(read, out, out.with_name("copy"))
-    interleaved({"copy (floor)": floor, **ways}, bytes=bytes, dtype=torch.bfloat16)
+    interleaved(
+        {"copy (floor)": floor, **ways},
+        bytes=bytes,
+        dtype=torch.bfloat16,
+    )
 
 
 def bench_xft_upcycle_folder(interleaved, size, folder):
@@ -115,7 +115,12 @@ def bench_xft_merge_folder(interleaved, size, folder):
     moe = folder / "moe"
     out = folder / "merged"
     dense_model(size, torch.bfloat16).save_pretrained(dense)
-    xft_folders.upcycle_folder(dense, moe, num_experts=size.E, top_k=size.K)
+    xft_folders.upcycle_folder(
+        dense,
+        moe,
+        num_experts=size.E,
+        top_k=size.K,
+    )
 
     def in_memory():
         model = xft.merge(AutoModelForCausalLM.from_pretrained(moe, dtype="auto"))
@@ -141,9 +146,20 @@ def bench_upit_expand_folder(interleaved, size, folder):
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
         model.save_pretrained(expert)
     ways = {
-        "moe_runtime": lambda: expand_experts(experts, 3, folder / "out", base=base, overwrite=True)
+        "moe_runtime": lambda: expand_experts(
+            experts,
+            3,
+            folder / "out",
+            base=base,
+            overwrite=True,
+        )
     }
-    compare_folders(interleaved, [base, *experts], folder / "out", ways)
+    compare_folders(
+        interleaved,
+        [base, *experts],
+        folder / "out",
+        ways,
+    )
 
 
 def bench_esft_scores(interleaved, shape):
@@ -160,7 +176,11 @@ def bench_esft_scores(interleaved, shape):
 
     variants = {
         "forward pass (floor)": forward,
-        "moe_runtime": lambda: esft.score_experts(model, [ids], ids.numel()),
+        "moe_runtime": lambda: esft.score_experts(
+            model,
+            [ids],
+            ids.numel(),
+        ),
     }
     interleaved(variants, tokens=ids.numel(), dtype=DTYPE)
 
@@ -173,7 +193,12 @@ def bench_upit_vectors(interleaved, size):
         plain = dense_model(size).train()
         routed = copy.deepcopy(plain)
         RoutingVectors(routed, drawn(size.L, size.H, 0.02, 0))
-    ids = torch.randint(0, size.V, (-(-size.T // 1024), min(size.T, 1024)), device=DEVICE)
+    ids = torch.randint(
+        0,
+        size.V,
+        (-(-size.T // 1024), min(size.T, 1024)),
+        device=DEVICE,
+    )
 
     variants = {
         "without vectors (floor)": lambda: train(plain, ids),
@@ -188,20 +213,24 @@ def bench_ultrafuser_generate(interleaved, size):
 
     with fits():
         fuser = UltraFuser([dense_model(size) for _ in range(3)]).eval()
-    ids = []
-    for _ in fuser.specialists:
-        ids.append(torch.randint(3, size.V, (ROWS, PROMPT), device=DEVICE))
-    mask = torch.ones_like(ids[0])
+    ids = [
+        torch.randint(
+            3,
+            size.V,
+            (ROWS, PROMPT),
+            device=DEVICE,
+        )
+        for _ in range(3)
+    ]
+    masks = [torch.ones_like(one) for one in ids]
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
     def each():
-        for model, own in zip(fuser.specialists, ids):
-            model.generate(input_ids=own, attention_mask=mask, **settings)
+        for model, one, mask in zip(fuser.specialists, ids, masks, strict=True):
+            model.generate(input_ids=one, attention_mask=mask, **settings)
 
-    variants = {
-        "three specialists (floor)": each,
-        "moe_runtime": lambda: fuser.generate(
-            prompt_ids=ids, prompt_mask=[mask] * len(ids), **settings
-        ),
-    }
+    def fused():
+        fuser.generate(prompt_ids=ids, prompt_mask=masks, **settings)
+
+    variants = {"three specialists (floor)": each, "moe_runtime": fused}
     interleaved(variants, tokens=ROWS * NEW, dtype=DTYPE)

@@ -5,13 +5,15 @@ The official form keeps float32 stacks and merges them in every forward pass: so
 three linears.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import shapes
 from moe_runtime.bench.bench_step import llama, train
-from moe_runtime.bench.machine import CUDA, DEVICE, fits
+from moe_runtime.bench.machine import CUDA, DEVICE, fits, random
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts
@@ -35,21 +37,31 @@ def bench_mixing_step(interleaved, size):
         )
     from moe_runtime.methods import xft
 
-    ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
+    ids = torch.randint(
+        0,
+        size.V,
+        (size.rows, size.length),
+        device=DEVICE,
+    )
     variants = {}
     for name in ("dense SFT step (floor)", "moe_runtime"):
         torch.manual_seed(0)
         model = llama(size, torch.float32, tie_word_embeddings=True)
         if name == "moe_runtime":
-            xft.upcycle(model, num_experts=size.E, top_k=size.K)
+            xft.upcycle(
+                model,
+                num_experts=size.E,
+                top_k=size.K,
+            )
             xft.to_mergeable(model)
-        variants[name] = _step_of(model.train(), ids)
-    interleaved(variants, tokens=ids.numel(), dtype=torch.float32)
-
-
-def _step_of(model, ids: torch.Tensor):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    return lambda: train(model, ids, optimizer)
+        learned = [p for p in model.train().parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(learned, lr=1e-4)
+        variants[name] = functools.partial(train, model, ids, optimizer)
+    interleaved(
+        variants,
+        tokens=ids.numel(),
+        dtype=torch.float32,
+    )
 
 
 class Official(torch.nn.Module):
@@ -60,11 +72,11 @@ class Official(torch.nn.Module):
     def __init__(self, layer: MergedMLP):
         super().__init__()
         weights = dict(layer.experts.named_parameters())
-        gate, up = weights["gate_up_proj"].detach().float().chunk(2, 1)
-        self.stacks = [
-            w.flatten(1).contiguous() for w in (gate, up, weights["down_proj"].detach().float())
-        ]
-        self.shapes = [gate.shape[1:], up.shape[1:], weights["down_proj"].shape[1:]]
+        self.stacks = []
+        self.shapes = []
+        for stack in (*weights["gate_up_proj"].chunk(2, 1), weights["down_proj"]):
+            self.stacks.append(stack.detach().float().flatten(1).contiguous())
+            self.shapes.append(stack.shape[1:])
         self.mixing_logits = torch.nn.Parameter(layer.mixing_logits.detach().clone())
         self.shared_rate = layer.shared_rate
 
@@ -88,39 +100,41 @@ def bench_mixing_layer(interleaved, shape):
     with fits():
         ours = MergedMLP(config, dtype=torch.bfloat16, device=DEVICE)
         official = Official(ours)
-        x = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE)
-        dout = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE)
-        x.requires_grad_()
-        w = {}
-        for name, p in ours.experts.named_parameters():
-            w[name] = merge_experts(p, ours.alpha().detach())
-        gate_up = torch.nn.Parameter(w["gate_up_proj"])
-        down = torch.nn.Parameter(w["down_proj"])
+        x = random(T, H).requires_grad_()
+        dout = random(T, H)
+        alpha = ours.alpha().detach()
+        gate_up = torch.nn.Parameter(merge_experts(ours.experts.gate_up_proj, alpha))
+        down = torch.nn.Parameter(merge_experts(ours.experts.down_proj, alpha))
 
     def dense():
         gate, up = F.linear(x, gate_up).chunk(2, -1)
-        return torch.autograd.grad(F.linear(F.silu(gate) * up, down), [x, gate_up, down], dout)[0]
+        return torch.autograd.grad(
+            F.linear(F.silu(gate) * up, down),
+            [x, gate_up, down],
+            dout,
+        )[0]
 
     def step_of(layer):
         def step():
-            dx, dlogits = torch.autograd.grad(layer(x), [x, layer.mixing_logits], dout)
+            dx, dlogits = torch.autograd.grad(
+                layer(x),
+                [x, layer.mixing_logits],
+                dout,
+            )
             with torch.no_grad():
                 layer.mixing_logits.sub_(1e-3 * dlogits.sign())
             return dx
 
         return step
 
-    variants = {
-        "dense layer (floor)": dense,
-        "moe_runtime": step_of(ours),
-        "official": step_of(official),
-    }
-    # the experts for the merge and for alpha's gradient
-    bytes = 2 * (2 * 3 * E * H * I + 5 * T * H)
     interleaved(
-        variants,
+        {
+            "dense layer (floor)": dense,
+            "moe_runtime": step_of(ours),
+            "official": step_of(official),
+        },
         flops=18 * T * H * I,
-        bytes=bytes,
+        bytes=2 * (2 * 3 * E * H * I + 5 * T * H),  # experts for the merge and alpha's gradient
         tokens=T,
         dtype=torch.bfloat16,
         compare="official",

@@ -62,13 +62,28 @@ def draw(model: nn.Module) -> nn.Module:
     for module in experts_of(model).values():
         for name in stack_names(module)[:2]:
             E, P, Q = shape = getattr(module, name).shape
-            data = torch.randint(256, (E, P, Q // 2), dtype=torch.uint8, device=DEVICE)
+            data = torch.randint(
+                256,
+                (E, P, Q // 2),
+                dtype=torch.uint8,
+                device=DEVICE,
+            )
             scales = nest(torch.rand(E * P * Q // 64, device=DEVICE) * Q**-0.5)
-            packed.put(module, name, Packed(data, scales, "nf4"), shape, torch.bfloat16)
+            packed.put(
+                module,
+                name,
+                Packed(data, scales, "nf4"),
+                shape,
+                torch.bfloat16,
+            )
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
-                new = torch.ones(old.shape, dtype=old.dtype, device=DEVICE)
+                new = torch.ones(
+                    old.shape,
+                    dtype=old.dtype,
+                    device=DEVICE,
+                )
                 module._parameters[name] = nn.Parameter(
                     new.normal_(std=0.02) if old.dim() > 1 else new
                 )
@@ -98,10 +113,7 @@ def adapted(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    learned = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            learned.append(parameter)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "8bit":
         return pytest.importorskip("bitsandbytes").optim.AdamW8bit(learned, lr=1e-5)
     if name == "adafactor":
@@ -120,7 +132,11 @@ def estimate(size, setting: str):
     with torch.device("meta"):
         model = adapted(blank(size), where, dtype)
     how = {"optimizer": optimizer, "packed": "nf4", "checkpointing": True, "bf16": True}
-    return memory.estimate(model, lambda: memory.causal_batch(size.rows, size.length), **how)
+    return memory.estimate(
+        model,
+        lambda: memory.causal_batch(size.rows, size.length),
+        **how,
+    )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -132,7 +148,11 @@ def bench_qlora(interleaved, size, setting):
         model = adapted(draw(blank(size)), where, dtype)
     memory.checkpoint(model)
     optimizer = optimizer_of(model, name)
-    ids = torch.randint(size.V, (size.rows, size.length), device=DEVICE)
+    ids = torch.randint(
+        size.V,
+        (size.rows, size.length),
+        device=DEVICE,
+    )
 
     def step():
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -151,5 +171,9 @@ def bench_qlora(interleaved, size, setting):
     }
     held = functools.partial(clock.held_bytes, model, optimizer)
     interleaved(
-        {"moe_runtime": step}, tokens=size.T, dtype=torch.bfloat16, details=details, held=held
+        {"moe_runtime": step},
+        tokens=size.T,
+        dtype=torch.bfloat16,
+        details=details,
+        held=held,
     )

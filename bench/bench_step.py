@@ -8,7 +8,6 @@ has its router.
 
 import contextlib
 import functools
-import os
 
 import pytest
 import torch
@@ -124,17 +123,10 @@ def with_each(model, run) -> dict:
 @contextlib.contextmanager
 def asked(backend: str | None):
     """Let MOE_RUNTIME_BACKEND ask for a backend; None asks for nothing."""
-    before = os.environ.get("MOE_RUNTIME_BACKEND")
-    if backend is not None:
-        os.environ["MOE_RUNTIME_BACKEND"] = backend
-    try:
-        yield
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
-            if before is None:
-                os.environ.pop("MOE_RUNTIME_BACKEND")
-            else:
-                (os.environ.update(MOE_RUNTIME_BACKEND=before))
+            patch.setenv("MOE_RUNTIME_BACKEND", backend)
+        yield
 
 
 def flops_of(model, tokens: int, head: bool) -> int:
@@ -151,7 +143,12 @@ def flops_of(model, tokens: int, head: bool) -> int:
 
 def token_ids(shape) -> torch.Tensor:
     length = min(shape.T, SEQUENCE)
-    return torch.randint(0, VOCAB, (shape.T // length, length), device=DEVICE)
+    return torch.randint(
+        0,
+        VOCAB,
+        (shape.T // length, length),
+        device=DEVICE,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,15 +157,30 @@ def bench_decoder_layer(interleaved, shape, dtype):
     with fits():
         model = stock(shape, dtype, 1).model
         ids = token_ids(shape)
-        x = torch.randn(*ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True)
+        x = torch.randn(
+            *ids.shape,
+            shape.H,
+            device=DEVICE,
+            dtype=dtype,
+            requires_grad=True,
+        )
         dout = torch.randn_like(x)
     leaves = [x, *model.layers.parameters()]
 
     def run():
-        return torch.autograd.grad(model(inputs_embeds=x).last_hidden_state, leaves, dout)
+        return torch.autograd.grad(
+            model(inputs_embeds=x).last_hidden_state,
+            leaves,
+            dout,
+        )
 
     flops = flops_of(model, ids.numel(), head=False)
-    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype)
+    interleaved(
+        with_each(model, run),
+        flops=flops,
+        tokens=ids.numel(),
+        dtype=dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,10 +188,20 @@ def bench_training_step(interleaved, shape, dtype):
     """Loss, backward and AdamW of a model of four layers."""
     with fits():
         model = stock(shape, dtype, LAYERS)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=CUDA)
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=1e-6,
+            fused=CUDA,
+        )
         ids = token_ids(shape)
 
     flops = flops_of(model, ids.numel(), head=True)
     held = functools.partial(clock.held_bytes, model, optimizer)
     run = functools.partial(train, model, ids, optimizer)
-    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype, held=held)
+    interleaved(
+        with_each(model, run),
+        flops=flops,
+        tokens=ids.numel(),
+        dtype=dtype,
+        held=held,
+    )

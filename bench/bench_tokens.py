@@ -32,4 +32,4 @@ def experts(shape, dtype, request) -> tuple[Layer, dict, dict]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_tokens(interleaved, shape, dtype, request):
-    measure(interleaved, *experts(shape, dtype, request), {})
+    measure(interleaved, *experts(shape, dtype, request))

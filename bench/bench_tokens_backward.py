@@ -17,4 +17,8 @@ GPU_SHAPES = shapes.sweep(SWEPT, tuple(T for T in shapes.SWEEP_GPU if T >= 256))
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_tokens_backward(interleaved, shape, dtype, request):
-    measure(interleaved, *experts(shape, dtype, request), {}, backward=True)
+    measure(
+        interleaved,
+        *experts(shape, dtype, request),
+        backward=True,
+    )

@@ -23,10 +23,23 @@ class Partly(Layer):
         super().__init__(shape, DTYPE)
         self.buffers.clear()
         chosen = torch.tensor(experts, device=DEVICE)
-        self.mask = torch.zeros(shape.E, dtype=torch.bool, device=DEVICE)
+        self.mask = torch.zeros(
+            shape.E,
+            dtype=torch.bool,
+            device=DEVICE,
+        )
         self.mask[chosen] = True
-        self.place = torch.full((shape.E,), -1, dtype=torch.int32, device=DEVICE)
-        self.place[chosen] = torch.arange(len(experts), dtype=torch.int32, device=DEVICE)
+        self.place = torch.full(
+            (shape.E,),
+            -1,
+            dtype=torch.int32,
+            device=DEVICE,
+        )
+        self.place[chosen] = torch.arange(
+            len(experts),
+            dtype=torch.int32,
+            device=DEVICE,
+        )
         self.stacks, self.frozen = [self.up, self.down], [self.up.detach(), self.down.detach()]
         self.apart = [torch.nn.Parameter(weight[chosen]) for weight in self.frozen]
 
@@ -43,17 +56,32 @@ class Partly(Layer):
         }
 
     def forward_of(self, weights, options):
-        return moe_mlp(self.x, *weights, self.topk_weight, self.topk_idx, **options)
+        return moe_mlp(
+            self.x,
+            *weights,
+            self.topk_weight,
+            self.topk_idx,
+            **options,
+        )
 
     def both_of(self, weights, inputs, options):
         out = self.forward_of(weights, options)
-        return torch.autograd.grad(out, [self.x, *inputs, self.topk_weight], self.dout)
+        return torch.autograd.grad(
+            out,
+            [self.x, *inputs, self.topk_weight],
+            self.dout,
+        )
 
     def backward_of(self, weights, inputs, options):
         """Return a function that is the backward pass of one forward pass, again and again."""
         out = self.forward_of(weights, options)
         inputs = [self.x, *inputs, self.topk_weight]
-        return lambda: torch.autograd.grad(out, inputs, self.dout, retain_graph=True)
+        return lambda: torch.autograd.grad(
+            out,
+            inputs,
+            self.dout,
+            retain_graph=True,
+        )
 
     def step_of(self, weights, inputs, options):
         """Return a function that is a training step: forward, backward, AdamW."""
@@ -62,7 +90,11 @@ class Partly(Layer):
         def step():
             out = self.forward_of(weights, options)
             try:
-                torch.autograd.backward(out, self.dout, inputs=[self.x, *inputs])
+                torch.autograd.backward(
+                    out,
+                    self.dout,
+                    inputs=[self.x, *inputs],
+                )
                 optimizer.step()
             finally:  # what a failed variant leaves in memory would add to the other's
                 self.x.grad = None
@@ -75,7 +107,11 @@ def _measure(interleaved, shape, experts, names, make) -> None:
     with fits():
         layer = Partly(shape, experts)
     ways = layer.ways()
-    interleaved({name: make(layer, *ways[name]) for name in names}, tokens=shape.T, dtype=DTYPE)
+    interleaved(
+        {name: make(layer, *ways[name]) for name in names},
+        tokens=shape.T,
+        dtype=DTYPE,
+    )
 
 
 def _both(layer: Partly, *way):
@@ -87,18 +123,42 @@ TWO = ("all experts (floor)", "moe_runtime, apart")
 
 
 def bench_partly_trained(interleaved, shape):
-    _measure(interleaved, shape, range(0, shape.E, FIFTH), THREE, _both)
+    _measure(
+        interleaved,
+        shape,
+        range(0, shape.E, FIFTH),
+        THREE,
+        _both,
+    )
 
 
 def bench_partly_trained_backward(interleaved, shape):
-    _measure(interleaved, shape, range(0, shape.E, FIFTH), THREE, Partly.backward_of)
+    _measure(
+        interleaved,
+        shape,
+        range(0, shape.E, FIFTH),
+        THREE,
+        Partly.backward_of,
+    )
 
 
 def bench_partly_trained_step(interleaved, shape):
-    _measure(interleaved, shape, range(0, shape.E, FIFTH), TWO, Partly.step_of)
+    _measure(
+        interleaved,
+        shape,
+        range(0, shape.E, FIFTH),
+        TWO,
+        Partly.step_of,
+    )
 
 
 def bench_selected_experts(interleaved, shape):
     """As many as the released selections have of 64: 3.2 to 5.9 a layer."""
     count = max(1, shape.E * 6 // 64)
-    _measure(interleaved, shape, range(shape.E - count, shape.E), (*TWO, "no expert"), _both)
+    _measure(
+        interleaved,
+        shape,
+        range(shape.E - count, shape.E),
+        (*TWO, "no expert"),
+        _both,
+    )

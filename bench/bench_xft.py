@@ -31,7 +31,10 @@ class TransformersBlock(nn.Module):
         super().__init__()
         self.gate = moe.gate
         self.experts = mixtral_experts(
-            moe.experts.gate_up_proj, moe.experts.down_proj, moe.config.top_k, implementation
+            moe.experts.gate_up_proj,
+            moe.experts.down_proj,
+            moe.config.top_k,
+            implementation,
         )
 
     def forward(self, hidden_states):
@@ -51,8 +54,17 @@ class Tuned:
         self.model = llama(
             size, dtype, max_position_embeddings=16384, rope_parameters=rope, use_cache=False
         ).train()
-        xft.upcycle(self.model, num_experts=size.E, top_k=size.K)
-        self.ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
+        xft.upcycle(
+            self.model,
+            num_experts=size.E,
+            top_k=size.K,
+        )
+        self.ids = torch.randint(
+            0,
+            size.V,
+            (size.rows, size.length),
+            device=DEVICE,
+        )
         moes = []
         for layer in self.model.model.layers:
             moes.append(layer.mlp)
@@ -73,27 +85,40 @@ class Tuned:
         adamw = functools.partial(torch.optim.AdamW, lr=1e-6, fused=True)
         stacked = adamw(self.model.parameters())
         for parameter in self.model.parameters():
-            moments = {}
-            for name in ("exp_avg", "exp_avg_sq"):
-                moments[name] = torch.zeros_like(parameter)
-            stacked.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | moments
-        experts = set()
-        for moe in self.blocks["moe_runtime"]:
-            experts.update(moe.experts.parameters())
-        parts = []
-        for block in self.blocks["official"]:
-            parts.extend(block.parts())
-        apart = adamw([p for p in self.model.parameters() if p not in experts] + parts)
-        for moe, block in zip(self.blocks["moe_runtime"], self.blocks["official"]):
+            stacked.state[parameter] = {
+                "step": torch.zeros((), device=DEVICE),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        official = self.blocks["official"]
+        moes = self.blocks["moe_runtime"]
+        experts = {parameter for moe in moes for parameter in moe.experts.parameters()}
+        others = [p for p in self.model.parameters() if p not in experts]
+        separate = adamw(others + [part for block in official for part in block.parts()])
+        for moe, block in zip(moes, official, strict=True):
             up = stacked.state[moe.experts.gate_up_proj]
             down = stacked.state[moe.experts.down_proj]
-            share(apart, block.weight_gate, up, lambda t: t.chunk(2, 1)[0])
-            share(apart, block.weight_up, up, lambda t: t.chunk(2, 1)[1])
-            share(apart, block.weight_down, down, lambda t: t)
-        apart.state.update(
-            {p: stacked.state[p] for p in self.model.parameters() if p not in experts}
-        )
-        return dict.fromkeys(self.blocks, stacked) | {"official": apart}
+            share(
+                separate,
+                block.weight_gate,
+                up,
+                lambda t: t.chunk(2, 1)[0],
+            )
+            share(
+                separate,
+                block.weight_up,
+                up,
+                lambda t: t.chunk(2, 1)[1],
+            )
+            share(
+                separate,
+                block.weight_down,
+                down,
+                lambda t: t,
+            )
+        for parameter in others:
+            separate.state[parameter] = stacked.state[parameter]
+        return dict.fromkeys(self.blocks, stacked) | {"official": separate}
 
     def step_of(self, name: str):
         """Return a function that is a training step of the model with that variant's layers."""
@@ -111,10 +136,11 @@ class Tuned:
 def share(optimizer, parameters, state, part) -> None:
     """Give each expert's parameter the optimizer's state of its rows of a stack."""
     for e, parameter in enumerate(parameters):
-        views = {}
-        for name in ("exp_avg", "exp_avg_sq"):
-            views[name] = part(state[name])[e]
-        optimizer.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | views
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=DEVICE),
+            "exp_avg": part(state["exp_avg"])[e],
+            "exp_avg_sq": part(state["exp_avg_sq"])[e],
+        }
 
 
 def flops_of(size) -> int:
@@ -135,5 +161,15 @@ def bench_xft_step(interleaved, size, dtype):
         variants = {}
         for name in tuned.blocks:
             variants[name] = tuned.step_of(name)
-        held = functools.partial(clock.held_bytes, tuned.model, tuned.optimizers["moe_runtime"])
-        interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype, held=held)
+        held = functools.partial(
+            clock.held_bytes,
+            tuned.model,
+            tuned.optimizers["moe_runtime"],
+        )
+        interleaved(
+            variants,
+            flops=flops_of(size),
+            tokens=size.T,
+            dtype=dtype,
+            held=held,
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.bench.machine import CUDA
+from moe_runtime.bench.machine import CUDA, random
 from moe_runtime.native.library import cpp
 
 ROUNDS = 5
@@ -32,7 +32,10 @@ def _measured(dtype: torch.dtype, tiny: bool) -> dict[str, float]:
     if CUDA:
         return _of_gpu(dtype)
     products = max(_product(*size, dtype) for size in (TINY if tiny else PRODUCTS))
-    return {"TFLOP/s": max(products, _peak(dtype, tiny)), "GB/s": _copy(tiny)}
+    return {
+        "TFLOP/s": max(products, _peak(dtype, tiny)),
+        "GB/s": _copy(tiny),
+    }
 
 
 def _peak(dtype: torch.dtype, tiny: bool) -> float:
@@ -42,14 +45,11 @@ def _peak(dtype: torch.dtype, tiny: bool) -> float:
         return 0.0
     threads = torch.get_num_threads()
     rounds = 8 * threads
-    steps = 1 << (8 if tiny else 16)
     sink = torch.empty(rounds)
+    steps = 1 << (8 if tiny else 16)
     arguments = (cpp.DTYPES[dtype], rounds, steps, sink.data_ptr(), threads)
-    return (
-        library.handle.moert_cpu_peak(*arguments)
-        / _median(lambda: library.handle.moert_cpu_peak(*arguments))
-        / 1e12
-    )
+    run = functools.partial(library.handle.moert_cpu_peak, *arguments)
+    return run() / _median(run) / 1e12
 
 
 def _product(M: int, N: int, K: int, dtype: torch.dtype) -> float:
@@ -92,18 +92,18 @@ def _last_cache() -> int:
 def _of_gpu(dtype: torch.dtype) -> dict[str, float]:
     from moe_runtime.tools.tune import EventTimer
 
-    device = torch.device("cuda", torch.cuda.current_device())
     n = 8192
     size = 1 << 32
     if torch.cuda.mem_get_info()[1] < 24 << 30:
         size //= 8
-    a = torch.randn(n, n, dtype=dtype, device=device)
-    b = torch.randn(n, n, dtype=dtype, device=device)
-    c = torch.randn(n, n, dtype=dtype, device=device)
-    source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
-    target = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
-    timer = EventTimer(device)
+    a, b, c = (random(n, n, dtype=dtype) for _ in range(3))
+    source = random(size // 2)
+    target = random(size // 2)
+    timer = EventTimer(source.device)
     functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
     rounds = [timer.round(functions) for _ in range(13)][3:]
-    matmul, copy = (statistics.median(times) / 1e3 for times in zip(*rounds))
-    return {"TFLOP/s": 2 * n**3 / matmul / 1e12, "GB/s": 2 * size / copy / 1e9}
+    matmul, copy = map(statistics.median, zip(*rounds, strict=True))
+    return {
+        "TFLOP/s": 2 * n**3 / matmul / 1e9,
+        "GB/s": 2 * size / copy / 1e6,
+    }

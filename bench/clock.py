@@ -50,15 +50,32 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
             times[name].append(time.perf_counter() - start)
 
     pedantic(one_round, rounds=rounds)
-    floor = next(iter(variants))
+    distance = _Distance(variants, compare)
     details = {}
-    want = None
-    for name in sorted(variants, key=lambda name: name != compare):
-        details[name], got = resident(variants[name])
-        if compare is not None and (name != floor or name == compare):
-            want = got if name == compare else want
-            details[name] |= difference(got, want)
+    for name in distance.order:
+        details[name], result = resident(variants[name])
+        details[name] |= distance.of(name, result)
     return times, details
+
+
+class _Distance:
+    """How far results are from that of the variant `compare`, which comes first in `order`; nothing
+    of the floor.
+    """
+
+    def __init__(self, variants, compare: str | None):
+        self.order = sorted(variants, key=lambda name: name != compare)
+        self.floor = next(iter(variants))
+        self.compare = compare
+        self.expected = None
+
+    def of(self, name: str, result) -> dict[str, float]:
+        """Return the column of a variant's result."""
+        if name == self.compare:
+            self.expected = result
+        elif self.compare is None or name == self.floor:
+            return {}
+        return difference(result, self.expected)
 
 
 def resident(function) -> tuple[dict[str, float], object]:
@@ -76,7 +93,10 @@ def resident(function) -> tuple[dict[str, float], object]:
     result = function()
     peak = _status("VmHWM")
     _give_back()
-    sizes = {"peak MiB": peak - before, "kept MiB": _status("VmRSS") - before}
+    sizes = {
+        "peak MiB": peak - before,
+        "kept MiB": _status("VmRSS") - before,
+    }
     return {name: max(size, 0) / 2**20 for name, size in sizes.items()}, result
 
 
@@ -95,16 +115,16 @@ def _give_back() -> None:
         trim(0)
 
 
-def difference(got, want) -> dict[str, float]:
+def difference(result, expected) -> dict[str, float]:
     """Return the column of how far a result is from that of the variant to compare with, if they
     can be compared.
     """
     # it imports triton, which --tiny's interpreter is to find unimported
     from moe_runtime.tools.tune import worst_row
 
-    if want is None or got.shape != want.shape:
+    if expected is None or result.shape != expected.shape:
         return {}
-    worst = worst_row(got.detach(), want.detach())
+    worst = worst_row(result.detach(), expected.detach())
     # JSON has no NaN: a result that holds one, or is of another shape, differs by no number
     return {"difference": worst if math.isfinite(worst) else None}
 
@@ -118,40 +138,37 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
     """
     from moe_runtime.tools.tune import EventTimer
 
-    floor = next(iter(variants))
+    distance = _Distance(variants, compare)
     details = {}
-    want = None
-    for name in sorted(variants, key=lambda name: name != compare):  # the one to compare with first
+    for name in distance.order:
         try:
-            details[name] = _memory(variants[name])
-            if compare is not None and (name != floor or name == compare):
-                got = variants[name]()
-                want = got if name == compare else want
-                details[name] |= difference(got, want)
+            row = _memory(variants[name])
+            if compare is not None:
+                row |= distance.of(name, variants[name]())
+            details[name] = row
         except Exception as error:
             _check_context(name, error)
-            if name == floor:
+            if name == distance.floor:
                 raise
             notes[name] = one_line(error)
-            details.pop(name, None)
-        got = None
         free()
-    want = None
+    del distance
     runs = {name: function for name, function in variants.items() if name in details}
     timer = EventTimer(torch.device("cuda", torch.cuda.current_device()), AHEAD_MS)
     times = {name: [] for name in runs}
 
     def one_round():
-        for name, ms in zip(runs, timer.round(runs.values())):
+        for name, ms in zip(
+            runs,
+            timer.round(runs.values()),
+            strict=True,
+        ):
             times[name].append(ms / 1e3)
 
     try:
         one_round()  # its time decides the number of rounds
-        count = max(
-            3, min(rounds, int(seconds / max(sum(values[0] for values in times.values()), 1e-9)))
-        )
-        for values in times.values():
-            values.clear()
+        first = sum(values.pop() for values in times.values())
+        count = max(3, min(rounds, int(seconds / max(first, 1e-9))))
         pedantic(one_round, rounds=count if rounds > 1 else 1)
     except Exception as error:
         _check_context("one of the variants", error)
@@ -163,15 +180,14 @@ def held_bytes(model, optimizer) -> int:
     """Return the bytes of a model's tensors and an optimizer's states, each storage once: the
     memory in use before a step.
     """
-    states = []
+    tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
-        for value in state.values():
-            if torch.is_tensor(value):
-                states.append(value)
-    storages = (
-        tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), *states)
-    )
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        tensors += filter(torch.is_tensor, state.values())
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def totals(details: dict, held: int) -> dict:
@@ -198,13 +214,13 @@ def _memory(function) -> dict[str, float]:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     workspace.release()
-    sizes = {"peak MiB": peak, "kept MiB": torch.cuda.memory_allocated()}
+    after = torch.cuda.memory_allocated()
     del result
     # garbage of an earlier call may go while this one runs
-    memory = {}
-    for name, size in sizes.items():
-        memory[name] = max(size - before, 0) / 2**20
-    return memory
+    return {
+        "peak MiB": max(peak - before, 0) / 2**20,
+        "kept MiB": max(after - before, 0) / 2**20,
+    }
 
 
 def _check_context(name: str, error: Exception) -> None:
@@ -230,18 +246,23 @@ def free() -> None:
 
 
 def one_line(error: BaseException) -> str:
+    name = type(error).__name__
     text = first_line(str(error))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{name}: {text}" if text else name
 
 
 def first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")[:250]
+    return text.strip().partition("\n")[0][:250]
 
 
 def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Source and target of a copy that moves that many bytes, read and written ones counted."""
     return torch.randint(
-        0, 1 << 15, (2, max(bytes // 4, 1)), dtype=torch.int16, device=device
+        0,
+        1 << 15,
+        (2, max(bytes // 4, 1)),
+        dtype=torch.int16,
+        device=device,
     ).unbind()
 
 
@@ -272,24 +293,28 @@ def rows_of(
     ceiling.
     """
     floor = next(iter(times.values()))
+    work = {
+        "TFLOP/s": flops / 1e12,
+        "GB/s": bytes / 1e9,
+        "tokens/s": tokens,
+    }
     rows = {}
     for name, seconds in times.items():
         median = statistics.median(seconds)
-        rows[name] = {
+        row = {
             "ms": median * 1e3,
             "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
             "spread": (max(seconds) - min(seconds)) / median,
-            **({"TFLOP/s": flops / median / 1e12} if flops else {}),
-            **({"GB/s": bytes / median / 1e9} if bytes else {}),
-            **({"tokens/s": tokens / median} if tokens else {}),
-            **details.get(name, {}),
         }
+        for unit, amount in work.items():
+            if amount:
+                row[unit] = amount / median
+        row |= details.get(name, {})
         if len(seconds) >= 4:  # the spread without the rounds that something else disturbed
             low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-            rows[name]["iqr"] = (high - low) / median
-        shares = []
-        for unit, limit in (limits or {}).items():
-            if unit in rows[name]:
-                shares.append(rows[name][unit] / limit)
-        rows[name] |= {"share": max(shares)} if shares else {}
+            row["iqr"] = (high - low) / median
+        shares = [row[unit] / limit for unit, limit in (limits or {}).items() if unit in row]
+        if shares:
+            row["share"] = max(shares)
+        rows[name] = row
     return rows

@@ -9,12 +9,14 @@ than 1 %. A variant of ours that is missing in B or failed there is a regression
 variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
 """
 
+import math
 import statistics
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench.described import KINDS, markdown
 from moe_runtime.bench.records import benchmarks, failures
+from moe_runtime.io.console import jsonable
 
 LEAST = 0.05  # what differs by less differs from run to run
 ROUNDS = 3  # with fewer, the noise is unknown
@@ -57,12 +59,11 @@ class Row(NamedTuple):
     @property
     def verdict(self) -> str:
         """Return slower, more memory, faster or nothing."""
-        if self.grew:
-            return ", ".join(
-                f"{'slower' if name == 'ms' else name} x{times:.2f}"
-                for name, times in self.grew.items()
-            )
-        return "faster" if self.faster else ""
+        words = ["faster"] * self.faster
+        for name, times in self.grew.items():
+            word = "slower" if name == "ms" else name
+            words.append(f"{word} x{times:.2f}")
+        return ", ".join(words)
 
 
 class Missing(NamedTuple):
@@ -94,68 +95,66 @@ class Comparison(NamedTuple):
 
     @property
     def regressions(self) -> list[Row | Missing]:
-        regressions = []
-        for one in (*self.rows, *self.missing):
-            if one.regression:
-                regressions.append(one)
-        return regressions
+        return [one for one in (*self.rows, *self.missing) if one.regression]
 
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compare what both files measured."""
-    one = {}
-    for bench in benchmarks(a):
-        one[bench["name"]] = bench["extra_info"]
-    other = {}
-    for bench in benchmarks(b):
-        other[bench["name"]] = bench["extra_info"]
-    rows = []
-    for name in one:
-        if name in other:
-            rows.extend(_rows(name, one[name], other[name]))
-    alone = [name for name in one if name not in other], [name for name in other if name not in one]
+    one = {bench["name"]: bench["extra_info"] for bench in benchmarks(a)}
+    other = {bench["name"]: bench["extra_info"] for bench in benchmarks(b)}
     failed = failures(b)
+    rows = []
     missing = []
-    for name in one:
-        missing.extend(_missing(name, one[name], other.get(name), failed))
-    return Comparison(rows, missing, _warnings(one, other), alone)
+    for name, info in one.items():
+        if name in other:
+            rows += _rows(name, info, other[name])
+            why = "no note says why"
+        elif name in failed:
+            why = f"the benchmark failed: {failed[name]}"
+        else:
+            continue
+        kind = info.get("kind", "op")
+        now = other.get(name, {"rows": {}})
+        for variant in info["rows"]:
+            if variant not in now["rows"]:
+                note = now.get("notes", {}).get(variant, why)
+                missing.append(Missing(name, kind, variant, note))
+    alone = [name for name in one if name not in other], [name for name in other if name not in one]
+    return Comparison(
+        rows,
+        missing,
+        _warnings(one, other),
+        alone,
+    )
 
 
 def _is_ours(variant: str, kind: str) -> bool:
     return variant.startswith(OURS) or (kind == "breakdown" and variant in PARTS)
 
 
-def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list[Missing]:
-    if b is None and name not in failed:
-        return []
-    notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
-    why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
-    lost = []
-    for variant in a["rows"]:
-        if variant not in rows:
-            lost.append(variant)
-    missing = []
-    for variant in lost:
-        missing.append(Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)))
-    return missing
-
-
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
     kind = b.get("kind", "op")
-    both = []
-    for variant in a["rows"]:
-        if variant in b["rows"]:
-            both.append(variant)
-    others = [
-        b["rows"][name]["ms"] / a["rows"][name]["ms"] for name in both if not _is_ours(name, kind)
-    ]
-    floor = next(iter(a["rows"]))
-    pace = statistics.median(others) if others and _is_ours(floor, kind) else None
-    relative = floor == next(iter(b["rows"])) and pace is None
-    rows = []
+    both = [variant for variant in a["rows"] if variant in b["rows"]]
+    others = []
     for variant in both:
-        rows.append(_row(name, a, b, variant, relative and variant != floor, pace))
-    return rows
+        if not _is_ours(variant, kind):
+            others.append(b["rows"][variant]["ms"] / a["rows"][variant]["ms"])
+    floor = next(iter(a["rows"]))
+    pace = None
+    if others and _is_ours(floor, kind):
+        pace = statistics.median(others)
+    has_floor = floor == next(iter(b["rows"])) and pace is None
+    return [
+        _row(
+            name,
+            a,
+            b,
+            variant,
+            has_floor and variant != floor,
+            pace,
+        )
+        for variant in both
+    ]
 
 
 def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
@@ -167,23 +166,33 @@ def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float 
     kind = b.get("kind", "op")
     rounds = _rounds(a, b)
     ratio = other["ms"] / one["ms"]
-    told = rounds >= ROUNDS and kind != "memory" and all("spread" in row for row in (one, other))
-    if told:
-        noise = max(LEAST, sum(_noise(row, rounds < FEW) for row in (one, other)))
-    else:
-        noise = float("inf")
-    paces = [ratio, *([ratio / pace] if pace else [])]
+    noise = math.inf
+    if rounds >= ROUNDS and kind != "memory" and "spread" in one and "spread" in other:
+        noise = max(LEAST, _noise(one, rounds < FEW) + _noise(other, rounds < FEW))
+    paces = [ratio]
+    if pace:
+        paces.append(ratio / pace)
     if relative and "ratio" in one and "ratio" in other:
         paces.append(other["ratio"] / one["ratio"])
-    grew = {"ms": ratio} if min(paces) > 1 + noise else {}
+    grew = {}
+    if min(paces) > 1 + noise:
+        grew["ms"] = ratio
     for column, (times, much) in MEMORY.items():
-        if column in one and column in other:
-            before = one[column]
-            now = other[column]
-            if now > times * before and now - before > much:
-                grew[column] = now / before if before else float("inf")
-    faster = max(paces) < 1 / (1 + noise)
-    return Row(name, kind, variant, (one["ms"], other["ms"]), ratio, noise, grew, faster)
+        before = one.get(column, math.inf)
+        now = other.get(column, 0.0)
+        if now > times * before and now - before > much:
+            grew[column] = now / before if before else math.inf
+    faster = not grew and max(paces) < 1 / (1 + noise)
+    return Row(
+        name,
+        kind,
+        variant,
+        (one["ms"], other["ms"]),
+        ratio,
+        noise,
+        grew,
+        faster,
+    )
 
 
 def _rounds(a: dict, b: dict) -> int:
@@ -195,32 +204,27 @@ def _noise(row: dict, few: bool) -> float:
 
 
 def _warnings(one: dict, other: dict) -> list[str]:
-    both = [name for name in one if name in other]
+    both = [(info, other[name]) for name, info in one.items() if name in other]
     if not both:
         return ["the files have no benchmark in common"]
     warnings = []
     for key in SAME:
-        pairs = set()
-        for name in both:
-            pairs.add((one[name].get(key), other[name].get(key)))
+        pairs = {(a.get(key), b.get(key)) for a, b in both}
         for a, b in sorted(pairs, key=str):
             if a != b and None not in (a, b):
                 warnings.append(f"{key} differs: {a} and {b}")
-    few = []
-    for name in both:
-        if _rounds(one[name], other[name]) < ROUNDS:
-            few.append(name)
+    few = sum(_rounds(a, b) < ROUNDS for a, b in both)
     if few:
         warnings.append(
-            f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions"
+            f"{few} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions"
         )
     for unit in ("TFLOP/s", "GB/s"):
         ratios = []
-        for name in both:
-            a = one[name].get("ceilings", {})
-            b = other[name].get("ceilings", {})
-            if unit in a and unit in b:
-                ratios.append(b[unit] / a[unit])
+        for a, b in both:
+            before = a.get("ceilings", {})
+            now = b.get("ceilings", {})
+            if unit in before and unit in now:
+                ratios.append(now[unit] / before[unit])
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
             warnings.append(
                 f"the machine's own {unit} are {times:.2f} times as many in the second file"
@@ -228,83 +232,82 @@ def _warnings(one: dict, other: dict) -> list[str]:
     return warnings
 
 
-def by_kind(found: Comparison) -> list[tuple[str, str, int, float, float, float]]:
+def by_kind(compared: Comparison) -> list[tuple[str, str, int, float, float, float]]:
     """Return kind, variant, number of benchmarks and least, median, most ratio."""
     groups: dict[tuple[str, str], list[float]] = {}
-    for row in found.rows:
-        groups.setdefault((row.kind, row.variant), []).append(row.ratio)
-    order = {kind: i for i, kind in enumerate(KINDS)}
-    # stable: variants as they come
-    keys = sorted(groups, key=lambda key: order.get(key[0], len(order)))
+    for kind in (*KINDS, None):
+        for row in compared.rows:
+            if row.kind == kind or (kind is None and row.kind not in KINDS):
+                groups.setdefault((row.kind, row.variant), []).append(row.ratio)
     return [
-        (*key, len(groups[key]), min(groups[key]), statistics.median(groups[key]), max(groups[key]))
-        for key in keys
+        (
+            *key,
+            len(ratios),
+            min(ratios),
+            statistics.median(ratios),
+            max(ratios),
+        )
+        for key, ratios in groups.items()
     ]
 
 
-def text(found: Comparison) -> str:
+def text(compared: Comparison) -> str:
     """Return the comparison as Markdown tables, the worst last."""
     rows = []
-    for row in found.rows:
-        noise = "unknown" if row.noise == float("inf") else f"{row.noise:.0%}"
-        numbers = [f"{row.ms[0]:.3f}", f"{row.ms[1]:.3f}", f"{row.ratio:.3f}", noise]
-        rows.append([row.benchmark, row.variant, *numbers, row.verdict])
+    for row in compared.rows:
+        noise = f"{row.noise:.0%}".replace("inf%", "unknown")
+        numbers = [f"{number:.3f}" for number in (*row.ms, row.ratio)]
+        rows.append([row.benchmark, row.variant, *numbers, noise, row.verdict])
     kinds = []
-    for kind, variant, count, *ratios in by_kind(found):
-        kinds.append([kind, variant, str(count), *(f"{ratio:.3f}" for ratio in ratios)])
-    lines = []
-    for warning in found.warnings:
-        lines.append(f"warning: {warning}")
+    for kind, variant, count, *ratios in by_kind(compared):
+        kinds.append(
+            [
+                kind,
+                variant,
+                str(count),
+                *(f"{ratio:.3f}" for ratio in ratios),
+            ]
+        )
+    lines = [*map("warning: {}".format, compared.warnings)]
     heads = ["benchmark", "variant", "A ms", "B ms", "B / A", "noise", ""]
     lines += ["", markdown(heads, rows)]
     heads = ["kind", "variant", "benchmarks", "least B / A", "median", "most"]
-    lines += ["", markdown(heads, kinds)]
-    lines.append("")
-    for which, names in zip("AB", found.alone):
+    lines += ["", markdown(heads, kinds), ""]
+    for which, names in zip("AB", compared.alone, strict=True):
         for name in names:
             lines.append(f"only in {which}: {name}")
-    for lost in found.missing:
+    for lost in compared.missing:
         if not lost.regression:
             lines.append(f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}")
-    for row in found.regressions:
+    for row in compared.regressions:
         lines.append(f"regression: {row.benchmark}: {row.variant}: {row.verdict}")
-    lines += [] if found.regressions else ["no regression of ours"]
+    if not compared.regressions:
+        lines.append("no regression of ours")
     return "\n".join(lines).strip()
 
 
-def as_json(found: Comparison) -> dict:
+def as_json(compared: Comparison) -> dict:
     """Return the comparison as one JSON object; unknown noise is null."""
-
-    def row_of(row: Row) -> dict:
-        noise = None if row.noise == float("inf") else row.noise
-        grew = {}
-        for name, times in row.grew.items():
-            grew[name] = None if times == float("inf") else times
-        a, b = row.ms
-        head = {
-            "benchmark": row.benchmark,
-            "kind": row.kind,
-            "variant": row.variant,
-            "ms_a": a,
-            "ms_b": b,
-            "ratio": row.ratio,
-        }
-        return head | {
-            "noise": noise,
-            "grew": grew,
-            "regression": row.regression,
-            "verdict": row.verdict,
-        }
-
+    rows = []
+    for row in compared.rows:
+        values = row._asdict()
+        values["ms_a"], values["ms_b"] = values.pop("ms")
+        del values["faster"]
+        rows.append(values | {"regression": row.regression, "verdict": row.verdict})
     names = ("kind", "variant", "benchmarks", "least", "median", "most")
-    return {
-        "warnings": found.warnings,
-        "rows": [row_of(row) for row in found.rows],
-        "kinds": [dict(zip(names, group)) for group in by_kind(found)],
-        "missing": [lost._asdict() | {"regression": lost.regression} for lost in found.missing],
-        "only_in_a": found.alone[0],
-        "only_in_b": found.alone[1],
-        "regressions": [
-            {"benchmark": row.benchmark, "variant": row.variant} for row in found.regressions
-        ],
-    }
+    only_in_a, only_in_b = compared.alone
+    return jsonable(
+        {
+            "warnings": compared.warnings,
+            "rows": rows,
+            "kinds": [dict(zip(names, group, strict=True)) for group in by_kind(compared)],
+            "missing": [
+                lost._asdict() | {"regression": lost.regression} for lost in compared.missing
+            ],
+            "only_in_a": only_in_a,
+            "only_in_b": only_in_b,
+            "regressions": [
+                {"benchmark": row.benchmark, "variant": row.variant} for row in compared.regressions
+            ],
+        }
+    )

@@ -7,8 +7,10 @@ a GPU it reads CUDA events, and leaves variants that do not run out of the compa
 A file's KIND says what it measures, its ROUNDS how many rounds are enough.
 """
 
+import contextlib
 import gc
 import importlib.util
+import math
 import os
 import time
 from pathlib import Path
@@ -24,33 +26,15 @@ from moe_runtime.bench.records import LOST, Records, Written
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--tiny",
-        action="store_true",
-        help="run every benchmark once, at a shape that only proves that it runs",
-    )
-    parser.addoption("--rounds", type=int, default=15, help="rounds per benchmark")
-    parser.addoption("--seconds", type=float, default=3.0, help="of timing per benchmark, on a GPU")
-    parser.addoption(
-        "--budget", type=float, default=float("inf"), help="seconds after which nothing new begins"
-    )
-    parser.addoption(
-        "--owner", type=int, help="process that reads the results: without it nothing new begins"
-    )
-    parser.addoption(
-        "--shapes",
-        help="names of the benchmarks' shapes, with commas: only these, and in this order",
-    )
-    parser.addoption(
-        "--restarted",
-        action="store_true",
-        help="the last run died in what it began last: not again",
-    )
-    parser.addoption(
-        "--results",
-        type=Path,
-        help="JSON lines: each benchmark is written as it ends, and not run twice",
-    )
+    add = parser.addoption
+    add("--tiny", action="store_true", help="run every benchmark once, at a shape that only runs")
+    add("--rounds", type=int, default=15, help="rounds per benchmark")
+    add("--seconds", type=float, default=3.0, help="of timing per benchmark, on a GPU")
+    add("--budget", type=float, default=math.inf, help="seconds after which nothing new begins")
+    add("--owner", type=int, help="process that reads the results: without it nothing new begins")
+    add("--shapes", default="", help="names of shapes, with commas: only these, in this order")
+    add("--restarted", action="store_true", help="the last run died in what it began last")
+    add("--results", type=Path, help="JSON lines, one a benchmark; none is run twice")
 
 
 def pytest_configure(config):
@@ -67,58 +51,57 @@ def _interpret() -> bool:
     """Run Triton's kernels in its interpreter, patched as in the tests; False where the tests are
     not installed.
     """
-    try:
-        spec = importlib.util.find_spec("tests.support.interp_fix")
-    except ModuleNotFoundError:
-        return False
-    if spec is None:
-        return False
-    os.environ["TRITON_INTERPRET"] = "1"  # before a benchmark imports triton
-    from tests.support import interp_fast, interp_fix
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec("tests.support.interp_fix"):
+            os.environ["TRITON_INTERPRET"] = "1"  # before a benchmark imports triton
+            from tests.support import interp_fast, interp_fix
 
-    interp_fix.install()
-    interp_fast.install()
-    return True
+            interp_fix.install()
+            interp_fast.install()
+            return True
+    return False
 
 
 def pytest_generate_tests(metafunc):
     tiny = metafunc.config.getoption("--tiny")
+    tables = {}
     if "size" in metafunc.fixturenames:  # SIZES: of a GPU, of a CPU, tiny ones
-        table = metafunc.module.SIZES[2 if tiny else not CUDA]
-        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
+        tables["size"] = metafunc.module.SIZES[2 if tiny else not CUDA]
     if "shape" in metafunc.fixturenames:
-        name, default = ("GPU_SHAPES", shapes.GPU) if CUDA else ("CPU_SHAPES", shapes.CPU)
-        table = shapes.TINY if tiny else getattr(metafunc.module, name, default)
-        if chosen := _chosen(metafunc.config):
+        name, table = ("GPU_SHAPES", shapes.GPU) if CUDA else ("CPU_SHAPES", shapes.CPU)
+        table = shapes.TINY if tiny else getattr(metafunc.module, name, table)
+        chosen = _chosen(metafunc.config)
+        if chosen:
             table = {name: table[name] for name in chosen if name in table}
+        tables["shape"] = table
+    for argument, table in tables.items():
         metafunc.parametrize(
-            "shape", [pytest.param(shape, id=name) for name, shape in table.items()]
+            argument,
+            list(table.values()),
+            ids=list(table),
         )
 
 
 def _chosen(config) -> list[str]:
-    return config.getoption("--shapes").split(",") if config.getoption("--shapes") else []
+    return list(filter(None, config.getoption("--shapes").split(",")))
 
 
 def pytest_collection_modifyitems(config, items):
     done = config.records.done()
     if CUDA and clock.launch_configs() != "built in":  # moe-runtime tune has run since
         done -= config.records.measured_with("built in")
-    kernels = CUDA or config.interpreted
-    out = [
-        item
-        for item in items
-        if item.name in done or (not kernels and item.get_closest_marker("gpu"))
-    ]
+    has_kernels = CUDA or config.interpreted
+    out = []
+    left = []
+    for item in items:
+        is_out = item.name in done or (item.get_closest_marker("gpu") and not has_kernels)
+        (out if is_out else left).append(item)
     if out:
         config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in out]
+        items[:] = left
     # run first on a GPU, since a run may be cut short
-    wanted = set()
-    for goal in GOALS:
-        for name in goal.benchmarks:
-            wanted.add(name)
-    items.sort(key=lambda item: item.name not in wanted)
+    first = {name for goal in GOALS for name in goal.benchmarks}
+    items.sort(key=lambda item: item.name not in first)
     if chosen := _chosen(config):  # all functions of a shape before the next one's
         items.sort(key=lambda item: _place(item, chosen))
 
@@ -180,10 +163,10 @@ def interleaved(benchmark, request):
     """
     option = request.config.getoption
     records: Records = request.config.records
+    name = request.node.name
+    rounds = min(option("--rounds"), getattr(request.module, "ROUNDS", option("--rounds")))
     if option("--tiny"):
         rounds = 1
-    else:
-        rounds = min(option("--rounds"), getattr(request.module, "ROUNDS", option("--rounds")))
     if CUDA:
         ceilings(torch.bfloat16, option("--tiny"))  # once, while the memory is empty
 
@@ -199,46 +182,58 @@ def interleaved(benchmark, request):
         details=None,
         held=None,
     ):
-        info = machine.describe() | described.fields(request, dtype, flops, bytes, tokens)
-        info |= {"tiny": option("--tiny"), "asked": option("--rounds")}
         computed = described.dtype_of(request, dtype)
+        info = machine.describe() | described.fields(request, dtype, flops, bytes, tokens)
         info |= {
+            "tiny": option("--tiny"),
+            "asked": option("--rounds"),
             "backend": machine.default("moe_mlp", computed),
             "ceilings": ceilings(computed, option("--tiny")),
         }
-        if not CUDA:
-            times, measured = clock.measure_cpu(variants, rounds, benchmark.pedantic, compare)
-        else:
-            broken = records.broken(request.node.name)
-            variants = {name: function for name, function in variants.items() if name not in broken}
-            notes = dict(notes or {}) | broken
+        notes = dict(notes or {})
+        if CUDA:
+            broken = records.broken(name)
+            notes |= broken
+            runs = {variant: run for variant, run in variants.items() if variant not in broken}
             try:
                 times, measured = clock.measure_gpu(
-                    variants, rounds, option("--seconds"), benchmark.pedantic, notes, compare
+                    runs,
+                    rounds,
+                    option("--seconds"),
+                    benchmark.pedantic,
+                    notes,
+                    compare,
                 )
             except clock.ContextLost as lost:
                 # without a name that is new, the next process would get as far as this one
                 if lost.variant in broken:
-                    known = {"failed": str(lost)}
+                    records.write(name, failed=str(lost))
                 else:
-                    known = {"broken": {lost.variant: lost.note}}
-                records.write(request.node.name, **known)
+                    records.write(name, broken={lost.variant: lost.note})
                 pytest.exit(str(lost), returncode=LOST)
             info["tiles"] = clock.launch_configs()
+        else:
+            times, measured = clock.measure_cpu(variants, rounds, benchmark.pedantic, compare)
         if held:
-            measured = measured | clock.totals(measured, held())
-        columns = {}
-        for name, row in measured.items():
-            columns[name] = row | (details or {}).get(name, {})
-        rows = clock.rows_of(times, columns, flops, bytes, info["ceilings"], tokens)
-        info |= {"rounds": len(next(iter(times.values()))), "rows": rows}
+            measured |= clock.totals(measured, held())
+        for variant, row in (details or {}).items():
+            measured[variant] = measured.get(variant, {}) | row
+        info["rounds"] = len(next(iter(times.values())))
+        info["rows"] = clock.rows_of(
+            times,
+            measured,
+            flops,
+            bytes,
+            info["ceilings"],
+            tokens,
+        )
         if notes:
             info["notes"] = {
-                name: machine.public(clock.first_line(note)) for name, note in notes.items()
+                variant: machine.public(clock.first_line(note)) for variant, note in notes.items()
             }
         benchmark.extra_info.update(info)
-        records.write(request.node.name, extra_info=info)
-        return rows
+        records.write(name, extra_info=info)
+        return info["rows"]
 
     try:
         yield run
@@ -248,16 +243,17 @@ def interleaved(benchmark, request):
 
 def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
+    write = terminalreporter.write_line
     for bench in getattr(session, "benchmarks", None) or ():
-        info = bench["extra_info"] if isinstance(bench, dict) else bench.extra_info
-        name = bench["name"] if isinstance(bench, dict) else bench.name
+        if not isinstance(bench, dict):
+            bench = vars(bench)
+        info = bench["extra_info"]
         if "rows" not in info:
             continue
-        terminalreporter.write_line(
-            f"\n{name}   ({info['machine']}, torch {info['torch']}, {info['rounds']} rounds)"
-        )
+        about = f"{info['machine']}, torch {info['torch']}, {info['rounds']} rounds"
+        write(f"\n{bench['name']}   ({about})")
         floor = next(iter(info["rows"]))
         for variant, row in info["rows"].items():
-            terminalreporter.write_line(f"  {variant:24s}{described.line(row, floor)}")
+            write(f"  {variant:24s}{described.line(row, floor)}")
         for variant, note in info.get("notes", {}).items():
-            terminalreporter.write_line(f"  {variant:24s}{note}")
+            write(f"  {variant:24s}{note}")

@@ -22,19 +22,21 @@ def dtype_of(request, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype that a benchmark computes in: what it says, its parameter, or the device's
     usual one.
     """
-    return dtype or _parameters(request).get("dtype") or (torch.bfloat16 if CUDA else torch.float32)
+    usual = torch.bfloat16 if CUDA else torch.float32
+    return dtype or _parameters(request).get("dtype", usual)
 
 
 def fields(request, dtype: torch.dtype | None, flops: float, bytes: float, tokens: int) -> dict:
     """Return what a benchmark is, as its extra_info says it."""
-    shape = shape_of(request)
-    counts = {"flops": flops, "bytes": bytes, "tokens": tokens}
-    return {
+    known = {
         "kind": getattr(request.module, "KIND", "op"),
-        **({"shape": shape} if shape else {}),
+        "shape": shape_of(request),
         "dtype": DTYPES[dtype_of(request, dtype)],
-        **{name: count for name, count in counts.items() if count},
+        "flops": flops,
+        "bytes": bytes,
+        "tokens": tokens,
     }
+    return {name: value for name, value in known.items() if value}
 
 
 def shape_of(request) -> dict | None:
@@ -46,20 +48,18 @@ def shape_of(request) -> dict | None:
     )
     if shape is None:
         return None
+    name = ""
     whole = request.node.callspec.id
-    tables = []
-    for module in (shapes, request.module):
-        for table in vars(module).values():
-            if isinstance(table, dict):
-                tables.append(table)
-    names = []
-    for table in tables:
-        for key, value in table.items():
-            if isinstance(key, str) and value == shape:
-                names.append(key)
-    name = max((key for key in names if key in whole), key=len, default=whole)
+    for table in (*vars(shapes).values(), *vars(request.module).values()):
+        if isinstance(table, dict):
+            for key, value in table.items():
+                if isinstance(key, str) and value == shape and key in whole:
+                    name = max(name, key, key=len)
     fields = getattr(shape, "shape", shape)._asdict()  # of a layer with a dtype, the layer
-    return {"name": name.removesuffix(f"-{fields.get('T')}"), **fields}
+    return {
+        "name": (name or whole).removesuffix(f"-{fields.get('T')}"),
+        **fields,
+    }
 
 
 def _parameters(request) -> dict:
@@ -73,13 +73,15 @@ RATES = {"TFLOP/s": "{:9.3f}", "GB/s": "{:9.3f}", "tokens/s": "{:11,.0f}"}
 def line(row: dict, floor: str) -> str:
     """Return a variant's row as a line for a terminal."""
     text = f"{row['ms']:10.2f} ms{row['ratio']:8.3f} x {floor}"
-    text += "".join(
-        f"{form.format(row[unit])} {unit}" for unit, form in RATES.items() if unit in row
-    )
-    text += f"   spread {row['spread']:.0%}" + (
-        f"   {row['share']:.0%} of the ceiling" if "share" in row else ""
-    )
-    return text + (f"   peak {row['peak MiB']:,.0f} MiB" if "peak MiB" in row else "")
+    for unit, form in RATES.items():
+        if unit in row:
+            text += f"{form.format(row[unit])} {unit}"
+    text += f"   spread {row['spread']:.0%}"
+    if "share" in row:
+        text += f"   {row['share']:.0%} of the ceiling"
+    if "peak MiB" in row:
+        text += f"   peak {row['peak MiB']:,.0f} MiB"
+    return text
 
 
 def cell(row: dict) -> str:
@@ -87,16 +89,23 @@ def cell(row: dict) -> str:
     matter there.
     """
     if "saved KiB/token" in row:
-        promised = f" of {row['formula KiB/token']:,.1f}" if "formula KiB/token" in row else ""
-        return f"{row['saved KiB/token']:,.1f}{promised} KiB per token saved"
+        text = f"{row['saved KiB/token']:,.1f}"
+        if "formula KiB/token" in row:
+            text += f" of {row['formula KiB/token']:,.1f}"
+        return f"{text} KiB per token saved"
     parts = [f"{row['ms']:.3f} ms"]
-    parts += [f"{row['tokens/s']:,.0f} tokens/s"] if "tokens/s" in row else []
-    parts += [f"{row['share']:.0%}"] if "share" in row else []
-    parts += [f"{row['peak MiB']:.0f} MiB"] if "peak MiB" in row else []
+    if "tokens/s" in row:
+        parts.append(f"{row['tokens/s']:,.0f} tokens/s")
+    if "share" in row:
+        parts.append(f"{row['share']:.0%}")
+    if "peak MiB" in row:
+        parts.append(f"{row['peak MiB']:.0f} MiB")
     # results of two correct implementations differ by their rounding
     off = row.get("difference", 0.0)
-    parts += ["holds a NaN or has another shape"] if off is None else []
-    parts += [f"differs by {off:.0e}"] if off is not None and off >= 0.05 else []
+    if off is None:
+        parts.append("holds a NaN or has another shape")
+    elif off >= 0.05:
+        parts.append(f"differs by {off:.0e}")
     return ", ".join(parts)
 
 

@@ -53,7 +53,9 @@ def main(arguments: list[str]) -> int:
     reason = "torch.cuda.is_available() is False. Run this on a machine with a CUDA GPU."
     if machine.CUDA:
         reason = backends.why_not(
-            "triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device())
+            "triton",
+            "moe_mlp",
+            torch.device("cuda", torch.cuda.current_device()),
         )
     if reason:
         print(reason)

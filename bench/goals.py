@@ -33,11 +33,7 @@ class Goal(NamedTuple):
 
 
 def _layers(function: str, *tokens: int, names=tuple(shapes.GPU)) -> list[str]:
-    layers = []
-    for T in tokens:
-        for name in names:
-            layers.append(f"{function}[{name}-{T}-bf16]")
-    return layers
+    return [f"{function}[{name}-{T}-bf16]" for T in tokens for name in names]
 
 
 def _share(rows):
@@ -68,12 +64,8 @@ def _gradients(rows):
     return (apart - none) / (whole - none)
 
 
-def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
-    each = []
-    for name in names:
-        for way in ways:
-            each.append(f"{function}[{name}-{way}]")
-    return each
+def _each(function: str, *ways: str) -> list[str]:
+    return [f"{function}[{name}-{way}]" for name in shapes.GPU for way in ways]
 
 
 def _estimated(rows):
@@ -192,17 +184,18 @@ GOALS = (
 
 def _of_transformers(rows):
     """Times of the fastest of transformers' implementations."""
-    theirs = []
-    for name, row in rows.items():
-        if name.startswith("transformers"):
-            theirs.append(row["ms"])
+    theirs = [row["ms"] for name, row in rows.items() if name.startswith("transformers")]
     if not theirs:
         raise KeyError("transformers")
     return rows["moe_runtime"]["ms"] / min(theirs)
 
 
 # times faster than PEFT, share of its memory
-ADAPTERS = {"coarse": (1.8, 0.5), "fine": (2.2, 0.36), "E=128": (3.0, 0.1)}
+ADAPTERS = {
+    "coarse": (1.8, 0.5),
+    "fine": (2.2, 0.36),
+    "E=128": (3.0, 0.1),
+}
 LAYERS = {  # share of the ceiling at least, pass by pass
     ("coarse", "fp32"): (0.92, 0.86),
     ("coarse", "bf16"): (0.88, 0.84),
@@ -255,7 +248,10 @@ CPU_GOALS = (
         most=1.0,
     ),
     Goal(
-        "its stage 1, times of the naive", FUSED[1:], _times("moe_runtime torch", NAIVE), most=0.6
+        "its stage 1, times of the naive",
+        FUSED[1:],
+        _times("moe_runtime torch", NAIVE),
+        most=0.6,
     ),
     Goal(
         "its peak memory, share of the naive",
@@ -271,9 +267,17 @@ CPU_GOALS = (
         ]
         for goal in (
             Goal(
-                f"{what}, NF4, times of dense stacks", names, _times(NF4, "moe_runtime"), most=1.6
+                f"{what}, NF4, times of dense stacks",
+                names,
+                _times(NF4, "moe_runtime"),
+                most=1.6,
             ),
-            Goal(f"{what}, times faster than PEFT's own", names, _faster(PEFT), speed),
+            Goal(
+                f"{what}, times faster than PEFT's own",
+                names,
+                _faster(PEFT),
+                speed,
+            ),
             Goal(
                 f"{what}, peak memory, share of PEFT's own",
                 names,
@@ -318,7 +322,13 @@ def goals(rows: dict, wanted: Sequence[Goal] = GOALS) -> str:
                 off = abs(value / limit - 1)
                 missed.append(f"* {goal.what}: {name} is {value:.2f}, {off:.0%} off")
         left = len(goal.benchmarks) - len(values)
-        cells = [goal.want(), worst, best, f"{met} of {len(values)}", str(left)]
+        cells = [
+            goal.want(),
+            worst,
+            best,
+            f"{met} of {len(values)}",
+            str(left),
+        ]
         lines.append([goal.what, *cells])
     heads = ["goal", "target", "worst", "best", "met", "not measured"]
     return "\n".join([markdown(heads, lines), "", *missed])

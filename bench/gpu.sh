@@ -20,7 +20,7 @@
 # Needs torch with CUDA, triton, pytest, pytest-benchmark; transformers, pytest-xdist, pytest-timeout, ncu, nvcc with g++, and
 # compute-sanitizer are used where they are there. COMMIT is what the results are of (by default, git's HEAD).
 # Also: WORKERS of the tests (the cores, at most 16), ARGS of the benchmarks, PYTHON (python3).
-# Without a GPU: python -m tests.support.dry_run FOLDER [PART ...], with real processes, a fake GPU and a fake clock.
+# Without a GPU: python -m tests.support.dry_run FOLDER [PART ...], with stand-ins for the programs and a simulated clock.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

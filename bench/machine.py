@@ -38,7 +38,13 @@ def describe() -> dict[str, str]:
         driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     else:
         driver = "none"
-    return {"machine": name, "driver": driver, **versions, "commit": commit(), "date": today()}
+    return {
+        "machine": name,
+        "driver": driver,
+        **versions,
+        "commit": commit(),
+        "date": today(),
+    }
 
 
 def today() -> str:
@@ -69,10 +75,19 @@ def _said(*command: str) -> str:
 
 def public(text: str) -> str:
     """Return a text without where this user keeps things: results are published."""
-    places = {str(ROOT): ".", os.getcwd(): ".", sys.prefix: "PREFIX", os.path.expanduser("~"): "~"}
+    places = {
+        str(ROOT): ".",
+        os.getcwd(): ".",
+        sys.prefix: "PREFIX",
+        os.path.expanduser("~"): "~",
+    }
     for place in sorted(places, key=len, reverse=True):
         if len(place) > 1:
-            text = re.sub(re.escape(place) + r"(?![\w-])", places[place], text)
+            text = re.sub(
+                re.escape(place) + r"(?![\w-])",
+                places[place],
+                text,
+            )
     return text
 
 
@@ -119,15 +134,16 @@ def free_memory() -> int:
     """
     if CUDA:
         return torch.cuda.mem_get_info()[0]
-    try:
-        match = re.search(
-            r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
-        )
-    except OSError:
-        match = None
-    if match:
-        return int(match[1]) << 10
+    with contextlib.suppress(OSError):
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if match:
+            return int(match[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return normal numbers on the device."""
+    return torch.randn(size, dtype=dtype, device=DEVICE)
 
 
 @contextlib.contextmanager

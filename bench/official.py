@@ -65,7 +65,11 @@ class OfficialBlock(nn.Module):
         chosen = logits.topk(min(self.k + 1, logits.shape[1]), dim=1).indices[:, : self.k]
         ranked = logits.topk(logits.shape[1], dim=1).values
         s = ranked.float().softmax(1)[:, : self.k].to(logits.dtype)
-        used = torch.zeros_like(logits, requires_grad=True).scatter(1, chosen, s)
+        used = torch.zeros_like(logits, requires_grad=True).scatter(
+            1,
+            chosen,
+            s,
+        )
         self.importance, self.load = used.sum(0).detach(), (used > 0).sum(0)
         shared = torch.ones_like(s[:, 0]) - s[:, 0]
         weight = torch.cat([s.float().softmax(1) * s[:, :1], shared[:, None]], -1).to(logits.dtype)

@@ -13,15 +13,26 @@ def grouped_mm(layer):
     synchronization.
     """
     T, H, _, E, K, _ = layer.shape
+    device = layer.x.device
     experts, order = layer.topk_idx.flatten().sort(stable=True)
-    offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).to(
-        torch.int32
+    ids = torch.arange(E, device=device)
+    offsets = torch.searchsorted(experts, ids, right=True).to(torch.int32)
+    z = F.grouped_mm(
+        layer.x[order // K],
+        layer.up.transpose(1, 2),
+        offs=offsets,
     )
-    gate, up = F.grouped_mm(layer.x[order // K], layer.up.transpose(1, 2), offs=offsets).chunk(
-        2, -1
+    gate, up = z.chunk(2, -1)
+    y = F.grouped_mm(
+        F.silu(gate) * up,
+        layer.down.transpose(1, 2),
+        offs=offsets,
     )
-    y = F.grouped_mm(F.silu(gate) * up, layer.down.transpose(1, 2), offs=offsets)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=order.device))
+    back = torch.empty_like(order).scatter_(
+        0,
+        order,
+        torch.arange(T * K, device=device),
+    )
     weight = layer.topk_weight.to(y.dtype)
     return torch.bmm(weight[:, None], y[back].view(T, K, H))[:, 0]
 
@@ -38,7 +49,11 @@ def _scattermoe(layer):
     weights = [experts.experts.weight, layer.down]
 
     def call():
-        return experts(layer.x, layer.topk_weight.to(layer.x.dtype), layer.topk_idx)
+        return experts(
+            layer.x,
+            layer.topk_weight.to(layer.x.dtype),
+            layer.topk_idx,
+        )
 
     return call, [layer.x, *weights, layer.topk_weight], layer.dout
 
@@ -48,7 +63,11 @@ def _liger(layer):
 
     idx = layer.topk_idx.to(torch.int32)
     return lambda: LigerFusedMoEFunction.apply(
-        layer.x, layer.up, layer.down, idx, layer.topk_weight
+        layer.x,
+        layer.up,
+        layer.down,
+        idx,
+        layer.topk_weight,
     )
 
 
@@ -58,10 +77,23 @@ def _sonicmoe(layer):
 
     T, H, I, E, K, _ = layer.shape
     # theirs has gate and up in turn, and the expert last
-    up = layer.up.detach().view(E, 2, I, H).transpose(1, 2).reshape(E, 2 * I, H)
+    up = (
+        layer.up.detach()
+        .view(E, 2, I, H)
+        .transpose(1, 2)
+        .reshape(
+            E,
+            2 * I,
+            H,
+        )
+    )
     up = torch.nn.Parameter(up).permute(1, 2, 0).detach().requires_grad_()
     down = layer.down.detach().permute(1, 2, 0).requires_grad_()
-    token = torch.arange(T, device=layer.x.device, dtype=torch.int32).repeat_interleave(K)
+    token = torch.arange(
+        T,
+        device=layer.x.device,
+        dtype=torch.int32,
+    ).repeat_interleave(K)
     experts = layer.topk_idx.flatten().to(torch.int32)
     stream = torch.cuda.current_stream().cuda_stream
 
@@ -102,9 +134,11 @@ def _megablocks(layer):
     idx = layer.topk_idx.to(torch.int32)
 
     def call():
-        return experts.forward_once(layer.x[None], layer.topk_weight.to(layer.x.dtype), idx)[
-            0
-        ].view_as(layer.x)
+        return experts.forward_once(
+            layer.x[None],
+            layer.topk_weight.to(layer.x.dtype),
+            idx,
+        )[0].view_as(layer.x)
 
     return call, [layer.x, *weights, layer.topk_weight], layer.dout
 

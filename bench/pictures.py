@@ -41,27 +41,28 @@ def layer(benches: list[Bench]):
 def ratios(bench: Bench) -> dict[str, float]:
     """Return every time as a multiple of ours."""
     ours = bench.rows[ordered(bench.rows)[0]]["ms"]
-    ratios = {}
-    for name, row in bench.rows.items():
-        ratios[name] = row["ms"] / ours
-    return ratios
+    return {name: row["ms"] / ours for name, row in bench.rows.items()}
 
 
 def _layer_tokens(bench: Bench) -> str:
-    tokens = (bench.info.get("shape") or {}).get("T")
+    tokens = bench.of_shape.get("T")
     return f"T={tokens}" if tokens else ""
 
 
 def _layer_bars(benches: list[Bench]):
-    heights = []
-    for bench in benches:
-        heights.append(frame.bars_height(len(bench.rows)) + 0.15)
+    heights = [frame.bars_height(len(bench.rows)) + 0.15 for bench in benches]
     figure, all_axes = frame.grid(LAYER_TITLE, benches, heights)
-    for axes, bench in zip(all_axes, benches):
+    for axes, bench in zip(all_axes, benches, strict=True):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
         plain(axes, f"{where}\n{PASSES[bench.function]}")
         unit = f"times of {ordered(bench.rows)[0]} (less is better)"
-        frame.bars(axes, ratios(bench), "{:.2f}".format, unit, FAR)
+        frame.bars(
+            axes,
+            ratios(bench),
+            "{:.2f}".format,
+            unit,
+            FAR,
+        )
     frame.share_names(all_axes)
     return figure
 
@@ -73,18 +74,23 @@ def _layer_dots(benches: list[Bench]):
     for bench in benches:
         panel = (PASSES[bench.function], _layer_tokens(bench), bench.dtype)
         panels.setdefault(panel, []).append(bench)
-        names.extend(bench.rows)
-    heights = []
-    for group in panels.values():
-        heights.append(1.1 + 0.3 * len(group))
+        names += bench.rows
+    heights = [1.1 + 0.3 * len(group) for group in panels.values()]
     figure, all_axes = frame.grid(LAYER_TITLE, benches, heights)
-    for axes, (panel, group) in zip(all_axes, panels.items()):
+    for axes, (panel, group) in zip(all_axes, panels.items(), strict=True):
         for y, bench in enumerate(group):
             times = ratios(bench)
             for name in reversed(ordered(times)):
                 colour, marker = style(name)
-                look = {"color": colour, "marker": marker, "markersize": 6, "linestyle": ""}
-                axes.plot(times[name], y, label=f"{bench.shape}: {name}", **look)
+                label = f"{bench.shape}: {name}"
+                axes.plot(
+                    times[name],
+                    y,
+                    marker,
+                    color=colour,
+                    markersize=6,
+                    label=label,
+                )
         axes.axvline(1, color=INK, linestyle="--", linewidth=1.2, zorder=1)
         axes.set_yticks(range(len(group)), [bench.shape for bench in group])
         axes.set_ylim(len(group) - 0.5, -0.5)
@@ -109,22 +115,18 @@ def throughput(benches: list[Bench]):
     measured = []
     names: list[str] = []
     for function, what in FUNCTIONS.items():
-        for bench in benches:
+        for bench in sorted(benches, key=lambda bench: bench.tokens):
             if bench.function == function and bench.tokens and _rates(bench):
                 title = f"{bench.shape}, {bench.dtype}: {what}"
                 panels.setdefault(title, []).append(bench)
                 measured.append(bench)
-                names.extend(_rates(bench))
+                names += _rates(bench)
     if not panels:
         return None
-    for group in panels.values():
-        group.sort(key=lambda bench: bench.tokens)
-    heights = []
-    for group in panels.values():
-        heights.append(2.7 + 0.15 * len(_losses(group)))
+    heights = [2.7 + 0.15 * len(_losses(group)) for group in panels.values()]
     title = "Experts of one layer: tokens/s against tokens"
     figure, all_axes = frame.grid(title, measured, heights, base=1.9)
-    for axes, (title, group) in zip(all_axes, panels.items()):
+    for axes, (title, group) in zip(all_axes, panels.items(), strict=True):
         _panel(axes, group)
         plain(axes, title)
     frame.legend(figure, frame.key(names, join="-"))
@@ -148,8 +150,15 @@ def _panel(axes, group: list[Bench]) -> None:
     for name in reversed(ordered(points)):
         tokens, rates = zip(*points[name], strict=True)
         colour, marker = style(name)
-        look = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
-        axes.plot(tokens, rates, label=name, **look)
+        axes.plot(
+            tokens,
+            rates,
+            label=name,
+            color=colour,
+            marker=marker,
+            markersize=4.5,
+            linewidth=1.5,
+        )
     axes.set_xscale("log", base=2)
     frame.logarithmic(axes, "y")
     axes.set_xticks([bench.tokens for bench in group], [_tokens(bench.tokens) for bench in group])
@@ -157,7 +166,13 @@ def _panel(axes, group: list[Bench]) -> None:
     for bench in group:
         if (lost := loss(bench)) is not None:
             look = {"markersize": 11, "markerfacecolor": "none", "color": INK}
-            axes.plot(bench.tokens, lost.rate, "o", label="faster", **look)
+            axes.plot(
+                bench.tokens,
+                lost.rate,
+                "o",
+                label="faster",
+                **look,
+            )
     axes.set_xlabel("\n".join(["T (1k = 1024)", *_losses(group)]), fontsize=SMALL)
     axes.set_ylabel(RATE, fontsize=SMALL)
 
@@ -187,17 +202,13 @@ class Loss(NamedTuple):
 
 def loss(bench: Bench) -> Loss | None:
     """Return the fastest implementation if it is not ours."""
-    ours = {}
-    others = {}
-    for name, rate in _rates(bench).items():
-        if is_ours(name):
-            ours[name] = rate
-        else:
-            others[name] = rate
+    rates = _rates(bench)
+    ours = [rate for name, rate in rates.items() if is_ours(name)]
+    others = {name: rate for name, rate in rates.items() if not is_ours(name)}
     if not ours or not others:
         return None
     best = max(others, key=others.get)
-    times = others[best] / ours.get("moe_runtime", max(ours.values()))
+    times = others[best] / rates.get("moe_runtime", max(ours))
     return Loss(best, others[best], times) if round(times, 2) > 1 else None
 
 

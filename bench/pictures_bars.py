@@ -66,18 +66,22 @@ class Bench(NamedTuple):
     @property
     def dtype(self) -> str:
         """As the file says; of an older one, as the benchmark's name does."""
-        return self.info.get("dtype") or next(
-            (part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")), ""
-        )
+        named = [part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")]
+        return self.info.get("dtype") or "".join(named[:1])
+
+    @property
+    def of_shape(self) -> dict:
+        """The fields of the shape; of an older file none."""
+        return self.info.get("shape") or {}
 
     @property
     def shape(self) -> str:
         """Name of the shape, without its tokens."""
-        return (self.info.get("shape") or {}).get("name") or self.id.removesuffix(f"-{self.dtype}")
+        return self.of_shape.get("name") or self.id.removesuffix(f"-{self.dtype}")
 
     @property
     def tokens(self) -> int:
-        return self.info.get("tokens") or (self.info.get("shape") or {}).get("T") or 0
+        return self.info.get("tokens") or self.of_shape.get("T") or 0
 
 
 def read(path: str | Path) -> list[Bench]:
@@ -85,7 +89,13 @@ def read(path: str | Path) -> list[Bench]:
     benches = []
     for bench in benchmarks(path):
         function, _, id = bench["name"].partition("[")
-        benches.append(Bench(function, id.rstrip("]"), bench["extra_info"]))
+        benches.append(
+            Bench(
+                function,
+                id.rstrip("]"),
+                bench["extra_info"],
+            )
+        )
     return benches
 
 
@@ -115,45 +125,39 @@ def ordered(names) -> list[str]:
     """Sort implementations: ours, then the table's others, then the rest as they come;
     floors last.
     """
-    names = list(dict.fromkeys(names))
-    known = list(STYLES)
-    place = {name: known.index(name) if name in known else len(known) for name in names}
-    return sorted(names, key=lambda name: (is_floor(name), not is_ours(name), place[name]))
+    names = [*STYLES, *names]
+    return sorted(
+        dict.fromkeys(names[len(STYLES) :]),
+        key=lambda name: (is_floor(name), not is_ours(name), names.index(name)),
+    )
 
 
 def caption(benches: list[Bench]) -> str:
     """Return machine, versions, rounds, commit and date that the benchmarks were measured with, a
     line for each machine.
     """
-    machines = []
-    commits = []
-    dates = []
-    rounds = []
+    infos = [bench.info for bench in benches]
+    machines = {}
     spreads = []
     for bench in benches:
-        info = bench.info
-        words = [info.get("machine", "unknown machine")]
+        words = [bench.info.get("machine", "unknown machine")]
         for name in ("torch", "triton", "transformers"):
-            if info.get(name, "missing") != "missing":
-                words.append(f"{name} {info[name]}")
-        machines.append(", ".join(words))
-        commits.append(str(info.get("commit", "unknown")))
-        dates.append(str(info.get("date", "unknown")))
-        if "rounds" in info:
-            rounds.append(info["rounds"])
+            if bench.info.get(name, "missing") != "missing":
+                words.append(f"{name} {bench.info[name]}")
+        machines[", ".join(words)] = None
         for row in bench.rows.values():
             if "iqr" in row:
                 spreads.append(row["iqr"])
+    rounds = sorted({info["rounds"] for info in infos if "rounds" in info})
     measured = ""
     if rounds:
-        least, most = min(rounds), max(rounds)
-        count = f"{least}" if least == most else f"{least} to {most}"
-        measured = f"medians of {count} rounds, "
+        ends = dict.fromkeys((rounds[0], rounds[-1]))
+        measured = f"medians of {' to '.join(map(str, ends))} rounds, "
     if spreads:
         measured += f"quartiles at most {max(spreads):.0%} apart, "
-    commit = ", ".join(dict.fromkeys(commits))
-    date = ", ".join(dict.fromkeys(dates))
-    return "\n".join([*dict.fromkeys(machines), f"{measured}commit {commit}, {date}"])
+    commit = ", ".join(dict.fromkeys(str(info.get("commit", "unknown")) for info in infos))
+    date = ", ".join(dict.fromkeys(str(info.get("date", "unknown")) for info in infos))
+    return "\n".join([*machines, f"{measured}commit {commit}, {date}"])
 
 
 def figure_of(title: str, benches: list[Bench], height: float):
@@ -161,39 +165,67 @@ def figure_of(title: str, benches: list[Bench], height: float):
     from.
     """
     figure = require("matplotlib.figure", "bench").Figure(
-        figsize=(WIDTH, height), layout="constrained", facecolor="white"
+        figsize=(WIDTH, height),
+        layout="constrained",
+        facecolor="white",
     )
     figure.suptitle(title, fontsize=12, color=INK)
-    figure.supxlabel(caption(benches), fontsize=TINY, color=GREY)
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04, wspace=0.04)
+    figure.supxlabel(
+        caption(benches),
+        fontsize=TINY,
+        color=GREY,
+    )
+    figure.get_layout_engine().set(
+        w_pad=0.08,
+        h_pad=0.08,
+        hspace=0.04,
+        wspace=0.04,
+    )
     return figure
 
 
 def watermark(figure) -> None:
     """Say across a figure that its numbers mean nothing."""
-    look = {"fontsize": 44, "color": "#D55E00", "alpha": 0.35, "zorder": 9}
-    text = "tiny run\nnot a result"
-    figure.text(0.5, 0.5, text, rotation=30, ha="center", va="center", **look)
+    figure.text(
+        0.5,
+        0.5,
+        "tiny run\nnot a result",
+        rotation=30,
+        ha="center",
+        va="center",
+        fontsize=44,
+        color="#D55E00",
+        alpha=0.35,
+        zorder=9,
+    )
 
 
 def save(figure, path: Path) -> None:
     """Write a figure as .png or .svg, atomically; the same numbers make the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Software": None}
     if path.suffix == ".svg":
         metadata = {"Date": None, "Creator": None}
-    else:
-        metadata = {"Software": None}
     with atomic_file(path) as beside:
-        figure.savefig(beside, dpi=150, metadata=metadata, format=path.suffix[1:])
+        figure.savefig(
+            beside,
+            dpi=150,
+            metadata=metadata,
+            format=path.suffix[1:],
+        )
         if path.suffix == ".svg":
-            text = Path(beside).read_text(encoding="utf-8")
-            text = text.replace(" <defs>", f" {DARK} <defs>", 1)
-            Path(beside).write_text(text, encoding="utf-8")
+            text = beside.read_text(encoding="utf-8")
+            beside.write_text(text.replace(" <defs>", f" {DARK} <defs>", 1), encoding="utf-8")
 
 
 def plain(axes, title: str = "") -> None:
     """Give axes their title, a pale grid behind the data and no box."""
-    axes.set_title(title, fontsize=SMALL + 1, color=INK, loc="left")
+    axes.set_title(
+        title,
+        fontsize=SMALL + 1,
+        color=INK,
+        loc="left",
+    )
     axes.tick_params(labelsize=SMALL)
     axes.grid(alpha=0.25, linewidth=0.7)
     axes.set_axisbelow(True)
@@ -219,8 +251,15 @@ def key(names, join: str | None = None) -> list:
         if join is None:
             handles.append(patch(color=colour, label=name))
         else:
-            look = {"marker": marker, "markersize": 5, "linestyle": join}
-            handles.append(line(color=colour, label=name, **look))
+            handles.append(
+                line(
+                    color=colour,
+                    label=name,
+                    marker=marker,
+                    markersize=5,
+                    linestyle=join,
+                )
+            )
     return handles
 
 
@@ -244,7 +283,9 @@ def legend(figure, handles: list, columns: int = 3) -> None:
 
 def number(value: float) -> str:
     """Three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def logarithmic(axes, which: str) -> None:
@@ -276,9 +317,20 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
     end = most or max(values.values())
     for y, name in enumerate(names):
         value = values[name]
-        cut = values[name] > end
-        axes.barh(y, end if cut else value, color=style(name)[0], height=0.72, label=name)
-        beside(axes, min(value, end), y, form(value) + " \u2192" * cut)
+        length = min(value, end)
+        axes.barh(
+            y,
+            length,
+            color=style(name)[0],
+            height=0.72,
+            label=name,
+        )
+        beside(
+            axes,
+            length,
+            y,
+            form(value) + " \u2192" * (value > end),
+        )
     axes.set_yticks(range(len(names)), [name.removesuffix(" (floor)") for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.locator_params(axis="x", nbins=5)
@@ -303,14 +355,12 @@ def beside(axes, x: float, y: float, text: str) -> None:
 
 def share_names(all_axes, columns: int = 2) -> None:
     """Leave the bars' names away where the panel to the left has the same."""
+    before = []
     for i, axes in enumerate(all_axes):
-        if i % columns:
-            left, own = (
-                [label.get_text() for label in one.get_yticklabels()]
-                for one in (all_axes[i - 1], axes)
-            )
-            if left and left == own:
-                axes.tick_params(axis="y", labelleft=False)
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        if i % columns and names == before:
+            axes.tick_params(axis="y", labelleft=False)
+        before = names
 
 
 SAVED = "saved KiB/token"
@@ -338,7 +388,12 @@ def grid(
     for i in range(0, len(heights), columns):
         rows.append(max(heights[i : i + columns]))
     figure = figure_of(title, benches, base + sum(rows))
-    all_axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
+    all_axes = figure.subplots(
+        len(rows),
+        columns,
+        squeeze=False,
+        height_ratios=rows,
+    ).flatten()
     for axes in all_axes[len(heights) :]:
         axes.set_visible(False)
     return figure, all_axes[: len(heights)]
@@ -352,67 +407,77 @@ def memory(benches: list[Bench]):
     """Draw what each implementation keeps for the backward pass, per token; None if it was not
     measured.
     """
-    measured = []
-    for bench in benches:
-        if _column(bench, SAVED):
-            measured.append(bench)
+    measured = [bench for bench in benches if _column(bench, SAVED)]
     if not measured:
         return None
-    heights = []
-    for bench in measured:
-        heights.append(bars_height(len(_column(bench, SAVED))))
+    heights = [bars_height(len(_column(bench, SAVED))) for bench in measured]
     title = "Kept for the backward pass, per token of one layer"
     figure, all_axes = grid(title, measured, heights)
     has_formula = False
-    for axes, bench in zip(all_axes, measured):
+    for axes, bench in zip(all_axes, measured, strict=True):
         values = _column(bench, SAVED)
         plain(axes, f"{bench.shape}, {bench.dtype}")
         bars(axes, values, "{:.1f}".format, "KiB per token")
         for y, name in enumerate(ordered(values)):
             if FORMULA in bench.rows[name]:
                 has_formula = True
-                at = bench.rows[name][FORMULA]
-                look = {"color": INK, "linewidth": 2.5, "label": "published formula"}
-                axes.plot([at, at], [y - 0.45, y + 0.45], **look)
+                _mark(
+                    axes,
+                    bench.rows[name][FORMULA],
+                    y,
+                    "published formula",
+                )
     share_names(all_axes)
     if has_formula:
         legend(figure, [line(color=INK, linewidth=2.5, label="our published formula")])
     return figure
 
 
+def _mark(axes, x: float, y: float, label: str) -> None:
+    """Draw a thick line across a bar."""
+    axes.plot(
+        [x, x],
+        [y - 0.45, y + 0.45],
+        color=INK,
+        linewidth=2.5,
+        label=label,
+    )
+
+
 def _column(bench: Bench, column: str) -> dict[str, float]:
-    result = {}
-    for name, row in bench.rows.items():
-        if column in row:
-            result[name] = row[column]
-    return result
+    return {name: row[column] for name, row in bench.rows.items() if column in row}
 
 
 def xft(benches: list[Bench]):
     """Draw tokens/s and memory of XFT's tuning step, the whole where a file has it; None if it was
     not measured.
     """
-    measured = []
+    panels = []
     for bench in benches:
         if bench.function == "bench_xft_step":
-            measured.append(bench)
-    panels = []
-    for bench in measured:
-        memory = "total MiB" if _column(bench, "total MiB") else "peak MiB"
-        for column in ("tokens/s", memory):
-            if _column(bench, column):
-                panels.append((bench, column))
+            memory = "total MiB" if _column(bench, "total MiB") else "peak MiB"
+            for column in ("tokens/s", memory):
+                if values := _column(bench, column):
+                    panels.append((bench, column, values))
     if not panels:
         return None
-    heights = []
-    for panel in panels:
-        heights.append(bars_height(len(_column(*panel))))
-    columns = 1 if all(column == "tokens/s" for _, column in panels) else 2
+    heights = [bars_height(len(values)) for _, _, values in panels]
+    columns = 1 if {column for _, column, _ in panels} == {"tokens/s"} else 2
     title = "XFT: a tuning step, random weights"
-    figure, all_axes = grid(title, measured, heights, columns)
-    for axes, (bench, column) in zip(all_axes, panels):
+    figure, all_axes = grid(
+        title,
+        [bench for bench, _, _ in panels],
+        heights,
+        columns,
+    )
+    for axes, (bench, column, values) in zip(all_axes, panels, strict=True):
         plain(axes, f"{bench.shape}, {bench.dtype}")
-        bars(axes, _column(bench, column), number, f"{column} ({XFT[column]})")
+        bars(
+            axes,
+            values,
+            number,
+            f"{column} ({XFT[column]})",
+        )
     share_names(all_axes, columns)
     return figure
 
@@ -427,20 +492,17 @@ def breakdown(benches: list[Bench]):
             measured.append(bench)
     if not measured:
         return None
-    heights = []
-    for bench in measured:
-        heights.append(bars_height(len(parts(bench))))
+    heights = [bars_height(len(parts(bench))) for bench in measured]
     figure, all_axes = grid("Where the time of a training step goes", measured, heights, 1)
-    for axes, bench in zip(all_axes, measured):
+    for axes, bench in zip(all_axes, measured, strict=True):
         _stack(axes, bench)
         plain(axes, f"{bench.shape}, {bench.dtype}")
         axes.grid(axis="y", visible=False)
     ours = style("moe_runtime")[0]
-    same = []
-    for part, colour in SHARED.items():
-        same.append(patch(color=colour, label=part))
-    forward = patch(color=ours, label="experts forward (colour of each)")
-    legend(figure, [*same, forward, patch(color=ours, alpha=0.55, label="experts backward")])
+    handles = [patch(color=colour, label=part) for part, colour in SHARED.items()]
+    handles.append(patch(color=ours, label="experts forward (colour of each)"))
+    handles.append(patch(color=ours, alpha=0.55, label="experts backward"))
+    legend(figure, handles)
     return figure
 
 
@@ -448,19 +510,13 @@ def parts(bench: Bench) -> dict[str, dict[str, float]]:
     """Return {implementation: {part: ms}}: the shared parts, measured once, and the
     implementation's experts.
     """
-    ms = {}
-    for name, row in bench.rows.items():
-        ms[name] = row["ms"]
-    shared = {part: ms[part] for part in SHARED if part in ms}
+    shared = {part: bench.rows[part]["ms"] for part in SHARED if part in bench.rows}
     stacks: dict[str, dict[str, float]] = {}
-    for name, value in ms.items():
+    for name, row in bench.rows.items():
         implementation, _, part = name.rpartition(": ")
         if part in EXPERTS:
-            stacks.setdefault(implementation or "moe_runtime", {})[part] = value
-    parts = {}
-    for name in ordered(stacks):
-        parts[name] = shared | stacks[name]
-    return parts
+            stacks.setdefault(implementation or "moe_runtime", dict(shared))[part] = row["ms"]
+    return {name: stacks[name] for name in ordered(stacks)}
 
 
 def _stack(axes, bench: Bench) -> None:
@@ -468,20 +524,26 @@ def _stack(axes, bench: Bench) -> None:
     whole = bench.rows.get(WHOLE, {}).get("ms", 0.0)
     widest = max(whole, *(sum(one.values()) for one in stacks.values()))
     for y, (name, one) in enumerate(stacks.items()):
-        total = 0.0
+        end = 0.0
         for part in (*EXPERTS, *SHARED):
             if part in one:
                 is_wide = one[part] > 0.05 * widest
-                _segment(axes, y, total, name, part, one[part], is_wide)
-                total += one[part]
-        text = f"{number(total)} ms"
-        end = total
+                _segment(
+                    axes,
+                    y,
+                    end,
+                    name,
+                    part,
+                    one[part],
+                    is_wide,
+                )
+                end += one[part]
+        text = f"{number(end)} ms"
         if y == 0 and whole:
-            text = f"sum {number(total)}, whole {number(whole)} ms"
-            end = max(total, whole)
+            text = f"sum {number(end)}, whole {number(whole)} ms"
+            end = max(end, whole)
+            _mark(axes, whole, 0, WHOLE)
         beside(axes, end, y, text)
-    if whole:
-        axes.plot([whole, whole], [-0.45, 0.45], color=INK, linewidth=2.5, label=WHOLE)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.set_ylim(len(stacks) - 0.4, -0.6)
     axes.set_xlim(0, widest * 1.32)
@@ -493,12 +555,31 @@ def _stack(axes, bench: Bench) -> None:
 def _segment(axes, y: int, left: float, name: str, part: str, ms: float, is_wide: bool) -> None:
     """Draw a part of a stack, with its number if there is room for it."""
     colour = SHARED.get(part, style(name)[0])
-    look = {"color": colour, "edgecolor": "white", "linewidth": 0.8}
+    alpha = 1.0
     if part == "experts backward":
-        look["alpha"] = 0.55
-    axes.barh(y, ms, left=left, height=0.72, label=f"{name}: {part}", **look)
+        alpha = 0.55
+    axes.barh(
+        y,
+        ms,
+        left=left,
+        height=0.72,
+        label=f"{name}: {part}",
+        color=colour,
+        alpha=alpha,
+        edgecolor="white",
+        linewidth=0.8,
+    )
     if is_wide:
-        is_dark = part == "experts forward" and luminance(colour) < 0.3
-        text_colour = "white" if is_dark else INK
-        look = {"ha": "center", "va": "center", "fontsize": TINY, "color": text_colour}
-        axes.text(left + ms / 2, y, number(ms), **look)
+        ink = INK
+        if part == "experts forward" and luminance(colour) < 0.3:
+            ink = "white"
+        middle = left + ms / 2
+        axes.text(
+            middle,
+            y,
+            number(ms),
+            ha="center",
+            va="center",
+            fontsize=TINY,
+            color=ink,
+        )

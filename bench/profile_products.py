@@ -24,9 +24,21 @@ def main(arguments: list[str]) -> None:
     T = int(arguments[1]) if len(arguments) > 1 else 16384
     device, _ = tune.find_gpu()
     for product in tune.PRODUCTS:
-        problem = tune.problem_of(product, LAYERS[name], T, "bfloat16", device)
+        problem = tune.problem_of(
+            product,
+            LAYERS[name],
+            T,
+            "bfloat16",
+            device,
+        )
         tile = tiles.lookup(problem, tiles.device_name(device))
-        run = tune.runner(product, LAYERS[name], T, "bfloat16", device)
+        run = tune.runner(
+            product,
+            LAYERS[name],
+            T,
+            "bfloat16",
+            device,
+        )
         run(tile)
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

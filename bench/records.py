@@ -5,6 +5,7 @@ and the next continues.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from moe_runtime.bench.clock import OUT_OF_TIME
 from moe_runtime.bench.machine import public
@@ -41,14 +42,18 @@ class Records:
         """Append what became of a benchmark: extra_info, skipped, failed, or the variant that broke
         the process.
         """
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with naming(self.path, self.path), self.path.open("ab+") as file:
-                size = file.seek(0, os.SEEK_END)
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"name": name, **what}).encode() + b"\n"
+        with naming(self.path, self.path), self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
                 # a process that was killed may have left half a line, which is not to take this one
                 # with it
-                half = size and file.seek(size - 1) >= 0 and file.read(1) != b"\n"
-                file.write(b"\n" * half + json.dumps({"name": name, **what}).encode() + b"\n")
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            file.write(line)
 
     def lines(self) -> list[dict]:
         """Return the file's lines; half a line is none. Raises ValueError where one is no
@@ -79,25 +84,21 @@ class Records:
             lines.append(line)
         return lines
 
+    def last(self) -> dict[str, dict]:
+        """Return the last line of each benchmark that is over."""
+        return {line["name"]: line for line in self.lines() if STATES & line.keys()}
+
     def done(self) -> set[str]:
         """Return the benchmarks that need not run again."""
-        done = set()
-        for line in self.lines():
-            if STATES & line.keys():
-                done.add(line["name"])
-        return done
+        return set(self.last())
 
     def measured_with(self, tiles: str) -> set[str]:
         """Return the benchmarks whose last results are of these launch configs."""
-        last = {}
-        for line in self.lines():
-            if STATES & line.keys():
-                last[line["name"]] = line.get("extra_info", {})
-        measured_with = set()
-        for name, info in last.items():
-            if info.get("tiles") == tiles:
-                measured_with.add(name)
-        return measured_with
+        names = set()
+        for name, line in self.last().items():
+            if line.get("extra_info", {}).get("tiles") == tiles:
+                names.add(name)
+        return names
 
     def planned(self) -> int:
         """Return how many benchmarks the last run had before it when it began."""
@@ -112,9 +113,8 @@ class Records:
         """Return variant -> how it broke the process, of one benchmark."""
         broken = {}
         for line in self.lines():
-            if line.get("name") == name:
-                for k, v in line.get("broken", {}).items():
-                    broken[k] = v
+            if line["name"] == name:
+                broken |= line.get("broken", {})
         return broken
 
     def pytest_collection_finish(self, session) -> None:
@@ -125,13 +125,19 @@ class Records:
 
     def pytest_runtest_logreport(self, report) -> None:
         name = report.nodeid.split("::")[-1]
+        why = report.longrepr
         if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            self.write(name, failed=public(str(crash.message if crash else report.longrepr))[-500:])
+            crash = getattr(why, "reprcrash", None)
+            if crash:
+                why = crash.message
+            self.write(name, failed=public(str(why))[-500:])
         elif report.skipped:
-            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            # not over, but neither what a process died of
-            self.write(name, **({"left": True} if OUT_OF_TIME in why else {"skipped": public(why)}))
+            if isinstance(why, tuple):
+                why = why[2]
+            if OUT_OF_TIME in str(why):  # not over, but neither what a process died of
+                self.write(name, left=True)
+            else:
+                self.write(name, skipped=public(str(why)))
 
 
 class Written(Records):
@@ -152,15 +158,13 @@ def benchmarks(path: str | Path) -> list[dict]:
     """Return name and extra_info of each benchmark of a file, pytest-benchmark's JSON or our lines,
     under its name of today.
     """
-    benchmarks = []
-    for bench in _benchmarks(Path(path)):
-        benchmarks.append(bench | {"name": RENAMED.get(bench["name"], bench["name"])})
-    return benchmarks
+    benches = _benchmarks(Path(path))
+    return [bench | {"name": RENAMED.get(bench["name"], bench["name"])} for bench in benches]
 
 
 def _benchmarks(path: Path) -> list[dict]:
+    benches = []
     if path.suffix == ".jsonl":
-        benches = []
         for line in Records(path).lines():
             if "extra_info" in line:
                 benches.append(line)
@@ -168,12 +172,9 @@ def _benchmarks(path: Path) -> list[dict]:
         listed = read_json(path).get("benchmarks", [])
         if not isinstance(listed, list):
             raise ValueError(f"The benchmarks in {path} are invalid: {shown(listed)}. {WRITTEN}")
-        # pytest-benchmark's file may hold other benchmarks besides ours
-        infos = []
         for bench in listed:
-            infos.append(bench.get("extra_info", {}) if isinstance(bench, dict) else None)
-        benches = []
-        for bench, info in zip(listed, infos):
+            info = bench.get("extra_info", {}) if isinstance(bench, dict) else None
+            # pytest-benchmark's file may hold other benchmarks besides ours
             if not isinstance(info, dict) or "rows" in info:
                 benches.append(bench)
         if not benches:
@@ -184,31 +185,26 @@ def _benchmarks(path: Path) -> list[dict]:
     return benches
 
 
-def _is_benchmark(bench: dict) -> bool:
+def _is_benchmark(bench: Any) -> bool:
     """Whether a benchmark has a name, and rows of numbers, those positive that others are divided
     by.
     """
-    info = bench.get("extra_info") if isinstance(bench, dict) else None
-    if not isinstance(info, dict):
-        return False
-    rows = info.get("rows")
-    limits = info.get("ceilings", {})
-    if (
-        not isinstance(bench.get("name"), str)
-        or not isinstance(rows, dict)
-        or not rows
-        or not isinstance(limits, dict)
-    ):
-        return False
-    for row in (*rows.values(), limits | {"ms": 1.0}):
-        if not isinstance(row, dict) or "ms" not in row:
+    match bench:
+        case {"name": str(), "extra_info": {"rows": {**rows}, **info}} if rows:
+            limits = info.get("ceilings", {})
+        case _:
             return False
-        for column, value in row.items():
-            least = 1e-30 if column in POSITIVE else 0.0
-            if not (column == "difference" and value is None) and not (
-                type(value) in (int, float) and least <= value <= 1e30
-            ):
-                return False
+    return isinstance(limits, dict) and all(map(_is_row, [*rows.values(), limits | {"ms": 1.0}]))
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or "ms" not in row:
+        return False
+    for column, value in row.items():
+        least = 1e-30 if column in POSITIVE else 0.0
+        is_number = type(value) in (int, float) and least <= value <= 1e30
+        if not is_number and not (column == "difference" and value is None):
+            return False
     return True
 
 
@@ -217,17 +213,10 @@ def failures(path: str | Path) -> dict[str, str]:
     later one.
     """
     path = Path(path)
-    if path.suffix != ".jsonl":
-        failed = read_json(path).get("failed", {})
-        if not isinstance(failed, dict):
-            raise ValueError(f"`failed` in {path} is invalid: {shown(failed)}. {WRITTEN}")
-        return failed
-    last = {}
-    for line in Records(path).lines():
-        if STATES & line.keys():
-            last[line["name"]] = line
-    failures = {}
-    for name, line in last.items():
-        if "failed" in line:
-            failures[name] = line["failed"]
-    return failures
+    if path.suffix == ".jsonl":
+        last = Records(path).last()
+        return {name: line["failed"] for name, line in last.items() if "failed" in line}
+    failed = read_json(path).get("failed", {})
+    if not isinstance(failed, dict):
+        raise ValueError(f"`failed` in {path} is invalid: {shown(failed)}. {WRITTEN}")
+    return failed

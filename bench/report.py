@@ -43,11 +43,7 @@ def rows_of(path: str | Path) -> dict:
 
 def _infos(paths: list[Path]) -> list[tuple[str, dict]]:
     """Return name and extra_info of all benchmarks of the files."""
-    infos = []
-    for path in paths:
-        for bench in benchmarks(path):
-            infos.append((bench["name"], bench["extra_info"]))
-    return infos
+    return [(bench["name"], bench["extra_info"]) for path in paths for bench in benchmarks(path)]
 
 
 def _lines(paths: list[Path]) -> list[dict]:
@@ -71,11 +67,11 @@ def cpu_table(rows: dict) -> str:
         ours = rows[name, "moe_runtime"]["ms"]
         cells.append(f"{ours:.0f} ms")
         for other in variants[1:]:
-            is_measured = (name, other) in rows
-            cells.append(f"{rows[name, other]['ms'] / ours:.2f}" if is_measured else "-")
-    heads = []
-    for variant in variants:
-        heads.append(variant.removesuffix(" (floor)"))
+            cell = "-"
+            if (name, other) in rows:
+                cell = f"{rows[name, other]['ms'] / ours:.2f}"
+            cells.append(cell)
+    heads = [variant.removesuffix(" (floor)") for variant in variants]
     return markdown(["shape", "dtype", "pass", *heads], lines.values())
 
 
@@ -107,40 +103,29 @@ def tables(paths: list[str | Path]) -> str:
     Benchmarks lie across or variants do, whichever are fewer; why variants are missing stands
     below.
     """
-    groups: dict[tuple[str, str], dict] = {}
+    groups: dict[str, dict[str, dict]] = {kind: {} for kind in described.KINDS}
     notes = []
     for name, info in _infos(paths):
-        function = name.partition("[")[0]
-        groups.setdefault((info.get("kind", "op"), function), {})[name] = info["rows"]
+        group = groups.setdefault(info.get("kind", "op"), {})
+        group.setdefault(name.partition("[")[0], {})[name] = info["rows"]
         for variant, note in info.get("notes", {}).items():
             notes.append(f"* {name}: {variant}: {note}")
     parts = []
-    for kind in (*described.KINDS, None):
-        for group, function in groups:
-            if group == kind or (kind is None and group not in described.KINDS):
-                parts.append(_table(function, groups[group, function]))
+    for group in groups.values():
+        parts += itertools.starmap(_table, group.items())
     return "\n\n".join([*parts, "\n".join(notes)])
 
 
 def _table(function: str, benches: dict[str, dict]) -> str:
     """Return one function's table."""
-    cells: dict[tuple[str, str], str] = {}
-    variants: dict[str, None] = {}
-    for name, rows in benches.items():
+    cells: dict[str, list[str]] = {}  # of each variant
+    for i, rows in enumerate(benches.values()):
         for variant, row in rows.items():
-            cells[name, variant] = described.cell(row)
-            variants[variant] = None
-    short = {}
-    for name in benches:
-        short[name] = name.partition("[")[2].rstrip("]") or "all"
-    lines = []
-    if len(variants) <= max(len(benches), 4):
-        for name in benches:
-            lines.append([short[name], *(cells.get((name, variant), "") for variant in variants)])
-        return markdown([function, *variants], lines)
-    for variant in variants:
-        lines.append([variant, *(cells.get((name, variant), "") for name in benches)])
-    return markdown([function, *short.values()], lines)
+            cells.setdefault(variant, [""] * len(benches))[i] = described.cell(row)
+    names = [name.partition("[")[2].rstrip("]") or "all" for name in benches]
+    if len(cells) <= max(len(benches), 4):
+        return markdown([function, *cells], zip(names, *cells.values(), strict=True))
+    return markdown([function, *names], ([variant, *row] for variant, row in cells.items()))
 
 
 def cuda_table(paths: list[str | Path]) -> list[dict]:
@@ -167,7 +152,12 @@ def cuda_table(paths: list[str | Path]) -> list[dict]:
         count = len(shapes.plans()) * list(KERNELS.values()).count(op)
         least = min(times)
         if len(times) == count and least >= 1.03:
-            row = {"op": op, "device": device, **about[device], "times_faster": round(least, 3)}
+            row = {
+                "op": op,
+                "device": device,
+                **about[device],
+                "times_faster": round(least, 3),
+            }
             table.append(row)
     return table
 
@@ -180,11 +170,11 @@ def machine(paths: list[str | Path]) -> str:
         for name in ABOUT:
             if info.get(name, "none") != "none":
                 words.append(f"{name} {info[name]}")
+        known = ceilings.setdefault(", ".join(words), {})
         limits = []
         for unit, value in info.get("ceilings", {}).items():
             digits = 0 if value >= 10 else 3
             limits.append(f"{value:,.{digits}f} {unit}")
-        known = ceilings.setdefault(", ".join(words), {})
         if limits:
             dtype = f"of {info['dtype']} " if info.get("dtype") else ""
             known[f"ceilings {dtype}{', '.join(limits)}"] = None
@@ -215,22 +205,25 @@ def text(paths: list[Path]) -> str:
     """Return the whole report: machine, tests, goals, the tables of stock models and layers on a
     CPU, every other table.
     """
-    rows = {}
-    for path in paths:
-        rows |= rows_of(path)
+    rows = _rows(paths)
     parts = [machine(paths), outcomes(paths)]
     for table in (cpu_table, steps_table):
         with contextlib.suppress(KeyError):  # of what was not measured, or is a GPU's
             parts.append(table(rows))
     names = {name for name, _ in rows}
-    asked = []
-    for goal in _goals(paths):
-        if not names.isdisjoint(goal.benchmarks):
-            asked.append(goal)
-    if asked:
-        parts.append(goals(rows, asked).strip())
+    reached = [goal for goal in _goals(paths) if not names.isdisjoint(goal.benchmarks)]
+    if reached:
+        parts.append(goals(rows, reached).strip())
     parts.append(tables(paths).strip())
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, parts))
+
+
+def _rows(paths: list[Path]) -> dict:
+    """Return the rows of several files; a later file's replace those of an earlier one."""
+    rows = {}
+    for path in paths:
+        rows |= rows_of(path)
+    return rows
 
 
 def _goals(paths: list[Path]) -> tuple[Goal, ...]:
@@ -246,34 +239,21 @@ def _goals(paths: list[Path]) -> tuple[Goal, ...]:
 def main(arguments: list[str] | None = None) -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument(
-        "-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file"
-    )
-    parser.add_argument(
-        "--markdown",
-        type=Path,
-        help="write the report there, and print only the tests and the goals",
-    )
-    parser.add_argument("--goals", action="store_true", help="the goals alone")
-    parser.add_argument(
-        "--cuda-table",
-        type=Path,
-        help="write moe_runtime/native/cuda_table.json from bench_cuda.py's results",
-    )
+    add = parser.add_argument
+    add("files", nargs="+", type=Path)
+    add("-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file")
+    add("--markdown", type=Path, help="write the report there, and print only tests and goals")
+    add("--goals", action="store_true", help="the goals alone")
+    add("--cuda-table", type=Path, help="write native/cuda_table.json from bench_cuda.py's results")
     options = parser.parse_args(arguments)
     if options.cuda_table:
         measured = cuda_table(options.files)
         atomic_write_json(options.cuda_table, {"measured": measured})
-        print(
-            f"{options.cuda_table}: {', '.join(row['op'] for row in measured) or 'nothing'} faster "
-            "than Triton everywhere"
-        )
+        listed = ", ".join(row["op"] for row in measured) or "nothing"
+        print(f"{options.cuda_table}: {listed} faster than Triton everywhere")
         return
     if options.out:
-        measured = []
-        for name, info in _infos(options.files):
-            measured.append({"name": name, "extra_info": info})
+        measured = [{"name": name, "extra_info": info} for name, info in _infos(options.files)]
         atomic_write_json(options.out, {"benchmarks": measured})
     if options.goals:
         print(goals_of(options.files))
@@ -296,10 +276,7 @@ def whole(paths: list[Path]) -> str:
 
 def goals_of(paths: list[Path]) -> str:
     """Return the goals alone."""
-    rows = {}
-    for path in paths:
-        rows |= rows_of(path)
-    return goals(rows, _goals(paths))
+    return goals(_rows(paths), _goals(paths))
 
 
 if __name__ == "__main__":

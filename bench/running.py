@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench import machine
-from moe_runtime.bench.records import LOST, STATES, UNWRITTEN, Records, benchmarks
+from moe_runtime.bench.records import LOST, UNWRITTEN, Records, benchmarks
 from moe_runtime.io.files import atomic_write_json, atomic_write_text, check_out_file
 
 # not resolved: moe_runtime/bench is where a clone and an installed package agree
@@ -65,11 +65,10 @@ def files(only: str | None) -> list[Path]:
     every = sorted(path for group in groups.values() for path in group)
     if only is None:
         return every
-    names = groups | {
-        path.stem.removeprefix("bench_"): [path] for path in every if _name(path) not in groups
-    }
+    names = {_name(path): [path] for path in every} | groups
     chosen = set()
-    for word in (part.strip() for part in only.split(",")):
+    for word in only.split(","):
+        word = word.strip()
         if word not in names:
             every_kind = ", ".join(groups)
             known = ", ".join(map(_name, every))
@@ -90,18 +89,19 @@ def place(out: Path | None, tiny: bool = False) -> Path:
 
     A run of this commit that was interrupted keeps the name it began with, so that it goes on.
     """
-    if out is not None and out.suffix == ".json":
-        return out
     if out is None:
+        out = Path("bench-results")
         if (machine.ROOT / ".git").exists():
             out = FOLDER.resolve() / "results"
-        else:
-            out = Path("bench-results")
+    if out.suffix == ".json":
+        return out
     if out.exists() and not out.is_dir():
         raise ValueError(f"Output {out} is a file. Choose a folder, or a name that ends in .json")
     name = f"{machine.commit()}-{DEVICE}" + "-tiny" * tiny
     begun = sorted(out.glob(f"*-{name}.jsonl"))
-    return begun[-1].with_suffix(".json") if begun else out / f"{machine.today()}-{name}.json"
+    if begun:
+        return begun[-1].with_suffix(".json")
+    return out / f"{machine.today()}-{name}.json"
 
 
 def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
@@ -111,28 +111,29 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
     for path in (lines, target):
         check_out_file(path, overwrite=True)
     begun = benchmarks(lines)
+    kind, other = ("tiny", "real") if tiny else ("real", "tiny")
     for path, benches in ((lines, begun), (target, _there(target))):
-        if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in benches):
-            kind = ("tiny", "real") if tiny else ("real", "tiny")
-            raise ValueError(
-                f"{path} contains {kind[1]} results. Choose another file than {target} for "
-                f"{kind[0]} ones"
-            )
-    asked = set()
-    for bench in begun:
-        asked.add(bench["extra_info"].get("asked", rounds))
-    if other := asked - {rounds}:
+        for bench in benches:
+            if bench["extra_info"].get("tiny", tiny) != tiny:
+                raise ValueError(
+                    f"{path} contains {other} results. Choose another file than {target} for "
+                    f"{kind} ones"
+                )
+    before = min((bench["extra_info"].get("asked", rounds) for bench in begun), default=rounds)
+    if before != rounds:
         raise ValueError(
-            f"rounds is {rounds}, but {lines} was started with {min(other)}. Pass the same, or "
+            f"rounds is {rounds}, but {lines} was started with {before}. Pass the same, or "
             "another --out"
         )
 
 
 def resume(lines: Path, target: Path, overwrite: bool = False) -> None:
     """Count what `target` has as measured, unless it is to be measured again."""
+    if overwrite:
+        return
     records = Records(lines)
     done = records.done()
-    for bench in () if overwrite else _there(target):
+    for bench in _there(target):
         if bench["name"] not in done:
             records.write(bench["name"], extra_info=bench["extra_info"])
 
@@ -156,7 +157,11 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
             str(os.getpid()),
             f"--benchmark-storage={lines.parent.absolute()}",
         ]
-        status, said = _pytest([*map(str, paths), *own, *options], records, update)
+        status, said = _pytest(
+            [*map(str, paths), *own, *options],
+            records,
+            update,
+        )
         if status < 0 and (name := records.unfinished()):
             records.write(name, failed=f"the process died of {signal.Signals(-status).name}")
         elif status != LOST:
@@ -164,7 +169,11 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
         if len(records.lines()) == before:
             break
     if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", said)):
-        raise OSError(int(told[1]), os.strerror(int(told[1])), str(lines))
+        raise OSError(
+            int(told[1]),
+            os.strerror(int(told[1])),
+            str(lines),
+        )
     if status not in (0, 1, 5):  # passed, some failed, nothing was left to run
         raise RuntimeError(f"pytest failed with exit code {status}:\n{said}")
 
@@ -225,43 +234,34 @@ def gather(lines: Path, target: Path | None) -> Outcome:
     What failed stays out of both, so that the same command tries it again.
     """
     records = Records(lines)
-    last = {}
-    for line in records.lines():
-        if STATES & line.keys():
-            last[line["name"]] = line
-    states = {}
-    for state in ("failed", "skipped"):
-        states[state] = {k: v[state] for k, v in last.items() if state in v}
+    states: dict[str, dict] = {"failed": {}, "skipped": {}}
+    for name, line in records.last().items():
+        for state, names in states.items():
+            if state in line:
+                names[name] = line[state]
     if target is None:
         return Outcome(None, **states)
-    found = {}
+    measured = {}
+    newest = {}
     for bench in (*_there(target), *benchmarks(lines)):
-        found[bench["name"]] = bench
-    # what failed now is no longer what an earlier run measured
-    names = []
-    for name in found:
+        name = bench["name"]
+        # what failed now is no longer what an earlier run measured
         if name not in states["failed"]:
-            names.append(name)
-    kept = []
-    for name in names:
-        kept.append({key: found[name][key] for key in ("name", "extra_info")})
-    if kept:
-        newest = next(
-            (bench for bench in reversed(benchmarks(lines)) if bench["name"] in names), kept[-1]
-        )
-        about = {}
-        for key in machine.describe():
-            about[key] = newest["extra_info"].get(key)
-        atomic_write_json(target, {"about": about, "benchmarks": kept, **states})
+            newest = bench["extra_info"]
+            measured[name] = {"name": name, "extra_info": newest}
+    if measured:
+        about = {key: newest.get(key) for key in machine.describe()}
+        benches = list(measured.values())
+        atomic_write_json(target, {"about": about, "benchmarks": benches, **states})
     if states["failed"]:
         left = []
         for line in records.lines():
             if not {"failed", "began"} & line.keys():
-                left.append(line)
-        atomic_write_text(lines, "".join(json.dumps(line) + "\n" for line in left))
+                left.append(json.dumps(line) + "\n")
+        atomic_write_text(lines, "".join(left))
     else:
         lines.unlink()
-    return Outcome(target if kept else None, **states)
+    return Outcome(target if measured else None, **states)
 
 
 def _there(target: Path) -> list[dict]:

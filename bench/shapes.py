@@ -129,12 +129,21 @@ METHODS_GPU = {"DSCoder-1.3B": Dense(8192, 24, 2048, 5504, 16, 32256)}
 METHODS_TINY = {"tiny": Dense(32, 2, 32, 48, 2, 100, 4, 3)}
 
 
+def kernels() -> dict[str, Shape]:
+    """GPU's shapes at 16384 tokens, those with small experts at 4096 as well."""
+    return sweep(GPU, (16384,)) | sweep({name: GPU[name] for name in FINE}, (4096,))
+
+
+def plans() -> dict[str, Shape]:
+    """Few and many experts at T from 512, where launches count, to 65536, where bytes do."""
+    return sweep({name: GPU[name] for name in SWEPT}, (512, 2048, *sorted(TOKENS)))
+
+
 def layers() -> dict[str, Shape]:
     """GPU's shapes at every T of TOKENS."""
     layers = {}
     for T in TOKENS:
-        for name, shape in GPU.items():
-            layers[f"{name}-{T}"] = shape._replace(T=T)
+        layers |= sweep(GPU, (T,))
     return layers
 
 
@@ -151,23 +160,3 @@ def sweep(table: dict[str, Shape], tokens: tuple[int, ...]) -> dict[str, Shape]:
         for T in tokens:
             sweep[f"{name}-{T}"] = shape._replace(T=T)
     return sweep
-
-
-def kernels() -> dict[str, Shape]:
-    """GPU's shapes at 16384 tokens, those with small experts at 4096 as well."""
-    kernels = {}
-    for name, shape in layers().items():
-        if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE):
-            kernels[name] = shape
-    return kernels
-
-
-def plans() -> dict[str, Shape]:
-    """Few and many experts at T from 512, where launches count, to 65536, where bytes do."""
-    names = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B")
-    tokens = (512, 2048, *sorted(TOKENS))
-    plans = {}
-    for name in names:
-        for T in tokens:
-            plans[f"{name}-{T}"] = GPU[name]._replace(T=T)
-    return plans

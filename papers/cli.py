@@ -68,7 +68,13 @@ def demo_real(
     one_gpu()
     from papers.demo_real import run
 
-    return {"path": out} | run(out, model=model, gsm8k=gsm8k, recipe=recipe, seed=seed)
+    return {"path": out} | run(
+        out,
+        model=model,
+        gsm8k=gsm8k,
+        recipe=recipe,
+        seed=seed,
+    )
 
 
 @verb(app, "deepseek-coder-1.3b --out runs/deepseek", resumes=True)
@@ -104,7 +110,10 @@ def run(
 
         memory_plan.check(memory_plan.recipe_of(str(path)), recipe)
     study = importlib.import_module(f"papers.{method}.study")
-    return {"out": out, "results": study.run(path, out, seed=seed)}
+    return {
+        "out": out,
+        "results": study.run(path, out, seed=seed),
+    }
 
 
 @verb(app, "xft/deepseek-coder-1.3b --gpus 8 --gpu-memory 80")
@@ -137,7 +146,12 @@ def memory(
         raise ValueError(
             f"recipe must be a YAML file or one of {', '.join(recipes())}, but got {recipe!r}"
         )
-    return print_plan(memory_plan.planner_of(plan, gpu), gpus, gpu_memory, engine)
+    return print_plan(
+        memory_plan.planner_of(plan, gpu),
+        gpus,
+        gpu_memory,
+        engine,
+    )
 
 
 app.registered_commands += evaluate.app.registered_commands

@@ -142,7 +142,13 @@ def tasks(
     """
     from papers.engine.everyday import write_tasks
 
-    lines = write_tasks(out, train=train, held_out=held_out, seed=seed, overwrite=overwrite)
+    lines = write_tasks(
+        out,
+        train=train,
+        held_out=held_out,
+        seed=seed,
+        overwrite=overwrite,
+    )
     typer.echo(f"wrote {out}: " + ", ".join(f"{name} ({count})" for name, count in lines.items()))
     return {"path": out, "examples": lines}
 

@@ -134,10 +134,7 @@ def _verb_of(method: str, table: Table):
         ] = False,
         **options,
     ):
-        given = {}
-        for name, value in options.items():
-            if value not in (None, []):
-                given[name] = value
+        given = {name: value for name, value in options.items() if value not in (None, [])}
         if preset is not None and recipe is not None:
             raise ValueError(
                 f"Pass either a preset or a recipe, but got preset {preset!r} and recipe "
@@ -154,20 +151,26 @@ def _verb_of(method: str, table: Table):
 
         tables = import_module(f"papers.{method}.tables")
         report = tables.run(
-            table.name, recipe or preset, out, say=say, seeds=seeds, overwrite=overwrite, **given
+            table.name,
+            recipe or preset,
+            out,
+            say=say,
+            seeds=seeds,
+            overwrite=overwrite,
+            **given,
         )
         return _shown(report, out)
 
     signature = inspect.signature(run)
-    shared = []
-    for one in signature.parameters.values():
-        if one.name != "options":
-            shared.append(one)
+    shared = [one for one in signature.parameters.values() if one.name != "options"]
     own = []
     for name, annotation in table.options.items():
         own.append(
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=annotation,
             )
         )
     run.__signature__ = signature.replace(parameters=[*own, *shared])
@@ -182,7 +185,12 @@ def _shown(report, out: Path) -> dict:
     picture = out / f"{report.command}.png"
     if console.is_main():
         title = f"{report.title} ({report.source})"
-        console.print_table(title, report.columns(), report.rows(), width=400)
+        console.print_table(
+            title,
+            report.columns(),
+            report.rows(),
+            width=400,
+        )
         for line in (report.legend(), *report.summary, f"numbers: {data}   picture: {picture}"):
             print(line)
     return report.to_dict() | {"files": [data, picture]}
@@ -193,6 +201,11 @@ for _method, _paper in PAPERS.items():
     _example = f"{TABLES[_method][0].name} --seeds 3"
     _group = group(_method, f"Make the tables of the {_paper} paper.", _example)
     for _table in TABLES[_method]:
-        add = verb(_group, _table.example, name=_table.name, resumes=True)
+        add = verb(
+            _group,
+            _table.example,
+            name=_table.name,
+            resumes=True,
+        )
         add(_verb_of(_method, _table))
     apps.append(_group)

@@ -31,6 +31,7 @@ from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.corpora import domain_rows
 from papers.engine.stages import Result
+from papers.engine.tables import columns_of
 from papers.xft.recipe import load_recipe
 from papers.xft.study import Stages
 
@@ -50,7 +51,12 @@ class Clock:
 
     def __init__(self, recipe):
         self.start = time.perf_counter()
-        steps = {"base": recipe.pretrain, "sft": recipe.sft, "moe": recipe.tune, "mix": recipe.mix}
+        steps = {
+            "base": recipe.pretrain,
+            "sft": recipe.sft,
+            "moe": recipe.tune,
+            "mix": recipe.mix,
+        }
         self.work = {name: one.steps * one.batch_size * WORK[name] for name, one in steps.items()}
         self.left = []
         self.pace = None
@@ -86,7 +92,12 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
     require("matplotlib", "plot")  # now, not after minutes of training
     recipe = load_recipe(PRESETS[preset])
     clock = Clock(recipe)
-    stages = Stages(recipe, out.with_name(f"{out.name}.stages"), seed=seed, say=clock.say)
+    stages = Stages(
+        recipe,
+        out.with_name(f"{out.name}.stages"),
+        seed=seed,
+        say=clock.say,
+    )
     with atomic_folder(out, overwrite) as folder:
         made = _made(stages, clock)
         texts = domain_rows("sums").held_out[:SUMS]
@@ -94,7 +105,14 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         clock.say(f"solving {SUMS} sums with each model")
         rows = []
         for name, (result, note) in made.items():
-            rows.append(_row(name, result, note, _solved(stages, result, sums)))
+            rows.append(
+                _row(
+                    name,
+                    result,
+                    note,
+                    _solved(stages, result, sums),
+                )
+            )
         results = _results(stages, made, rows)
         stats = _routed(stages, made["MoE"][0])
         results["expert_slots"] = stats.counts.tolist()
@@ -131,7 +149,9 @@ def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
     for place, times in enumerate(RATES):
         name = f"SFT {times * rate:g}"
         clock.begin(
-            f"{name}: tuning the dense model on {tuning} examples", "sft", kinds[place + 1 :]
+            f"{name}: tuning the dense model on {tuning} examples",
+            "sft",
+            kinds[place + 1 :],
         )
         made[name] = (
             stages.sft(learning_rate=times * rate),
@@ -193,7 +213,11 @@ def _results(stages: Stages, made: dict, rows: list[dict]) -> dict:
 
 
 def _loaded(stages: Stages, result: Result):
-    return ranks.load_model(result.folder, stages.recipe.dtype, ranks.state().device)
+    return ranks.load_model(
+        result.folder,
+        stages.recipe.dtype,
+        ranks.state().device,
+    )
 
 
 def _solved(stages: Stages, result: Result, sums) -> float:
@@ -203,7 +227,12 @@ def _solved(stages: Stages, result: Result, sums) -> float:
         labels = batch.pop("labels")
         return all_right(model(**batch, use_cache=False).logits, labels)
 
-    right = each_row(_loaded(stages, result), sums, take, collator=pair_collator(stages.tokenizer))
+    right = each_row(
+        _loaded(stages, result),
+        sums,
+        take,
+        collator=pair_collator(stages.tokenizer),
+    )
     return sum(right) / len(right)
 
 
@@ -220,7 +249,8 @@ def _answers(stages: Stages, result: Result, rows: list[dict]) -> list[str]:
     model = _loaded(stages, result)
     answers = []
     for row in rows:
-        answers.append(complete(model, stages.tokenizer, row["prompt"]).strip().partition("\n")[0])
+        answer = complete(model, stages.tokenizer, row["prompt"])
+        answers.append(answer.strip().partition("\n")[0])
     return answers
 
 
@@ -251,8 +281,19 @@ def _picture(results: dict, stats: RouterStats):
     )
     axes["A"].set(xlabel="loss per label token (lower is better)", title="held-out examples")
     for y, row in enumerate(results["rows"]):
-        axes["B"].barh(y, row["solved"], color=colours[row["model"]], height=0.6)
-        axes["B"].text(row["solved"] + 0.01, y, f"{row['solved']:.0%}", va="center", fontsize=9)
+        axes["B"].barh(
+            y,
+            row["solved"],
+            color=colours[row["model"]],
+            height=0.6,
+        )
+        axes["B"].text(
+            row["solved"] + 0.01,
+            y,
+            f"{row['solved']:.0%}",
+            va="center",
+            fontsize=9,
+        )
     axes["B"].set_yticks(range(len(colours)), colours)
     axes["B"].set(
         xlim=(0, 1.1),
@@ -279,7 +320,11 @@ def _picture(results: dict, stats: RouterStats):
         xlabel="step", ylabel="loss per label token", title="validation examples while tuning"
     )
     axes["C"].legend(
-        fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False
+        fontsize=9,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.17),
+        ncols=3,
+        frameon=False,
     )
     axes["C"].grid()
     stats.heatmap(axes["D"])
@@ -291,13 +336,7 @@ def _show(
     results: dict, out: Path, clock: Clock, texts: list[dict], answers: list[list[str]]
 ) -> None:
     """Print the table, its conclusions, sample answers, and next steps."""
-    columns = (
-        ("model", "left"),
-        ("loss", "right"),
-        ("sums solved", "right"),
-        ("parameters", "right"),
-    )
-    columns += ("per token", "right"), ("train s", "right"), ("", "left")
+    columns = columns_of("model", "loss", "sums solved", "parameters", "per token", "train s")
     rows = []
     for row in results["rows"]:
         rows.append(
@@ -312,7 +351,11 @@ def _show(
             )
         )
     clock.say("done\n")
-    print_table("held-out functions, texts and sums", columns, rows)
+    print_table(
+        "held-out functions, texts and sums",
+        [*columns, ("", "left")],
+        rows,
+    )
     print(verdict(results))
     print("\nHeld-out sums, as the base and as the merged model answer them:")
     for row, before, after in zip(texts, *answers, strict=False):
@@ -336,21 +379,16 @@ def _show(
 
 def verdict(results: dict) -> str:
     """Return sentences that compare XFT with every SFT of the table."""
-    losses = {}
-    for row in results["rows"]:
-        losses[row["model"]] = row["loss"]
+    losses = {row["model"]: row["loss"] for row in results["rows"]}
     merged = losses["merged"]
-    best = results["best_sft"]
-    rates = []
-    for name in losses:
-        if name.startswith("SFT"):
-            rates.append(name)
-    lower = sum(losses[name] > merged for name in rates)
-    equal = losses[rates[RATES.index(1.0)]] - merged
+    of_sft = [loss for name, loss in losses.items() if name.startswith("SFT")]
+    lower = sum(loss > merged for loss in of_sft)
+    equal = of_sft[RATES.index(1.0)] - merged
     return (
         "The merged model has the size and the speed of the base; its held-out loss is lower than "
-        f"that of {lower} of {len(rates)} SFTs, each at its best step.\n"
+        f"that of {lower} of {len(of_sft)} SFTs, each at its best step.\n"
         f"At XFT's own learning rate SFT's loss is {abs(equal):.4f} "
-        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is {best}.\n"
+        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is "
+        f"{results['best_sft']}.\n"
         f"{results['against_best_sft']}."
     )

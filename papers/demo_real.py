@@ -16,8 +16,8 @@ together, and one with as many as take the same time on this machine. Finished s
 rerunning the command resumes a killed run.
 """
 
-import itertools
 import json
+import operator
 import statistics
 import tempfile
 import time
@@ -44,6 +44,7 @@ from papers.engine.compare import compare
 from papers.engine.corpora import Pairs
 from papers.engine.everyday import TASKS, write_tasks
 from papers.engine.stages import Result
+from papers.engine.tables import columns_of
 from papers.evaluation.evaluate import Report, evaluate
 from papers.evaluation.evaluate_models import find_models, tokenizer_of
 from papers.evaluation.evaluate_tasks import find_tasks, hub_rows
@@ -80,13 +81,10 @@ def run(
     a file or Hub id of GSM8K, as a fifth task. `recipe` sets experts and steps. Everything is
     checked before anything is written.
     """
-    for module, extra in {
-        "lm_eval": "eval",
-        "matplotlib": "plot",
-        "datasets": "train",
-        "accelerate": "train",
-    }.items():
-        require(module, extra)
+    require("lm_eval", "eval")
+    require("matplotlib", "plot")
+    require("datasets")
+    require("accelerate")
     out = Path(out)
     settings = load_recipe(recipe)
     if out.exists() and not out.is_dir():
@@ -95,17 +93,31 @@ def run(
         check_smollm2()
     else:
         tokenizer_of(find_models([str(model)])[0], "chat")
-    names = (*TASKS, "gsm8k") if gsm8k else TASKS
+    names = tuple(TASKS)
     train = (settings.data.limit or 320) // len(TASKS)
     held_out = settings.data.held_out_rows // len(TASKS)
-    more = {"gsm8k": _school(gsm8k, train, held_out)} if gsm8k else {}
+    more = {}
+    if gsm8k:
+        names += ("gsm8k",)
+        more["gsm8k"] = _school(gsm8k, train, held_out)
 
     if model is None and not (out / "smollm2").is_dir():
         write_smollm2(out / "smollm2", dtype="float32")
     tasks = out / f"tasks-{hash_of([train, held_out, seed, gsm8k and files_print(gsm8k)])}"
     if not tasks.is_dir():
-        write_tasks(tasks, train=train, held_out=held_out, seed=seed, more=more)
-    settings = _placed(settings, model or out / "smollm2", tasks, len(names))
+        write_tasks(
+            tasks,
+            train=train,
+            held_out=held_out,
+            seed=seed,
+            more=more,
+        )
+    settings = _placed(
+        settings,
+        model or out / "smollm2",
+        tasks,
+        len(names),
+    )
     stages = Stages(settings, out, seed=seed)
     clock = out / f"measured-{hash_of(settings.to_dict())}.json"
     if not clock.is_file():
@@ -125,24 +137,25 @@ def run(
     init = stages.merge(moe)
     merged = stages.mix(moe)
     merged = merged._replace(steps=moe.steps + merged.steps)
-    models = dict(zip(NOTES, (base, sft, stages.sft(longer), moe, init, merged), strict=True))
+    models = dict(
+        zip(
+            NOTES,
+            (base, sft, stages.sft(longer), moe, init, merged),
+            strict=True,
+        )
+    )
     for name, one in models.items():
         link(out / name, one.folder)
-    files = ",".join(f"{name}={tasks / f'{name}-held_out.jsonl'}" for name in names)
-    asked = {}
-    for name, one in models.items():
-        if name != "INIT":
-            asked[name] = one
     report = evaluate(
-        [f"{name}={one.folder}" for name, one in asked.items()],
-        files,
+        [f"{name}={one.folder}" for name, one in models.items() if name != "INIT"],
+        ",".join(f"{name}={tasks / f'{name}-held_out.jsonl'}" for name in names),
         out / "eval",
         reference="SFT",
         prompt="chat",
         batch_size=ASKED_AT_ONCE,
         dtype="bfloat16" if settings.tune.bf16 else "auto",
         shots=0,
-        max_new_tokens=max(TOKENS[name] for name in names),
+        max_new_tokens=max(map(TOKENS.get, names)),
     )
     results = _results(stages, models, report, measured)
     atomic_write_json(out / "results.json", jsonable(results))
@@ -174,30 +187,27 @@ def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
     """Return the recipe for these folders, with bfloat16 autocast if this machine multiplies faster
     in it.
     """
-    cuda = torch.cuda.is_available()
-    if cuda:
+    if torch.cuda.is_available():
         is_quick = torch.cuda.is_bf16_supported()
     else:
         is_quick = torch.cpu.get_capabilities().get("amx_bf16", False)
     share = count / len(TASKS)
-    changes = {}
-    for name in ("sft", "tune", "mix"):
-        changes[f"{name}__bf16"] = getattr(recipe, name).bf16 or is_quick
     return recipe.change(
         base_model=str(model),
         data__train=str(tasks / "train.jsonl"),
         data__held_out=str(tasks / "held_out.jsonl"),
         data__limit=round((recipe.data.limit or 320) * share),
         data__held_out_rows=round(recipe.data.held_out_rows * share),
-        **changes,
+        sft__bf16=recipe.sft.bf16 or is_quick,
+        tune__bf16=recipe.tune.bf16 or is_quick,
+        mix__bf16=recipe.mix.bf16 or is_quick,
     )
 
 
 def _machine(recipe: Recipe) -> str:
+    where = f"{torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         where = torch.cuda.get_device_name()
-    else:
-        where = f"{torch.get_num_threads()} threads"
     return f"{where}, {'bfloat16' if recipe.tune.bf16 else 'float32'}"
 
 
@@ -208,18 +218,31 @@ def _measured(stages: Stages) -> dict[str, float]:
     recipe = stages.recipe
     measured = {}
     for name in ("sft", "tune", "mix"):
-        model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
-        if name != "sft":
-            xft.upcycle(model, layers=recipe.layers, **recipe.experts)
-        if name != "mix":
-            measured[f"{'dense' if name == 'sft' else 'MoE'} tokens/s"] = _speed(model, stages)
+        model = ranks.load_model(
+            recipe.base_model,
+            recipe.dtype,
+            ranks.state().device,
+        )
+        if name == "sft":
+            measured["dense tokens/s"] = _speed(model, stages)
         else:
+            xft.upcycle(
+                model,
+                layers=recipe.layers,
+                **recipe.experts,
+            )
+        if name == "tune":
+            measured["MoE tokens/s"] = _speed(model, stages)
+        elif name == "mix":
             xft.to_mergeable(model, shared_rate=recipe.shared_rate)
         ends = []
-        training = getattr(recipe, name)
-        settings = training.change(
-            epochs=None, steps=MEASURED, warmup_steps=None, save_steps=None, evaluations=[1]
-        ).to_dict()
+        settings = getattr(recipe, name).change(
+            epochs=None,
+            steps=MEASURED,
+            warmup_steps=None,
+            save_steps=None,
+            evaluations=[1],
+        )
         with tempfile.TemporaryDirectory() as folder:
             trainers.train(
                 model,
@@ -228,11 +251,10 @@ def _measured(stages: Stages) -> dict[str, float]:
                 folder=folder,
                 held_out=stages.held_out.select([0]),
                 on_step=lambda *_, ends=ends: ends.append(time.perf_counter()),
-                **settings,
+                **settings.to_dict(),
             )
-        measured[name] = statistics.median(
-            after - before for before, after in itertools.pairwise(ends)
-        )
+        seconds = map(operator.sub, ends[1:], ends)
+        measured[name] = statistics.median(seconds)
         del model
         ranks.free_memory()
     return measured
@@ -243,82 +265,74 @@ def _speed(model, stages: Stages, tokens: int = 16) -> float:
     """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at a time, as in
     evaluation.
     """
-    kept = model.dtype
-    model.to(torch.bfloat16 if stages.recipe.tune.bf16 else kept).eval()
+    dtype = model.dtype
+    model.eval()
+    if stages.recipe.tune.bf16:
+        model.to(torch.bfloat16)
     rows = stages.held_out["input_ids"][:ASKED_AT_ONCE]
     ids = torch.tensor([row[: min(map(len, rows))] for row in rows], device=model.device)
-    more = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-    seconds = []
-    for new in (2, tokens):
+    for new in (2, tokens):  # the first call warms up
         start = time.perf_counter()
-        answers = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **more)
+        answers = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new,
+            min_new_tokens=new,
+        )
         answers.tolist()  # waits for a GPU
-        seconds.append(time.perf_counter() - start)
-    model.to(kept).train()
-    return len(rows) * tokens / seconds[1]
+    seconds = time.perf_counter() - start
+    model.to(dtype).train()
+    return len(rows) * tokens / seconds
 
 
 def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
     """Return the estimated minutes of the whole run."""
     recipe = stages.recipe
     rows = len(stages.held_out)
-    trained = (
-        sum(getattr(recipe, name).steps * measured[name] for name in ("sft", "tune", "mix"))
-        + longer * measured["sft"]
-    )
+    trained = (recipe.sft.steps + longer) * measured["sft"]
+    trained += recipe.tune.steps * measured["tune"] + recipe.mix.steps * measured["mix"]
     judged = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
     answered = 32 * rows * (4 / measured["dense tokens/s"] + 1 / measured["MoE tokens/s"])
     return (1.1 * trained + judged + answered) / 60 + 1
 
 
 def _results(
-    stages: Stages, found: dict[str, Result], report: Report, measured: dict[str, float]
+    stages: Stages, models: dict[str, Result], report: Report, measured: dict[str, float]
 ) -> dict:
-    # of two scores of a task the strict one
-    scores = {}
-    for one in reversed(report.scores):
-        scores[(one.model, one.task)] = one
-    tasks = list(dict.fromkeys(one.task for one in report.scores))
-    rows = []
-    for name, one in found.items():
-        exact_match = dict.fromkeys(tasks)  # None: not asked
-        interval = dict.fromkeys(tasks)
-        for task in tasks:
-            if (name, task) in scores:
-                score = scores[name, task]
-                exact_match[task] = score.score
-                interval[task] = [score.low, score.high]
-        speed = "MoE tokens/s" if name == "MoE" else "dense tokens/s"
-        rows.append(
-            {
-                "model": name,
-                "note": NOTES[name],
-                "loss": one.loss,
-                "steps": one.steps,
-                "seconds": one.total_seconds,
-                "parameters": one.parameters,
-                "active": one.active_parameters,
-                "tokens_per_second": measured[speed],
-                "exact_match": exact_match,
-                "interval": interval,
-            }
-        )
-    tuned = {}
-    for name, one in found.items():
-        if name != "base":
-            tuned[name] = [one.losses]
+    tasks = dict.fromkeys(one.task for one in report.scores)  # None: not asked
+    rows = {}
+    for name, one in models.items():
+        rows[name] = {
+            "model": name,
+            "note": NOTES[name],
+            "loss": one.loss,
+            "steps": one.steps,
+            "seconds": one.total_seconds,
+            "parameters": one.parameters,
+            "active": one.active_parameters,
+            "tokens_per_second": measured["dense tokens/s"],
+            "exact_match": dict(tasks),
+            "interval": dict(tasks),
+        }
+    rows["MoE"]["tokens_per_second"] = measured["MoE tokens/s"]
+    for score in reversed(report.scores):  # of two scores of a task the strict one is the first
+        rows[score.model]["exact_match"][score.task] = score.score
+        rows[score.model]["interval"][score.task] = [score.low, score.high]
+    losses = {name: [one.losses] for name, one in models.items() if name != "base"}
+    merged = models["merged"]
     return {
         "recipe": stages.recipe.to_dict(),
         "seed": stages.seed,
         "machine": _machine(stages.recipe),
         "torch": torch.__version__,
         "measured": measured,
-        "rows": rows,
+        "rows": [*rows.values()],
         "comparisons": [one._asdict() for one in report.comparisons],
-        "loss_comparisons": [str(one) for one in compare(tuned, "merged", found["merged"].tokens)],
-        "alpha": found["merged"].alpha,
-        "upcycled_error": found["MoE"].upcycled_error,
-        "curves": {name: one.history for name, one in found.items()},
+        "loss_comparisons": [*map(str, compare(losses, "merged", merged.tokens))],
+        "alpha": merged.alpha,
+        "upcycled_error": models["MoE"].upcycled_error,
+        "curves": {name: one.history for name, one in models.items()},
     }
 
 
@@ -326,27 +340,25 @@ def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5
     """Return `count` held-out questions, from each task in turn, with the base's and the merged
     model's answers.
     """
-    parts = ["# Before and after"]
     told = []
     for name in names:
         files = (
             tasks / f"{name}-held_out.jsonl",
-            *(folder / model / f"{name}.jsonl" for model in ("base", "merged")),
+            folder / "base" / f"{name}.jsonl",
+            folder / "merged" / f"{name}.jsonl",
         )
-        lines = zip(
-            *(path.read_text(encoding="utf-8").splitlines() for path in files), strict=False
-        )
-        for number, three in enumerate(itertools.islice(lines, count)):
+        lines = [path.read_text(encoding="utf-8").splitlines()[:count] for path in files]
+        for number, three in enumerate(zip(*lines, strict=False)):
             told.append((number, name, *map(json.loads, three)))
-    for _, name, asked, before, after in sorted(told, key=lambda one: one[0])[:count]:
-        if after["exact_match"]:
-            verdict = "right"
-        else:
-            verdict = f"expected: {one_line(asked['completion'], 200)}"
+    parts = ["# Before and after"]
+    for _, name, row, before, after in sorted(told, key=lambda one: one[0])[:count]:
+        verdict = "right"
+        if not after["exact_match"]:
+            verdict = f"expected: {one_line(row['completion'], 200)}"
+        question = row["prompt"].replace("\n", "\n    ")
         parts.append(
-            f"## {name}\n\n    "
-            + asked["prompt"].replace("\n", "\n    ")
-            + f"\n\n* before: {one_line(before['answer'], 300)}"
+            f"## {name}\n\n    {question}\n"
+            f"\n* before: {one_line(before['answer'], 300)}"
             f"\n* after: {one_line(after['answer'], 300)} ({verdict})"
         )
     return "\n\n".join(parts) + "\n"
@@ -355,84 +367,98 @@ def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5
 def _picture(results: dict):
     """Draw the held-out losses, those on the way, and each model's exact match by task."""
     rows = results["rows"]
-    seed = results["seed"]
-    title = f"{rows[0]['parameters'] / 1e6:.0f} M parameters, tuned by SFT and by XFT, seed {seed}"
+    parameters = f"{rows[0]['parameters'] / 1e6:.0f} M parameters"
+    title = f"{parameters}, tuned by SFT and by XFT, seed {results['seed']}"
     figure, axes = plots.new_figure(title, (10.5, 7.8), mosaic="AB;CC")
-    colours = dict(zip(NOTES, plots.COLOURS))
-    plots.losses(
-        axes["A"], [(row["model"], row["loss"], colours[row["model"]]) for row in rows], "merged"
-    )
-    axes["A"].set_yticks(
+    colours = dict(zip(NOTES, plots.COLOURS, strict=False))
+    losses = []
+    labels = []
+    exact_match = {}
+    intervals = {}
+    for row in rows:
+        name = row["model"]
+        losses.append((name, row["loss"], colours[name]))
+        labels.append(f"{name}\n{row['note'].partition(':')[0]}")
+        if None not in row["exact_match"].values():
+            exact_match[name] = [*row["exact_match"].values()]
+            intervals[name] = [*row["interval"].values()]
+    a, b, c = axes["A"], axes["B"], axes["C"]
+    plots.losses(a, losses, "merged")
+    a.set_yticks(
         range(len(rows)),
-        [f"{row['model']}\n{row['note'].partition(':')[0]}" for row in rows],
+        labels,
         fontsize=9,
     )
-    axes["A"].set(
-        xlabel="loss per token of the answers (lower is better)", title="held-out examples"
-    )
-    for (name, way), marker in zip(results["curves"].items(), plots.MARKERS):
-        if way:
+    a.set(xlabel="loss per token of the answers (lower is better)", title="held-out examples")
+    for (name, points), marker in zip(
+        results["curves"].items(),
+        plots.MARKERS,
+        strict=False,
+    ):
+        if points:
+            start, loss = 0, rows[0]["loss"]
             if name == "merged":
-                start, loss = (results["curves"]["MoE"][-1][0], rows[-2]["loss"])
-            else:
-                start, loss = (0, rows[0]["loss"])
-            steps, values = zip(
-                (start, loss), *((start + step, value) for step, value in way), strict=True
+                start, loss = results["curves"]["MoE"][-1][0], rows[-2]["loss"]
+            steps, values = zip((0, loss), *points, strict=True)
+            steps = [start + step for step in steps]
+            b.plot(
+                steps,
+                values,
+                marker=marker,
+                color=colours[name],
+                label=name,
             )
-            axes["B"].plot(steps, values, marker=marker, color=colours[name], label=name)
-    axes["B"].set(
+    b.set(
         xlabel="step",
         ylabel="loss per token, logarithmic",
         yscale="log",
         title="held-out examples while tuning",
     )
-    low, high = axes["B"].get_ylim()
-    ticks = []
-    for tick in range(1, 100):
-        if low <= tick / 10 <= high:
-            ticks.append(tick / 10)
-    axes["B"].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes["B"].minorticks_off()
-    axes["B"].legend(fontsize=9)
-    axes["B"].grid()
-    asked = []
-    for row in rows:
-        if None not in row["exact_match"].values():
-            asked.append(row)
-    if "interval" in rows[0]:
-        spans = {}
-        for row in asked:
-            spans[row["model"]] = [*row["interval"].values()]
-    else:
-        spans = None
-    shares = {}
-    for row in asked:
-        shares[row["model"]] = [*row["exact_match"].values()]
+    low, high = b.get_ylim()
+    ticks = [tick / 10 for tick in range(1, 100) if low <= tick / 10 <= high]
+    b.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    b.minorticks_off()
+    b.legend(fontsize=9)
+    b.grid()
+    tasks = [*rows[0]["exact_match"]]
     plots.grouped(
-        axes["C"], [*rows[0]["exact_match"]], shares, spans, form="{:.2f}", colours=colours
+        c,
+        tasks,
+        exact_match,
+        intervals,
+        form="{:.2f}",
+        colours=colours,
     )
-    axes["C"].set(ylabel="exact match", ylim=(0, 1.12), title="answers to held-out examples")
-    plots.legend_below(
-        figure, axes["C"], "lines: 95% interval over the problems" if spans else "", len(asked)
-    )
+    c.set(ylabel="exact match", ylim=(0, 1.12), title="answers to held-out examples")
+    plots.legend_below(figure, c, "lines: 95% interval over the problems", len(exact_match))
     return figure
 
 
 def _show(results: dict, out: Path) -> None:
     """Print the table and the comparison of XFT with SFT."""
     rows = results["rows"]
-    tasks = list(results["rows"][0]["exact_match"])
-    columns = [("model", "left"), ("loss", "right"), *((task, "right") for task in tasks)]
-    columns += [("tokens/s", "right"), ("steps", "right"), ("train s", "right"), ("", "left")]
+    tasks = rows[0]["exact_match"]
+    columns = columns_of("model", "loss", *tasks, "tokens/s", "steps", "train s")
     cells = []
     for row in rows:
-        exact = []
-        for share in row["exact_match"].values():
-            exact.append("" if share is None else f"{share:.2f}")
+        exact = ["" if share is None else f"{share:.2f}" for share in row["exact_match"].values()]
         speed = f"{row['tokens_per_second']:.0f}"
         costs = [speed, str(row["steps"]), f"{row['seconds']:.0f}"]
-        cells.append([row["model"], f"{row['loss']:.4f}", *exact, *costs, row["note"]])
-    print_table("Held-out loss of the answers, and exact match by task", columns, cells)
+        cells.append(
+            [
+                row["model"],
+                f"{row['loss']:.4f}",
+                *exact,
+                *costs,
+                row["note"],
+            ]
+        )
+    title = "Held-out loss of the answers, and exact match by task"
+    print_table(
+        title,
+        [*columns, ("", "left")],
+        cells,
+    )
     print("held-out losses, " + "\n".join(results["loss_comparisons"]))
     for one in results["comparisons"]:
         if one["model"] == "merged":

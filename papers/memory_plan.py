@@ -22,7 +22,7 @@ from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.settings import Node
 from moe_runtime.tools import memory
-from moe_runtime.tools.memory_plan import RESERVED, Planner, Stage, causal_inputs
+from moe_runtime.tools.memory_plan import RESERVED, PlannedTraining, Planner, causal_inputs
 from papers.engine.recipe import method_of, recipe_path, shipped_recipes
 
 # the engines with which a method's recipes run: docs/scale.md
@@ -39,10 +39,14 @@ ESFT_MOST = 15 / 64
 
 def planner_of(recipe: Node, gpu: str = "H100") -> Planner:
     """Return the Planner of a recipe's trainings, with the engines that run its method."""
-    return Planner(stages(recipe), gpu, RUNS_WITH[recipe.method])
+    return Planner(
+        stages(recipe),
+        gpu,
+        RUNS_WITH[recipe.method],
+    )
 
 
-def stages(recipe: Node) -> list[Stage]:
+def stages(recipe: Node) -> list[PlannedTraining]:
     """Return the trainings of a recipe; raises ValueError for one that pre-trains its base, which
     is small.
     """
@@ -50,10 +54,25 @@ def stages(recipe: Node) -> list[Stage]:
         raise ValueError(
             f"Recipe {recipe.name} pre-trains a small base. Choose a recipe with base_model"
         )
-    return list(
-        {"xft": _xft, "esft": _esft, "upit": _upit, "ultrafuser": _ultrafuser}[recipe.method](
-            recipe
-        )
+    makers = {"xft": _xft, "esft": _esft, "upit": _upit, "ultrafuser": _ultrafuser}
+    return list(makers[recipe.method](recipe))
+
+
+def _stage(
+    r, name: str, training, make: Callable, runs: bool = True, prepare=None
+) -> PlannedTraining:
+    """Return a training of a causal LM on samples of the recipe's length."""
+    length = getattr(r, "data", r).max_length
+    inputs = causal_inputs(length)
+    return PlannedTraining(
+        name,
+        make,
+        inputs,
+        training,
+        length,
+        training.bf16,
+        runs,
+        prepare,
     )
 
 
@@ -61,33 +80,31 @@ def _built(source: str, dtype: str, change: Callable = lambda config: config):
     return memory.built(change(ranks.load_config(source)), dtype)
 
 
-def _xft(r) -> Iterator[Stage]:
+def _xft(r) -> Iterator[PlannedTraining]:
     def moe(config):
-        return folders.upcycled_config(
-            config, folders.config_for_folder(config, **r.experts), r.layers
-        )
+        fields = folders.config_for_folder(config, **r.experts)
+        return folders.upcycled_config(config, fields, r.layers)
 
     def mixed(config):
         return folders.mergeable_config(moe(config), r.shared_rate, False)
 
-    for name, training, change in (
-        ("sft", r.sft, lambda config: config),
-        ("tune", r.tune, moe),
-        ("mix", r.mix, mixed),
-    ):
-        make = partial(_built, r.base_model, r.dtype, change)
-        yield Stage(
-            name,
-            make,
-            causal_inputs(r.data.max_length),
-            training,
-            r.data.max_length,
-            training.bf16,
-            name != "sft",
-        )
+    built = partial(_built, r.base_model, r.dtype)
+    yield _stage(r, "sft", r.sft, built, runs=False)
+    yield _stage(
+        r,
+        "tune",
+        r.tune,
+        partial(built, moe),
+    )
+    yield _stage(
+        r,
+        "mix",
+        r.mix,
+        partial(built, mixed),
+    )
 
 
-def _esft(r) -> Iterator[Stage]:
+def _esft(r) -> Iterator[PlannedTraining]:
     from moe_runtime.hf.training.trainable import layers_of
     from moe_runtime.methods.esft.freezing import freeze_for_esft
 
@@ -98,96 +115,127 @@ def _esft(r) -> Iterator[Stage]:
             ids[number] = range(math.ceil(ESFT_MOST * layer.num_experts))
         freeze_for_esft(model, ids, dtype=dtype)
 
-    def stage(name, training, make, prepare=None):
-        runs = name == "esft"
-        inputs = causal_inputs(r.max_length)
-        return Stage(name, make, inputs, training, r.max_length, training.bf16, runs, prepare)
+    def lora():
+        return memory.add_lora(built(), r.lora.rank)
 
-    yield stage("fft", r.fft, partial(_built, r.base_model, r.trained_dtype or r.dtype))
-    yield stage(
-        "lora", r.lora.training, lambda: memory.add_lora(_built(r.base_model, r.dtype), r.lora.rank)
+    built = partial(_built, r.base_model, r.dtype)
+    whole = partial(
+        _built,
+        r.base_model,
+        r.trained_dtype or r.dtype,
     )
-    yield stage("esft", r.esft, partial(_built, r.base_model, r.dtype), selected)
+    yield _stage(r, "fft", r.fft, whole, runs=False)
+    yield _stage(
+        r,
+        "lora",
+        r.lora.training,
+        lora,
+        runs=False,
+    )
+    yield _stage(r, "esft", r.esft, built, prepare=selected)
 
 
-def _upit(r) -> Iterator[Stage]:
+def _upit(r) -> Iterator[PlannedTraining]:
     from moe_runtime.methods.lora import baseline
     from moe_runtime.methods.upit.vectors import RoutingVectors
 
     def moe(config):
-        return folders.upcycled_config(
-            config, folders.config_for_folder(config, **r.experts.to_dict())
-        )
+        fields = folders.config_for_folder(config, **r.experts.to_dict())
+        return folders.upcycled_config(config, fields)
 
     def vectors(model) -> None:
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
         zeros = torch.zeros(model.config.num_hidden_layers, model.config.hidden_size)
-        RoutingVectors(model, zeros, r.router.alpha, r.router.detach_h).train_only(
-            r.router.train_ffn
+        routed = RoutingVectors(
+            model,
+            zeros,
+            r.router.alpha,
+            r.router.detach_h,
         )
+        routed.train_only(r.router.train_ffn)
 
     def pairs():
         with torch.device("meta"):
-            return baseline.add_mlp_lora(_built(r.base_model, r.dtype), r.lora.rank, r.lora.alpha)
+            return baseline.add_mlp_lora(
+                _built(r.base_model, r.dtype),
+                r.lora.rank,
+                r.lora.alpha,
+            )
 
     def lora_moe(config):
-        block = {
-            "form": "block",
-            "rank": r.lora.rank,
-            "alpha": r.lora.alpha,
-            "targets": ["gate_proj", "up_proj", "down_proj"],
-        }
+        classes = model_classes(config.model_type)
         fields = moe_fields(
             folders.config_for_folder(config, **r.experts.to_dict()),
             layers=list(range(config.num_hidden_layers)),
             base_model_type=config.model_type,
-            base_architecture=model_classes(config.model_type).base_causal_lm.__name__,
+            base_architecture=classes.base_causal_lm.__name__,
             stage="lora",
-            lora=block | {"dtype": "float32", "train_backbone": False, "backbone": "base"},
+            lora={
+                "form": "block",
+                "rank": r.lora.rank,
+                "alpha": r.lora.alpha,
+                "targets": ["gate_proj", "up_proj", "down_proj"],
+                "dtype": "float32",
+                "train_backbone": False,
+                "backbone": "base",
+            },
         )
-        become_moe(config, model_classes(config.model_type), fields)
+        become_moe(config, classes, fields)
         return config
 
     whole = partial(_built, r.base_model, "float32")
     makes = {
-        "ffn": (whole, partial(_built, r.base_model, "float32", moe)),
+        "ffn": (whole, partial(whole, moe)),
         "lora": (pairs, partial(_built, r.base_model, r.dtype, lora_moe)),
     }
     for form in r.forms:
-        trainings, (dense, mixture) = getattr(r, form), makes[form]
-        parts = (("sft", dense, None), ("init", dense, vectors), ("post", mixture, None))
-        for name, make, prepare in parts:
-            training = getattr(trainings, name)
-            yield Stage(
-                f"{form} {name}",
-                make,
-                causal_inputs(r.max_length),
-                training,
-                r.max_length,
-                training.bf16,
-                True,
-                prepare,
-            )
+        trainings = getattr(r, form)
+        dense, mixture = makes[form]
+        yield _stage(
+            r,
+            f"{form} sft",
+            trainings.sft,
+            dense,
+        )
+        yield _stage(
+            r,
+            f"{form} init",
+            trainings.init,
+            dense,
+            prepare=vectors,
+        )
+        yield _stage(
+            r,
+            f"{form} post",
+            trainings.post,
+            mixture,
+        )
 
 
-def _ultrafuser(r) -> Iterator[Stage]:
+def _ultrafuser(r) -> Iterator[PlannedTraining]:
     from moe_runtime.methods.ultrafuser.model import UltraFuser
 
     def fuser(dtype: str, train_all: bool):
-        models = []
-        for one in r.specialists.values():
-            models.append(_built(one.model or r.base_model, dtype))
+        models = [_built(one.model or r.base_model, dtype) for one in r.specialists.values()]
         with torch.device("meta"):
             model = UltraFuser(
-                models, "{prompt}", gate=r.gate, joint=r.joint, loss_reduction=r.reduction
+                models,
+                "{prompt}",
+                gate=r.gate,
+                joint=r.joint,
+                loss_reduction=r.reduction,
             )
         return model.train_all() if train_all else model.freeze_specialists()
 
     def inputs(batch: int) -> dict:
         # the other half of an example is the response
-        half = r.max_length // 2
+        ids = torch.zeros(
+            batch,
+            r.max_length // 2,
+            dtype=torch.long,
+        )
         count = len(r.specialists)
-        ids = torch.zeros(batch, half, dtype=torch.long)
         return {
             "prompt_ids": [ids] * count,
             "prompt_mask": [torch.ones_like(ids)] * count,
@@ -196,34 +244,33 @@ def _ultrafuser(r) -> Iterator[Stage]:
         }
 
     if any(one.model is None for one in r.specialists.values()):
-        make = partial(_built, r.base_model, "float32")
-        yield Stage(
+        yield _stage(
+            r,
             "specialist",
-            make,
-            causal_inputs(r.max_length),
             r.specialist,
-            r.max_length,
-            r.specialist.bf16,
+            partial(_built, r.base_model, "float32"),
         )
-    yield Stage(
-        "stage1", partial(fuser, r.dtype, False), inputs, r.stage1, r.max_length, r.stage1.bf16
-    )
-    yield Stage(
-        "stage2", partial(fuser, "float32", True), inputs, r.stage2, r.max_length, r.stage2.bf16
-    )
+    stages = (("stage1", r.stage1, r.dtype, False), ("stage2", r.stage2, "float32", True))
+    for name, training, dtype, train_all in stages:
+        stage = _stage(
+            r,
+            name,
+            training,
+            partial(fuser, dtype, train_all),
+        )
+        yield stage._replace(inputs=inputs)
 
 
 def recipe_of(source: str):
     """Return the recipe of a name or file; None for anything else, such as a model's folder."""
     methods = tuple(RUNS_WITH)
-    shipped = {
-        name
-        for method in methods
-        for one in shipped_recipes(method)
-        for name in (one, f"{method}/{one}")
-    }
-    if source not in shipped and not source.endswith((".yaml", ".yml")):
-        return None
+    if not source.endswith((".yaml", ".yml")):
+        shipped = []
+        for method in methods:
+            for name in shipped_recipes(method):
+                shipped += [name, f"{method}/{name}"]
+        if source not in shipped:
+            return None
     path = recipe_path(source, *methods)
     method = method_of(path)
     check_choice("method", method, methods)
@@ -234,12 +281,16 @@ def machine() -> tuple[int, float, str]:
     """Return the number of processes of this run, the free bytes of memory of each, and the engine
     that the launcher sets.
     """
-    gpus = int(os.environ.get("WORLD_SIZE", "1"))
-    engine = "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"
-    engine = "zero3" if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else engine
+    env = os.environ
+    gpus = int(env.get("WORLD_SIZE", "1"))
+    engine = "ddp"
+    if env.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        engine = "zero3"
+    elif env.get("ACCELERATE_USE_FSDP") == "true":
+        engine = "fsdp2"
     if torch.cuda.is_available():
-        return gpus, torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0], engine
-    return gpus, free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), engine
+        return gpus, torch.cuda.mem_get_info(int(env.get("LOCAL_RANK", "0")))[0], engine
+    return gpus, free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1")), engine
 
 
 def free_memory() -> int:
@@ -265,24 +316,27 @@ def check(recipe: Node, name: str = "recipe") -> None:
     planner = planner_of(recipe)
     gpus, size, engine = machine()
     for stage in planner.stages.values():
+        if not stage.runs:
+            continue
         try:
-            model = stage.make() if stage.runs else None
+            model = stage.make()
         except ValueError:  # the run itself raises a clearer error
             return
-        if model is None or sum(p.numel() for p in model.parameters()) < SMALL:
+        if sum(p.numel() for p in model.parameters()) < SMALL:
             continue
         plan = planner.plan(stage.name, planner.setting_of(stage.name, engine, gpus))
-        if plan.share.total + RESERVED <= size:
+        total = plan.share.total
+        if total + RESERVED <= size:
             continue
-        parts = ", ".join(
-            f"{of} {value / 1e9:.1f}" for of, value in plan.share._asdict().items() if value
-        )
+        parts = []
+        for of, value in plan.share._asdict().items():
+            if value:
+                parts.append(f"{of} {value / 1e9:.1f}")
+        fits = "No setting fits"
         near = planner.nearest(stage.name, plan.setting, size)
-        if near is None:
-            fits = "No setting fits"
-        else:
+        if near is not None:
             fits = f"It fits with {near.setting}: {near.share.total / 1e9:.1f} GB"
         raise ValueError(
-            f"{name}: stage {stage.name} needs {plan.share.total / 1e9:.1f} GB per GPU ({parts}) "
+            f"{name}: stage {stage.name} needs {total / 1e9:.1f} GB per GPU ({', '.join(parts)}) "
             f"with {plan.setting}, but only {size / 1e9:.1f} GB are free. {fits}"
         )

@@ -17,7 +17,4 @@ def recipes(method: str | None = None) -> list[str]:
     paths = sorted(FOLDER.glob(f"{method or '*'}/recipes/*.yaml"))
     if method is not None:
         return [path.stem for path in paths]
-    recipes = []
-    for path in paths:
-        recipes.append(f"{path.parts[-3]}/{path.stem}")
-    return recipes
+    return [f"{path.parts[-3]}/{path.stem}" for path in paths]

@@ -22,7 +22,14 @@ from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-IGNORED = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info", "runs", ".*")
+IGNORED = shutil.ignore_patterns(
+    "__pycache__",
+    "build",
+    "dist",
+    "*.egg-info",
+    "runs",
+    ".*",
+)
 WHEEL_BUDGET = 838_000  # bytes; 812,892 when papers/ left it
 CUDA_WHEEL_BUDGET = 3_000_000
 
@@ -57,25 +64,38 @@ def python_files(root: Path) -> set[str]:
     """List the package's modules under `root` as a wheel names them, kernels/ and bench/ among
     them.
     """
-    ours = {path.relative_to(root).as_posix() for path in (root / "moe_runtime").rglob("*.py")}
-    linked = [path for folder in LINKED for path in (root / folder).rglob("*.py")]
-    return ours | {f"moe_runtime/{path.relative_to(root).as_posix()}" for path in linked}
+    names = {path.relative_to(root).as_posix() for path in (root / "moe_runtime").rglob("*.py")}
+    for folder in LINKED:
+        for path in (root / folder).rglob("*.py"):
+            names.add(f"moe_runtime/{path.relative_to(root).as_posix()}")
+    return names
 
 
-def shipped() -> list[Path]:
-    """List the files behind `python_files` in this tree."""
-    return [path for folder in ("moe_runtime", *LINKED) for path in (ROOT / folder).rglob("*.py")]
+def git(*words: str) -> str:
+    """Run git in the checkout; return what it prints."""
+    done = subprocess.run(
+        ["git", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def is_source(path: Path) -> bool:
+    """Whether a file of csrc/ is shipped."""
+    return path.suffix in SOURCES or path.match("cpu/*.cpp")
 
 
 def data_files(root: Path) -> set[str]:
     """List what else a wheel holds: tables, configs, and the sources of the compiled libraries."""
-    csrc = root / "csrc"
-    sources = {"moe_runtime/py.typed", "moe_runtime/native/cuda_table.json"}
-    sources.add("moe_runtime/hf/training/fsdp2.yaml")
-    for path in csrc.rglob("*"):
-        if path.suffix in SOURCES or path.match("cpu/*.cpp"):
-            sources.add(f"moe_runtime/_csrc/{path.relative_to(csrc)}")
-    return sources
+    files = {"moe_runtime/py.typed", "moe_runtime/native/cuda_table.json"}
+    files.add("moe_runtime/hf/training/fsdp2.yaml")
+    for path in (root / "csrc").rglob("*"):
+        if is_source(path):
+            files.add(f"moe_runtime/_csrc/{path.relative_to(root / 'csrc')}")
+    return files
 
 
 def is_checkout() -> bool:
@@ -84,11 +104,27 @@ def is_checkout() -> bool:
 
 def versioned_files() -> list[Path]:
     """List the files under version control, and those that are about to be."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\0")
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return [ROOT / name for name in names if name and os.path.lexists(ROOT / name)]
+
+
+def build(hook: str, out: Path, tree: Path, env: Path, **more):
+    """Call a hook of the build backend, as pip calls it."""
+    return run(
+        "-c",
+        BUILD,
+        hook,
+        out,
+        cwd=tree,
+        path=[env],
+        **more,
+    )
+
+
+def pip_install(*words) -> None:
+    """Install a wheel without a network and without what it depends on."""
+    command = [sys.executable, "-m", "pip", *words]
+    subprocess.run([*command, "--quiet", "--no-deps", "--no-index"], check=True)
 
 
 @pytest.fixture(scope="session")
@@ -120,16 +156,21 @@ def build_env(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sdist(tree, build_env, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
-    run("-c", BUILD, "build_sdist", out, cwd=tree, path=[build_env])
+    build("build_sdist", out, tree, build_env)
     return next(out.glob("*.tar.gz"))
+
+
+def unpacked(sdist: Path, folder: Path) -> Path:
+    """Unpack the sdist; return its folder."""
+    shutil.unpack_archive(sdist, folder)
+    return next(folder.glob("moe_runtime-*/"))
 
 
 @pytest.fixture(scope="session")
 def wheel(sdist, build_env, tmp_path_factory) -> Path:
     """The wheel as a user gets it: from the sdist."""
     out = tmp_path_factory.mktemp("wheel")
-    shutil.unpack_archive(sdist, out)
-    run("-c", BUILD, "build_wheel", out, cwd=next(out.glob("moe_runtime-*/")), path=[build_env])
+    build("build_wheel", out, unpacked(sdist, out), build_env)
     return next(out.glob("*.whl"))
 
 
@@ -137,134 +178,110 @@ def wheel(sdist, build_env, tmp_path_factory) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """The wheel, installed by pip into a folder of its own."""
     target = tmp_path_factory.mktemp("installed")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        target,
-        wheel,
-    ]
-    subprocess.run(pip, check=True)
+    pip_install("install", "--target", target, wheel)
     return target
 
 
 def test_package_list_is_the_tree():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {path.parent.relative_to(ROOT) for path in (ROOT / "moe_runtime").rglob("__init__.py")}
-    assert listed == sorted(
-        {".".join(path.parts) for path in found}
-        | {"moe_runtime._csrc", *(f"moe_runtime.{name}" for name in LINKED)}
-    )
+    packages = {"moe_runtime._csrc", *(f"moe_runtime.{name}" for name in LINKED)}
+    for path in (ROOT / "moe_runtime").rglob("__init__.py"):
+        packages.add(".".join(path.parent.relative_to(ROOT).parts))
+    assert listed == sorted(packages)
 
 
 @pytest.mark.parametrize("name", LINKED)
 def test_linked_folders_are_symlinks_and_no_packages(name):
     link = ROOT / "moe_runtime" / name
-    assert link.is_symlink() and os.readlink(link) == f"../{name}"
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
     assert not (ROOT / name / "__init__.py").exists()
     if is_checkout():
-        command = ["git", "ls-files", "--stage", f"moe_runtime/{name}"]
-        staged = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        staged = git("ls-files", "--stage", f"moe_runtime/{name}")
         assert not staged or staged.startswith("120000")
 
 
 def test_wheel_holds_the_package_and_no_more(wheel):
     assert wheel.name == f"moe_runtime-{moe_runtime.__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < WHEEL_BUDGET
+    files = set()
+    info = set()
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        info = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}
-    assert names == python_files(ROOT) | data_files(ROOT)
-    assert info == {
-        "METADATA",
-        "RECORD",
-        "WHEEL",
-        "entry_points.txt",
-        "licenses/LICENSE",
-        "top_level.txt",
-    }
+        for name in archive.namelist():
+            _, is_info, of_info = name.partition(".dist-info/")
+            if is_info:
+                info.add(of_info)
+            else:
+                files.add(name)
+    assert files == python_files(ROOT) | data_files(ROOT)
+    info -= {"", "METADATA", "RECORD", "WHEEL"}
+    assert info == {"entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
 def test_sdist_holds_sources_only(sdist):
     with tarfile.open(sdist) as archive:
-        names = [name.partition("/")[2] for name in archive.getnames()]
-    assert {"pyproject.toml", "setup.py", "LICENSE", "README.md"} <= set(names)
-    # the emulator's header among them
-    sources = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "csrc").rglob("*")
-        if path.suffix in SOURCES
-    }
-    assert sources <= set(names) and "csrc/moert.h" in sources
-    assert [name for name in names if name.endswith((".so", ".o", ".pyc", ".cubin"))] == []
-    assert [name for name in names if name.startswith(("bench/results", "tests"))] == []
-    laboratory = {path.relative_to(ROOT).as_posix() for path in (ROOT / "papers").rglob("*.yaml")}
-    assert {"papers/__main__.py", *laboratory} <= set(
-        names
-    ) and "papers/esft/recipes/tiny.yaml" in laboratory
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {"pyproject.toml", "setup.py", "LICENSE", "README.md", "papers/__main__.py"}
+    expected |= {"csrc/moert.h", "papers/esft/recipes/tiny.yaml"}
+    for path in (*(ROOT / "csrc").rglob("*"), *(ROOT / "papers").rglob("*.yaml")):
+        # the emulator's header among them
+        if path.suffix in (*SOURCES, ".yaml"):
+            expected.add(path.relative_to(ROOT).as_posix())
+    assert expected <= names
+    for name in names:
+        assert not name.endswith((".so", ".o", ".pyc", ".cubin"))
+        assert not name.startswith(("bench/results", "tests"))
+
+
+def imported_by(path: Path) -> set[str]:
+    """List the packages that a file imports."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 @pytest.mark.slow
 def test_every_import_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
     lists = re.findall(r"^(?:dependencies|train|plot|eval|bench) = \[(.*?)\]$", text, re.S | re.M)
-    declared = {
-        name.replace("-", "_").lower() for name in re.findall(r"""["']([\w-]+)""", " ".join(lists))
-    }
-    distribution = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # pydantic pins its core
-    imported = set()
-    for path in shipped():
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            imported |= {
-                distribution.get(top, top) for top in (name.partition(".")[0] for name in names)
-            }
-    # whom bench/peers.py measures if they are there; the interpreter's mends, for whoever has the
+    declared = re.findall(r"""["']([\w-]+)""", " ".join(lists))
+    known = {name.replace("-", "_").lower() for name in declared} | sys.stdlib_module_names
+    known |= {"moe_runtime", "yaml", "pydantic_core"}  # pyyaml, and pydantic pins its core
+    # whom bench/peers.py measures if they are there; the interpreter's fixes, for whoever has the
     # tests
-    undeclared = {"liger_kernel", "megablocks", "scattermoe", "sonicmoe", "tests"}
-    assert imported - declared - sys.stdlib_module_names - undeclared == {"moe_runtime"}
+    known |= {"liger_kernel", "megablocks", "scattermoe", "sonicmoe", "tests"}
+    for folder in ("moe_runtime", *LINKED):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert imported_by(path) <= known, path
 
 
 @pytest.mark.parametrize(
     "asked, home, says",
     [
-        pytest.param("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc", id="no nvcc"),
-        pytest.param("90", "nowhere", "CUDA_HOME is nowhere", id="a list, no nvcc"),
-        pytest.param(
-            "native",
-            "",
-            "architectures must be a list",
-            id="a GPU would be asked",
-            marks=needs_nvcc,
-        ),
+        ("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc"),
+        ("90", "nowhere", "CUDA_HOME is nowhere"),
+        # a GPU would be asked
+        pytest.param("native", "", "architectures must be a list", marks=needs_nvcc),
     ],
 )
 def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, says):
-    done = run(
-        "-c",
-        BUILD,
+    env = {"MOE_RUNTIME_BUILD_CUDA": asked, "CUDA_HOME": home}
+    done = build(
         "build_wheel",
         tmp_path,
-        cwd=tree,
-        path=[build_env],
+        tree,
+        build_env,
         check=False,
-        MOE_RUNTIME_BUILD_CUDA=asked,
-        CUDA_HOME=home,
+        **env,
     )
-    assert done.returncode != 0 and not list(tmp_path.iterdir())
-    assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .startswith(f"MOE_RUNTIME_BUILD_CUDA is {asked!r}, but {says}")
-    )
+    assert done.returncode != 0
+    assert not list(tmp_path.iterdir())
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"MOE_RUNTIME_BUILD_CUDA is {asked!r}, but {says}")
 
 
 @pytest.fixture(scope="session")
@@ -273,35 +290,38 @@ def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
     GPU to ask.
     """
     out = tmp_path_factory.mktemp("cuda_wheel")
-    shutil.unpack_archive(sdist, out)
-    folder = next(out.glob("moe_runtime-*/"))
-    asked = {"MOE_RUNTIME_BUILD_CUDA": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run("-c", BUILD, "build_wheel", out, cwd=folder, path=[build_env], **asked)
+    env = {"MOE_RUNTIME_BUILD_CUDA": "1", "CUDA_VISIBLE_DEVICES": ""}
+    build(
+        "build_wheel",
+        out,
+        unpacked(sdist, out),
+        build_env,
+        **env,
+    )
     return next(out.glob("*.whl"))
+
+
+def checksums(archive: zipfile.ZipFile) -> dict[str, int]:
+    """Return the CRC of each file of a wheel but for what describes it."""
+    files = {one.filename: one.CRC for one in archive.infolist()}
+    return {name: crc for name, crc in files.items() if ".dist-info/" not in name}
 
 
 @pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
-    stem = f"moe_runtime-{moe_runtime.__version__}-py3-none-"
-    platform = re.fullmatch(re.escape(stem) + r"(linux_\w+)\.whl", cuda_wheel.name)[1]
+    stem = f"moe_runtime-{moe_runtime.__version__}"
+    platform = re.fullmatch(re.escape(stem) + r"-py3-none-(linux_\w+)\.whl", cuda_wheel.name)[1]
     assert cuda_wheel.stat().st_size < CUDA_WHEEL_BUDGET
     with zipfile.ZipFile(wheel) as pure, zipfile.ZipFile(cuda_wheel) as archive:
-        found = {
-            name.filename: name.CRC
-            for name in archive.infolist()
-            if ".dist-info/" not in name.filename
-        }
-        assert found.pop("moe_runtime/_lib/libmoert_cuda.so")
-        assert found == {
-            name.filename: name.CRC
-            for name in pure.infolist()
-            if ".dist-info/" not in name.filename
-        }
-        info = f"{stem.rpartition('-py3')[0]}.dist-info/"
-        assert archive.read(info + "METADATA") == pure.read(info + "METADATA")
-        text = archive.read(info + "WHEEL").decode()
-    assert f"Tag: py3-none-{platform}\n" in text and "Root-Is-Purelib: false" in text
+        files = checksums(archive)
+        assert files.pop("moe_runtime/_lib/libmoert_cuda.so")
+        assert files == checksums(pure)
+        metadata = f"{stem}.dist-info/METADATA"
+        assert archive.read(metadata) == pure.read(metadata)
+        text = archive.read(f"{stem}.dist-info/WHEEL").decode()
+    assert f"Tag: py3-none-{platform}\n" in text
+    assert "Root-Is-Purelib: false" in text
 
 
 DESCRIBE = "from moe_runtime.native import library; print(library.cuda.describe())"
@@ -310,22 +330,11 @@ DESCRIBE = "from moe_runtime.native import library; print(library.cuda.describe(
 @pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        tmp_path,
-        cuda_wheel,
-    ]
-    subprocess.run(pip, check=True)
+    pip_install("install", "--target", tmp_path, cuda_wheel)
     library = tmp_path / "moe_runtime" / "_lib" / "libmoert_cuda.so"
     machine, ptx = cubins(library)
-    assert machine == ["80", "86", "89", "90", "100", "120"] and ptx == ["100"]
+    assert machine == ["80", "86", "89", "90", "100", "120"]
+    assert ptx == ["100"]
     # before a library of the user's own
     done = run("-c", DESCRIBE, cwd=tmp_path, path=[tmp_path, *SITE])
     assert done.stdout.startswith(f"{library}: nvcc ")
@@ -334,15 +343,12 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
 @pytest.mark.slow
 @needs_nvcc
 def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
-    shutil.unpack_archive(sdist, tmp_path)
-    folder = next(tmp_path.glob("moe_runtime-*/"))
-    run(
-        "-c",
-        BUILD,
+    folder = unpacked(sdist, tmp_path)
+    build(
         "build_editable",
         tmp_path,
-        cwd=folder,
-        path=[build_env],
+        folder,
+        build_env,
         MOE_RUNTIME_BUILD_CUDA="1",
     )
     done = run("-c", DESCRIBE, cwd=folder, path=[folder, *SITE])
@@ -371,67 +377,52 @@ def modules(root: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_installed_wheel_imports(installed, tmp_path):
-    done = run("-c", FIND, *modules(ROOT), cwd=tmp_path, path=[installed, *SITE])
+    done = run(
+        "-c",
+        FIND,
+        *modules(ROOT),
+        cwd=tmp_path,
+        path=[installed, *SITE],
+    )
     assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
 
 
 @pytest.mark.slow
 def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
-    arguments = [
-        "-m",
-        "moe_runtime",
-        "bench",
-        "--only",
-        "merging,routing",
-        "--tiny",
-        "--out",
-        "found.json",
-    ]
-    done = run(
-        *arguments,
-        cwd=tmp_path,
-        path=[installed, *SITE],
-        OMP_NUM_THREADS="1",
-        PYTEST_ADDOPTS="--nonsense",
-    )
+    words = "-m moe_runtime bench --only merging,routing --tiny --out found.json"
+    env = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "--nonsense"}
+    done = run(*words.split(), cwd=tmp_path, path=[installed, *SITE], **env)
     assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [bench["name"] for bench in found["benchmarks"]] == [
-        f"bench_merge_experts[tiny-{half}]" for half in ("merge", "dalpha")
-    ]
-    assert found["about"]["commit"] == f"v{moe_runtime.__version__}"
+    results = json.loads((tmp_path / "found.json").read_text())
+    names = [bench["name"] for bench in results["benchmarks"]]
+    assert names == ["bench_merge_experts[tiny-merge]", "bench_merge_experts[tiny-dalpha]"]
+    assert results["about"]["commit"] == f"v{moe_runtime.__version__}"
 
 
 @pytest.mark.slow
 def test_clean_clone_imports(tree):
-    done = run("-c", FIND, *modules(ROOT), cwd=tree, path=SITE)
+    done = run(
+        "-c",
+        FIND,
+        *modules(ROOT),
+        cwd=tree,
+        path=SITE,
+    )
     assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py")
 
 
 def test_editable_install_imports(tree, build_env, tmp_path):
-    run("-c", BUILD, "build_editable", tmp_path, cwd=tree, path=[build_env])
+    build("build_editable", tmp_path, tree, build_env)
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
-    subprocess.run([*pip, next(tmp_path.glob("*.whl"))], check=True)
+    pip_install("--python", python, "install", next(tmp_path.glob("*.whl")))
     # torch and triton by a .pth: on PYTHONPATH an editable install of this checkout would come
     # first
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     (site / "zz_torch.pth").write_text("\n".join(SITE))
-    done = subprocess.run(
-        [python, "-c", FIND, *modules(ROOT)], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [python, "-c", FIND, *modules(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py"), done.stderr
 
 
@@ -510,38 +501,35 @@ IMPORTS = {
 def registered(tmp_path_factory) -> Path:
     """A folder with what a process printed that imports so, by the name of the way."""
     folder = tmp_path_factory.mktemp("registered")
-    run("-c", REGISTERED, json.dumps(IMPORTS), folder, cwd=ROOT, path=SITE)
+    run(
+        "-c",
+        REGISTERED,
+        json.dumps(IMPORTS),
+        folder,
+        cwd=ROOT,
+        path=SITE,
+    )
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IMPORTS)
 def test_auto_classes_know_ours(registered, name):
-    said = (registered / name).read_text().splitlines()
-    assert said == ["MoeRuntimeLlamaConfig MoeRuntimeLlamaForCausalLM", "[]"]
+    lines = (registered / name).read_text().splitlines()
+    assert lines == ["MoeRuntimeLlamaConfig MoeRuntimeLlamaForCausalLM", "[]"]
+
+
+# paths of the machines this was written on, and hosts that a user's pip configuration decides
+PLACES = re.compile(
+    "/wor" + "k/|/roo" + "t/|/opt/(wheels|py" + r"pi)|(pyp" + r"i|pythonhosted)\.org"
+)
 
 
 @pytest.mark.skipif(not is_checkout(), reason="not a checkout")
 def test_no_file_names_a_place_of_ours():
-    # paths of the machines this was written on, and hosts that a user's pip configuration decides
-    places = re.compile(
-        "|".join(
-            [
-                "/wor" + "k/",
-                "/roo" + "t/",
-                "/opt/(wheels|py" + "pi)",
-                r"(pyp" + r"i|pythonhosted)\.org",
-            ]
-        )
-    )
-    found = []
     for path in versioned_files():
-        if path.is_symlink() or path.is_dir() or b"\0" in (data := path.read_bytes()):
+        if path.is_symlink() or path.is_dir():
             continue
-        lines = data.decode(errors="replace").splitlines()
-        found += [
-            f"{path.relative_to(ROOT)}:{n}: {line}"
-            for n, line in enumerate(lines, 1)
-            if places.search(line)
-        ]
-    assert found == []
+        data = path.read_bytes()
+        if b"\0" not in data:
+            assert not PLACES.search(data.decode(errors="replace")), path

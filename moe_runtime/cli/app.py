@@ -74,7 +74,10 @@ def evaluate(
     one_gpu()
     from moe_runtime.tools import evaluate as evaluation
 
-    return {"model": model, "results": evaluation.evaluate(model, context.args)}
+    return {
+        "model": model,
+        "results": evaluation.evaluate(model, context.args),
+    }
 
 
 app.registered_commands += tools.app.registered_commands

@@ -99,7 +99,11 @@ def score(
         typer.echo(
             f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json"
         )
-    found = {"tokens": scores.n_tokens, "layers": len(scores.layers), "experts": scores.num_experts}
+    found = {
+        "tokens": scores.n_tokens,
+        "layers": len(scores.layers),
+        "experts": scores.num_experts,
+    }
     return found | {"files": [out, logs]}
 
 

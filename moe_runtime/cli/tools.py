@@ -127,11 +127,30 @@ def memory(
     from moe_runtime.tools import memory_plan as plans
 
     how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
-    load = functools.partial(accounts.load, model, lora=lora, bits=bits, dtype=dtype)
+    load = functools.partial(
+        accounts.load,
+        model,
+        lora=lora,
+        bits=bits,
+        dtype=dtype,
+    )
     if gpus > 1 or gpu_memory is not None:
-        training = {"batch": batch, "length": length, "packed": accounts.BITS[bits], **how}
+        training = {
+            "batch": batch,
+            "length": length,
+            "packed": accounts.BITS[bits],
+            **how,
+        }
         return print_plan(
-            plans.Planner.of_model(load, gpu, gpus=gpus, **training), gpus, gpu_memory, engine
+            plans.Planner.of_model(
+                load,
+                gpu,
+                gpus=gpus,
+                **training,
+            ),
+            gpus,
+            gpu_memory,
+            engine,
         )
     found = accounts.estimate(
         load(),
@@ -162,13 +181,17 @@ def print_plan(planner, gpus: int, gpu_memory: float | None, engine: str | None)
             plan = planner.plan(name, planner.setting_of(name, one, gpus))
             fits = plan.share.total + plans.RESERVED <= limit
             fits_somewhere |= fits
-            notes = ("" if fits else "  DOES NOT FIT") + ("" if stage.runs else "  (a baseline)")
+            notes = "  DOES NOT FIT" * (not fits) + "  (a baseline)" * (not stage.runs)
             typer.echo(plans.as_text(plan) + notes)
             rows.append(plan.to_dict() | {"fits": fits, "runs": stage.runs})
         if fits_somewhere:
             continue
         remedy = "no setting that runs fits"
-        near = planner.nearest(name, planner.setting_of(name, engines[0], gpus), limit)
+        near = planner.nearest(
+            name,
+            planner.setting_of(name, engines[0], gpus),
+            limit,
+        )
         if near:
             remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
         typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
@@ -270,7 +293,14 @@ def tune(
     states = {}
     try:
         with console.bar("measuring", "config") as update:
-            for step in tuning.tune(layers, counts, dtypes, path, again=again, seconds=seconds):
+            for step in tuning.tune(
+                layers,
+                counts,
+                dtypes,
+                path,
+                again=again,
+                seconds=seconds,
+            ):
                 update(step.number, step.of)
                 states[step.state] = states.get(step.state, 0) + 1
                 typer.echo(f"[{step.number}/{step.of}] {step}", err=step.state == "failed")
@@ -293,34 +323,31 @@ def tune(
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     """Return name -> Layer of --shape, or of --model and the given sizes."""
-    from moe_runtime.config import Layer, check_choice
-    from moe_runtime.tools.layer_shapes import LAYERS
+    from moe_runtime.config import Layer
+    from moe_runtime.tools.layer_shapes import find_layers
 
     if shape is not None and model is None and not sizes:
-        known = {name.lower(): name for name in LAYERS}
-        if shape.lower() == "all":
-            return dict(LAYERS)
-        layers = {}
-        for part in shape.split(","):
-            name = part.strip().lower()
-            check_choice("shape", name, (*known, "all"))
-            layers[known[name]] = LAYERS[known[name]]
-        return layers
+        return find_layers(shape)
     layer = Layer(0, 0, 0, 0)
+    name = "layer"
     if model is not None:  # requires transformers, which a GPU machine may lack
         from moe_runtime.hf.models.folders import read_layer
 
         layer = read_layer(model)
+        name = model.name
     layer = layer._replace(**sizes)
-    missing = [name for name in Layer._fields[:4] if not getattr(layer, name)]
+    missing = []
+    for field in Layer._fields[:4]:
+        if not getattr(layer, field):
+            missing.append("--" + field.replace("_", "-"))
+    problem = None
     if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        why = f"{flags} is missing" + (f" in {model}" if model else "")
-    else:
-        why = f"shape {shape!r} is given"
-    if missing or shape is not None:
-        raise ValueError(f"{why}. Pass only --shape, or --model or all four sizes of a layer")
-    return {"layer" if model is None else model.name: layer}
+        problem = f"{', '.join(missing)} is missing" + (f" in {model}" if model else "")
+    elif shape is not None:
+        problem = f"shape {shape!r} is given"
+    if problem:
+        raise ValueError(f"{problem}. Pass only --shape, or --model or all four sizes of a layer")
+    return {name: layer}
 
 
 @verb(app, "--only layer,step", resumes=True)
@@ -375,9 +402,18 @@ def bench(
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
-            return _report(_measure(paths, Path(folder) / "tiny.json", options), [], is_kept=False)
+            return _report(
+                _measure(paths, Path(folder) / "tiny.json", options),
+                [],
+                is_kept=False,
+            )
     target = running.place(out, tiny)
-    running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
+    running.check(
+        target.with_suffix(".jsonl"),
+        target,
+        tiny,
+        rounds,
+    )
     running.resume(target.with_suffix(".jsonl"), target, overwrite)
     outcome = _measure(paths, target, options)
     pictures = []

@@ -99,7 +99,12 @@ def train(
     one_gpu()
     from moe_runtime.methods.ultrafuser import runs
 
-    receipt = runs.train_folder(config, out, seed=seed, say=typer.echo)
+    receipt = runs.train_folder(
+        config,
+        out,
+        seed=seed,
+        say=typer.echo,
+    )
     typer.echo(f"wrote {receipt.path}: the fused model")
     return receipt
 

@@ -188,7 +188,12 @@ def init_routers(
     if not console.is_main():
         return None
     for i, (rows, before, after) in enumerate(
-        zip(done.buckets, done.before, done.after, strict=True)
+        zip(
+            done.buckets,
+            done.before,
+            done.after,
+            strict=True,
+        )
     ):
         typer.echo(
             f"expert {i}: {rows} examples, mean sigmoid of its vectors {before:.3f} -> {after:.3f}"

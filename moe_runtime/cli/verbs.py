@@ -39,7 +39,12 @@ def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.
     """
     if isinstance(words, str):
         words = words.split()
-    return kind(*names, help=help, autocompletion=choices(*words) if words else None, **more)
+    return kind(
+        *names,
+        help=help,
+        autocompletion=choices(*words) if words else None,
+        **more,
+    )
 
 
 argument = functools.partial(option, kind=typer.Argument)
@@ -165,10 +170,22 @@ def verb(
         words = f"{program} {app.info.name or ''} {name or function.__name__.replace('_', '-')}"
         words = " ".join(words.split())
         pushing = _pushing(function, push, check_push) if push else _downloading(function)
-        run = _running(pushing, words if watch else None, functools.partial(_end, resumes, drop))
+        run = _running(
+            pushing,
+            words if watch else None,
+            functools.partial(_end, resumes, drop),
+        )
         added = {"push_to_hub": (None, PushToHub)} if push else {}
-        _sign(run, function, added | {"json": (False, Json)})
-        app.command(name, epilog=f"Example: {' '.join(f'{words} {example}'.split())}", **more)(run)
+        _sign(
+            run,
+            function,
+            added | {"json": (False, Json)},
+        )
+        app.command(
+            name,
+            epilog=f"Example: {' '.join(f'{words} {example}'.split())}",
+            **more,
+        )(run)
         return function
 
     return add
@@ -213,7 +230,13 @@ def _pushing(function: Callable, out: str, check_push: Callable[[dict], None] | 
         value = work(*args, **options)
         if console.is_main() and not isinstance(value, Ends):
             sources = [options[name] for name in _hub_arguments(function)]
-            _push(Path(options[out]), push_to_hub, sources, options.get("data"), value)
+            _push(
+                Path(options[out]),
+                push_to_hub,
+                sources,
+                options.get("data"),
+                value,
+            )
         return value
 
     return run
@@ -241,7 +264,13 @@ def _running(function: Callable, watched: str | None, end: Callable[[], str]) ->
         if isinstance(value, Ends):
             value, code = value
         if json and console.is_main():
-            print(json_module.dumps(console.jsonable(value), indent=2, allow_nan=False))
+            print(
+                json_module.dumps(
+                    console.jsonable(value),
+                    indent=2,
+                    allow_nan=False,
+                )
+            )
         if code:
             raise typer.Exit(code)
 

@@ -211,7 +211,15 @@ def merge(
 
 
 TO = "Stock family of transformers; in xft export also official (XFT code)."
-To = Annotated[str, option(TO, "--to", "--as", words=(*config.STOCK_FAMILIES, "official"))]
+To = Annotated[
+    str,
+    option(
+        TO,
+        "--to",
+        "--as",
+        words=(*config.STOCK_FAMILIES, "official"),
+    ),
+]
 
 
 @verb(app, "moe mixtral --to mixtral", push="target")

@@ -112,7 +112,11 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
     if spec.nbytes < 2**20:
         memory: Any = bytearray(spec.nbytes)
     else:
-        memory = mmap.mmap(-1, spec.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1,
+            spec.nbytes,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
     return torch.frombuffer(memory, dtype=spec.dtype).view(spec.shape)
 
 
@@ -129,40 +133,40 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         raise ValueError(
             f"Expected {SINGLE} or {INDEX} in {folder}, but found {weights}. {CONVERT}"
         )
-    weight_map = read_json(index).get("weight_map")
-    shards, problem = _shards_of(folder, weight_map)
-    if not problem and SINGLE in names and SINGLE not in shards:
-        problem = (
-            f"{folder} has both {INDEX} and a {SINGLE} that the index does not name. Delete the "
-            "stale one"
-        )
-    if problem:
-        raise ValueError(problem)
-    return shards, weight_map
+    weight_map: Any = read_json(index).get("weight_map")
+    problem = _problem_of(weight_map, index)
+    if problem is None:
+        check_names(weight_map, index)
+        shards = sorted(set(weight_map.values()))
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing:
+            problem = (
+                f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
+            )
+        elif SINGLE in names and SINGLE not in shards:
+            problem = (
+                f"{folder} has both {INDEX} and a {SINGLE} that the index does not name. Delete "
+                "the stale one"
+            )
+        else:
+            return shards, weight_map
+    raise ValueError(problem)
 
 
-def _shards_of(folder: Path, weight_map: Any) -> tuple[list[str], str | None]:
-    """Return the shards that an index names, or what is wrong with it."""
-    index = folder / INDEX
+def _problem_of(weight_map: Any, index: Path) -> str | None:
+    """Return what is wrong with an index's map from key to shard, or None."""
     if not isinstance(weight_map, dict) or not weight_map:
-        value = shown(weight_map, 80)
         return (
-            [],
-            f"weight_map in {index} must be an object that maps keys to shards, but got {value}",
+            f"weight_map in {index} must be an object that maps keys to shards, but got "
+            f"{shown(weight_map, 80)}"
         )
     for key, shard in weight_map.items():
         if not is_plain_name(shard) or not shard.endswith(".safetensors"):
-            return [], (
+            return (
                 f"The shard of {one_line(key)} in {index} must be the plain name of a .safetensors "
                 f"file, but got {shown(shard)}"
             )
-    check_names(weight_map, index)
-    shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        problem = f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
-        return [], problem
-    return shards, None
+    return None
 
 
 def _parse_tensor(fields: Any) -> tuple[int, int, TensorSpec] | None:
@@ -204,25 +208,26 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
         raise ValueError(
             f"__metadata__ in the {source} must be an object of strings, but got {shown(metadata)}"
         )
+    bad = []
     parsed = []
-    bad = None
     for key, fields in header.items():
         entry = _parse_tensor(fields)
         if entry is None:
-            bad = bad or key
+            bad.append(key)
         else:
             parsed.append((*entry, key))
     tensors = {}
     position = 0
     for begin, end, spec, key in sorted(parsed, key=lambda entry: entry[:2]):
         if begin != position:
-            bad = bad or key
+            bad.append(key)
         tensors[key] = (spec, 8 + length + begin)
         position = end
-    if bad is not None:
+    if bad:
         raise ValueError(
-            f"{bad} in the {source} must have a known dtype, a shape, and data_offsets that span "
-            f"its bytes and follow the previous tensor, but got {shown(header[bad])}"
+            f"{bad[0]} in the {source} must have a known dtype, a shape, and data_offsets that "
+            "span its bytes and follow the previous tensor, but got "
+            f"{shown(header[bad[0]])}"
         )
     if 8 + length + position != size:
         raise ValueError(
@@ -335,7 +340,11 @@ class Checkpoint:
                 f"index must be an int in dim 0 of {key} {list(shape)} or a slice of step 1, but "
                 f"got {index!r}"
             )
-        return self._read(key, TensorSpec((len(rows), *shape[1:]), dtype), rows.start * row.nbytes)
+        return self._read(
+            key,
+            TensorSpec((len(rows), *shape[1:]), dtype),
+            rows.start * row.nbytes,
+        )
 
     def _entry(self, key: str) -> _Entry:
         if key not in self._tensors:
@@ -401,9 +410,9 @@ def check_keys(
         "with a wrong shape": [],
         "with a wrong dtype": [],
     }
-    for key in expected:
+    for key, (right_shape, right_dtype) in expected.items():
         if key in specs:
-            (shape, dtype), (right_shape, right_dtype) = specs[key], expected[key]
+            shape, dtype = specs[key]
             if shape != right_shape:
                 text = f"{key} is {list(shape)}, not {list(right_shape)}"
                 kinds["with a wrong shape"].append(text)
@@ -422,7 +431,11 @@ def write_tensors(
 ) -> None:
     """Write one safetensors file with the permissions of its folder. Raises OSError if it fails."""
     with naming(file, file):
-        save_file(dict(tensors), file, metadata=dict(metadata))
+        save_file(
+            dict(tensors),
+            file,
+            metadata=dict(metadata),
+        )
     # save_file sets the mode 0600
     file.chmod(file.parent.stat().st_mode & 0o666)
 

@@ -169,7 +169,12 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
         return f"{title}: still working{reached} after {_interval(now - start)}"
 
     with tqdm(
-        desc=title, leave=False, dynamic_ncols=True, disable=not terminal, file=stream, **units
+        desc=title,
+        leave=False,
+        dynamic_ncols=True,
+        disable=not terminal,
+        file=stream,
+        **units,
     ) as progress:
         _watch.begin(describe)
         try:
@@ -177,7 +182,11 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
         finally:
             _watch.end(describe)
     if not terminal and following > FIRST:
-        print(f"{title}: done in {_interval(time.monotonic() - start)}", file=stream, flush=True)
+        print(
+            f"{title}: done in {_interval(time.monotonic() - start)}",
+            file=stream,
+            flush=True,
+        )
 
 
 # a line in a log: training: 5% 10/200 [00:10<03:10, 1.00step/s, loss 2.500]
@@ -204,11 +213,18 @@ def print_table(
         show_edge=is_terminal,
     )
     for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=width is not None or not is_terminal)
+        table.add_column(
+            name,
+            justify=justify,
+            no_wrap=width is not None or not is_terminal,
+        )
     for row in rows:
         table.add_row(*row)
     Console(
-        width=width if is_terminal else 400, force_terminal=is_terminal, emoji=False, markup=False
+        width=width if is_terminal else 400,
+        force_terminal=is_terminal,
+        emoji=False,
+        markup=False,
     ).print(table)
 
 

@@ -136,7 +136,8 @@ def _parts_in_cache(path: Path) -> list[Path]:
 def untrusted_in_cache(path: Path) -> str | None:
     """Return what `untrusted` returns for a path in `cache_home`, or one of its parents there."""
     for part in _parts_in_cache(path):
-        if reason := untrusted(part, is_shared=part == cache_home()):
+        reason = untrusted(part, is_shared=part == cache_home())
+        if reason:
             return reason
     return None
 
@@ -591,9 +592,12 @@ def files_print(source: str | Path) -> str | list:
     path = Path(source)
     if not path.exists():
         return str(source)
-    if path.is_file():
-        files = [(path.name, path)]
-    else:
-        files = [(file.relative_to(path).as_posix(), file) for file in sorted(path.rglob("*"))]
-    stats = [(name, file.stat()) for name, file in files if file.is_file()]
-    return [[name, status.st_size, status.st_mtime_ns] for name, status in stats]
+    names = {path: path.name}
+    if path.is_dir():
+        names = {file: file.relative_to(path).as_posix() for file in sorted(path.rglob("*"))}
+    prints = []
+    for file, name in names.items():
+        if file.is_file():
+            status = file.stat()
+            prints.append([name, status.st_size, status.st_mtime_ns])
+    return prints

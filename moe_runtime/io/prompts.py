@@ -135,7 +135,11 @@ def encode_chat(
         )
 
     def render(turns: Sequence[Mapping], **more: Any) -> Any:
-        return tokenizer.apply_chat_template(turns, **options, **{"tokenize": False} | more)
+        return tokenizer.apply_chat_template(
+            turns,
+            **options,
+            **{"tokenize": False} | more,
+        )
 
     problem = f"The chat template rejects {shown(messages)}"
     remedy = "Use roles and contents that it supports"
@@ -180,7 +184,10 @@ def _marked_mask(render: Callable, messages: list[Mapping], first: int) -> list[
     skip = 0
     if first:
         prompt = render(
-            messages[:first], tokenize=True, return_dict=True, add_generation_prompt=True
+            messages[:first],
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=True,
         )
         skip = _common(prompt["input_ids"], whole["input_ids"])
     return [bool(mark) and i >= skip for i, mark in enumerate(whole["assistant_masks"])]
@@ -218,7 +225,10 @@ def _turn(
 
     def position(at: int) -> int:
         """Return where this character of the content is in the text, or 0 if it is not there."""
-        marked = {**messages[i], "content": content[:at] + _MARK + content[at:]}
+        marked = {
+            **messages[i],
+            "content": content[:at] + _MARK + content[at:],
+        }
         other = render([*messages[:i], marked, *messages[i + 1 :]])
         return _common(text, other) if other != text else 0
 

@@ -41,6 +41,7 @@ LAYOUTS = (
     ("conversations",),
     ("prompt", "raw_answers"),
 )
+PAIR = ("prompt", "completion")
 EVALUATION = ("prompt", "raw_answers")
 OSS_INSTRUCT = ("problem", "solution")
 # distinguish OSS-Instruct's examples from other problems with solutions
@@ -59,6 +60,7 @@ ROLES = {
     "system": "system",
     "tool": "tool",
 }
+FORMS = LAYOUTS[:3]  # the layouts that all others are converted to
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # the name by which a recipe refers to pairs made of Python's standard library
 BUILT_IN = "standard-library"
@@ -116,7 +118,11 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
             return _read_lines(datasets, path, name, answers)
         if path.is_file():
             files = {split: str(path)}
-            rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
+            rows = datasets.load_dataset(
+                BUILDERS[path.suffix],
+                data_files=files,
+                split=split,
+            )
         else:
             rows = datasets.load_dataset(name, split=split)
         return _converted(rows, name, answers)
@@ -146,24 +152,26 @@ def _read_lines(datasets: Any, path: Path, name: str, answers: bool) -> Dataset:
 
 def _converted(rows: Dataset, name: str, answers: bool) -> Dataset:
     """Check every example of a Dataset and convert it as `in_form` does."""
-    columns = set(rows.column_names)
-    layout = _layout(rows.column_names if len(rows) else (), name)
+    columns = rows.column_names
+    layout = _layout(columns if len(rows) else (), name)
+    kept = _kept(layout, columns)
 
     def form(row: Mapping, i: int) -> dict[str, Any]:
-        return in_form(row, layout, f"example {i + 1} of {name}", answers)
+        return in_form(
+            row,
+            layout,
+            f"example {i + 1} of {name}",
+            answers,
+        )
 
-    is_rewritten = (
-        layout in (("conversations",), EVALUATION)
-        or (layout == OSS_INSTRUCT and columns.issuperset(OSS_COLUMNS))
-        or (layout[0] == "instruction" and "input" in columns)
-    )
-    if is_rewritten:
-        return rows.map(form, with_indices=True, remove_columns=rows.column_names)
+    is_code = layout == OSS_INSTRUCT and set(OSS_COLUMNS) <= set(columns)
+    if layout in (("conversations",), EVALUATION) or is_code or "input" in kept:
+        return rows.map(form, with_indices=True, remove_columns=columns)
     for i, row in enumerate(rows):
         form(row, i)
-    rows = rows.select_columns(_kept(layout, rows.column_names))
-    if len(layout) == 2 and layout != ("prompt", "completion"):
-        rows = rows.rename_columns(dict(zip(layout, ("prompt", "completion"), strict=True)))
+    rows = rows.select_columns(kept)
+    if len(layout) == 2 and layout != PAIR:
+        rows = rows.rename_columns(dict(zip(layout, PAIR, strict=True)))
     return rows
 
 
@@ -222,7 +230,7 @@ def _names_in(path: Path) -> tuple[tuple[str, ...], bool]:
         columns |= dict.fromkeys(row)
         chat = row.get("messages", row.get("conversations"))
         if isinstance(chat, list):
-            keys.update(frozenset(turn) for turn in chat if isinstance(turn, dict))
+            keys |= {frozenset(turn) for turn in chat if isinstance(turn, dict)}
     return tuple(columns), len(keys) > 1
 
 
@@ -231,7 +239,12 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     layout = _layout(columns, path)
     for number, row in _lines(Path(path)):
-        yield in_form(dict.fromkeys(columns) | row, layout, f"line {number} of {path}", answers)
+        yield in_form(
+            dict.fromkeys(columns) | row,
+            layout,
+            f"line {number} of {path}",
+            answers,
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -270,12 +283,12 @@ def _kept(layout: tuple[str, ...], columns: Iterable[str]) -> list[str]:
 
 def _layout(columns: Sequence[str], name: str) -> tuple[str, ...]:
     layout = layout_of(columns)
-    if not layout:
-        problem = "has no examples"
-        if columns:
-            problem = f"has the columns {one_line(', '.join(columns))}. {_rename()}"
-        raise BadRow(f"Data {name!r} {problem}")
-    return layout
+    if layout:
+        return layout
+    problem = "has no examples"
+    if columns:
+        problem = f"has the columns {one_line(', '.join(columns))}. {_rename()}"
+    raise BadRow(f"Data {name!r} {problem}")
 
 
 def _rename() -> str:
@@ -304,8 +317,8 @@ def in_form(
             turns = [_turn(turn) for turn in turns]
         form["messages"] = turns
     elif len(layout) == 2:
-        prompt = form[layout[0]]
-        answer = form[layout[1]]
+        prompt, answer = (form[name] for name in layout)
+        more = form.get("input")
         if isinstance(prompt, str):
             if layout == EVALUATION and isinstance(answer, list | tuple) and answer:
                 # in DeepSeek's format, with a list of accepted answers
@@ -314,8 +327,10 @@ def in_form(
             if layout == OSS_INSTRUCT and row.keys() >= set(OSS_COLUMNS):
                 # as in Magicoder's preprocessing
                 prompt = f"Write a solution to the following coding problem:\n{prompt}"
-            if more := form.get("input"):
-                prompt = f"{prompt}\n\n{more}" if isinstance(more, str) else more
+            if isinstance(more, str) and more:
+                prompt = f"{prompt}\n\n{more}"
+            elif more:
+                prompt = more
         form = {"prompt": prompt, "completion": answer}
     check_row(form, where, answers)
     return form
@@ -335,16 +350,15 @@ def check_row(row: Mapping, where: str, answers: bool = False) -> None:
         return
     name, value, expected = problem
     text = "null" if value is None else shown(value)
-    remedy = ""
     if isinstance(value, datetime.date):
-        remedy = ". Use a .jsonl file, which keeps strings that look like dates"
-    raise BadRow(f"{where}: {name} {text}, but expected {expected}{remedy}")
+        expected += ". Use a .jsonl file, which keeps strings that look like dates"
+    raise BadRow(f"{where}: {name} {text}, but expected {expected}")
 
 
 def _problem_of(row: Mapping, answers: bool) -> tuple[str, Any, str] | None:
     """Return name, value and expectation of what is wrong with an example, or None."""
     columns = layout_of(row)
-    if columns not in LAYOUTS[:3]:
+    if columns not in FORMS:
         return "the columns are", list(row), "messages, prompt and completion, or text"
     is_chat = "messages" in columns or isinstance(row.get("prompt"), list | tuple)
     for name in columns:
@@ -353,11 +367,9 @@ def _problem_of(row: Mapping, answers: bool) -> tuple[str, Any, str] | None:
         if not is_chat and not isinstance(row[name], str):
             return f"{name} is", row[name], "a string"
     chat = chat_of(row)
-    return _problem_of_chat(*chat, answers) if chat else None
-
-
-def _problem_of_chat(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str] | None:
-    """Return what is wrong with a chat whose first `prompt` turns are not trained, or None."""
+    if chat is None:
+        return None
+    turns, prompt = chat
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             expected = "role and content, or from (human, gpt or system) and value"
@@ -423,12 +435,11 @@ def mix(
     """
     datasets = require("datasets")
     datasets.disable_progress_bars()
-    sets = []
-    for part in parts:
+    sets = list(parts)
+    for i, part in enumerate(parts):
         if isinstance(part, list):
-            part = datasets.Dataset.from_list(part)
-        sets.append(part)
-    sets = [part.shuffle(seed=seed) for part in _same_types(datasets, sets)]
+            sets[i] = datasets.Dataset.from_list(part)
+    sets = _same_types(datasets, sets)
     sizes = [min(len(part), limit or len(part)) for part, limit in zip(sets, limits, strict=True)]
     counts = sizes
     if weights is not None:
@@ -437,14 +448,15 @@ def mix(
         counts = [max(int(times * weight + 1e-6), 1) for weight in weights]
     drawn = []
     for part, size, count in zip(sets, sizes, counts, strict=True):
-        drawn.append(part.select([i % size for i in range(count)]))
+        drawn.append(part.shuffle(seed=seed).select([i % size for i in range(count)]))
     return datasets.concatenate_datasets(drawn).shuffle(seed=seed)
 
 
 def _same_types(datasets: Any, parts: list) -> list:
     """Convert columns of one name to one type: uneven turns of chats, text of different widths."""
     for name in dict.fromkeys(name for part in parts for name in part.column_names):
-        kinds = [part.features[name] for part in parts if name in part.column_names]
+        having = [i for i, part in enumerate(parts) if name in part.column_names]
+        kinds = [parts[i].features[name] for i in having]
         if all(kind == kinds[0] for kind in kinds):
             continue
         is_text = {isinstance(kind, datasets.Value) for kind in kinds}
@@ -454,9 +466,8 @@ def _same_types(datasets: Any, parts: list) -> list:
                 "all of them"
             )
         kind = datasets.Value("string") if is_text == {True} else datasets.List(datasets.Json())
-        for i, part in enumerate(parts):
-            if name in part.column_names:
-                parts[i] = part.cast_column(name, kind)
+        for i in having:
+            parts[i] = parts[i].cast_column(name, kind)
     return parts
 
 
@@ -466,7 +477,7 @@ def one_form(row: Mapping) -> Mapping:
     A row that is in no form without them is returned unchanged.
     """
     present = {name: value for name, value in row.items() if value is not None}
-    return present if layout_of(present) in LAYOUTS[:3] else row
+    return present if layout_of(present) in FORMS else row
 
 
 def save_rows(rows: Dataset, folder: Path) -> None:
@@ -512,7 +523,7 @@ def encode(
     if not layout:
         columns = one_line(", ".join(map(str, row)))
         raise BadRow(f"The example has the columns {columns}. {_rename()}")
-    if layout in LAYOUTS[:3]:
+    if layout in FORMS:
         check_row(row, "The example")
     else:
         row = in_form(row, layout, "The example", answers=False)
@@ -525,15 +536,14 @@ def encode(
     if chat:
         ids, mask = encode_chat(tokenizer, row, train_on, prompt)
         return ids, [i if trained else -100 for i, trained in zip(ids, mask, strict=True)]
+
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False) if text else []
+
     # encoded separately, so that the tokenizer cannot merge across the boundary
-    is_pair = layout_of(row) == ("prompt", "completion")
-    start: list[int] = []
-    rest: list[int] = []
-    if is_pair and row["prompt"]:
-        start = tokenizer.encode(row["prompt"], add_special_tokens=False)
-    text = row["completion"] if is_pair else row["text"]
-    if text:
-        rest = tokenizer.encode(text, add_special_tokens=False)
+    is_pair = layout_of(row) == PAIR
+    start: list[int] = encoded(row["prompt"]) if is_pair else []
+    rest = encoded(row["completion"] if is_pair else row["text"])
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     if bos is not None and (start + rest)[:1] != [bos]:

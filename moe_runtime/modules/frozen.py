@@ -38,7 +38,12 @@ def take(module: nn.Module) -> dict[str, list[Factors]]:
     return module.__dict__.pop(ADAPTERS, {})
 
 
-def pair_of(adapters: list[Factors], count: int, dtype: torch.dtype, first: int = 0) -> Pair | None:
+def pair_of(
+    adapters: list[Factors],
+    count: int,
+    dtype: torch.dtype,
+    first: int = 0,
+) -> Pair | None:
     """Return the adapters of one stack as a pair in `dtype`, for experts from `first` on."""
     if not adapters:
         return None

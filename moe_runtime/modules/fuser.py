@@ -138,7 +138,13 @@ def fuser_loss(
         hidden = [h if scale == 1.0 else h * scale for h, scale in zip(hidden, scales, strict=True)]
     inner = "sum" if reduction == "sample" else reduction
     loss = fused_cross_entropy(
-        hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend
+        hidden,
+        heads,
+        weight,
+        labels,
+        ignore_index=ignore_index,
+        reduction=inner,
+        backend=backend,
     )
     if reduction == "sample":
         loss = loss / labels.shape[0]
@@ -181,7 +187,12 @@ def chunked_loss(
         pairs = zip(states, heads, strict=True)
         logits = mix((head(h) for h, head in pairs), part)
         check_labels(target, ignore_index, logits.shape[-1])
-        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+        return F.cross_entropy(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            reduction="none",
+        )
 
     parts = []
     step = chunk or 1

@@ -101,7 +101,12 @@ class LoRAExperts(nn.Module):
     def _weight(self, target: str) -> Tensor:
         return self._linear(target).weight
 
-    def forward(self, x: Tensor, topk_idx: Tensor | None, topk_weight: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        topk_weight: Tensor,
+    ) -> Tensor:
         """Sum topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) over k for `x` [T, H].
 
         `topk_idx` and `topk_weight` are [T, K]. With `topk_idx` None every expert runs, with
@@ -150,7 +155,12 @@ class LoRAExperts(nn.Module):
         weight = self._weight(target)
         if target not in self.targets:
             return weight.clone()
-        return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
+        return add_pairs(
+            weight,
+            self.lora_a[target],
+            self.lora_b[target],
+            alpha * self.scaling,
+        )
 
     @torch.no_grad()
     def merged_experts(self) -> dict[str, Tensor]:
@@ -267,7 +277,12 @@ def draw_as_linear(weight: Tensor, generator: torch.Generator | None = None) -> 
         weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
 
-def add_pairs(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+def add_pairs(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+) -> Tensor:
     """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype.
 
     `a` is [E, r, in], `b` [E, r, out].

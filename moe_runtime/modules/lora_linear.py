@@ -148,7 +148,12 @@ class LinearExperts:
         """Return W + scaling sum_e alpha_e b_e^T a_e [out, in] in the base's dtype, `alpha` [E]."""
         check_plain(self.linears[target].base, target)
         weight = self.linears[target].base.weight
-        return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
+        return add_pairs(
+            weight,
+            self.lora_a[target],
+            self.lora_b[target],
+            alpha * self.scaling,
+        )
 
     def unwrap(self) -> nn.Module:
         """Replace the LoRALinears by the original linear layers and return the MLP."""
@@ -170,8 +175,21 @@ def add_experts(
     """Return a LoRAMoE over the MLP (form "block"), or the MLP with LoRALinears ("linear")."""
     check_choice("form", form, FORMS)
     if form == "block":
-        return LoRAMoE(mlp, config, rank, alpha=alpha, targets=targets, dtype=dtype)
+        return LoRAMoE(
+            mlp,
+            config,
+            rank,
+            alpha=alpha,
+            targets=targets,
+            dtype=dtype,
+        )
     for target in targets:
-        linear = LoRALinear(getattr(mlp, target), config, rank, alpha=alpha, dtype=dtype)
+        linear = LoRALinear(
+            getattr(mlp, target),
+            config,
+            rank,
+            alpha=alpha,
+            dtype=dtype,
+        )
         mlp.set_submodule(target, linear)
     return mlp

@@ -123,7 +123,11 @@ class MergedMLP(nn.Module):
         watched = torch.compiler.is_compiling() or in_dispatch_mode() or torch.jit.is_tracing()
         merged = {} if watched else self._merged(weights, alpha)
         return lambda x, name: merged_linear(
-            x, weights[name], alpha, merged.get(name), bias.get(name)
+            x,
+            weights[name],
+            alpha,
+            merged.get(name),
+            bias.get(name),
         )
 
     @torch.inference_mode(False)  # tensors made under inference_mode cannot be saved for backward

@@ -77,7 +77,10 @@ class Router(nn.Module):
             weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def forward(
-        self, x: Tensor, eps: Tensor | None = None, topk_idx: Tensor | None = None
+        self,
+        x: Tensor,
+        eps: Tensor | None = None,
+        topk_idx: Tensor | None = None,
     ) -> RouterOutput:
         """Route `x` [T, H].
 
@@ -102,8 +105,25 @@ class Router(nn.Module):
             if eps is None:
                 eps = torch.randn_like(scale)
             noise = eps * scale
-        weight, idx = route(logits, config.top_k, config.gate, noise=noise, topk_idx=topk_idx)
-        return RouterOutput(logits, weight, idx, balance_loss(config, logits, idx, noise, scale))
+        weight, idx = route(
+            logits,
+            config.top_k,
+            config.gate,
+            noise=noise,
+            topk_idx=topk_idx,
+        )
+        return RouterOutput(
+            logits,
+            weight,
+            idx,
+            balance_loss(
+                config,
+                logits,
+                idx,
+                noise,
+                scale,
+            ),
+        )
 
 
 class Experts(nn.Module):
@@ -141,7 +161,12 @@ class Experts(nn.Module):
             else:
                 weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
-    def forward(self, x: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weight: Tensor,
+    ) -> Tensor:
         """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H].
 
         `topk_idx` and `topk_weight` are [T, K]. Computes and returns the dtype of the weights or,
@@ -229,14 +254,26 @@ def forward_experts(
     stacks = tensors[: len(names)]
     experts: Any
     if is_frozen:
-        experts = frozen.experts_of(names, stacks, adapters, activation, dtype, owners)
+        experts = frozen.experts_of(
+            names,
+            stacks,
+            adapters,
+            activation,
+            dtype,
+            owners,
+        )
     elif rows:
-        experts = trainable.experts_of(module, stacks, tensors[len(names) :], activation)
+        experts = trainable.experts_of(
+            module,
+            stacks,
+            tensors[len(names) :],
+            activation,
+        )
     else:
         # the shared expert's rows are not the first ones if they come from several ranks
         if owners is not None:
             shared = "group"
-        experts = expert_rows.Experts(*stacks)._replace(
+        experts = expert_rows.ExpertStacks(*stacks)._replace(
             activation=cast(Activation, activation), shared=shared
         )
 
@@ -245,11 +282,23 @@ def forward_experts(
             return run(x, topk_idx, topk_weight, experts)
         if is_frozen:
             return frozen_mlp(x, experts, topk_weight, topk_idx)
-        return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute)
+        return run_experts(
+            x,
+            experts,
+            topk_weight,
+            topk_idx,
+            recompute=recompute,
+        )
 
     if owners is None:
         return run_here(x.to(dtype), topk_idx, topk_weight)
-    return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run_here)
+    return all_to_all.run_at_owners(
+        x.to(dtype),
+        topk_idx,
+        topk_weight,
+        owners,
+        run_here,
+    )
 
 
 def _local_parts(module: nn.Module, tensors: list) -> tuple[list[Any], all_to_all.Owners | None]:
@@ -348,12 +397,17 @@ class MoE(nn.Module):
         config = self.config
         dtype = autocast_dtype(x) or x.dtype
         stacks = [getattr(self.experts, name).to(dtype) for name in self.experts.stacks()]
-        experts = expert_rows.Experts(*stacks)._replace(
+        experts = expert_rows.ExpertStacks(*stacks)._replace(
             activation=self.experts.activation(), shared=config.shared
         )
         weight = self.gate.weight.to(dtype)
         output = moe_layer(
-            x.to(dtype), weight, experts, config.top_k, config.gate, recompute=config.recompute
+            x.to(dtype),
+            weight,
+            experts,
+            config.top_k,
+            config.gate,
+            recompute=config.recompute,
         )
         # with or without records, as checkpointing needs the same graph when it runs the layer
         # again

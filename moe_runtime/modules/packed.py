@@ -120,7 +120,13 @@ def put(
     """
     E, P, Q = shape
     dtypes = tuple(scale.dtype for scale in stack.scales)
-    layout = Layout(stack.format, (E, P, Q), dtype, dtypes, spread)
+    layout = Layout(
+        stack.format,
+        (E, P, Q),
+        dtype,
+        dtypes,
+        spread,
+    )
     module._parameters.pop(name, None)
     data = stack.data.view(torch.uint8)
     if spread is not None:
@@ -159,7 +165,12 @@ def pack(stack: Tensor, format: str, spread: tuple | None = None) -> Packed:
         everyone = [torch.empty_like(part) for _ in range(n)]
         dist.all_gather(everyone, part, group=group)
         scales = packed.nest(torch.cat(everyone).to(largest.device))
-        return packed.part_of_scales(scales, n * count, rank * count, (rank + 1) * count)
+        return packed.part_of_scales(
+            scales,
+            n * count,
+            rank * count,
+            (rank + 1) * count,
+        )
 
     return packed.pack(stack, format, double)
 
@@ -210,7 +221,12 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     return Stack(data, [scale], "fp8_block", tuple(data.shape))
 
 
-def _save(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
+def _save(
+    module: nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+) -> None:
     for name, layout in layouts(module).items():
         scales = _buffers(layout, name)
         if not is_distributed(getattr(module, name)):
@@ -251,7 +267,12 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, Tensor]:
     return saved
 
 
-def bytes_of_saved(saved: Mapping[str, Tensor], name: str, form: str, shape: torch.Size) -> Tensor:
+def bytes_of_saved(
+    saved: Mapping[str, Tensor],
+    name: str,
+    form: str,
+    shape: torch.Size,
+) -> Tensor:
     """Return the stack `name` of a state_dict as the bytes of its parameter of this shape."""
     key = name + KEYS[form.removesuffix(packed.TRANSPOSED)][0]
     return saved[key].contiguous().view(torch.uint8).view(shape)
@@ -362,7 +383,12 @@ def _offset_of(key: str, tensor: Tensor, shape: Sequence[int]) -> float:
 
 def _check_map(key: str, table: Tensor, expected: Tensor) -> None:
     same = table.shape == expected.shape and table.dtype == expected.dtype
-    if not same or not torch.allclose(table.cpu(), expected.cpu(), rtol=1e-5, atol=0):
+    if not same or not torch.allclose(
+        table.cpu(),
+        expected.cpu(),
+        rtol=1e-5,
+        atol=0,
+    ):
         raise ValueError(
             f"{key} must be bitsandbytes' {list(expected.shape)} {expected.dtype} values, but is "
             f"{list(table.shape)} {table.dtype} with other values"

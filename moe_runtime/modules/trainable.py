@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.ops.all_to_all import is_distributed
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 
 PREFIX = "trained_"
 # buffers: an expert's row [E] int32, or -1; a row's expert [n] int64
@@ -48,7 +48,10 @@ def split_of(module: nn.Module) -> Split | None:
 
 @torch.no_grad()
 def split_rows(
-    module: nn.Module, names: Iterable[str], ids: Sequence[int], dtype: torch.dtype | None = None
+    module: nn.Module,
+    names: Iterable[str],
+    ids: Sequence[int],
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Copy rows `ids` of the stacks `names` to parameters in `dtype`; freeze the stacks."""
     stacks = {name: getattr(module, name) for name in names}
@@ -68,7 +71,12 @@ def split_rows(
 
 def register_maps(module: nn.Module, num_experts: int, index: Tensor) -> None:
     """Register the row numbers of the experts `index` [n] int64 as non-persistent buffers."""
-    row = torch.full((num_experts,), -1, dtype=torch.int32, device=index.device)
+    row = torch.full(
+        (num_experts,),
+        -1,
+        dtype=torch.int32,
+        device=index.device,
+    )
     row[index] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
     module.register_buffer(ROW, row, persistent=False)
     module.register_buffer(EXPERT, index, persistent=False)
@@ -86,7 +94,12 @@ def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -
     setattr(module, SPLIT, Split(split.ids, split.places, before, hooks))
 
 
-def _note_ids(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
+def _note_ids(
+    module: nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+) -> None:
     split = module.__dict__[SPLIT]
     metadata[SPLIT] = {"ids": split.ids, "places": split.places}
 
@@ -147,7 +160,12 @@ def _local(tensor: Any) -> Tensor:
     return tensor
 
 
-def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activation: Any) -> Experts:
+def experts_of(
+    module: nn.Module,
+    stacks: Sequence,
+    trained: Sequence,
+    activation: Any,
+) -> ExpertStacks:
     """Return the experts for `moe_mlp` from the frozen `stacks` [E, ...] and the trained rows.
 
     The stacks are up, down and any biases. `trained` [n, ...] or longer are in the order of
@@ -162,6 +180,13 @@ def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activatio
     if rows:
         up_bias = stacks[2].index_copy(0, index, rows[0])
         down_bias = stacks[3].index_copy(0, index, rows[1])
-    return Experts(
-        stacks[0], stacks[1], up_bias, down_bias, getattr(module, ROW), up, down, activation
+    return ExpertStacks(
+        stacks[0],
+        stacks[1],
+        up_bias,
+        down_bias,
+        getattr(module, ROW),
+        up,
+        down,
+        activation,
     )

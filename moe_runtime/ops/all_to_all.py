@@ -120,7 +120,13 @@ class _Reduced(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: Any,
+    ) -> Tensor:
         ctx.send = send
         ctx.receive = receive
         ctx.group = group
@@ -133,7 +139,13 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     received = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+    dist.all_to_all_single(
+        received,
+        rows.contiguous(),
+        receive,
+        send,
+        group=group,
+    )
     return received
 
 
@@ -158,7 +170,11 @@ def _split_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
 # the compiler (one second)
 @disable_dynamo
 def run_at_owners(
-    x: Tensor, topk_idx: Tensor, topk_weight: Tensor, owners: Owners, run: Run
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weight: Tensor,
+    owners: Owners,
+    run: Run,
 ) -> tuple[Tensor, Tensor]:
     """Run x [T, H] through the experts topk_idx [T, K] of all ranks -> out [T, H], expert_offsets.
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.ops.library import wide_dtype
+from moe_runtime.ops.library import Tensors, wide_dtype
 
 
 def cv2(v: Tensor) -> Tensor:
@@ -51,7 +51,13 @@ def selection_mask(config: MoEConfig, topk_idx: Tensor) -> Tensor:
     return mask[:, int(config.has_shared_expert) :]
 
 
-def noisy_load(router_logits: Tensor, noise: Tensor, scale: Tensor, k: int, quirk: bool) -> Tensor:
+def noisy_load(
+    router_logits: Tensor,
+    noise: Tensor,
+    scale: Tensor,
+    k: int,
+    quirk: bool,
+) -> Tensor:
     """Compute the smooth load [R] of k of R experts; differentiable.
 
     Clean logits, noise and its scale are [T, R].
@@ -81,7 +87,13 @@ def cv2_loss(
     importance = (scores.softmax(-1) * mask).sum(0)
     k = config.num_routed_per_token
     if noise is not None and scale is not None and k < config.num_routed_experts:
-        load = noisy_load(router_logits, noise, scale, k, config.load_quirk)
+        load = noisy_load(
+            router_logits,
+            noise,
+            scale,
+            k,
+            config.load_quirk,
+        )
     else:
         load = mask.sum(0, dtype=scores.dtype)
     return cv2(importance) + cv2(load)
@@ -108,7 +120,13 @@ def balance_loss(
     if config.balance_loss == "switch":
         loss = switch_loss(config, router_logits, topk_idx)
     else:
-        loss = cv2_loss(config, router_logits, topk_idx, noise, scale)
+        loss = cv2_loss(
+            config,
+            router_logits,
+            topk_idx,
+            noise,
+            scale,
+        )
     return config.balance_loss_coef * loss
 
 
@@ -142,9 +160,7 @@ def per_layer_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def _top_k_sums(
-    router_logits: Tensor, top_k: int, token_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _top_k_sums(router_logits: Tensor, top_k: int, token_mask: Tensor | None) -> Tensors:
     """Return the sums over tokens of selections [E], probabilities [E] and ones []."""
     probability = router_logits.to(wide_dtype(router_logits.dtype)).softmax(-1)
     chosen = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)

@@ -98,7 +98,11 @@ def _forward(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> 
 
 
 def _backward(
-    dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str
+    dout: Tensor,
+    y: Tensor,
+    topk_weight: Tensor,
+    slot_row: Tensor,
+    backend: str,
 ) -> tuple:
     if backend == "triton":
         from moe_runtime.kernels.combine import combine_backward
@@ -131,10 +135,20 @@ def _fake(y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str) -> Ten
 
 
 def _backward_fake(
-    dout: Tensor, y: Tensor, topk_weight: Tensor, slot_row: Tensor, backend: str
+    dout: Tensor,
+    y: Tensor,
+    topk_weight: Tensor,
+    slot_row: Tensor,
+    backend: str,
 ) -> tuple:
     return y.new_empty(y.shape), topk_weight.new_empty(topk_weight.shape)
 
 
-register("combine", _forward, _fake, _autograd, _setup_context)
+register(
+    "combine",
+    _forward,
+    _fake,
+    _autograd,
+    _setup_context,
+)
 register_backward("combine_backward", _backward, _backward_fake)

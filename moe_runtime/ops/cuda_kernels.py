@@ -190,7 +190,13 @@ def tile_map(expert_offsets: Tensor, R: int, BLOCK_M: int, first_expert: int = 0
     maps = _new_maps(expert_offsets, R, (BLOCK_M,))
     tiles = _tiles(maps, (BLOCK_M,), first_expert)
     cuda.launch(
-        "moert_tile_map", expert_offsets, expert_offsets, R, expert_offsets.numel() - 1, tiles, 1
+        "moert_tile_map",
+        expert_offsets,
+        expert_offsets,
+        R,
+        expert_offsets.numel() - 1,
+        tiles,
+        1,
     )
     return maps[0]
 

@@ -199,7 +199,16 @@ def dare_merge(
     second_scale = weights[1] * scale
     backend = backends.pick("dare_merge", first, backend)
     return torch.ops.moe_runtime.dare_merge(
-        first, second, base, seed, stream, threshold, first_scale, second_scale, backend, start
+        first,
+        second,
+        base,
+        seed,
+        stream,
+        threshold,
+        first_scale,
+        second_scale,
+        backend,
+        start,
     )
 
 
@@ -277,7 +286,15 @@ def _dare_merge(
         from moe_runtime.kernels.expansion import dare_merge_forward
 
         return dare_merge_forward(
-            first, second, base, seed, stream, threshold, first_scale, second_scale, start
+            first,
+            second,
+            base,
+            seed,
+            stream,
+            threshold,
+            first_scale,
+            second_scale,
+            start,
         )
     out = torch.empty_like(first)
     for at in range(0, first.numel(), BLOCK):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.library import kind
-from moe_runtime.ops.workspace import lease
+from moe_runtime.ops.workspace import lease, scratch
 
 # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
 ROWS = 8
@@ -30,6 +30,41 @@ def matches(tensor: Tensor, shape: Sequence[int], like: Tensor) -> bool:
     """Return whether `tensor` has this shape, and dtype and device of `like`."""
     is_alike = tensor.dtype == like.dtype and tensor.device == like.device
     return is_alike and tuple(tensor.shape) == tuple(shape)
+
+
+def check_like(x: Tensor, expected: Iterable[tuple[str, Tensor | None, Sequence[int]]]) -> None:
+    """Raise ValueError unless each (name, tensor, shape) has its shape, x's dtype and device."""
+    for name, tensor, shape in expected:
+        if tensor is not None and not matches(tensor, shape, x):
+            raise ValueError(
+                f"Expected {tuple(shape)} {x.dtype} on {x.device}, as x, but {name} is "
+                f"{kind(tensor)}"
+            )
+
+
+def check_sizes(
+    x: Tensor,
+    up: Sequence[int],
+    down: Sequence[int],
+    gated: bool,
+    names: tuple[str, str],
+) -> tuple[int, int, int]:
+    """Return E, Z and I of stacks [E, Z, H] and [E, H, I] that match x [T, H], else ValueError."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
+    H = x.shape[1]
+    E = I = 0
+    if len(down) == 3:
+        E, _, I = down
+    Z = I * (1 + gated)
+    if E == 0 or I == 0 or tuple(up) != (E, Z, H) or tuple(down) != (E, H, I):
+        rows = "2I" if gated else "I"
+        raise ValueError(
+            f"Expected {names[0]} [E, {rows}, H], {names[1]} [E, H, I] and x [T, H] with E >= 1 "
+            f"and I >= 1, but {names[0]} is {tuple(up)}, {names[1]} {tuple(down)}, x "
+            f"{tuple(x.shape)}"
+        )
+    return E, Z, I
 
 
 def check_trained(
@@ -89,14 +124,14 @@ def weight_at(e: int, row: int, stack: Tensor, separate: Tensor | None) -> Tenso
     return separate[row]
 
 
-# schema of an `Experts` in the ops
+# schema of an `ExpertStacks` in the ops
 SCHEMA = (
     "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? "
     f"up_trained, Tensor? down_trained, {FORM}, str shared"
 )
 
 
-class Experts(NamedTuple):
+class ExpertStacks(NamedTuple):
     """The experts of a layer, from the public function to the kernels, in the order of SCHEMA."""
 
     up: Tensor  # [E, 2I or I, H]
@@ -116,7 +151,7 @@ class Experts(NamedTuple):
         return *tensors, *activation, shared
 
     @classmethod
-    def unpack(cls, arguments: Sequence) -> "Experts":
+    def unpack(cls, arguments: Sequence) -> "ExpertStacks":
         """Build the experts from op arguments of SCHEMA, or from autograd's value for each."""
         *values, shared = arguments
         tensors = len(values) - len(Activation._fields)
@@ -126,12 +161,17 @@ class Experts(NamedTuple):
         """Return whether any of the tensors requires a gradient."""
         return any([t.requires_grad for t in self[:-2] if t is not None])
 
-    def learned(self) -> "Gradients":
+    def learned(self, x: Any = None, topk_weight: Any = None) -> "Gradients":
         """Return the tensors that may get a gradient: the trained ones, or else the stacks."""
-        if self.up_trained is None:
-            return Gradients(None, self.up, self.down, None, self.up_bias, self.down_bias)
+        stacks = (self.up, self.down)
+        if self.up_trained is not None and self.down_trained is not None:
+            stacks = (self.up_trained, self.down_trained)
         return Gradients(
-            None, self.up_trained, self.down_trained, None, self.up_bias, self.down_bias
+            x,
+            *stacks,
+            topk_weight,
+            self.up_bias,
+            self.down_bias,
         )
 
     def needs(self, x: Any, topk_weight: Any, flags: Sequence) -> "Gradients":
@@ -139,10 +179,10 @@ class Experts(NamedTuple):
 
         `flags` are autograd's, one for each op argument of SCHEMA.
         """
-        of = Experts.unpack(flags)
+        of = ExpertStacks.unpack(flags)
         if self.up_trained is None:
-            return Gradients(x, of.up, of.down, topk_weight, of.up_bias, of.down_bias)
-        return Gradients(x, of.up_trained, of.down_trained, topk_weight, of.up_bias, of.down_bias)
+            of = of._replace(up_trained=None)
+        return of.learned(x, topk_weight)
 
     def in_place(self, grads: "Gradients") -> tuple:
         """Return `grads` in the positions of the op arguments of SCHEMA, None for the others."""
@@ -157,10 +197,17 @@ class Experts(NamedTuple):
         """Return each expert's row in the trained weights, -1 for a frozen expert."""
         return trained_rows(self.up.shape[0], self.trainable)
 
-    def at(self, e: int, row: int) -> tuple[Tensor, Tensor]:
-        """Return up and down of expert e, whose row in the trained weights is `row`."""
-        up = weight_at(e, row, self.up, self.up_trained)
-        return up, weight_at(e, row, self.down, self.down_trained)
+    def weights(self, name: str, transposed: bool = False) -> Sequence[Tensor]:
+        """Return the weight of each expert, "up" or "down", [out, in] or [in, out]."""
+        stack = getattr(self, name)
+        separate = getattr(self, f"{name}_trained")
+        if transposed:
+            stack = stack.transpose(1, 2)
+        if separate is None:
+            return stack.unbind(0)
+        if transposed:
+            separate = separate.transpose(1, 2)
+        return [weight_at(e, row, stack, separate) for e, row in enumerate(self.rows())]
 
 
 class Gradients(NamedTuple):
@@ -297,7 +344,7 @@ def gradients_so_far(learned: Gradients, leaves: Sequence[Tensor | None]) -> Gra
 
 
 def new_gradients(
-    experts: Experts,
+    experts: ExpertStacks,
     bounds: list[int],
     trained: list[int],
     needs: Gradients,
@@ -350,6 +397,229 @@ def in_layout_of(tensor: Tensor, new: Callable[[tuple[int, ...]], Tensor]) -> Te
     if is_transposed(tensor):
         return new((shape[0], shape[2], shape[1])).transpose(1, 2)
     return new(shape)
+
+
+class Rows:
+    """The rows of one call in expert order; backends add the steps between the products."""
+
+    folded = False  # whether h is multiplied by the routing weights, instead of the rows of y
+
+    def __init__(
+        self,
+        up: Sequence[int],
+        I: int,
+        topk_weight: Tensor,
+        bounds: list[int],
+        row_slot: Tensor,
+    ):
+        self.E, self.Z, self.H = up
+        self.I = I
+        self.T, self.K = topk_weight.shape
+        self.R = self.T * self.K
+        self.weight = topk_weight
+        self.bounds = bounds
+        self.rows = bounds[-1]  # rows of experts; those of dropped slots follow
+        self.row_slot = row_slot
+
+    def divide(self, everyone: list[bool]) -> None:
+        """Divide the rows into groups; `everyone` as in `groups`."""
+        self.groups = list(groups(self.bounds, everyone, self.R, max(self.Z, self.H)))
+
+    @functools.cached_property
+    def row_weight(self) -> Tensor:
+        """The routing weight of each row [R]."""
+        return self.weight.reshape(-1)[self.row_slot]
+
+
+class Products:
+    """The products of one call with the experts' weights, and with their gradients."""
+
+    def __init__(
+        self,
+        experts: ExpertStacks,
+        steps: Any,
+        needs: Gradients | None = None,
+        into: Gradients = NOWHERE,
+    ):
+        self.experts = experts
+        self.steps = steps
+        self.into = into
+        if needs is None:
+            self.down_t = experts.weights("down", transposed=True)
+            return
+        self.up = experts.weights("up")
+        self.down = experts.weights("down")
+        self.trained = experts.rows()
+        self.grads = new_gradients(
+            experts,
+            steps.bounds,
+            self.trained,
+            needs,
+            self.into,
+        )
+
+    @functools.cached_property
+    def up_t(self) -> Sequence[Tensor]:
+        """Each expert's up projection [in, out]; not needed if the pre-activation was saved."""
+        return self.experts.weights("up", transposed=True)
+
+    def first(self, group: Group, rows: Tensor, z: Tensor) -> None:
+        """Write the pre-activation of a group's `rows` into z."""
+        biases = self.experts.up_bias
+        for member in group.members:
+            e = member.expert
+            bias = None if biases is None else biases[e]
+            self.steps.linear(
+                member,
+                group,
+                rows,
+                self.up_t[e],
+                bias,
+                z,
+                False,
+            )
+
+    def second(self, group: Group, h: Tensor, y: Tensor) -> None:
+        """Write the down projection of a group's h into y."""
+        biases = self.experts.down_bias
+        for member in group.members:
+            e = member.expert
+            bias = None if biases is None else biases[e]
+            self.steps.linear(
+                member,
+                group,
+                h,
+                self.down_t[e],
+                bias,
+                y,
+                True,
+            )
+
+    def second_backward(self, group: Group, dy: Tensor, dh: Tensor) -> None:
+        """Write the gradient of a group's h."""
+        for member in group.members:
+            torch.mm(member.wide(dy), self.down[member.expert], out=member.wide(dh))
+
+    def backward(
+        self,
+        member: Member,
+        group: Group,
+        rows: Tensor,
+        dy: Tensor,
+        dz: Tensor,
+        wh: Tensor,
+        dx: Tensor | None,
+    ) -> Tensor | None:
+        """Write a member's dx and gradients; return the bias's part of the weights' gradient."""
+        e = member.expert
+        if dx is not None:
+            torch.mm(member.wide(dz), self.up[e], out=member.wide(dx))
+        row = self.trained[e]
+        if row >= 0:
+            weight_gradients(
+                self.grads,
+                member,
+                row,
+                dy,
+                wh,
+                dz,
+                rows,
+                self.steps.row_weight[group.start : group.end],
+                self.into,
+            )
+        if self.experts.down_bias is None:
+            return None
+        wide = self.steps.weight.dtype
+        return (member.own(dy).to(wide) * self.experts.down_bias[e].to(wide)).sum(1)
+
+
+def run_forward(steps: Any, products: Any, x: Tensor, save: bool) -> tuple[Tensor, Tensor]:
+    """Return out [T, H] and z [R, 2I or I], empty without `save`."""
+    if save:
+        z_all = lease((steps.R, steps.Z), x)
+    else:
+        z_all = x.new_empty(0, steps.Z)
+    y = scratch("y", (steps.R, steps.H), x)
+    for group in steps.groups:
+        a = group.start
+        b = group.end
+        rows = steps.gather("x", x, group)
+        z = z_all[a:b] if save else scratch("z", (b - a, steps.Z), x)
+        products.first(group, rows, z)
+        h = scratch("h", (b - a, steps.I), x)
+        steps.activate(group, z, h)
+        products.second(group, h, y[a:b])
+    return steps.combine(y, weighted=True), z_all
+
+
+def run_backward(
+    steps: Any,
+    products: Any,
+    dout: Tensor,
+    x: Tensor,
+    z_all: Tensor,
+    need_x: bool,
+    recompute: Callable[[Group, Tensor, Tensor], None] | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    """Return dx [T, H], None unless needed, and the gradient of the routing weights [T, K].
+
+    `products` gets the other gradients. `z_all` [0, ...] is computed again, by `recompute` if it
+    is given.
+    """
+    recompute = recompute or products.first
+    dweight = steps.new_dweight()
+    dx = None
+    if need_x:
+        dx = scratch("y", (steps.R, steps.H), x)
+    for group in steps.groups:
+        a = group.start
+        b = group.end
+        dy = steps.gather("dy", dout, group)
+        rows = steps.gather("x", x, group)
+        if z_all.shape[0]:
+            z = z_all[a:b]
+        else:
+            z = scratch("z", (b - a, steps.Z), x)
+            recompute(group, rows, z)
+        dh = scratch("dh", (b - a, steps.I), x)
+        dz = scratch("dz", (b - a, steps.Z), x)
+        wh = scratch("h", (b - a, steps.I), x)
+        products.second_backward(group, dy, dh)
+        steps.activate_backward(
+            group,
+            z,
+            dh,
+            dz,
+            wh,
+            dweight,
+        )
+        dx_rows = None if dx is None else dx[a:b]
+        for member in group.members:
+            dots = products.backward(
+                member,
+                group,
+                rows,
+                dy,
+                dz,
+                wh,
+                dx_rows,
+            )
+            if dots is not None:
+                steps.add_dots(dweight, group, member, dots)
+    if dx is not None:
+        dx = steps.combine(dx, weighted=False)
+    return dx, steps.of_slots(dweight)
+
+
+def with_router(
+    grads: Gradients, dx: Tensor | None, dweight: Tensor, router: Router | None
+) -> Gradients:
+    """Return `grads` with those of x, to which the router's part is added, and of the weights."""
+    if router is not None:
+        dlogits, weight = router(dweight)
+        if dx is not None:
+            dx.addmm_(dlogits, weight)
+    return grads._replace(x=dx, topk_weight=dweight)
 
 
 def add_product(dy: Tensor, x: Tensor, out: Tensor, adds: bool) -> None:

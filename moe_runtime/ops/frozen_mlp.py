@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops import frozen_mlp_torch, packed
-from moe_runtime.ops.expert_rows import matches
+from moe_runtime.ops.expert_rows import check_like, check_sizes
 from moe_runtime.ops.frozen_rows import (
     SCHEMA,
     FrozenExperts,
@@ -34,8 +34,8 @@ from moe_runtime.ops.frozen_rows import (
     in_order_of,
     weight_of,
 )
-from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
-from moe_runtime.ops.moe_mlp import absent_as_empty, check_slots, expert_sizes
+from moe_runtime.ops.library import Tensors, define, register, register_backward, wide_dtype
+from moe_runtime.ops.moe_mlp import absent_as_empty, check_slots
 
 
 def frozen_mlp(
@@ -63,7 +63,12 @@ def frozen_mlp(
     save = save and any([t is not None and t.requires_grad for t in learned])
     backend = backends.pick("frozen_mlp", x, backend)
     out, *_, offsets, _ = torch.ops.moe_runtime.frozen_mlp(
-        x, topk_weight, topk_idx, *experts.pack(), save, backend
+        x,
+        topk_weight,
+        topk_idx,
+        *experts.pack(),
+        save,
+        backend,
     )
     return out, offsets
 
@@ -75,7 +80,11 @@ def frozen_mlp_reference(
     out = torch.zeros_like(x)
 
     def linear(
-        rows: Tensor, stack: Stack, pair: Pair | None, bias: Tensor | None, e: int
+        rows: Tensor,
+        stack: Stack,
+        pair: Pair | None,
+        bias: Tensor | None,
+        e: int,
     ) -> Tensor:
         weight = weight_of(stack, e, x.dtype, "reference")
         if pair is not None:
@@ -86,8 +95,22 @@ def frozen_mlp_reference(
         return y
 
     for e in range(experts.up.shape[0]):
-        h = experts.activation.apply(linear(x, experts.up, experts.up_lora, experts.up_bias, e))
-        y = linear(h, experts.down, experts.down_lora, experts.down_bias, e)
+        h = experts.activation.apply(
+            linear(
+                x,
+                experts.up,
+                experts.up_lora,
+                experts.up_bias,
+                e,
+            )
+        )
+        y = linear(
+            h,
+            experts.down,
+            experts.down_lora,
+            experts.down_bias,
+            e,
+        )
         weight = torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True)
         out = out + weight.to(x.dtype) * y
     return out
@@ -96,34 +119,27 @@ def frozen_mlp_reference(
 def _check(x: Tensor, experts: FrozenExperts) -> None:
     """Raise ValueError unless x [T, H] and the experts' stacks, biases and pairs match."""
     experts.activation.check()
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
     up = experts.up
     down = experts.down
     gated = experts.activation.gated
+    E, Z, I = check_sizes(
+        x,
+        up.shape,
+        down.shape,
+        gated,
+        ("up", "down"),
+    )
     H = x.shape[1]
-    E, Z, I = expert_sizes(down.shape, gated)
-    if E == 0 or I == 0 or tuple(up.shape) != (E, Z, H) or tuple(down.shape) != (E, H, I):
-        raise ValueError(
-            f"Expected up [E, {'2I' if gated else 'I'}, H], down [E, H, I] and x [T, H] with E >= "
-            f"1 and I >= 1, but up is {tuple(up.shape)}, down {tuple(down.shape)}, x "
-            f"{tuple(x.shape)}"
-        )
     up_rank, down_rank = _ranks(experts)
-    shapes = {
-        "up_bias": (E, Z),
-        "down_bias": (E, H),
-        "up_a": (E, up_rank, H),
-        "up_b": (E, up_rank, Z),
-        "down_a": (E, down_rank, I),
-        "down_b": (E, down_rank, H),
-    }
-    for name, tensor in experts.learned()._asdict().items():
-        if tensor is not None and not matches(tensor, shapes[name], x):
-            raise ValueError(
-                f"Expected {shapes[name]} {x.dtype} on {x.device}, as x, but {name} is "
-                f"{kind(tensor)}"
-            )
+    shapes = (
+        (E, Z),
+        (E, H),
+        (E, up_rank, H),
+        (E, up_rank, Z),
+        (E, down_rank, I),
+        (E, down_rank, H),
+    )
+    check_like(x, zip(FrozenGradients._fields[2:], experts.learned()[2:], shapes))
     _check_stack(x, "up", up)
     _check_stack(x, "down", down)
 
@@ -172,9 +188,7 @@ def _ranks(experts: FrozenExperts) -> tuple[int, int]:
     return 0 if up is None else up.a.shape[1], 0 if down is None else down.a.shape[1]
 
 
-def _forward(
-    x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _forward(x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any) -> Tensors:
     *experts, save, backend = arguments
     return _kernels_of(backend).forward(
         x.contiguous(),
@@ -186,9 +200,7 @@ def _forward(
     )
 
 
-def _forward_fake(
-    x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _forward_fake(x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any) -> Tensors:
     experts = FrozenExperts.unpack(arguments[:-2])
     save = arguments[-2]
     up_rank, down_rank = _ranks(experts)
@@ -204,7 +216,7 @@ def _forward_fake(
     )
 
 
-def _backward(dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any) -> Tensors:
     *experts, z, up_low, down_low, expert_offsets, row_slot, needs, backend = arguments
     grads = _kernels_of(backend).backward(
         dout.contiguous(),
@@ -221,9 +233,7 @@ def _backward(dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any) -> 
     return absent_as_empty(grads, x)
 
 
-def _backward_fake(
-    dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _backward_fake(dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any) -> Tensors:
     *experts, _, _, _, _, _, needs, _ = arguments
     inputs = FrozenExperts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
     # the kernels always return that of the weights
@@ -294,5 +304,11 @@ def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     return tuple(grads)
 
 
-register("frozen_mlp", _forward, _forward_fake, _autograd, _setup_context)
+register(
+    "frozen_mlp",
+    _forward,
+    _forward_fake,
+    _autograd,
+    _setup_context,
+)
 register_backward("frozen_mlp_backward", _backward, _backward_fake)

@@ -17,22 +17,39 @@ from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.kernels.operands import LowRank
 from moe_runtime.kernels.packed import PackedWeight, fit_packed
 from moe_runtime.ops import packed
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.frozen_rows import FrozenExperts, FrozenGradients, Pair, Stack, in_order_of
-from moe_runtime.ops.moe_mlp_triton import Layer, sum_rows
+from moe_runtime.ops.moe_mlp_triton import RowProducts, sum_rows
 
 
-class _Layer(Layer):
+class _FrozenRowProducts(RowProducts):
     """A layer of `moe_mlp_triton` over frozen stacks, and the products with its low-rank
     matrices.
     """
 
-    def __init__(self, experts: FrozenExperts, offsets, row_slot, slots: int):
-        stacks = (_operand(stack) for stack in (experts.up, experts.down))
-        stacks = Experts(*stacks, experts.up_bias, experts.down_bias, activation=experts.activation)
+    def __init__(
+        self,
+        experts: FrozenExperts,
+        offsets,
+        row_slot,
+        slots: int,
+    ):
+        stacks = ExpertStacks(
+            _operand(experts.up),
+            _operand(experts.down),
+            experts.up_bias,
+            experts.down_bias,
+            activation=experts.activation,
+        )
         super().__init__(stacks, offsets, row_slot, slots)
 
-    def choose(self, kernel: str, x, N: int, K: int):
+    def choose(
+        self,
+        kernel: str,
+        x,
+        N: int,
+        K: int,
+    ):
         """Return the launch config; packed weights are read through pointers, with steps of at most
         64 along the sum.
         """
@@ -51,16 +68,37 @@ class _Layer(Layer):
     def of_rows(self, rows, half):
         """Return rows[r] half[e]^T [R, r] of rows in expert order."""
         tile = self.choose("down", rows, half.shape[1], half.shape[2])
-        return grouped_gemm.grouped_gemm_forward(rows, half, None, self.map(tile), True, tile)
+        return grouped_gemm.grouped_gemm_forward(
+            rows,
+            half,
+            None,
+            self.map(tile),
+            True,
+            tile,
+        )
 
-    def gradient(self, low, rows, gather: str | None, like):
+    def gradient(
+        self,
+        low,
+        rows,
+        gather: str | None,
+        like,
+    ):
         """Return low^T rows [E, r, n], in the order of `like`."""
         tile = self.choose("dw", rows, rows.shape[1], low.shape[1])
         grad = backwards.weight_backward(
-            low, rows, self.row_slot, self.offsets, self.slots, gather, tile
+            low,
+            rows,
+            self.row_slot,
+            self.offsets,
+            self.slots,
+            gather,
+            tile,
         )
         out = in_order_of(like)
-        return grad if out.stride() == grad.stride() else out.copy_(grad)
+        if out.stride() == grad.stride():
+            return grad
+        return out.copy_(grad)
 
 
 def _operand(stack: Stack):
@@ -81,32 +119,38 @@ def _operand(stack: Stack):
     )
 
 
-def _low(pair: Pair | None, product, rows):
-    return None if pair is None else product(rows, pair.a)
+def _term(low, pair: Pair | None, half: str) -> LowRank | None:
+    """Return the term that a product adds: low times the pair's half "a" or "b"."""
+    return None if pair is None else LowRank(low, getattr(pair, half))
 
 
-def forward(x, experts: FrozenExperts, topk_weight, topk_idx, save: bool, backend: str):
+def forward(
+    x,
+    experts: FrozenExperts,
+    topk_weight,
+    topk_idx,
+    save: bool,
+    backend: str,
+):
     """Return out [T, H], z [R, 2I or I], the low [R, r] of up and of down (empty unless `save`),
     offsets [E + 1], row_slot.
     """
-    E, (up, down) = experts.up.shape[0], (experts.up_lora, experts.down_lora)
+    E = experts.up.shape[0]
+    up = experts.up_lora
+    down = experts.down_lora
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
-    layer = _Layer(experts, offsets, row_slot, topk_idx.shape[1])
-    up_low = _low(up, layer.gathered, x)
-    z, h = layer.up(x, save, None if up is None else LowRank(up_low, up.b))
-    down_low = _low(down, layer.of_rows, h)
-    y = layer.down(h, None if down is None else LowRank(down_low, down.b))
-    lows = [
-        x.new_empty(layer.R if save else 0, 0) if low is None else low if save else low[:0]
-        for low in (up_low, down_low)
-    ]
-    return (
-        combine.combine_forward(y, topk_weight, slot_row, offsets[E:]),
-        z,
-        *lows,
-        offsets,
-        row_slot,
-    )
+    layer = _FrozenRowProducts(experts, offsets, row_slot, topk_idx.shape[1])
+    up_low = None if up is None else layer.gathered(x, up.a)
+    z, h = layer.up(x, save, _term(up_low, up, "b"))
+    down_low = None if down is None else layer.of_rows(h, down.a)
+    y = layer.down(h, _term(down_low, down, "b"))
+    out = combine.combine_forward(y, topk_weight, slot_row, offsets[E:])
+    lows = []
+    for low in (up_low, down_low):
+        if low is None:
+            low = x.new_empty(layer.R, 0)
+        lows.append(low if save else low[:0])
+    return out, z, *lows, offsets, row_slot
 
 
 def backward(
@@ -122,29 +166,39 @@ def backward(
     backend: str,
 ) -> FrozenGradients:
     """Compute the gradients requested by `needs` from `dout` [T, H]; stacks get none."""
-    (T, K), E, (up, down) = (
-        topk_weight.shape,
-        experts.up.shape[0],
-        (experts.up_lora, experts.down_lora),
-    )
-    layer, (up_low, down_low) = _Layer(experts, offsets, row_slot, K), lows
+    T, K = topk_weight.shape
+    E = experts.up.shape[0]
+    up = experts.up_lora
+    down = experts.down_lora
+    layer = _FrozenRowProducts(experts, offsets, row_slot, K)
+    up_low, down_low = lows
     down_dlow = None if down is None else layer.gathered(dout, down.b)
-    dz, wh, partial = layer.dz(
-        dout, z, topk_weight, needs.down_a, None if down is None else LowRank(down_dlow, down.a)
-    )
+    term = _term(down_dlow, down, "a")
+    dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down_a, term)
     up_dlow = None if up is None else layer.of_rows(dz, up.b)
-    rows = layer.dx(dz, None if up is None else LowRank(up_dlow, up.a)) if needs.x else None
-    dx, dweight = sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], None)
+    rows = layer.dx(dz, _term(up_dlow, up, "a")) if needs.x else None
+    dx, dweight = sum_rows(
+        rows,
+        dispatch.invert(row_slot),
+        partial,
+        T,
+        K,
+        offsets[E:],
+        None,
+    )
     if needs.down_b:  # y = w (h A^T) B: the weight is the low product's here, as it is h's in dA
-        down_low = down_low * topk_weight.reshape(-1)[row_slot.long()].to(down_low.dtype)[:, None]
+        row_weight = topk_weight.reshape(-1)[row_slot.long()]
+        down_low = down_low * row_weight.to(down_low.dtype)[:, None]
     order = (row_slot, offsets, K)
+    up_bias = backwards.bias_backward(dz, None, *order, False) if needs.up_bias else None
+    down_bias = None
+    if needs.down_bias:
+        down_bias = backwards.bias_backward(dout, topk_weight, *order, True)
     return FrozenGradients(
         x=dx,
         topk_weight=dweight,
-        up_bias=backwards.bias_backward(dz, None, *order, False) if needs.up_bias else None,
-        down_bias=backwards.bias_backward(dout, topk_weight, *order, True)
-        if needs.down_bias
-        else None,
+        up_bias=up_bias,
+        down_bias=down_bias,
         up_a=layer.gradient(up_dlow, x, "x", up.a) if needs.up_a else None,
         up_b=layer.gradient(up_low, dz, None, up.b) if needs.up_b else None,
         down_a=layer.gradient(down_dlow, wh, None, down.a) if needs.down_a else None,

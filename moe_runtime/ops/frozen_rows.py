@@ -72,13 +72,30 @@ class FrozenExperts(NamedTuple):
         up_bias, down_bias, up_a, up_b, down_a, down_b, *activation = arguments[2 * n :]
         up_lora = None if up_a is None else Pair(up_a, up_b)
         down_lora = None if down_a is None else Pair(down_a, down_b)
-        return cls(up, down, up_bias, down_bias, up_lora, down_lora, Activation(*activation))
+        return cls(
+            up,
+            down,
+            up_bias,
+            down_bias,
+            up_lora,
+            down_lora,
+            Activation(*activation),
+        )
 
     def learned(self) -> "FrozenGradients":
         """Return the tensors that may get a gradient."""
         up_a, up_b = self.up_lora or (None, None)
         down_a, down_b = self.down_lora or (None, None)
-        return FrozenGradients(None, None, self.up_bias, self.down_bias, up_a, up_b, down_a, down_b)
+        return FrozenGradients(
+            None,
+            None,
+            self.up_bias,
+            self.down_bias,
+            up_a,
+            up_b,
+            down_a,
+            down_b,
+        )
 
 
 class FrozenGradients(NamedTuple):
@@ -99,7 +116,11 @@ class FrozenGradients(NamedTuple):
 
 
 def weight_of(
-    stack: Stack, e: int, dtype: torch.dtype, name: str, backend: str | None = None
+    stack: Stack,
+    e: int,
+    dtype: torch.dtype,
+    name: str,
+    backend: str | None = None,
 ) -> Tensor:
     """Return expert e's weight [out, in] in `dtype`: a view, or `scratch` memory of this `name`.
 
@@ -111,7 +132,15 @@ def weight_of(
         if stack.format.endswith(packed.TRANSPOSED):
             P, Q = Q, P
         out = scratch(name, (P, Q), stack.data, dtype)
-        return packed.unpack(stack.data, stack.scales, stack.format, e, dtype, out, backend)
+        return packed.unpack(
+            stack.data,
+            stack.scales,
+            stack.format,
+            e,
+            dtype,
+            out,
+            backend,
+        )
     weight = stack.data[e]
     if weight.dtype == dtype:
         return weight

@@ -140,12 +140,25 @@ def fused_cross_entropy(
     trains = any(need_hidden) or any(need_heads)
     if reduction != "none" and trains:
         total = torch.ops.moe_runtime.fused_loss(
-            gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, chosen
+            gate,
+            labels,
+            hidden,
+            heads,
+            ignore_index,
+            need_hidden,
+            need_heads,
+            chosen,
         )[0]
     else:
         need_score = grad and gate.requires_grad and not trains
         nll, _ = torch.ops.moe_runtime.fused_nll(
-            gate, labels, hidden, heads, ignore_index, need_score, chosen
+            gate,
+            labels,
+            hidden,
+            heads,
+            ignore_index,
+            need_score,
+            chosen,
         )
         if reduction == "none":
             return nll.view(shape)
@@ -205,22 +218,13 @@ def _check(
         )
 
 
-def gradients(
-    gate: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    hidden: Sequence[Tensor],
-    heads: Sequence[Tensor],
-    ignore_index: int,
-    need_hidden: list[bool],
-    need_heads: list[bool],
-    backend: str,
-) -> tuple:
+def gradients(scale: Tensor, *arguments: Any) -> tuple:
     """Return each token's loss [T] and sum(scale * loss)'s gradients: gate's, hidden's, heads'.
 
-    They are empty if not needed. Those of heads are float32 if a sum in a narrow dtype would be
-    rounded more than once.
+    The arguments after `scale` [T] are those of `fused_loss`. Gradients are empty if not needed.
+    Those of heads are float32 if a sum in a narrow dtype would be rounded more than once.
     """
+    gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend = arguments
     kernels = kernels_of(backend)
     V = common_vocabulary(heads)
     T = len(labels)
@@ -248,13 +252,26 @@ def gradients(
     for rows in chunks:
         states = [h[rows] for h in hidden]
         nll[rows], dlogits = kernels.fused_logits_backward(
-            gate[rows], labels[rows], scale[rows], states, heads, V, ignore_index
+            gate[rows],
+            labels[rows],
+            scale[rows],
+            states,
+            heads,
+            V,
+            ignore_index,
         )
         for s, (h, head) in enumerate(zip(states, heads, strict=True)):
             dx = torch.mm(dlogits, head[:V], out=_memory("fusion dx", h))
             out = dhidden[s][rows] if need_hidden[s] else None
             scaled = _memory("fusion scaled", h) if need_heads[s] else None
-            kernels.fused_hidden_backward(dx, h, gate[rows, s], dgate[rows, s], out, scaled)
+            kernels.fused_hidden_backward(
+                dx,
+                h,
+                gate[rows, s],
+                dgate[rows, s],
+                out,
+                scaled,
+            )
             if scaled is not None:
                 _add_product(sums[s][:V], dlogits.t(), scaled)
     return nll, dgate, dhidden, sums
@@ -272,7 +289,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(
+            total,
+            a,
+            b,
+            out_dtype=total.dtype,
+            out=total,
+        )
     # the product may overflow before the loss's gradient scales it down
     elif a.dtype == torch.float16:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
@@ -314,19 +337,18 @@ def check_labels(labels: Tensor, ignore_index: int, V: int) -> None:
             )
 
 
-def _nll(
-    gate: Tensor,
-    labels: Tensor,
-    hidden: list[Tensor],
-    heads: list[Tensor],
-    ignore_index: int,
-    need_score: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    V = common_vocabulary(heads)
-    check_labels(labels, ignore_index, V)
-    return kernels_of(backend).fused_loss_forward(
-        gate, labels, hidden, heads, V, ignore_index, need_score
+def _nll(*arguments: Any) -> tuple[Tensor, Tensor]:
+    i = NLLInputs(*arguments)
+    V = common_vocabulary(i.heads)
+    check_labels(i.labels, i.ignore_index, V)
+    return kernels_of(i.backend).fused_loss_forward(
+        i.gate,
+        i.labels,
+        i.hidden,
+        i.heads,
+        V,
+        i.ignore_index,
+        i.need_score,
     )
 
 
@@ -381,22 +403,11 @@ def _nll_autograd(ctx: Any, dnll: Tensor | None, _: Any) -> tuple:
     return tuple(grads._replace(gate=dgate, hidden=dhidden, heads=dheads))
 
 
-def _nll_backward(
-    dnll: Tensor,
-    gate: Tensor,
-    labels: Tensor,
-    hidden: list[Tensor],
-    heads: list[Tensor],
-    ignore_index: int,
-    need_hidden: list[bool],
-    need_heads: list[bool],
-    backend: str,
-) -> tuple:
-    scale = torch.where(labels != ignore_index, dnll, 0.0)
-    _, dgate, dhidden, sums = gradients(
-        gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend
-    )
-    return dgate, dhidden, [total.to(head.dtype) for total, head in zip(sums, heads, strict=True)]
+def _nll_backward(dnll: Tensor, *arguments: Any) -> tuple:
+    i = LossInputs(*arguments)
+    scale = torch.where(i.labels != i.ignore_index, dnll, 0.0)
+    _, dgate, dhidden, sums = gradients(scale, *arguments)
+    return dgate, dhidden, [total.to(head.dtype) for total, head in zip(sums, i.heads)]
 
 
 def _nll_backward_fake(dnll: Tensor, *arguments: Any) -> tuple:
@@ -413,19 +424,9 @@ def _loss(*arguments: Any) -> tuple:
     i = LossInputs(*arguments)
     check_labels(i.labels, i.ignore_index, common_vocabulary(i.heads))
     valid = (i.labels != i.ignore_index).to(i.gate.dtype)
-    nll, dgate, dhidden, sums = gradients(
-        i.gate,
-        i.labels,
-        valid,
-        i.hidden,
-        i.heads,
-        i.ignore_index,
-        i.need_hidden,
-        i.need_heads,
-        i.backend,
-    )
-    pairs = zip(sums, i.heads, strict=True)
-    return nll.sum(), dgate, dhidden, [total.to(sum_dtype(head.dtype)) for total, head in pairs]
+    nll, dgate, dhidden, sums = gradients(valid, *arguments)
+    dheads = [total.to(sum_dtype(head.dtype)) for total, head in zip(sums, i.heads)]
+    return nll.sum(), dgate, dhidden, dheads
 
 
 def _loss_fake(gate: Tensor, *arguments: Any) -> tuple:
@@ -442,7 +443,14 @@ def _loss_setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.backend = i.backend
     ctx.mark_non_differentiable(dgate, *dhidden, *dheads)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dgate, i.gate, *dhidden, *dheads, *i.hidden, *i.heads)
+    ctx.save_for_backward(
+        dgate,
+        i.gate,
+        *dhidden,
+        *dheads,
+        *i.hidden,
+        *i.heads,
+    )
 
 
 def _loss_autograd(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple:
@@ -454,7 +462,14 @@ def _loss_autograd(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple:
     traced = torch.compiler.is_compiling() or in_dispatch_mode()
     if torch.is_grad_enabled() or traced or graph_is_kept():
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
-            dloss, gate, hidden, heads, dgate, dhidden, dheads, ctx.backend
+            dloss,
+            gate,
+            hidden,
+            heads,
+            dgate,
+            dhidden,
+            dheads,
+            ctx.backend,
         )
     else:  # not needed again, so the heads' gradients need not be in memory twice
         for grad in (dgate, *dhidden, *dheads):
@@ -465,16 +480,8 @@ def _loss_autograd(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple:
     return tuple(LossInputs(gate=dgate, hidden=dhidden, heads=dheads))
 
 
-def _loss_backward(
-    dloss: Tensor,
-    gate: Tensor,
-    hidden: list[Tensor],
-    heads: list[Tensor],
-    dgate: Tensor,
-    dhidden: list[Tensor],
-    dheads: list[Tensor],
-    backend: str,
-) -> tuple:
+def _loss_backward(dloss: Tensor, *arguments: Any) -> tuple:
+    gate, hidden, heads, dgate, dhidden, dheads, _ = arguments
     (dgate,) = _scaled(dloss, [dgate], [gate])
     return dgate, _scaled(dloss, dhidden, hidden), _scaled(dloss, dheads, heads)
 
@@ -490,16 +497,8 @@ def _factor(dloss: Tensor, grad: Tensor) -> Tensor:
     return dloss.view([1] * grad.dim())
 
 
-def _loss_backward_fake(
-    dloss: Tensor,
-    gate: Tensor,
-    hidden: list[Tensor],
-    heads: list[Tensor],
-    dgate: Tensor,
-    dhidden: list[Tensor],
-    dheads: list[Tensor],
-    backend: str,
-) -> tuple:
+def _loss_backward_fake(dloss: Tensor, *arguments: Any) -> tuple:
+    _, hidden, heads, dgate, dhidden, dheads, _ = arguments
     return torch.empty_like(dgate), _like(dhidden, hidden), _like(dheads, heads)
 
 
@@ -508,12 +507,24 @@ def _like(grads: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     return [grad.new_empty(grad.shape, dtype=t.dtype) for grad, t in pairs]
 
 
-register("fused_nll", _nll, _nll_fake, _nll_autograd, _nll_setup_context)
+register(
+    "fused_nll",
+    _nll,
+    _nll_fake,
+    _nll_autograd,
+    _nll_setup_context,
+)
 register_backward("fused_nll_backward", _nll_backward, _nll_backward_fake)
 register_backward(
     "fused_nll_backward_gate",
     lambda dnll, score, gate, backend: dnll[:, None] * score,
     lambda dnll, score, *_: torch.empty_like(score),
 )
-register("fused_loss", _loss, _loss_fake, _loss_autograd, _loss_setup_context)
+register(
+    "fused_loss",
+    _loss,
+    _loss_fake,
+    _loss_autograd,
+    _loss_setup_context,
+)
 register_backward("fused_loss_backward", _loss_backward, _loss_backward_fake)

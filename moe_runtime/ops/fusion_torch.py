@@ -151,7 +151,13 @@ def _mixed_logits(gate: Tensor, hidden: Sequence[Tensor], heads: Sequence[Tensor
     if hidden[0].dtype == logits.dtype:
         for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
             x = torch.mul(h, gate[:, s : s + 1], out=scratch("fusion x", h.shape, h))
-            torch.addmm(logits, x, head[:V].t(), beta=min(s, 1), out=logits)
+            torch.addmm(
+                logits,
+                x,
+                head[:V].t(),
+                beta=min(s, 1),
+                out=logits,
+            )
         return logits, logits
     part = scratch("fusion dlogits", (T, V), hidden[0])
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
-from moe_runtime.ops.library import define, inputs_of, kind, register, register_backward
+from moe_runtime.ops.library import Tensors, define, inputs_of, kind, register, register_backward
 
 
 def grouped_gemm(
@@ -74,6 +74,7 @@ define(
     "bool[3] needs, str backend) -> (Tensor, Tensor, Tensor)"
 )
 Inputs = inputs_of("grouped_gemm")
+BackwardInputs = inputs_of("grouped_gemm_backward")
 
 
 def _segments(expert_offsets: Tensor, R: int) -> tuple[list[tuple[int, int]], int]:
@@ -84,11 +85,25 @@ def _segments(expert_offsets: Tensor, R: int) -> tuple[list[tuple[int, int]], in
     return list(itertools.pairwise(bounds)), bounds[-1]
 
 
-def _tile(kernel: str, x: Tensor, out: int, length: int, E: int, expert_offsets: Tensor) -> tuple:
+def _tile(
+    kernel: str,
+    x: Tensor,
+    out: int,
+    length: int,
+    E: int,
+    expert_offsets: Tensor,
+) -> tuple:
     """Return a launch config and its tile map."""
     from moe_runtime.kernels import dispatch, tiles
 
-    tile = tiles.choose(kernel, x, out, length, x.shape[0], E)
+    tile = tiles.choose(
+        kernel,
+        x,
+        out,
+        length,
+        x.shape[0],
+        E,
+    )
     return tile, dispatch.tile_map(expert_offsets.int().contiguous(), x.shape[0], tile.BLOCK_M)
 
 
@@ -116,124 +131,147 @@ def _separate(weight: Tensor, trainable: Tensor | None, trained: Tensor | None) 
     return weight, Trained(trainable.contiguous(), trained)
 
 
-def _forward_triton(
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    bias: Tensor | None,
-    trainable: Tensor | None,
-    trained: Tensor | None,
-) -> Tensor:
-    from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
-
+def _forward(*arguments: Any) -> Tensor:
+    i = Inputs(*arguments)
+    x = i.x
+    weight = i.weight
     E, N, K = weight.shape
-    tile, tile_map = _tile("down", x, N, K, E, expert_offsets)
-    weight, separate = _separate(weight, trainable, trained)
-    if bias is not None:
-        bias = bias.contiguous()
-    y = x.new_zeros(x.shape[0], N)
-    return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, separate, y=y)
+    if i.backend == "triton":
+        from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
+
+        tile, tile_map = _tile(
+            "down",
+            x,
+            N,
+            K,
+            E,
+            i.expert_offsets,
+        )
+        weight, separate = _separate(weight, i.trainable, i.trained)
+        bias = None if i.bias is None else i.bias.contiguous()
+        y = x.new_zeros(x.shape[0], N)
+        x = x.contiguous()
+        return grouped_gemm_forward(
+            x,
+            weight,
+            bias,
+            tile_map,
+            True,
+            tile,
+            separate,
+            y=y,
+        )
+    segments, end = _segments(i.expert_offsets, x.shape[0])
+    rows = trained_rows(E, i.trainable)
+    y = x.new_empty(x.shape[0], N)
+    for e, (a, b) in enumerate(segments):
+        if a < b:
+            torch.mm(x[a:b], weight_at(e, rows[e], weight, i.trained).t(), out=y[a:b])
+            if i.bias is not None:
+                y[a:b].add_(i.bias[e])
+    y[end:].zero_()
+    return y
 
 
-def _backward_triton(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    trainable: Tensor | None,
-    trained: Tensor | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_triton(dy: Tensor, i: Any) -> Tensors:
     from moe_runtime.kernels import tiles
     from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
     from moe_runtime.kernels.grouped_gemm_backward import bias_backward, weight_backward
 
-    R, K = x.shape
-    E, N, _ = weight.shape
-    weight, separate = _separate(weight, trainable, trained)
-    place = None
+    R, K = i.x.shape
+    E, N, _ = i.weight.shape
+    weight, separate = _separate(i.weight, i.trainable, i.trained)
+    index = None
     n = None
-    if separate is not None and trained is not None:
-        place = separate.index
-        n = trained.shape[0]
+    if separate is not None:
+        index = separate.index
+        n = i.trained.shape[0]
     dy = dy.contiguous()
-    x = x.contiguous()
-    offsets = expert_offsets.int().contiguous()
+    x = i.x.contiguous()
+    offsets = i.expert_offsets.int().contiguous()
     dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
-    need_x, need_weight, need_bias = needs
+    need_x, need_weight, need_bias = i.needs
     if need_x:
-        tile, tile_map = _tile("dx", dy, K, N, E, offsets)
-        dx = grouped_gemm_forward(
-            dy, weight, None, tile_map, False, tile, separate, y=torch.zeros_like(x)
+        tile, tile_map = _tile(
+            "dx",
+            dy,
+            K,
+            N,
+            E,
+            offsets,
+        )
+        dx = torch.zeros_like(x)
+        grouped_gemm_forward(
+            dy,
+            weight,
+            None,
+            tile_map,
+            False,
+            tile,
+            separate,
+            y=dx,
         )
     if need_weight:
         if not need_x:
             # the first launch creates the CUDA context of autograd's thread, which tensor
             # descriptors need
             x.new_zeros(1)
+        tile = tiles.choose(
+            "dw",
+            x,
+            K,
+            N,
+            R,
+            E,
+        )
         dweight = weight_backward(
-            dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n
+            dy,
+            x,
+            None,
+            offsets,
+            1,
+            None,
+            tile,
+            index,
+            n,
         )
     if need_bias:
-        dbias = bias_backward(dy, None, None, offsets, 1, False, place)
+        dbias = bias_backward(
+            dy,
+            None,
+            None,
+            offsets,
+            1,
+            False,
+            index,
+        )
     return dx, dweight, dbias
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    bias: Tensor | None,
-    trainable: Tensor | None,
-    trained: Tensor | None,
-    backend: str,
-) -> Tensor:
-    if backend == "triton":
-        return _forward_triton(x, weight, expert_offsets, bias, trainable, trained)
-    segments, end = _segments(expert_offsets, x.shape[0])
-    rows = trained_rows(weight.shape[0], trainable)
-    y = x.new_empty(x.shape[0], weight.shape[1])
-    for e, (a, b) in enumerate(segments):
-        if a < b:
-            torch.mm(x[a:b], weight_at(e, rows[e], weight, trained).t(), out=y[a:b])
-            if bias is not None:
-                y[a:b].add_(bias[e])
-    y[end:].zero_()
-    return y
-
-
-def _new_gradients(
-    x: Tensor, weight: Tensor, trained: Tensor | None, needs: list[bool]
-) -> tuple[Tensor, ...]:
+def _new_gradients(dy: Tensor, *arguments: Any) -> Tensors:
     """Allocate the gradients of x, the trained weights and bias; empty if not in `needs`."""
-    learned = weight if trained is None else trained
-    shapes = (x.shape, learned.shape, weight.shape[:2])
-    return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs))
+    i = BackwardInputs(dy, *arguments)
+    learned = i.weight if i.trained is None else i.trained
+    shapes = (i.x.shape, learned.shape, i.weight.shape[:2])
+    return tuple(i.x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, i.needs))
 
 
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    trainable: Tensor | None,
-    trained: Tensor | None,
-    needs: list[bool],
-    backend: str,
-) -> tuple[Tensor, ...]:
+def _backward(dy: Tensor, *arguments: Any) -> Tensors:
     """Compute the gradients of x, of weight or trained, and of bias; empty if not in `needs`."""
-    if backend == "triton":
-        return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
-    need_x, need_weight, need_bias = needs
-    segments, end = _segments(expert_offsets, x.shape[0])
-    rows = trained_rows(weight.shape[0], trainable)
-    dx, dweight, dbias = _new_gradients(x, weight, trained, needs)
+    i = BackwardInputs(dy, *arguments)
+    if i.backend == "triton":
+        return _backward_triton(dy, i)
+    x = i.x
+    need_x, need_weight, need_bias = i.needs
+    segments, end = _segments(i.expert_offsets, x.shape[0])
+    rows = trained_rows(i.weight.shape[0], i.trainable)
+    dx, dweight, dbias = _new_gradients(dy, *arguments)
     for row in set(range(dweight.shape[0])).difference(rows):  # rows of no expert
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
         row = rows[e]
         if need_x and a < b:
-            torch.mm(dy[a:b], weight_at(e, row, weight, trained), out=dx[a:b])
+            torch.mm(dy[a:b], weight_at(e, row, i.weight, i.trained), out=dx[a:b])
         if need_weight and row >= 0:
             if a == b:
                 dweight[row].zero_()
@@ -249,23 +287,16 @@ def _backward(
     return dx, dweight, dbias
 
 
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    trainable: Tensor | None,
-    trained: Tensor | None,
-    needs: list[bool],
-    backend: str,
-) -> tuple[Tensor, ...]:
-    return _new_gradients(x, weight, trained, needs)
-
-
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     i = Inputs(*inputs)
     ctx.backend = i.backend
-    ctx.save_for_backward(i.x, i.weight, i.expert_offsets, i.trainable, i.trained)
+    ctx.save_for_backward(
+        i.x,
+        i.weight,
+        i.expert_offsets,
+        i.trainable,
+        i.trained,
+    )
 
 
 def _autograd(ctx: Any, dy: Tensor) -> tuple:
@@ -283,5 +314,11 @@ def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-register("grouped_gemm", _forward, _fake, _autograd, _setup_context)
-register_backward("grouped_gemm_backward", _backward, _backward_fake)
+register(
+    "grouped_gemm",
+    _forward,
+    _fake,
+    _autograd,
+    _setup_context,
+)
+register_backward("grouped_gemm_backward", _backward, _new_gradients)

@@ -21,6 +21,8 @@ from moe_runtime import backends
 from moe_runtime.ops import _torch_private
 from moe_runtime.ops.flops import FORMULAS
 
+Tensors = tuple[Tensor, ...]  # what an op with several results returns
+
 LIB = torch.library.Library("moe_runtime", "DEF")
 ARGUMENTS: dict[str, list[str]] = {}  # of each op, in order
 KERNELS: dict[str, Callable] = {}  # what an op runs on every device

@@ -29,9 +29,17 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.expert_rows import matches
-from moe_runtime.ops.library import define, inputs_of, kind, register, register_backward, wide_dtype
-from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
+from moe_runtime.ops.expert_rows import check_like
+from moe_runtime.ops.library import (
+    Tensors,
+    define,
+    inputs_of,
+    kind,
+    register,
+    register_backward,
+    wide_dtype,
+)
+from moe_runtime.ops.lora_torch import Base, MixedGradients, Pairs, flat, mixed_weight
 from moe_runtime.ops.moe_mlp import absent_as_empty
 
 
@@ -79,21 +87,14 @@ def lora_mlp(
     _check_slots(x, topk_weight, topk_idx, E)
     topk_weight = topk_weight.to(wide_dtype(x.dtype))
     if backends.portable() is not None:
-        return lora_mlp_reference(
+        return _reference(
             x,
-            gate_proj,
-            up_proj,
-            down_proj,
+            base,
+            pairs,
             topk_weight,
             topk_idx,
-            gate=gate,
-            up=up,
-            down=down,
-            scaling=scaling,
-            act=act,
-            gate_bias=gate_bias,
-            up_bias=up_bias,
-            down_bias=down_bias,
+            scaling,
+            act,
         )
     halves: list[Tensor | None] = []
     for pair in pairs:
@@ -102,7 +103,16 @@ def lora_mlp(
     save = save and any([t is not None and t.requires_grad for t in (x, topk_weight, *halves)])
     backend = backends.pick("lora_mlp", x, backend)
     out, _, _ = torch.ops.moe_runtime.lora_mlp(
-        x, *base[:5], topk_weight, topk_idx, *halves, E, scaling, act, save, backend
+        x,
+        *base[:5],
+        topk_weight,
+        topk_idx,
+        *halves,
+        E,
+        scaling,
+        act,
+        save,
+        backend,
     )
     if down_bias is not None:
         weight = mixed_weight(topk_weight, topk_idx, E).sum(1, keepdim=True)
@@ -110,6 +120,7 @@ def lora_mlp(
     return out
 
 
+_PROJECTIONS = ("gate", "up", "down")
 _BASE = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 
 
@@ -121,19 +132,13 @@ def _check_base(x: Tensor, base: Sequence[Tensor | None]) -> None:
     H = x.shape[1]
     I = down.shape[-1]
     shapes = ((I, H), (I, H), (H, I), (I,), (I,), (H,))
-    for name, tensor, shape in zip(_BASE, base, shapes):
-        if tensor is None:
-            continue
-        if tensor.requires_grad:
+    for name, tensor in zip(_BASE, base):
+        if tensor is not None and tensor.requires_grad:
             raise ValueError(
                 f"{name} requires a gradient, but the base must be frozen. Call "
                 "requires_grad_(False) on it"
             )
-        if not matches(tensor, shape, x):
-            raise ValueError(
-                f"Expected {shape} {x.dtype} on {x.device} for x {tuple(x.shape)} and down_proj "
-                f"{tuple(down.shape)}, but {name} is {kind(tensor)}"
-            )
+    check_like(x, zip(_BASE, base, shapes))
 
 
 def _check_pairs(x: Tensor, down: Tensor, pairs: Sequence[LoRA | None]) -> int:
@@ -149,13 +154,9 @@ def _check_pairs(x: Tensor, down: Tensor, pairs: Sequence[LoRA | None]) -> int:
         )
     E, r, _ = given[0].a.shape
     H, I = down.shape
-    for name, pair, sizes in zip(("gate", "up", "down"), pairs, ((H, I), (H, I), (I, H))):
+    for name, pair, sizes in zip(_PROJECTIONS, pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
-            if not matches(tensor, (E, r, size), x):
-                raise ValueError(
-                    f"Expected {(E, r, size)} {x.dtype} on {x.device}, but {name}.{part} is "
-                    f"{kind(tensor)}"
-                )
+            check_like(x, [(f"{name}.{part}", tensor, (E, r, size))])
     return E
 
 
@@ -185,30 +186,51 @@ def lora_mlp_reference(
     topk_weight: Tensor,
     topk_idx: Tensor | None = None,
     *,
-    gate: LoRA | None = None,
-    up: LoRA | None = None,
-    down: LoRA | None = None,
     scaling: float = 1.0,
     act: str = "silu",
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Compute the first equation as a sum over experts with materialized weights, with autograd."""
-    E = next(pair for pair in (gate, up, down) if pair is not None).a.shape[0]
+    """Compute the first equation as a sum over experts with materialized weights, with autograd.
 
-    def linear(
-        rows: Tensor, weight: Tensor, pair: LoRA | None, bias: Tensor | None, e: int
-    ) -> Tensor:
+    `options` are the pairs and biases as in `lora_mlp`.
+    """
+    biases = [options.get(name) for name in _BASE[3:]]
+    pairs = [options.get(name) for name in _PROJECTIONS]
+    base = (gate_proj, up_proj, down_proj, *biases)
+    return _reference(
+        x,
+        base,
+        pairs,
+        topk_weight,
+        topk_idx,
+        scaling,
+        act,
+    )
+
+
+def _reference(
+    x: Tensor,
+    base: Sequence[Any],
+    pairs: Sequence[LoRA | None],
+    topk_weight: Tensor,
+    topk_idx: Tensor | None,
+    scaling: float,
+    act: str,
+) -> Tensor:
+    E = next(pair for pair in pairs if pair is not None).a.shape[0]
+
+    def linear(rows: Tensor, at: int, e: int) -> Tensor:
+        weight = base[at]
+        pair = pairs[at]
         if pair is not None:
             weight = weight + scaling * pair.b[e].t() @ pair.a[e]
-        return F.linear(rows, weight, bias)
+        return F.linear(rows, weight, base[3 + at])
 
     out = torch.zeros_like(x)
     weight = mixed_weight(topk_weight, topk_idx, E)
     for e in range(E):
-        h = ACT[act](linear(x, gate_proj, gate, gate_bias, e)) * linear(x, up_proj, up, up_bias, e)
-        out = out + weight[:, e : e + 1].to(x.dtype) * linear(h, down_proj, down, down_bias, e)
+        h = ACT[act](linear(x, 0, e)) * linear(x, 1, e)
+        out = out + weight[:, e : e + 1].to(x.dtype) * linear(h, 2, e)
     return out
 
 
@@ -231,15 +253,13 @@ def _part(group: type, i: Any) -> Any:
     return group(*[getattr(i, name) for name in group._fields])  # type: ignore[attr-defined]
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*arguments: Any) -> Tensors:
     i = Inputs(*arguments)
     pairs = _part(Pairs, i).in_order()
     x = i.x.contiguous()
     low = pairs.low(x)
     mixed = _mixed_triton if i.backend == "triton" else lora_torch.mixed
-    z, h = mixed(
-        x, _part(Base, i), pairs, low, i.topk_weight, i.topk_idx, i.E, i.scaling, i.act, i.save
-    )
+    z, h = mixed(i, x, _part(Base, i), pairs, low)
     out = h @ i.down.t()
     if pairs.down_b is not None:
         out.addmm_(low[2], flat(pairs.down_b), alpha=i.scaling)
@@ -247,16 +267,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mixed_triton(
+    i: Any,
     x: Tensor,
     base: Base,
     pairs: Pairs,
     low: Tensor,
-    topk_weight: Tensor,
-    topk_idx: Tensor | None,
-    E: int,
-    scaling: float,
-    act: str,
-    save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute `lora_torch.mixed` with one library product and one kernel.
 
@@ -265,14 +280,23 @@ def _mixed_triton(
     from moe_runtime.kernels.lora import lora_forward
 
     z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))
-    weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
-    h = lora_forward(z, low, weight, pairs.gate_b, pairs.up_b, pairs.down_a, act, scaling)
-    if not save:
+    weight = mixed_weight(i.topk_weight, i.topk_idx, i.E).contiguous()
+    h = lora_forward(
+        z,
+        low,
+        weight,
+        pairs.gate_b,
+        pairs.up_b,
+        pairs.down_a,
+        i.act,
+        i.scaling,
+    )
+    if not i.save:
         z = z.new_empty(0, z.shape[1])
     return z, h
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(*arguments: Any) -> Tensors:
     i = Inputs(*arguments)
     T = i.x.shape[0]
     rank = next(t for t in _part(Pairs, i) if t is not None).shape[1]
@@ -281,8 +305,13 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(
-    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list, *arguments: Any
-) -> tuple[Tensor, ...]:
+    dout: Tensor,
+    z: Tensor,
+    low: Tensor,
+    need_x: bool,
+    flags: list,
+    *arguments: Any,
+) -> Tensors:
     i = Inputs(*arguments)
     needs = Pairs(*flags)
     dout = dout.contiguous()
@@ -296,21 +325,31 @@ def _backward(
         dq = torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
     mixed_backward = _mixed_backward_triton if i.backend == "triton" else lora_torch.mixed_backward
     mixed = mixed_backward(
-        dout @ i.down, dq, z, pairs, low, i.topk_weight, i.topk_idx, needs, i.E, i.scaling, i.act
+        i,
+        dout @ i.down,
+        dq,
+        z,
+        pairs,
+        low,
+        needs,
     )
-    dgate, dup = mixed.dlow
     dx = base.first_backward(mixed.dz) if need_x else None
-    grads = Pairs(None, mixed.gate_b, None, mixed.up_b, mixed.down_a, None)
-    if pairs.gate_a is not None:
+    grads = Pairs(
+        None,
+        mixed.gate_b,
+        None,
+        mixed.up_b,
+        mixed.down_a,
+        None,
+    )
+    for name, dlow in zip(("gate_a", "up_a"), mixed.dlow):
+        a = getattr(pairs, name)
+        if a is None:
+            continue
         if dx is not None:
-            dx.addmm_(dgate, flat(pairs.gate_a))
-        if needs.gate_a:
-            grads = grads._replace(gate_a=torch.mm(dgate.t(), x).view(pairs.gate_a.shape))
-    if pairs.up_a is not None:
-        if dx is not None:
-            dx.addmm_(dup, flat(pairs.up_a))
-        if needs.up_a:
-            grads = grads._replace(up_a=torch.mm(dup.t(), x).view(pairs.up_a.shape))
+            dx.addmm_(dlow, flat(a))
+        if getattr(needs, name):
+            grads = grads._replace(**{name: torch.mm(dlow.t(), x).view(a.shape)})
     if pairs.down_b is not None and needs.down_b:
         ddown_b = torch.mm(low[2].t(), dout).mul_(i.scaling)
         grads = grads._replace(down_b=ddown_b.view(pairs.down_b.shape))
@@ -319,31 +358,25 @@ def _backward(
 
 
 def _mixed_backward_triton(
+    i: Any,
     dh: Tensor,
     dq: Tensor | None,
     z: Tensor,
     pairs: Pairs,
     low: Tensor,
-    topk_weight: Tensor,
-    topk_idx: Tensor | None,
     needs: Pairs,
-    E: int,
-    scaling: float,
-    act: str,
-) -> Gradients:
+) -> MixedGradients:
     """Compute `lora_torch.mixed_backward` in three kernels."""
     from moe_runtime.kernels import lora_backward
 
-    weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
+    weight = mixed_weight(i.topk_weight, i.topk_idx, i.E).contiguous()
     shared = (dh, dq, z, low, weight, pairs.gate_b, pairs.up_b, pairs.down_a)
-    dz, dlow, dweight = lora_backward.lora_backward(*shared, act, scaling)
-    needed = [
-        pairs.gate_b is not None and needs.gate_b,
-        pairs.up_b is not None and needs.up_b,
-        pairs.down_a is not None and needs.down_a,
-    ]
-    halves = lora_backward.lora_backward_w(*shared, needed, act, scaling)
-    return Gradients(dz, dlow, dweight, *halves)
+    dz, dlow, dweight = lora_backward.lora_backward(*shared, i.act, i.scaling)
+    needed = []
+    for name in ("gate_b", "up_b", "down_a"):
+        needed.append(getattr(pairs, name) is not None and getattr(needs, name))
+    halves = lora_backward.lora_backward_w(*shared, needed, i.act, i.scaling)
+    return MixedGradients(dz, dlow, dweight, *halves)
 
 
 def _slots(dweight: Tensor, topk_idx: Tensor | None, E: int) -> Tensor:
@@ -355,8 +388,13 @@ def _slots(dweight: Tensor, topk_idx: Tensor | None, E: int) -> Tensor:
 
 
 def _backward_fake(
-    dout: Tensor, z: Tensor, low: Tensor, need_x: bool, flags: list, *arguments: Any
-) -> tuple[Tensor, ...]:
+    dout: Tensor,
+    z: Tensor,
+    low: Tensor,
+    need_x: bool,
+    flags: list,
+    *arguments: Any,
+) -> Tensors:
     i = Inputs(*arguments)
     inputs = (i.x, i.topk_weight, *_part(Pairs, i))
     made = []
@@ -381,11 +419,23 @@ def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     needs = Inputs(*ctx.needs_input_grad)
     z, low, *tensors = ctx.saved_tensors
     dx, dweight, *dpairs = torch.ops.moe_runtime.lora_mlp_backward(
-        dout, z, low, needs.x, _part(Pairs, needs), *tensors, *ctx.settings
+        dout,
+        z,
+        low,
+        needs.x,
+        _part(Pairs, needs),
+        *tensors,
+        *ctx.settings,
     )
     grads = {"x": dx, "topk_weight": dweight, **dict(zip(Pairs._fields, dpairs))}
     return tuple(Inputs(**{name: grad for name, grad in grads.items() if getattr(needs, name)}))
 
 
-register("lora_mlp", _forward, _forward_fake, _autograd, _setup_context)
+register(
+    "lora_mlp",
+    _forward,
+    _forward_fake,
+    _autograd,
+    _setup_context,
+)
 register_backward("lora_mlp_backward", _backward, _backward_fake)

@@ -8,7 +8,7 @@ nothing and are not read.
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,10 @@ class Pairs(NamedTuple):
                 torch.mm(x, flat(a).t(), out=plane)
         return low
 
+    def halves(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return B of gate and of up."""
+        return self.gate_b, self.up_b
+
     def in_order(self) -> "Pairs":
         """Return contiguous copies where needed."""
         return Pairs(*(None if t is None else t.contiguous() for t in self))
@@ -91,7 +95,7 @@ def mixed_weight(topk_weight: Tensor, topk_idx: Tensor | None, num_experts: int)
     return torch.where(topk_idx[:, :, None] == experts, topk_weight[:, :, None], 0).sum(1)
 
 
-class Gradients(NamedTuple):
+class MixedGradients(NamedTuple):
     """Result of `mixed_backward`; None for gradients that are not requested."""
 
     dz: Tensor  # [T, 2I] of z0
@@ -118,7 +122,13 @@ class Block(NamedTuple):
             return rows.new_zeros(self.bounds.numel(), rows.shape[1])
         if weight is not None:
             weight = weight[self.bag]
-        return F.embedding_bag(self.bag, rows, self.bounds, mode="sum", per_sample_weights=weight)
+        return F.embedding_bag(
+            self.bag,
+            rows,
+            self.bounds,
+            mode="sum",
+            per_sample_weights=weight,
+        )
 
     def rows_of(self, plane: Tensor, E: int) -> Tensor:
         """Return the ranks of each row [n, r] from those of all experts, `plane` [T, E r]."""
@@ -126,7 +136,11 @@ class Block(NamedTuple):
 
 
 def _blocks(
-    topk_idx: Tensor | None, T: int, E: int, I: int, device: torch.device
+    topk_idx: Tensor | None,
+    T: int,
+    E: int,
+    I: int,
+    device: torch.device,
 ) -> Iterator[Block]:
     """Yield the tokens in blocks of about EXPERT_ELEMENTS per expert, in its rows times I."""
     if topk_idx is None:
@@ -161,8 +175,7 @@ def _ranks(plane: Tensor, E: int) -> Tensor:
 def _expert_z(
     z: Tensor,
     token: Tensor,
-    gate_rank: Tensor,
-    up_rank: Tensor,
+    ranks: list[Tensor],
     pairs: Pairs,
     e: int,
     scaling: float,
@@ -170,51 +183,57 @@ def _expert_z(
 ) -> tuple[Tensor, Tensor]:
     """Fill `out` [n, 2I] with expert e's pre-activation; return its gate and up.
 
-    The ranks are x A^T of gate and up [n, r].
+    `ranks` are x A^T of gate and up [n, r].
     """
     gate, up = torch.index_select(z, 0, token, out=out).chunk(2, 1)
-    if pairs.gate_b is not None:
-        gate.addmm_(gate_rank, pairs.gate_b[e], alpha=scaling)
-    if pairs.up_b is not None:
-        up.addmm_(up_rank, pairs.up_b[e], alpha=scaling)
+    for tile, half, rank in zip((gate, up), pairs.halves(), ranks):
+        if half is not None:
+            tile.addmm_(rank, half[e], alpha=scaling)
     return gate, up
 
 
 def mixed(
+    i: Any,
     x: Tensor,
     base: Base,
     pairs: Pairs,
     low: Tensor,
-    topk_weight: Tensor,
-    topk_idx: Tensor | None,
-    E: int,
-    scaling: float,
-    act: str,
-    save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return z0 [T, 2I] (empty unless `save`) and h [T, I]; fills low[2] with q."""
+    """Return z0 [T, 2I] (empty unless `i.save`) and h [T, I]; fills low[2] with q.
+
+    `i` are the inputs of the op.
+    """
     T = x.shape[0]
     I = base.gate.shape[0]
+    E = i.E
     wide = wide_dtype(x.dtype)
     # narrow rows get their weight before they are rounded, wide ones in the sum
     weight_last = x.dtype == wide
-    if save:
+    if i.save:
         z = base.first(x, lease((T, 2 * I), x))
     else:
         z = base.first(x, scratch("lora z", (T, 2 * I), x))
-    weight = mixed_weight(topk_weight, topk_idx, E)
+    weight = mixed_weight(i.topk_weight, i.topk_idx, E)
     h = scratch("lora h", (T, I), x)
-    for block in _blocks(topk_idx, T, E, I, x.device):
+    for block in _blocks(i.topk_idx, T, E, I, x.device):
         rows = scratch("lora rows", (block.token.numel(), I), x)
-        gate_rank = block.rows_of(low[0], E)
-        up_rank = block.rows_of(low[1], E)
+        ranks = [block.rows_of(plane, E) for plane in low[:2]]
         row_weight = weight[block.token, block.expert]
-        q = torch.empty_like(gate_rank)
+        q = torch.empty_like(ranks[0])
         for e, part in block.members:
             token = block.token[part]
             out = scratch("lora z rows", (token.numel(), 2 * I), x)
-            gate, up = _expert_z(z, token, gate_rank[part], up_rank[part], pairs, e, scaling, out)
-            value = ACT[act](gate.to(wide))
+            rows_ranks = [rank[part] for rank in ranks]
+            gate, up = _expert_z(
+                z,
+                token,
+                rows_ranks,
+                pairs,
+                e,
+                i.scaling,
+                out,
+            )
+            value = ACT[i.act](gate.to(wide))
             if weight_last:
                 torch.mul(value, up, out=rows[part])
             else:
@@ -226,75 +245,79 @@ def mixed(
                 q.mul_(row_weight[:, None])
             _ranks(low[2], E)[block.token, block.expert] = q
         h[block.tokens] = block.total(rows, row_weight if weight_last else None)
-    if not save:
+    if not i.save:
         z = x.new_empty(0, 2 * I)
     return z, h
 
 
 def mixed_backward(
+    i: Any,
     dh: Tensor,
     dq: Tensor | None,
     z: Tensor,
     pairs: Pairs,
     low: Tensor,
-    topk_weight: Tensor,
-    topk_idx: Tensor | None,
     needs: Pairs,
-    E: int,
-    scaling: float,
-    act: str,
-) -> Gradients:
+) -> MixedGradients:
     """Compute gradients from those of h and q.
 
-    `dh` [T, I] and `dq` [T, E r] include the scaling.
+    `dh` [T, I] and `dq` [T, E r] include the scaling. `i` are the inputs of the op.
     """
     T, I = dh.shape
-    wide = wide_dtype(dh.dtype)
-    weight = mixed_weight(topk_weight, topk_idx, E)
+    E = i.E
+    weight = mixed_weight(i.topk_weight, i.topk_idx, E)
     dz = scratch("lora dz", (T, 2 * I), z)
-    dweight = torch.zeros(T, E, dtype=wide, device=z.device)
+    dweight = torch.zeros(T, E, dtype=wide_dtype(dh.dtype), device=z.device)
     dlow = z.new_zeros(2, T, low.shape[2])
     dgate_b = _wide_zeros(pairs.gate_b, needs.gate_b)
     dup_b = _wide_zeros(pairs.up_b, needs.up_b)
     ddown_a = _wide_zeros(pairs.down_a, needs.down_a)
-    for block in _blocks(topk_idx, T, E, I, z.device):
+    for block in _blocks(i.topk_idx, T, E, I, z.device):
         n = block.token.numel()
         rows = scratch("lora z rows", (n, 2 * I), z)
         dots = dweight.new_empty(n)
-        gate_rank = block.rows_of(low[0], E)
-        up_rank = block.rows_of(low[1], E)
+        ranks = [block.rows_of(plane, E) for plane in low[:2]]
+        dranks = [torch.empty_like(rank) for rank in ranks]
         down_rank = None if dq is None else block.rows_of(dq, E)
         row_weight = weight[block.token, block.expert]
-        dgate_rank = torch.empty_like(gate_rank)
-        dup_rank = torch.empty_like(up_rank)
         for e, part in block.members:
             token = block.token[part]
-            gate, up = _expert_z(
-                z, token, gate_rank[part], up_rank[part], pairs, e, scaling, rows[part]
+            rows_ranks = [rank[part] for rank in ranks]
+            tiles = _expert_z(
+                z,
+                token,
+                rows_ranks,
+                pairs,
+                e,
+                i.scaling,
+                rows[part],
             )
-            da = torch.index_select(dh, 0, token, out=scratch("lora rows", gate.shape, z))
+            da = torch.index_select(dh, 0, token, out=scratch("lora rows", tiles[0].shape, z))
             if down_rank is not None and pairs.down_a is not None:
                 da.addmm_(down_rank[part], pairs.down_a[e])
-            h = _activation_backward(gate, up, da, row_weight[part, None], act, dots[part])
-            # gate and up are their gradients from here on
-            if pairs.gate_b is not None:
-                torch.mm(gate, pairs.gate_b[e].t(), out=dgate_rank[part])
-            if pairs.up_b is not None:
-                torch.mm(up, pairs.up_b[e].t(), out=dup_rank[part])
-            if dgate_b is not None:
-                _sum_into(dgate_b[e], gate_rank[part], gate, scaling)
-            if dup_b is not None:
-                _sum_into(dup_b[e], up_rank[part], up, scaling)
+            h = _activation_backward(
+                *tiles,
+                da,
+                row_weight[part, None],
+                i.act,
+                dots[part],
+            )
+            # the tiles of gate and up are their gradients from here on
+            for tile, half, drank in zip(tiles, pairs.halves(), dranks):
+                if half is not None:
+                    torch.mm(tile, half[e].t(), out=drank[part])
+            for tile, dhalf, rank in zip(tiles, (dgate_b, dup_b), rows_ranks):
+                if dhalf is not None:
+                    _sum_into(dhalf[e], rank, tile, i.scaling)
             if ddown_a is not None and down_rank is not None:
                 _sum_into(ddown_a[e], down_rank[part], h, 1.0)
-        if pairs.gate_b is not None:
-            _ranks(dlow[0], E)[block.token, block.expert] = dgate_rank.mul_(scaling)
-        if pairs.up_b is not None:
-            _ranks(dlow[1], E)[block.token, block.expert] = dup_rank.mul_(scaling)
+        for plane, half, drank in zip(dlow, pairs.halves(), dranks):
+            if half is not None:
+                _ranks(plane, E)[block.token, block.expert] = drank.mul_(i.scaling)
         dweight[block.token, block.expert] = dots
         dz[block.tokens] = block.total(rows)
-    halves = [None if grad is None else grad.to(z.dtype) for grad in (dgate_b, dup_b, ddown_a)]
-    return Gradients(dz, dlow, dweight, *halves)
+    grads = [None if grad is None else grad.to(z.dtype) for grad in (dgate_b, dup_b, ddown_a)]
+    return MixedGradients(dz, dlow, dweight, *grads)
 
 
 def _wide_zeros(half: Tensor | None, need: object) -> Tensor | None:
@@ -305,7 +328,12 @@ def _wide_zeros(half: Tensor | None, need: object) -> Tensor | None:
 
 
 def _activation_backward(
-    gate: Tensor, up: Tensor, da: Tensor, weight: Tensor, act: str, dots: Tensor
+    gate: Tensor,
+    up: Tensor,
+    da: Tensor,
+    weight: Tensor,
+    act: str,
+    dots: Tensor,
 ) -> Tensor:
     """Return weight * act(gate) * up in da's memory; gate and up become their gradients.
 

@@ -23,6 +23,7 @@ from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import (
+    Tensors,
     compute_dtype,
     define,
     kind,
@@ -153,7 +154,11 @@ def merge_rows(rows: Iterable[Tensor], alpha: Tensor) -> Tensor:
 
 
 def remerge_experts(
-    merged: Tensor, weight: Tensor, alpha: Tensor, seen: Tensor, backend: str = "triton"
+    merged: Tensor,
+    weight: Tensor,
+    alpha: Tensor,
+    seen: Tensor,
+    backend: str = "triton",
 ) -> None:
     """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 is not `seen` [E].
 
@@ -186,7 +191,13 @@ class Kept:
 
     def remerge(self, merged: Tensor, weight: Tensor, alpha: Tensor) -> None:
         """Update `merged`, which has this attribute, to the mixture of `alpha`."""
-        remerge_experts(merged, weight, alpha, self.seen, self.backend)
+        remerge_experts(
+            merged,
+            weight,
+            alpha,
+            self.seen,
+            self.backend,
+        )
         self.seen.copy_(alpha)
         self.times += 1
 
@@ -220,11 +231,22 @@ def merged_linear(
     alpha = alpha.to(wide_dtype(exact.dtype))
     # dalpha's two kernels alone would need the whole dW, so they are not a default
     chosen = backends.pick("merge_experts", exact, backend, cuda_fits=False)
-    return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
+    return torch.ops.moe_runtime.merged_linear(
+        x,
+        weight,
+        alpha,
+        merged,
+        bias,
+        chosen,
+    )
 
 
 def _check_linear(
-    x: Tensor, weight: Tensor, alpha: Tensor, merged: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    alpha: Tensor,
+    merged: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
     if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
@@ -404,14 +426,8 @@ def _autograd(ctx: Any, dout: Tensor) -> tuple:
     return dweight, dalpha, None
 
 
-def _fake_alpha(dout: Tensor, weight: Tensor, backend: str) -> Tensor:
-    return weight.new_empty(weight.shape[0], dtype=_alpha_dtype(dout, weight))
-
-
 def _alpha_dtype(dout: Tensor, weight: Tensor) -> torch.dtype:
-    if torch.float64 in (dout.dtype, weight.dtype):
-        return torch.float64
-    return torch.float32
+    return torch.promote_types(wide_dtype(dout.dtype), wide_dtype(weight.dtype))
 
 
 # contiguous, however the stack is stored
@@ -422,7 +438,11 @@ register(
     _autograd,
     _setup_context,
 )
-register_backward("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
+register_backward(
+    "merge_experts_backward_alpha",
+    _merge_backward_alpha,
+    lambda dout, weight, _: weight.new_empty(len(weight), dtype=_alpha_dtype(dout, weight)),
+)
 
 
 define(
@@ -442,7 +462,7 @@ def _linear_backward(
     merged: Tensor | None,
     bias: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensors:
     """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`.
 
     The others are empty.
@@ -453,33 +473,24 @@ def _linear_backward(
         dx = dout @ merged
     if x is not None and weight is not None:
         x = x.reshape(dout.shape[0], x.shape[-1])
-        dalpha = _linear_backward_alpha(dout, x, weight, backend)
+        if backend == "triton":
+            from moe_runtime.kernels.merging import merged_linear_backward_alpha
+
+            dalpha = merged_linear_backward_alpha(dout, x, weight)
+        else:
+            dalpha = _merge_backward_alpha(dout.t() @ x, weight, backend)
     if bias:
         dbias = dout.sum(0)
     return dx, dalpha, dbias
 
 
-def _linear_backward_alpha(dout: Tensor, x: Tensor, weight: Tensor, backend: str) -> Tensor:
-    if backend == "triton":
-        from moe_runtime.kernels.merging import merged_linear_backward_alpha
-
-        return merged_linear_backward_alpha(dout, x, weight)
-    return _merge_backward_alpha(dout.t() @ x, weight, backend)
-
-
-def _linear_backward_fake(
-    dout: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    merged: Tensor | None,
-    bias: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _linear_backward_fake(dout: Tensor, *arguments: Any) -> Tensors:
+    x, weight, merged, bias, _ = arguments
     dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
     if merged is not None:
         dx = dout.new_empty(dout.shape[:-1].numel(), merged.shape[1])
     if x is not None and weight is not None:
-        dalpha = _fake_alpha(dout, weight, backend)
+        dalpha = weight.new_empty(weight.shape[0], dtype=_alpha_dtype(dout, weight))
     if bias:
         dbias = dout.new_empty(dout.shape[-1])
     return dx, dalpha, dbias
@@ -503,13 +514,25 @@ def _linear_autograd(ctx: Any, dout: Tensor) -> tuple:
     if torch.is_grad_enabled():  # create_graph=True
         if merged is not None and alpha is not None:
             merged = merge_experts(weight, alpha).to(dout.dtype)
-        grads = _linear_backward(dout, x, weight, merged, ctx.need_bias, "torch")
+        grads = _linear_backward(
+            dout,
+            x,
+            weight,
+            merged,
+            ctx.need_bias,
+            "torch",
+        )
     else:
         is_older = ctx.kept is not None and ctx.kept.times != ctx.times
         if is_older and merged is not None and alpha is not None:
             ctx.kept.remerge(merged, weight, alpha)
         grads = torch.ops.moe_runtime.merged_linear_backward(
-            dout, x, weight, merged, ctx.need_bias, ctx.backend
+            dout,
+            x,
+            weight,
+            merged,
+            ctx.need_bias,
+            ctx.backend,
         )
     dx = None if merged is None else grads[0].view(ctx.x_shape)
     dalpha = None if x is None else grads[1]

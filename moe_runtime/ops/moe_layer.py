@@ -22,12 +22,12 @@ from moe_runtime.ops import routing
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
     SCHEMA,
-    Experts,
+    ExpertStacks,
     Gradients,
+    check_like,
     gradients_so_far,
-    matches,
 )
-from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import Tensors, define, register, register_backward, wide_dtype
 from moe_runtime.ops.moe_mlp import (
     absent_as_empty,
     adding_to,
@@ -52,7 +52,7 @@ class MoEOutput(NamedTuple):
 def moe_layer(
     x: Tensor,
     router_weight: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     top_k: int,
     gate: str = "xft",
     *,
@@ -68,10 +68,7 @@ def moe_layer(
     check_choice("gate", gate, GATES)
     check_experts(x, experts)
     shape = (experts.up.shape[0] - (gate in SHARED_GATES), x.shape[1])
-    if not matches(router_weight, shape, x):
-        raise ValueError(
-            f"Expected {shape} {x.dtype} on {x.device}, but router_weight is {kind(router_weight)}"
-        )
+    check_like(x, [("router_weight", router_weight, shape)])
     routing.check_top_k(top_k, shape[0], gate)
     if experts.shared == "dense" and gate not in SHARED_GATES:
         raise ValueError(
@@ -85,7 +82,13 @@ def moe_layer(
     save = save and (x.requires_grad or router_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))
     outputs = torch.ops.moe_runtime.moe_layer(
-        x, router_weight, *experts.pack(), top_k, gate, save, backend
+        x,
+        router_weight,
+        *experts.pack(),
+        top_k,
+        gate,
+        save,
+        backend,
     )
     return MoEOutput(*outputs[:4])
 
@@ -107,22 +110,35 @@ def _router(backend: str) -> str:
     return "torch" if backend == "cpp" else backend
 
 
-def _forward(x: Tensor, router_weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _forward(x: Tensor, router_weight: Tensor, *arguments: Any) -> Tensors:
     *tensors, top_k, gate, save, backend = arguments
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
-    experts = Experts.unpack(tensors)
+    experts = ExpertStacks.unpack(tensors)
     kernels = kernels_of(backend)
     if backend == "triton":
-        weight, idx, *rest = kernels.layer_forward(x, experts, logits, top_k, gate, save)
+        weight, idx, *rest = kernels.layer_forward(
+            x,
+            experts,
+            logits,
+            top_k,
+            gate,
+            save,
+        )
     else:
-        weight, idx = routing.route_kernel(logits, None, top_k, gate, _router(backend))
+        weight, idx = routing.route_kernel(
+            logits,
+            None,
+            top_k,
+            gate,
+            _router(backend),
+        )
         rest = kernels.forward(x, experts, weight, idx, save)
     out, z, offsets, row_slot = rest
     return out, logits, weight, idx, z, offsets, row_slot
 
 
-def _forward_fake(x: Tensor, router_weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _forward_fake(x: Tensor, router_weight: Tensor, *arguments: Any) -> Tensors:
     *experts, top_k, _, save, _ = arguments
     E, Z, _ = experts[0].shape
     T = x.shape[0]
@@ -146,7 +162,7 @@ def _backward(
     router_weight: Tensor,
     *arguments: Any,
     into: Gradients = NOWHERE,
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     *tensors, logits, topk_weight, topk_idx, z, expert_offsets, row_slot = arguments[:-4]
     need_router, needs, gate, backend = arguments[-4:]
     x = x.contiguous()
@@ -157,7 +173,11 @@ def _backward(
         if dweight is not None:
             dweight_of_slots = dweight_of_slots + dweight
         total = routing.route_backward_kernel(
-            dweight_of_slots, logits, topk_idx, gate, _router(backend)
+            dweight_of_slots,
+            logits,
+            topk_idx,
+            gate,
+            _router(backend),
         )
         if dlogits is not None:
             total = total + dlogits
@@ -168,7 +188,7 @@ def _backward(
     grads = kernels_of(backend).backward(
         dout.contiguous(),
         x,
-        Experts.unpack(tensors),
+        ExpertStacks.unpack(tensors),
         topk_weight,
         z,
         expert_offsets,
@@ -187,9 +207,9 @@ def _backward_fake(
     x: Tensor,
     router_weight: Tensor,
     *arguments: Any,
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     *experts, _, _, _, _, _, _, need_router, needs, _, _ = arguments
-    inputs = Experts.unpack(experts).learned()._replace(x=x).only(Gradients(*needs))
+    inputs = ExpertStacks.unpack(experts).learned(x).only(Gradients(*needs))
     return fake_gradients((router_weight if need_router else None, *inputs), x)
 
 
@@ -200,16 +220,30 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.shape = out.shape
     *tensors, ctx.activation, ctx.shared = remember_leaves(ctx, arguments)
-    ctx.save_for_backward(x, router_weight, *tensors, logits, weight, idx, z, offsets, row_slot)
+    ctx.save_for_backward(
+        x,
+        router_weight,
+        *tensors,
+        logits,
+        weight,
+        idx,
+        z,
+        offsets,
+        row_slot,
+    )
 
 
 def _autograd(
-    ctx: Any, dout: Tensor | None, dlogits: Tensor | None, dweight: Tensor | None, *_: Any
+    ctx: Any,
+    dout: Tensor | None,
+    dlogits: Tensor | None,
+    dweight: Tensor | None,
+    *_: Any,
 ) -> tuple:
     x, router_weight, *tensors, logits, weight, idx, z, offsets, row_slot = ctx.saved_tensors
     if dout is None:  # only a loss on the logits or the weights
         dout = x.new_zeros(ctx.shape)
-    experts = Experts._make((*tensors, ctx.activation, ctx.shared))
+    experts = ExpertStacks._make((*tensors, ctx.activation, ctx.shared))
     need_x, need_router, *flags, _, _, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, False, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)
@@ -240,5 +274,11 @@ def _autograd(
     return grads.x, drouter, *experts.in_place(grads), None, None, None, None
 
 
-register("moe_layer", _forward, _forward_fake, _autograd, _setup_context)
+register(
+    "moe_layer",
+    _forward,
+    _forward_fake,
+    _autograd,
+    _setup_context,
+)
 register_backward("moe_layer_backward", _backward, _backward_fake)

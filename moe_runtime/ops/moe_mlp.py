@@ -25,15 +25,16 @@ from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
     SCHEMA,
-    Experts,
+    ExpertStacks,
     Gradients,
     accumulating,
+    check_like,
+    check_sizes,
     check_trained,
     gradients_so_far,
     in_layout_of,
-    matches,
 )
-from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import Tensors, define, kind, register, register_backward, wide_dtype
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -82,8 +83,14 @@ def moe_mlp(
     down_trained = None
     if trained is not None:
         up_trained, down_trained = trained
-    activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = Experts(
+    activation = Activation(
+        act,
+        gated,
+        limit,
+        up_offset,
+        interleaved,
+    )
+    experts = ExpertStacks(
         gate_up_proj,
         down_proj,
         gate_up_bias,
@@ -94,12 +101,19 @@ def moe_mlp(
         activation,
         shared,
     )
-    return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute, backend=backend)[0]
+    return run_experts(
+        x,
+        experts,
+        topk_weight,
+        topk_idx,
+        recompute=recompute,
+        backend=backend,
+    )[0]
 
 
 def run_experts(
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     topk_idx: Tensor,
     *,
@@ -127,7 +141,12 @@ def run_experts(
     save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
     out, _, offsets, _ = torch.ops.moe_runtime.moe_mlp(
-        x, topk_weight, topk_idx, *experts.pack(), save, backend
+        x,
+        topk_weight,
+        topk_idx,
+        *experts.pack(),
+        save,
+        backend,
     )
     return out, offsets
 
@@ -148,29 +167,23 @@ def pick(
     return chosen
 
 
-def check_experts(x: Tensor, experts: Experts) -> None:
+def check_experts(x: Tensor, experts: ExpertStacks) -> None:
     """Raise ValueError unless x [T, H] and the experts' tensors match."""
     experts.activation.check()
     check_choice("shared", experts.shared, SHARED_MODES)
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
     up = experts.up
     down = experts.down
+    gated = experts.activation.gated
+    E, Z, I = check_sizes(
+        x,
+        up.shape,
+        down.shape,
+        gated,
+        ("gate_up_proj", "down_proj"),
+    )
     H = x.shape[1]
-    E, Z, I = expert_sizes(down.shape, experts.activation.gated)
-    if E == 0 or I == 0 or up.shape != (E, Z, H) or down.shape != (E, H, I):
-        rows = "2I" if experts.activation.gated else "I"
-        raise ValueError(
-            f"Expected gate_up_proj [E, {rows}, H], down_proj [E, H, I] and x [T, H] with E >= 1 "
-            f"and I >= 1, but gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x "
-            f"{tuple(x.shape)}"
-        )
     shapes = ((E, Z, H), (E, H, I), (E, Z), (E, H))
-    for name, tensor, shape in zip(_NAMES, experts[:4], shapes):
-        if tensor is not None and not matches(tensor, shape, x):
-            raise ValueError(
-                f"Expected {shape} {x.dtype} on {x.device}, as x, but {name} is {kind(tensor)}"
-            )
+    check_like(x, zip(_NAMES, experts[:4], shapes))
     check_trained(up, experts.trainable, experts.up_trained, "trained gate_up")
     check_trained(down, experts.trainable, experts.down_trained, "trained down")
     up_rows = experts.up_trained
@@ -180,14 +193,6 @@ def check_experts(x: Tensor, experts: Experts) -> None:
             "Expected the same number of trained experts in both stacks, but trained gate_up is "
             f"{tuple(up_rows.shape)}, trained down {tuple(down_rows.shape)}"
         )
-
-
-def expert_sizes(down: Sequence[int], gated: bool) -> tuple[int, int, int]:
-    """Return E, Z (2I if gated, else I) and I of a down stack [E, H, I]; zeros for another rank."""
-    if len(down) != 3:
-        return 0, 0, 0
-    E, _, I = down
-    return E, I * (1 + gated), I
 
 
 def _whole(stack: Tensor, trained: Tensor | None, trainable: Tensor | None) -> Tensor:
@@ -210,7 +215,7 @@ def check_slots(x: Tensor, topk_weight: Tensor, topk_idx: Tensor) -> None:
         )
 
 
-def _check_shared(experts: Experts, topk_idx: Tensor) -> None:
+def _check_shared(experts: ExpertStacks, topk_idx: Tensor) -> None:
     if experts.shared == "group":
         return
     problem = None
@@ -290,22 +295,18 @@ def kernels_of(backend: str) -> Any:
     return moe_mlp_triton
 
 
-def _forward(
-    x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _forward(x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any) -> Tensors:
     *experts, save, backend = arguments
     return kernels_of(backend).forward(
         x.contiguous(),
-        Experts.unpack(experts),
+        ExpertStacks.unpack(experts),
         topk_weight.contiguous(),
         topk_idx.contiguous(),
         save,
     )
 
 
-def _forward_fake(
-    x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _forward_fake(x: Tensor, topk_weight: Tensor, topk_idx: Tensor, *arguments: Any) -> Tensors:
     *experts, save, _ = arguments
     E, Z, _ = experts[0].shape
     R = topk_idx.shape[0] * topk_idx.shape[1]
@@ -320,7 +321,7 @@ def _forward_fake(
 def adding_to(into: Gradients, backward: Callable) -> Callable:
     """Return an op's kernel `backward` that adds to `into` in place, as ops cannot do."""
 
-    def run(dout: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def run(dout: Tensor, *args: Any) -> Tensors:
         with torch.autocast(dout.device.type, enabled=False):
             return backward(dout, *args, into=into)
 
@@ -328,13 +329,17 @@ def adding_to(into: Gradients, backward: Callable) -> Callable:
 
 
 def _backward(
-    dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any, into: Gradients = NOWHERE
-) -> tuple[Tensor, ...]:
+    dout: Tensor,
+    x: Tensor,
+    topk_weight: Tensor,
+    *arguments: Any,
+    into: Gradients = NOWHERE,
+) -> Tensors:
     *experts, z, expert_offsets, row_slot, needs, backend = arguments
     grads = kernels_of(backend).backward(
         dout.contiguous(),
         x.contiguous(),
-        Experts.unpack(experts),
+        ExpertStacks.unpack(experts),
         topk_weight.contiguous(),
         z,
         expert_offsets,
@@ -345,22 +350,20 @@ def _backward(
     return absent_as_empty(grads, x)
 
 
-def _backward_fake(
-    dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _backward_fake(dout: Tensor, x: Tensor, topk_weight: Tensor, *arguments: Any) -> Tensors:
     *experts, _, _, _, needs, _ = arguments
-    inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
+    inputs = ExpertStacks.unpack(experts).learned(x, topk_weight)
     # the kernels always return the gradient of the weights
     needs = Gradients._make((*needs[:3], True, *needs[4:]))
     return fake_gradients(inputs.only(needs), x)
 
 
-def fake_gradients(inputs: Iterable[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
+def fake_gradients(inputs: Iterable[Tensor | None], x: Tensor) -> Tensors:
     """Return tensors like the gradients of `inputs`, empty ones for None."""
     return absent_as_empty([None if t is None else in_layout_of(t, t.new_empty) for t in inputs], x)
 
 
-def absent_as_empty(grads: Iterable[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
+def absent_as_empty(grads: Iterable[Tensor | None], x: Tensor) -> Tensors:
     """Return `grads` with an empty tensor for each None, which an op cannot return."""
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
@@ -372,12 +375,19 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     # otherwise autograd would fill a gradient of z's size with zeros
     ctx.set_materialize_grads(False)
     *tensors, ctx.activation, ctx.shared = remember_leaves(ctx, arguments)
-    ctx.save_for_backward(x, topk_weight, *tensors, z, expert_offsets, row_slot)
+    ctx.save_for_backward(
+        x,
+        topk_weight,
+        *tensors,
+        z,
+        expert_offsets,
+        row_slot,
+    )
 
 
-def remember_leaves(ctx: Any, arguments: Sequence) -> Experts:
+def remember_leaves(ctx: Any, arguments: Sequence) -> ExpertStacks:
     """Return the experts of an op; keep the parameters of `accumulate_into_grad` in `ctx`."""
-    experts = Experts.unpack(arguments)
+    experts = ExpertStacks.unpack(arguments)
     learned = experts.learned()
     ctx.accumulating = (accumulating(learned.up), accumulating(learned.down))
     return experts
@@ -388,7 +398,7 @@ def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
         return (None,) * len(ctx.needs_input_grad)
     # read once, as checkpointing unpacks at every access
     x, topk_weight, *tensors, z, expert_offsets, row_slot = ctx.saved_tensors
-    experts = Experts._make((*tensors, ctx.activation, ctx.shared))
+    experts = ExpertStacks._make((*tensors, ctx.activation, ctx.shared))
     need_x, need_weight, _, *flags, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, need_weight, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)
@@ -396,11 +406,25 @@ def _autograd(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     if into is not NOWHERE:
         op = adding_to(into, _backward)
     grads = op(
-        dout, x, topk_weight, *experts.pack(), z, expert_offsets, row_slot, needs, ctx.backend
+        dout,
+        x,
+        topk_weight,
+        *experts.pack(),
+        z,
+        expert_offsets,
+        row_slot,
+        needs,
+        ctx.backend,
     )
     grads = Gradients(*grads).only(needs).besides(into)
     return grads.x, grads.topk_weight, None, *experts.in_place(grads), None, None
 
 
-register("moe_mlp", _forward, _forward_fake, _autograd, _setup_context)
+register(
+    "moe_mlp",
+    _forward,
+    _forward_fake,
+    _autograd,
+    _setup_context,
+)
 register_backward("moe_mlp_backward", _backward, _backward_fake)

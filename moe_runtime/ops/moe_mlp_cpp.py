@@ -18,16 +18,18 @@ from moe_runtime.native.library import cpp
 from moe_runtime.ops._torch_private import has_matrix_tiles
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
-    Experts,
+    ExpertStacks,
     Gradients,
     Group,
+    Member,
+    Products,
     Router,
-    groups,
+    Rows,
     new_gradients,
-    weight_at,
-    weight_gradients,
+    run_backward,
+    run_forward,
+    with_router,
 )
-from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
@@ -47,29 +49,27 @@ BACK_ELEMENTS = 1 << 22  # elements of dz and wh that the backward pass holds fo
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 
-class Plan:
+class RowPlan(Rows):
     """Index arrays of one call, and the library's functions on them."""
-
-    folded = False  # routing weights are applied in the sum
 
     def __init__(
         self,
-        experts: Experts | FrozenExperts,
-        x: Tensor,
+        experts: Any,
         topk_weight: Tensor,
         offsets: Tensor,
         row_slot: Tensor,
     ):
-        self.T, self.K = topk_weight.shape
-        self.E, self.Z, self.H = experts.up.shape
-        self.R = self.T * self.K
-        self.I = experts.down.shape[2]
+        up = experts.up.shape
+        super().__init__(
+            up,
+            experts.down.shape[2],
+            topk_weight,
+            offsets.tolist(),
+            row_slot,
+        )
         self.calls = cpp.library().handle
         self.threads = torch.get_num_threads()
-        self.weight = topk_weight
-        self.dtype = cpp.DTYPES[x.dtype]
         self.form = form_of(experts)
-        self.row_slot = row_slot
         self.row_token = scratch("row_token", (self.R,), row_slot)
         self.slot_row = scratch("slot_row", (self.R,), row_slot)
         everyone = scratch("everyone", (self.E,), row_slot, torch.uint8)
@@ -83,12 +83,10 @@ class Plan:
             self.slot_row.data_ptr(),
             everyone.data_ptr(),
         )
-        self.bounds: list[int] = offsets.tolist()
-        self.rows = self.bounds[-1]  # rows of experts; those of dropped slots follow
-        self.groups = list(groups(self.bounds, everyone.tolist(), self.R, max(self.Z, self.H)))
+        self.divide(everyone.tolist())
 
     def gather(self, name: str, x: Tensor, group: Group) -> Tensor:
-        """Return the rows of `group` of x in scratch memory, or x itself if these are all."""
+        """Return the rows of x [T, H] of a group, x itself where every token has one."""
         if group.everyone:
             return x
         rows = scratch(name, (group.end - group.start, self.H), x)
@@ -103,9 +101,9 @@ class Plan:
         return rows
 
     def activate(self, group: Group, z: Tensor, h: Tensor) -> None:
-        """Write h for the rows of `group`."""
+        """Write h [rows, I] from z."""
         self.calls.moert_cpu_activate(
-            self.dtype,
+            cpp.DTYPES[z.dtype],
             *self.form,
             z.data_ptr(),
             group.members[-1].end,
@@ -115,11 +113,17 @@ class Plan:
         )
 
     def activate_backward(
-        self, group: Group, z: Tensor, dh: Tensor, dz: Tensor, wh: Tensor, dweight: Tensor
+        self,
+        group: Group,
+        z: Tensor,
+        dh: Tensor,
+        dz: Tensor,
+        wh: Tensor,
+        dweight: Tensor,
     ) -> None:
-        """Write dz, weight * h and the gradient of the slots' weights for the rows of `group`."""
+        """Write dz and the weighted h from z and dh, and the gradients of the weights by slot."""
         self.calls.moert_cpu_activate_backward(
-            self.dtype,
+            cpp.DTYPES[z.dtype],
             *self.form,
             z.data_ptr(),
             dh.data_ptr(),
@@ -133,11 +137,49 @@ class Plan:
             self.threads,
         )
 
+    def linear(
+        self,
+        member: Member,
+        group: Group,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        weighted: bool,
+    ) -> None:
+        """Write rows times the weight of one expert to its rows of `out`."""
+        if bias is None:
+            torch.mm(member.wide(rows), weight, out=member.wide(out))
+        else:
+            torch.addmm(bias, member.wide(rows), weight, out=member.wide(out))
+
+    def new_dweight(self) -> Tensor:
+        """Return the gradient of the weights by slot [R], zero where slots are dropped."""
+        dweight = self.weight.new_empty(self.R)
+        if self.rows < self.R:
+            dweight.zero_()
+        return dweight
+
+    def add_dots(
+        self,
+        dweight: Tensor,
+        group: Group,
+        member: Member,
+        dots: Tensor,
+    ) -> None:
+        """Add the products <dout, y> of an expert's rows to the gradient of the weights."""
+        slots = member.own(self.row_slot[group.start : group.end])
+        dweight.index_add_(0, slots, dots)
+
+    def of_slots(self, dweight: Tensor) -> Tensor:
+        """Return the gradient of the weights as [T, K]."""
+        return dweight.view(self.T, self.K)
+
     def combine(self, y: Tensor, weighted: bool) -> Tensor:
-        """Return the sum of each token's rows of y, times their weights if `weighted`."""
+        """Sum the rows of each token to [T, H]."""
         out = y.new_empty(self.T, self.H)
         self.calls.moert_cpu_combine(
-            self.dtype,
+            cpp.DTYPES[y.dtype],
             y.data_ptr(),
             self.weight.data_ptr() if weighted else None,
             self.slot_row.data_ptr(),
@@ -151,7 +193,7 @@ class Plan:
         return out
 
 
-def form_of(experts: Experts | FrozenExperts) -> tuple[int, int, float, float]:
+def form_of(experts: Any) -> tuple[int, int, float, float]:
     """Return act, form, limit and up_offset as moert_cpu.h expects them."""
     form = experts.activation
     limit = form.limit
@@ -161,12 +203,15 @@ def form_of(experts: Experts | FrozenExperts) -> tuple[int, int, float, float]:
 
 
 def forward(
-    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
+    x: Tensor,
+    experts: ExpertStacks,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
-    E, Z, H = experts.up.shape
+    E, Z, _ = experts.up.shape
     R = topk_idx.numel()
-    I = experts.down.shape[2]
     offsets = topk_idx.new_empty(E + 1, dtype=torch.int32)
     row_slot = topk_idx.new_empty(R, dtype=torch.int32)
     most = cpp.library().handle.moert_cpu_sort(
@@ -178,34 +223,27 @@ def forward(
         row_slot.data_ptr(),
         None,
     )
-    if save:
-        z_all = lease((R, Z), x)
-    else:
-        z_all = x.new_empty(0, Z)
     if _in_one_call(experts, most):
         out = x.new_empty(x.shape)
-        z_out = z_all if save else None
-        _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_out, out)
+        z_out = lease((R, Z), x) if save else None
+        _one_call(
+            x,
+            experts,
+            topk_weight,
+            offsets,
+            row_slot,
+            (0, E),
+            z_out,
+            out,
+        )
+        z_all = x.new_empty(0, Z) if z_out is None else z_out
         return out, z_all, offsets, row_slot
-    plan = Plan(experts, x, topk_weight, offsets, row_slot)
-    y = scratch("y", (R, H), x)
-    up = _transposed(experts, "up")
-    down = _transposed(experts, "down")
-    for group in plan.groups:
-        a = group.start
-        b = group.end
-        rows = plan.gather("x", x, group)
-        z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
-        _up(group, experts, up, rows, z)
-        h = scratch("h", (b - a, I), x)
-        plan.activate(group, z, h)
-        for member in group.members:
-            e = member.expert
-            _mm(member.wide(h), down[e], experts.down_bias, e, member.wide(y[a:b]))
-    return plan.combine(y, weighted=True), z_all, offsets, row_slot
+    steps = RowPlan(experts, topk_weight, offsets, row_slot)
+    out, z_all = run_forward(steps, Products(experts, steps), x, save)
+    return out, z_all, offsets, row_slot
 
 
-def _in_one_call(experts: Experts, most: int) -> bool:
+def _in_one_call(experts: ExpertStacks, most: int) -> bool:
     """Return whether one call is used for at most `most` rows of an expert.
 
     It requires stacks with contiguous rows.
@@ -225,12 +263,25 @@ def few_rows(dtype: torch.dtype) -> int:
 
 
 def one_call_bytes(
-    dtype: torch.dtype, T: int, H: int, I: int, E: int, K: int, z_alone: bool = False
+    dtype: torch.dtype,
+    T: int,
+    H: int,
+    I: int,
+    E: int,
+    K: int,
+    z_alone: bool = False,
 ) -> int:
     """Return the bytes of scratch memory of one call, or of its pre-activation if `z_alone`."""
     threads = torch.get_num_threads()
     return cpp.library().handle.moert_cpu_experts_bytes(
-        cpp.DTYPES[dtype], T, H, I, E, K, z_alone, threads
+        cpp.DTYPES[dtype],
+        T,
+        H,
+        I,
+        E,
+        K,
+        z_alone,
+        threads,
     )
 
 
@@ -241,7 +292,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _one_call(
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     offsets: Tensor,
     row_slot: Tensor,
@@ -261,7 +312,15 @@ def _one_call(
         up_bias = up_bias.contiguous()
     if down_bias is not None:
         down_bias = down_bias.contiguous()
-    size = one_call_bytes(x.dtype, T, H, I, E, K, out is None)
+    size = one_call_bytes(
+        x.dtype,
+        T,
+        H,
+        I,
+        E,
+        K,
+        out is None,
+    )
     space = scratch("one call", (size,), x, torch.uint8)
     cpp.library().handle.moert_cpu_experts(
         cpp.DTYPES[x.dtype],
@@ -291,38 +350,10 @@ def _one_call(
     )
 
 
-def _weights(experts: Experts, name: str) -> list[Tensor]:
-    """Return the stack `name`, "up" or "down", expert by expert."""
-    stack = getattr(experts, name)
-    trained = getattr(experts, f"{name}_trained")
-    if trained is None:
-        return stack.unbind(0)
-    return [weight_at(e, row, stack, trained) for e, row in enumerate(experts.rows())]
-
-
-def _transposed(experts: Experts, name: str) -> list[Tensor]:
-    if experts.up_trained is None:
-        return getattr(experts, name).transpose(1, 2).unbind(0)
-    return [weight.t() for weight in _weights(experts, name)]
-
-
-def _mm(rows: Tensor, weight: Tensor, bias: Tensor | None, e: int, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(rows, weight, out=out)
-    else:
-        torch.addmm(bias[e], rows, weight, out=out)
-
-
-def _up(group: Group, experts: Experts, up: list[Tensor], rows: Tensor, z: Tensor) -> None:
-    """Write the pre-activation of a group's `rows` into z."""
-    for member in group.members:
-        _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
-
-
 def backward(
     dout: Tensor,
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     z_all: Tensor,
     offsets: Tensor,
@@ -334,74 +365,49 @@ def backward(
     """Like `moe_mlp_torch.backward`."""
     if _back_in_one_call(experts, offsets, into):
         dx, dweight, grads = _one_call_back(
-            dout, x, experts, topk_weight, z_all, offsets, row_slot, needs, into
+            dout,
+            x,
+            experts,
+            topk_weight,
+            z_all,
+            offsets,
+            row_slot,
+            needs,
+            into,
         )
-        return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
-    plan = Plan(experts, x, topk_weight, offsets, row_slot)
-    Z = plan.Z
-    trained = experts.rows()
-    dweight = topk_weight.new_empty(plan.R)
-    if plan.rows < plan.R:
-        dweight.zero_()
-    grads = new_gradients(experts, plan.bounds, trained, needs, into)
-    each: Any = grads  # one tensor per expert
-    if grads.up is not None:
-        each = each._replace(up=grads.up.unbind(0))
-    if grads.down is not None:
-        each = each._replace(down=grads.down.unbind(0))
-    row_weight = topk_weight.reshape(-1)[row_slot]
-    up = _weights(experts, "up")
-    down = _weights(experts, "down")
-    saved = z_all.shape[0] > 0
-    most = max((b - a for a, b in itertools.pairwise(plan.bounds)), default=0)
-    one_call = not saved and _in_one_call(experts, most)
-    transposed = []
-    if not saved and not one_call:
-        transposed = _transposed(experts, "up")
-    dx = scratch("y", (plan.R, plan.H), x) if needs.x else None
-    for group in plan.groups:
-        a = group.start
-        b = group.end
-        dy = plan.gather("dy", dout, group)
-        rows = plan.gather("x", x, group)
-        z = z_all[a:b] if saved else scratch("z", (b - a, Z), x)
-        if one_call:  # bit-identical to the forward pass
+        return with_router(grads, dx, dweight.view(topk_weight.shape), router)
+    steps = RowPlan(experts, topk_weight, offsets, row_slot)
+    products = Products(experts, steps, needs, into)
+    most = max((b - a for a, b in itertools.pairwise(steps.bounds)), default=0)
+    recompute = None
+    if _in_one_call(experts, most):  # bit-identical to the forward pass
+
+        def recompute(group: Group, rows: Tensor, z: Tensor) -> None:
             part = (group.members[0].expert, group.members[-1].expert + 1)
-            _one_call(x, experts, topk_weight, offsets, row_slot, part, z, None)
-        elif not saved:
-            _up(group, experts, transposed, rows, z)
-        dh = scratch("dh", (b - a, plan.I), x)
-        dz = scratch("dz", (b - a, Z), x)
-        wh = scratch("h", (b - a, plan.I), x)
-        for member in group.members:
-            torch.mm(member.wide(dy), down[member.expert], out=member.wide(dh))
-        plan.activate_backward(group, z, dh, dz, wh, dweight)
-        for member in group.members:
-            e = member.expert
-            if dx is not None:
-                torch.mm(member.wide(dz), up[e], out=member.wide(dx[a:b]))
-            if trained[e] >= 0:
-                weight_gradients(each, member, trained[e], dy, wh, dz, rows, row_weight[a:b], into)
-            if experts.down_bias is not None:
-                slots = row_slot[a + member.start : a + member.end]
-                dots = (member.own(dy).float() * experts.down_bias[e].float()).sum(1)
-                dweight.index_add_(0, slots, dots)
-    if dx is not None:
-        dx = plan.combine(dx, weighted=False)
-    return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
+            _one_call(
+                x,
+                experts,
+                topk_weight,
+                offsets,
+                row_slot,
+                part,
+                z,
+                None,
+            )
+
+    dx, dweight = run_backward(
+        steps,
+        products,
+        dout,
+        x,
+        z_all,
+        bool(needs.x),
+        recompute,
+    )
+    return with_router(products.grads, dx, dweight, router)
 
 
-def _with_router(
-    grads: Gradients, dx: Tensor | None, dweight: Tensor, router: Router | None
-) -> Gradients:
-    if router is not None:
-        dlogits, weight = router(dweight)
-        if dx is not None:
-            dx.addmm_(dlogits, weight)
-    return grads._replace(x=dx, topk_weight=dweight)
-
-
-def _back_in_one_call(experts: Experts, offsets: Tensor, into: Gradients) -> bool:
+def _back_in_one_call(experts: ExpertStacks, offsets: Tensor, into: Gradients) -> bool:
     """Return whether the backward pass is one call: as the forward pass, but without biases."""
     rows = offsets.diff()
     has_bias = experts.up_bias is not None or experts.down_bias is not None
@@ -431,7 +437,17 @@ def one_call_back_bytes(
     columns = 3 * I if form else 2 * I
     group = max(BACK_ELEMENTS // columns, 1)
     return cpp.library().handle.moert_cpu_experts_backward_bytes(
-        cpp.DTYPES[dtype], form, offsets, T, H, I, E, K, group, recompute, torch.get_num_threads()
+        cpp.DTYPES[dtype],
+        form,
+        offsets,
+        T,
+        H,
+        I,
+        E,
+        K,
+        group,
+        recompute,
+        torch.get_num_threads(),
     )
 
 
@@ -445,7 +461,7 @@ def _gradient_arguments(grad: Tensor | None, old: Tensor | None) -> tuple:
 def _one_call_back(
     dout: Tensor,
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     z_all: Tensor,
     offsets: Tensor,
@@ -462,7 +478,13 @@ def _one_call_back(
     form = form_of(experts)
     bounds = offsets.tolist()
     trained = experts.rows()
-    grads = new_gradients(experts, bounds, trained, needs, into)
+    grads = new_gradients(
+        experts,
+        bounds,
+        trained,
+        needs,
+        into,
+    )
     dx = None
     if needs.x:
         dx = x.new_empty(T, H)
@@ -471,7 +493,17 @@ def _one_call_back(
         dweight.zero_()
     trains = torch.tensor([row >= 0 for row in trained], dtype=torch.uint8)
     saved = z_all.shape[0] > 0
-    size = one_call_back_bytes(x.dtype, form[1], offsets.data_ptr(), T, H, I, E, K, not saved)
+    size = one_call_back_bytes(
+        x.dtype,
+        form[1],
+        offsets.data_ptr(),
+        T,
+        H,
+        I,
+        E,
+        K,
+        not saved,
+    )
     space = scratch("one call", (size,), x, torch.uint8)
     cpp.library().handle.moert_cpu_experts_backward(
         cpp.DTYPES[x.dtype],

@@ -7,6 +7,7 @@ dominate; large ones in blocks of rows that stay in the cache between the passes
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +18,19 @@ from moe_runtime.ops.combine import weighted_sum
 from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
 from moe_runtime.ops.expert_rows import (
     NOWHERE,
-    Experts,
+    ExpertStacks,
     Gradients,
     Group,
+    Member,
+    Products,
     Router,
-    groups,
-    new_gradients,
-    weight_gradients,
+    Rows,
+    run_backward,
+    run_forward,
+    with_router,
 )
-from moe_runtime.ops.library import wide_dtype
-from moe_runtime.ops.workspace import lease, scratch
+from moe_runtime.ops.library import Tensors, wide_dtype
+from moe_runtime.ops.workspace import scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
 # average rows per expert up to which torch's grouped_mm is faster than our loop; 2026-11-22
@@ -39,13 +43,6 @@ def _blocks(rows: int, width: int) -> Iterator[slice]:
     step = max(BLOCK_ELEMENTS // width, 16)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-
-
-def gather(name: str, x: Tensor, tokens: Tensor, everyone: bool) -> Tensor:
-    """Return rows `tokens` of x in scratch memory, or x itself if these are all, in order."""
-    if everyone:
-        return x
-    return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), x.shape[1]), x))
 
 
 def activate(activation: Activation, z: Tensor, weight: Tensor | None, h: Tensor) -> None:
@@ -71,51 +68,153 @@ def activate(activation: Activation, z: Tensor, weight: Tensor | None, h: Tensor
             block.copy_(value)
 
 
+class Steps(Rows):
+    """The steps between the products in torch, for the CPU or a GPU.
+
+    With `folded`, the routing weights are multiplied into h before it is rounded to a narrow dtype.
+    """
+
+    def __init__(
+        self,
+        experts: Any,
+        topk_weight: Tensor,
+        offsets: Tensor,
+        row_slot: Tensor,
+        folded: bool,
+    ):
+        up = experts.up.shape
+        row_slot = row_slot.long()
+        super().__init__(
+            up,
+            experts.down.shape[2],
+            topk_weight,
+            offsets.tolist(),
+            row_slot,
+        )
+        self.activation = experts.activation
+        self.folded = folded
+        self.row_token = row_slot // max(self.K, 1)
+        self.divide(sees_everyone(self.bounds, self.row_token, self.T))
+
+    def gather(self, name: str, x: Tensor, group: Group) -> Tensor:
+        """Return the rows of `group` of x in scratch memory, or x itself if these are all."""
+        if group.everyone:
+            return x
+        tokens = self.row_token[group.start : group.end]
+        return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), self.H), x))
+
+    def linear(
+        self,
+        member: Member,
+        group: Group,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        weighted: bool,
+    ) -> None:
+        """Write rows weight + bias for a member; a bias is `weighted` if h is."""
+        out = member.wide(out)
+        torch.mm(member.wide(rows), weight, out=out)
+        if bias is not None:
+            row_weight = None
+            if weighted and self.folded:
+                row_weight = member.wide(self.row_weight[group.start : group.end])
+            add_bias(out, bias, row_weight)
+
+    def activate(self, group: Group, z: Tensor, h: Tensor) -> None:
+        """Write h for the rows of `group`."""
+        weight = None
+        if self.folded:
+            weight = self.row_weight[group.start : group.end]
+        activate(self.activation, z, weight, h)
+
+    def new_dweight(self) -> Tensor:
+        """Return memory for the gradient of the routing weights [R], here in expert order."""
+        return torch.zeros_like(self.row_weight)
+
+    def activate_backward(
+        self,
+        group: Group,
+        z: Tensor,
+        dh: Tensor,
+        dz: Tensor,
+        wh: Tensor,
+        dweight: Tensor,
+    ) -> None:
+        """Write dz, weight * h and the gradient of the weights for the rows of `group`."""
+        rows = slice(group.start, group.end)
+        weight = self.row_weight[rows]
+        activate_backward(
+            self.activation,
+            z,
+            dh,
+            weight,
+            dz,
+            wh,
+            dweight[rows],
+        )
+
+    def add_dots(
+        self,
+        dweight: Tensor,
+        group: Group,
+        member: Member,
+        dots: Tensor,
+    ) -> None:
+        """Add `dots` [n] to the weights' gradient of a member's rows."""
+        member.own(dweight[group.start : group.end]).add_(dots)
+
+    def of_slots(self, dweight: Tensor) -> Tensor:
+        """Return the gradient of the routing weights as [T, K], 0 for dropped slots."""
+        dweight[self.rows :].zero_()
+        return dweight[invert(self.row_slot)].view(self.T, self.K)
+
+    def combine(self, y: Tensor, weighted: bool) -> Tensor:
+        """Return the sum of each token's rows of y, times their weights if `weighted`."""
+        y[self.rows :].zero_()
+        return combine_rows(y, self.row_slot, self.weight, self.folded or not weighted)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    """Return whether the weights are applied to h: float32 applies them in the weighted sum."""
+    return x.dtype not in (torch.float32, torch.float64)
+
+
 def forward(
-    x: Tensor, experts: Experts, topk_weight: Tensor, topk_idx: Tensor, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    experts: ExpertStacks,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
+    save: bool,
+) -> Tensors:
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
-    E, Z, H = experts.up.shape
-    T, K = topk_idx.shape
-    R = T * K
-    I = experts.down.shape[2]
+    E = experts.up.shape[0]
     offsets, row_slot = sort_slots(topk_idx, E)
-    if _grouped(experts, x, R):
-        return _forward_grouped(x, experts, topk_weight, topk_idx, offsets, row_slot, save)
-    bounds = offsets.tolist()
-    row_token = row_slot // max(K, 1)
-    # float32 applies the weights in the weighted sum; narrower dtypes apply them to h before
-    # rounding, so they stay float32
-    fold = x.dtype not in (torch.float32, torch.float64)
-    row_weight = topk_weight.reshape(-1)[row_slot]
-    if save:
-        z_all = lease((R, Z), x)
-    else:
-        z_all = x.new_empty(0, Z)
-    y = scratch("y", (R, H), x)
-    trained = experts.rows()
-    for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
-        a = group.start
-        b = group.end
-        rows = gather("x", x, row_token[a:b], group.everyone)
-        z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
-        _up(group, experts, trained, rows, z)
-        h = scratch("h", (b - a, I), x)
-        activate(experts.activation, z, row_weight[a:b] if fold else None, h)
-        for member in group.members:
-            e = member.expert
-            out = member.wide(y[a:b])
-            torch.mm(member.wide(h), experts.at(e, trained[e])[1].t(), out=out)
-            if experts.down_bias is not None:
-                weight = member.wide(row_weight[a:b]) if fold else None
-                add_bias(out, experts.down_bias[e], weight)
-    if bounds[E] < R:
-        y[bounds[E] :].zero_()
-        topk_weight = live_weights(topk_weight, topk_idx, E)
-    return combine_rows(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
+    if _grouped(experts, x, topk_idx.numel()):
+        return _forward_grouped(
+            x,
+            experts,
+            topk_weight,
+            topk_idx,
+            offsets,
+            row_slot,
+            save,
+        )
+    steps = Steps(
+        experts,
+        topk_weight,
+        offsets,
+        row_slot,
+        _is_narrow(x),
+    )
+    if steps.rows < steps.R:
+        steps.weight = live_weights(topk_weight, topk_idx, E)
+    out, z_all = run_forward(steps, Products(experts, steps), x, save)
+    return out, z_all, offsets, row_slot.int()
 
 
-def _grouped(experts: Experts, x: Tensor, R: int) -> bool:
+def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
     """Return whether torch's grouped_mm supports these experts and is faster than our loop.
 
     It is faster for few rows.
@@ -133,7 +232,11 @@ def _grouped(experts: Experts, x: Tensor, R: int) -> bool:
 
 
 def _up_grouped(
-    x: Tensor, experts: Experts, offsets: Tensor, row_slot: Tensor, row_token: Tensor
+    x: Tensor,
+    experts: ExpertStacks,
+    offsets: Tensor,
+    row_slot: Tensor,
+    row_token: Tensor,
 ) -> Tensor:
     """Return z [R, 2I or I] of all rows."""
     z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
@@ -150,19 +253,25 @@ def _row_expert(offsets: Tensor, row_slot: Tensor) -> Tensor:
 
 def _forward_grouped(
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     topk_idx: Tensor,
     offsets: Tensor,
     row_slot: Tensor,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tensors:
     """Run `forward` with torch's grouped_mm."""
     T, K = topk_idx.shape
     E = experts.up.shape[0]
     fold = x.dtype != torch.float32
     row_weight = topk_weight.reshape(-1)[row_slot] if fold else None
-    z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
+    z = _up_grouped(
+        x,
+        experts,
+        offsets,
+        row_slot,
+        row_slot // K,
+    )
     h = scratch("h", (T * K, experts.down.shape[2]), x)
     activate(experts.activation, z, row_weight, h)
     y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
@@ -206,7 +315,7 @@ def combine_rows(y: Tensor, row_slot: Tensor, topk_weight: Tensor, folded: bool)
 def backward(
     dout: Tensor,
     x: Tensor,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight: Tensor,
     z_all: Tensor,
     offsets: Tensor,
@@ -222,68 +331,31 @@ def backward(
     dlogits [T, R] and the router's weight [R, H], whose product is added to dx. Gradients in `into`
     are accumulated in place.
     """
-    E, Z, H = experts.up.shape
-    T, K = topk_weight.shape
-    R = T * K
-    I = experts.down.shape[2]
-    bounds = offsets.tolist()
-    row_slot = row_slot.long()
-    row_token = row_slot // max(K, 1)
-    row_weight = topk_weight.reshape(-1)[row_slot]
-    drow_weight = torch.zeros_like(row_weight)
-    trained = experts.rows()
-    grads = new_gradients(experts, bounds, trained, needs, into)
-    if not z_all.shape[0] and _grouped(experts, x, R):  # bit-identical to the forward pass
-        z_all = _up_grouped(x, experts, offsets, row_slot, row_token)
-    dx = scratch("y", (R, H), x) if needs.x else None
-    for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
-        a = group.start
-        b = group.end
-        dy = gather("dy", dout, row_token[a:b], group.everyone)
-        rows = gather("x", x, row_token[a:b], group.everyone)
-        if z_all.shape[0]:
-            z = z_all[a:b]
-        else:
-            z = _up(group, experts, trained, rows, scratch("z", (b - a, Z), x))
-        dh = scratch("dh", (b - a, I), x)
-        dz = scratch("dz", (b - a, Z), x)
-        wh = scratch("h", (b - a, I), x)
-        weight = row_weight[a:b]
-        dots = drow_weight[a:b]
-        for member in group.members:
-            e = member.expert
-            torch.mm(member.wide(dy), experts.at(e, trained[e])[1], out=member.wide(dh))
-        activate_backward(experts.activation, z, dh, weight, dz, wh, dots)
-        for member in group.members:
-            e = member.expert
-            if dx is not None:
-                torch.mm(member.wide(dz), experts.at(e, trained[e])[0], out=member.wide(dx[a:b]))
-            if experts.down_bias is not None:
-                bias = experts.down_bias[e].to(dots.dtype)
-                member.own(dots).add_((member.own(dy).to(dots.dtype) * bias).sum(1))
-            if trained[e] >= 0:
-                weight_gradients(grads, member, trained[e], dy, wh, dz, rows, weight, into)
-    drow_weight[bounds[E] :].zero_()
-    if dx is not None:
-        dx[bounds[E] :].zero_()
-        dx = combine_rows(dx, row_slot, topk_weight, folded=True)
-    dweight = drow_weight[invert(row_slot)].view(T, K)
-    if router is not None:
-        dlogits, router_weight = router(dweight)
-        if dx is not None:
-            dx.addmm_(dlogits, router_weight)
-    return grads._replace(x=dx, topk_weight=dweight)
-
-
-def _up(group: Group, experts: Experts, trained: list[int], rows: Tensor, z: Tensor) -> Tensor:
-    """Write the pre-activation of a group's `rows` into z, and return it."""
-    for member in group.members:
-        e = member.expert
-        out = member.wide(z)
-        torch.mm(member.wide(rows), experts.at(e, trained[e])[0].t(), out=out)
-        if experts.up_bias is not None:
-            out.add_(experts.up_bias[e])
-    return z
+    steps = Steps(
+        experts,
+        topk_weight,
+        offsets,
+        row_slot,
+        _is_narrow(x),
+    )
+    products = Products(experts, steps, needs, into)
+    if not z_all.shape[0] and _grouped(experts, x, steps.R):  # bit-identical to the forward pass
+        z_all = _up_grouped(
+            x,
+            experts,
+            offsets,
+            steps.row_slot,
+            steps.row_token,
+        )
+    dx, dweight = run_backward(
+        steps,
+        products,
+        dout,
+        x,
+        z_all,
+        bool(needs.x),
+    )
+    return with_router(products.grads, dx, dweight, router)
 
 
 def activate_backward(

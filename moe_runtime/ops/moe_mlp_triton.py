@@ -26,34 +26,54 @@ from moe_runtime.kernels import (
 )
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.ops import cuda_kernels, routing
-from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, add_product, is_transposed
+from moe_runtime.ops.expert_rows import NOWHERE, ExpertStacks, Gradients, add_product, is_transposed
 from moe_runtime.ops.grouped_gemm import one_layout
 
 
-class Layer:
+class RowProducts:
     """The experts and the order of the rows; computes the tile map of every block size once."""
 
-    def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
+    def __init__(
+        self,
+        experts: ExpertStacks,
+        offsets,
+        row_slot,
+        slots: int,
+        maps: dict | None = None,
+    ):
         self.experts = _in_order(experts)
         self.offsets = offsets
         self.row_slot = row_slot
         self.slots = slots
+        self.maps = maps or {}
         self.learned = experts.learned()
-        self.R, self.first, self.maps = row_slot.numel(), _first(experts), maps or {}
+        self.H, self.I = experts.down.shape[1:]
+        self.R = row_slot.numel()
         self.T = self.R // max(slots, 1)
-        e = self.experts
-        if e.up_trained is None:
-            self.up_trained = None
-        else:
-            self.up_trained = operands.Trained(e.trainable, e.up_trained)
-        if e.down_trained is None:
-            self.down_trained = None
-        else:
-            self.down_trained = operands.Trained(e.trainable, e.down_trained)
+        self.first = _first(experts)
+        self.form = experts.activation.gate_form()
+        self.up_trained = self._trained(self.experts.up_trained)
+        self.down_trained = self._trained(self.experts.down_trained)
 
-    def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
+    def _trained(self, weight):
+        return None if weight is None else operands.Trained(self.experts.trainable, weight)
+
+    def choose(
+        self,
+        kernel: str,
+        x,
+        N: int,
+        K: int,
+    ) -> tiles.Tile:
         """Return the launch config of a product."""
-        return _choose(self.experts, self.R, kernel, x, N, K)
+        return _choose(
+            self.experts,
+            self.R,
+            kernel,
+            x,
+            N,
+            K,
+        )
 
     def map(self, tile: tiles.Tile):
         """Return the tile map of a config's rows."""
@@ -67,12 +87,9 @@ class Layer:
 
     def up(self, x, save: bool, lora: operands.LowRank | None = None):
         """Return z (empty unless `save`) and h of all rows."""
-        e, (_, H, I) = self.experts, self.experts.down.shape
-        tile, (act, gated, *_), form = (
-            self.choose("up", x, I, H),
-            e.activation,
-            e.activation.gate_form(),
-        )
+        e = self.experts
+        act, gated, *_ = e.activation
+        tile = self.choose("up", x, self.I, self.H)
         z, h = grouped_gemm.up_forward(
             x,
             e.up,
@@ -85,35 +102,45 @@ class Layer:
             save,
             tile,
             self.up_trained,
-            **form,
+            **self.form,
             lora=lora,
         )
         if self.first and self.T:
             dense = z[: self.T] if save else x.new_empty(self.T, e.up.shape[1])
             _product(x, e.up[0].t(), e.up_bias, dense)
-            shared_expert.shared_activation_forward(dense, h[: self.T], act, gated, **form)
+            shared_expert.shared_activation_forward(
+                dense,
+                h[: self.T],
+                act,
+                gated,
+                **self.form,
+            )
         return z, h
 
     def down(self, h, lora: operands.LowRank | None = None):
         """Return y of all rows."""
-        e, (_, H, I) = self.experts, self.experts.down.shape
-        tile = self.choose("down", h, H, I)
+        e = self.experts
+        tile = self.choose("down", h, self.H, self.I)
         args = (h, e.down, e.down_bias, self.map(tile), True, tile, self.down_trained)
         y = grouped_gemm.grouped_gemm_forward(*args, lora=lora)
         if self.first:
             _product(h[: self.T], e.down[0].t(), e.down_bias, y[: self.T])
         return y
 
-    def dz(self, dout, z, topk_weight, need_wh: bool, lora: operands.LowRank | None = None):
+    def dz(
+        self,
+        dout,
+        z,
+        topk_weight,
+        need_wh: bool,
+        lora: operands.LowRank | None = None,
+    ):
         """Return dz, weight * h (empty unless need_wh) and the partial gradients of the weights, of
         all rows.
         """
-        e, (_, H, I) = self.experts, self.experts.down.shape
-        tile, (act, gated, *_), form = (
-            self.choose("dz", dout, I, H),
-            e.activation,
-            e.activation.gate_form(),
-        )
+        e = self.experts
+        act, gated, *_ = e.activation
+        tile = self.choose("dz", dout, self.I, self.H)
         dz, wh, partial = backwards.dz_backward(
             dout,
             e.down,
@@ -127,18 +154,25 @@ class Layer:
             need_wh,
             tile,
             self.down_trained,
-            **form,
+            **self.form,
             lora=lora,
         )
         if self.first and self.T:
-            T = self.T
             shared_wh = wh[: self.T] if need_wh else None
-            dh = dout @ e.down[0]
             shared_expert.shared_dz_backward(
-                dh, topk_weight, z, dz, shared_wh, partial, act, gated, tile.BLOCK_N, **form
+                dout @ e.down[0],
+                topk_weight,
+                z,
+                dz,
+                shared_wh,
+                partial,
+                act,
+                gated,
+                tile.BLOCK_N,
+                **self.form,
             )
             if e.down_bias is not None:
-                partial[:T, 0] += dout.float() @ e.down_bias[0].float()
+                partial[: self.T, 0] += dout.float() @ e.down_bias[0].float()
         return dz, wh, partial
 
     def dx(self, dz, lora: operands.LowRank | None = None):
@@ -151,23 +185,40 @@ class Layer:
             torch.mm(dz[: self.T], e.up[0], out=rows[: self.T])
         return rows
 
-    def dw(self, dy, x, gather: str, trained, into=None):
+    def dw(
+        self,
+        dy,
+        x,
+        gather: str,
+        trained,
+        into=None,
+    ):
         """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which
         is gathered.
 
         It is added to `into` in place if given.
         """
-        # x^T dy, in the layout of the parameter
-        if is_transposed(self.learned.up if gather == "x" else self.learned.down):
-            into = None if into is None else into.transpose(1, 2)
-            return self._dw(x, dy, {"x": "dy", "dy": "x"}[gather], trained, into).transpose(1, 2)
+        learned = self.learned.up if gather == "x" else self.learned.down
+        if is_transposed(learned):  # x^T dy, in the layout of the parameter
+            if into is not None:
+                into = into.transpose(1, 2)
+            other = {"x": "dy", "dy": "x"}[gather]
+            return self._dw(x, dy, other, trained, into).transpose(1, 2)
         return self._dw(dy, x, gather, trained, into)
 
-    def _dw(self, dy, x, gather: str, trained, into):
+    def _dw(
+        self,
+        dy,
+        x,
+        gather: str,
+        trained,
+        into,
+    ):
         if into is not None and not into.is_contiguous():
             return into.add_(self._dw(dy, x, gather, trained, None))
         tile = self.choose("dw", x, x.shape[1], dy.shape[1])
         separate = self.experts.up_trained
+        count = None if separate is None else separate.shape[0]
         dw = backwards.weight_backward(
             dy,
             x,
@@ -177,7 +228,7 @@ class Layer:
             gather,
             tile,
             trained,
-            None if separate is None else separate.shape[0],
+            count,
             self.first,
             into,
         )
@@ -186,63 +237,124 @@ class Layer:
         return dw
 
 
-def _first(experts: Experts) -> int:
+def _first(experts: ExpertStacks) -> int:
     """Return the first expert whose rows are computed by the kernels."""
     return int(experts.shared == "dense")
 
 
-def _choose(experts: Experts, R: int, kernel: str, x, N: int, K: int) -> tiles.Tile:
+def _choose(
+    experts: ExpertStacks,
+    R: int,
+    kernel: str,
+    x,
+    N: int,
+    K: int,
+) -> tiles.Tile:
     gated = kernel == "up" and experts.activation.gated
-    return tiles.choose(kernel, x, N, K, R, experts.up.shape[0], gated)
+    return tiles.choose(
+        kernel,
+        x,
+        N,
+        K,
+        R,
+        experts.up.shape[0],
+        gated,
+    )
 
 
-def _in_order(experts: Experts) -> Experts:
+def _in_order(experts: ExpertStacks) -> ExpertStacks:
     """Return the kernel arguments without separate strides: biases, the map, separate weights in
     the stacks' layout.
     """
     up, up_trained = one_layout(experts.up, experts.up_trained)
     down, down_trained = one_layout(experts.down, experts.down_trained)
-    flat = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "trainable")}
-    flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in flat.items()}
-    return experts._replace(
-        up=up, down=down, up_trained=up_trained, down_trained=down_trained, **flat
-    )
+    changed = {"up": up, "down": down, "up_trained": up_trained, "down_trained": down_trained}
+    for name in ("up_bias", "down_bias", "trainable"):
+        tensor = getattr(experts, name)
+        if tensor is not None:
+            changed[name] = tensor.contiguous()
+    return experts._replace(**changed)
 
 
 def _product(x, weight, bias, out) -> None:
-    torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias[0], x, weight, out=out)
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias[0], x, weight, out=out)
 
 
-def sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
+def sum_rows(
+    rows,
+    slot_row,
+    partial,
+    T: int,
+    K: int,
+    num_rows,
+    router,
+):
     """Return dx (None without rows) and the gradient of the weights [T, K]."""
     if router is None:
-        return combine.sum_rows(rows, slot_row, partial, T, K, num_rows)
-    _, dweight = combine.sum_rows(None, slot_row, partial, T, K, num_rows)
+        return combine.sum_rows(
+            rows,
+            slot_row,
+            partial,
+            T,
+            K,
+            num_rows,
+        )
+    _, dweight = combine.sum_rows(
+        None,
+        slot_row,
+        partial,
+        T,
+        K,
+        num_rows,
+    )
     dlogits, weight = router(dweight)
     if rows is None:
         return None, dweight
-    return combine.sum_rows_and_router(rows, slot_row, T, K, num_rows, dlogits, weight), dweight
+    return combine.sum_rows_and_router(
+        rows,
+        slot_row,
+        T,
+        K,
+        num_rows,
+        dlogits,
+        weight,
+    ), dweight
 
 
-def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
+def forward(
+    x,
+    experts: ExpertStacks,
+    topk_weight,
+    topk_idx,
+    save: bool,
+):
     """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
     int32.
     """
     E = experts.down.shape[0]
     R = topk_idx.numel()
     if 0 < R <= decode.SMALL:
-        _, _, plan = decode.plan_forward(
-            topk_idx, E, _up_tile(x, experts, R).BLOCK_M, _first(experts)
-        )
+        rows = _up_tile(x, experts, R).BLOCK_M
+        _, _, plan = decode.plan_forward(topk_idx, E, rows, _first(experts))
         return _small_forward(x, experts, topk_weight, plan, save)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
-    layer = Layer(experts, offsets, row_slot, topk_idx.shape[1])
+    layer = RowProducts(experts, offsets, row_slot, topk_idx.shape[1])
     z, h = layer.up(x, save)
     out = combine.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
     return out, z, offsets, row_slot
 
 
-def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool):
+def layer_forward(
+    x,
+    experts: ExpertStacks,
+    logits,
+    top_k: int,
+    gate: str,
+    save: bool,
+):
     """Run `route` and `forward`, with one launch for routing and sort if there are few slots.
 
     Returns topk_weight, topk_idx [T, K] and what `forward` returns.
@@ -261,56 +373,106 @@ def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool
             shared=shared,
         )
         return weight, idx, *_small_forward(x, experts, weight, plan, save)
-    weight, idx = routing.route_kernel(logits, None, top_k, gate, "triton")
+    weight, idx = routing.route_kernel(
+        logits,
+        None,
+        top_k,
+        gate,
+        "triton",
+    )
     return weight, idx, *forward(x, experts, weight, idx, save)
 
 
-def _up_tile(x, experts: Experts, R: int) -> tiles.Tile:
-    return _choose(experts, R, "up", x, *experts.down.shape[:0:-1])
+def _up_tile(x, experts: ExpertStacks, R: int) -> tiles.Tile:
+    return _choose(
+        experts,
+        R,
+        "up",
+        x,
+        *experts.down.shape[:0:-1],
+    )
 
 
-def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bool):
-    K, (_, H, I), offsets = topk_weight.shape[1], experts.down.shape, plan.expert_offsets
+def _small_forward(
+    x,
+    experts: ExpertStacks,
+    topk_weight,
+    plan: decode.Plan,
+    save: bool,
+):
+    offsets = plan.expert_offsets
     up_rows = _up_tile(x, experts, plan.row_slot.numel()).BLOCK_M
-    layer = Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
+    maps = {up_rows: plan.tile_map}
+    layer = RowProducts(
+        experts,
+        offsets,
+        plan.row_slot,
+        topk_weight.shape[1],
+        maps,
+    )
     z, h = layer.up(x, save)
-    tile = layer.choose("down", h, H, I)
+    tile = layer.choose("down", h, layer.H, layer.I)
     plain = layer.down_trained is None and not layer.first
     if layer.R <= decode.TINY and plain and up_rows == tile.BLOCK_M:
         out = decode.down_combine_forward(
-            h, layer.experts.down, layer.experts.down_bias, topk_weight, plan, tile
+            h,
+            layer.experts.down,
+            layer.experts.down_bias,
+            topk_weight,
+            plan,
+            tile,
         )
     else:
-        out = combine.combine_forward(
-            layer.down(h), topk_weight, plan.slot_row, offsets[offsets.numel() - 1 :]
-        )
+        rows = offsets[offsets.numel() - 1 :]
+        out = combine.combine_forward(layer.down(h), topk_weight, plan.slot_row, rows)
     return out, z, offsets, plan.row_slot
 
 
-def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool):
+def _forward_beside_cuda(
+    x,
+    experts: ExpertStacks,
+    topk_weight,
+    topk_idx,
+    save: bool,
+):
     E, H, I = experts.down.shape
     R = topk_idx.numel()
-    K = topk_idx.shape[1]
-    blocks = {
-        _choose(experts, R, *product).BLOCK_M for product in (("up", x, I, H), ("down", x, H, I))
-    }
-    offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(
-        topk_idx, E, list(blocks), _first(experts)
+    up_tile = _choose(
+        experts,
+        R,
+        "up",
+        x,
+        I,
+        H,
     )
-    layer = Layer(experts, offsets, row_slot, K, dict(zip(blocks, maps)))
-    z, h = layer.up(x, save)
-    return (
-        cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]),
-        z,
+    down_tile = _choose(
+        experts,
+        R,
+        "down",
+        x,
+        H,
+        I,
+    )
+    blocks = list({up_tile.BLOCK_M, down_tile.BLOCK_M})
+    offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(
+        topk_idx, E, blocks, _first(experts)
+    )
+    layer = RowProducts(
+        experts,
         offsets,
         row_slot,
+        topk_idx.shape[1],
+        dict(zip(blocks, maps)),
     )
+    z, h = layer.up(x, save)
+    out = cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
+    return out, z, offsets, row_slot
 
 
 def backward(
     dout,
     x,
-    experts: Experts,
+    experts: ExpertStacks,
     topk_weight,
     z,
     offsets,
@@ -326,30 +488,53 @@ def backward(
     H], whose product is added to dx when its rows are summed. Gradients in `into` are accumulated
     in place.
     """
-    (T, K), E = topk_weight.shape, experts.down.shape[0]
-    layer = Layer(experts, offsets, row_slot, K)
+    T, K = topk_weight.shape
+    E = experts.down.shape[0]
+    layer = RowProducts(experts, offsets, row_slot, K)
     if z.shape[0] != layer.R:
         z, _ = layer.up(x, save=True)
     dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down)
     del z
     rows = layer.dx(dz) if needs.x else None
-    dx, dweight = sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], router)
+    dx, dweight = sum_rows(
+        rows,
+        dispatch.invert(row_slot),
+        partial,
+        T,
+        K,
+        offsets[E:],
+        router,
+    )
     del rows, partial
     trained = layer.experts.trainable
     if trained is not None and trained.dtype == torch.bool:
         trained = trained.to(torch.int32) - 1
     order = (row_slot, offsets, K)
+    up_bias = None
+    if needs.up_bias:
+        up_bias = backwards.bias_backward(
+            dz,
+            None,
+            *order,
+            False,
+            trained,
+        )
+    down_bias = None
+    if needs.down_bias:
+        down_bias = backwards.bias_backward(
+            dout,
+            topk_weight,
+            *order,
+            True,
+            trained,
+        )
     return Gradients(
         x=dx,
         up=layer.dw(dz, x, "x", trained, into.up) if needs.up else None,
         down=layer.dw(dout, wh, "dy", trained, into.down) if needs.down else None,
         topk_weight=dweight,
-        up_bias=backwards.bias_backward(dz, None, *order, False, trained)
-        if needs.up_bias
-        else None,
-        down_bias=backwards.bias_backward(dout, topk_weight, *order, True, trained)
-        if needs.down_bias
-        else None,
+        up_bias=up_bias,
+        down_bias=down_bias,
     )
 
 

@@ -18,7 +18,7 @@ as GPT-OSS stores its experts.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -273,7 +273,11 @@ def _pairs(name: str, device: torch.device) -> Tensor:
 
 
 def _is_for_library(
-    fmt: Format, data: Tensor, scales: Sequence[Tensor], out: Tensor, backend: str | None
+    fmt: Format,
+    data: Tensor,
+    scales: Sequence[Tensor],
+    out: Tensor,
+    backend: str | None,
 ) -> bool:
     """Return whether the compiled library unpacks this stack.
 
@@ -288,7 +292,13 @@ def _is_for_library(
     return contiguous and cpp.why_not(data.device) is None
 
 
-def _unpack_cpp(fmt: Format, data: Tensor, scales: Sequence[Tensor], e: int, out: Tensor) -> None:
+def _unpack_cpp(
+    fmt: Format,
+    data: Tensor,
+    scales: Sequence[Tensor],
+    e: int,
+    out: Tensor,
+) -> None:
     _, P, q = data.shape
     offset = 0.0
     first = 0
@@ -323,15 +333,16 @@ def _unpack_cpp(fmt: Format, data: Tensor, scales: Sequence[Tensor], e: int, out
     )
 
 
-def _weight(stack: Tensor, e: int) -> Tensor:
-    """Return the weight of expert e to be packed; raises ValueError for NaN and infinities."""
-    weight = stack[e]
-    if not torch.isfinite(weight).all():
-        raise ValueError(
-            f"Expert {e} of a stack {list(stack.shape)} has weights that are NaN or infinite. "
-            "Repair the model"
-        )
-    return weight
+def _weights(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each expert and its weight to be packed; raises ValueError for NaN and infinities."""
+    for e in range(stack.shape[0]):  # a stack that is read lazily has no end of its own
+        weight = stack[e]
+        if not torch.isfinite(weight).all():
+            raise ValueError(
+                f"Expert {e} of a stack {list(stack.shape)} has weights that are NaN or infinite. "
+                "Repair the model"
+            )
+        yield e, weight.float()
 
 
 @functools.cache
@@ -342,7 +353,13 @@ def dynamic_map() -> Tensor:
     """
     values = [torch.tensor([0.0, 1.0], device="cpu")]  # cached, so not on a default device
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
+        edges = torch.linspace(
+            0.1,
+            1,
+            2**decade + 1,
+            dtype=torch.float32,
+            device="cpu",
+        )
         middles = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
         values += [middles, -middles]
     return torch.cat(values).sort().values
@@ -356,11 +373,17 @@ def _nearest(x: Tensor, table: Tensor) -> Tensor:
 
 def _pack_nf4(stack: Tensor, double: Callable) -> tuple:
     E, P, Q = stack.shape
-    data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
+    data = torch.empty(
+        E,
+        P,
+        Q // 2,
+        dtype=torch.uint8,
+        device=stack.device,
+    )
     largest = torch.empty(E, P * Q // 64, device=stack.device)
     table = torch.tensor(NF4, device=stack.device)
-    for e in range(E):
-        blocks = _weight(stack, e).reshape(-1, 64).float()
+    for e, weight in _weights(stack):
+        blocks = weight.reshape(-1, 64)
         torch.amax(blocks.abs(), 1, out=largest[e])
         # a block of zeros gets the code of zero
         code = _nearest(blocks / largest[e, :, None].clamp_min(TINY), table)
@@ -398,15 +421,27 @@ def _scale_nf4(scales: Sequence[Tensor], data: Tensor, first: int, last: int) ->
 def _pack_mxfp4(stack: Tensor) -> tuple:
     """Pack with scales rounded up and ties away from zero, as GPT-OSS's triton_kernels do."""
     E, P, Q = stack.shape
-    data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
-    scales = torch.empty(E, P, Q // 32, dtype=torch.uint8, device=stack.device)
-    for e in range(E):
-        blocks = _weight(stack, e).reshape(P, -1, 32).float()
+    data = torch.empty(
+        E,
+        P,
+        Q // 2,
+        dtype=torch.uint8,
+        device=stack.device,
+    )
+    scales = torch.empty(
+        E,
+        P,
+        Q // 32,
+        dtype=torch.uint8,
+        device=stack.device,
+    )
+    edges = (torch.tensor(E2M1[1:]) + torch.tensor(E2M1[:-1])) / 2
+    for e, weight in _weights(stack):
+        blocks = weight.reshape(P, -1, 32)
         bits = ((blocks.abs().amax(-1) / 6).view(torch.int32) + 0x7FFFFF) >> 23
         scales[e] = bits
         factor = torch.where(bits == 0, 0.0, 1 / (bits << 23).view(torch.float32))
         value = blocks * factor[:, :, None]
-        edges = (torch.tensor(E2M1[1:]) + torch.tensor(E2M1[:-1])) / 2
         size = value.abs().contiguous()
         code = torch.bucketize(size, edges.to(value), right=True, out_int32=True)
         code = (code | torch.signbit(value).int() << 3).to(torch.uint8).view(P, -1)
@@ -422,10 +457,16 @@ def _scale_mxfp4(scales: Sequence[Tensor], data: Tensor, first: int, last: int) 
 
 def _pack_fp8(stack: Tensor) -> tuple:
     E, P, Q = stack.shape
-    data = torch.empty(E, P, Q, dtype=torch.float8_e4m3fn, device=stack.device)
+    data = torch.empty(
+        E,
+        P,
+        Q,
+        dtype=torch.float8_e4m3fn,
+        device=stack.device,
+    )
     inverse = torch.empty(E, -(-P // BLOCK), -(-Q // BLOCK), device=stack.device)
-    for e in range(E):
-        padded = F.pad(_weight(stack, e).float(), (0, -Q % BLOCK, 0, -P % BLOCK))
+    for e, weight in _weights(stack):
+        padded = F.pad(weight, (0, -Q % BLOCK, 0, -P % BLOCK))
         tiles = padded.view(inverse.shape[1], BLOCK, inverse.shape[2], BLOCK)
         top = tiles.abs().amax((1, 3))
         factor = torch.where(top > 0, 448 / top, 1.0)
@@ -442,10 +483,15 @@ def _scale_fp8(scales: Sequence[Tensor], data: Tensor, first: int, last: int) ->
 
 def _pack_int8(stack: Tensor) -> tuple:
     E, P, Q = stack.shape
-    data = torch.empty(E, P, Q, dtype=torch.int8, device=stack.device)
+    data = torch.empty(
+        E,
+        P,
+        Q,
+        dtype=torch.int8,
+        device=stack.device,
+    )
     top = torch.empty(E, P, device=stack.device)
-    for e in range(E):
-        rows = _weight(stack, e).float()
+    for e, rows in _weights(stack):
         torch.amax(rows.abs(), 1, out=top[e])
         data[e] = torch.round(rows * torch.where(top[e] > 0, 127 / top[e], 0.0)[:, None])
     return data, [top]
@@ -465,25 +511,49 @@ def _scales_nf4(E: int, P: int, Q: int) -> tuple:
     )
 
 
-def _scales_mxfp4(E: int, P: int, Q: int) -> tuple:
-    return (((E, P, Q // 32), torch.uint8),)
-
-
-def _scales_fp8(E: int, P: int, Q: int) -> tuple:
-    return (((E, -(-P // BLOCK), -(-Q // BLOCK)), torch.float32),)
-
-
-def _scales_int8(E: int, P: int, Q: int) -> tuple:
-    return (((E, P), torch.float32),)
-
-
 FORMATS = {
     "nf4": Format(
-        0, 4, 8 / 64 + 32 / 64 / NESTED, 64, torch.uint8, 64, _pack_nf4, _scale_nf4, _scales_nf4
+        number=0,
+        data_bits=4,
+        scale_bits=8 / 64 + 32 / 64 / NESTED,
+        group=64,
+        dtype=torch.uint8,
+        multiple=64,
+        pack=_pack_nf4,
+        scale=_scale_nf4,
+        scales=_scales_nf4,
     ),
-    "mxfp4": Format(1, 4, 8 / 32, 32, torch.uint8, 32, _pack_mxfp4, _scale_mxfp4, _scales_mxfp4),
+    "mxfp4": Format(
+        number=1,
+        data_bits=4,
+        scale_bits=8 / 32,
+        group=32,
+        dtype=torch.uint8,
+        multiple=32,
+        pack=_pack_mxfp4,
+        scale=_scale_mxfp4,
+        scales=lambda E, P, Q: (((E, P, Q // 32), torch.uint8),),
+    ),
     "fp8_block": Format(
-        2, 8, 32 / BLOCK**2, BLOCK, torch.float8_e4m3fn, 1, _pack_fp8, _scale_fp8, _scales_fp8
+        number=2,
+        data_bits=8,
+        scale_bits=32 / BLOCK**2,
+        group=BLOCK,
+        dtype=torch.float8_e4m3fn,
+        multiple=1,
+        pack=_pack_fp8,
+        scale=_scale_fp8,
+        scales=lambda E, P, Q: (((E, -(-P // BLOCK), -(-Q // BLOCK)), torch.float32),),
     ),
-    "int8": Format(3, 8, 0.0, None, torch.int8, 1, _pack_int8, _scale_int8, _scales_int8),
+    "int8": Format(
+        number=3,
+        data_bits=8,
+        scale_bits=0.0,
+        group=None,
+        dtype=torch.int8,
+        multiple=1,
+        pack=_pack_int8,
+        scale=_scale_int8,
+        scales=lambda E, P, Q: (((E, P), torch.float32),),
+    ),
 }

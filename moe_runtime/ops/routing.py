@@ -55,13 +55,26 @@ def route(
     (sigmoid_topk only). `topk_idx` [T, K] replaces the selection. The weights are differentiable in
     logits and noise. Raises ValueError for a bad shape or top_k.
     """
-    _check(router_logits, top_k, gate, noise, bias, topk_idx)
+    _check(
+        router_logits,
+        top_k,
+        gate,
+        noise,
+        bias,
+        topk_idx,
+    )
     if noise is not None:
         router_logits = router_logits + noise
     if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         router_logits = router_logits.float()
     if backends.portable() is not None:
-        return route_reference(_wide(router_logits), top_k, gate, bias, topk_idx)
+        return route_reference(
+            _wide(router_logits),
+            top_k,
+            gate,
+            bias,
+            topk_idx,
+        )
     routed = router_logits.shape[1]
     chosen = backends.pick("route", router_logits, backend, cuda_fits=cuda_kernels.fits(routed))
     if chosen == "cuda":
@@ -70,7 +83,15 @@ def route(
         topk_idx = topk_idx.to(router_logits.device, torch.int32)
         weight = torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen)
         return Routing(weight, topk_idx)
-    return Routing(*torch.ops.moe_runtime.route(router_logits, bias, top_k, gate, chosen))
+    return Routing(
+        *torch.ops.moe_runtime.route(
+            router_logits,
+            bias,
+            top_k,
+            gate,
+            chosen,
+        )
+    )
 
 
 def check_top_k(top_k: int, routed: int, gate: str) -> None:
@@ -192,17 +213,31 @@ def _kernels(backend: str, router_logits: Tensor) -> Any:
 
 
 def route_kernel(
-    router_logits: Tensor, bias: Tensor | None, top_k: int, gate: str, backend: str
+    router_logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    gate: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Run the op `route` without checks: `router_logits` [T, E or E - 1] -> weights, ids [T, K]."""
     if kernels := _kernels(backend, router_logits):
-        return kernels.route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
+        return kernels.route_forward(
+            router_logits,
+            bias,
+            top_k,
+            gate,
+            int(gate in SHARED_GATES),
+        )
     weight, idx = route_reference(_wide(router_logits), top_k, gate, bias)
     return weight.contiguous(), idx.contiguous()
 
 
 def _route_fake(
-    router_logits: Tensor, bias: Tensor | None, top_k: int, gate: str, backend: str
+    router_logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    gate: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     T = router_logits.shape[0]
     weight = router_logits.new_empty(T, top_k, dtype=wide_dtype(router_logits.dtype))
@@ -214,7 +249,14 @@ def route_to_kernel(router_logits: Tensor, topk_idx: Tensor, gate: str, backend:
     K = topk_idx.shape[1]
     if kernels := _kernels(backend, router_logits):
         shared = int(gate in SHARED_GATES)
-        return kernels.route_forward(router_logits, None, K, gate, shared, topk_idx)[0]
+        return kernels.route_forward(
+            router_logits,
+            None,
+            K,
+            gate,
+            shared,
+            topk_idx,
+        )[0]
     routing = route_reference(_wide(router_logits), K, gate, topk_idx=topk_idx)
     return routing.topk_weight.contiguous()
 
@@ -233,7 +275,14 @@ def route_backward_kernel(
     """
     if kernels := _kernels(backend, router_logits):
         shared = int(gate in SHARED_GATES)
-        return kernels.route_backward(dweight, router_logits, topk_idx, gate, shared, forced)
+        return kernels.route_backward(
+            dweight,
+            router_logits,
+            topk_idx,
+            gate,
+            shared,
+            forced,
+        )
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 
@@ -290,7 +339,12 @@ def _dlogits(ctx: Any, dweight: Tensor | None, forced: bool) -> Tensor | None:
     if torch.is_grad_enabled():  # create_graph=True: the op has no gradient of its own
         return _logits_gradient(dweight, router_logits, topk_idx, ctx.gate)
     return torch.ops.moe_runtime.route_backward(
-        dweight, router_logits, topk_idx, ctx.gate, ctx.backend, forced
+        dweight,
+        router_logits,
+        topk_idx,
+        ctx.gate,
+        ctx.backend,
+        forced,
     )
 
 
@@ -307,8 +361,20 @@ def _autograd_to(ctx: Any, dweight: Tensor | None) -> tuple:
     return _dlogits(ctx, dweight, True), None, None, None
 
 
-register("route", route_kernel, _route_fake, _autograd, _setup_context)
-register("route_to", route_to_kernel, _route_to_fake, _autograd_to, _setup_context_to)
+register(
+    "route",
+    route_kernel,
+    _route_fake,
+    _autograd,
+    _setup_context,
+)
+register(
+    "route_to",
+    route_to_kernel,
+    _route_to_fake,
+    _autograd_to,
+    _setup_context_to,
+)
 register_backward(
     "route_backward",
     route_backward_kernel,

@@ -128,7 +128,7 @@ def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]
     return Result(op, backend, len(chosen), worst, at, failures)
 
 
-class Child(NamedTuple):
+class CheckProcess(NamedTuple):
     """A process of `_children`: every `parts`-th case of an op from the `number`-th on."""
 
     op: str
@@ -139,7 +139,7 @@ class Child(NamedTuple):
         return self.op if self.parts == 1 else f"{self.op} ({self.number + 1} of {self.parts})"
 
 
-def _parts(interpreted: bool) -> list[Child]:
+def _parts(interpreted: bool) -> list[CheckProcess]:
     """Return the processes, those of the ops with the most cases first."""
     children = []
     for op in CASES:
@@ -149,12 +149,12 @@ def _parts(interpreted: bool) -> list[Child]:
         else:
             cases = len(_cases_of(op, "triton", torch.device("cuda")))
         parts = max(-(-cases // CASES_A_PART), 1)
-        children += [Child(op, number, parts) for number in range(parts)]
+        children += [CheckProcess(op, number, parts) for number in range(parts)]
     return sorted(children, key=lambda child: -child.parts)
 
 
 def _run_child(
-    child: Child, only: list[str], interpreted: bool, timeout: float | None
+    child: CheckProcess, only: list[str], interpreted: bool, timeout: float | None
 ) -> list[Result]:
     """Return what a process finds; a process that fails is a failure of its op."""
     command = [
@@ -198,7 +198,7 @@ def _run_child(
 
 def _children(
     only: list[str], interpreted: bool, seconds: float | None = None, lines: Path | None = None
-) -> tuple[list[Result], list[Child]]:
+) -> tuple[list[Result], list[CheckProcess]]:
     """Check the ops in separate processes, as many at a time as there are cores, as compiling takes
     most of the time.
 
@@ -210,7 +210,7 @@ def _children(
     lock = threading.Lock()
     left = []
 
-    def run(child: Child) -> list[Result]:
+    def run(child: CheckProcess) -> list[Result]:
         start = time.monotonic()
         if seconds is not None and start - began > seconds:
             left.append(child)
@@ -226,7 +226,7 @@ def _children(
     return _joined(results), left
 
 
-def _tell(child: Child, found: list[Result], seconds: float, lines: Path | None) -> None:
+def _tell(child: CheckProcess, found: list[Result], seconds: float, lines: Path | None) -> None:
     """Print what a process found, and append it to `lines` as the outcome of a test."""
     failures = [line for one in found for line in one.failures]
     cases = sum(one.cases for one in found)

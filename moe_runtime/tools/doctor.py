@@ -51,10 +51,8 @@ MISCOMPILED = (
     (
         (3, 7),
         "sm_90",
-        (
-            "no fence between cp.async and wgmma (triton#9610): nobody has seen a wrong result on "
-            "an H100"
-        ),
+        "no fence between cp.async and wgmma (triton#9610): nobody has seen a wrong result on an "
+        "H100",
     ),
     ((3, 7), "sm_90", "warp_specialize=True with descriptors: no kernel asks for it"),
     (
@@ -75,10 +73,8 @@ MISCOMPILED = (
     (
         (4, 0),
         "sm_100",
-        (
-            "descriptors along a sum that ends inside of a block (triton#10927): pointers are "
-            "used there"
-        ),
+        "descriptors along a sum that ends inside of a block (triton#10927): pointers are used "
+        "there",
     ),
 )
 NVIDIA = Path("/proc/driver/nvidia/version")
@@ -97,62 +93,57 @@ def report() -> dict[str, dict[str, str]]:
         torch.zeros(1)
     except Exception as error:  # a broken installation may raise anything
         torch = None
-        reason = _first_line(error)
-    hip = torch is not None and torch.version.hip is not None
-    rocm = "Reinstall torch's ROCm build, which includes it, as described on pytorch.org"
-    found = {
+        reason = first_line(error)
+    none = {"all": f"none: torch cannot be imported ({reason})"}
+    nvcc = shutil.which("nvcc")
+    result = {
         "system": {
             "python": _ask(platform.python_version),
             "platform": _ask(platform.platform),
             "driver": _ask(_driver),
-            "nvcc": shutil.which("nvcc")
-            or "none. Only python -m moe_runtime.native.build cuda needs it",
+            "nvcc": nvcc or "none. Only python -m moe_runtime.native.build cuda needs it",
             "compiler": _ask(_compiler),
             "cuda library": _ask(_library, "cuda"),
             "cpu library": _ask(_library, "cpp"),
             "cache": _ask(lambda: str(_cache() or "none: this user has no home")),
         },
-        "packages": {
-            name: _ask(
-                _package,
-                name,
-                spec,
-                rocm if name == "triton" and hip else f"Run pip install '{name}{spec}'",
-            )
-            for name, spec in SUPPORTED.items()
-        }
-        | {
-            name: _ask(
-                _package,
-                name,
-                "",
-                f"It is needed by {NEEDED_BY[extra]}. Run pip install 'moe-runtime[{extra}]'",
-            )
-            for extra, names in EXTRAS.items()
-            for name in names
-        },
-        "devices": {"all": f"none: torch cannot be imported ({reason})"},
+        "packages": _packages(torch),
+        "devices": none,
         "miscompiled": miscompiled(),
-        "settings": {name: os.environ.get(name, "not set") for name in VARIABLES}
-        | {"launch configs": _ask(_launch_configs)},
-        "backends": {"all": f"none: torch cannot be imported ({reason})"},
+        "settings": {name: os.environ.get(name, "not set") for name in VARIABLES},
+        "backends": none,
     }
-    problems = {}
-    for part, ask in (("devices", _devices), ("backends", _backends)) if torch is not None else ():
-        try:
-            found[part] = ask(torch)
-        except Exception as error:  # a GPU may be counted and still fail when it is queried
-            found[part] = {part: f"unknown: {_first_line(error)}"}
-            problems[part] = (
-                f"{part} cannot be queried: {_first_line(error)}. Check the output of nvidia-smi"
-            )
+    result["settings"]["launch configs"] = _ask(_launch_configs)
+    failed = {}
+    if torch is not None:
+        for part, ask in {"devices": _devices, "backends": _backends}.items():
+            try:
+                result[part] = ask(torch)
+            except Exception as error:  # a GPU may be counted and still fail when it is queried
+                why = first_line(error)
+                result[part] = {part: f"unknown: {why}"}
+                failed[part] = f"{part} cannot be queried: {why}. Check the output of nvidia-smi"
     try:
-        problems = dict(_problems(found, torch, reason)) | problems
+        problems = dict(_problems(result, torch, reason))
     except Exception as error:
-        problems["doctor"] = (
-            f"the search for problems failed: {_first_line(error)}. Please report it"
-        )
-    return found | {"problems": problems}
+        why = f"the search for problems failed: {first_line(error)}"
+        problems = {"doctor": f"{why}. Please report it"}
+    return result | {"problems": problems | failed}
+
+
+def _packages(torch) -> dict[str, str]:
+    """Return the versions of all packages, or why there is none and what to do."""
+    packages = {}
+    for name, spec in SUPPORTED.items():
+        remedy = f"Run pip install '{name}{spec}'"
+        if name == "triton" and torch is not None and torch.version.hip is not None:
+            remedy = "Reinstall torch's ROCm build, which includes it, as described on pytorch.org"
+        packages[name] = _ask(_package, name, spec, remedy)
+    for extra, names in EXTRAS.items():
+        remedy = f"It is needed by {NEEDED_BY[extra]}. Run pip install 'moe-runtime[{extra}]'"
+        for name in names:
+            packages[name] = _ask(_package, name, "", remedy)
+    return packages
 
 
 def _ask(question: Callable[..., str], *args) -> str:
@@ -162,10 +153,11 @@ def _ask(question: Callable[..., str], *args) -> str:
     try:
         return question(*args)
     except Exception as error:
-        return f"unknown: {_first_line(error)}"
+        return f"unknown: {first_line(error)}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its type if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -173,9 +165,10 @@ def _version(name: str) -> str:
     """Return the version of a package, for triton under any of its names; raises
     PackageNotFoundError.
     """
-    for one in TRITONS if name == "triton" else ():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(one)
+    if name == "triton":
+        for one in TRITONS:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(one)
     return importlib.metadata.version(name)
 
 
@@ -183,20 +176,19 @@ def _package(name: str, spec: str, remedy: str) -> str:
     """Return a package's version, with the fix if it is unsupported; `remedy` is the fix if it is
     missing.
     """
+    reason = "no version"
+    version = None
     try:
         version = _version(name)
     except importlib.metadata.PackageNotFoundError:
         return f"missing. {remedy}"
     except Exception as error:
-        return (
-            f"unreadable ({_first_line(error)}). Run pip install --force-reinstall '{name}{spec}'"
-        )
+        reason = first_line(error)
     if not isinstance(version, str):
-        return f"unreadable (no version). Run pip install --force-reinstall '{name}{spec}'"
+        return f"unreadable ({reason}). Run pip install --force-reinstall '{name}{spec}'"
     from packaging.specifiers import SpecifierSet
 
-    fits = SpecifierSet(spec).contains(version, prereleases=True)
-    if fits:
+    if SpecifierSet(spec).contains(version, prereleases=True):
         return version
     return f"{version}, but {spec} is required. Run pip install -U '{name}{spec}'"
 
@@ -208,7 +200,7 @@ def _compiler() -> str:
     try:
         command, version = build.find_compiler()
     except build.BuildError as error:
-        return f"none: {_first_line(error)}. Only python -m moe_runtime.native.build cpu needs one"
+        return f"none: {first_line(error)}. Only python -m moe_runtime.native.build cpu needs one"
     return f"{shlex.join(command)}: {version}"
 
 
@@ -217,14 +209,16 @@ def _library(name: str) -> str:
     try:
         from moe_runtime.native import library
     except ImportError as error:
-        return f"none: {_first_line(error)}"
+        return f"none: {first_line(error)}"
     return getattr(library, name).describe()
 
 
 def _driver_version() -> int | None:
     """Return the major version of the NVIDIA driver."""
-    found = re.search(r"Module.*?\s(\d+)\.\d+", NVIDIA.read_text()) if NVIDIA.is_file() else None
-    return int(found[1]) if found else None
+    if not NVIDIA.is_file():
+        return None
+    match = re.search(r"Module.*?\s(\d+)\.\d+", NVIDIA.read_text())
+    return int(match[1]) if match else None
 
 
 def _driver() -> str:
@@ -251,17 +245,19 @@ def _is_hidden() -> bool:
 
 def _devices(torch) -> dict[str, str]:
     """Return name -> description of the devices that torch sees."""
-    counts = {"core": os.cpu_count(), "thread": torch.get_num_threads()}
-    found = {
-        "cpu": ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
-    }
+    counts = []
+    for count, what in ((os.cpu_count(), "core"), (torch.get_num_threads(), "thread")):
+        counts.append(f"{count} {what}{'s' * (count != 1)}")
+    devices = {"cpu": ", ".join(counts)}
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        found[f"cuda:{i}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory >> 30} GiB"
-    if len(found) > 1:
-        return found
-    why = f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}" if _is_hidden() else ""
-    return found | {"cuda": f"none: {why or 'torch.cuda.is_available() is False'}"}
+        devices[f"cuda:{i}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory >> 30} GiB"
+    if len(devices) == 1:
+        why = "torch.cuda.is_available() is False"
+        if _is_hidden():
+            why = f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}"
+        devices["cuda"] = f"none: {why}"
+    return devices
 
 
 def _cache() -> Path | None:
@@ -279,7 +275,7 @@ def _launch_configs() -> str:
 
         from moe_runtime.kernels import tiles  # imports triton
     except ImportError as error:
-        return f"none: {_first_line(error)}"
+        return f"none: {first_line(error)}"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         path = tiles.tuned_path()
@@ -287,10 +283,11 @@ def _launch_configs() -> str:
         return f"built in; {error}"
     try:
         count = len(tiles.read_tuned().get(tiles.device_name(device), {}))
-        if path.is_file() and (why := tiles.refused(path)):
-            return f"error: {why}"
+        why = path.is_file() and tiles.refused(path)
     except ValueError as error:
-        return f"error: {error}"
+        why = error
+    if why:
+        return f"error: {why}"
     if count:
         return f"{path}: {count} measured here"
     return f"built in; {path} has none for this device"
@@ -299,10 +296,8 @@ def _launch_configs() -> str:
 def _backends(torch) -> dict[str, str]:
     from moe_runtime import backends
 
-    return {
-        op: _ask(explain, op, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        for op in backends.OPS
-    }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {op: _ask(explain, op, device) for op in backends.OPS}
 
 
 def explain(op: str, device) -> str:
@@ -315,120 +310,108 @@ def explain(op: str, device) -> str:
         chosen = backends.pick(op, torch.empty(0, device=device))
     except ValueError as error:
         return f"error: {error}"
-    others = [other for other in backends.BACKENDS if other not in (chosen, "torch")]
-    reasons = [
-        f"not {other}: {why}" for other in others if (why := backends.why_not(other, op, device))
-    ]
-    # few ops have one or benefit from it
-    reasons = [reason for reason in reasons if "has no cpp kernel" not in reason]
-    if chosen == "triton" and backends.why_not("cuda", op, device) is None:
-        reasons.append("cuda on request: not measured to be faster here")
-    return "; ".join([chosen, *reasons])
+    parts = [chosen]
+    for other in backends.BACKENDS:
+        if other in (chosen, "torch"):
+            continue
+        why = backends.why_not(other, op, device)
+        if why is None:
+            if (chosen, other) == ("triton", "cuda"):
+                parts.append("cuda on request: not measured to be faster here")
+        elif "has no cpp kernel" not in why:  # few ops have one or benefit from it
+            parts.append(f"not {other}: {why}")
+    return "; ".join(parts)
 
 
 def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
     """Yield (part, problem with its fix)."""
-    for name, text in ((name, found["packages"][name]) for name in SUPPORTED):
+    for name in SUPPORTED:
+        text = found["packages"][name]
         if ". " in text:
             yield name, f"{name} is {text}"
     if torch is None:
-        yield (
-            "torch",
-            (
-                f"torch cannot be imported: {reason}. Run pip install --force-reinstall "
-                f"'torch{SUPPORTED['torch']}'"
-            ),
-        )
+        remedy = f"Run pip install --force-reinstall 'torch{SUPPORTED['torch']}'"
+        yield "torch", f"torch cannot be imported: {reason}. {remedy}"
     else:
         yield from _device_problems(torch)
         yield from _numpy_problems(torch)
-    if (text := found["settings"]["launch configs"]).startswith("error: "):
+    text = found["settings"]["launch configs"]
+    if text.startswith("error: "):
         text = text.removeprefix("error: ")
-        yield (
-            "launch configs",
-            text if " is refused: " in text else f"{text}. Remove it and rerun moe-runtime tune",
-        )
-    for row in ("cuda library", "cpu library"):
-        if any(words in found["system"][row] for words in ("rebuild it", " is refused: ")):
-            yield row, found["system"][row].removeprefix("none: ")
-    why = found["system"]["cpu library"]
+        if " is refused: " not in text:
+            text = f"{text}. Remove it and rerun moe-runtime tune"
+        yield "launch configs", text
     is_torch = found["backends"].get("moe_mlp", "").startswith("torch")
-    is_left = why.startswith("none: ") and "rebuild it" not in why and " is refused: " not in why
-    if is_torch and is_left and not os.environ.get("MOE_RUNTIME_BACKEND"):
-        yield (
-            "cpu library",
-            f"experts run in PyTorch, which is slower: {why.removeprefix('none: ')}",
-        )
-    failed = [
-        text.removeprefix("error: ")
-        for text in found["backends"].values()
-        if text.startswith("error: ")
-    ]
+    is_slow = is_torch and not os.environ.get("MOE_RUNTIME_BACKEND")
+    for row in ("cuda library", "cpu library"):
+        text = found["system"][row]
+        why = text.removeprefix("none: ")
+        if "rebuild it" in text or " is refused: " in text:
+            yield row, why
+        elif row == "cpu library" and text != why and is_slow:
+            yield row, f"experts run in PyTorch, which is slower: {why}"
+    failed = []
+    for text in found["backends"].values():
+        if text.startswith("error: "):
+            failed.append(text.removeprefix("error: "))
     if failed:
-        more = f" (and {len(failed) - 1} more ops)" if len(failed) > 1 else ""
-        yield (
-            "MOE_RUNTIME_BACKEND",
-            f"{failed[0]}{more}. Unset MOE_RUNTIME_BACKEND or set another one",
-        )
-    if (asked := os.environ.get("XDG_CACHE_HOME")) and not Path(asked).is_absolute():
-        text = f"XDG_CACHE_HOME is {asked!r}, which is ignored because it is a relative path"
+        more = ""
+        if len(failed) > 1:
+            more = f" (and {len(failed) - 1} more ops)"
+        name = "MOE_RUNTIME_BACKEND"
+        yield name, f"{failed[0]}{more}. Unset {name} or set another one"
+    home = os.environ.get("XDG_CACHE_HOME")
+    if home and not os.path.isabs(home):
+        text = f"XDG_CACHE_HOME is {home!r}, which is ignored because it is a relative path"
         yield "XDG_CACHE_HOME", f"{text}. Run export XDG_CACHE_HOME=FOLDER with a full path"
     triton = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton")
     yield from _cache_problems("cache", _cache(), "XDG_CACHE_HOME")
-    yield from _cache_problems(
-        "triton's cache", None if triton[0] == "~" else Path(triton), "TRITON_CACHE_DIR"
-    )
+    folder = None
+    if triton[0] != "~":
+        folder = Path(triton)
+    yield from _cache_problems("triton's cache", folder, "TRITON_CACHE_DIR")
 
 
 def _device_problems(torch) -> Iterator[tuple[str, str]]:
     """Yield what prevents an existing GPU from being used."""
     available = torch.cuda.is_available()
-    cuda = torch.version.cuda
-    if os.environ.get("TRITON_INTERPRET") == "1" and (available or _has_gpu()):
-        text = (
-            "TRITON_INTERPRET is 1, so kernels are interpreted although there is a GPU. Unset "
-            "TRITON_INTERPRET"
-        )
-        yield "TRITON_INTERPRET", text
-    if (
-        available
-        and torch.cuda.get_device_capability()[0] == 10
-        and "tcgen05" in miscompiled().get("sm_100", "")
-    ):
-        text = (
-            f"triton is {_version('triton')}, which omits a fence on this GPU: results may differ "
-            "from run to run"
-        )
-        yield "triton", f"{text}. Run pip install -U 'torch>=2.12', which depends on a newer one"
-    if available or not _has_gpu() or _is_hidden():
+    has_gpu = available or _has_gpu()
+    if has_gpu and os.environ.get("TRITON_INTERPRET") == "1":
+        text = "TRITON_INTERPRET is 1, so kernels are interpreted although there is a GPU"
+        yield "TRITON_INTERPRET", f"{text}. Unset TRITON_INTERPRET"
+    is_unfenced = "tcgen05" in miscompiled().get("sm_100", "")
+    if available and torch.cuda.get_device_capability()[0] == 10 and is_unfenced:
+        text = f"triton is {_version('triton')}, which omits a fence on this GPU"
+        remedy = "Run pip install -U 'torch>=2.12', which depends on a newer one"
+        yield "triton", f"{text}: results may differ from run to run. {remedy}"
+    if available or not has_gpu or _is_hidden():
         return
+    cuda = torch.version.cuda
     driver = _driver_version()
     needed = DRIVERS.get(int((cuda or "0").split(".")[0]), 0)
     if cuda is None and torch.version.hip is None:
         text = f"torch {torch.__version__} is a build without CUDA, but there is an NVIDIA GPU"
         yield "devices", f"{text}. Install the CUDA build as described on pytorch.org"
     elif driver is not None and driver < needed:
-        text = (
-            f"driver is {driver}, but torch is built with CUDA {cuda}, which requires {needed} or "
-            "newer"
-        )
-        yield "driver", f"{text}. Update the driver, or install torch for an older CUDA"
+        text = f"driver is {driver}, but torch is built with CUDA {cuda}, which requires {needed}"
+        remedy = "Update the driver, or install torch for an older CUDA"
+        yield "driver", f"{text} or newer. {remedy}"
     else:
         text = "torch.cuda.is_available() is False, but there is an NVIDIA GPU"
-        yield (
-            "devices",
-            f"{text}. Check the driver with nvidia-smi, and start containers with --gpus all",
-        )
+        remedy = "Check the driver with nvidia-smi, and start containers with --gpus all"
+        yield "devices", f"{text}. {remedy}"
 
 
 def _numpy_problems(torch) -> Iterator[tuple[str, str]]:
     """Yield incompatibilities of numpy, torch and Triton's interpreter."""
+    text = None
     try:
         torch.zeros(1).numpy()
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            text = interpreter_problem()
     except Exception as error:
-        yield "numpy", f"torch cannot use numpy ({_first_line(error)}). Run pip install -U numpy"
-        return
-    if os.environ.get("TRITON_INTERPRET") == "1" and (text := interpreter_problem()):
+        text = f"torch cannot use numpy ({first_line(error)}). Run pip install -U numpy"
+    if text:
         yield "numpy", text
 
 
@@ -452,30 +435,30 @@ def miscompiled() -> dict[str, str]:
     """Return what the installed Triton is known to compile wrongly, by GPU, and what it means for
     our kernels.
     """
-    found = {}
+    bugs: dict[str, list[str]] = {}
     with contextlib.suppress(Exception):
         for end, gpu, what in MISCOMPILED:
             if _numbers("triton") < end:
-                found[gpu] = f"{found[gpu]}; {what}" if gpu in found else what
-    return found or {"all": "nothing known for this version"}
+                bugs.setdefault(gpu, []).append(what)
+    if not bugs:
+        return {"all": "nothing known for this version"}
+    return {gpu: "; ".join(texts) for gpu, texts in bugs.items()}
 
 
 def _cache_problems(name: str, folder: Path | None, variable: str) -> Iterator[tuple[str, str]]:
     """Yield the problem of a cache folder that cannot be written, or that other users can write."""
     from moe_runtime.io.files import untrusted
 
-    try:
-        there = folder and next(
-            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-        )
-        writable = there and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    except OSError:  # a parent folder may not be readable
-        writable = False
-    if writable and folder.exists() and (why := untrusted(folder)):
+    remedy = f"Run export {variable}=FOLDER with a writable folder"
+    if folder is None:
+        yield name, f"{name} has no folder, as this user has no home. {remedy}"
+        return
+    is_writable = False
+    with contextlib.suppress(OSError):  # a parent folder may not be readable
+        whole = folder.absolute()
+        nearest = next(path for path in (whole, *whole.parents) if path.exists())
+        is_writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    if not is_writable:
+        yield name, f"{name} is {folder}, which cannot be written. {remedy}"
+    elif folder.exists() and (why := untrusted(folder)):
         yield name, why.replace("XDG_CACHE_HOME", variable)
-    elif not writable:
-        if folder:
-            what = f"is {folder}, which cannot be written"
-        else:
-            what = "has no folder, as this user has no home"
-        yield name, f"{name} {what}. Run export {variable}=FOLDER with a writable folder"

@@ -3,7 +3,7 @@
 The XFT ones are those of its paper, or assumed where the paper gives no number of experts.
 """
 
-from moe_runtime.config import Layer
+from moe_runtime.config import Layer, check_choice
 
 LAYERS = {
     "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
@@ -15,3 +15,16 @@ LAYERS = {
     "OLMoE": Layer(2048, 1024, 64, 8),
     "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
 }
+
+
+def find_layers(names: str) -> dict[str, Layer]:
+    """Return the layers of comma-separated names, in any case, or of all."""
+    if names.lower() == "all":
+        return dict(LAYERS)
+    known = {name.lower(): name for name in LAYERS}
+    layers = {}
+    for part in names.split(","):
+        name = part.strip().lower()
+        check_choice("shape", name, (*known, "all"))
+        layers[known[name]] = LAYERS[known[name]]
+    return layers

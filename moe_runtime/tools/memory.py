@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_runtime.config import SHARED_GATES, check_choice, check_positive
@@ -95,7 +95,7 @@ class _Ledger(TorchDispatchMode):
     Those of `known` tensors are not counted.
     """
 
-    def __init__(self, known: Sequence[torch.Tensor], backend: str, head: nn.Module | None):
+    def __init__(self, known: Sequence[Tensor], backend: str, head: nn.Module | None):
         super().__init__()
         self.live = {tensor.untyped_storage()._cdata: (0, "") for tensor in known}
         self.by_kind = {}
@@ -120,7 +120,7 @@ class _Ledger(TorchDispatchMode):
         self.active = max(self.active, now - self.gradients)
         return out
 
-    def add_gradient(self, parameter: torch.Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         """Count the storage of `parameter.grad` as a gradient, once."""
         self.gradients += nbytes(parameter)
 
@@ -179,7 +179,7 @@ class Call(NamedTuple):
     Z: int  # width of the first product: 2 I if gated
 
     @property
-    def x(self) -> torch.Tensor:
+    def x(self) -> Tensor:
         """The tokens, [T, H]."""
         return self.arguments["x"]
 
@@ -207,7 +207,16 @@ def call_of(func, args: Sequence) -> Call | None:
     weight = arguments.get("topk_weight")
     K = arguments["top_k"] if weight is None else weight.shape[-1]
     I = Z // (1 + arguments["gated"])
-    return Call(name, arguments, T, H, I, E, K, Z)
+    return Call(
+        name,
+        arguments,
+        T,
+        H,
+        I,
+        E,
+        K,
+        Z,
+    )
 
 
 def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
@@ -237,7 +246,11 @@ def _torch_scratch(call: Call, backend: str) -> tuple[int, dict[str, int]]:
     group = min(R - shared, max(average, GROUP_ELEMENTS // max(call.Z, call.H)))
     widest = max(group, shared)
     size = call.x.element_size()
-    lasting = {"y": size * R * call.H, "x": size * group * call.H, "h": size * widest * call.I}
+    lasting = {
+        "y": size * R * call.H,
+        "x": size * group * call.H,
+        "h": size * widest * call.I,
+    }
     if not call.is_backward:
         return 0, lasting
     lasting["dy"] = size * group * call.H
@@ -266,7 +279,16 @@ def _one_call_scratch(call: Call) -> dict[str, int]:
     name, arguments, T, H, I, E, K, _ = call
     dtype = call.x.dtype
     if name in ("moe_mlp", "moe_layer"):
-        return {"one call": moe_mlp_cpp.one_call_bytes(dtype, T, H, I, E, K)}
+        return {
+            "one call": moe_mlp_cpp.one_call_bytes(
+                dtype,
+                T,
+                H,
+                I,
+                E,
+                K,
+            )
+        }
     has_bias = arguments.get("up_bias") is not None or arguments.get("down_bias") is not None
     if name not in ("moe_mlp_backward", "moe_layer_backward") or has_bias:
         return {}
@@ -275,7 +297,15 @@ def _one_call_scratch(call: Call) -> dict[str, int]:
     rows = (ctypes.c_int32 * (E + 1))(*offsets)
     recompute = arguments["z"].shape[0] == 0
     size = moe_mlp_cpp.one_call_back_bytes(
-        dtype, int(arguments["gated"]), ctypes.addressof(rows), T, H, I, E, K, recompute
+        dtype,
+        int(arguments["gated"]),
+        ctypes.addressof(rows),
+        T,
+        H,
+        I,
+        E,
+        K,
+        recompute,
     )
     return {"one call": size}
 
@@ -311,14 +341,17 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
             return baseline.add_lora(model, rank, 2.0)
         peft = require("peft")
         config = peft.LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
         return peft.get_peft_model(model, config)
 
 
 def _give_shapes(model: nn.Module) -> None:
     """Replace a model's tensors by fake ones on the CPU, in place, under FakeTensorMode."""
-    fakes: dict[int, torch.Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
@@ -329,15 +362,20 @@ def _give_shapes(model: nn.Module) -> None:
                 tensors[name] = fakes[id(old)]
 
 
-def _fake(old: torch.Tensor) -> torch.Tensor:
+def _fake(old: Tensor) -> Tensor:
     """Return an empty tensor like `old` on the CPU, a parameter for a parameter."""
-    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+    new = torch.empty_strided(
+        old.shape,
+        old.stride(),
+        dtype=old.dtype,
+        device="cpu",
+    )
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, old.requires_grad)
     return new
 
 
-def causal_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
+def causal_batch(batch: int, length: int) -> dict[str, Tensor]:
     """Return the inputs of a step on `batch` examples of `length` tokens, without padding."""
     check_positive("batch", batch)
     check_positive("length", length)
@@ -393,7 +431,12 @@ def step_of(
             saved[OTHER] = saved.get(OTHER, 0) - before
             loss.backward()
     saved = {kind: size for kind, size in saved.items() if size}
-    return Step(saved, ledger.peak, sum(map(nbytes, trained)), ledger.active)
+    return Step(
+        saved,
+        ledger.peak,
+        sum(map(nbytes, trained)),
+        ledger.active,
+    )
 
 
 def checkpoint(model: nn.Module) -> None:
@@ -405,12 +448,12 @@ def checkpoint(model: nn.Module) -> None:
     enable({"use_reentrant": False})
 
 
-def nbytes(tensor: torch.Tensor) -> int:
+def nbytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, whatever device they are on."""
     return tensor.numel() * tensor.element_size()
 
 
-def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
+def optimizer_bytes(parameters: Sequence[Tensor], optimizer: str) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and of its temporaries in a step.
 
     adamw is torch's fused AdamW, adamw_torch the one that updates all parameters at once (the
@@ -430,7 +473,7 @@ def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple
     return 2 * size + 4 * len(parameters), temporary
 
 
-def _state_of_8bit(parameters: Sequence[torch.Tensor]) -> int:
+def _state_of_8bit(parameters: Sequence[Tensor]) -> int:
     """Return the bytes of AdamW8bit's state; small parameters stay in float32."""
     state = 0
     maps = 0
@@ -444,7 +487,7 @@ def _state_of_8bit(parameters: Sequence[torch.Tensor]) -> int:
     return state + maps
 
 
-def _state_of_adafactor(parameters: Sequence[torch.Tensor]) -> int:
+def _state_of_adafactor(parameters: Sequence[Tensor]) -> int:
     """Return the bytes of Adafactor's state: rows and columns of matrices, all of vectors."""
     state = 0
     for p in parameters:

@@ -23,7 +23,7 @@ state at the memory's.
 import math
 from typing import NamedTuple
 
-import torch
+from torch import nn
 
 from moe_runtime.hf.dropin import experts as dropin
 from moe_runtime.modules.moe import MoE
@@ -83,7 +83,7 @@ class Share(NamedTuple):
         return sum(self)
 
 
-def shapes_of(model: torch.nn.Module, tokens: int, size: int) -> Shapes:
+def shapes_of(model: nn.Module, tokens: int, size: int) -> Shapes:
     """Return the shapes of a model for micro-batches of `tokens` tokens of elements of `size`
     bytes.
     """
@@ -111,7 +111,16 @@ def shapes_of(model: torch.nn.Module, tokens: int, size: int) -> Shapes:
     share = sum(map(memory.nbytes, memory.stacks_of(model))) / max(weights, 1)
     outside = weights - sum(blocks)
     rows = tokens * K * H * size
-    return Shapes(weights, max(blocks), len(blocks), outside, share, layers, rows, K / E)
+    return Shapes(
+        weights,
+        max(blocks),
+        len(blocks),
+        outside,
+        share,
+        layers,
+        rows,
+        K / E,
+    )
 
 
 def share_of(
@@ -129,10 +138,18 @@ def share_of(
         kept = 1 - shapes.expert_share * (1 - 1 / gpus)
         parts = [math.ceil(kept * size) for size in (weights, found.gradients, found.optimizer)]
         buckets = (1 - shapes.expert_share) * found.gradients
-        return Share(*parts, active, math.ceil(buckets) + 2 * shapes.row_bytes if gpus > 1 else 0)
+        return Share(
+            *parts,
+            active,
+            math.ceil(buckets) + 2 * shapes.row_bytes if gpus > 1 else 0,
+        )
     if engine == "ddp" or gpus == 1:
         return Share(
-            weights, found.gradients, found.optimizer, active, found.gradients if gpus > 1 else 0
+            weights,
+            found.gradients,
+            found.optimizer,
+            active,
+            found.gradients if gpus > 1 else 0,
         )
     if engine == "fsdp2":
         live = 2 * shapes.block + shapes.outside
@@ -142,7 +159,11 @@ def share_of(
         live + (shapes.block + shapes.outside) * found.gradients / max(weights, 1)
     )
     parts = [math.ceil(size / gpus) for size in (weights, found.gradients, found.optimizer)]
-    return Share(*parts, active, math.ceil(gathered))
+    return Share(
+        *parts,
+        active,
+        math.ceil(gathered),
+    )
 
 
 class Wire(NamedTuple):

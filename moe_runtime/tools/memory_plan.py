@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.training.settings import Training
@@ -33,17 +34,17 @@ NAMES = {
 }
 
 
-class Stage(NamedTuple):
+class PlannedTraining(NamedTuple):
     """One training: `make()` builds its model on the meta device, `inputs(B)` a batch."""
 
     name: str
-    make: Callable[[], torch.nn.Module]
+    make: Callable[[], nn.Module]
     inputs: Callable[[int], dict]
     training: Training
     length: int
     bf16: bool  # autocast
     runs: bool = True  # False: a baseline of a table
-    prepare: Callable[[torch.nn.Module], Any] | None = None
+    prepare: Callable[[nn.Module], Any] | None = None
     packed: str | None = None  # the format of its frozen experts
 
 
@@ -88,7 +89,7 @@ class Planner:
     """Trainings on one kind of GPU, with the engines that run them."""
 
     def __init__(
-        self, stages: Sequence[Stage], gpu: str = "H100", engines: Sequence[str] = ENGINES
+        self, stages: Sequence[PlannedTraining], gpu: str = "H100", engines: Sequence[str] = ENGINES
     ):
         check_choice("gpu", gpu, tuple(GPUS))
         self.stages = {one.name: one for one in stages}
@@ -122,7 +123,20 @@ class Planner:
             gradient_checkpointing=checkpointing,
         )
         inputs = causal_inputs(length)
-        return cls([Stage("training", make, inputs, training, length, bf16, packed=packed)], gpu)
+        return cls(
+            [
+                PlannedTraining(
+                    "training",
+                    make,
+                    inputs,
+                    training,
+                    length,
+                    bf16,
+                    packed=packed,
+                )
+            ],
+            gpu,
+        )
 
     def engines_for(self, name: str, engine: str | None, gpus: int) -> tuple[str, ...]:
         """Return the engines to compare for a stage: the requested one, or all that apply.
@@ -196,17 +210,39 @@ class Planner:
         engine, gpus, batch, checkpointing = setting
         micro = max(stage.training.batch_size // (batch * gpus), 1)
         sharded = gpus > 1 and engine in ("fsdp2", "zero3") and stage.bf16
-        counted = functools.partial(self._counted, name, batch, checkpointing, micro > 1)
+        counted = functools.partial(
+            self._counted,
+            name,
+            batch,
+            checkpointing,
+            micro > 1,
+        )
         estimate, shapes = counted(torch.float32 if sharded else None)
         compute = 1.0
         if sharded:  # weights are gathered in bfloat16, so autocast saves no casts of them
             narrow, smaller = counted(torch.bfloat16)
             estimate = estimate._replace(active=narrow.active)
             compute = smaller.weights / max(shapes.weights, 1)
-        wire = wire_of(estimate, shapes, engine, gpus, micro, compute, checkpointing)
+        wire = wire_of(
+            estimate,
+            shapes,
+            engine,
+            gpus,
+            micro,
+            compute,
+            checkpointing,
+        )
         active = estimate.parameters * (1 - shapes.expert_share * (1 - shapes.active_experts))
         tokens = micro * batch * stage.length
-        seconds = seconds_of(estimate, wire, self.gpu, gpus, tokens, round(active), engine)
+        seconds = seconds_of(
+            estimate,
+            wire,
+            self.gpu,
+            gpus,
+            tokens,
+            round(active),
+            engine,
+        )
         share = share_of(estimate, shapes, engine, gpus, compute)
         return Planned(name, setting, share, wire, seconds)
 

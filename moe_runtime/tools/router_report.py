@@ -43,7 +43,11 @@ def router_report(
         check_positive(name, value)
     out = Path(out)
     for name in FILES:
-        check_out_file(out / name, overwrite, [source, data])
+        check_out_file(
+            out / name,
+            overwrite,
+            [source, data],
+        )
     read_config(source)  # raises an error that names what is wrong with the folder
     rows = read_rows(data, answers=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,7 +56,12 @@ def router_report(
     patch(model)
     with bar("routing", "token") as update:
         batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)
-        batches = _reported(_known(model, tokenizer, batches), tokens, len(rows), update)
+        batches = _reported(
+            _known(model, tokenizer, batches),
+            tokens,
+            len(rows),
+            update,
+        )
         stats = collect_router_stats(model, batches)
     if not stats.counts.any():
         raise ValueError(f"The examples of {str(data)!r} have no tokens. Pass data with text")
@@ -65,7 +74,11 @@ def router_report(
 def _known(model, tokenizer, batches: Iterator[dict]) -> Iterator[dict]:
     """Yield the batches; raise ValueError for a token that is not in the model's vocabulary."""
     for batch in batches:
-        check_ids(model, [int(batch["input_ids"].max())], tokenizer)
+        check_ids(
+            model,
+            [int(batch["input_ids"].max())],
+            tokenizer,
+        )
         yield batch
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import socket
 import statistics
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from torch.utils import collect_env
 from triton.runtime.jit import KernelInterface
 
@@ -55,10 +57,8 @@ class ContextLost(RuntimeError):
     """A config broke the CUDA context, so nothing can run in this process anymore."""
 
     def __init__(self, tile: Tile, note: str):
-        super().__init__(
-            f"{tile} broke the CUDA context ({note}). Rerun the command, which will skip this "
-            "config"
-        )
+        remedy = "Rerun the command, which will skip this config"
+        super().__init__(f"{tile} broke the CUDA context ({note}). {remedy}")
         self.tile = tile
 
 
@@ -89,7 +89,11 @@ class Results:
             if not free or died.get("host", self.host) != self.host:
                 return
             if died:
-                self.save_broken(died["key"], died["tile"], "the process died")
+                self.save_broken(
+                    died["key"],
+                    died["tile"],
+                    "the process died",
+                )
             marker.unlink()
 
     def read(self) -> dict:
@@ -114,11 +118,22 @@ class Results:
 
         self._change(add)
 
+    def forget_broken(self) -> None:
+        """Let all configs be tried again."""
+        if "broken" in self.read():
+            self._change(lambda device: device.pop("broken"))
+
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Create a marker file that remains only if the process dies in this block."""
         name = f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}"
         marker = self.path.with_name(name)
+        trying = {
+            "key": key,
+            "tile": tile and tile._asdict(),
+            "host": self.host,
+            "pid": os.getpid(),
+        }
         with contextlib.ExitStack() as stack:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,15 +142,13 @@ class Results:
                     marker.touch()
                     stack.enter_context(files.locked(marker))
                     stack.callback(marker.unlink)
-                    trying = {
-                        "key": key,
-                        "tile": tile and tile._asdict(),
-                        "host": self.host,
-                        "pid": os.getpid(),
-                    }
                     marker.write_text(json.dumps(trying))
             except OSError as error:
-                raise Unwritten(error.errno, error.strerror, str(self.path)) from error
+                raise Unwritten(
+                    error.errno,
+                    error.strerror,
+                    str(self.path),
+                ) from error
             yield
 
     def _load(self) -> dict:
@@ -170,12 +183,13 @@ class EventTimer:
         """Call each function once, in turn; return their milliseconds."""
         pairs = []
         for function in functions:
-            pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.other.sum()  # reading leaves no dirty cache lines to write back during the call
             wait_on_gpu(self.cycles)
-            pairs[-1][0].record()
+            start.record()
             function()
-            pairs[-1][1].record()
+            end.record()
+            pairs.append((start, end))
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) for start, end in pairs]
 
@@ -188,42 +202,46 @@ def time_all(
     All but the first drop out after 3 rounds if they are slow; `seconds` limits from 5 rounds on.
     """
     times = {name: [] for name in functions}
-    left = list(functions)
+    left = dict(functions)
+    first = next(iter(functions))
     spent = 0.0
     medians = {}
     for n in range(1, rounds + 1):
-        for name, ms in zip(left, timer.round([functions[name] for name in left])):
+        for name, ms in zip(left, timer.round(left.values())):
             times[name].append(ms)
             spent += ms / 1e3
         medians = {name: statistics.median(values) for name, values in times.items()}
         if n == 3:
             limit = LOSER * min(medians.values())
-            left = left[:1] + [name for name in left[1:] if medians[name] <= limit]
+            for name in functions:
+                if name != first and medians[name] > limit:
+                    del left[name]
         if n >= 5 and spent > seconds:
             break
     return medians
 
 
-def worst_row(result: torch.Tensor, expected: torch.Tensor) -> float:
+def worst_row(result: Tensor, expected: Tensor) -> float:
     """Return the largest row error relative to the rows' root mean square norm.
 
     Tensors are [..., n] with rows of n, or [n] with rows of one number; inf for other shapes.
     """
     if result.shape != expected.shape:
-        return float("inf")
+        return math.inf
     if not expected.numel():
         return 0.0
     width = expected.shape[-1] if expected.dim() > 1 else 1
     rows = max(1, (1 << 28) // width)  # a float32 copy of everything could be too large
-    worst = []
-    norms = []
-    pairs = zip(result.reshape(-1, width).split(rows), expected.reshape(-1, width).split(rows))
-    for some, exact in pairs:
+    worst = torch.zeros((), device=expected.device)
+    total = torch.zeros((), device=expected.device)
+    for some, exact in zip(
+        result.reshape(-1, width).split(rows), expected.reshape(-1, width).split(rows)
+    ):
         exact = exact.float()
-        norms.append(exact.square().sum())
-        worst.append((some.float() - exact).square().sum(1).max())
-    mean = torch.stack(norms).sum() / (expected.numel() // width)
-    return float((torch.stack(worst).max() / mean.clamp_min(1e-30)).sqrt())
+        total += exact.square().sum()
+        worst = torch.maximum(worst, (some.float() - exact).square().sum(1).max())
+    mean = total / (expected.numel() // width)
+    return float((worst / mean.clamp_min(1e-30)).sqrt())
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
@@ -241,8 +259,16 @@ def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.dev
         "dw_down": (I, H),
     }[product]
     kernel = product.partition("_")[0]
+    is_gated = kernel == "up" and gated
     return tiles.problem_of(
-        kernel, device, getattr(torch, dtype), N, length, T * K, E, kernel == "up" and gated
+        kernel,
+        device,
+        getattr(torch, dtype),
+        N,
+        length,
+        T * K,
+        E,
+        is_gated,
     )
 
 
@@ -256,35 +282,85 @@ def runner(
     generator = torch.Generator(device).manual_seed(0)
     like = {"generator": generator, "device": device}
 
-    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(size, dtype=getattr(torch, dtype), **like).mul_(scale)
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(
+            size,
+            dtype=getattr(torch, dtype),
+            **like,
+        ).mul_(scale)
 
-    slots = torch.rand(T, E - shared, **like).topk(K - shared).indices + shared
+    slots = (
+        torch.rand(
+            T,
+            E - shared,
+            **like,
+        )
+        .topk(K - shared)
+        .indices
+        + shared
+    )
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
     # allocated here, as no kernel runs inside `compile_ahead`
     maps = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
     if product == "up":
         x = random(T, H)
-        w = random(E, Z, H, scale=H**-0.5)
-        return lambda tile: up_forward(
-            x, w, None, row_slot, maps[tile.BLOCK_M], K, "silu", gated, True, tile
+        w = random(
+            E,
+            Z,
+            H,
+            scale=H**-0.5,
         )
-    if product == "down":
-        h = random(R, I)
-        w = random(E, H, I, scale=I**-0.5)
-        return lambda tile: (grouped_gemm_forward(h, w, None, maps[tile.BLOCK_M], True, tile),)
-    if product == "dx":
-        dz = random(R, Z)
-        w = random(E, Z, H, scale=Z**-0.5)
-        return lambda tile: (grouped_gemm_forward(dz, w, None, maps[tile.BLOCK_M], False, tile),)
+        return lambda tile: up_forward(
+            x,
+            w,
+            None,
+            row_slot,
+            maps[tile.BLOCK_M],
+            K,
+            "silu",
+            gated,
+            True,
+            tile,
+        )
     if product == "dz":
         dout = random(T, H)
-        w = random(E, H, I, scale=H**-0.5)
+        w = random(
+            E,
+            H,
+            I,
+            scale=H**-0.5,
+        )
         z = random(R, Z)
         weight = torch.rand(T, K, **like)
         return lambda tile: dz_backward(
-            dout, w, None, weight, row_slot, maps[tile.BLOCK_M], z, "silu", gated, True, tile
+            dout,
+            w,
+            None,
+            weight,
+            row_slot,
+            maps[tile.BLOCK_M],
+            z,
+            "silu",
+            gated,
+            True,
+            tile,
+        )
+    if product in ("down", "dx"):
+        is_down = product == "down"
+        length = I if is_down else Z
+        rows = random(R, length)
+        w = random(E, H, I) if is_down else random(E, Z, H)
+        w.mul_(length**-0.5)
+        return lambda tile: (
+            grouped_gemm_forward(
+                rows,
+                w,
+                None,
+                maps[tile.BLOCK_M],
+                is_down,
+                tile,
+            ),
         )
     if product == "dw_up":
         dy = random(R, Z)
@@ -294,13 +370,22 @@ def runner(
         dy = random(T, H)
         x = random(R, I)
         gather = "dy"
-    return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
+    return lambda tile: (
+        weight_backward(
+            dy,
+            x,
+            row_slot,
+            offsets,
+            K,
+            gather,
+            tile,
+        ),
+    )
 
 
 def find_gpu() -> tuple[torch.device, EventTimer]:
     """Return the GPU to measure and its timer; raises ValueError without one."""
     reason = "torch.cuda.is_available() is False"
-    device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         reason = backends.why_not("triton", "moe_mlp", device)
@@ -317,8 +402,9 @@ def measure(
     `trying(tile)` is entered around each config's first run. Raises RuntimeError if the built-in
     config does not run.
     """
+    built_in = pool[0]
     notes = {}
-    good = []
+    functions = {}
     expected = None  # of the built-in config
     for tile in pool:
         result = None
@@ -328,36 +414,42 @@ def measure(
                 # the partial sums depend on BLOCK_N, but their sum does not
                 if problem.kernel == "dz":
                     result = (*result[:2], result[2].sum(1))
-                error = 0.0
-                if expected is not None:
-                    error = max(worst_row(a, b) for a, b in zip(result, expected))
+                expected = expected or result
+                error = max(worst_row(a, b) for a, b in zip(result, expected))
         except Unwritten:
             raise
         except Exception as failure:
             notes[tile] = _one_line(failure)
             _check_context(tile, notes[tile])
-            if expected is None:
+            if tile == built_in:
                 raise RuntimeError(f"The built-in config does not run: {notes[tile]}") from failure
             continue
-        if expected is None:
-            expected = result
-        if error <= TOLERANCE[problem.dtype]:  # false for NaN
-            good.append(tile)
+        if tile == built_in or error <= TOLERANCE[problem.dtype]:  # false for NaN
+            functions[tile] = functools.partial(run, tile)
         else:
             notes[tile] = f"wrong result: the error of a row is {error:.1e}"
-    expected = result = None  # frees their memory
-    functions = {tile: functools.partial(run, tile) for tile in good}
+    del expected, result  # frees their memory
     times = time_all(functions, timer, ROUNDS, SECONDS)
-    built_in = pool[0]
-    best = min(good, key=times.get)
+    best = min(functions, key=times.get)
     if times[best] > times[built_in] * (1 - GAIN):
         best = built_in
     tried = []
     for tile in pool:
         note = notes.get(tile, "")
-        tried.append({"tile": tile._asdict(), "ms": times.get(tile), "note": note})
+        tried.append(
+            {
+                "tile": tile._asdict(),
+                "ms": times.get(tile),
+                "note": note,
+            }
+        )
     table = {"tile": built_in._asdict(), "ms": times[built_in]}
-    return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
+    return {
+        "tile": best._asdict(),
+        "ms": times[best],
+        "table": table,
+        "candidates": tried,
+    }
 
 
 @contextlib.contextmanager
@@ -383,7 +475,11 @@ def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
     launch = KernelInterface.__getitem__
-    workers = min(len(pool), os.cpu_count() or 1, 8)
+    workers = min(
+        len(pool),
+        os.cpu_count() or 1,
+        8,
+    )
     try:
         with (
             ThreadPoolExecutor(workers) as threads,
@@ -418,11 +514,11 @@ def _check_context(tile: Tile, note: str) -> None:
 
 def _one_line(error: BaseException) -> str:
     name = type(error).__name__
-    text = str(error).strip()
-    return f"{name}: {one_line(text.splitlines()[0], 200)}" if text else name
+    text = str(error).strip().partition("\n")[0]
+    return f"{name}: {one_line(text, 200)}" if text else name
 
 
-class Step(NamedTuple):
+class Outcome(NamedTuple):
     """The outcome of a problem: measured, kept (from the file), failed, or left for later."""
 
     state: str
@@ -434,10 +530,9 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         if self.entry is None:
-            return f"{self.title}: {self.state}{', ' if self.note else ''}{self.note}"
+            return ", ".join(filter(None, (f"{self.title}: {self.state}", self.note)))
         tile = Tile(**self.entry["tile"]).short()
-        table = self.entry["table"]["ms"]
-        times = f"{self.entry['ms']:.3f} ms; built in {table:.3f} ms"
+        times = f"{self.entry['ms']:.3f} ms; built in {self.entry['table']['ms']:.3f} ms"
         return f"{self.title}: {tile}, {times} ({self.state})"
 
 
@@ -449,7 +544,7 @@ def tune(
     *,
     again: bool = False,
     seconds: float | None = None,
-) -> Iterator[Step]:
+) -> Iterator[Outcome]:
     """Measure every problem of `layers` with `tokens` in `dtypes`, one step each.
 
     The file is `path`, or the one that the kernels read. Problems that are already in the file are
@@ -460,20 +555,23 @@ def tune(
         layer.check()
     device, timer = find_gpu()
     results = Results(path or tiles.tuned_path(), tiles.device_name(device))
-    if again and "broken" in results.read():  # these are tried again
-        results._change(lambda device: device.pop("broken"))
-    begin = time.monotonic()
+    if again:
+        results.forget_broken()
     done = {} if again else results.read()["tiles"]
+    begin = time.monotonic()
     todo = {}  # key -> what to run; layers and tokens may share problems
     for T, dtype, (name, layer), product in itertools.product(
-        tokens, dtypes, layers.items(), PRODUCTS
+        tokens,
+        dtypes,
+        layers.items(),
+        PRODUCTS,
     ):
-        problem = problem_of(product, layer, T, dtype, device)
-        title = f"{name}, {T} tokens, {dtype}: {product}"
         work = (product, layer, T, dtype, device)
+        problem = problem_of(*work)
+        title = f"{name}, {T} tokens, {dtype}: {product}"
         todo.setdefault(problem.key(), (problem, title, work))
     for n, (key, (problem, title, work)) in enumerate(todo.items(), 1):
-        step = Step("failed", title, n, len(todo))
+        step = Outcome("failed", title, n, len(todo))
         if key in done:
             yield step._replace(state="kept", entry=done[key])
         elif seconds is not None and time.monotonic() - begin > seconds:
@@ -482,10 +580,11 @@ def tune(
             yield _measured(step, results, timer, problem, work)
 
 
-def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple) -> Step:
+def _measured(step: Outcome, results: Results, timer, problem: Problem, work: tuple) -> Outcome:
     """Measure one problem and save its entry; return `step` with it, or with what failed."""
-    trying = functools.partial(results.trying, problem.key())
-    broken = results.broken(problem.key())
+    key = problem.key()
+    trying = functools.partial(results.trying, key)
+    broken = results.broken(key)
     pool = [tile for tile in candidates(problem) if tile not in broken]
     if tiles.heuristic(problem) not in pool:
         return step._replace(
@@ -497,9 +596,14 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
             with trying(None):
                 compile_ahead(run, pool)
         entry = measure(run, problem, pool, timer, trying)
-    except (ContextLost, Unwritten) as lost:
-        if isinstance(lost, ContextLost):
-            results.save_broken(problem.key(), lost.tile._asdict(), str(lost))
+    except ContextLost as lost:
+        results.save_broken(
+            key,
+            lost.tile._asdict(),
+            str(lost),
+        )
+        raise
+    except Unwritten:
         raise
     except Exception as failure:  # out of memory, or the built-in config does not run on this GPU
         return step._replace(note=_one_line(failure))
@@ -510,7 +614,7 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
                 torch.cuda.empty_cache()
     _, layer, T, dtype, _ = work
     about = {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions()
-    results.save(problem.key(), entry | about)
+    results.save(key, entry | about)
     return step._replace(state="measured", entry=entry)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime import backends
 from moe_runtime.ops._torch_private import TorchDispatchMode
@@ -85,7 +85,11 @@ def warmup(
         major, minor = torch.cuda.get_device_capability()
         arch = 10 * major + minor
     launches = record(model, tokens, backward, arch)
-    return _compile_all(launches, arch, processes or os.cpu_count() or 1)
+    return _compile_all(
+        launches,
+        arch,
+        processes or os.cpu_count() or 1,
+    )
 
 
 def _problem(arch: int | None) -> str | None:
@@ -96,7 +100,11 @@ def _problem(arch: int | None) -> str | None:
         return None if importlib.util.find_spec("triton") else "triton is not installed"
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is False"
-    return backends.why_not("triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device()))
+    return backends.why_not(
+        "triton",
+        "moe_mlp",
+        torch.device("cuda", torch.cuda.current_device()),
+    )
 
 
 def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> list[dict]:
@@ -154,13 +162,22 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
                 name = name.removesuffix(".base_layer")
             values = [getattr(module.config, field, None) for field in TOP_K]
             top_k = next(value for value in values if value)
-            layers[name] = _Layer(model.get_submodule(name), module.config.hidden_size, top_k)
+            layers[name] = _Layer(
+                model.get_submodule(name),
+                module.config.hidden_size,
+                top_k,
+            )
     return layers
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
     """Return a tensor or parameter like this one on the meta device, with its attributes."""
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    meta = torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="meta",
+    )
     if isinstance(tensor, nn.Parameter):
         meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
     vars(meta).update(vars(tensor))
@@ -179,13 +196,16 @@ def _run(layer: _Layer, T: int, backward: bool) -> None:
         out.sum().backward()
 
 
-def _inputs(
-    layer: _Layer, T: int, dtype: torch.dtype, requires_grad: bool
-) -> tuple[torch.Tensor, ...]:
+def _inputs(layer: _Layer, T: int, dtype: torch.dtype, requires_grad: bool) -> tuple[Tensor, ...]:
     floats = {"dtype": dtype, "device": "meta", "requires_grad": requires_grad}
     if layer.top_k is None:
         return (torch.empty(1, T, layer.hidden_size, **floats),)
-    idx = torch.empty(T, layer.top_k, dtype=torch.int64, device="meta")
+    idx = torch.empty(
+        T,
+        layer.top_k,
+        dtype=torch.int64,
+        device="meta",
+    )
     return torch.empty(T, layer.hidden_size, **floats), idx, torch.empty(T, layer.top_k, **floats)
 
 
@@ -206,7 +226,7 @@ def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
-    def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
+    def choose(op: str, x: Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
         if backend is not None:
             return backend
         has_kernel = op in backends.TRITON_OPS and x.dtype != torch.float64
@@ -219,7 +239,12 @@ def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in changed:
-            stack.callback(setattr, owner, attribute, getattr(owner, attribute))
+            stack.callback(
+                setattr,
+                owner,
+                attribute,
+                getattr(owner, attribute),
+            )
             setattr(owner, attribute, value)
         for kernel, function in kernels().items():
             stack.callback(vars(function).pop, "run", None)
@@ -263,7 +288,7 @@ def _note(variants: dict[str, dict], kernel: str, function, *args, grid, warmup,
 
 def _describe(value):
     """Return an argument as JSON holds it: a tensor by its dtype, as its memory is aligned."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch.")}
     if hasattr(value, "block_shape"):
         return {
@@ -274,7 +299,10 @@ def _describe(value):
         }
     if hasattr(value, "_fields"):
         group = f"{type(value).__module__}.{type(value).__name__}"
-        return {"group": group, "members": [*map(_describe, value)]}
+        return {
+            "group": group,
+            "members": [*map(_describe, value)],
+        }
     if isinstance(value, tuple):
         return {"tuple": [*map(_describe, value)]}
     return value
@@ -312,7 +340,12 @@ def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
         for part in pool.map(lambda part: _compile_part(part, arch), parts):
             states += part
     failed = tuple(state for state in states if state not in ("compiled", "cached"))
-    done = Warmup(len(launches), states.count("compiled"), states.count("cached"), failed)
+    done = Warmup(
+        len(launches),
+        states.count("compiled"),
+        states.count("cached"),
+        failed,
+    )
     seconds = time.monotonic() - began
     print(
         f"moe_runtime.warmup: {done.compiled} compiled, {done.cached} already cached, "
@@ -366,11 +399,24 @@ def _restore(value):
         module, _, name = value["group"].rpartition(".")
         return getattr(importlib.import_module(module), name)(*map(_restore, value["members"]))
     if "tensor" in value:
-        return torch.empty(16, dtype=getattr(torch, value["tensor"]), device="meta")
+        return torch.empty(
+            16,
+            dtype=getattr(torch, value["tensor"]),
+            device="meta",
+        )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    base = torch.empty(16, dtype=getattr(torch, value["descriptor"]), device="meta")
-    return TensorDescriptor(base, value["shape"], value["strides"], value["block"])
+    base = torch.empty(
+        16,
+        dtype=getattr(torch, value["descriptor"]),
+        device="meta",
+    )
+    return TensorDescriptor(
+        base,
+        value["shape"],
+        value["strides"],
+        value["block"],
+    )
 
 
 def compile_one(launch: dict) -> str:
@@ -381,7 +427,11 @@ def compile_one(launch: dict) -> str:
     knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
     arguments = {name: _restore(value) for name, value in launch["arguments"].items()}
     try:
-        kernels()[launch["kernel"]].warmup(**arguments, grid=(1,), **launch["options"])
+        kernels()[launch["kernel"]].warmup(
+            **arguments,
+            grid=(1,),
+            **launch["options"],
+        )
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"{launch['kernel']}: {type(error).__name__}: {lines[-1]}"

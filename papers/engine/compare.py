@@ -83,9 +83,7 @@ def compare(
     if reference not in losses:
         raise ValueError(f"reference must be one of {', '.join(losses)}, but got {reference!r}")
     check_fraction("level", level, zero=False, one=False)
-    arrays = {}
-    for name, rows in losses.items():
-        arrays[name] = np.asarray(rows, dtype=np.float64)
+    arrays = {name: np.asarray(rows, dtype=np.float64) for name, rows in losses.items()}
     shape = arrays[reference].shape
     weight = np.ones(shape[1:]) if tokens is None else np.asarray(tokens, dtype=np.float64)
     shapes = {array.shape for array in arrays.values()}
@@ -102,13 +100,17 @@ def compare(
             f"{weight.shape}"
         )
     weight = weight / weight.mean()
-    names = []
-    for name in losses:
-        if name != reference:
-            names.append(name)
+    names = [name for name in losses if name != reference]
     differences = []
     for name in names:
-        differences.append(_difference(weight, arrays[name], arrays[reference], level))
+        differences.append(
+            _difference(
+                weight,
+                arrays[name],
+                arrays[reference],
+                level,
+            )
+        )
     corrected = holm([p for _, _, _, p, _ in differences])
     compare = []
     for name, (mean, low, high, p, direction), q in zip(names, differences, corrected, strict=True):

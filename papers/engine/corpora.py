@@ -16,6 +16,7 @@ from them.
 """
 
 import ast
+import contextlib
 import functools
 import importlib.metadata
 import itertools
@@ -86,16 +87,13 @@ def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[st
     for module, text in standard_library_files():
         if is_held_out(module) != held_out:
             continue
-        document = []
-        size = 0
+        document = ""
         for line in text.splitlines(keepends=True):
-            if size and size + len(line) > piece:
-                documents.append("".join(document))
-                document = []
-                size = 0
-            document.append(line)
-            size += len(line)
-        documents.append("".join(document))
+            if document and len(document) + len(line) > piece:
+                documents.append(document)
+                document = ""
+            document += line
+        documents.append(document)
     return [document for document in documents if document.strip()]
 
 
@@ -207,15 +205,17 @@ def _prompt(node: Function, owner: str | None, doc: str) -> str:
     """Return the instruction; it ends in one line feed, where byte-level tokenizers always
     split.
     """
+    article = "a"
     kind = "method" if owner else "function"
-    kind = f"async {kind}" if isinstance(node, ast.AsyncFunctionDef) else kind
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    where = f" of the class {owner}" if owner else ""
-    article = "an" if kind.startswith("a") else "a"
-    return (
-        f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n"
-        f"{doc}\n"
-    )
+    if isinstance(node, ast.AsyncFunctionDef):
+        article = "an"
+        kind = f"async {kind}"
+    call = f"{node.name}({ast.unparse(node.args)})"
+    if node.returns:
+        call += f" -> {ast.unparse(node.returns)}"
+    if owner:
+        call += f" of the class {owner}"
+    return f"Write {article} Python {kind} {call}.\n{doc}\n"
 
 
 GENERATOR = 1  # version of the generated examples
@@ -266,12 +266,10 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
 def joined_rows(names: Iterable[str]) -> Pairs:
     """Return the rows of several domains in turn, until one of them runs out."""
-    return Pairs(
-        *(
-            [row for rows in zip(*part) for row in rows]
-            for part in zip(*map(domain_rows, names), strict=True)
-        )
-    )
+    parts = []
+    for of_domains in zip(*map(domain_rows, names), strict=True):
+        parts.append([*itertools.chain(*zip(*of_domains))])
+    return Pairs(*parts)
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
@@ -283,17 +281,18 @@ def domain_text(name: str, *, limit: int | None = None) -> list[str]:
         check_positive("limit", limit)
     if name == "code":
         documents = standard_library_text()
+    elif name == "prose":
+        documents = _joined(_prose()[0])
     else:
-        if name in KINDS:
-            sums = enumerate(itertools.islice(sums_of("text", False, name), 4 * SUMS))
-        else:
-            sums = ()
-        told = (
-            p.partition(" How many")[0] + " " + c if name != "arithmetic" and i % 4 else p + c
-            for i, (p, c) in sums
-        )
-        documents = _joined(_prose()[0] if name == "prose" else told)
-    return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
+        told = []
+        for i, (p, c) in enumerate(itertools.islice(sums_of("text", False, name), 4 * SUMS)):
+            if name != "arithmetic" and i % 4:
+                p = p.partition(" How many")[0] + " "
+            told.append(p + c)
+        documents = _joined(told)
+    if limit is None:
+        return documents
+    return documents[:: max(len(documents) // limit, 1)][:limit]
 
 
 def domains_key() -> list:
@@ -311,31 +310,26 @@ def _code(limit: int | None, seed: int) -> Iterator[list]:
 
 
 def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
-    known = set()
+    known: set[str] = set()
     for paragraphs in _prose():
         # two paragraphs may have the same beginning or end
-        rows = []
-        for row in map(_begun, paragraphs):
-            if known.isdisjoint(row):
-                rows.append(row)
+        rows = [*filter(known.isdisjoint, map(_begun, paragraphs))]
         known = {part for row in rows for part in row}
         random.Random(seed).shuffle(rows)
-        yield _named(rows[:limit])
+        yield named_rows(rows[:limit])
 
 
 def _sum_rows(limit: int | None, seed: int, name: str) -> Iterator[list]:
     for is_held_out in (False, True):
         sums = itertools.islice(sums_of(seed, is_held_out, name), limit or SUMS)
-        yield _named(
+        yield named_rows(
             (p, c if name == "arithmetic" else c.rpartition(". ")[0] + ".") for p, c in sums
         )
 
 
-def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    named = []
-    for prompt, completion in pairs:
-        named.append({"prompt": prompt, "completion": completion})
-    return named
+def named_rows(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Return pairs as rows with names."""
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
 
 
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
@@ -352,16 +346,14 @@ def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the paragraphs of the training and the held-out sources, without duplicates up to
     spelling.
     """
-    found: tuple[dict, dict] = {}, {}
+    parts: tuple[dict, dict] = {}, {}
     for source, text in _sources():
         for paragraph in _paragraphs(text):
-            found[is_held_out(source)].setdefault(
-                "".join(filter(str.isalnum, paragraph.lower())), paragraph
-            )
-    train, held_out = found
-    return tuple(train.values()), tuple(
-        text for bare, text in held_out.items() if bare not in train
-    )
+            bare = "".join(filter(str.isalnum, paragraph.lower()))
+            parts[is_held_out(source)].setdefault(bare, paragraph)
+    train, held_out = parts
+    fresh = (text for bare, text in held_out.items() if bare not in train)
+    return tuple(train.values()), tuple(fresh)
 
 
 def _sources() -> Iterator[tuple[str, str]]:
@@ -369,22 +361,18 @@ def _sources() -> Iterator[tuple[str, str]]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for module, text in standard_library_files():
         nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
-        yield module, "\n\n".join(doc for node in nodes if (doc := ast.get_docstring(node)))
-    try:
+        yield module, "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+    with contextlib.suppress(ImportError):  # some distributions omit it
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions omit it
-        topics = {}
-    for topic in sorted(topics):
-        yield f"topics/{topic}", topics[topic]
+
+        for topic in sorted(topics):
+            yield f"topics/{topic}", topics[topic]
     for name in DISTRIBUTIONS:
         if _version(name) is None:
             continue
         for file in sorted(importlib.metadata.files(name) or (), key=str):
-            if (
-                LICENCE.search(file.name)
-                and file.suffix not in (".py", ".pyc")
-                and (path := file.locate()).is_file()
-            ):
+            path = file.locate()
+            if LICENCE.search(file.name) and file.suffix not in (".py", ".pyc") and path.is_file():
                 yield f"{name}/{file.name}", path.read_text(encoding="utf-8", errors="ignore")
 
 
@@ -421,9 +409,7 @@ def _begun(paragraph: str) -> tuple[str, str]:
     """Split a paragraph after about a third, between sentences, or between words if it has only
     one.
     """
-    ends = []
-    for match in re.finditer(r"[.!?] (?=[A-Z])", paragraph):
-        ends.append(match.end())
+    ends = [match.end() for match in re.finditer(r"[.!?] (?=[A-Z])", paragraph)]
     ends = ends or [match.end() for match in re.finditer(" ", paragraph)]
     cut = min(ends, key=lambda end: abs(end - len(paragraph) / 3))
     return f"Continue this text.\n{paragraph[:cut].rstrip()}\n", paragraph[cut:]
@@ -433,12 +419,11 @@ def _joined(parts: Iterable[str]) -> list[str]:
     """Join parts, separated by blank lines, into documents of at least PIECE characters."""
     documents = []
     document = []
-    size = 0
     for part in parts:
         document.append(part)
-        size += len(part)
-        if size >= PIECE:
+        if sum(map(len, document)) >= PIECE:
             documents.append("\n\n".join(document))
             document = []
-            size = 0
-    return [*documents, "\n\n".join(document)] if document else documents
+    if document:
+        documents.append("\n\n".join(document))
+    return documents

@@ -27,7 +27,7 @@ from papers.engine.compare import LEVEL
 from papers.engine.corpora import SOURCES, domains_key
 from papers.engine.plots import INK, grouped, legend_below, new_figure
 from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
-from papers.engine.tables import MARKS, Entry, Report, compared, finite, over_seeds
+from papers.engine.tables import MARKS, Entry, Report, columns_of, compared, finite, over_seeds
 
 
 class Judged(NamedTuple):
@@ -61,10 +61,10 @@ def by_domain(
     losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]
 ) -> dict[str, float]:
     """Return each domain's mean loss per label token, for examples ordered by domain."""
-    means = {}
-    for domain, place in places_of(rows).items():
-        means[domain] = trainers.mean_loss(losses[place], tokens[place])
-    return means
+    return {
+        domain: trainers.mean_loss(losses[place], tokens[place])
+        for domain, place in places_of(rows).items()
+    }
 
 
 def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
@@ -83,7 +83,11 @@ def of_domain(result, domain: str):
     losses = result.losses[place]
     tokens = result.tokens[place]
     exact = result.exact and result.exact[place]
-    return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens, exact))
+    return result._replace(
+        rows={domain: len(losses)},
+        history=[],
+        **loss_of(losses, tokens, exact),
+    )
 
 
 @dataclass(kw_only=True)
@@ -103,14 +107,14 @@ class DomainReport(Report):
     def of_domains(self) -> dict[str, Report]:
         """Return the same table for each domain."""
         names = ("command", "title", "source", "settings", "seeds", "reference")
-        shared = {}
-        for name in names:
-            shared[name] = getattr(self, name)
+        shared = {name: getattr(self, name) for name in names}
         tables = {}
         for domain in self.domains:
-            tables[domain] = Report(
-                entries=[_entry_of(entry, domain) for entry in self.entries], **shared
-            )
+            entries = []
+            for entry in self.entries:
+                results = [of_domain(result, domain) for result in entry.results]
+                entries.append(Entry(entry.name, results))
+            tables[domain] = Report(entries=entries, **shared)
         return tables
 
     @property
@@ -127,58 +131,40 @@ class DomainReport(Report):
     def to_dict(self) -> dict:
         """Return the report as JSON-ready values."""
         values = super().to_dict()
+        values["rows"] = self.entries[0].results[0].rows
         for method, entry in zip(values["methods"], self.entries, strict=True):
-            method["domains"] = {
-                domain: self.domain_loss(entry.name, domain) for domain in self.domains
-            }
+            method["domains"] = {}
+            method["exact_of_domains"] = {}
+            for domain, table in self.of_domains.items():
+                method["domains"][domain] = table.entry(entry.name).loss
+                method["exact_of_domains"][domain] = table.entry(entry.name).exact
             for seed, result in zip(method["seeds"], entry.results, strict=True):
                 seed["domains"] = by_domain(result.losses, result.tokens, result.rows)
-            method["exact_of_domains"] = {
-                domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()
+        for name in ("comparisons", "exact_comparisons"):
+            values[f"{name}_of_domains"] = {
+                domain: [*map(asdict, getattr(table, name))]
+                for domain, table in self.of_domains.items()
             }
-        comparisons = {}
-        for domain, table in self.of_domains.items():
-            comparisons[domain] = [asdict(one) for one in table.comparisons]
-        exact = {}
-        for domain, table in self.of_domains.items():
-            exact[domain] = [asdict(one) for one in table.exact_comparisons]
-        more = {"comparisons_of_domains": comparisons, "exact_comparisons_of_domains": exact}
-        return finite(values | {"rows": self.entries[0].results[0].rows} | more)
+        return finite(values)
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and their alignment."""
-        names = (
-            *self.domains,
-            *(f"exact {domain}" for domain in self.solved),
-            "all",
-            f"vs {self.reference}",
-            "p",
-        )
-        costs = ("parameters", "trained", "train s")
-        right = [(name, "right") for name in names]
-        return [
-            ("method", "left"),
-            *right,
-            ("verdict", "left"),
-            *((name, "right") for name in costs),
-        ]
+        exact = map("exact {}".format, self.solved)
+        columns = columns_of("method", *self.domains, *exact, "all", f"vs {self.reference}", "p")
+        columns.append(("verdict", "left"))
+        return [*columns, ("parameters", "right"), ("trained", "right"), ("train s", "right")]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
-        one = self.comparison(entry.name)
-        first = entry.results[0]
         trained = statistics.fmean(result.trained_parameters for result in entry.results)
-        costs = (
-            f"{trained:,.0f}" if trained else "",
-            f"{entry.seconds:,.0f}" if entry.seconds else "",
-        )
         return (
             entry.name,
             *(self._cell(entry.name, domain) for domain in self.domains),
             *(self.of_domains[domain].exact_cell(entry.name) for domain in self.solved),
             entry.mean_sd(),
-            *compared(one),
-            f"{first.parameters:,}",
-            *costs,
+            *compared(self.comparison(entry.name)),
+            f"{entry.results[0].parameters:,}",
+            f"{trained:,.0f}" if trained else "",
+            f"{entry.seconds:,.0f}" if entry.seconds else "",
         )
 
     def _cell(self, name: str, domain: str) -> str:
@@ -222,42 +208,48 @@ class DomainStages(KeptStages):
     @property
     def train_rows(self):
         """The tokenized training examples of all domains."""
-        parts = []
-        for domain in self.recipe.domains:
-            parts.append(self.part(f"{domain}-train"))
-        return data.require("datasets").concatenate_datasets(parts)
+        return self._joined("train")
 
     @property
     def held_out(self):
         """The tokenized evaluation examples; the same for every stage and seed."""
-        parts = []
-        for domain in self.recipe.domains:
-            parts.append(self.part(f"{domain}-held_out"))
+        return self._joined("held_out")
+
+    def _joined(self, part: str):
+        parts = [self.part(f"{domain}-{part}") for domain in self.recipe.domains]
         return data.require("datasets").concatenate_datasets(parts)
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of held-out rows of each domain."""
-        counts = {}
-        for domain in self.recipe.domains:
-            counts[domain] = len(self.part(f"{domain}-held_out"))
-        return counts
+        return {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}
 
     def routed(self, moe: Judged) -> Routed:
         """Return the routing of the tokens of each domain's held-out examples."""
 
         def make(tmp: Path, checkpoints: Path) -> dict:
-            rows = {}
-            for domain in self.recipe.domains:
-                rows[domain] = self.part(f"{domain}-held_out")
+            rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
+            counted = None
             with ranks.leading() as main:
-                found = count(self._load(moe.folder), self.tokenizer, rows) if main else None
-            counts, layers = ranks.agree(found)
+                if main:
+                    counted = count(
+                        self._load(moe.folder),
+                        self.tokenizer,
+                        rows,
+                    )
+            counts, layers = ranks.agree(counted)
             return {"counts": counts, "layers": layers}
 
-        return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
+        return self._stage(
+            "routed",
+            f"routing of {moe.name}",
+            {},
+            [moe],
+            make,
+            result=Routed,
+        )
 
-    def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
+    def _numbers(self, model, trained: trainers.TrainingResult, load: Callable) -> dict:
         """Return a training's result; if saving rounded the weights, the model returned by `load`
         is evaluated instead.
         """
@@ -279,14 +271,19 @@ class DomainStages(KeptStages):
         training = self.judging
         batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
         losses = trainers.row_losses(
-            model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16
+            model,
+            self.held_out,
+            self.tokenizer,
+            batch_size=batch,
+            bf16=training.bf16,
         )
         return {"rows": self.counts} | loss_of(*losses) | sizes_of(model)
 
     def _documents(self) -> list[str]:
-        return stages.domain_documents(
-            self.recipe.pretrain, [s for d in self.recipe.domains.values() for s in d.sources]
-        )
+        return stages.domain_documents(self.recipe.pretrain, self._sources())
+
+    def _sources(self) -> list[str]:
+        return [source for d in self.recipe.domains.values() for source in d.sources]
 
     def data_key(self) -> str:
         """Return a hash of the base, every domain's rows, and the versions of what built-in domains
@@ -294,35 +291,26 @@ class DomainStages(KeptStages):
         """
         r = self.recipe
         built_in = domains_key()
-        sources = []
-        for d in r.domains.values():
-            for source in d.sources:
-                sources.append(source)
         rows = []
-        for source in sources:
+        for source in self._sources():
             rows.append(built_in if source in SOURCES else files_print(source))
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        domains = {}
-        for name, domain in r.domains.items():
-            domains[name] = domain.to_dict()
-        return hash_of(
-            {
-                "format": self.FORMAT,
-                "domains": domains,
-                "length": r.max_length,
-                "base": base,
-                "rows": rows,
-            }
-        )
+        key = {
+            "format": self.FORMAT,
+            "domains": self._domains(),
+            "length": r.max_length,
+        }
+        return hash_of(key | {"base": base, "rows": rows})
+
+    def _domains(self) -> dict[str, dict]:
+        return {name: domain.to_dict() for name, domain in self.recipe.domains.items()}
 
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer, and each domain's training and evaluation examples."""
         r = self.recipe
         tokenizer = self._base_tokenizer(self._documents)
-        self.say(
-            "reading and tokenizing "
-            + ", ".join(f"{name}: {domain}" for name, domain in r.domains.items())
-        )
+        names = ", ".join(f"{name}: {domain}" for name, domain in r.domains.items())
+        self.say(f"reading and tokenizing {names}")
         counts = {}
         for part, rows in stages.tokenized_domains(tokenizer, r.domains, r.max_length).items():
             data.save_rows(rows, folder / part)
@@ -333,14 +321,7 @@ class DomainStages(KeptStages):
             for n in r.domains
         )
         self.say(f"rows to tune on: {listed}")
-        return {
-            "rows": counts,
-            "domains": {name: domain.to_dict() for name, domain in r.domains.items()},
-        }
-
-
-def _entry_of(entry: Entry, domain: str) -> Entry:
-    return Entry(entry.name, [of_domain(result, domain) for result in entry.results])
+        return {"rows": counts, "domains": self._domains()}
 
 
 BATCH = 16
@@ -351,11 +332,11 @@ def count(model, tokenizer, rows: Mapping) -> tuple[dict[str, list], list[str]]:
     """Return the slots [L][E] of each domain's tokenized rows, and the layers' names."""
     counts = {}
     layers = []
-    for domain, of_domain in rows.items():
-        stats = collect_router_stats(
-            model, _batches(tokenizer, of_domain["input_ids"], model.device)
-        )
-        counts[domain], layers = [row.tolist() for row in stats.routed], list(stats.layers)
+    for domain, examples in rows.items():
+        batches = _batches(tokenizer, examples["input_ids"], model.device)
+        stats = collect_router_stats(model, batches)
+        counts[domain] = [row.tolist() for row in stats.routed]
+        layers = list(stats.layers)
     return counts, layers
 
 
@@ -367,21 +348,17 @@ def _batches(tokenizer, rows: Sequence[list[int]], device):
 
 def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
     """Return the share [L, E] float64 of each domain's slots."""
-    shares = {}
-    for domain, rows in counts.items():
-        shares[domain] = expert_load(torch.tensor(rows))
-    return shares
+    return {domain: expert_load(torch.tensor(rows)) for domain, rows in counts.items()}
 
 
 def mean_distance(counts: Mapping[str, list]) -> float:
     """Return the mean distance between two domains; 0 if all are routed equally or there is only
     one.
     """
-    pairs = itertools.combinations(shares(counts).values(), 2)
-    distances = []
-    for a, b in pairs:
+    distances = [0.0] * (len(counts) < 2)
+    for a, b in itertools.combinations(shares(counts).values(), 2):
         distances.append((a - b).abs().sum(-1).mean().item() / 2)
-    return statistics.fmean(distances) if distances else 0.0
+    return statistics.fmean(distances)
 
 
 def picture(title: str, routed: Mapping[str, Sequence[Routed]]):
@@ -390,22 +367,19 @@ def picture(title: str, routed: Mapping[str, Sequence[Routed]]):
 
     `routed` holds a stage's result for every seed. Methods may have different numbers of experts.
     """
-    columns = []
-    for results in routed.values():
-        columns.append(_spaced(len(results[0].layers)))
-    rows = len(routed)
+    columns = [_spaced(len(results[0].layers)) for results in routed.values()]
     widest = max(map(len, columns))
     figure, axes = new_figure(
         title,
-        (2.2 + 2.9 * widest, 1.4 + 2.0 * rows),
-        rows=rows,
+        (2.2 + 2.9 * widest, 1.4 + 2.0 * len(routed)),
+        rows=len(routed),
         columns=widest,
         sharex=False,
         sharey=True,
         squeeze=False,
     )
     for row, (name, results), layers in zip(axes, routed.items(), columns, strict=True):
-        for axis, layer in zip(row, layers):
+        for axis, layer in zip(row, layers, strict=False):
             _bars(axis, results, layer)
             axis.set_title(f"{name}, layer {results[0].layers[layer]}", fontsize=9)
         row[0].set_ylabel("share of tokens", fontsize=8)
@@ -419,15 +393,18 @@ def _bars(axes, results: Sequence, layer: int) -> None:
     """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a
     line.
     """
-    by_seed = []
-    for result in results:
-        by_seed.append(shares(result.counts))
+    seeds = [shares(result.counts) for result in results]
     means = {}
-    for name in by_seed[0]:
-        means[name] = torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()
+    for name in seeds[0]:
+        means[name] = torch.stack([of[name][layer] for of in seeds]).mean(0).tolist()
     E = len(next(iter(means.values())))
     grouped(axes, range(E), means)
-    axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)
+    axes.axhline(
+        1 / E,
+        color=INK,
+        linestyle="--",
+        linewidth=1,
+    )
     axes.tick_params(labelsize=8)
 
 
@@ -435,9 +412,13 @@ def _spaced(layers: int) -> list[int]:
     """Return at most LAYERS evenly spaced indices below `layers`, including the first and
     the last.
     """
-    if layers <= LAYERS:
-        return list(range(layers))
-    spaced = []
-    for i in range(LAYERS):
-        spaced.append(round(i * (layers - 1) / (LAYERS - 1)))
-    return spaced
+    return (
+        torch.linspace(
+            0,
+            layers - 1,
+            min(layers, LAYERS),
+        )
+        .round()
+        .int()
+        .tolist()
+    )

@@ -164,17 +164,12 @@ def _objects(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str,
 
 def _filled(wording: str, generator: random.Random) -> tuple[str, dict]:
     """Return a wording with its placeholders filled, and the values."""
-    values = {}
-    for name, words in WORDS.items():
-        values[name] = generator.choice(words)
+    values = {name: generator.choice(words) for name, words in WORDS.items()}
     values |= {
         "number": generator.randint(2, 60),
         "time": f"{generator.randint(1, 12)}:{generator.randrange(0, 60, 5):02}",
     }
-    used = []
-    for _, name, _, _ in string.Formatter().parse(wording):
-        if name:
-            used.append(name)
+    used = [name for _, name, _, _ in string.Formatter().parse(wording) if name]
     return wording.format(**values), {name: values[name] for name in used}
 
 
@@ -262,7 +257,4 @@ def write_tasks(
             (tmp / f"{name}.jsonl").write_text(
                 "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
             )
-    write_tasks = {}
-    for name, rows in files.items():
-        write_tasks[f"{name}.jsonl"] = len(rows)
-    return write_tasks
+    return {f"{name}.jsonl": len(rows) for name, rows in files.items()}

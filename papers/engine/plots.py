@@ -66,21 +66,26 @@ def new_figure(
     """Return a Figure without pyplot's global state, and its axes, a dict of them with a `mosaic`
     such as "AB;CC".
     """
-    matplotlib = require("matplotlib", "plot")
     kind = require("matplotlib.figure", "plot").Figure
-    with matplotlib.rc_context(SETTINGS):
+    with require("matplotlib", "plot").rc_context(SETTINGS):
         figure = kind(figsize=size, layout="constrained", facecolor="white")
         if title:
             figure.suptitle(title, fontsize=11)
-        return figure, figure.subplot_mosaic(mosaic) if mosaic else figure.subplots(
-            rows, columns, **subplots
-        )
+        if mosaic:
+            return figure, figure.subplot_mosaic(mosaic)
+        return figure, figure.subplots(rows, columns, **subplots)
 
 
 def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots):
     """Return a report's Figure and axes; rows share the x axis unless `subplots` says otherwise."""
     title = f"{report.title} ({report.source})"
-    return new_figure(title, size, rows, columns, **{"sharex": rows > 1} | subplots)
+    return new_figure(
+        title,
+        size,
+        rows,
+        columns,
+        **{"sharex": rows > 1} | subplots,
+    )
 
 
 def watermark(figure, tiny: bool = True):
@@ -106,16 +111,22 @@ def save(figure, path: Path) -> None:
     same file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}.get(
-        path.suffix
-    )
+    metadata = None
+    if path.suffix == ".svg":
+        metadata = {"Date": None, "Creator": None}
+    elif path.suffix == ".png":
+        metadata = {"Software": None}
     with atomic_file(path) as beside, require("matplotlib", "plot").rc_context(SETTINGS):
-        figure.savefig(beside, dpi=150, metadata=metadata, format=path.suffix[1:] or "png")
+        figure.savefig(
+            beside,
+            dpi=150,
+            metadata=metadata,
+            format=path.suffix[1:] or "png",
+        )
         if path.suffix == ".svg":
-            text = Path(beside).read_text(encoding="utf-8")
-            Path(beside).write_text(
-                text.replace(" <defs>", f" {INVERTED} <defs>", 1), encoding="utf-8"
-            )
+            text = beside.read_text(encoding="utf-8")
+            text = text.replace(" <defs>", f" {INVERTED} <defs>", 1)
+            beside.write_text(text, encoding="utf-8")
 
 
 def cycle(count: int) -> list[tuple[str, str]]:
@@ -123,10 +134,10 @@ def cycle(count: int) -> list[tuple[str, str]]:
     differ.
     """
     pairs = []
-    for turn in range(7):
-        for i, colour in enumerate(COLOURS):
-            pairs.append((colour, MARKERS[(i + turn) % len(MARKERS)]))
-    return list(itertools.islice(itertools.cycle(pairs), count))
+    for i in range(count):
+        turn, colour = divmod(i, len(COLOURS))
+        pairs.append((COLOURS[colour], MARKERS[(colour + turn) % len(MARKERS)]))
+    return pairs
 
 
 def legend_below(figure, axes, title: str = "", columns: int = 2) -> None:
@@ -134,12 +145,11 @@ def legend_below(figure, axes, title: str = "", columns: int = 2) -> None:
     nothing.
     """
     handles, labels = axes.get_legend_handles_labels()
-    columns = min(columns, len(handles))
     figure.legend(
         handles,
         labels,
         loc="outside lower center",
-        ncols=columns,
+        ncols=min(columns, len(handles)),
         title=title,
         fontsize=9,
         title_fontsize=9,
@@ -153,21 +163,36 @@ def heat_map(
     """Draw a table of numbers from 0 to `top` as colours, with the numbers in it; NaN is
     left out.
     """
-    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top)
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        cmap="Blues",
+        vmin=0,
+        vmax=top,
+    )
     for y, row in enumerate(values):
         for x, value in enumerate(row):
+            if math.isnan(value):
+                continue
             colour = "white" if value > DARK * top else INK
+            text = form.format(value)
             axes.text(
                 x,
                 y,
-                "" if math.isnan(value) else form.format(value),
+                text,
                 ha="center",
                 va="center",
                 color=colour,
                 fontsize=8,
             )
-    turned = {"rotation": 30, "ha": "right"} if sum(len(str(name)) for name in columns) > 36 else {}
-    axes.set_xticks(range(len(columns)), columns, **turned)
+    turned = {}
+    if len("".join(map(str, columns))) > 36:
+        turned = {"rotation": 30, "ha": "right"}
+    axes.set_xticks(
+        range(len(columns)),
+        columns,
+        **turned,
+    )
     axes.set_yticks(range(len(rows)), rows)
     axes.figure.colorbar(image, ax=axes, label=label)
 
@@ -189,21 +214,28 @@ def grouped(
     width = 0.82 / len(series)
     # lines on dark bars
     halo = require("matplotlib.patheffects", "plot").withStroke(linewidth=2.6, foreground="white")
+    spans = spans or {}
     for i, ((name, values), (colour, _)) in enumerate(zip(series.items(), cycle(len(series)))):
-        at = []
-        for place in range(len(groups)):
-            at.append(place + (i - (len(series) - 1) / 2) * width)
+        offset = (i - (len(series) - 1) / 2) * width
+        at = [group + offset for group in range(len(groups))]
+        heights = [value or 0 for value in values]
+        colour = colours.get(name, colour)
         axes.bar(
             at,
-            [value or 0 for value in values],
+            heights,
             0.94 * width,
-            color=colours.get(name, colour),
+            color=colour,
             label=name,
         )
         for x, value, span in zip(
-            at, values, spans[name] if spans else [None] * len(at), strict=True
+            at,
+            values,
+            spans.get(name, [None] * len(at)),
+            strict=True,
         ):
+            top = value
             if span is not None:
+                top = max(span) if value is None else max(value, *span)
                 axes.plot(
                     [x, x],
                     span,
@@ -216,7 +248,7 @@ def grouped(
             if form and value is not None:
                 axes.annotate(
                     form.format(value),
-                    (x, max((value, *(span or ())))),
+                    (x, top),
                     xytext=(0, 3),
                     textcoords="offset points",
                     ha="center",
@@ -232,26 +264,44 @@ def losses(axes, rows: Sequence[tuple[str, float, str]], reference: str) -> None
     """
     values = {name: loss for name, loss, _ in rows}
     near = _near(values, reference)
-    lowest = min((values[name] for name in near), default=0.0)
-    highest = max((values[name] for name in near), default=0.0)
-    margin = (highest - lowest) or 0.01
-    axes.axvline(values[reference], color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+    shown = [values[name] for name in near] or [0.0]
+    margin = (max(shown) - min(shown)) or 0.01
+    axes.axvline(
+        values[reference],
+        color=GREY,
+        linestyle="--",
+        linewidth=1.2,
+        zorder=1,
+    )
     for y, (name, loss, colour) in enumerate(rows):
-        if name in near:
-            axes.plot(loss, y, "D", color=colour, label=name)
-            axes.annotate(
-                f"{loss:.4f}",
-                (loss, y),
-                xytext=(9, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9,
-                bbox=PLATE,
+        if name not in near:
+            _at_edge(
+                axes,
+                y,
+                loss,
+                loss > values[reference],
+                colour,
             )
-        else:
-            _at_edge(axes, y, loss, loss > values[reference], colour)
+            continue
+        axes.plot(
+            loss,
+            y,
+            "D",
+            color=colour,
+            label=name,
+        )
+        axes.annotate(
+            f"{loss:.4f}",
+            (loss, y),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            bbox=PLATE,
+        )
     axes.set_yticks(range(len(rows)), values)
-    axes.set(xlim=(lowest - 0.12 * margin, highest + 0.5 * margin), ylim=(len(rows) - 0.5, -0.5))
+    axes.set_xlim(min(shown) - 0.12 * margin, max(shown) + 0.5 * margin)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="x")
 
 
@@ -259,12 +309,15 @@ PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
 def _at_edge(axes, y: float, loss: float, right: bool, colour: str) -> None:
+    x = 0.015
+    side = "left"
+    text = f"\u2190  {loss:.3f}"
     if right:
-        place, side, text = (0.985, "right", f"{loss:.3f}  \u2192")
-    else:
-        place, side, text = (0.015, "left", f"\u2190  {loss:.3f}")
+        x = 0.985
+        side = "right"
+        text = f"{loss:.3f}  \u2192"
     axes.text(
-        place,
+        x,
         y,
         text,
         transform=axes.get_yaxis_transform(),
@@ -275,19 +328,27 @@ def _at_edge(axes, y: float, loss: float, right: bool, colour: str) -> None:
     )
 
 
+def _panels(report) -> list:
+    """Return the report, and its report on general text if it has one."""
+    reports = [report]
+    if hasattr(report, "general"):
+        reports.append(report.general)
+    return reports
+
+
 def dots(report):
     """Plot every method's losses by seed, with the reference as a line and `general` losses;
     outliers are named at the edge.
     """
-    reports = (report, report.general) if hasattr(report, "general") else (report,)
-    size = 8.2 if len(reports) == 1 else 13.0, 1.6 + 0.52 * len(report.entries)
-    figure, all_axes = figure_of(report, size, columns=len(reports))
-    for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
+    reports = _panels(report)
+    width = 8.2 if len(reports) == 1 else 13.0
+    size = (width, 1.6 + 0.52 * len(report.entries))
+    figure, panels = figure_of(report, size, columns=len(reports), squeeze=False)
+    for axes, one in zip(panels.flat, reports, strict=True):
         dots_in(axes, one)
         label = getattr(one, "label", LOSS)
-        axes.set_xlabel(
-            f"{label}\ndiamonds: {_seeds(report)}; rings: seeds; dashed: {report.reference}"
-        )
+        about = f"diamonds: {_seeds(report)}; rings: seeds; dashed: {report.reference}"
+        axes.set_xlabel(f"{label}\n{about}")
     return figure
 
 
@@ -297,22 +358,21 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
     """
     entries = report.entries[::-1]
     reference = report.entry(report.reference)
-    axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+    axes.axvline(
+        reference.loss,
+        color=GREY,
+        linestyle="--",
+        linewidth=1.2,
+        zorder=1,
+    )
     near = _near({entry.name: entry.loss for entry in entries}, reference.name)
-    shown = []
-    for entry in entries:
-        if entry.name in near:
-            shown.append(entry)
     values = []
-    for entry in shown:
-        values.extend((*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry)))
-    if values:
-        margin = 0.06 * (max(values) - min(values)) or 0.01
-        axes.set_xlim(min(values) - margin, max(values) + margin)
     for y, entry in enumerate(entries):
         one = report.comparison(entry.name)
         colour = BLUE if one is None else OF_VERDICT.get(one.verdict, GREY)
         if entry.name in near:
+            sd = _sd(entry)
+            values += [*entry.losses, entry.loss - sd, entry.loss + sd]
             axes.plot(
                 entry.losses,
                 [y] * len(entry.losses),
@@ -324,23 +384,31 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
             axes.errorbar(
                 entry.loss,
                 y,
-                xerr=_bars(report, [_sd(entry)]),
+                xerr=_bars(report, [sd]),
                 fmt="D",
                 color=colour,
                 capsize=4,
                 markersize=7,
             )
         else:
-            _at_edge(axes, y, entry.loss, not entry.loss < reference.loss, colour)
-        text = said(entry) if said else _said(one)
+            _at_edge(
+                axes,
+                y,
+                entry.loss,
+                not entry.loss < reference.loss,
+                colour,
+            )
         axes.annotate(
-            text,
+            said(entry) if said else _said(one),
             (1.02, y),
             xycoords=axes.get_yaxis_transform(),
             va="center",
             color=colour,
             fontsize=9,
         )
+    if values:
+        margin = 0.06 * (max(values) - min(values)) or 0.01
+        axes.set_xlim(min(values) - margin, max(values) + margin)
     axes.set_yticks(range(len(entries)), [entry.name for entry in entries])
     axes.set_ylim(-0.6, len(entries) - 0.4)
     axes.grid(axis="x")
@@ -350,18 +418,17 @@ def sweep(report):
     """Plot losses over the swept value, a line per kind of model and the reference as a band;
     general losses below.
     """
-    reports = (report, report.general) if hasattr(report, "general") else (report,)
-    figure, all_axes = figure_of(report, (7.2, 1.6 + 3.4 * len(reports)), rows=len(reports))
-    for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
+    reports = _panels(report)
+    size = (7.2, 1.6 + 3.4 * len(reports))
+    figure, panels = figure_of(report, size, rows=len(reports), squeeze=False)
+    for axes, one in zip(panels.flat, reports, strict=True):
         _sweep(axes, one, report.extra)
         axes.set_ylabel(getattr(one, "label", LOSS).replace(" (", "\n("), fontsize=9)
     axes.set_xlabel(report.extra["x_label"])
-    legend_below(
-        figure,
-        axes,
-        f"{_seeds(report)}; thin: seeds" if len(report.seeds) > 1 else _seeds(report),
-        3,
-    )
+    about = _seeds(report)
+    if len(report.seeds) > 1:
+        about += "; thin: seeds"
+    legend_below(figure, axes, about, 3)
     return figure
 
 
@@ -369,49 +436,60 @@ def _sweep(axes, report, extra: dict) -> None:
     reference = report.entry(report.reference)
     x = extra["x"]
     if reference.name not in x:
-        band = reference.loss - _sd(reference), reference.loss + _sd(reference)
-        axes.axhline(reference.loss, color=GREY, linestyle="--", label=reference.name)
-        axes.axhspan(*band, color=GREY, alpha=0.15, linewidth=0)
+        sd = _sd(reference)
+        axes.axhline(
+            reference.loss,
+            color=GREY,
+            linestyle="--",
+            label=reference.name,
+        )
+        axes.axhspan(
+            reference.loss - sd,
+            reference.loss + sd,
+            color=GREY,
+            alpha=0.15,
+            linewidth=0,
+        )
     kinds: dict[str, list] = {}
     lines = itertools.cycle((":", "-.", (0, (1, 3))))
     for entry in report.entries:
         if entry.name in x:
             kinds.setdefault(entry.name.partition(",")[0], []).append(entry)
         elif entry is not reference:
-            axes.axhline(entry.loss, color=INK, linestyle=next(lines), label=entry.name)
-    moved = importlib.import_module("matplotlib.transforms").offset_copy
-    for i, ((kind, entries), (colour, marker)) in enumerate(zip(kinds.items(), cycle(len(kinds)))):
-        places = [x[entry.name] for entry in entries]
-        for seed in range(len(report.seeds) if len(report.seeds) > 1 else 0):
-            axes.plot(
-                places,
-                [entry.losses[seed] for entry in entries],
-                color=colour,
-                alpha=0.3,
-                linewidth=0.8,
+            axes.axhline(
+                entry.loss,
+                color=INK,
+                linestyle=next(lines),
+                label=entry.name,
             )
-        # points of one place stand side by side, so that none hides another
-        ends = []
-        for sign in (-1, 1):
-            for entry in entries:
-                ends.append(entry.loss + sign * _sd(entry))
-        axes.update_datalim([*zip(places * 2, ends, strict=True)])
-        aside = moved(
-            axes.transData,
-            axes.figure,
-            6 * (i - (len(kinds) - 1) / 2) * (len(x) > len(set(x.values()))),
-            0,
-            "points",
-        )
+    moved = importlib.import_module("matplotlib.transforms").offset_copy
+    is_shared = len(x) > len(set(x.values()))  # several points have the same x
+    for i, ((kind, entries), (colour, marker)) in enumerate(zip(kinds.items(), cycle(len(kinds)))):
+        at = [x[entry.name] for entry in entries]
+        means = [entry.loss for entry in entries]
+        deviations = [*map(_sd, entries)]
+        if len(report.seeds) > 1:
+            for losses in zip(*(entry.losses for entry in entries), strict=True):
+                axes.plot(
+                    at,
+                    losses,
+                    color=colour,
+                    alpha=0.3,
+                    linewidth=0.8,
+                )
+        for where, mean, sd in zip(at, means, deviations, strict=True):
+            axes.update_datalim([(where, mean - sd), (where, mean + sd)])
+        # points of one x stand side by side, so that none hides another
+        aside = 6 * (i - (len(kinds) - 1) / 2) * is_shared
         axes.errorbar(
-            places,
-            [entry.loss for entry in entries],
-            yerr=_bars(report, map(_sd, entries)),
+            at,
+            means,
+            yerr=_bars(report, deviations),
             color=colour,
             marker=marker,
             capsize=4,
             label=kind,
-            transform=aside,
+            transform=moved(axes.transData, axes.figure, aside, 0, "points"),
         )
     if extra.get("x_log"):
         axes.set_xscale("log")
@@ -429,26 +507,27 @@ def curves(report):
     others' are in the legend.
     """
     figure, axes = figure_of(report, (7.2, 5.6))
-    watched = []
-    for entry in report.entries:
-        if entry.results[0].history:
-            watched.append(entry)
-    for entry, (colour, marker) in zip(watched, cycle(len(watched))):
-        ways = []
+    watched = [entry for entry in report.entries if entry.results[0].history]
+    for entry, (colour, marker) in zip(watched, cycle(len(watched)), strict=True):
+        columns = []  # the losses of each seed
         for result in entry.results:
-            ways.append(result.history)
-        for way in ways:
-            axes.plot(*zip(*way, strict=True), color=colour, alpha=0.35, linewidth=0.8)
-        steps, points = zip(
-            *((at[0][0], [loss for _, loss in at]) for at in zip(*ways, strict=True)), strict=True
-        )
-        spread = []
-        for losses in points:
-            spread.append(statistics.stdev(losses) if len(losses) > 1 else 0.0)
+            steps, losses = zip(*result.history, strict=True)
+            axes.plot(
+                steps,
+                losses,
+                color=colour,
+                alpha=0.35,
+                linewidth=0.8,
+            )
+            columns.append(losses)
+        points = [*zip(*columns, strict=True)]
+        spread = None
+        if len(columns) > 1:
+            spread = [*map(statistics.stdev, points)]
         axes.errorbar(
             steps,
             [*map(statistics.fmean, points)],
-            yerr=_bars(report, spread),
+            yerr=spread,
             color=colour,
             marker=marker,
             capsize=4,
@@ -456,7 +535,12 @@ def curves(report):
         )
     for entry in report.entries:
         if entry not in watched:
-            axes.plot([], [], " ", label=f"{entry.name}: {entry.loss:.4f}, no curve")
+            axes.plot(
+                [],
+                [],
+                " ",
+                label=f"{entry.name}: {entry.loss:.4f}, no curve",
+            )
     axes.set(xlabel="step", ylabel=LOSS)
     axes.grid()
     legend_below(figure, axes, f"{_seeds(report)}; thin: seeds")
@@ -467,26 +551,23 @@ def _near(values: Mapping[str, float], reference: str) -> set[str]:
     """Return what to plot to scale: finite, and not so far from the reference that the others would
     coincide.
     """
-    apart = {}
+    distances = {}
     for name, value in values.items():
         if math.isfinite(value):
-            apart[name] = abs(value - values[reference])
-    others = []
-    for name, distance in apart.items():
-        if name != reference:
-            others.append(distance)
-    limit = FAR * statistics.median(others) if len(others) > 1 else 0
-    near = set()
-    for name, distance in apart.items():
-        if distance <= (limit or math.inf):
-            near.add(name)
-    return near
+            distances[name] = abs(value - values[reference])
+    others = [distance for name, distance in distances.items() if name != reference]
+    limit = 0
+    if len(others) > 1:
+        limit = FAR * statistics.median(others)
+    return {name for name, distance in distances.items() if distance <= (limit or math.inf)}
 
 
 def _said(one) -> str:
     if one is None:
         return "reference"
-    return one.verdict if math.isnan(one.difference) else f"{signed(one.difference)}, {one.verdict}"
+    if math.isnan(one.difference):
+        return one.verdict
+    return f"{signed(one.difference)}, {one.verdict}"
 
 
 def _sd(entry) -> float:
@@ -494,7 +575,9 @@ def _sd(entry) -> float:
 
 
 def _seeds(report) -> str:
-    return f"mean and sd, {len(report.seeds)} seeds" if len(report.seeds) > 1 else "one seed"
+    if len(report.seeds) == 1:
+        return "one seed"
+    return f"mean and sd, {len(report.seeds)} seeds"
 
 
 def _bars(report, deviations) -> list[float] | None:

@@ -86,10 +86,7 @@ class Rows(Node):
         value = getattr(self, part)
         split = self.split if part == "train" else self.held_out_split
         found = value if isinstance(value, list) else [Source(source=value)] if value else []
-        listed = []
-        for one in found:
-            listed.append(one.change(split=one.split or split))
-        return listed
+        return [one.change(split=one.split or split) for one in found]
 
     @property
     def sources(self) -> list[str]:
@@ -140,10 +137,7 @@ def check_base(recipe) -> None:
 def check_names(of: str, names: Iterable[str], least: int = 1) -> None:
     """Raise ValueError if `of` has fewer than `least` names, or one that cannot name a folder."""
     names = list(names)
-    bad = []
-    for name in names:
-        if not name.replace("-", "").replace("_", "").isalnum():
-            bad.append(name)
+    bad = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
     if len(names) < least or bad:
         few = f"must have at least {least}, but got {', '.join(names) or 'none'}"
         if bad:

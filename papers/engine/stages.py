@@ -107,17 +107,19 @@ class KeptStages:
     ):
         for module in ("accelerate", "datasets", "tokenizers"):
             data.require(module)  # fails before minutes of training
-        self.recipe, self.out = load_recipe(self.Recipe, recipe), Path(out)
+        self.recipe = load_recipe(self.Recipe, recipe)
+        self.out = Path(out)
         self.seed = self.recipe.seed if seed is None else seed
         self.is_main = ranks.state().is_main_process
         self.say = say if self.is_main else lambda text: None
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"Output folder {out} is a file. Choose another")
+        base = None
+        if self.HAS_EXPERTS:
+            base = self.recipe.base_model
         for training in self.trainings():
             trainers.check_training(**training.to_dict())
-            ranks.check_ep_size(
-                training.ep_size, self.recipe.base_model if self.HAS_EXPERTS else None
-            )
+            ranks.check_ep_size(training.ep_size, base)
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # computed once, as the rows are read once
@@ -167,48 +169,52 @@ class KeptStages:
         `holds` is the path of the result's `folder` within the stage's; `result` overrides the
         class's kind of result.
         """
+        if seed is None:
+            seed = self.seed
+        folders = [parent.folder.parent.name for parent in parents]
         named = {
             "format": self.FORMAT,
             "kind": kind,
             "settings": settings,
-            "seed": self.seed if seed is None else seed,
+            "seed": seed,
             "data": self._key,
-            "parents": [parent.folder.parent.name for parent in parents],
+            "parents": folders,
         }
         folder = self.out / f"{kind}-{hash_of(named)}"
         checkpoints = folder.with_name(f"{folder.name}.checkpoints")
-        before = sum(
-            parent.total_seconds
-            for parent in parents
-            if not parent.folder.parent.name.startswith("base-")
-        )
 
         def whole(tmp: Path) -> dict:
             self.part("tokenizer")  # in all processes, before rank 0 works alone
-            self.say(f"{name}, seed {named['seed']}: to {folder}")
+            self.say(f"{name}, seed {seed}: to {folder}")
             values = {"steps": 0, "seconds": 0.0, "history": []} | make(tmp, checkpoints)
             ranks.free_memory()
-            total = before + values["seconds"]
-            rate = values["steps"] / values["seconds"] if values["seconds"] else 0.0
-            done = {"name": name, "total_seconds": total, "steps_per_second": rate} | values
-            if values["steps"]:
-                took = f"{values['steps']} steps in {values['seconds']:.0f} s, "
-            else:
-                took = ""
+            steps = values["steps"]
+            seconds = values["seconds"]
+            total = seconds
+            for parent, of in zip(parents, folders, strict=True):
+                if not of.startswith("base-"):
+                    total += parent.total_seconds
+            rate = steps / seconds if seconds else 0.0
             if "loss" in values:
-                self.say(f"{name}, seed {named['seed']}: {took}held-out loss {values['loss']:.4f}")
-            return done | {"made_of": named}
+                duration = f"{steps} steps in {seconds:.0f} s, " if steps else ""
+                self.say(f"{name}, seed {seed}: {duration}held-out loss {values['loss']:.4f}")
+            done = {"name": name, "total_seconds": total, "steps_per_second": rate}
+            return done | values | {"made_of": named}
 
         made_once(folder, "result.json", whole)
         remove(checkpoints)
-        return read_result(folder, result or self.result, name=name, folder=folder / holds)
+        return read_result(
+            folder,
+            result or self.result,
+            name=name,
+            folder=folder / holds,
+        )
 
     def _settings(self, training: Training) -> dict:
         """Return what a training adds to its stage's hash."""
-        values = {}
-        for name, value in training.to_dict().items():
-            if name not in NOT_HASHED:
-                values[name] = value
+        values = training.to_dict()
+        for name in NOT_HASHED:
+            values.pop(name, None)
         return {
             "training": values,
             "dtype": self.recipe.dtype,
@@ -226,7 +232,7 @@ class KeptStages:
         callbacks=(),
         seed=None,
         **more,
-    ) -> trainers.Trained:
+    ) -> trainers.TrainingResult:
         settings = {"evaluations": self.recipe.evaluations} | training.to_dict() | more
         with console.bar(name, shown=self.is_main) as on_step:
             return trainers.train(
@@ -252,15 +258,19 @@ class KeptStages:
 
     def _pretrain(
         self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
-    ) -> tuple[torch.nn.Module, trainers.Trained]:
+    ) -> tuple[torch.nn.Module, trainers.TrainingResult]:
         """Build the small Llama of the recipe's `pretrain` and train all its weights on `rows` with
         AdamW.
         """
         pretrain = self.recipe.pretrain
-        sizes = {}
-        for name in ("hidden_size", "intermediate_size", "num_layers", "seed"):
-            sizes[name] = getattr(pretrain, name)
-        model = small_llama(self.tokenizer, max_length=max_length, **sizes)
+        model = small_llama(
+            self.tokenizer,
+            max_length=max_length,
+            hidden_size=pretrain.hidden_size,
+            intermediate_size=pretrain.intermediate_size,
+            num_layers=pretrain.num_layers,
+            seed=pretrain.seed,
+        )
         training = Training(
             steps=pretrain.steps,
             batch_size=pretrain.batch_size,
@@ -270,7 +280,13 @@ class KeptStages:
             max_grad_norm=1.0,
         )
         return model, self._train(
-            "base", model, rows, held_out, training, checkpoints, seed=pretrain.seed
+            "base",
+            model,
+            rows,
+            held_out,
+            training,
+            checkpoints,
+            seed=pretrain.seed,
         )
 
     def _copy_base(self, folder: Path, check: Callable = lambda model: None) -> None:
@@ -279,14 +295,25 @@ class KeptStages:
             if main:
                 model = ranks.load_model(self.recipe.base_model, self.recipe.dtype)
                 check(model)
-                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype)
+                ranks.save_whole(
+                    model,
+                    self.tokenizer,
+                    folder,
+                    self.recipe.dtype,
+                )
 
-    def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
+    def _save(self, model, trained: trainers.TrainingResult, folder: Path) -> None:
         """Gather the weights once and write them, on rank 0."""
         weights = trained.state_dict()
         with ranks.leading() as main:
             if main:
-                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+                ranks.save_whole(
+                    model,
+                    self.tokenizer,
+                    folder,
+                    self.recipe.dtype,
+                    weights,
+                )
 
     def _is_saved_as_trained(self, model) -> bool:
         """Return whether saving does not round; otherwise a model is evaluated again, as saved."""
@@ -346,22 +373,28 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def course_of(trained: trainers.Trained) -> dict:
+def course_of(trained: trainers.TrainingResult) -> dict:
     """Return a training's history and costs, but not its final loss: a model derived from it is
     evaluated again.
     """
-    course = {
+    return {
         "steps": trained.steps,
         "seconds": trained.history.seconds,
         "history": trained.history.held_out,
+        "trained_parameters": trained.trained_parameters,
     }
-    return course | {"trained_parameters": trained.trained_parameters}
 
 
 def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
     """Return the fields of a result on held-out rows."""
-    known = {} if exact is None else {"exact": exact}
-    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens} | known
+    values = {
+        "loss": trainers.mean_loss(losses, tokens),
+        "losses": losses,
+        "tokens": tokens,
+    }
+    if exact is not None:
+        values["exact"] = exact
+    return values
 
 
 def sizes_of(model) -> dict:
@@ -388,7 +421,11 @@ def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool 
         held_out = _read(rows, "held_out", built_in)
     train = _read(rows, "train", built_in)
     source = " + ".join(one.source for one in rows.listed("held_out") or rows.listed())
-    return without(train.shuffle(seed=0) if shuffle else train, held_out, source), held_out
+    return without(
+        train.shuffle(seed=0) if shuffle else train,
+        held_out,
+        source,
+    ), held_out
 
 
 def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
@@ -406,7 +443,10 @@ def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
         return parts[0]
     weights = [one.weight for one in listed]
     return data.mix(
-        parts, None if None in weights else weights, [one.limit for one in listed], rows.repeat
+        parts,
+        None if None in weights else weights,
+        [one.limit for one in listed],
+        rows.repeat,
     )
 
 
@@ -417,9 +457,7 @@ def domain_pairs(domain) -> tuple:
     asked = max(domain.limit or 0, domain.held_out_rows)
     # SUMS bounds generated problems; some extra rows, since those that are too long are dropped
     limit = asked + asked // 8 if asked > SUMS else None
-    made = {}
-    for name in SOURCES:
-        made[name] = functools.partial(domain_rows, name, limit=limit)
+    made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
     return split_rows(domain, made, shuffle=True)
 
 
@@ -442,22 +480,28 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
         rows = {
-            "train": without(pairs[name][0], held_out, ", ".join(domains)),
+            "train": without(
+                pairs[name][0],
+                held_out,
+                ", ".join(domains),
+            ),
             "held_out": pairs[name][1],
         }
         for part, limit in (("train", domain.limit), ("held_out", counts[name])):
             how = {"prompt": domain.prompt, "train_on": domain.train_on}
             parts[f"{name}-{part}"] = data.tokenize_pairs(
-                tokenizer, rows[part], max_length, limit=limit, **how
+                tokenizer,
+                rows[part],
+                max_length,
+                limit=limit,
+                **how,
             )
         if domain.validation_rows:
             judging = parts[f"{name}-held_out"]
             first = min(domain.validation_rows, len(judging) - 1)
             parts[f"{name}-held_out"] = judging.select(range(first, len(judging)))
             parts[f"{name}-validation"] = judging.select(range(first))
-    prompts = []
-    for domain in domains.values():
-        prompts.append(domain.prompt)
+    prompts = [domain.prompt for domain in domains.values()]
     if "chat" in prompts:
         tokenizer.chat_template = own
     else:
@@ -466,10 +510,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     known = {tuple(ids) for name in domains for ids in parts[f"{name}-held_out"]["input_ids"]}
     for name in domains:
         ids = parts[f"{name}-train"]["input_ids"]
-        left = []
-        for place, row in enumerate(ids):
-            if tuple(row) not in known:
-                left.append(place)
+        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
         if not left:
             raise ValueError(
                 f"All examples of {name}, truncated to {max_length} tokens, are in the domains' "

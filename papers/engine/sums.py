@@ -51,7 +51,11 @@ class Kind(NamedTuple):
     taken: int  # largest subtracted number
 
 
-KINDS = {"arithmetic": Kind(60, 3, 40, 999), "sums": Kind(9, 1, 0, 9), "steps": Kind(9, 3, 5, 9)}
+KINDS = {
+    "arithmetic": Kind(60, 3, 40, 999),
+    "sums": Kind(9, 1, 0, 9),
+    "steps": Kind(9, 3, 5, 9),
+}
 
 
 def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str, str]]:
@@ -79,7 +83,12 @@ def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
         event, sign, number, count_then = _change(generator, count, kind)
         story.append(
             event.format(
-                name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number
+                name=name,
+                other=other,
+                thing=thing,
+                case=case,
+                a_case=case[:-1],
+                number=number,
             )
         )
         steps.append(f"{count} {sign} {number} = {count_then}.")

@@ -58,9 +58,7 @@ class Entry:
         """Share of the held-out examples with an exact match, mean over the seeds; None if a seed
         did not record it.
         """
-        rates = []
-        for result in self.results:
-            rates.append(exact_match(result))
+        rates = [*map(exact_match, self.results)]
         return None if None in rates else statistics.fmean(rates)
 
     @property
@@ -75,7 +73,9 @@ class Entry:
 
     def mean_sd(self) -> str:
         """Return the loss as text, with its deviation if it has one."""
-        return f"{self.loss:.4f}" + ("" if math.isnan(self.sd) else f" ± {self.sd:.4f}")
+        if math.isnan(self.sd):
+            return f"{self.loss:.4f}"
+        return f"{self.loss:.4f} ± {self.sd:.4f}"
 
     def to_dict(self, seeds: Sequence[int]) -> dict:
         """Return the numbers of the entry and of every seed, JSON-ready after `finite`."""
@@ -98,16 +98,13 @@ class Entry:
 
 def _of_seed(result) -> dict:
     """Return the numbers of one result, without the rows' losses, which are in its own folder."""
-    names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
-    known = {}
-    for name in names:
+    numbers = {"folder": "/".join(Path(result.folder).parts[-2:])}
+    for name in ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history"):
+        numbers[name] = getattr(result, name)
+    for name in OF_SOME:
         if hasattr(result, name):
-            known[name] = getattr(result, name)
-    return (
-        {"folder": "/".join(Path(result.folder).parts[-2:])}
-        | known
-        | {"exact_match": exact_match(result)}
-    )
+            numbers[name] = getattr(result, name)
+    return numbers | {"exact_match": exact_match(result)}
 
 
 def exact_match(result) -> float | None:
@@ -131,9 +128,8 @@ class Finding:
 
     def to_dict(self) -> dict:
         """Return all fields as JSON-ready values."""
-        return finite(
-            {f.name: getattr(self, f.name) for f in fields(self)} | {"environment": environment()}
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return finite(values | {"environment": environment()})
 
 
 @dataclass(kw_only=True)
@@ -146,23 +142,19 @@ class Report(Finding):
 
     def __post_init__(self):
         tokens = self.entries[0].results[0].tokens
-        if any(
-            list(result.tokens) != list(tokens)
-            for entry in self.entries
-            for result in entry.results
-        ):
-            raise ValueError(
-                "The methods are evaluated on different held-out examples. Use one recipe for all"
-            )
-        losses = {}
         for entry in self.entries:
-            losses[entry.name] = [result.losses for result in entry.results]
+            for result in entry.results:
+                if [*result.tokens] != [*tokens]:
+                    raise ValueError(
+                        "The methods are evaluated on different held-out examples. Use one recipe "
+                        "for all"
+                    )
+        losses = by_seed(self.entries, "losses")
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
-        exact = {}
-        for entry in self.entries:
-            if entry.exact is not None:
-                exact[entry.name] = [result.exact for result in entry.results]
-        self.exact_comparisons = compare(exact, self.reference) if self.reference in exact else []
+        exact = by_seed([entry for entry in self.entries if entry.exact is not None], "exact")
+        self.exact_comparisons = []
+        if self.reference in exact:
+            self.exact_comparisons = compare(exact, self.reference)
 
     def entry(self, name: str) -> Entry:
         """Return the entry of that name."""
@@ -174,6 +166,7 @@ class Report(Finding):
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
+        tokens = self.entries[0].results[0].tokens
         return finite(
             {
                 "command": self.command,
@@ -181,12 +174,12 @@ class Report(Finding):
                 "source": self.source,
                 "settings": self.settings,
                 "reference": self.reference,
-                "held_out_rows": len(self.entries[0].results[0].tokens),
-                "held_out_tokens": sum(self.entries[0].results[0].tokens),
+                "held_out_rows": len(tokens),
+                "held_out_tokens": sum(tokens),
                 "methods": [entry.to_dict(self.seeds) for entry in self.entries],
                 "level": LEVEL,
-                "comparisons": [asdict(one) for one in self.comparisons],
-                "exact_comparisons": [asdict(one) for one in self.exact_comparisons],
+                "comparisons": [*map(asdict, self.comparisons)],
+                "exact_comparisons": [*map(asdict, self.exact_comparisons)],
                 "summary": self.summary,
                 **self.extra,
                 "environment": environment(),
@@ -196,37 +189,26 @@ class Report(Finding):
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and their alignment."""
         exact = ("exact match",) * self.is_solved
-        names = (
-            "held-out loss",
-            "perplexity",
-            *exact,
-            "parameters",
-            "per token",
-            "train s",
-            f"vs {self.reference}",
-            "p",
-        )
-        return [("method", "left"), *((name, "right") for name in names), ("verdict", "left")]
+        names = ("held-out loss", "perplexity", *exact, "parameters", "per token", "train s")
+        columns = columns_of("method", *names, f"vs {self.reference}", "p")
+        return [*columns, ("verdict", "left")]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        rows = []
-        for entry in self.entries:
-            rows.append(self._row(entry))
-        return rows
+        return [*map(self._row, self.entries)]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
-        one = self.comparison(entry.name)
         first = entry.results[0]
-        numbers = (
+        return (
+            entry.name,
             entry.mean_sd(),
             f"{entry.perplexity:,.2f}",
             *(self.exact_cell(entry.name),) * self.is_solved,
             f"{first.parameters:,}",
             f"{first.active_parameters:,}",
             f"{entry.seconds:,.0f}",
+            *compared(self.comparison(entry.name)),
         )
-        return entry.name, *numbers, *compared(one)
 
     @property
     def is_solved(self) -> bool:
@@ -238,13 +220,13 @@ class Report(Finding):
         recorded.
         """
         rate = self.entry(name).exact
-        verdicts = []
-        for one in self.exact_comparisons:
-            if one.name == name:
-                verdicts.append(one.verdict)
         if rate is None:
             return ""
-        return f"{rate:.3f}" + "".join(MARKS.get(verdict, "") for verdict in verdicts)
+        cell = f"{rate:.3f}"
+        for one in self.exact_comparisons:
+            if one.name == name:
+                cell += MARKS.get(one.verdict, "")
+        return cell
 
     def exact_legend(self, zero: Sequence[str] = ()) -> str:
         """Return a line that explains exact matches, empty without any records; `zero` names parts
@@ -252,28 +234,45 @@ class Report(Finding):
         """
         if all(entry.exact is None for entry in self.entries):
             return ""
+        notes = []
         if self.is_solved:
-            marks = f"- and +: lower and higher than {self.reference}'s by the same test"
-        else:
-            marks = ""
-        notes = "; ".join(filter(None, (marks, f"0 on {', '.join(zero)}" if zero else "")))
+            notes.append(f"- and +: lower and higher than {self.reference}'s by the same test")
+        if zero:
+            notes.append(f"0 on {', '.join(zero)}")
         return (
             "\n"
             "exact match: rows whose label tokens are all the most probable ones, as in greedy "
-            f"decoding, of all; {notes}."
+            f"decoding, of all; {'; '.join(notes)}."
         )
 
     def legend(self) -> str:
         """Return lines that explain the table's numbers."""
-        rows = len(self.entries[0].results[0].tokens)
-        tokens = sum(self.entries[0].results[0].tokens)
+        tokens = self.entries[0].results[0].tokens
+        zero = []
+        if not self.is_solved:
+            zero = ["all rows"]
         return (
-            f"{rows} held-out rows, {tokens:,} label tokens; {over_seeds(self.seeds)}; train s: "
-            "all stages after the base, which has its own.\n"
+            f"{len(tokens)} held-out rows, {sum(tokens):,} label tokens; {over_seeds(self.seeds)}; "
+            "train s: all stages after the base, which has its own.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
             f"Wilcoxon over the rows, corrected by Holm for {len(self.comparisons)} comparisons."
-            + self.exact_legend([] if self.is_solved else ["all rows"])
+            + self.exact_legend(zero)
         )
+
+
+def columns_of(first: str, *names: str) -> list[tuple[str, str]]:
+    """Return the columns of a table and their alignment: the first one to the left, all others to
+    the right.
+    """
+    return [(first, "left"), *((name, "right") for name in names)]
+
+
+def by_seed(entries: Iterable[Entry], name: str) -> dict[str, list]:
+    """Return a field of the results of each entry."""
+    values = {}
+    for entry in entries:
+        values[entry.name] = [getattr(result, name) for result in entry.results]
+    return values
 
 
 def compared(one: Comparison | None) -> tuple[str, str, str]:
@@ -282,13 +281,19 @@ def compared(one: Comparison | None) -> tuple[str, str, str]:
     """
     if one is None:
         return "", "", "reference"
-    interval = "" if math.isnan(one.low) else f" [{signed(one.low)}, {signed(one.high)}]"
+    difference = ""
+    if not math.isnan(one.difference):
+        difference = signed(one.difference)
+        if not math.isnan(one.low):
+            difference += f" [{signed(one.low)}, {signed(one.high)}]"
     p = one.p_corrected
-    return (
-        "" if math.isnan(one.difference) else signed(one.difference) + interval,
-        "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}",
-        one.verdict,
-    )
+    if math.isnan(p):
+        shown = ""
+    elif p >= 0.001:
+        shown = f"{p:.3f}"
+    else:
+        shown = f"{p:.1e}"
+    return difference, shown, one.verdict
 
 
 def over_seeds(seeds: Sequence[int]) -> str:
@@ -300,8 +305,10 @@ def spread(values: Sequence[float]) -> str:
     """Return the mean of some values as text, with their standard deviation if there are
     several.
     """
-    sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{sd}"
+    mean = f"{statistics.fmean(values):.3f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def verdict(report: Report, name: str) -> str:
@@ -319,12 +326,11 @@ def verdict(report: Report, name: str) -> str:
 def environment() -> dict:
     """Return the date, machine and versions of a run."""
     values = moe_runtime.doctor()
+    names = ("system", "packages", "devices", "settings", "backends")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "moe_runtime": moe_runtime.__version__,
-        **{
-            name: values[name] for name in ("system", "packages", "devices", "settings", "backends")
-        },
+        **{name: values[name] for name in names},
         "load": os.getloadavg()[0],
     }
 
@@ -332,15 +338,20 @@ def environment() -> dict:
 def finite(value):
     """Return JSON-ready values, with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
-        result = {}
-        for key, one in value.items():
-            result[str(key)] = finite(one)
-        return result
+        return dict(
+            zip(
+                map(str, value),
+                map(finite, value.values()),
+                strict=True,
+            )
+        )
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [*map(finite, value)]
     if isinstance(value, Path):
         return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def check_report(path: Path, settings: dict, overwrite: bool = False) -> None:
@@ -381,26 +392,25 @@ class Run:
         seeds: Sequence[int],
         say: Callable[[str], None],
     ):
-        self.settings, self.recipe, self.out, self.seeds = settings, recipe, out, tuple(seeds)
+        self.settings = settings
+        self.recipe = recipe
+        self.out = out
+        self.seeds = tuple(seeds)
         self.all = [stages(recipe, out, seed=seed, say=say) for seed in self.seeds]
         self.is_main = self.all[0].is_main
-        self.say = say if self.is_main else lambda text: None
+        self.say = self.all[0].say
 
     def collect(self, plan: Callable[[Any], Iterator[tuple[str, Any]]]) -> list[Entry]:
         """Run a plan, which yields names and results, for the stages of every seed; return an entry
         per name, in its order.
         """
-        found: dict[str, list] = {}
+        entries: dict[str, Entry] = {}
+        count = len(self.all)
         for number, stages in enumerate(self.all, 1):
             for name, result in plan(stages):
-                self.say(
-                    f"seed {number} of {len(self.all)}: {name}, held-out loss {result.loss:.4f}"
-                )
-                found.setdefault(name, []).append(result)
-        collect = []
-        for name, results in found.items():
-            collect.append(Entry(name, results))
-        return collect
+                self.say(f"seed {number} of {count}: {name}, held-out loss {result.loss:.4f}")
+                entries.setdefault(name, Entry(name, [])).results.append(result)
+        return [*entries.values()]
 
 
 class Command(NamedTuple):
@@ -436,17 +446,16 @@ def run(
     check_choice("command", command, tuple(commands))
     recipe = load_recipe(stages.Recipe, recipe)
     check_positive("seeds", seeds)
-    out = Path("runs", recipe.method) if out is None else out
     kind = commands[command]
-    out = Path(out)
+    out = Path(out or f"runs/{recipe.method}")
     options = kind.check(recipe, **options)
-    seeds = tuple(range(recipe.seed, recipe.seed + seeds))
-    settings = finite({"recipe": recipe.to_dict(), "seeds": seeds, **options})
+    numbers = tuple(range(recipe.seed, recipe.seed + seeds))
+    settings = finite({"recipe": recipe.to_dict(), "seeds": numbers, **options})
     path = out / f"{command}.json"
     check_report(path, settings, overwrite)
-    for module, extra in (("scipy.stats", "train"), ("matplotlib", "plot")):
-        require(module, extra)  # fails before minutes of training
-    process = Run(stages, settings, recipe, out, seeds, say)
+    require("scipy.stats", "train")  # fails before minutes of training
+    require("matplotlib", "plot")
+    process = Run(stages, settings, recipe, out, numbers, say)
     made = kind.make(process, **options)
     summary = made.pop("summary")
     report = kind.report(
@@ -454,13 +463,12 @@ def run(
         title=kind.title,
         source=kind.source,
         settings=settings,
-        seeds=seeds,
+        seeds=numbers,
         **made,
     )
     report.summary = summary(report)
     if process.is_main:
         plots.save(kind.draw(report), path.with_suffix(".png"))
-        path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_json(path, report.to_dict())
     return report
 
@@ -471,10 +479,8 @@ def different(name: str, values: Sequence, check: Callable) -> tuple:
     """
     values = tuple(values)
     if not values or len(set(values)) < len(values):
-        raise ValueError(
-            f"{name} must have one or more different values, but got "
-            f"{', '.join(map(str, values)) or 'none'}"
-        )
+        listed = ", ".join(map(str, values)) or "none"
+        raise ValueError(f"{name} must have one or more different values, but got {listed}")
     for value in values:
         check(value)
     return values
@@ -482,21 +488,22 @@ def different(name: str, values: Sequence, check: Callable) -> tuple:
 
 def each(report: Report) -> list[str]:
     """Return one sentence for every comparison."""
-    return [f"{one}." for one in report.comparisons]
+    return [*map("{}.".format, report.comparisons)]
 
 
 def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
     """Return sentences that compare the methods `names` with `reference` instead of the table's
     own.
     """
-    losses = {}
-    for entry in entries:
-        losses[entry.name] = [result.losses for result in entry.results]
-    tokens = entries[0].results[0].tokens
-    sentences = []
-    for one in compare({name: losses[name] for name in (reference, *names)}, reference, tokens):
-        sentences.append(f"{one}.")
-    return sentences
+    losses = by_seed([entry for entry in entries if entry.name in (reference, *names)], "losses")
+    return [
+        f"{one}."
+        for one in compare(
+            losses,
+            reference,
+            entries[0].results[0].tokens,
+        )
+    ]
 
 
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
@@ -505,18 +512,16 @@ def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
     """
 
     def summary(report: Report) -> list[str]:
-        losses = {}
-        for name in names:
-            losses[name] = report.entry(name).loss
-        lowest = min(losses, key=losses.__getitem__)
+        entries = [*map(report.entry, names)]
+        lowest = min(entries, key=lambda entry: entry.loss)
         below = []
-        for name in losses:
-            if report.comparison(name).verdict == "lower":
-                below.append(name)
-        found = ", ".join(below) if below else "none of them"
+        for entry in entries:
+            if report.comparison(entry.name).verdict == "lower":
+                below.append(entry.name)
         return [
-            f"Lowest of the sweep: {lowest}, {losses[lowest]:.4f}; not tested against the others.",
-            f"Lower than {report.reference} by the test: {found}.",
+            f"Lowest of the sweep: {lowest.name}, {lowest.loss:.4f}; not tested against the "
+            "others.",
+            f"Lower than {report.reference} by the test: {', '.join(below) or 'none of them'}.",
         ]
 
     return summary

@@ -141,7 +141,9 @@ def train_tokenizer(
     bpe.train_from_iterator(texts, trainer)
     bos = (BOS, bpe.token_to_id(BOS))
     bpe.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[bos]
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A $B",
+        special_tokens=[bos],
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -4,67 +4,59 @@ gate mass    c_r = sum of the r largest shares g_e / sum_e g_e of a layer    ESF
 counts       experts that a selection trains, by layer                       ESFT, Fig. 4
 """
 
+import operator
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from moe_runtime.config import check_positive
 from moe_runtime.methods.esft.scores import ExpertScores
 from moe_runtime.methods.esft.selection import SCORES, ExpertSelection
 from papers.engine import plots
 from papers.engine.plots import GREY, cycle
-from papers.engine.tables import Command, Finding, Run, finite
+from papers.engine.tables import Command, Finding, Run, columns_of, finite
 
 
-class _Plain:
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, JSON-ready."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateMass(_Plain):
+class GateMass(NamedTuple):
     """The share of a layer's gate values on its r best experts, r = 1, 2, ...: mean and standard
     deviation over the layers.
     """
 
     tasks: Sequence[str]
-    share: Sequence[Sequence[float]]  # [tasks][R], of the expert of each rank alone
     cumulative: Sequence[Sequence[float]]  # [tasks][R]
-    share_sd: Sequence[Sequence[float]]
     cumulative_sd: Sequence[Sequence[float]]
 
     def experts_for(self, mass: float) -> list[int]:
         """Return how many experts per task hold at least `mass` of the gate values, on average over
         the layers.
         """
-        reach = []
+        counts = []
         for row in self.cumulative:
-            reach.append([r for r, value in enumerate(row, 1) if value >= mass - 1e-9])
-        experts_for = []
-        for found, row in zip(reach, self.cumulative, strict=True):
-            experts_for.append(min(found, default=len(row)))
-        return experts_for
+            counts.append(
+                next((r for r, held in enumerate(row, 1) if held >= mass - 1e-9), len(row))
+            )
+        return counts
 
 
-def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMass:
-    """Sort each layer's shares of the scores in descending order (Fig. 2); `scores` of one model,
-    by task.
+def gate_mass(scores: Mapping[str, ExpertScores]) -> GateMass:
+    """Sort each layer's shares of the gate scores in descending order (Fig. 2); `scores` of one
+    model, by task.
     """
-    _check(scores.values(), "scores")
-    values = {"share": [], "cumulative": [], "share_sd": [], "cumulative_sd": []}
+    shapes = {(one.layers, one.num_experts, one.num_shared) for one in scores.values()}
+    if len(shapes) != 1:
+        problem = f"of {len(shapes)} kinds of models" if shapes else "empty"
+        raise ValueError(f"scores must be scores of one model's layers, but is {problem}")
+    means = []
+    deviations = []
     for one in scores.values():
-        table = one.scores(score)[:, one.num_shared :]
+        table = one.scores("gate")[:, one.num_shared :]
         share = (table / table.sum(1, keepdim=True)).sort(1, descending=True).values
-        for name, rows in (("share", share), ("cumulative", share.cumsum(1))):
-            values[name].append(rows.mean(0).tolist())
-            values[f"{name}_sd"].append(rows.std(0, correction=0).tolist())
-    return GateMass(tasks=tuple(scores), **values)
+        means.append(share.cumsum(1).mean(0).tolist())
+        deviations.append(share.cumsum(1).std(0, correction=0).tolist())
+    return GateMass(tuple(scores), means, deviations)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertCounts(_Plain):
+class ExpertCounts(NamedTuple):
     """Experts that train, by task and layer."""
 
     tasks: Sequence[str]
@@ -75,60 +67,58 @@ class ExpertCounts(_Plain):
     @property
     def shares(self) -> list[float]:
         """The share of all routed experts that trains, per task."""
-        shares = []
-        for row in self.counts:
-            shares.append(sum(row) / (len(self.layers) * self.num_experts))
-        return shares
+        return [statistics.fmean(row) / self.num_experts for row in self.counts]
 
 
 def expert_counts(
-    selections: Mapping[str, ExpertSelection], num_experts: int, layers: Sequence[int] | None = None
+    selections: Mapping[str, ExpertSelection], num_experts: int, layers: Sequence[int]
 ) -> ExpertCounts:
-    """Count the selected experts per layer (Fig. 4); `num_experts` are the routed ones of a layer,
-    `layers` all by default.
+    """Count the selected experts per layer (Fig. 4); `num_experts` are the routed ones of a
+    layer.
     """
-    check_positive("num_experts", num_experts)
-    layers = sorted(
-        {n for one in selections.values() for n in one.experts} if layers is None else set(layers)
-    )
     counts = []
     for one in selections.values():
         counts.append([len(one.experts.get(layer, ())) for layer in layers])
-    return ExpertCounts(
-        tasks=tuple(selections), layers=layers, counts=counts, num_experts=num_experts
-    )
+    return ExpertCounts(tuple(selections), layers, counts, num_experts)
 
 
-def _check(scores: Iterable[ExpertScores], name: str) -> None:
-    scores = list(scores)
-    shapes = set()
-    for one in scores:
-        shapes.add((one.layers, one.num_experts, one.num_shared))
-    if len(shapes) != 1:
-        problem = "empty" if not shapes else f"of {len(shapes)} kinds of models"
-        raise ValueError(f"{name} must be scores of one model's layers, but is {problem}")
-
-
-def draw_gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a layer"):
+def draw_gate_mass(mass: GateMass):
     """Draw the cumulative share over the experts by rank, mean and standard deviation over the
     layers (Fig. 2).
     """
-    figure, axes = plots.new_figure(f"{title} (ESFT)", (7.2, 4.9))
-    ranks = range(1, len(mass.cumulative[0]) + 1)
-    looks = cycle(len(mass.tasks))
+    title = "Gate values on the best experts of a layer (ESFT)"
+    figure, axes = plots.new_figure(title, (7.2, 4.9))
+    R = len(mass.cumulative[0])
+    ranks = range(1, R + 1)
     for task, means, sds, (colour, marker) in zip(
-        mass.tasks, mass.cumulative, mass.cumulative_sd, looks, strict=True
+        *mass,
+        cycle(len(mass.tasks)),
+        strict=True,
     ):
-        low = []
-        for mean, sd in zip(means, sds, strict=True):
-            low.append(mean + -1 * sd)
-        high = []
-        for mean, sd in zip(means, sds, strict=True):
-            high.append(mean + 1 * sd)
-        axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(ranks, means, color=colour, marker=marker, markersize=4, label=task)
+        low = map(operator.sub, means, sds)
+        high = map(operator.add, means, sds)
+        axes.fill_between(
+            ranks,
+            [*low],
+            [*high],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
+        axes.plot(
+            ranks,
+            means,
+            color=colour,
+            marker=marker,
+            markersize=4,
+            label=task,
+        )
     axes.plot(
-        ranks, [rank / len(ranks) for rank in ranks], color=GREY, linestyle="--", label="balanced"
+        [1, R],
+        [1 / R, 1],
+        color=GREY,
+        linestyle="--",
+        label="balanced",
     )
     axes.set(xlabel="experts, best first", ylabel="share of a layer's gate values", ylim=(0, 1.02))
     axes.grid()
@@ -136,7 +126,7 @@ def draw_gate_mass(mass: GateMass, title: str = "Gate values on the best experts
     return figure
 
 
-def draw_counts(counts: ExpertCounts, title: str = "Experts that are trained"):
+def draw_counts(counts: ExpertCounts):
     """Draw the number of trained experts by task and layer (Fig. 4)."""
     tasks = []
     for task, share in zip(counts.tasks, counts.shares, strict=True):
@@ -144,8 +134,16 @@ def draw_counts(counts: ExpertCounts, title: str = "Experts that are trained"):
     label = f"experts of {counts.num_experts}"
     top = max(1, *map(max, counts.counts))
     size = (max(6.4, 2.6 + 0.42 * len(counts.layers)), 1.8 + 0.5 * len(tasks))
-    figure, axes = plots.new_figure(f"{title} (ESFT)", size)
-    plots.heat_map(axes, counts.counts, tasks, counts.layers, label, top=top, form="{:.0f}")
+    figure, axes = plots.new_figure("Experts that are trained (ESFT)", size)
+    plots.heat_map(
+        axes,
+        counts.counts,
+        tasks,
+        counts.layers,
+        label,
+        top=top,
+        form="{:.0f}",
+    )
     axes.set(xlabel="layer")
     return figure
 
@@ -154,34 +152,29 @@ def draw_counts(counts: ExpertCounts, title: str = "Experts that are trained"):
 class Study(Finding):
     """The results for every seed's samples, as a table."""
 
-    found: list  # one result of `analyses` per seed
+    found: list[ExpertCounts]  # of each seed
     table: list[tuple]  # the first row holds the column names
     note: str
     files: dict = field(default_factory=dict)  # written next to the picture
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        first, *others = self.table[0]
-        return [(first, "left"), *((name, "right") for name in others)]
+        return columns_of(*self.table[0])
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        rows = []
-        for row in self.table[1:]:
-            rows.append(tuple(map(str, row)))
-        return rows
+        return [tuple(map(str, row)) for row in self.table[1:]]
 
     def legend(self) -> str:
         """Return what the table's numbers are."""
+        over = "One seed, which draws"
         if len(self.seeds) > 1:
             over = f"Mean over {len(self.seeds)} seeds, which draw"
-        else:
-            over = "One seed, which draws"
         return f"{self.note} {over} the samples."
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
-        values = super().to_dict() | {"found": finite([one.to_dict() for one in self.found])}
+        values = super().to_dict() | {"found": finite([one._asdict() for one in self.found])}
         del values["table"], values["note"]
         return values
 
@@ -214,23 +207,30 @@ def _counts(process: Run) -> dict:
     picture = process.out / "counts-gate-mass.png"
     if process.is_main:
         plots.save(draw_gate_mass(masses[0]), picture)
-    half = dict(zip(masses[0].tasks, masses[0].experts_for(0.5), strict=True))
+    half = dict(
+        zip(
+            masses[0].tasks,
+            masses[0].experts_for(0.5),
+            strict=True,
+        )
+    )
     table: list[tuple] = [COLUMNS]
-    for place, name in enumerate(counts[0].tasks):
+    for i, name in enumerate(counts[0].tasks):
         task, _, score = name.rpartition(", ")
-        rows = [one.counts[place] for one in counts]  # of the seeds
+        rows = [one.counts[i] for one in counts]  # of the seeds
         mean = statistics.fmean(map(statistics.fmean, rows))
-        share = statistics.fmean(one.shares[place] for one in counts)
         p = f"{getattr(recipe.p, score):g}"
         ends = min(map(min, rows)), max(map(max, rows))
-        table.append((name, p, f"{mean:.1f}", *ends, f"{share:.1%}", half[task]))
-    note = f"{counts[0].num_experts} routed experts in each of {len(counts[0].layers)} layers."
-
-    def summary(report: Study) -> list[str]:
-        return [f"gate mass: {picture}"]
-
-    files = {"gate mass": picture}
-    return {"found": counts, "table": table, "note": note, "files": files, "summary": summary}
+        share = f"{mean / counts[0].num_experts:.1%}"
+        table.append((name, p, f"{mean:.1f}", *ends, share, half[task]))
+    num_experts = counts[0].num_experts
+    return {
+        "found": counts,
+        "table": table,
+        "note": f"{num_experts} routed experts in each of {len(counts[0].layers)} layers.",
+        "files": {"gate mass": picture},
+        "summary": lambda report: [f"gate mass: {picture}"],
+    }
 
 
 COMMANDS = {

@@ -34,6 +34,7 @@ from papers.engine.tables import (
     Entry,
     Finding,
     Run,
+    columns_of,
     compared,
     different,
     finite,
@@ -65,27 +66,22 @@ class Course(NamedTuple):
 
     def means(self, part: str) -> list[float]:
         """Return the loss per label token of a part at every point."""
-        means = []
-        for _, losses in self.history:
-            means.append(trainers.mean_loss(losses[part], self.tokens[part]))
-        return means
+        tokens = self.tokens[part]
+        return [trainers.mean_loss(losses[part], tokens) for _, losses in self.history]
 
     def at(self, depth: float, kind: str) -> list[float] | None:
         """Return the general rows' losses where the task loss is first `depth` below the base's;
         None if it never is.
         """
         task = self.means(f"task-{kind}")
-        general = []
-        for _, losses in self.history:
-            general.append(losses[f"{GENERAL}-{kind}"])
         level = task[0] - depth
         for i, loss in enumerate(task):
             if loss <= level:
                 w = (task[i - 1] - level) / (task[i - 1] - loss)
-                at = []
-                for a, b in zip(general[i - 1], general[i], strict=True):
-                    at.append((1 - w) * a + w * b)
-                return at
+                (_, before), (_, after) = self.history[i - 1 : i + 1]
+                part = f"{GENERAL}-{kind}"
+                pairs = zip(before[part], after[part], strict=True)
+                return [(1 - w) * a + w * b for a, b in pairs]
         return None
 
 
@@ -97,7 +93,11 @@ class Courses(Stages):
     def __init__(self, stages: Stages, factor: float):
         vars(self).update(vars(stages))
         r = stages.recipe
-        rates = {"fft": r.fft, "lora__training": r.lora.training, "esft": r.esft}
+        rates = {
+            "fft": r.fft,
+            "lora__training": r.lora.training,
+            "esft": r.esft,
+        }
         self.recipe = r.change(
             **{f"{of}__learning_rate": factor * one.learning_rate for of, one in rates.items()}
         )
@@ -128,10 +128,19 @@ class Courses(Stages):
         def whole(tmp: Path, checkpoints: Path) -> dict:
             model, _ = make(self._load(base.folder, dtype=dtype))
             first, tokens, _ = trainers.row_losses(
-                model, rows, self.tokenizer, batch_size=self._batch, bf16=training.bf16
+                model,
+                rows,
+                self.tokenizer,
+                batch_size=self._batch,
+                bf16=training.bf16,
             )
             trained = self._train(
-                name, model, self.part(f"{task}-train"), rows, training, checkpoints
+                name,
+                model,
+                self.part(f"{task}-train"),
+                rows,
+                training,
+                checkpoints,
             )
             points = (0, first), *trained.history.rows
             return {
@@ -149,7 +158,13 @@ class Courses(Stages):
 
         settings = self._settings(training) | {"task": task} | dict(more)
         return self._stage(
-            f"course-{kind}", name, settings, [base, *parents], whole, holds=".", result=Course
+            f"course-{kind}",
+            name,
+            settings,
+            [base, *parents],
+            whole,
+            holds=".",
+            result=Course,
         )
 
 
@@ -157,25 +172,23 @@ def general_at(entry: Entry, depth: float, kind: str = "held_out") -> float:
     """Return a run's general loss per label token at `depth`, mean over the seeds; infinite unless
     all reach it.
     """
-    rows = []
-    for course in entry.results:
-        rows.append(course.at(depth, kind))
-    tokens = entry.results[0].tokens[f"{GENERAL}-{kind}"]
+    rows = [course.at(depth, kind) for course in entry.results]
     if None in rows:
         return math.inf
+    tokens = entry.results[0].tokens[f"{GENERAL}-{kind}"]
     return statistics.fmean(trainers.mean_loss(losses, tokens) for losses in rows)
 
 
 def curve(entry: Entry) -> list[tuple[float, ...]]:
     """Return a run's points (step, task loss, general loss), means over the seeds."""
-    parts = f"task-{KINDS[1]}", f"{GENERAL}-{KINDS[1]}"
     histories = []
     for one in entry.results:
-        histories.append(zip((step for step, _ in one.history), *map(one.means, parts)))
-    curve = []
-    for at in zip(*histories):
-        curve.append(tuple(map(statistics.fmean, zip(*at))))
-    return curve
+        steps = [step for step, _ in one.history]
+        histories.append([steps, one.means("task-held_out"), one.means(f"{GENERAL}-held_out")])
+    means = []
+    for columns in zip(*histories, strict=True):
+        means.append(map(statistics.fmean, zip(*columns, strict=True)))
+    return [*zip(*means, strict=True)]
 
 
 @dataclass(kw_only=True)
@@ -215,15 +228,8 @@ class Frontier(Finding):
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        names = (
-            "rate",
-            "trained",
-            *(f"-{depth:g}" for depth in self.depths),
-            "task",
-            "exact match",
-            "general",
-        )
-        return [("method", "left"), *((name, "right") for name in names)]
+        depths = map("-{:g}".format, self.depths)
+        return columns_of("method", "rate", "trained", *depths, "task", "exact match", "general")
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
@@ -272,24 +278,20 @@ class Frontier(Finding):
         for name, ladder in self.ladders.items():
             ladders[name] = {}
             for entry in ladder:
-                general = []
-                for depth in self.depths:
-                    general.append(general_at(entry, depth))
+                general = [general_at(entry, depth) for depth in self.depths]
                 ladders[name][f"{entry.results[0].rate:g}"] = [curve(entry), general]
-        comparisons = {}
-        for depth, found in self.comparisons.items():
-            comparisons[f"{depth:g}"] = [asdict(one) for one in found]
+        comparisons = {f"{d:g}": [*map(asdict, them)] for d, them in self.comparisons.items()}
         return super().to_dict() | finite({"ladders": ladders, "comparisons": comparisons})
 
 
 def _by_validation(ladder: Sequence[Entry], depth: float) -> Entry | None:
     """Return the run that the validation rows choose among those that reach `depth`."""
-    losses = {}
-    for place, entry in enumerate(ladder):
-        loss = general_at(entry, depth, "validation")
-        if math.isfinite(loss) and math.isfinite(general_at(entry, depth)):
-            losses[place] = loss
-    return ladder[min(losses, key=losses.__getitem__)] if losses else None
+    reaching = []
+    for entry in ladder:
+        if math.isfinite(general_at(entry, depth)):
+            reaching.append((general_at(entry, depth, "validation"), len(reaching), entry))
+    loss, _, entry = min(reaching, default=(math.inf, 0, None))
+    return entry if math.isfinite(loss) else None
 
 
 def _described(course: Course, part: str) -> str:
@@ -301,14 +303,10 @@ def summary(report: Frontier) -> list[str]:
     for that depth.
     """
     lines = []
-    for depth, found in report.comparisons.items():
-        each = (
-            "; ".join(f"{one.name} {compared(one)[0]}, {one.verdict}" for one in found)
-            or "no comparison"
-        )
-        lines.append(
-            f"At {depth:g} below the base's task loss, general loss against {TOKEN}: {each}."
-        )
+    for depth, them in report.comparisons.items():
+        each = "; ".join(f"{one.name} {compared(one)[0]}, {one.verdict}" for one in them)
+        where = f"At {depth:g} below the base's task loss"
+        lines.append(f"{where}, general loss against {TOKEN}: {each or 'no comparison'}.")
     return lines
 
 
@@ -318,7 +316,11 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
     makes: dict[str, Callable] = {
         TOKEN: lambda at: at.esft(task, at.selection(task, "token")),
         GATE: lambda at: at.esft(task, at.selection(task, "gate")),
-        f"{TOKEN}, random experts": lambda at: at.esft(task, at.drawn(task, "token"), scored=False),
+        f"{TOKEN}, random experts": lambda at: at.esft(
+            task,
+            at.drawn(task, "token"),
+            scored=False,
+        ),
     }
     for one in (rank, max(rank // 2, 1)):
         makes[f"{LORA}, rank {one}"] = lambda at, one=one: at.lora(task, one)
@@ -341,36 +343,49 @@ def picture(report: Frontier):
     """
     figure, axes = plots.figure_of(report, (7.6, 6.0))
     rises = []
-    for (name, ladder), (colour, marker) in zip(
-        report.ladders.items(), plots.cycle(len(report.ladders))
-    ):
+    looks = plots.cycle(len(report.ladders))
+    for (name, ladder), (colour, marker) in zip(report.ladders.items(), looks, strict=True):
         for entry in ladder:
             _, task, general = zip(*curve(entry), strict=True)
-            how = {"alpha": 0.35, "linewidth": 0.9}
             if entry is report.shown(name):
-                how = {
-                    "marker": marker,
-                    "markersize": 5,
-                    "label": f"{name}, rate {entry.results[0].rate:g}",
-                    "zorder": 3,
-                }
+                label = f"{name}, rate {entry.results[0].rate:g}"
+                axes.plot(
+                    task,
+                    general,
+                    marker,
+                    color=colour,
+                    ls="-",
+                    ms=5,
+                    label=label,
+                    zorder=3,
+                )
                 rises.append(max(general) - general[0])
-            axes.plot(task, general, color=colour, **how)
+            else:
+                axes.plot(
+                    task,
+                    general,
+                    color=colour,
+                    alpha=0.35,
+                    linewidth=0.9,
+                )
     for depth in report.depths:
-        axes.axvline(task[0] - depth, color=plots.GREY, linestyle=":", linewidth=1, zorder=1)
+        axes.axvline(
+            task[0] - depth,
+            color=plots.GREY,
+            linestyle=":",
+            linewidth=1,
+            zorder=1,
+        )
     # one that forgets far more would flatten the others
     top = max(3 * statistics.median(rises), 0.01)
     axes.set_ylim(general[0] - 0.1 * top, general[0] + top)
     axes.invert_xaxis()
-    axes.set(
-        xlabel=f"task loss, {report.task} (lower is better; tuning moves right)",
-        ylabel="general loss (lower is better)",
-    )
+    axes.set_xlabel(f"task loss, {report.task} (lower is better; tuning moves right)")
+    axes.set_ylabel("general loss (lower is better)")
     axes.grid()
     over = f"held-out examples, mean of {len(report.seeds)} seed{'s' * (len(report.seeds) > 1)}"
-    plots.legend_below(
-        figure, axes, f"{over}; faint: other rates; dotted: levels; lines may leave at the top"
-    )
+    about = f"{over}; faint: other rates; dotted: levels; lines may leave at the top"
+    plots.legend_below(figure, axes, about)
     return figure
 
 
@@ -378,7 +393,11 @@ def _check(
     recipe: EsftRecipe, factors: Sequence[float] = FACTORS, depths: Sequence[float] = DEPTHS
 ) -> dict:
     for name, values in (("factor", factors), ("depth", depths)):
-        different(name, values, functools.partial(check_number, name, positive=True))
+        different(
+            name,
+            values,
+            functools.partial(check_number, name, positive=True),
+        )
     return {"factors": sorted(factors), "depths": sorted(depths)}
 
 

@@ -19,7 +19,7 @@ trained on, the same files for every task. `code`, `prose` and `arithmetic` with
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -35,6 +35,7 @@ from papers.engine.corpora import (
     DOMAINS,
     domain_rows,
     domain_text,
+    named_rows,
     standard_library_pairs,
     standard_library_text,
 )
@@ -72,10 +73,19 @@ def task_rows(tokenizer, task, recipe) -> dict:
         ("held_out", held_out, task.held_out_rows),
     ):
         how = {"prompt": task.prompt, "train_on": task.train_on}
-        parts[name] = data.tokenize_pairs(tokenizer, rows, recipe.max_length, limit=count, **how)
+        parts[name] = data.tokenize_pairs(
+            tokenizer,
+            rows,
+            recipe.max_length,
+            limit=count,
+            **how,
+        )
     if recipe.pack:
         parts["train"] = join(
-            parts["train"], recipe.max_length, tokenizer.bos_token_id, recipe.drop_bos
+            parts["train"],
+            recipe.max_length,
+            tokenizer.bos_token_id,
+            recipe.drop_bos,
         )
     return parts
 
@@ -85,13 +95,35 @@ def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
     whatever `validation_rows` is.
     """
     taken = map(data.one_form, itertools.islice(train, task.limit))
-    rows = []
-    for row in taken:
-        rows.append(data.encode(tokenizer, row, task.prompt, task.train_on))
-    lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
+    rows = [
+        data.encode(
+            tokenizer,
+            row,
+            task.prompt,
+            task.train_on,
+        )
+        for row in taken
+    ]
+    lines = packed_in_order(
+        rows,
+        recipe.max_length,
+        recipe.drop_bos,
+        tokenizer.pad_token_id,
+    )
     parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
-    how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
-    return parts | {"held_out": data.tokenize_pairs(tokenizer, held_out, recipe.max_length, **how)}
+    how = {
+        "limit": task.held_out_rows,
+        "prompt": task.prompt,
+        "train_on": task.train_on,
+    }
+    return parts | {
+        "held_out": data.tokenize_pairs(
+            tokenizer,
+            held_out,
+            recipe.max_length,
+            **how,
+        )
+    }
 
 
 def mixed(rows, general, ratio: float):
@@ -111,7 +143,7 @@ def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[
 
     def rows() -> tuple:
         train, held_out = (_made(part, make) for part in standard_library_pairs())
-        return _named(train), _named(pair for pair in held_out if pair not in train)
+        return named_rows(train), named_rows(pair for pair in held_out if pair not in train)
 
     return rows
 
@@ -121,13 +153,6 @@ def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None
     split = ((*row["prompt"].partition("\n")[::2], row["completion"]) for row in rows)
     made = (make(heading, doc.strip(), source) for heading, doc, source in split)
     return dict.fromkeys(pair for pair in made if pair is not None)
-
-
-def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    named = []
-    for prompt, completion in pairs:
-        named.append({"prompt": prompt, "completion": completion})
-    return named
 
 
 def _code(heading: str, doc: str, source: str) -> tuple[str, str]:
@@ -142,7 +167,11 @@ def _names(heading: str, doc: str, source: str) -> tuple[str, str] | None:
     name = heading.partition("(")[0].rpartition(" ")[2]
     if name.startswith("__") or f"def {name}(" not in source:
         return None
-    hidden = source.replace(f"def {name}(", f"def {HIDDEN}(", 1)
+    hidden = source.replace(
+        f"def {name}(",
+        f"def {HIDDEN}(",
+        1,
+    )
     return f"Name this Python function.\n{hidden}\n", name
 
 

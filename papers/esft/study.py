@@ -62,39 +62,40 @@ class Stages(KeptStages):
         """Return the model that all others start from: pre-trained here, or the recipe's, joined
         over the tasks.
         """
-        pretrain = self.recipe.pretrain
         r = self.recipe
+        settings = {"dtype": r.dtype}
+        if r.pretrain is not None:
+            settings |= {"pretrain": r.pretrain.to_dict(), "length": r.max_length}
 
         def make(tmp: Path, folder: Path) -> dict:
-            way = {}
-            if pretrain is not None:
+            result = {}
+            if r.pretrain is None:
+                self._copy_base(tmp / "model")
+            else:
                 model, trained = self._pretrained(folder)
-                way = course_of(trained)
+                result = course_of(trained)
                 self._save(model, trained, tmp / "model")
                 del model, trained
-            else:
-                self._copy_base(tmp / "model")
             model = self._load(tmp / "model")
-            found = {}
+            result |= sizes_of(model) | {"trained_parameters": 0, "optimizer_bytes": 0}
+            result["found"] = {}
             for task in (*r.tasks, GENERAL):
-                found[task] = loss_of(*self._losses(model, f"{task}-held_out"))
-            return (
-                way
-                | sizes_of(model)
-                | {"found": found, "trained_parameters": 0, "optimizer_bytes": 0}
-            )
+                result["found"][task] = loss_of(*self._losses(model, f"{task}-held_out"))
+            return result
 
-        settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
         stage = self._stage(
-            "base", "base", settings | {"dtype": r.dtype}, [], make, seed=0, result=Base
+            "base",
+            "base",
+            settings,
+            [],
+            make,
+            seed=0,
+            result=Base,
         )
-        general = {}
+        shared = {of: getattr(stage, of) for of in COSTS}
         for of, value in stage.found[GENERAL].items():
-            general[f"{GENERAL}_{of}"] = value
-        kept = {of: getattr(stage, of) for of in COSTS}
-        return join(
-            "base", {task: Tuned(**kept, **stage.found[task], **general) for task in r.tasks}
-        )
+            shared[f"{GENERAL}_{of}"] = value
+        return join("base", {task: Tuned(**shared, **stage.found[task]) for task in r.tasks})
 
     def scores(self, task: str) -> Scored:
         """Return the experts' scores on a task's rows."""
@@ -105,7 +106,12 @@ class Stages(KeptStages):
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = self._load(base.folder)
             start = time.perf_counter()
-            scores = esft.score_experts(model, self._batches(rows), n_tokens, per_process=True)
+            scores = esft.score_experts(
+                model,
+                self._batches(rows),
+                n_tokens,
+                per_process=True,
+            )
             with ranks.leading() as main:
                 if main:
                     (tmp / "seen").mkdir()
@@ -114,14 +120,26 @@ class Stages(KeptStages):
 
         settings = {"task": task, "n_tokens": n_tokens, "dtype": self.recipe.dtype}
         return self._stage(
-            "scores", f"scores of {task}", settings, [base], make, holds="seen", result=Scored
+            "scores",
+            f"scores of {task}",
+            settings,
+            [base],
+            make,
+            holds="seen",
+            result=Scored,
         )
 
     def selection(self, task: str, score: str, **flags) -> esft.ExpertSelection:
         """Return the experts of a task that reach the recipe's p; `flags` are ExpertSelection's."""
         p = getattr(self.recipe.p, score)
         variant = self.recipe.scores.variant
-        return esft.select_experts(self.scores(task).scores, p, score, variant, **flags)
+        return esft.select_experts(
+            self.scores(task).scores,
+            p,
+            score,
+            variant,
+            **flags,
+        )
 
     def drawn(self, task: str, score: str) -> esft.ExpertSelection:
         """Return as many experts per layer as `selection`, drawn at random."""
@@ -129,18 +147,26 @@ class Stages(KeptStages):
         scores = self.scores(task).scores
         seed = 1000 * self.seed + list(self.recipe.tasks).index(task)
         return esft.random_experts(
-            selection, scores.num_experts, seed, num_shared=scores.num_shared
+            selection,
+            scores.num_experts,
+            seed,
+            num_shared=scores.num_shared,
         )
 
     def _pretrained(self, folder: Path) -> tuple:
         pretrain = self.recipe.pretrain
-        r = self.recipe
-        blocks = data.pack(self.tokenizer, documents(pretrain), r.max_length)
+        length = self.recipe.max_length
+        blocks = data.pack(
+            self.tokenizer,
+            documents(pretrain),
+            length,
+        )
+        sizes = {of: getattr(pretrain, of) for of in SIZES}
         model = small_deepseek(
             self.tokenizer,
-            max_length=r.max_length,
+            max_length=length,
             seed=pretrain.seed,
-            **{of: getattr(pretrain, of) for of in SIZES},
+            **sizes,
         )
         experts.patch(model)
         training = EsftTraining(
@@ -152,24 +178,31 @@ class Stages(KeptStages):
             weight_decay=0.0,
             keep_best=False,
         )
-        balance = {"balance_loss": "per_layer", "balance_loss_coef": pretrain.balance_loss_coef}
-        trained = self._train(
+        balance = {}
+        if pretrain.balance_loss_coef:
+            coef = pretrain.balance_loss_coef
+            balance = {"balance_loss": "per_layer", "balance_loss_coef": coef}
+        watched = self.part(f"{GENERAL}-validation")
+        return model, self._train(
             "base",
             model,
             blocks,
-            self.part(f"{GENERAL}-validation"),
+            watched,
             training,
             folder,
             seed=pretrain.seed,
-            **(balance if pretrain.balance_loss_coef else {}),
+            **balance,
         )
-        return model, trained
 
     def _load(self, folder: Path, dtype: str | None = None):
         """Load a model to this process's device; its experts run through moe_runtime, the same for
         all methods.
         """
-        model = ranks.load_model(folder, dtype or self.recipe.dtype, ranks.state().device)
+        model = ranks.load_model(
+            folder,
+            dtype or self.recipe.dtype,
+            ranks.state().device,
+        )
         experts.patch(model)
         return model
 
@@ -177,27 +210,31 @@ class Stages(KeptStages):
         """This process's share of a sample of rows, in batches on its device."""
         r = self.recipe
         state = ranks.state()
-        how = {
-            "batch_size": self._batch,
-            "seed": SEED + self.seed,
-            "part": (state.process_index, state.num_processes),
-        }
         for batch in sample_batches(
-            rows, r.scores.n_tokens, length=r.max_length, packed=False, **how
+            rows,
+            r.scores.n_tokens,
+            length=r.max_length,
+            packed=False,
+            batch_size=self._batch,
+            seed=SEED + self.seed,
+            part=(state.process_index, state.num_processes),
         ):
             yield {name: value.to(state.device) for name, value in batch.items()}
 
     @property
     def _batch(self) -> int:
         """Rows per batch outside of training."""
-        return trainers.split_batch(
-            self.recipe.esft.batch_size, self.recipe.esft.per_device_batch_size
-        )[0]
+        training = self.recipe.esft
+        return trainers.split_batch(training.batch_size, training.per_device_batch_size)[0]
 
     def _losses(self, model, part: str) -> tuple[list, list, list]:
         bf16 = self.recipe.esft.bf16
         return trainers.row_losses(
-            model, self.part(part), self.tokenizer, batch_size=self._batch, bf16=bf16
+            model,
+            self.part(part),
+            self.tokenizer,
+            batch_size=self._batch,
+            bf16=bf16,
         )
 
     def data_key(self) -> str:
@@ -206,27 +243,26 @@ class Stages(KeptStages):
         """
         r = self.recipe
         python = platform.python_version()
-        made_of = {}
-        for source in BUILT_IN:
-            made_of[source] = domains_key() if source in DOMAINS else python
-        text = domains_key() if r.pretrain and r.pretrain.domains else python
-        base = [text, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+        if r.pretrain is None:
+            base = files_print(r.base_model)
+        else:
+            text = domains_key() if r.pretrain.domains else python
+            base = [text, r.pretrain.to_dict()]
         parts = {}
+        rows = []
         for task, one in {**r.tasks, GENERAL: r.general}.items():
             parts[task] = one.to_dict()
-        sources = []
-        for one in (*r.tasks.values(), r.general):
-            sources.extend(one.sources)
-        rows = []
-        for source in sources:
-            rows.append(made_of.get(source) or files_print(source))
-        how = [r.max_length, r.pack, r.drop_bos]
+            for source in one.sources:
+                if source in DOMAINS:
+                    rows.append(domains_key())
+                else:
+                    rows.append(python if source in BUILT_IN else files_print(source))
         return hash_of(
             {
                 "format": self.FORMAT,
                 "method": "esft",
                 "data": parts,
-                "how": how,
+                "how": [r.max_length, r.pack, r.drop_bos],
                 "base": base,
                 "rows": rows,
             }
@@ -239,25 +275,20 @@ class Stages(KeptStages):
         r = self.recipe
         tokenizer = self._base_tokenizer(lambda: documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
-        brought = []
-        for part in parts.values():
+        for part in reversed(parts.values()):  # the first one that brings a template decides
             if part.prompt in ("deepseek", "esft"):
-                brought.append(TEMPLATES[part.prompt])
-        tokenizer.chat_template = brought[0] if brought else tokenizer.chat_template
+                tokenizer.chat_template = TEMPLATES[part.prompt]
         tokenizer.save_pretrained(folder / "tokenizer")
         counts = {}
         for name, part in parts.items():
             self.say(f"reading and tokenizing {name}: {part}")
-            rows = task_rows(tokenizer, part, r)
-            for kind, one in rows.items():
-                data.save_rows(one, folder / f"{name}-{kind}")
-            counts[name] = {kind: len(one) for kind, one in rows.items()}
-            self.say(
-                ", ".join(
-                    f"{count:,} rows {kind.replace('_', ' ')}"
-                    for kind, count in counts[name].items()
-                )
-            )
+            counts[name] = {}
+            listed = []
+            for kind, rows in task_rows(tokenizer, part, r).items():
+                data.save_rows(rows, folder / f"{name}-{kind}")
+                counts[name][kind] = len(rows)
+                listed.append(f"{len(rows):,} rows {kind.replace('_', ' ')}")
+            self.say(", ".join(listed))
         return counts
 
     def fft(self, task: str) -> Tuned:
@@ -267,7 +298,14 @@ class Stages(KeptStages):
             return model.requires_grad_(True), {}
 
         dtype = self.recipe.trained_dtype
-        return self._tuned("fft", task, self.recipe.fft, make, self._save, dtype=dtype)
+        return self._tuned(
+            "fft",
+            task,
+            self.recipe.fft,
+            make,
+            self._save,
+            dtype=dtype,
+        )
 
     def lora(self, task: str, rank: int | None = None) -> Tuned:
         """Return low-rank matrices for the base, tuned on a task; `rank` replaces the recipe's."""
@@ -276,7 +314,12 @@ class Stages(KeptStages):
         scaling = settings.scaling
 
         def make(model) -> tuple:
-            return lora_baseline.add_lora(model, rank, scaling, seed=self.seed), {}
+            return lora_baseline.add_lora(
+                model,
+                rank,
+                scaling,
+                seed=self.seed,
+            ), {}
 
         def save(model, trained, folder: Path) -> None:
             weights = trained.state_dict()
@@ -285,7 +328,14 @@ class Stages(KeptStages):
                     lora_baseline.save_lora(model, folder, weights)
 
         more = {"rank": rank, "scaling": scaling}
-        return self._tuned("lora", task, settings.training, make, save, more=more)
+        return self._tuned(
+            "lora",
+            task,
+            settings.training,
+            make,
+            save,
+            more=more,
+        )
 
     def esft(self, task: str, selection: esft.ExpertSelection, scored: bool = True) -> Tuned:
         """Return an adapter with the experts of `selection`, tuned on a task; `scored` adds the
@@ -295,18 +345,15 @@ class Stages(KeptStages):
         steps.
         """
         training = self.recipe.fft if selection.non_expert_modules else self.recipe.esft
-        if self.recipe.trained_dtype is None:
-            dtype = None
-        else:
-            dtype = getattr(torch, self.recipe.trained_dtype)
+        name = self.recipe.trained_dtype
+        dtype = None if name is None else getattr(torch, name)
 
         def make(model) -> tuple:
             if training.ep_size > 1:
                 shard_experts(model, ranks.expert_mesh(training.ep_size))
             receipt = esft.train_only(model, selection, dtype=dtype)
-            return model, {
-                "experts": {str(layer): list(ids) for layer, ids in receipt.experts.items()}
-            }
+            chosen = {str(layer): list(ids) for layer, ids in receipt.experts.items()}
+            return model, {"experts": chosen}
 
         def save(model, trained, folder: Path) -> None:
             adapter = esft.adapter_of(model)  # of all processes
@@ -315,22 +362,27 @@ class Stages(KeptStages):
                     adapter.save(folder)
 
         parents = [self.scores(task)] if scored else []
-        chosen = {}
-        for of, value in selection.to_dict().items():
-            if of not in ("score", "p", "variant"):
-                chosen[of] = value
-        more = {"selection": chosen, "trained_dtype": self.recipe.trained_dtype}
-        return self._tuned("esft", task, training, make, save, parents=parents, more=more)
+        chosen = selection.to_dict()
+        for of in ("score", "p", "variant"):
+            chosen.pop(of, None)
+        more = {"selection": chosen, "trained_dtype": name}
+        return self._tuned(
+            "esft",
+            task,
+            training,
+            make,
+            save,
+            parents=parents,
+            more=more,
+        )
 
     def _load_tuned(self, folder: Path):
         """Load a model of `fft`, `lora` or `esft`, or the base."""
-        if (
-            not (folder / "adapter_config.json").is_file()
-            and not (folder / trained_files.CONFIG).is_file()
-        ):
+        is_lora = (folder / "adapter_config.json").is_file()
+        if not is_lora and not (folder / trained_files.CONFIG).is_file():
             return self._load(folder)
         model = self._load(self.base().folder)
-        if (folder / "adapter_config.json").is_file():
+        if is_lora:
             return lora_baseline.load_lora(model, folder)
         esft.apply(model, folder)
         return model
@@ -350,36 +402,49 @@ class Stages(KeptStages):
         """Return a stage of a model that `make` prepares and `save` writes to its folder."""
         base = self.base()
         mix = self.recipe.mix
+        name = f"{kind} {task}"
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
-            model, notes = make(self._load(base.folder, dtype))
+            model, result = make(self._load(base.folder, dtype))
             rows = self.part(f"{task}-train")
-            rows = mixed(rows, self.part(f"{GENERAL}-train"), mix) if mix else rows
+            if mix:
+                rows = mixed(
+                    rows,
+                    self.part(f"{GENERAL}-train"),
+                    mix,
+                )
+            watched = self.part(f"{task}-validation")
             trained = self._train(
-                f"{kind} {task}",
+                name,
                 model,
                 rows,
-                self.part(f"{task}-validation"),
+                watched,
                 training,
                 checkpoints,
             )
             save(model, trained, tmp / "model")
-            notes |= course_of(trained)
-            for of in ("trained_parameters", "optimizer_bytes"):
-                notes[of] = getattr(trained, of)
+            result |= course_of(trained) | {
+                "optimizer_bytes": trained.optimizer_bytes,
+                # without the matrices that peft adds
+                "parameters": base.parameters,
+                "active_parameters": base.active_parameters,
+            }
             del model, trained
             ranks.free_memory()
-            # without the matrices that peft adds
-            sizes = {}
-            for of in ("parameters", "active_parameters"):
-                sizes[of] = getattr(base, of)
             model = self._load_tuned(tmp / "model")
-            own = loss_of(*self._losses(model, f"{task}-held_out"))
-            general = loss_of(*self._losses(model, f"{GENERAL}-held_out"))
-            return notes | sizes | own | {f"{GENERAL}_{of}": value for of, value in general.items()}
+            result |= loss_of(*self._losses(model, f"{task}-held_out"))
+            for of, value in loss_of(*self._losses(model, f"{GENERAL}-held_out")).items():
+                result[f"{GENERAL}_{of}"] = value
+            return result
 
         settings = self._settings(training) | {"task": task, "mix": mix} | dict(more)
-        return self._stage(kind, f"{kind} {task}", settings, [base, *parents], whole)
+        return self._stage(
+            kind,
+            name,
+            settings,
+            [base, *parents],
+            whole,
+        )
 
 
 def run(

@@ -77,37 +77,31 @@ class EsftReport(Report):
         values = super().to_dict()
         for method, entry in zip(values["methods"], self.entries, strict=True):
             general = self.general.entry(entry.name)
-            method |= {"general_loss": general.loss, "general_loss_sd": general.sd}
+            method["general_loss"] = general.loss
+            method["general_loss_sd"] = general.sd
             for name in ("trained_parameters", "optimizer_bytes"):
                 method[name] = _mean(entry, name)
             for seed, result in zip(method["seeds"], entry.results, strict=True):
                 del seed["folder"]  # of the first task alone
                 seed["tasks"] = {task: _of_task(one) for task, one in result.tasks.items()}
+        tokens = self.entries[0].results[0].general_tokens
         values |= {
             "tasks": self.tasks,
-            "general_rows": len(self.entries[0].results[0].general_tokens),
-            "general_tokens": sum(self.entries[0].results[0].general_tokens),
-            "general_comparisons": [asdict(one) for one in self.general.comparisons],
+            "general_rows": len(tokens),
+            "general_tokens": sum(tokens),
+            "general_comparisons": [*map(asdict, self.general.comparisons)],
         }
         return finite(values)
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
-        own = ("all tasks", f"vs {self.reference}", "p", "verdict")
-        general = ("general", f"vs {self.reference}", "p", "verdict")
-        exact = (f"exact {task}" for task in self.solved[:MANY])
-        names = (
-            "method",
-            *tasks,
-            *exact,
-            *own,
-            *general,
-            "trained",
-            "share",
-            "optimizer MB",
-            "train s",
-        )
+        compared = (f"vs {self.reference}", "p", "verdict")
+        names = ["method"]
+        if 1 < len(self.tasks) <= MANY:
+            names += self.tasks
+        names += [f"exact {task}" for task in self.solved[:MANY]]
+        names += ["all tasks", *compared, "general", *compared]
+        names += ["trained", "share", "optimizer MB", "train s"]
         columns = []
         for name in names:
             columns.append((name, "left" if name in ("method", "verdict") else "right"))
@@ -116,20 +110,25 @@ class EsftReport(Report):
     def _row(self, entry: Entry) -> tuple[str, ...]:
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
         general = self.general.entry(entry.name)
-        first = entry.results[0]
         trained = _mean(entry, "trained_parameters")
-        memory = _mean(entry, "optimizer_bytes") / 1e6
-        costs = (
-            f"{trained:,.0f}",
-            f"{trained / first.parameters:.1%}",
-            f"{memory:,.2f}",
-            f"{entry.seconds:,.0f}",
+        costs = ("", "", "", "")
+        if trained:
+            costs = (
+                f"{trained:,.0f}",
+                f"{trained / entry.results[0].parameters:.1%}",
+                f"{_mean(entry, 'optimizer_bytes') / 1e6:,.2f}",
+                f"{entry.seconds:,.0f}",
+            )
+        return (
+            entry.name,
+            *(f"{self.of_tasks[task].entry(entry.name).loss:.4f}" for task in tasks),
+            *(self.of_tasks[task].exact_cell(entry.name) for task in self.solved[:MANY]),
+            entry.mean_sd(),
+            *compared(self.comparison(entry.name)),
+            general.mean_sd(),
+            *compared(self.general.comparison(entry.name)),
+            *costs,
         )
-        losses = (f"{self.of_tasks[task].entry(entry.name).loss:.4f}" for task in tasks)
-        exact = (self.of_tasks[task].exact_cell(entry.name) for task in self.solved[:MANY])
-        own = *losses, *exact, entry.mean_sd(), *compared(self.comparison(entry.name))
-        others = general.mean_sd(), *compared(self.general.comparison(entry.name))
-        return entry.name, *own, *others, *(costs if trained else ("", "", "", ""))
 
     def legend(self) -> str:
         """Return what the table's numbers are, in lines."""
@@ -149,29 +148,27 @@ class EsftReport(Report):
 
 def _general(result):
     """Return a result with the general rows in place of the task's."""
-    values = {}
-    for of in ("loss", "losses", "tokens", "exact"):
-        values[of] = getattr(result, f"general_{of}")
-    return result._replace(**values)
+    return result._replace(
+        loss=result.general_loss,
+        losses=result.general_losses,
+        tokens=result.general_tokens,
+        exact=result.general_exact,
+    )
 
 
 def _of_task(result) -> dict:
-    names = (
-        "loss",
-        "steps",
-        "seconds",
-        "total_seconds",
-        "trained_parameters",
-        "optimizer_bytes",
-        "experts",
-        "history",
-    )
-    exact = {"exact_match": tables.exact_match(result)}
-    return (
-        {"folder": "/".join(result.folder.parts[-2:])}
-        | {name: getattr(result, name) for name in names}
-        | exact
-    )
+    return {
+        "folder": "/".join(result.folder.parts[-2:]),
+        "loss": result.loss,
+        "steps": result.steps,
+        "seconds": result.seconds,
+        "total_seconds": result.total_seconds,
+        "trained_parameters": result.trained_parameters,
+        "optimizer_bytes": result.optimizer_bytes,
+        "experts": result.experts,
+        "history": result.history,
+        "exact_match": tables.exact_match(result),
+    }
 
 
 def _mean(entry: Entry, name: str) -> float:
@@ -188,9 +185,7 @@ def _main(process: Run) -> dict:
         yield FFT, join(FFT, {task: stages.fft(task) for task in tasks})
         yield LORA, join(LORA, {task: stages.lora(task) for task in tasks})
         for score, name in OF_SCORE.items():
-            tuned = {}
-            for task in tasks:
-                tuned[task] = stages.esft(task, stages.selection(task, score))
+            tuned = {task: stages.esft(task, stages.selection(task, score)) for task in tasks}
             yield name, join(name, tuned)
 
     def summary(report: EsftReport) -> list[str]:

@@ -92,7 +92,13 @@ def decontaminate(
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     continue
                 counts[hit[0]] += 1
-                dropped.append({"row": count - 1, "benchmark": hit[0], "text": hit[1]})
+                dropped.append(
+                    {
+                        "row": count - 1,
+                        "benchmark": hit[0],
+                        "text": hit[1],
+                    }
+                )
             file.flush()
             os.fsync(file.fileno())
         if count == len(dropped):
@@ -100,14 +106,16 @@ def decontaminate(
                 f"All {count} examples of {rows} contain benchmark texts. Check for texts that are "
                 f"too common: {hit[1]!r}"
             )
-        texts = {}
-        for name, given in benchmarks.items():
-            texts[name] = len(given)
-        by_benchmark = {}
-        for name in benchmarks:
-            by_benchmark[name] = counts[name]
+        texts = {name: len(given) for name, given in benchmarks.items()}
+        by_benchmark = {name: counts[name] for name in benchmarks}
         report = Report(
-            Path(out), count, count - len(dropped), by_benchmark, dropped, texts, search.searched
+            Path(out),
+            count,
+            count - len(dropped),
+            by_benchmark,
+            dropped,
+            texts,
+            search.searched,
         )
         settings = {"against": list(against), "method": method}
         settings |= {"n": n} if method == "ngram" else {"min_chars": min_chars}
@@ -125,10 +133,7 @@ def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        missing = []
-        for name in columns:
-            if name not in value:
-                missing.append(name)
+        missing = [name for name in columns if name not in value]
         if missing:
             raise ValueError(
                 f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}"
@@ -198,9 +203,7 @@ class NGrams:
         self.known = {}
         self.searched = {}
         for name, texts in benchmarks.items():
-            grams = []
-            for text in texts:
-                grams.append(dict.fromkeys(self._of(text), name))
+            grams = [dict.fromkeys(self._of(text), name) for text in texts]
             self.searched[name] = sum(map(bool, grams))
             for found in grams:
                 self.known |= found

@@ -80,30 +80,24 @@ class Report(NamedTuple):
             ("metric", "left"),
             ("score", "right"),
             (f"{1 - LEVEL:.0%} interval", "right"),
+            ("problems", "right"),
         ]
-        columns += [("problems", "right")]
-        if self.comparisons:
-            columns += [
-                (f"vs {self.comparisons[0].reference}", "right"),
-                ("p", "right"),
-                ("verdict", "left"),
-            ]
+        if comparisons:
+            reference = self.comparisons[0].reference
+            columns += [(f"vs {reference}", "right"), ("p", "right"), ("verdict", "left")]
         rows = []
         for score in self.scores:
-            interval = "" if math.isnan(score.low) else f"{score.low:.3f} to {score.high:.3f}"
-            row = [
-                score.task,
-                score.model,
-                score.metric,
-                f"{score.score:.3f}",
-                interval,
-                str(score.problems),
-            ]
-            if (one := comparisons.get((score.task, score.metric, score.model))) is not None:
+            interval = ""
+            if not math.isnan(score.low):
+                interval = f"{score.low:.3f} to {score.high:.3f}"
+            row = [score.task, score.model, score.metric, f"{score.score:.3f}", interval]
+            row.append(str(score.problems))
+            one = comparisons.get((score.task, score.metric, score.model))
+            if one is not None:
                 row += [f"+{one.gained} -{one.lost}", f"{one.p_corrected:.2g}", one.verdict]
-            rows.append(row + [""] * (len(columns) - len(row)))
+            rows.append(row)
         print_table("Scores", columns, rows)
-        if self.comparisons:
+        if comparisons:
             tests = " and ".join(sorted({one.test for one in self.comparisons}))
             print(
                 f"+ and -: problems better and worse than the reference's; p: {tests}, corrected "
@@ -148,15 +142,17 @@ def evaluate(
     known = find_models(models)
     asked = find_tasks(tasks)
     reference = known[0].name if reference is None else reference
-    check_choice("reference", reference, tuple(model.name for model in known))
+    check_choice(
+        "reference",
+        reference,
+        tuple(model.name for model in known),
+    )
     require("lm_eval", "eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
     for one in asked:
         one.build(choices)
-    tokenizers = []
-    for model in known:
-        tokenizers.append(tokenizer_of(model, prompt))
+    tokenizers = [tokenizer_of(model, prompt) for model in known]
     out = Path(out)
     scores = []
     out.mkdir(parents=True, exist_ok=True)
@@ -175,7 +171,13 @@ def evaluate(
                 lambda m=model, t=tokenizer: load_lm(m, t, dtype, batch_size),
             )
             for one in asked:
-                scores += _scores(lm, one, choices._replace(chat=is_chat), limit, out / model.name)
+                scores += _scores(
+                    lm,
+                    one,
+                    choices._replace(chat=is_chat),
+                    limit,
+                    out / model.name,
+                )
             del lm
             free_memory()
     settings = {
@@ -193,7 +195,10 @@ def evaluate(
     order = list(dict.fromkeys((score.task, score.metric) for score in scores))
     scores.sort(key=lambda score: order.index((score.task, score.metric)))
     report = Report(
-        settings, scores, _compared(scores, reference), _notes(known, tokenizers, scores, reference)
+        settings,
+        scores,
+        _compared(scores, reference),
+        _notes(known, tokenizers, scores, reference),
     )
     files.atomic_write_json(out / "results.json", jsonable(report))
     return report
@@ -246,9 +251,7 @@ def _scores(
                     problem[f"found, {filter_name}"] = sample["filtered_resps"][0]
             score = float(output["results"][name][f"{metric},{filter_name}"])
             scores.append(_score(name, lm, label, score, values))
-        lines = []
-        for problem in problems:
-            lines.append(json.dumps(jsonable(problem), ensure_ascii=False))
+        lines = [json.dumps(jsonable(problem), ensure_ascii=False) for problem in problems]
         files.atomic_write_text(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
     return scores
 
@@ -281,17 +284,16 @@ def _score(task: str, lm: RecordedLM, metric: str, score: float, values: list) -
 def _problem(sample: dict, metric: str, is_ours: bool) -> dict:
     """Return the record of a problem."""
     given = [one[0] for one in sample["resps"]]
-    kept = {
-        "id": sample["doc"].get("id", sample["doc_id"]) if is_ours else sample["doc_id"],
-        metric: sample[metric],
-    }
-    found = sample["filtered_resps"][0]
-    kept |= {"reason": found.reason} if isinstance(found, Verdict) else {}
-    return kept | {
-        "asked": sample["arguments"][0][0],
-        "answer": given[0] if len(given) == 1 else given,
-        "expected": sample["target"],
-    }
+    if len(given) == 1:
+        given = given[0]
+    record = {"id": sample["doc_id"], metric: sample[metric]}
+    if is_ours:
+        record["id"] = sample["doc"].get("id", sample["doc_id"])
+    verdict = sample["filtered_resps"][0]
+    if isinstance(verdict, Verdict):
+        record["reason"] = verdict.reason
+    record["asked"] = sample["arguments"][0][0]
+    return record | {"answer": given, "expected": sample["target"]}
 
 
 def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
@@ -305,35 +307,33 @@ def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
         if score is not other and score.values and len(score.values) == len(other.values):
             comparisons.append(_difference(score, other))
     corrected = holm([one.p for one in comparisons])
-    compared = []
-    for one, q in zip(comparisons, corrected, strict=True):
-        compared.append(
-            one._replace(p_corrected=q, verdict=one.verdict if q <= LEVEL else VERDICTS[2])
-        )
-    return compared
+    for i, q in enumerate(corrected):
+        comparisons[i] = comparisons[i]._replace(p_corrected=q)
+        if q > LEVEL:
+            comparisons[i] = comparisons[i]._replace(verdict=VERDICTS[2])
+    return comparisons
 
 
 def _difference(score: Score, other: Score) -> Comparison:
     """Compare two models on a task; p and the verdict are not corrected yet."""
     stats = require("scipy.stats")
-    differences = []
-    for a, b in zip(score.values, other.values, strict=True):
-        differences.append(a - b)
-    moved = []
-    for difference in differences:
-        if difference:
-            moved.append(difference)
+    moved = [a - b for a, b in zip(score.values, other.values, strict=True) if a != b]
     gained = sum(difference > 0 for difference in moved)
-    is_binary = set(score.values) | set(other.values) <= {0, 1}
+    is_binary = {*score.values, *other.values} <= {0, 1}
+    test = "Wilcoxon's test"
+    if is_binary:
+        test = "McNemar's exact test"
     p = 1.0
     if moved and is_binary:
         p = float(stats.binomtest(gained, len(moved)).pvalue)
     elif moved:
         p = float(stats.wilcoxon(moved).pvalue)
-    total = sum(differences)
-    verdict = VERDICTS[2]
-    if total:
-        verdict = VERDICTS[1] if total > 0 else VERDICTS[0]
+    lower, higher, verdict, _ = VERDICTS
+    total = sum(moved)
+    if total > 0:
+        verdict = higher
+    elif total < 0:
+        verdict = lower
     return Comparison(
         task=score.task,
         metric=score.metric,
@@ -341,7 +341,7 @@ def _difference(score: Score, other: Score) -> Comparison:
         reference=other.model,
         gained=gained,
         lost=len(moved) - gained,
-        test="McNemar's exact test" if is_binary else "Wilcoxon's test",
+        test=test,
         p=p,
         p_corrected=p,
         verdict=verdict,
@@ -351,27 +351,27 @@ def _difference(score: Score, other: Score) -> Comparison:
 def _notes(
     models: Sequence[Model], tokenizers: Sequence, scores: Sequence[Score], reference: str
 ) -> list[str]:
+    notes = []
     vocabularies = {}
-    for model, tokenizer in zip(models, tokenizers):
+    for model, tokenizer in zip(models, tokenizers, strict=True):
         vocabularies[model.name] = tokenizer.get_vocab()
-    others = []
-    for name, words in vocabularies.items():
-        if words != vocabularies[reference]:
-            others.append(name)
-    notes = [
-        (
+    expected = vocabularies[reference]
+    others = [name for name, words in vocabularies.items() if words != expected]
+    if others:
+        notes.append(
             f"{', '.join(others)} and {reference} have different tokenizers, so they are compared "
             "by problems, not tokens"
         )
-    ] * bool(others)
-    truncated = dict.fromkeys(
-        f"{s.model} on {s.task} ({s.truncated})" for s in scores if s.truncated
-    )
+    truncated: dict[str, None] = {}
+    cut: dict[str, None] = {}
+    for s in scores:
+        if s.truncated:
+            truncated[f"{s.model} on {s.task} ({s.truncated})"] = None
+        if s.cut:
+            cut[f"{s.model} on {s.task} ({s.cut} of {s.problems})"] = None
     if truncated:
-        notes.append(
-            f"questions longer than the context, truncated on the left: {', '.join(truncated)}"
-        )
-    cut = dict.fromkeys(f"{s.model} on {s.task} ({s.cut} of {s.problems})" for s in scores if s.cut)
+        listed = ", ".join(truncated)
+        notes.append(f"questions longer than the context, truncated on the left: {listed}")
     if cut:
         notes.append(f"answers that reached --max-new-tokens and may be cut off: {', '.join(cut)}")
     return notes
@@ -379,24 +379,30 @@ def _notes(
 
 def picture(report: Report, path: Path) -> None:
     """Plot the scores with their intervals, one group of bars for each task."""
-    scores_of = {}
+    tasks: dict[str, None] = {}
+    scores: dict[str, list[float]] = {}
+    spans: dict[str, list] = {}
     for score in report.scores:
-        scores_of[(f"{score.task}\n{score.metric}", score.model)] = score
-    tasks, models = (list(dict.fromkeys(names)) for names in zip(*scores_of))
-    figure, axes = new_figure("", (max(6.0, 2.0 + (0.5 + 0.36 * len(models)) * len(tasks)), 4.8))
-    scores = {}
-    for model in models:
-        scores[model] = [scores_of[task, model] for task in tasks]
-    spans = {}
-    for model, of in scores.items():
-        spans[model] = [None if math.isnan(s.low) else (s.low, s.high) for s in of]
+        tasks[f"{score.task}\n{score.metric}"] = None
+        scores.setdefault(score.model, []).append(score.score)
+        span = None
+        if not math.isnan(score.low):
+            span = (score.low, score.high)
+        spans.setdefault(score.model, []).append(span)
+    width = max(6.0, 2.0 + (0.5 + 0.36 * len(scores)) * len(tasks))
+    figure, axes = new_figure("", (width, 4.8))
     grouped(
         axes,
-        tasks,
-        {model: [score.score for score in of] for model, of in scores.items()},
+        list(tasks),
+        scores,
         spans,
         form="{:.2f}",
     )
     axes.set_ylabel("score")
-    legend_below(figure, axes, f"lines: {1 - LEVEL:.0%} interval over the problems", 4)
+    legend_below(
+        figure,
+        axes,
+        f"lines: {1 - LEVEL:.0%} interval over the problems",
+        4,
+    )
     save(figure, path)

@@ -13,8 +13,10 @@ rerun reads it.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,10 +56,17 @@ class Model(NamedTuple):
 
     def print(self) -> str:
         """Return a hash of the files of the model and of its base."""
-        parts = [self.kind, files_print(self.folder), files_print(self.base) if self.base else None]
-        parts += [self.folder if self.kind == "model" and not os.path.isdir(self.folder) else None]
+        parts = [self.kind, files_print(self.folder), None, None]
+        if self.base:
+            parts[2] = files_print(self.base)
+        if self.kind == "model" and not os.path.isdir(self.folder):
+            parts[3] = self.folder
         if self.kind == "fused":
-            for part in folders.locate(self.folder, folders.read(self.folder), {}):
+            for part in folders.locate(
+                self.folder,
+                folders.read(self.folder),
+                {},
+            ):
                 parts.append(files_print(part.path))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
@@ -66,49 +75,44 @@ def find_models(words: Sequence[str]) -> list[Model]:
     """Parse words such as FOLDER, BASE+ADAPTER and NAME=FOLDER; raises ValueError for one that is
     not a model.
     """
-    models = []
+    models: dict[str, Model] = {}
     for word in words:
-        name, is_named, rest = word.partition("=") if not os.path.exists(word) else ("", "", word)
-        place = rest if is_named else word
-        if not os.path.exists(place):
-            base, plus, folder = place.partition("+")
-        else:
-            base, plus, folder = (None, "", place)
-        base, folder = (base, folder) if plus else (None, place)
+        name, is_named, path = word.partition("=")
+        if not is_named or os.path.exists(word):
+            path = word
+            name = _name(path)
+        base, plus, folder = path.partition("+")
+        if not plus or os.path.exists(path):
+            base = None
+            folder = path
         kind = _kind(folder, base)
         if kind == "peft" and base is None:
             base = read_json(Path(folder, KINDS["peft"])).get("base_model_name_or_path")
         if kind in ("esft", "peft") and not (base and isinstance(base, str)):
             raise ValueError(f"{word!r} is an adapter. Pass it with its base, as in BASE+{folder}")
-        models.append(Model(name if is_named else _name(place), folder, kind, base))
-    names = [model.name for model in models]
-    for name in names:
-        if names.count(name) > 1 or not is_plain_name(name):
-            raise ValueError(
-                f"Model names must be unique file names, but got {name!r}. Name the models, as in "
-                "NAME=FOLDER"
-            )
-        if name in RESULTS:
-            raise ValueError(
-                f"{name!r} is the name of a file of results. Name the model otherwise, as in "
-                "NAME=FOLDER"
-            )
-    return models
+        problem = None
+        if name in models or not is_plain_name(name):
+            problem = f"Model names must be unique file names, but got {name!r}. Name the models"
+        elif name in RESULTS:
+            problem = f"{name!r} is the name of a file of results. Name the model otherwise"
+        if problem:
+            raise ValueError(f"{problem}, as in NAME=FOLDER")
+        models[name] = Model(name, folder, kind, base)
+    return list(models.values())
 
 
-def _name(place: str) -> str:
-    """Return the last part of a path, with its parent if the last part is generic, such as
-    "model".
-    """
-    parts = []
-    for one in place.split("+"):
-        path = Path(os.path.realpath(one) if os.path.isdir(one) else one)
-        parts.append(
-            f"{path.parent.name}-{path.name}"
-            if path.name == "model" and path.parent.name
-            else path.name
-        )
-    return "+".join(parts)
+def _name(path: str) -> str:
+    """Return the last part of a path, with its parent if the last part is only "model"."""
+    names = []
+    for one in path.split("+"):
+        folder = Path(one)
+        if folder.is_dir():
+            folder = folder.resolve()
+        name = folder.name
+        if name == "model" and folder.parent.name:
+            name = f"{folder.parent.name}-model"
+        names.append(name)
+    return "+".join(names)
 
 
 def _kind(folder: str, base: str | None) -> str:
@@ -116,28 +120,25 @@ def _kind(folder: str, base: str | None) -> str:
     adapter.
     """
     path = Path(folder)
-    kinds = []
-    for kind, mark in KINDS.items():
-        if (path / mark).is_file():
-            kinds.append(kind)
-    is_model = (path / "config.json").is_file() or not path.is_dir()
+    kinds = [kind for kind, mark in KINDS.items() if (path / mark).is_file()]
     if base is not None:
-        kinds = [kind for kind in kinds if kind != "fused"]
-        if not kinds:
-            raise ValueError(
-                f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of "
-                "an adapter"
-            )
-        return kinds[0]
-    for source in (folder, base):
-        if source is not None:
-            check_source(source)
-    if not kinds and not is_model:
+        for kind in kinds:
+            if kind != "fused":
+                return kind
+        raise ValueError(
+            f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of an "
+            "adapter"
+        )
+    check_source(folder)
+    is_model = (path / "config.json").is_file() or not path.is_dir()
+    if is_model and "fused" not in kinds:
+        return "model"
+    if not kinds:
         raise ValueError(
             f"{folder!r} has no config.json, {', '.join(KINDS.values())}. Pass the folder of a "
             "model"
         )
-    return kinds[0] if kinds and ("fused" in kinds or not is_model) else "model"
+    return kinds[0]
 
 
 def tokenizer_of(model: Model, prompt: str):
@@ -147,27 +148,27 @@ def tokenizer_of(model: Model, prompt: str):
     Raises ValueError if there is no tokenizer, or no chat template that `prompt` needs.
     """
     check_choice("prompt", prompt, tuple(PROMPTS))
-    place = model.folder
-    if model.kind != "fused" and os.path.isdir(model.base or place):
-        with Checkpoint(model.base or place):
-            # raises an error that names what is wrong with the folder
-            read_config(model.base or place)
-    if model.kind in ("esft", "peft") and not Path(place, "tokenizer_config.json").is_file():
-        place = model.base
+    folder = model.folder
+    whole = model.base or folder
     if model.kind == "fused":
-        part = folders.locate(place, folders.read(place), {})[0]
-        place = part.tokenizer or part.path
-    if os.path.isdir(place) and not any(
-        Path(place, name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")
-    ):
+        part = folders.locate(folder, folders.read(folder), {})[0]
+        folder = part.tokenizer or part.path
+    else:
+        if os.path.isdir(whole):
+            with Checkpoint(whole):
+                read_config(whole)  # raises an error that names what is wrong with the folder
+        if model.kind != "model" and not Path(folder, "tokenizer_config.json").is_file():
+            folder = model.base
+    files = (Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json"))
+    if os.path.isdir(folder) and not any(file.is_file() for file in files):
         raise ValueError(
-            f"Model {model.name!r} has no tokenizer in {place}. Save its tokenizer there"
+            f"Model {model.name!r} has no tokenizer in {folder}. Save its tokenizer there"
         )
-    tokenizer = ranks.load_tokenizer(place, f"tokenizer of {model.name!r}")
+    tokenizer = ranks.load_tokenizer(folder, f"tokenizer of {model.name!r}")
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     if prompt == "chat" and not tokenizer.chat_template and model.kind != "fused":
         raise ValueError(
-            f"Model {model.name!r} has no chat template. Put a chat_template.jinja into {place}, "
+            f"Model {model.name!r} has no chat template. Put a chat_template.jinja into {folder}, "
             "or pass --prompt plain"
         )
     return tokenizer
@@ -177,20 +178,25 @@ def load_lm(model: Model, tokenizer, dtype: str, batch_size: int):
     """Load a model as a language model of lm-eval, on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if model.kind == "fused":
-        return FusedLM(
-            folders.load(model.folder, dtype=None if dtype == "auto" else dtype, device=device),
-            batch_size,
-        )
-    loaded = ranks.load_model(model.base or model.folder, dtype, name="model")
+        if dtype == "auto":
+            dtype = None
+        return FusedLM(folders.load(model.folder, dtype=dtype, device=device), batch_size)
+    loaded = ranks.load_model(
+        model.base or model.folder,
+        dtype,
+        name="model",
+    )
     if model.kind == "esft":
         adapters.apply(loaded, model.folder)
     if model.kind == "peft":
         loaded = load_lora(loaded, model.folder)
     with contextlib.suppress(ValueError):  # dense: there is nothing to speed up
         patch(loaded)
-    hflm = require("lm_eval.models.huggingface", "eval").HFLM
-    return hflm(
-        loaded.to(device).eval(), backend="causal", tokenizer=tokenizer, batch_size=batch_size
+    return require("lm_eval.models.huggingface", "eval").HFLM(
+        loaded.to(device).eval(),
+        backend="causal",
+        tokenizer=tokenizer,
+        batch_size=batch_size,
     )
 
 
@@ -211,14 +217,16 @@ class RecordedLM:
         self.tokenizer = tokenizer
         self.prompt = prompt
         self.path = path
-        self._load = load
         self.is_rendered = False
         self.progress = lambda done, total: None
         # questions and answers, counted since they were set to 0
         self.truncated = 0
         self.cut = 0
         self.tokenizer_name = model.name
-        self._lm, self._done, self._total, self._answers = None, 0, 0, _read(path)
+        self._load = functools.cache(load)
+        self._done = 0
+        self._total = 0
+        self._answers = _read(path)
 
     def apply_chat_template(
         self, chat: list[dict[str, str]], add_generation_prompt: bool = True
@@ -229,20 +237,21 @@ class RecordedLM:
         if self.model.kind == "fused":
             return FUSED + json.dumps(chat)
         if self.prompt == "plain":
-            turns = [turn["content"] for turn in chat]
-            # few-shot examples: answers start on a new line and are followed by a blank line
-            if len(turns) > 1:
-                turns = [
-                    text.rstrip("\n") + ("\n" if i % 2 == 0 else "\n\n")
-                    for i, text in enumerate(turns)
-                ]
-            return (self.tokenizer.bos_token or "") + "".join(turns)
-        more = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+            text = self.tokenizer.bos_token or ""
+            for i, turn in enumerate(chat):
+                part = turn["content"]
+                # few-shot examples: answers start on a new line and are followed by a blank line
+                if len(chat) > 1:
+                    part = part.rstrip("\n") + ("\n\n" if i % 2 else "\n")
+                text += part
+            return text
         try:
-            return self.tokenizer.apply_chat_template(chat, tokenize=False, **more)
+            return self.tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(
                 f"The chat template of {self.model.name!r} failed: {one_line(error, 300)}"
@@ -264,10 +273,7 @@ class RecordedLM:
         """Return the log probability of each continuation, and whether greedy decoding generates
         it.
         """
-        answers = []
-        for answer in self._answered("loglikelihood", requests):
-            answers.append(tuple(answer))
-        return answers
+        return [*map(tuple, self._answered("loglikelihood", requests))]
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
         """Return the log probability of each text."""
@@ -284,49 +290,43 @@ class RecordedLM:
         self.progress(self._done, self._total)
 
     def _answered(self, kind: str, requests: list) -> list:
-        missing = []
-        for one in requests:
-            if _is_sampled(one.args) or _key(kind, one.args) not in self._answers:
-                missing.append(one)
-        self._done, self._total = len(requests) - len(missing), len(requests)
+        answers = {}  # place -> answer
+        missing = {}  # place -> request
+        for i, one in enumerate(requests):
+            key = _key(kind, one.args)
+            if key in self._answers and not _is_sampled(one.args):
+                answers[i] = self._answers[key]
+            else:
+                missing[i] = one
+        self._done = len(answers)
+        self._total = len(requests)
         self.progress(self._done, self._total)
         if missing:
-            if self._lm is None:
-                self._lm = self._load()
-                self._lm.cache_hook = self
-            self._lm.add_bos_token = False if self.is_rendered else None
+            lm = self._load()
+            lm.cache_hook = self
+            lm.add_bos_token = False if self.is_rendered else None
+            asked = [*missing.values()]
             if kind == "generate_until":
-                self._check_lengths(missing)
-            fresh = dict(
-                zip(
-                    map(id, missing),
-                    getattr(self._lm, kind)(missing, disable_tqdm=True),
-                    strict=True,
-                )
+                self._check_lengths(lm, asked)
+            answers |= zip(
+                missing,
+                getattr(lm, kind)(asked, disable_tqdm=True),
+                strict=True,
             )
-        answers = []
-        for one in requests:
-            answers.append(
-                fresh[id(one)]
-                if missing and id(one) in fresh
-                else self._answers[_key(kind, one.args)]
-            )
-        return answers
+        return [answers[i] for i in range(len(requests))]
 
-    def _check_lengths(self, requests: list) -> None:
+    def _check_lengths(self, lm, requests: list) -> None:
         """Count the contexts that lm-eval truncates on the left; raises ValueError if no token of
         one would be left.
         """
         longest = max(one.args[1].get("max_gen_toks", 256) for one in requests)
-        lm = self._lm
         if longest >= lm.max_length:
             raise ValueError(
                 f"Answers of {longest} tokens do not fit into the {lm.max_length} positions of "
                 f"model {self.model.name!r}. Lower --max-new-tokens"
             )
-        self.truncated += sum(
-            len(lm.tok_encode(one.args[0])) > lm.max_length - longest for one in requests
-        )
+        for one in requests:
+            self.truncated += len(lm.tok_encode(one.args[0])) > lm.max_length - longest
 
 
 def _is_sampled(args: Sequence) -> bool:
@@ -372,30 +372,28 @@ class FusedLM:
         self.fuser = fuser
         self.batch_size = batch_size
         self.cache_hook = None
-        configs = []
+        self.max_length = math.inf
         for model in fuser.specialists:
-            configs.append(model.config.get_text_config())
-        self.max_length = min(
-            getattr(config, "max_position_embeddings", None) or 2048 for config in configs
-        )
+            config = model.config.get_text_config()
+            length = getattr(config, "max_position_embeddings", None) or 2048
+            self.max_length = min(self.max_length, length)
 
     def tok_encode(self, context: str) -> list[int]:
         """Return the longest of the specialists' prompts with the beginning of the answer."""
         prompt, answer = self._ids(context)
         return max(prompt, key=len) + answer
 
-    def _ids(self, context: str, before: int = 0) -> tuple[list[list[int]], list[int]]:
+    def _ids(self, context: str) -> tuple[list[list[int]], list[int]]:
         """Return the ids of a context for each specialist, and those of the answer's beginning."""
+        if not context:  # as in lm-eval: BOS, or EOS
+            return [[self._first()]] * len(self.fuser.names), []
         encoder = self.fuser.encoder
         chat = [{"role": "user", "content": context}]
         if context.startswith(FUSED):
             chat = json.loads(context.removeprefix(FUSED))
+        begun = []
         if chat[-1]["role"] == "assistant":
             begun = encoder.answer(chat.pop()["content"], end=False)
-        else:
-            begun = []
-        if not context:  # as in lm-eval: BOS, or EOS
-            return [[self._first()]] * len(self.fuser.names), []
         return encoder.prompt(chat), begun
 
     def _first(self) -> int:
@@ -412,15 +410,16 @@ class FusedLM:
                 yield alike[i : i + self.batch_size]
 
     def _inputs(self, batch: list[tuple], has_answers: bool) -> dict:
+        from accelerate.utils import send_to_device
+
         rows = []
-        for row in batch:
-            rows.append({"prompt_ids": row[1]} | ({"response_ids": row[2]} if has_answers else {}))
+        for _, prompts, answer, *_ in batch:
+            row = {"prompt_ids": prompts}
+            if has_answers:
+                row["response_ids"] = answer
+            rows.append(row)
         device = self.fuser.gate.score.weight.device
-        inputs = self.fuser.encoder.collate(rows)
-        result = {}
-        for k, v in inputs.items():
-            result[k] = [t.to(device) for t in v] if isinstance(v, list) else v.to(device)
-        return result
+        return send_to_device(self.fuser.encoder.collate(rows), device)
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list[str]:
         """Return the generated answers, without their given beginnings, up to a stop sequence."""
@@ -431,23 +430,27 @@ class FusedLM:
         tokenizer = self.fuser.encoder.tokenizer
         # answers whose given beginnings have the same length are generated in one batch
         for batch in self._batches(rows, lambda row: (len(row[2]), row[3])):
-            settings = json.loads(batch[0][3])
+            _, _, begun, how = batch[0]
+            settings = {"do_sample": False} | json.loads(how)
             until = settings.pop("until", None) or []
-            most = settings.pop("max_gen_toks", 256)
-            until = [until] if isinstance(until, str) else until
-            settings = {"do_sample": False} | settings
+            if isinstance(until, str):
+                until = [until]
+            settings["max_new_tokens"] = settings.pop("max_gen_toks", 256)
             if not settings["do_sample"]:
                 settings.pop("temperature", None)
-            inputs = self._inputs(batch, bool(batch[0][2]))
-            begun = len(batch[0][2])
+            if until:
+                settings |= {"stop_strings": until, "tokenizer": tokenizer}
+            inputs = self._inputs(batch, bool(begun))
             inputs.pop("labels", None)
-            more = {"stop_strings": until, "tokenizer": tokenizer} if until else {}
-            ids = self.fuser.generate(**inputs, max_new_tokens=most, **settings, **more)
-            for row, answer in zip(
-                batch, tokenizer.batch_decode(ids[:, begun:], skip_special_tokens=True), strict=True
-            ):
-                out[row[0]] = _cut(answer, until)
-                self.cache_hook.add_partial("generate_until", requests[row[0]].args, out[row[0]])
+            ids = self.fuser.generate(**inputs, **settings)[:, len(begun) :]
+            answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            for (i, *_), answer in zip(batch, answers, strict=True):
+                out[i] = _cut(answer, until)
+                self.cache_hook.add_partial(
+                    "generate_until",
+                    requests[i].args,
+                    out[i],
+                )
         return out
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
@@ -469,18 +472,24 @@ class FusedLM:
         """
         utils = require("lm_eval.utils", "eval")
         rows = []
-        for i, (text,) in enumerate(one.args for one in requests):
+        texts = []  # the text of each row
+        for i, one in enumerate(requests):
             # as lm-eval: with the tokenizer's own BOS
-            ids = self.fuser.encoder.tokenizer.encode(text)
-            windows = utils.get_rolling_token_windows(ids, self._first(), self.max_length, 1)
+            ids = self.fuser.encoder.tokenizer.encode(*one.args)
+            windows = utils.get_rolling_token_windows(
+                ids,
+                self._first(),
+                self.max_length,
+                1,
+            )
             for context, continuation in map(utils.make_disjoint_window, windows):
-                rows.append((i, [context] * len(self.fuser.names), continuation, len(continuation)))
+                prompts = [context] * len(self.fuser.names)
+                rows.append((len(rows), prompts, continuation, len(continuation)))
+                texts.append(i)
         sums = [0.0] * len(requests)
-        for row, (score, _) in zip(
-            rows, self._scores([(j, *row[1:]) for j, row in enumerate(rows)])
-        ):
-            sums[row[0]] += score
-        for one, total in zip(requests, sums):
+        for i, (score, _) in zip(texts, self._scores(rows), strict=True):
+            sums[i] += score
+        for one, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", one.args, total)
         return sums
 
@@ -495,13 +504,18 @@ class FusedLM:
         for batch in self._batches(rows, lambda row: None):
             inputs = self._inputs(batch, True)
             logits = self.fuser(**inputs, want_logits=True).logits.log_softmax(-1)
-            for row, scores in zip(batch, logits, strict=True):
-                ids = torch.tensor(row[2], device=scores.device)[len(row[2]) - row[3] :]
-                scores = scores[len(row[2]) - row[3] : len(row[2])]
+            for (i, _, answer, count), scores in zip(batch, logits, strict=True):
+                last = slice(len(answer) - count, len(answer))
+                ids = torch.tensor(answer, device=scores.device)[last]
+                scores = scores[last]
                 total = scores.gather(1, ids[:, None]).sum().item()
-                out[row[0]] = total, bool((scores.argmax(-1) == ids).all())
+                out[i] = total, torch.equal(scores.argmax(-1), ids)
                 if requests:
-                    self.cache_hook.add_partial(kind, requests[row[0]].args, out[row[0]])
+                    self.cache_hook.add_partial(
+                        kind,
+                        requests[i].args,
+                        out[i],
+                    )
         return out
 
 

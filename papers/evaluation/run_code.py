@@ -131,9 +131,7 @@ def confinement() -> str:
             tempfile.TemporaryDirectory(prefix="moe-runtime-") as folder,
             contextlib.suppress(OSError, subprocess.SubprocessError),
         ):
-            words = []
-            for word in command:
-                words.append(word.format(folder))
+            words = [word.format(folder) for word in command]
             done = subprocess.run(
                 [*words, sys.executable, "-I", "-c", "pass"],
                 capture_output=True,
@@ -164,7 +162,12 @@ def run_programs(
         raise OSError(
             f"Generated code can only run with limits on Linux and macOS, not on {sys.platform}"
         )
-    limits = {"seconds": seconds, "memory": memory, "written": WRITTEN, "parent": os.getpid()}
+    limits = {
+        "seconds": seconds,
+        "memory": memory,
+        "written": WRITTEN,
+        "parent": os.getpid(),
+    }
     children = _Children()
     lock = threading.Lock()
     done = 0
@@ -250,7 +253,12 @@ def _run(program: str, limits: dict, children: _Children) -> Verdict:
             "OPENBLAS_NUM_THREADS": "1",
         }
         files = {"stdin": given, "stdout": result, "stderr": subprocess.DEVNULL}
-        with children.started(start, cwd=Path(folder), env=environment, **files) as child:
+        with children.started(
+            start,
+            cwd=Path(folder),
+            env=environment,
+            **files,
+        ) as child:
             try:
                 code = child.wait(WALL * limits["seconds"])
             except subprocess.TimeoutExpired:

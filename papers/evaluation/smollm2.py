@@ -59,7 +59,11 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
         ):
             given = {"gguf_file": FILE}
             read = AutoModelForCausalLM.from_pretrained(
-                place, dtype=getattr(torch, dtype), trust_remote_code=False, **given, **packed
+                place,
+                dtype=getattr(torch, dtype),
+                trust_remote_code=False,
+                **given,
+                **packed,
             )
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **given)
     except Exception as error:  # reading a damaged file may raise anything

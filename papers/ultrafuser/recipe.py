@@ -84,10 +84,7 @@ class FuserRecipe(Node):
         return self
 
     def _check_specialists(self) -> None:
-        made = []
-        for name, one in self.specialists.items():
-            if one.model is None:
-                made.append(name)
+        made = [name for name, one in self.specialists.items() if one.model is None]
         given = []
         for name in ("base_model", "pretrain", "specialist"):
             if getattr(self, name) is not None:
@@ -109,7 +106,11 @@ class FuserRecipe(Node):
                     f"{one.steps}. Set one of them"
                 )
             if one.domain is not None or one.model is None:
-                check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
+                check_choice(
+                    f"specialists.{name}.domain",
+                    one.domain or name,
+                    tuple(self.domains),
+                )
 
     def domain_of(self, specialist: str) -> str | None:
         """Return a specialist's domain, or None if the recipe names none."""
@@ -126,10 +127,7 @@ class FuserRecipe(Node):
     @property
     def templates(self) -> list[str]:
         """The specialists' templates, in their order."""
-        templates = []
-        for one in self.specialists.values():
-            templates.append(one.template)
-        return templates
+        return [one.template for one in self.specialists.values()]
 
     @property
     def further_stage(self) -> Stage:
@@ -155,9 +153,7 @@ def check_models(recipe: FuserRecipe) -> None:
         check_source(name, source)
     if not given:
         return  # all are of one base
-    sizes = {}
-    for name, source in named.items():
-        sizes[name] = hidden_size(source, name)
+    sizes = {name: hidden_size(source, name) for name, source in named.items()}
     if recipe.pretrain is not None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
     check_sizes(sizes, recipe.joint)
@@ -181,4 +177,8 @@ def encoder_of(recipe: FuserRecipe, own) -> Encoder:
             tokenizers.append(own)
         else:
             tokenizers.append(ranks.load_tokenizer(one.model, f"specialists.{name}.model"))
-    return make_encoder(names, tokenizers, [one.template for one in specialists])
+    return make_encoder(
+        names,
+        tokenizers,
+        [one.template for one in specialists],
+    )

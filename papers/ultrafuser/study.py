@@ -13,9 +13,11 @@ template. `papers.engine.stages` says how stages are stored and what their hash 
 import contextlib
 import functools
 import platform
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,25 +49,29 @@ def study_rows(encoder: Encoder, recipe: FuserRecipe) -> dict:
     answers can make different rows equal. Raises ValueError, with the domain, for data that cannot
     be read or have too few rows.
     """
-    pairs: dict[str, tuple] = {}
-    parts: dict[str, list] = {"train": [], "held_out": []}
+    train: dict[str, Any] = {}
+    held_out: dict[str, Any] = {}
     prompts: list = []
     for name, domain in recipe.domains.items():
         with _named(name):
-            pairs[name] = domain_pairs(domain)
-            held_out = _encoded(encoder, recipe, name, pairs[name][1], domain.held_out_rows)
-        prompts += held_out["prompt_ids"]
-        parts["held_out"].append(held_out)
+            train[name], rows = domain_pairs(domain)
+            held_out[name] = _encoded(encoder, recipe, name, rows, domain.held_out_rows)
+        prompts += held_out[name]["prompt_ids"]
     for name, domain in recipe.domains.items():
         with _named(name):
-            parts["train"].append(
-                _encoded(encoder, recipe, name, pairs[name][0], domain.limit, prompts)
+            train[name] = _encoded(
+                encoder,
+                recipe,
+                name,
+                train[name],
+                domain.limit,
+                prompts,
             )
     concatenate = data.require("datasets").concatenate_datasets
-    study_rows = {}
-    for part, rows in parts.items():
-        study_rows[part] = concatenate(rows)
-    return study_rows
+    return {
+        "train": concatenate([*train.values()]),
+        "held_out": concatenate([*held_out.values()]),
+    }
 
 
 def _encoded(
@@ -78,7 +84,12 @@ def _encoded(
 ):
     where = functools.partial(_where, recipe.domains[name])
     encoded = encode_rows(
-        encoder, rows, recipe.max_length, limit=limit, without=without, where=where
+        encoder,
+        rows,
+        recipe.max_length,
+        limit=limit,
+        without=without,
+        where=where,
     )
     return encoded.add_column("domain", [name] * len(encoded))
 
@@ -95,9 +106,9 @@ def _named(name: str) -> Iterator[None]:
 def _where(domain: Domain, place: int, row: Mapping) -> str:
     """Return a row's position in its file; rows have been shuffled, so it is searched for."""
     for of in (*domain.listed(), *domain.listed("held_out")):
-        for number, one in enumerate(
-            () if of.source in SOURCES else data.read_rows(of.source, of.split), 1
-        ):
+        if of.source in SOURCES:
+            continue
+        for number, one in enumerate(data.read_rows(of.source, of.split), 1):
             if dict(one) == data.one_form(row):
                 return f"example {number} of {of.source!r}"
     return f"example {place + 1} of {str(domain)!r}"
@@ -105,20 +116,13 @@ def _where(domain: Domain, place: int, row: Mapping) -> str:
 
 def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
     """Return the number of rows per domain, in order of appearance."""
-    counts: dict[str, int] = {}
-    for domain in domains:
-        counts[domain] = counts.get(domain, 0) + 1
-    return counts
+    return dict(Counter(domains))
 
 
 def sources(recipe: FuserRecipe) -> list[str]:
     """Return the files and ids that rows are read from, without built-in domains."""
-    sources = []
-    for domain in recipe.domains.values():
-        for source in domain.sources:
-            if source not in SOURCES:
-                sources.append(source)
-    return sources
+    every = [source for domain in recipe.domains.values() for source in domain.sources]
+    return [source for source in every if source not in SOURCES]
 
 
 MODEL = "model"  # in OUT: a link to the model of the last `run`
@@ -146,42 +150,55 @@ class Stages(KeptStages):
         """Return the specialists' base, pre-trained here or the recipe's, evaluated in the first
         specialist's template.
         """
-        pretrain = self.recipe.pretrain
         r = self.recipe
+        settings = {"dtype": r.dtype}
+        if r.pretrain is not None:
+            settings["pretrain"] = r.pretrain.to_dict()
 
         def make(tmp: Path, folder: Path) -> dict:
             course = {}
-            if pretrain is not None:
-                blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
+            if r.pretrain is None:
+                self._copy_base(tmp / "model")
+            else:
+                blocks = data.pack(
+                    self.tokenizer,
+                    self._base_text,
+                    r.max_length,
+                )
                 held_out = self._single("held_out", 0)
                 model, trained = self._pretrain(
-                    blocks, held_out, folder, r.max_length, schedule="cosine"
+                    blocks,
+                    held_out,
+                    folder,
+                    r.max_length,
+                    "cosine",
                 )
                 course = course_of(trained)
                 self._save(model, trained, tmp / "model")
-            else:
-                self._copy_base(tmp / "model")
             return course | self._judged_single(tmp / "model", 0)
 
-        settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
-        return self._made("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0)
+        return self._made("base", "base", settings, [], make, seed=0)
 
     def specialist(self, name: str) -> Judged:
         """Return the specialist `name`: the base tuned on its domain, or the model given in the
         recipe.
         """
         number = self.names.index(name)
-        one = self.recipe.specialists[name]
         r = self.recipe
-        if one.model is not None:
+        given = r.specialists[name].model
+        settings = {"number": number, "dtype": r.dtype}
+        if given is not None:
+
+            def evaluate(tmp: Path, folder: Path) -> dict:
+                return {"source": str(given)} | self._judged_single(given, number)
+
+            settings["model"] = [given, files_print(given)]
             return self._made(
                 "given",
                 name,
-                {"model": [one.model, files_print(one.model)], "number": number, "dtype": r.dtype},
+                settings,
                 [],
-                lambda tmp, folder: (
-                    {"source": str(one.model)} | self._judged_single(one.model, number)
-                ),
+                evaluate,
                 seed=0,
             )
         base = self.base()
@@ -189,13 +206,27 @@ class Stages(KeptStages):
         training = r.training_of(name)
 
         def make(tmp: Path, folder: Path) -> dict:
-            parts = []
-            for part in ("train", "held_out"):
-                parts.append(self._single(part, number, domain))
-            return self._tuned(name, base.source, number, tmp, folder, training, *parts)
+            rows = self._single("train", number, domain)
+            held_out = self._single("held_out", number, domain)
+            return self._tuned(
+                name,
+                base.source,
+                number,
+                tmp,
+                folder,
+                training,
+                rows,
+                held_out,
+            )
 
-        settings = self._settings(training) | {"number": number, "domain": domain}
-        return self._made("specialist", name, settings, [base], make)
+        settings |= self._settings(training) | {"domain": domain}
+        return self._made(
+            "specialist",
+            name,
+            settings,
+            [base],
+            make,
+        )
 
     def further(self, name: str) -> Judged:
         """Return a specialist tuned on all domains, which have the same shares as in the recipe's
@@ -205,45 +236,55 @@ class Stages(KeptStages):
         parent = self.specialist(name)
         r = self.recipe
         training = r.further_stage
+        title = f"{name}, further"
 
         def make(tmp: Path, folder: Path) -> dict:
-            parts = []
-            for part in ("train", "held_out"):
-                parts.append(self._single(part, number))
-            trainer = partial(
-                fuser_training.SampledTrainer, sampler=self._sampler(training, r.balanced)
-            )
             return self._tuned(
-                f"{name}, further",
+                title,
                 parent.source,
                 number,
                 tmp,
                 folder,
                 training,
-                *parts,
-                trainer=trainer,
+                self._single("train", number),
+                self._single("held_out", number),
+                trainer=functools.partial(
+                    fuser_training.SampledTrainer, sampler=self._sampler(training, r.balanced)
+                ),
             )
 
         settings = self._settings(training) | {"number": number} | self._drawn(r.balanced)
-        return self._made("further", f"{name}, further", settings, [parent], make)
+        return self._made(
+            "further",
+            title,
+            settings,
+            [parent],
+            make,
+        )
 
     def gate(self, balanced: bool | None = None) -> Judged:
         """Return the fused specialists with only the gate trained: stage 1."""
-        balanced = self.recipe.balanced if balanced is None else balanced
-        specialists = []
-        for name in self.names:
-            specialists.append(self.specialist(name))
+        training = self.recipe.stage1
+        if balanced is None:
+            balanced = self.recipe.balanced
+        specialists = [*map(self.specialist, self.names)]
 
         def make(tmp: Path, folder: Path) -> dict:
             sources = [one.source for one in specialists]
             model = self._fuser(sources, self.recipe.dtype).freeze_specialists()
             return self._fused(
-                "gate", model, sources, tmp, folder, self.recipe.stage1, balanced, "reference"
+                "gate",
+                model,
+                sources,
+                tmp,
+                folder,
+                training,
+                balanced,
+                "reference",
             )
 
-        return self._made(
-            "gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make
-        )
+        settings = self._of_fused(training, balanced)
+        return self._made("gate", "stage 1", settings, specialists, make)
 
     def fused(self, two_stage: bool | None = None, balanced: bool | None = None) -> Judged:
         """Return the fused model with everything trained: stage 2, after stage 1 or, without
@@ -252,33 +293,38 @@ class Stages(KeptStages):
         It trains in float32, so that small steps are not rounded away, and is saved in the recipe's
         dtype.
         """
-        two_stage = self.recipe.two_stage if two_stage is None else two_stage
-        balanced = self.recipe.balanced if balanced is None else balanced
+        training = self.recipe.stage2
+        if two_stage is None:
+            two_stage = self.recipe.two_stage
+        if balanced is None:
+            balanced = self.recipe.balanced
+        specialists = [*map(self.specialist, self.names)]
+        gate = None
+        parents = specialists
         if two_stage:
             parents = [self.gate(balanced)]
-        else:
-            parents = []
-            for name in self.names:
-                parents.append(self.specialist(name))
+            gate = parents[0].folder
 
         def make(tmp: Path, folder: Path) -> dict:
+            dtype = "float32"
             # under mixed precision accelerate converts what FSDP2 shards to float32, so that no
             # process holds all of it
-            if ranks.engine() == "FSDP" and self.recipe.stage2.bf16:
+            if ranks.engine() == "FSDP" and training.bf16:
                 dtype = self.recipe.dtype
-            else:
-                dtype = "float32"
-            sources = []
-            for name in self.names:
-                sources.append(self.specialist(name).source)
-            model = self._fuser(
-                sources, dtype, parents[0].folder if two_stage else None
-            ).train_all()
+            sources = [one.source for one in specialists]
+            model = self._fuser(sources, dtype, gate).train_all()
             return self._fused(
-                "fused", model, sources, tmp, folder, self.recipe.stage2, balanced, "copy"
+                "fused",
+                model,
+                sources,
+                tmp,
+                folder,
+                training,
+                balanced,
+                "copy",
             )
 
-        settings = self._of_fused(self.recipe.stage2, balanced) | {"two_stage": two_stage}
+        settings = self._of_fused(training, balanced) | {"two_stage": two_stage}
         return self._made("fused", "fused", settings, parents, make)
 
     def weights(self, fused: Judged) -> list[list[list[float]]]:
@@ -287,7 +333,10 @@ class Stages(KeptStages):
         """
         model = ultrafuser.load(fused.folder).to(ranks.state().device)
         return fuser_training.gate_weights(
-            model, self.part("held_out"), collator=self.encoder.collate, **self._judging
+            model,
+            self.part("held_out"),
+            collator=self.encoder.collate,
+            **self._judging,
         )
 
     @cached_property
@@ -304,12 +353,11 @@ class Stages(KeptStages):
         FSDP2 shards them from the CPU, so they need not fit on one device.
         """
         torch.manual_seed(self.seed)
-        device = None if ranks.engine() == "FSDP" else ranks.state().device
-        models = []
-        for source in sources:
-            models.append(ranks.load_model(source, dtype, device))
+        device = None
+        if ranks.engine() != "FSDP":
+            device = ranks.state().device
         fuser = ultrafuser.UltraFuser(
-            models,
+            [ranks.load_model(source, dtype, device) for source in sources],
             self.recipe.templates,
             tokenizer=self.encoder.tokenizers,
             gate=self.recipe.gate,
@@ -337,31 +385,39 @@ class Stages(KeptStages):
         """
         rows = self.part("held_out")
         how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
-        trained = self._train(name, model, self.part("train"), rows, training, folder, **how)
+        trained = self._train(
+            name,
+            model,
+            self.part("train"),
+            rows,
+            training,
+            folder,
+            **how,
+        )
+        losses = (trained.losses, trained.tokens, trained.exact)
         is_as_trained = self._is_saved_as_trained(model.specialists)
         if not is_as_trained:
             fuser_training.cast(model.specialists, self.recipe.dtype)
         weights = None
         # split: of stage 1 the gate alone is gathered
         if any(hasattr(p, "full_tensor") for p in model.parameters()):
-            gate = {f"gate.{name}": ranks.whole(p) for name, p in model.gate.named_parameters()}
-            weights = (trained.state_dict() or {}) if copy == "copy" else gate
+            weights = {f"gate.{of}": ranks.whole(p) for of, p in model.gate.named_parameters()}
+            if copy == "copy":
+                weights = trained.state_dict() or {}
         with ranks.leading() as main:
             if main:
-                whole = model if weights is None else self._whole(sources, weights)
+                whole = model
+                if weights is not None:  # on the CPU
+                    whole = with_weights(self._fuser(sources, self.recipe.dtype), weights)
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
-        losses = (trained.losses, trained.tokens, trained.exact)
         if not is_as_trained:
             losses = fuser_training.fuser_losses(
-                model, rows, collator=self.encoder.collate, **self._judging
+                model,
+                rows,
+                collator=self.encoder.collate,
+                **self._judging,
             )
-        return course_of(trained) | self._costs(trained) | self._loss(*losses) | sizes_of(model)
-
-    def _whole(
-        self, sources: list[str], weights: Mapping[str, torch.Tensor]
-    ) -> ultrafuser.UltraFuser:
-        """Return a fused model on the CPU with the gathered `weights` of a sharded one."""
-        return with_weights(self._fuser(sources, self.recipe.dtype), weights)
+        return self._course(trained) | self._loss(*losses) | sizes_of(model)
 
     def _tuned(
         self,
@@ -379,26 +435,39 @@ class Stages(KeptStages):
         evaluate it on all domains.
         """
         model = ranks.load_model(source, "float32")
-        trained = self._train(name, model, rows, held_out, training, folder, **more)
+        trained = self._train(
+            name,
+            model,
+            rows,
+            held_out,
+            training,
+            folder,
+            **more,
+        )
         self._save(model, trained, tmp / "model")
-        way = course_of(trained) | self._costs(trained)
+        course = self._course(trained)
         del model, trained
         ranks.free_memory()
-        return way | self._judged_single(tmp / "model", number)
+        return course | self._judged_single(tmp / "model", number)
 
     def _judged_single(self, source: str | Path, number: int) -> dict:
         """Evaluate one model in the template of specialist `number`."""
-        model = ranks.load_model(source, self.recipe.dtype, ranks.state().device)
+        model = ranks.load_model(
+            source,
+            self.recipe.dtype,
+            ranks.state().device,
+        )
         rows = self._single("held_out", number)
-        return self._loss(
-            *trainers.row_losses(model, rows, self.tokenizer, **self._judging)
-        ) | sizes_of(model)
+        losses = trainers.row_losses(
+            model,
+            rows,
+            self.tokenizer,
+            **self._judging,
+        )
+        return self._loss(*losses) | sizes_of(model)
 
-    def _costs(self, trained: trainers.Trained) -> dict:
-        costs = {}
-        for of in ("trained_parameters", "optimizer_bytes"):
-            costs[of] = getattr(trained, of)
-        return costs
+    def _course(self, trained: trainers.TrainingResult) -> dict:
+        return course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
 
     def _loss(self, *found: list) -> dict:
         return loss_of(*found) | {"rows": self.counts}
@@ -444,49 +513,50 @@ class Stages(KeptStages):
         return {"balanced": balanced, "replacement": self.recipe.replacement and balanced}
 
     def _of_fused(self, training: Stage, balanced: bool) -> dict:
-        more = {"gate": self.recipe.gate, "reduction": self.recipe.reduction}
-        more |= {"joint": True} if self.recipe.joint else {}
-        return self._settings(training) | self._drawn(balanced) | more
+        settings = self._settings(training) | self._drawn(balanced)
+        settings |= {"gate": self.recipe.gate, "reduction": self.recipe.reduction}
+        if self.recipe.joint:
+            settings["joint"] = True
+        return settings
 
     def _made(self, kind: str, name: str, *arguments, **settings) -> Judged:
         """Return a stage, with its source if that is not its own folder."""
-        result = self._stage(kind, name, *arguments, **settings)
-        return result if result.source else result._replace(source=str(result.folder))
+        result = self._stage(
+            kind,
+            name,
+            *arguments,
+            **settings,
+        )
+        return result._replace(source=result.source or str(result.folder))
 
     def data_key(self) -> str:
         """Return a hash of the tokenizer, the templates, all rows and the version of Python that
         built-in text comes from.
         """
         r = self.recipe
-        python = platform.python_version()
+        base = r.base_model and files_print(r.base_model)
         if r.pretrain:
-            base = [python, r.pretrain.to_dict()]
-        else:
-            base = r.base_model and files_print(r.base_model)
-        given = []
-        for one in r.specialists.values():
-            given.append(one.model and files_print(one.model))
-        if r.pretrain or any(s in SOURCES for d in r.domains.values() for s in d.sources):
+            base = [platform.python_version(), r.pretrain.to_dict()]
+        files = sources(r)
+        built_in = None
+        if r.pretrain or len(files) < sum(len(domain.sources) for domain in r.domains.values()):
             built_in = domains_key()
-        else:
-            built_in = None
-        domains = {}
-        for name, domain in r.domains.items():
-            domains[name] = domain.to_dict()
+        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         rows = [
             r.max_length,
             r.templates,
             domains,
             built_in,
-            [files_print(source) for source in sources(r)],
+            [*map(files_print, files)],
         ]
-        rows += [files_print(r.tokenizer)] if r.tokenizer else []
+        if r.tokenizer:
+            rows.append(files_print(r.tokenizer))
         return hash_of(
             {
                 "format": self.FORMAT,
                 "method": "ultrafuser",
                 "base": base,
-                "given": given,
+                "given": [one.model and files_print(one.model) for one in r.specialists.values()],
                 "rows": rows,
             }
         )
@@ -498,7 +568,9 @@ class Stages(KeptStages):
         r = self.recipe
         if r.pretrain is not None:
             tokenizer = train_tokenizer(
-                self._base_text, r.pretrain.vocab_size, r.pretrain.split_digits
+                self._base_text,
+                r.pretrain.vocab_size,
+                r.pretrain.split_digits,
             )
         else:
             given = (one.model for one in r.specialists.values() if one.model is not None)
@@ -529,16 +601,12 @@ def run(
         raise ValueError(f"{MODEL} in {str(out)!r} exists and is not a link. Choose another folder")
     stages = Stages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
-    results = [
-        *map(stages.specialist, stages.names),
-        *([stages.gate()] if recipe.two_stage else []),
-        stages.fused(),
-    ]
-    stages.say(
-        f"{'':16s}"
-        + "".join(f"{domain:>12s}" for domain in recipe.domains)
-        + f"{'all':>12s}{'train s':>9s}"
-    )
+    results = [*map(stages.specialist, stages.names)]
+    if recipe.two_stage:
+        results.append(stages.gate())
+    results.append(stages.fused())
+    heads = "".join(f"{head:>12s}" for head in (*recipe.domains, "all"))
+    stages.say(f"{'':16s}{heads}{'train s':>9s}")
     for one in results:
         losses = "".join(f"{loss:12.4f}" for loss in (*one.domains.values(), one.loss))
         stages.say(f"{one.name:16s}{losses}{one.total_seconds:9.0f}")

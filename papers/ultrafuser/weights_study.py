@@ -14,7 +14,7 @@ from moe_runtime.config import check_positive
 from papers.engine import plots
 from papers.engine.domains import places_of
 from papers.engine.plots import cycle, figure_of, legend_below
-from papers.engine.tables import Finding, over_seeds, spread
+from papers.engine.tables import Finding, columns_of, over_seeds, spread
 from papers.ultrafuser.recipe import FuserRecipe
 from papers.ultrafuser.study import Stages
 
@@ -27,7 +27,11 @@ def losses(report):
     size = 3.4 + 2.6 * len(tables), 1.7 + 0.42 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(tables))
     for axes, (name, table) in zip(all_axes, tables.items()):
-        plots.dots_in(axes, table, lambda entry: f"{entry.loss:.3f}")
+        plots.dots_in(
+            axes,
+            table,
+            lambda entry: f"{entry.loss:.3f}",
+        )
         axes.set_title(name, fontsize=10)
         axes.tick_params(labelleft=axes is all_axes[0])
     meant = (
@@ -41,18 +45,26 @@ def weights(report):
     """Draw the mean weight by domain and specialist, and the rows' own mean weights beside it
     (Figure 6).
     """
-    figure, (left, right) = figure_of(report, (10.4, 2.2 + 0.6 * len(report.domains)), columns=2)
+    figure, (left, right) = figure_of(
+        report,
+        (10.4, 2.2 + 0.6 * len(report.domains)),
+        columns=2,
+    )
     _map(left, report)
     _of_rows(right, report)
     return figure
 
 
 def _map(axes, report) -> None:
-    label = f"mean weight{f' over {len(report.seeds)} seeds' * (len(report.seeds) > 1)}"
+    label = "mean weight"
+    if len(report.seeds) > 1:
+        label += f" over {len(report.seeds)} seeds"
+    means = report.over_seeds()
+    domains = list(report.domains)
     plots.heat_map(
         axes,
-        report.over_seeds(),
-        list(report.domains),
+        means,
+        domains,
         report.specialists,
         label,
         top=1,
@@ -66,13 +78,11 @@ def _of_rows(axes, report) -> None:
     S = len(report.specialists)
     domains = list(report.domains)
     width = 0.8 / S
-    for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S))):
-        places = []
-        for d in range(len(domains)):
-            places.append(d + (s - (S - 1) / 2) * width)
+    for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S), strict=True)):
+        offset = (s - (S - 1) / 2) * width
         drawn = axes.boxplot(
             [[row[s] for row in rows] for rows in report.by_row[0]],
-            positions=places,
+            positions=[d + offset for d in range(len(domains))],
             widths=0.85 * width,
             patch_artist=True,
             showfliers=False,
@@ -81,15 +91,29 @@ def _of_rows(axes, report) -> None:
         )
         for box in drawn["boxes"]:
             box.set(facecolor=colour, alpha=0.75)
-        axes.plot([], [], "s", color=colour, label=name)
-    axes.axhline(1 / S, color="black", linestyle="--", linewidth=1)
+        axes.plot(
+            [],
+            [],
+            "s",
+            color=colour,
+            label=name,
+        )
+    axes.axhline(
+        1 / S,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+    )
     axes.set_xticks(range(len(domains)), domains)
     axes.set_xlim(-0.6, len(domains) - 0.4)
-    axes.set(xlabel="domain", ylabel="mean weight of an example", ylim=(-0.02, 1.02))
-    axes.grid(axis="y")
-    legend_below(
-        axes.figure, axes, f"right: specialist, seed {report.seeds[0]}; dashed: equal weights", S
+    axes.set(
+        xlabel="domain",
+        ylabel="mean weight of an example",
+        ylim=(-0.02, 1.02),
     )
+    axes.grid(axis="y")
+    about = f"right: specialist, seed {report.seeds[0]}; dashed: equal weights"
+    legend_below(axes.figure, axes, about, S)
 
 
 @dataclass(kw_only=True)
@@ -105,31 +129,18 @@ class GateWeights(Finding):
 
     def over_seeds(self) -> list[list[float]]:
         """Return [domains][S], the mean over the seeds."""
-        means = []
-        for rows in zip(*self.mean, strict=True):
-            means.append([statistics.fmean(cell) for cell in zip(*rows, strict=True)])
-        return means
+        return [*map(_mean, zip(*self.mean, strict=True))]
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        return [
-            ("domain", "left"),
-            ("tokens", "right"),
-            *((name, "right") for name in self.specialists),
-        ]
+        return columns_of("domain", "tokens", *self.specialists)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        of_seeds = zip(self.domains, zip(*self.mean, strict=True), strict=True)
         rows = []
-        for domain, seeds in of_seeds:
-            rows.append(
-                (
-                    domain,
-                    f"{self.tokens[domain]:,}",
-                    *(spread(cell) for cell in zip(*seeds, strict=True)),
-                )
-            )
+        for domain, *seeds in zip(self.domains, *self.mean, strict=True):
+            cells = map(spread, zip(*seeds, strict=True))
+            rows.append((domain, f"{self.tokens[domain]:,}", *cells))
         return rows
 
     def legend(self) -> str:
@@ -154,9 +165,7 @@ def measure(process, rows: int | None) -> dict:
     """
     recipe = process.recipe
     first: Stages = process.all[0]
-    places = {}
-    for domain, place in places_of(first.counts).items():
-        places[domain] = list(range(place.start, place.stop))[:rows]
+    places = places_of(first.counts)
     folders = []
     means = []
     by_row = []
@@ -167,18 +176,14 @@ def measure(process, rows: int | None) -> dict:
         weights = stages.weights(fused)
         means.append([])
         by_row.append([])
-        for domain, chosen in places.items():
-            of_domain = []
-            for place in chosen:
-                of_domain.append(weights[place])
+        for domain, place in places.items():
+            of_domain = weights[place][:rows]
             all_tokens = list(itertools.chain(*of_domain))
             tokens[domain] = len(all_tokens)
             means[-1].append(_mean(all_tokens))
-            by_row[-1].append([_mean(row) for row in of_domain])
+            by_row[-1].append([*map(_mean, of_domain)])
         folders.append("/".join(fused.folder.parts[-2:]))
-    specialists = {}
-    for name in recipe.specialists:
-        specialists[recipe.domain_of(name)] = name
+    specialists = {recipe.domain_of(name): name for name in recipe.specialists}
     return {
         "domains": {domain: specialists.get(domain) for domain in places},
         "specialists": first.names,
@@ -191,30 +196,30 @@ def measure(process, rows: int | None) -> dict:
 
 
 def _mean(weights: list[list[float]]) -> list[float]:
-    mean = []
-    for of in zip(*weights, strict=True):
-        mean.append(statistics.fmean(of))
-    return mean
+    return [*map(statistics.fmean, zip(*weights, strict=True))]
+
+
+def _mean(weights: list[list[float]]) -> list[float]:
+    return [statistics.fmean(of) for of in zip(*weights, strict=True)]
 
 
 def _summary(report: GateWeights) -> list[str]:
     lines = []
-    for number, ((domain, own), weights) in enumerate(
-        zip(report.domains.items(), report.over_seeds(), strict=True)
+    for domain, specialist, weights, *seeds in zip(
+        report.domains,
+        report.domains.values(),
+        report.over_seeds(),
+        *report.by_row,
+        strict=True,
     ):
-        top = report.specialists[max(range(len(weights)), key=weights.__getitem__)]
+        top = report.specialists[weights.index(max(weights))]
         sentence = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
-        if own is not None and own != top:
-            sentence += (
-                f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
-            )
-        if own is not None:
-            of = report.specialists.index(own)
-            rows = []
-            for seed in report.by_row:
-                for row in seed[number]:
-                    rows.append(row)
-            most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
-            sentence += f"; {own} leads on {most} of {len(rows)} rows"
+        if specialist is not None:
+            s = report.specialists.index(specialist)
+            if specialist != top:
+                sentence += f"; its own specialist {specialist} has {weights[s]:.3f}"
+            rows = [*itertools.chain(*seeds)]
+            most = sum(row.index(max(row)) == s for row in rows)
+            sentence += f"; {specialist} leads on {most} of {len(rows)} rows"
         lines.append(f"{sentence}.")
     return lines

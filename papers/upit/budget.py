@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods.upit.experts import saved_experts
 from papers.engine.domains import Judged
-from papers.engine.tables import Entry, Report, Run, against
+from papers.engine.tables import Report, Run, against
 from papers.upit import study
 from papers.upit.study import Pool
 
@@ -46,47 +46,50 @@ class Stages(study.Stages):
     @property
     def train_rows(self):
         """The training examples of the one domain, or of all, tokenized."""
-        return self.part(f"{self.only}-train") if self.only else super().train_rows
+        if self.only:
+            return self.part(f"{self.only}-train")
+        return super().train_rows
 
     def _settings(self, training) -> dict:
-        return super()._settings(training) | ({"only": self.only} if self.only else {})
+        settings = super()._settings(training)
+        if self.only:
+            settings["only"] = self.only
+        return settings
 
     def branches(self) -> Pool:
         """Return an expert per domain: the last checkpoint of stage 1 on that domain's examples
         only.
         """
         tuned = []
+        last = []
         for domain in self.recipe.domains:
             other = copy.copy(self)
             other.only = domain
             tuned.append(other.prepared("ffn"))
-        last = []
-        for one in tuned:
-            last.append(saved_experts(one.folder)[-1])
-        made = {"experts": [path.relative_to(self.out).as_posix() for path in last], "parents": []}
+            last.append(saved_experts(tuned[-1].folder)[-1])
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            experts = [path.relative_to(self.out).as_posix() for path in last]
+            return {"experts": experts, "parents": []}
+
         settings = {"branches": list(self.recipe.domains)}
         pool = self._stage(
             "pool",
             BRANCHES,
             settings,
             tuned,
-            lambda tmp, checkpoints: made,
+            make,
             holds="experts",
             result=Pool,
         )
-        return pool._replace(experts=[str(path) for path in last])
+        return pool._replace(experts=[*map(str, last)])
 
     def averaged(self, tuned: Judged) -> Judged:
         """Return SWA (arXiv 1803.05407): the mean of the checkpoints from the second half of the
         steps of `prepared`.
         """
-        saved = {}
-        for path in saved_experts(tuned.folder):
-            saved[int(path.name.rpartition("-")[2])] = path
-        late = []
-        for step, path in saved.items():
-            if 2 * step > max(saved):
-                late.append(path)
+        saved = {int(path.name.rpartition("-")[2]): path for path in saved_experts(tuned.folder)}
+        late = [path for step, path in saved.items() if 2 * step > max(saved)]
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             with ranks.leading() as main:
@@ -94,11 +97,21 @@ class Stages(study.Stages):
                     mean = AveragedModel(self._load(late[0], device=False).float())
                     for path in late:
                         mean.update_parameters(self._load(path, device=False).float())
-                    ranks.save_whole(mean.module, self.tokenizer, tmp / "model", self.recipe.dtype)
+                    ranks.save_whole(
+                        mean.module,
+                        self.tokenizer,
+                        tmp / "model",
+                        self.recipe.dtype,
+                    )
             return self._judge(lambda: self._load(tmp / "model"))
 
+        settings = {"checkpoints": [path.name for path in late]}
         return self._stage(
-            "averaged", SWA, {"checkpoints": [path.name for path in late]}, [tuned], make
+            "averaged",
+            SWA,
+            settings,
+            [tuned],
+            make,
         )
 
 
@@ -126,7 +139,12 @@ def make(process: Run) -> dict:
         if len(recipe.domains) == recipe.experts.num_experts:
             yield BRANCHES, stages.upit("ffn", stages.branches())._replace(history=[])
 
-    return {"entries": process.collect(plan), "reference": SFT, "summary": _summary, "extra": {}}
+    return {
+        "entries": process.collect(plan),
+        "reference": SFT,
+        "summary": _summary,
+        "extra": {},
+    }
 
 
 def _after(first: Judged, second: Judged) -> Judged:
@@ -140,36 +158,25 @@ def _summary(report: Report) -> list[str]:
     second schedule starts.
     """
     names = []
+    histories = {}
     for entry in report.entries:
         if entry.name not in (UPIT, "base"):
             names.append(entry.name)
-    upit = against(report.entries, UPIT, names)
-    watched = []
-    for entry in report.entries:
         if entry.results[0].history:
-            watched.append(entry)
-    histories = {}
-    for entry in watched:
-        histories[entry.name] = _means(entry)
+            of_seeds = [dict(result.history) for result in entry.results]
+            means = {}
+            for step in of_seeds[0]:
+                means[step] = statistics.fmean(losses[step] for losses in of_seeds)
+            histories[entry.name] = means
     steps = sorted({step for history in histories.values() for step in history})
     width = max(map(len, histories))
     lines = [f"{'held-out loss at step':{width}s}" + "".join(f"{step:8d}" for step in steps)]
     for name, history in histories.items():
-        lines.append(
-            f"{name:{width}s}"
-            + "".join(
-                f"{history[step]:8.4f}" if step in history else " " * 8 for step in steps
-            ).rstrip()
-        )
-    return [*upit, *lines]
-
-
-def _means(entry: Entry) -> dict[int, float]:
-    """Return the held-out loss by step, the mean over the seeds."""
-    histories = []
-    for result in entry.results:
-        histories.append(dict(result.history))
-    means = {}
-    for step in histories[0]:
-        means[step] = statistics.fmean(history[step] for history in histories)
-    return means
+        line = f"{name:{width}s}"
+        for step in steps:
+            cell = ""
+            if step in history:
+                cell = f"{history[step]:.4f}"
+            line += f"{cell:>8s}"
+        lines.append(line.rstrip())
+    return [*against(report.entries, UPIT, names), *lines]

@@ -13,6 +13,7 @@
 `papers.engine.stages` says how stages are stored and what their hash covers.
 """
 
+import functools
 import math
 import os
 import shutil
@@ -57,6 +58,7 @@ STARTS = ("pt", "sft")  # a baseline's copies are of the base, or of the tuned d
 # part of the stages' hashes, from when routers could begin in other ways
 SKILLED = {"init": "skilled"}
 NAMES = {"ffn": "FFN", "lora": "LoRA"}
+DENSE = {"ffn": "SFT", "lora": "LoRA"}
 
 
 class Stages(DomainStages):
@@ -68,53 +70,71 @@ class Stages(DomainStages):
 
     def trainings(self) -> tuple[Training, ...]:
         """Return the recipe's trainings."""
-        forms = (getattr(self.recipe, form) for form in self.recipe.forms)
-        return tuple(
-            getattr(form, name) for form in forms for name in ("sft", "init", "post", "copied")
-        )
+        trainings = []
+        for form in map(self._form, self.recipe.forms):
+            trainings += [form.sft, form.init, form.post, form.copied]
+        return tuple(trainings)
 
     def base(self) -> Judged:
         """Return the dense model that all others start from: pre-trained here, or the recipe's."""
-        pretrain = self.recipe.pretrain
         r = self.recipe
+        settings = {"dtype": r.dtype, "bf16": self.judging.bf16}  # used in evaluation
+        if r.pretrain is not None:
+            settings |= {"pretrain": r.pretrain.to_dict(), "length": r.max_length}
 
         def make(tmp: Path, folder: Path) -> dict:
-            if pretrain is None:
+            load = functools.partial(self._load, tmp / "model")
+            if r.pretrain is None:
                 # not first after the dense tuning
                 self._copy_base(tmp / "model", families.family_of)
-                return self._judge(lambda: self._load(tmp / "model"))
-            blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
-            model, trained = self._pretrain(blocks, self.held_out, folder, r.max_length)
+                return self._judge(load)
+            blocks = data.pack(
+                self.tokenizer,
+                self._documents(),
+                r.max_length,
+            )
+            model, trained = self._pretrain(
+                blocks,
+                self.held_out,
+                folder,
+                r.max_length,
+            )
             self._save(model, trained, tmp / "model")
-            return self._numbers(model, trained, lambda: self._load(tmp / "model"))
+            return self._numbers(model, trained, load)
 
-        settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
-        settings |= {"dtype": r.dtype, "bf16": self.judging.bf16}  # used in evaluation
         return self._stage("base", "base", settings, [], make, seed=0)
 
     def dense(self, form: str) -> Judged:
         """Return the baseline without experts: the base, or its LoRA, tuned for the epochs of both
         of UpIT's stages.
         """
+        training = self._form(form).whole
 
         def make(tmp: Path, folder: Path) -> dict:
-            model, trained = self._tuned_dense(form, self._form(form).whole, folder)
+            model, trained = self._tuned_dense(form, training, folder)
             if form == "ffn":
                 self._save(model, trained, tmp / "model")
-                return self._numbers(model, trained, lambda: self._load(tmp / "model"))
-            weights = trained.state_dict()
-            pairs = {}
-            for name in weights:
-                if "lora_" in name:
-                    pairs[name] = weights[name].to(getattr(torch, self.recipe.dtype))
-            with ranks.leading() as main:
-                if main:
-                    lora_baseline.save_lora(model, tmp / "model", pairs)
-            return self._numbers(model, trained, lambda: self._load(tmp / "model", form))
+            else:
+                pairs = {}
+                for name, weight in trained.state_dict().items():
+                    if "lora_" in name:
+                        pairs[name] = weight.to(getattr(torch, self.recipe.dtype))
+                with ranks.leading() as main:
+                    if main:
+                        lora_baseline.save_lora(model, tmp / "model", pairs)
+            return self._numbers(
+                model,
+                trained,
+                lambda: self._load(tmp / "model", form),
+            )
 
-        settings = self._settings(self._form(form).whole) | self._rank(form)
+        settings = self._settings(training) | self._rank(form)
         return self._stage(
-            "dense", "SFT" if form == "ffn" else "LoRA", settings, [self.base()], make
+            "dense",
+            DENSE[form],
+            settings,
+            [self.base()],
+            make,
         )
 
     @property
@@ -126,7 +146,11 @@ class Stages(DomainStages):
         """Raise ValueError if the first tuning has fewer steps than checkpoints to choose."""
         training = self._form(form).sft
         batch = trainers.split_batch(training.batch_size, training.per_device_batch_size)
-        steps = trainers.count_steps(len(self.train_rows), training.epochs, *batch)
+        steps = trainers.count_steps(
+            len(self.train_rows),
+            training.epochs,
+            *batch,
+        )
         if steps < self.chosen:
             raise ValueError(
                 f"checkpoints.count ({self.chosen}) must be at most the {steps} steps of "
@@ -147,9 +171,18 @@ class Stages(DomainStages):
             # absolute, since experts may be read from any working directory
             known = base.folder.resolve()
             saver = ExpertCheckpoints(
-                experts, every, base=known, dtype=self.recipe.dtype, overwrite=True
+                experts,
+                every,
+                base=known,
+                dtype=self.recipe.dtype,
+                overwrite=True,
             )
-            model, trained = self._tuned_dense(form, self._form(form).sft, folder, [saver])
+            model, trained = self._tuned_dense(
+                form,
+                self._form(form).sft,
+                folder,
+                [saver],
+            )
             with ranks.leading() as main:
                 if main:
                     # not moved: a run killed from here on resumes from the Trainer's last
@@ -158,11 +191,20 @@ class Stages(DomainStages):
                     for expert in upit_experts.saved_experts(tmp / "experts"):
                         self.tokenizer.save_pretrained(expert)
             last = upit_experts.saved_experts(tmp / "experts")[-1]
-            return self._numbers(model, trained, lambda: self._load(last, form))
+            return self._numbers(
+                model,
+                trained,
+                lambda: self._load(last, form),
+            )
 
         settings = self._settings(self._form(form).sft) | self._rank(form) | {"every_epochs": every}
         return self._stage(
-            "prepared", f"experts of {form}", settings, [base], make, holds="experts"
+            "prepared",
+            f"experts of {form}",
+            settings,
+            [base],
+            make,
+            holds="experts",
         )
 
     def pool(self, form: str) -> Pool:
@@ -172,51 +214,56 @@ class Stages(DomainStages):
         prepared = self.prepared(form)
         n = r.experts.num_experts
         m = self.chosen
-        chosen = upit_experts.choose_checkpoints(prepared.folder, m, r.checkpoints.which)
+        chosen = upit_experts.choose_checkpoints(
+            prepared.folder,
+            m,
+            r.checkpoints.which,
+        )
         grows = r.expansion.to_dict() if m < n else None
 
         def make(tmp: Path, checkpoints: Path) -> dict:
-            made = {
-                "experts": [path.relative_to(self.out).as_posix() for path in chosen],
-                "parents": [],
-            }
-            if grows is None:
-                return made
+            names = [path.relative_to(self.out).as_posix() for path in chosen]
+            parents = []
             start = time.perf_counter()
-            # where a resumed run finds the children made so far
-            grown = checkpoints / "experts"
-            children = None
-            with ranks.leading() as main:
-                if main:
-                    known = base.folder.resolve()
-                    found = expansion.expand_experts(
-                        chosen, n, grown, base=known, seed=self.seed, **grows
-                    )
-                    children = []
-                    for child in found.children:
-                        children.append((child.folder.name, list(child.parents)))
-                    os.rename(grown, tmp / "experts")
-            children = ranks.agree(children)
-            made["experts"] += [name for name, _ in children]
-            return made | {
-                "parents": [pair for _, pair in children],
-                "seconds": time.perf_counter() - start,
-            }
+            if grows is not None:
+                # where a resumed run finds the children made so far
+                grown = checkpoints / "experts"
+                with ranks.leading() as main:
+                    if main:
+                        known = base.folder.resolve()
+                        children = expansion.expand_experts(
+                            chosen,
+                            n,
+                            grown,
+                            base=known,
+                            seed=self.seed,
+                            **grows,
+                        ).children
+                        names += [child.folder.name for child in children]
+                        parents = [list(child.parents) for child in children]
+                        os.rename(grown, tmp / "experts")
+                names, parents = ranks.agree((names, parents))
+            seconds = time.perf_counter() - start
+            return {"experts": names, "parents": parents, "seconds": seconds}
 
-        settings = {"chosen": [path.name for path in chosen], "count": n, "expansion": grows}
+        settings = {
+            "chosen": [path.name for path in chosen],
+            "count": n,
+            "expansion": grows,
+        }
+        title = f"{n} experts of {form}"
         pool = self._stage(
             "pool",
-            f"{n} experts of {form}",
+            title,
             settings,
             [prepared],
             make,
             holds="experts",
             result=Pool,
         )
-        found = [self.out / name for name in pool.experts[:m]] + [
-            pool.folder / name for name in pool.experts[m:]
-        ]
-        return pool._replace(experts=[str(path) for path in found])
+        experts = [str(self.out / name) for name in pool.experts[:m]]
+        experts += [str(pool.folder / name) for name in pool.experts[m:]]
+        return pool._replace(experts=experts)
 
     def _form(self, form: str):
         return getattr(self.recipe, form)
@@ -228,30 +275,43 @@ class Stages(DomainStages):
 
     def _rank(self, form: str) -> dict:
         """The settings of a form that determine how its model is built."""
-        if form == "lora":
-            rank = {}
-            for name in ("rank", "alpha"):
-                rank[name] = getattr(self.recipe.lora, name)
-            return rank
-        return {}
+        if form == "ffn":
+            return {}
+        return {
+            "rank": self.recipe.lora.rank,
+            "alpha": self.recipe.lora.alpha,
+        }
 
     def _tuned_dense(self, form: str, training: Training, folder: Path, callbacks=()) -> tuple:
         """Tune the base or a LoRA of it."""
         model = self._load(self.base().folder.resolve(), device=False)  # an adapter names it
         if form == "lora":
-            model = lora_baseline.add_mlp_lora(model, **self._rank(form), seed=self.seed)
-        name = "SFT" if form == "ffn" else "LoRA"
+            model = lora_baseline.add_mlp_lora(
+                model,
+                **self._rank(form),
+                seed=self.seed,
+            )
+        rows = (self.train_rows, self.held_out)
         return model, self._train(
-            name, model, self.train_rows, self.held_out, training, folder, callbacks
+            DENSE[form],
+            model,
+            *rows,
+            training,
+            folder,
+            callbacks,
         )
 
     def _load(self, folder: Path, form: str = "ffn", device: bool = True):
         """Load a model, or the base with the adapter of a folder."""
         if form == "lora":
             return lora_baseline.load_lora(self._load(self.base().folder), folder)
-        return ranks.load_model(folder, self.recipe.dtype, ranks.state().device if device else None)
+        return ranks.load_model(
+            folder,
+            self.recipe.dtype,
+            ranks.state().device if device else None,
+        )
 
-    def _train(self, name: str, model, *arguments, **more) -> trainers.Trained:
+    def _train(self, name: str, model, *arguments, **more) -> trainers.TrainingResult:
         """Train with trainable parameters in float32, since AdamW's steps are smaller than a
         bfloat16 weight can resolve.
 
@@ -261,54 +321,61 @@ class Stages(DomainStages):
         for parameter in model.parameters():
             if parameter.requires_grad or parameter.dtype == torch.float16:
                 parameter.data = parameter.data.float()
-        if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
-            more["bf16"] = True
-        return super()._train(name, model, *arguments, **more)
+            elif parameter.dtype == torch.bfloat16:
+                more["bf16"] = True
+        return super()._train(
+            name,
+            model,
+            *arguments,
+            **more,
+        )
 
     def buckets(self, form: str, pool: Pool) -> upit_buckets.Buckets:
         """Return the seed data, assigned by the experts' perplexity (step 3)."""
         seed_data = self.recipe.seed_data
+        init = self._form(form).init
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             rows = self.seed_rows()
             start = time.perf_counter()
-            found = upit_buckets.perplexities(
+            perplexity = upit_buckets.perplexities(
                 pool.experts,
                 rows,
                 self.tokenizer,
                 base=self.base().folder,
                 tokens=seed_data.tokens,
-                batch_size=self._form(form).init.per_device_batch_size
-                or self._form(form).init.batch_size,
+                batch_size=init.per_device_batch_size or init.batch_size,
             )
-            buckets = upit_buckets.fill_buckets(found, seed_data.capacity)
-            self.say(
-                f"{len(rows)} rows of seed data, in buckets of "
-                f"{', '.join(str(len(bucket)) for bucket in buckets)}"
-            )
-            seconds = time.perf_counter() - start
+            buckets = upit_buckets.fill_buckets(perplexity, seed_data.capacity)
+            sizes = ", ".join(map(str, map(len, buckets)))
+            self.say(f"{len(rows)} rows of seed data, in buckets of {sizes}")
             return {
                 "rows": len(rows),
                 "buckets": buckets,
-                "perplexity": found.tolist(),
-                "seconds": seconds,
+                "perplexity": perplexity.tolist(),
+                "seconds": time.perf_counter() - start,
             }
 
+        title = f"seed data of {form}"
+        kind = upit_buckets.Buckets
         return self._stage(
             "buckets",
-            f"seed data of {form}",
+            title,
             seed_data.to_dict(),
             [pool],
             make,
-            result=upit_buckets.Buckets,
+            result=kind,
         )
 
     def seed_rows(self):
         """Return the rows on which experts are compared, drawn by the seed."""
-        rows = self.train_rows
+        share = self.recipe.seed_data.share
         count = self._seed_count()
         return upit_buckets.seed_set(
-            rows, self.recipe.seed_data.share, at_least=count, seed=self.seed
+            self.train_rows,
+            share,
+            at_least=count,
+            seed=self.seed,
         )
 
     def _seed_count(self) -> int:
@@ -356,23 +423,25 @@ class Stages(DomainStages):
             with ranks.leading() as main:
                 if main:
                     os.rename(checkpoints / "routers", tmp / "routers")
-            means = {}
-            for of in ("before", "after"):
-                means[of] = [statistics.fmean(getattr(one, of).sigmoid) for one in routed]
-            course = {}
-            for of in ("steps", "seconds"):
-                course[of] = sum(getattr(one, of) for one in routed)
-            return course | means | {"buckets": dealt.buckets}
+            return {
+                "steps": sum(one.steps for one in routed),
+                "seconds": sum(one.seconds for one in routed),
+                "before": [statistics.fmean(one.before.sigmoid) for one in routed],
+                "after": [statistics.fmean(one.after.sigmoid) for one in routed],
+                "buckets": dealt.buckets,
+            }
 
         settings = self._settings(training) | r.router.to_dict() | SKILLED
+        kind = router.Routers
+        title = f"routers of {form}"
         return self._stage(
             "routers",
-            f"routers of {form}",
+            title,
             settings,
             [dealt],
             make,
             holds="routers",
-            result=router.Routers,
+            result=kind,
         )
 
     def upit(self, form: str, pool: Pool | None = None) -> Judged:
@@ -382,14 +451,24 @@ class Stages(DomainStages):
         routers = self.routers(form, pool)
 
         def make(folder: Path):
-            routed = []
+            experts = []
+            vectors = []
             for i in range(len(pool.experts)):
-                routed.append(router.load_routed(routers.folder / f"expert-{i}"))
-            experts = [one.folder for one in routed]
-            return self._assembled(experts, [one.vectors for one in routed], folder)
+                routed = router.load_routed(routers.folder / f"expert-{i}")
+                experts.append(routed.folder)
+                vectors.append(routed.vectors)
+            return self._assembled(experts, vectors, folder)
 
         name = f"UpIT ({NAMES[form]})"
-        return self._mixed("upit", name, form, self._form(form).post, make, [routers], SKILLED)
+        return self._mixed(
+            "upit",
+            name,
+            form,
+            self._form(form).post,
+            make,
+            [routers],
+            SKILLED,
+        )
 
     def self_moe(self, form: str) -> Judged:
         """Return the baseline of UpIT's experts behind random routers; only the routers are
@@ -404,8 +483,15 @@ class Stages(DomainStages):
                     module.requires_grad_(True)
             return model
 
+        name = f"Self-MoE ({NAMES[form]})"
         return self._mixed(
-            "self_moe", f"Self-MoE ({NAMES[form]})", form, self._form(form).post, make, [pool], {}
+            "self_moe",
+            name,
+            form,
+            self._form(form).post,
+            make,
+            [pool],
+            {},
         )
 
     def upcycled(self, start: str) -> Judged:
@@ -416,17 +502,23 @@ class Stages(DomainStages):
 
         def make(folder: Path):
             model = self._load(last, device=False)
-            xft.upcycle(model, seed=42 + self.seed, **self.recipe.experts.to_dict())
+            xft.upcycle(
+                model,
+                seed=42 + self.seed,
+                **self.recipe.experts.to_dict(),
+            )
             return model
 
+        name = f"Upcycle_{start.upper()}"
+        settings = {"start": start}
         return self._mixed(
             "upcycled",
-            f"Upcycle_{start.upper()}",
+            name,
             "ffn",
             training,
             make,
             [parent],
-            {"start": start},
+            settings,
         )
 
     def loramoe(self, start: str) -> Judged:
@@ -435,28 +527,39 @@ class Stages(DomainStages):
         """
         parent, training, last = self._start("lora", start)
         experts = self.recipe.experts.to_dict()
-        lora = self.recipe.lora
-        if lora.loramoe == "dense":
+        loramoe = self.recipe.lora.loramoe
+        form = "block"
+        if loramoe == "dense":
+            form = "linear"
             experts |= {"top_k": None, "gate": "softmax_topk"}
         # constant if every expert sees every token
-        if (
-            experts["top_k"] in (None, experts["num_experts"])
-            and experts["balance_loss"] == "switch"
-        ):
+        sees_all = experts["top_k"] in (None, experts["num_experts"])
+        if sees_all and experts["balance_loss"] == "switch":
             experts["balance_loss"] = "none"
 
         def make(folder: Path):
             model = self._load(self.base().folder, device=False)
+            of = self._rank("lora")
             if start == "sft":
                 of = {"experts": [last] * experts["num_experts"]}
-            else:
-                of = self._rank("lora")
-            kind = "linear" if lora.loramoe == "dense" else "block"
-            return baselines.to_lora_moe(model, form=kind, seed=42 + self.seed, **of, **experts)
+            return baselines.to_lora_moe(
+                model,
+                form=form,
+                seed=42 + self.seed,
+                **of,
+                **experts,
+            )
 
-        settings = {"start": start, "loramoe": lora.loramoe} | self._rank("lora")
+        name = f"LoRAMoE_{start.upper()}"
+        settings = {"start": start, "loramoe": loramoe} | self._rank("lora")
         return self._mixed(
-            "loramoe", f"LoRAMoE_{start.upper()}", "lora", training, make, [parent], settings
+            "loramoe",
+            name,
+            "lora",
+            training,
+            make,
+            [parent],
+            settings,
         )
 
     def _start(self, form: str, start: str) -> tuple[Judged, UpitTraining, Path]:
@@ -471,14 +574,16 @@ class Stages(DomainStages):
 
     def _assembled(self, experts: Sequence, vectors: Sequence[torch.Tensor] | None, folder: Path):
         """Assemble an MoE model on one process and load it on all."""
-        settings = {}
-        for name, value in self.recipe.experts.to_dict().items():
-            if name != "num_experts":
-                settings[name] = value
-        how = settings | {"base": self.base().folder, "seed": 42 + self.seed, "overwrite": True}
+        settings = self.recipe.experts.to_dict()
+        del settings["num_experts"]
+        settings |= {
+            "base": self.base().folder,
+            "seed": 42 + self.seed,
+            "overwrite": True,
+        }
         with ranks.leading() as main:
             if main:
-                assembly.assemble(experts, vectors, folder, **how)
+                assembly.assemble(experts, vectors, folder, **settings)
         return self._load(folder, device=False)
 
     def _mixed(
@@ -494,21 +599,27 @@ class Stages(DomainStages):
         """Return a stage that tunes the MoE model built by `make`, which gets a folder to
         work in.
         """
-        settings = (
-            settings
-            | self._settings(training)
-            | {"form": form, "experts": self.recipe.experts.to_dict()}
-        )
+        settings = settings | self._settings(training)
+        settings |= {"form": form, "experts": self.recipe.experts.to_dict()}
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
             model = make(tmp / "assembled")
+            rows = (self.train_rows, self.held_out)
             trained = self._train(
-                name, model, self.train_rows, self.held_out, training, checkpoints
+                name,
+                model,
+                *rows,
+                training,
+                checkpoints,
             )
             self._save(model, trained, tmp / "model")
             if self.is_main:
                 shutil.rmtree(tmp / "assembled", ignore_errors=True)
-            return self._numbers(model, trained, lambda: self._load(tmp / "model"))
+            return self._numbers(
+                model,
+                trained,
+                lambda: self._load(tmp / "model"),
+            )
 
         return self._stage(kind, name, settings, parents, whole)
 

@@ -63,14 +63,21 @@ def _main(process: Run) -> dict:
     def summary(report: UpitReport) -> list[str]:
         lines = []
         for form in forms:
-            copies = []
-            for start in STARTS:
-                copies.append(f"{COPIES[form]}_{start.upper()}")
+            copies = [f"{COPIES[form]}_{start.upper()}" for start in STARTS]
             others = [DENSE[form], *copies, f"Self-MoE ({NAMES[form]})"]
-            lines += against(report.entries, f"UpIT ({NAMES[form]})", others)
+            lines += against(
+                report.entries,
+                f"UpIT ({NAMES[form]})",
+                others,
+            )
         return lines + sentences
 
-    return {"entries": entries, "reference": DENSE[forms[0]], "summary": summary, "extra": routed}
+    return {
+        "entries": entries,
+        "reference": DENSE[forms[0]],
+        "summary": summary,
+        "extra": routed,
+    }
 
 
 def _routing(process: Run, entries: Sequence[Entry]) -> tuple[dict, list[str]]:
@@ -90,9 +97,7 @@ def _routing(process: Run, entries: Sequence[Entry]) -> tuple[dict, list[str]]:
     values = {}
     sentences = []
     for name, results in routed.items():
-        distances = []
-        for result in results:
-            distances.append(domains.mean_distance(result.counts))
+        distances = [domains.mean_distance(result.counts) for result in results]
         values[name] = {
             "layers": results[0].layers,
             "slots": [result.counts for result in results],

@@ -88,7 +88,15 @@ class Recipe(Node):
         recipes.check_base(self)
         count = self.experts.get("num_experts", 8)
         size = self.tune.ep_size
-        if count % size or max(self.sft.ep_size, self.mix.ep_size, self.ewa_training.ep_size) > 1:
+        if (
+            count % size
+            or max(
+                self.sft.ep_size,
+                self.mix.ep_size,
+                self.ewa_training.ep_size,
+            )
+            > 1
+        ):
             raise ValueError(
                 f"tune.ep_size is {size}, of {count} experts; expected a divisor of them, and no "
                 "ep_size for sft, mix and ewa, which have no routed experts"

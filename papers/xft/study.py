@@ -67,7 +67,9 @@ class Stages(KeptStages):
     @property
     def watched(self):
         """The rows for validation during training."""
-        return self.part("validation") if self.recipe.data.validation_rows else self.held_out
+        if self.recipe.data.validation_rows:
+            return self.part("validation")
+        return self.held_out
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -78,8 +80,8 @@ class Stages(KeptStages):
     def domains_of(self, part: str) -> list[int]:
         """Return for each row of a part the index of its domain in `domains`."""
         count = len(self.part(part))
-        kept = read_json(self.out / f"data-{self._key}" / "rows.json")
-        return kept["domains"].get(part, [0] * count)
+        counts = read_json(self.out / f"data-{self._key}" / "rows.json")
+        return counts["domains"].get(part, [0] * count)
 
     def by_domain(self, result: Result) -> Result:
         """Return a result with held-out rows ordered by domain, as tables with a column per domain
@@ -117,14 +119,26 @@ class Stages(KeptStages):
             self._mixture_rows()  # raises before minutes of training
         settings = {"dtype": r.dtype, "evaluations": r.evaluations}
         if r.pretrain is not None:
-            settings |= {"pretrain": r.pretrain.to_dict(), "length": r.data.max_length}
+            settings |= {
+                "pretrain": r.pretrain.to_dict(),
+                "length": r.data.max_length,
+            }
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             if r.pretrain is None:
                 self._copy_base(tmp / "model")
                 return self._judge(tmp / "model")
-            blocks = data.pack(self.tokenizer, self._documents(), r.data.max_length)
-            model, trained = self._pretrain(blocks, self.watched, checkpoints, r.data.max_length)
+            blocks = data.pack(
+                self.tokenizer,
+                self._documents(),
+                r.data.max_length,
+            )
+            model, trained = self._pretrain(
+                blocks,
+                self.watched,
+                checkpoints,
+                r.data.max_length,
+            )
             return self._finish(model, trained, tmp / "model")
 
         return self._stage("base", "base", settings, [], make, seed=0)
@@ -137,33 +151,45 @@ class Stages(KeptStages):
         a run saves none.
         """
         base = self.base()
-        training = self.recipe.sft.change(**changes)
         if steps is not None:
-            training = training.change(epochs=None, steps=steps)
+            changes |= {"epochs": None, "steps": steps}
+        training = self.recipe.sft.change(**changes)
         settings = self._settings(training)
         if averages:
             training = training.change(save_steps=None)
-            settings |= {"averages": True}
+            settings["averages"] = True
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
             means = WeightAverages()
-            callbacks = [means] if averages else []
-            rows = (self.train_rows, self.watched)
-            trained = self._train("sft", model, *rows, training, checkpoints, callbacks)
+            callbacks = [means] * averages
+            trained = self._tuned("sft", model, training, checkpoints, callbacks)
             if averages:
                 with ranks.leading() as main:
                     if main:
-                        self._save_averages(means, tmp)
+                        for name, mean in means.models.items():
+                            whole = mean.module.to(getattr(torch, self.recipe.dtype))
+                            ranks.save_whole(
+                                whole,
+                                self.tokenizer,
+                                tmp / name,
+                                self.recipe.dtype,
+                            )
             return self._finish(model, trained, tmp / "model")
 
         return self._stage("sft", "sft", settings, [base], make)
 
-    def _save_averages(self, means: WeightAverages, folder: Path) -> None:
-        dtype = self.recipe.dtype
-        for name, mean in means.models.items():
-            model = mean.module.to(getattr(torch, dtype))
-            ranks.save_whole(model, self.tokenizer, folder / name, dtype)
+    def _tuned(self, name: str, model, training: Training, checkpoints: Path, callbacks=()):
+        """Train a model on the training rows."""
+        rows = (self.train_rows, self.watched)
+        return self._train(
+            name,
+            model,
+            *rows,
+            training,
+            checkpoints,
+            callbacks,
+        )
 
     def average(self, sft: Result, kind: str) -> Result:
         """Return an average, "ema" or "swa", of the weights over the steps of an SFT run with
@@ -176,7 +202,13 @@ class Stages(KeptStages):
                     shutil.copytree(sft.folder.with_name(kind), tmp / "model")
             return self._judge(tmp / "model")
 
-        return self._stage("average", kind, {"of": kind}, [sft], make)
+        return self._stage(
+            "average",
+            kind,
+            {"of": kind},
+            [sft],
+            make,
+        )
 
     def moe(self, by_domain: bool = False, **moe_settings) -> Result:
         """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned,
@@ -195,15 +227,31 @@ class Stages(KeptStages):
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, r.dtype)
-            receipt = xft.upcycle(model, layers=r.layers, seed=42 + self.seed, **experts)
+            receipt = xft.upcycle(
+                model,
+                layers=r.layers,
+                seed=42 + self.seed,
+                **experts,
+            )
             self.say(str(receipt).replace("\n", "\n  "))
             rows = (self._mixture_rows()[0], self.watched)
+            routing = contextlib.nullcontext()
             if by_domain:
-                with routed_by_domain(model, self._known_domains()):
-                    trained = self._train("moe", model, *rows, r.tune, checkpoints)
-            else:
-                trained = self._train("moe", model, *rows, r.tune, checkpoints)
-            result = self._finish(model, trained, tmp / "model", anew=by_domain)
+                routing = routed_by_domain(model, self._known_domains())
+            with routing:
+                trained = self._train(
+                    "moe",
+                    model,
+                    *rows,
+                    r.tune,
+                    checkpoints,
+                )
+            result = self._finish(
+                model,
+                trained,
+                tmp / "model",
+                anew=by_domain,
+            )
             return {"upcycled_error": receipt.error} | result
 
         return self._stage("moe", "moe", settings, [base], make)
@@ -220,7 +268,13 @@ class Stages(KeptStages):
             model = ranks.load_model(moe.folder, self.recipe.dtype)
             xft.to_mergeable(model, shared_rate=rate)
             rows = (self._mixture_rows()[1], self.watched)
-            trained = self._train("mix", model, *rows, training, checkpoints)
+            trained = self._train(
+                "mix",
+                model,
+                *rows,
+                training,
+                checkpoints,
+            )
             alpha = []
             for module in model.modules():
                 if isinstance(module, MergedMLP):
@@ -256,10 +310,9 @@ class Stages(KeptStages):
         """
         base = self.base()
         r = self.recipe
-        training = r.ewa_training
         ewa = r.ewa
         count = resolve_experts(r.experts).get("num_experts", 8)
-        settings = self._settings(training) | {
+        settings = self._settings(r.ewa_training) | {
             "share": ewa.share,
             "schedule_of_share": ewa.schedule,
             "partition": "random",
@@ -270,17 +323,27 @@ class Stages(KeptStages):
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, r.dtype)
-            baselines.to_ewa(model, num_experts=count, layers=r.layers, seed=42 + self.seed)
-            callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
-            rows = (self.train_rows, self.watched)
-            trained = self._train("ewa", model, *rows, training, checkpoints, callbacks)
+            baselines.to_ewa(
+                model,
+                num_experts=count,
+                layers=r.layers,
+                seed=42 + self.seed,
+            )
+            averaging = AveragingCallback(share=ewa.share, schedule=ewa.schedule)
+            trained = self._tuned(
+                "ewa",
+                model,
+                r.ewa_training,
+                checkpoints,
+                [averaging],
+            )
             self._save(model, trained, tmp / "experts")
             with ranks.leading() as main:
                 if main:
                     folders.merge_folder(tmp / "experts", tmp / "model")
                     shutil.rmtree(tmp / "experts")
             course = course_of(trained)
-            del model, trained, callbacks
+            del model, trained, averaging
             return course | self._judge(tmp / "model")
 
         return self._stage("ewa", "ewa", settings, [base], make)
@@ -291,10 +354,12 @@ class Stages(KeptStages):
         domains = {}
         for part in ("train", watched):
             ids = map(tuple, self.part(part)["input_ids"])
-            domains.update(zip(ids, self.domains_of(part), strict=True))
+            domains |= zip(ids, self.domains_of(part), strict=True)
         return domains
 
-    def _finish(self, model, trained: trainers.Trained, folder: Path, anew: bool = False) -> dict:
+    def _finish(
+        self, model, trained: trainers.TrainingResult, folder: Path, anew: bool = False
+    ) -> dict:
         """Save the model and return its results; it is evaluated again if it was trained in another
         dtype.
         """
@@ -311,20 +376,22 @@ class Stages(KeptStages):
         """Merge a tuned MoE model to the dense model `target`, on rank 0; return the coefficients
         [L][E].
         """
-        used = None
         with ranks.leading() as main:
             if main:
-                used = folders.merge_folder(
-                    moe.folder, target, shared_rate=shared_rate, alpha=alpha
-                ).alpha
-        return ranks.agree(used)
+                options = {"shared_rate": shared_rate, "alpha": alpha}
+                alpha = folders.merge_folder(moe.folder, target, **options).alpha
+        return ranks.agree(alpha)
 
     def _judge(self, folder: Path) -> dict:
         """Load the model of a folder and compute the held-out rows' losses; all processes share the
         rows.
         """
         ranks.free_memory()
-        model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
+        model = ranks.load_model(
+            folder,
+            self.recipe.dtype,
+            ranks.state().device,
+        )
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
         how = {"tokenizer": self.tokenizer, "batch_size": batch, "bf16": tune.bf16}
@@ -348,35 +415,46 @@ class Stages(KeptStages):
         for source in r.data.sources:
             if source in JOINED:
                 rows.append(domains_key())
-            elif source == data.BUILT_IN:
-                rows.append(python)
             else:
-                rows.append(files_print(source))
-        return hash_of(
-            {"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows}
-        )
+                rows.append(python if source == data.BUILT_IN else files_print(source))
+        key = {
+            "format": self.FORMAT,
+            "data": r.data.to_dict(),
+            "base": base,
+            "rows": rows,
+        }
+        return hash_of(key)
 
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer and the training and held-out rows."""
-        r = self.recipe
+        r = self.recipe.data
         tokenizer = self._base_tokenizer(self._documents)
         # a chat template of the base is not the one trained on
-        tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
+        tokenizer.chat_template = TEMPLATES.get(r.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
-        self.say(f"reading and tokenizing {r.data}")
-        count = r.data.held_out_rows + (r.data.validation_rows or 0)
-        source = r.data.change(held_out_rows=count)
-        train, held_out = stage_rows.split_rows(source, SOURCES)
+        self.say(f"reading and tokenizing {r}")
         joined = len(self.domains)
-        how = {"row_ids": joined > 1, "prompt": r.data.prompt, "train_on": r.data.train_on}
-        length = r.data.max_length
-        parts = {
-            "train": data.tokenize_pairs(tokenizer, train, length, limit=r.data.limit, **how),
-            "held_out": data.tokenize_pairs(tokenizer, held_out, length, limit=count, **how),
-        }
-        if r.data.validation_rows:
+        count = r.held_out_rows + (r.validation_rows or 0)
+        pairs = stage_rows.split_rows(r.change(held_out_rows=count), SOURCES)
+        parts = {}
+        for name, rows, limit in zip(
+            ("train", "held_out"),
+            pairs,
+            (r.limit, count),
+            strict=True,
+        ):
+            parts[name] = data.tokenize_pairs(
+                tokenizer,
+                rows,
+                r.max_length,
+                limit=limit,
+                row_ids=joined > 1,
+                prompt=r.prompt,
+                train_on=r.train_on,
+            )
+        if r.validation_rows:
             rows = parts["held_out"]
-            judging = min(r.data.held_out_rows, len(rows) - 1)
+            judging = min(r.held_out_rows, len(rows) - 1)
             parts["held_out"] = rows.select(range(judging))
             parts["validation"] = rows.select(range(judging, len(rows)))
         counts = {}
@@ -388,10 +466,10 @@ class Stages(KeptStages):
             data.save_rows(rows, folder / name)
             counts[name] = len(rows)
         listed = f"{counts['train']:,} rows to tune on, {counts['held_out']:,} held out"
-        if "validation" in counts:
+        if r.validation_rows:
             listed += f", {counts['validation']:,} to choose by"
         self.say(listed)
-        return counts | {"data": r.data.to_dict(), "domains": domains}
+        return counts | {"data": r.to_dict(), "domains": domains}
 
 
 def run(
@@ -407,8 +485,8 @@ def run(
     base = stages.base()
     moe = stages.moe()
     results = [base, moe, stages.merge(moe), stages.mix(moe)]
-    columns = ("parameters", "per token")
-    stages.say(f"{'':8s}{'loss':>9s}{'perplexity':>12s}{columns[0]:>16s}{columns[1]:>16s}  train s")
+    heads = f"{'loss':>9s}{'perplexity':>12s}{'parameters':>16s}{'per token':>16s}"
+    stages.say(f"{'':8s}{heads}  train s")
     for r in results:
         perplexity = math.exp(min(r.loss, 700))
         sizes = f"{r.parameters:16,}{r.active_parameters:16,}"
@@ -428,11 +506,15 @@ def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[
     chosen = []
 
     def see(module, args, batch):
-        indices = []
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-            indices.append(domains[tuple(ids[mask].tolist())])
         length = batch["input_ids"].shape[1]
-        experts = 1 + torch.tensor(indices, device=batch["input_ids"].device)
+        indices = []
+        for ids, mask in zip(
+            batch["input_ids"],
+            batch["attention_mask"].bool(),
+            strict=True,
+        ):
+            indices.append(domains[tuple(ids[mask].tolist())])
+        experts = 1 + torch.tensor(indices, device=ids.device)
         experts = experts.repeat_interleave(length)
         # expert 0, the shared one, comes last
         chosen[:] = [torch.stack([experts, torch.zeros_like(experts)], 1)]
@@ -440,12 +522,11 @@ def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[
     def give(router, args, kwargs):
         return args, kwargs | {"topk_idx": chosen[0]}
 
-    handles = [model.register_forward_pre_hook(see, with_kwargs=True)]
-    for module in model.modules():
-        if isinstance(module, Router):
-            handles.append(module.register_forward_pre_hook(give, with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        hook = model.register_forward_pre_hook(see, with_kwargs=True)
+        stack.callback(hook.remove)
+        for module in model.modules():
+            if isinstance(module, Router):
+                hook = module.register_forward_pre_hook(give, with_kwargs=True)
+                stack.callback(hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

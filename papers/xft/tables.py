@@ -16,6 +16,8 @@ import functools
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from moe_runtime.config import GATES, check_choice, check_fraction
 from papers.engine import plots, tables
 from papers.engine.domains import DomainReport
@@ -61,7 +63,11 @@ def _ablate_gate(process: Run) -> dict:
         for name, gate in others.items():
             yield name, stages.moe(gate=gate)
 
-    return {"entries": process.collect(plan), "reference": f"{MOE} ({full})", "summary": each}
+    return {
+        "entries": process.collect(plan),
+        "reference": f"{MOE} ({full})",
+        "summary": each,
+    }
 
 
 def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
@@ -127,7 +133,11 @@ def _overfit(process: Run) -> dict:
         if None in chosen:
             return [*lines, "Without data.validation_rows nothing chooses a learning rate."]
         lines.append("Each at the learning rate that validation chooses:")
-        return lines + against(report.entries, chosen[0], chosen[1:])
+        return lines + against(
+            report.entries,
+            chosen[0],
+            chosen[1:],
+        )
 
     return {
         "entries": process.collect(plan),
@@ -142,22 +152,17 @@ def _by_validation(report: Report, kind: str, names: Sequence[str]) -> str | Non
     means = {}
     for name in names:
         if name.startswith(kind):
-            losses = []
-            for result in report.entry(name).results:
-                losses.append(result.validation)
+            losses = [result.validation for result in report.entry(name).results]
             if None in losses:
                 return None
             means[name] = statistics.fmean(losses)
-    return min(means, key=means.__getitem__)
+    return min(means, key=means.get)
 
 
 def _over_rates(report: DomainReport):
     """Plot the losses against the learning rate, without the merges made at one rate only."""
     rates = report.extra["x"]
-    entries = []
-    for entry in report.entries:
-        if entry.name in rates:
-            entries.append(entry)
+    entries = [entry for entry in report.entries if entry.name in rates]
     figure = plots.sweep(dataclasses.replace(report, entries=entries))
     figure.axes[0].minorticks_off()
     figure.axes[0].set_xticks(sorted(set(rates.values())))
@@ -198,7 +203,7 @@ def _mix_rows(process: Run) -> dict:
     for name in alpha:
         if "learned" in name:
             initial = f"{name.partition(':')[0]}: INIT"
-            moves[name] = _largest_move(alpha[initial], alpha[name])
+            moves[name] = float(np.abs(np.subtract(alpha[name], alpha[initial])).max())
 
     def summary(report: Report) -> list[str]:
         lines = []
@@ -221,16 +226,6 @@ def _mix_rows(process: Run) -> dict:
     }
 
 
-def _largest_move(before: list, after: list) -> float:
-    """Return the largest change of a coefficient, of nested lists [seeds][L][E]."""
-    largest = 0.0
-    for old_layers, new_layers in zip(before, after, strict=True):
-        for old, new in zip(old_layers, new_layers, strict=True):
-            for a, b in zip(old, new, strict=True):
-                largest = max(largest, abs(a - b))
-    return largest
-
-
 def _check_shared(recipe: Recipe) -> dict:
     check_shared(recipe)
     return {}
@@ -238,7 +233,11 @@ def _check_shared(recipe: Recipe) -> dict:
 
 def _check_gates(recipe: Recipe) -> dict:
     # the others are its ablations
-    check_choice("gate", recipe.experts.get("gate", "xft"), ("xft",))
+    check_choice(
+        "gate",
+        recipe.experts.get("gate", "xft"),
+        ("xft",),
+    )
     for gate in GATES[:4]:
         resolve_experts(recipe.experts | {"gate": gate})
     return {}
@@ -246,10 +245,8 @@ def _check_gates(recipe: Recipe) -> dict:
 
 def _check_lambdas(recipe: Recipe, shared_rates: Sequence[float] = LAMBDAS) -> dict:
     check_shared(recipe)
-    rates = different(
-        "lambda", map(float, shared_rates), functools.partial(check_fraction, "lambda")
-    )
-    return {"shared_rates": rates}
+    check = functools.partial(check_fraction, "lambda")
+    return {"shared_rates": different("lambda", map(float, shared_rates), check)}
 
 
 COMMANDS = {

@@ -24,25 +24,36 @@ from tests.faults.verbs import VERBS, _verb
 from tests.papers import test_demo_real
 from tests.support import cli, peft_adapter
 
-PAGE = (
-    (Path(__file__).resolve().parents[2] / "docs" / "commands.md")
-    .read_text()
-    .split("## What a command does with existing")[1]
-)
 STATES = ("wrong kind", "other content", "same", "different", "unfinished", "overwrite")
-LINES = [
-    [cell.strip(" `").replace("python -m papers", "papers") for cell in line.strip("|").split("|")]
-    for line in PAGE.splitlines()
-    if line.startswith("| `")
-]
-CELLS = {
-    (name, state): word
-    for name, _, *words in LINES
-    for state, word in zip(STATES, words, strict=True)
-}
-FILES = {name for name, kind, *_ in LINES if kind == "file"}
-LABORATORY = {"demo": "papers demo", "run": "papers run", "paper": "papers xft table1"}
-FAULTY = {LABORATORY.get(name, name): verb for name, verb in VERBS.items()}
+
+
+def read_page() -> tuple[dict, set[str]]:
+    """The cells of the page's table by verb and state, and the verbs that write one file."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
+    table = text.split("## What a command does with existing")[1]
+    cells = {}
+    files = set()
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            name, kind, *words = [cell.strip(" `") for cell in line.strip("|").split("|")]
+            name = name.replace("python -m papers", "papers")
+            if kind == "file":
+                files.add(name)
+            for state, word in zip(STATES, words, strict=True):
+                cells[name, state] = word
+    return cells, files
+
+
+CELLS, FILES = read_page()
+
+
+RENAMED = {"demo": "papers demo", "run": "papers run", "paper": "papers xft table1"}
+
+
+FAULTY = {RENAMED.get(name, name): verb for name, verb in VERBS.items()}
+
+
+ANSWERS = "out/dense/arithmetic.jsonl"  # what `eval` writes last of a task
 ALL = FAULTY | {
     "xft to-mergeable": _verb("xft to-mergeable {in}/moe out"),
     "xft import-official": _verb("xft import-official {in}/of-export out"),
@@ -110,22 +121,22 @@ REPLACED = {
 }
 
 
-JUDGED = "out/dense/arithmetic.jsonl"  # what `eval` writes last of a task
-
-
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Return the files below a folder, but for locks."""
-    found = (path for path in folder.rglob("*") if path.is_file() and ".locks" not in path.parts)
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    files = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and ".locks" not in path.parts:
+            files[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return files
 
 
 def results(files: dict[str, bytes]) -> dict[str, bytes]:
     """Return what a verb is for, which has no times in it."""
-    return {
-        name: value
-        for name, value in files.items()
-        if name.endswith(".safetensors") or name in ("out", "out.json", JUDGED)
-    }
+    chosen = {}
+    for name, value in files.items():
+        if name.endswith(".safetensors") or name in ("out", "out.json", ANSWERS):
+            chosen[name] = value
+    return chosen
 
 
 def invoked(words: list[str]):
@@ -136,26 +147,19 @@ def invoked(words: list[str]):
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """The verbs' inputs, and what two of the verbs make of them."""
+    """The verbs' inputs, and what three of the verbs make of them."""
     folder = tmp_path_factory.mktemp("existing") / "inputs"
-    patch = pytest.MonkeyPatch()
-    patch.setattr(sys, "argv", ["", str(folder)])
-    inputs.make()
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["", str(folder)])
+        inputs.make()
     peft_adapter.adapted(folder / "lora")
-    peft_adapter.as_written_by(
-        "0.18.0", folder / "lora" / "adapter", folder / "lora" / "old", transposed=False
-    )
+    adapter = folder / "lora" / "adapter"
+    peft_adapter.as_written_by("0.18.0", adapter, folder / "lora" / "old", transposed=False)
     test_demo_real.write_inputs(folder.parent / "real")
-    for name, verb in (
-        ("export", ALL["xft export"]),
-        ("assemble", ALL["upit assemble"]),
-        ("fuse", ALL["ultrafuser fuse"]),
-    ):
-        argv = [
-            str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)
-        ]
-        assert invoked(argv).exit_code == 0
+    for name in ("xft export", "upit assemble", "ultrafuser fuse"):
+        words = ALL[name].arguments(folder)
+        words[words.index("out")] = str(folder / f"of-{name.split()[1]}")
+        assert invoked(words).exit_code == 0
     return folder
 
 
@@ -166,14 +170,12 @@ def invoke(given, monkeypatch, tmp_path):
 
     def run(name: str, *more: str):
         for target, attributes in REPLACED.get(name, {}).items():
+            module = importlib.import_module(target)
             for attribute in attributes:
-                monkeypatch.setattr(
-                    f"{target}.{attribute}", getattr(importlib.import_module(target), attribute)
-                )
+                monkeypatch.setattr(module, attribute, getattr(module, attribute))
         # what is read of the files that the demo is given is not for later tests of this process
-        monkeypatch.setattr(
-            corpora, "_library_rows", functools.cache(corpora._library_rows.__wrapped__)
-        )
+        rows = functools.cache(corpora._library_rows.__wrapped__)
+        monkeypatch.setattr(corpora, "_library_rows", rows)
         if ALL[name].before:
             module, function = ALL[name].before.split(":")
             getattr(importlib.import_module(module), function)()
@@ -193,11 +195,14 @@ def finished(tmp_path_factory):
             return
         done = invoke(name)
         assert done.exit_code == 0, done.output
-        folders[name] = shutil.copytree(
-            here, tmp_path_factory.mktemp("made") / "here", symlinks=True
-        )
+        folders[name] = tmp_path_factory.mktemp("made") / "here"
+        shutil.copytree(here, folders[name], symlinks=True)
 
     return make
+
+
+def interrupt(*args, **options):
+    raise KeyboardInterrupt
 
 
 def unfinish(name: str, invoke, monkeypatch) -> None:
@@ -209,22 +214,16 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
     elif name == "esft train":
         shutil.rmtree(out)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                esft,
-                "save_adapter",
-                lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt),
-            )
-            assert invoke(name).exit_code == 130 and any(
-                Path("out-checkpoints").glob("checkpoint-*")
-            )
+            patch.setattr(esft, "save_adapter", interrupt)
+            assert invoke(name).exit_code == 130
+            assert any(Path("out-checkpoints").glob("checkpoint-*"))
     elif name == "bench":
         first = records.benchmarks(out)[0]
-        records.Records(out.with_suffix(".jsonl")).write(
-            first["name"], extra_info=first["extra_info"]
-        )
+        lines = records.Records(out.with_suffix(".jsonl"))
+        lines.write(first["name"], extra_info=first["extra_info"])
         out.unlink()
     elif name == "papers eval":
-        Path(JUDGED).unlink()
+        Path(ANSWERS).unlink()
         (record,) = out.glob("dense/answers-*.jsonl")
         record.write_text(record.read_text().splitlines(keepends=True)[0] + '{"key": "cu')
     elif name == "ultrafuser train":
@@ -242,98 +241,132 @@ def test_every_verb_has_a_line_and_the_options_that_it_names():
         if hasattr(command, "commands"):
             continue
         if words[0] in TABLES:  # which are all alike
-            named["papers xft table1"] = command
-        else:
-            named[f"papers {' '.join(words)}"] = command
-    assert {name for name, *_ in LINES} == set(named) - silent
-    for name in set(named) - silent - {"train"}:  # whose options are TRL's parser's
-        has_option = "overwrite" in {option.name for option in named[name].params}
-        assert has_option == (CELLS[name, "overwrite"] != "-"), name
+            words = ("xft", "table1")
+        named[f"papers {' '.join(words)}"] = command
+    listed = {name for name, _ in CELLS}
+    assert listed == set(named) - silent
+    for name in listed - {"train"}:  # whose options are TRL's parser's
+        options = {option.name for option in named[name].params}
+        assert ("overwrite" in options) == (CELLS[name, "overwrite"] != "-"), name
 
 
-def marks(name: str, state: str, word: str):
-    is_slow = name in LONG and (state not in ("wrong kind", "other content") or word != "refuses")
-    return pytest.mark.slow if is_slow else ()
+def cells() -> list:
+    """The cells of the table; those that take seconds are slow."""
+    params = []
+    for (name, state), word in CELLS.items():
+        is_quick = name not in LONG
+        if state in ("wrong kind", "other content") and word == "refuses":
+            is_quick = True
+        marks = () if is_quick else pytest.mark.slow
+        if word != "-":
+            params.append(
+                pytest.param(
+                    name,
+                    state,
+                    word,
+                    id=f"{name}-{state}",
+                    marks=marks,
+                )
+            )
+    return params
 
 
-@pytest.mark.parametrize(
-    "name, state, word",
-    [pytest.param(*k, w, id="-".join(k), marks=marks(*k, w)) for k, w in CELLS.items() if w != "-"],
-)
-def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
+def prepare(name: str, state: str, invoke, finished, monkeypatch, here: Path) -> tuple:
+    """Make what is there before the verb; return the path of a note in it, and the results of the
+    verb if it has run.
+    """
     out = Path(ALL[name].out)
-    more = CHANGES.get(name, ("--seed", "5")) if state in ("different", "overwrite") else ()
-    is_other = state in ("wrong kind", "other content")
-    note = out if is_other and (name in FILES) == (state == "other content") else out / "note"
-    if is_other:
+    note = out / "note"
+    if state in ("wrong kind", "other content"):
+        if (name in FILES) == (state == "other content"):
+            note = out
         note.parent.mkdir(exist_ok=True)
         note.write_text("mine")
-    else:
-        finished(name, invoke, tmp_path)
-    want = results(snapshot(tmp_path))
+        return note, {}
+    finished(name, invoke, here)
+    whole = results(snapshot(here))
     if name == "bench" and state in ("same", "overwrite"):  # which always measures the same here
         out.write_text(out.read_text().replace('"ms": 1.5', '"ms": 9.5'))
     elif name == "bench" and state == "different":
         out.write_text(out.read_text().replace("bench_x[b]", "bench_y[b]"))
     elif state == "unfinished":
         unfinish(name, invoke, monkeypatch)
-    elif (
-        state == "overwrite"
-        and CELLS[name, "other content"] == "refuses"
-        and name not in {*FILES, "upit grow"}
-    ):
-        note.write_text("mine")
+    elif state == "overwrite":
+        is_ours = name in {*FILES, "upit grow"}
+        if CELLS[name, "other content"] == "refuses" and not is_ours:
+            note.write_text("mine")
+    return note, whole
+
+
+def measured(text: bytes) -> set[bytes]:
+    """The names of benchmarks in a file."""
+    return {part for part in text.split(b'"') if part.startswith(b"bench_")}
+
+
+@pytest.mark.parametrize("name, state, word", cells())
+def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
+    more = []
+    if state in ("different", "overwrite"):
+        more += CHANGES.get(name, ("--seed", "5"))
+    if state == "overwrite":
+        more.append("--overwrite")
+    note, whole = prepare(
+        name,
+        state,
+        invoke,
+        finished,
+        monkeypatch,
+        tmp_path,
+    )
     before = snapshot(tmp_path)
-    done = invoke(name, *more, *(("--overwrite",) if state == "overwrite" else ()))
+    done = invoke(name, *more)
     after = snapshot(tmp_path)
     assert not strays(tmp_path)
     if word == "refuses":
-        said = str(done.exception)
-        assert done.exit_code and "out" in said and "\n" not in said and after == before, (
-            done.output
-        )
+        message = str(done.exception)
+        assert done.exit_code, done.output
+        assert "out" in message, done.output
+        assert "\n" not in message, done.output
+        assert after == before, done.output
         if state == "wrong kind" and CELLS[name, "overwrite"] != "-":
-            assert invoke(name, "--overwrite").exit_code and snapshot(tmp_path) == before
+            assert invoke(name, "--overwrite").exit_code
+            assert snapshot(tmp_path) == before
         if state == "unfinished":
-            assert "--resume to continue from checkpoint-2" in said
-            assert invoke(name, "--resume").exit_code == 0 and results(snapshot(tmp_path)) == want
+            assert "--resume to continue from checkpoint-2" in message
+            assert invoke(name, "--resume").exit_code == 0
+            assert results(snapshot(tmp_path)) == whole
         return
     assert done.exit_code == 0, done.output
     if word == "keeps":
         assert results(after) == results(before)
     elif word == "resumes":
-        assert results(after) == want
+        assert results(after) == whole
     elif word == "replaces":
-        assert after != before and (out / "note").exists() == (name == "train")
+        assert after != before
+        assert Path("out/note").exists() == (name == "train")
     elif name in FILES:
-        measured = [
-            {part for part in files[str(out)].split(b'"') if part[:6] == b"bench_"}
-            for files in (before, after)
-        ]
-        assert after[str(out)] != before[str(out)] and measured[0] <= measured[1]
+        out = ALL[name].out
+        assert after[out] != before[out]
+        assert measured(before[out]) <= measured(after[out])
     else:
-        assert (
-            word == "adds"
-            and after.keys() > before.keys()
-            and results(before).items() <= results(after).items()
-        )
+        assert word == "adds"
+        assert after.keys() > before.keys()
+        assert results(before).items() <= results(after).items()
         assert note.exists() == (state == "other content")
 
 
 @pytest.mark.parametrize(
-    "name, held",
+    "name, folder",
     [("train", "out"), ("esft train", "out-checkpoints"), ("upit init-routers", "out")],
 )
-def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, name, held):
-    with sole_training(held):
+def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, name, folder):
+    with sole_training(folder):
         before = snapshot(tmp_path)
         done = invoke(name)
-        said = str(done.exception)
-        assert (
-            done.exit_code == 1
-            and f"Another training is writing to {tmp_path / held}. Wait" in said
-            and "\n" not in said
-        )
+        assert done.exit_code == 1
+        message = str(done.exception)
+        assert f"Another training is writing to {tmp_path / folder}. Wait" in message
+        assert "\n" not in message
         assert snapshot(tmp_path) == before
     assert not any(tmp_path.iterdir())
 
@@ -356,17 +389,19 @@ def test_a_file_output_replaces_neither_an_input_nor_a_device(
     verb = ALL[name]
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
-    inputs = [part for part in verb.arguments(given) if reads and Path(part).is_file()]
-    assert bool(inputs) == reads
+    targets = [str(pipe)]
+    if reads:
+        targets += [word for word in verb.arguments(given) if Path(word).is_file()]
+        assert len(targets) > 1
     before = snapshot(given)
-    for target in (str(pipe), *inputs):
+    for target in targets:
         argv = tuple(
-            target if part in (verb.out, f"{verb.out}.json") else part for part in verb.argv
+            target if word in (verb.out, f"{verb.out}.json") else word for word in verb.argv
         )
         monkeypatch.setitem(ALL, name, verb._replace(argv=argv))
-        done = invoke(name, *(["--overwrite"] if name != "tune" else []))
-        said = str(done.exception)
-        assert done.exit_code and f"Output file {target} is " in said and "\n" not in said, (
-            done.output
-        )
-    assert snapshot(given) == before and pipe.is_fifo()
+        done = invoke(name, *([] if name == "tune" else ["--overwrite"]))
+        assert done.exit_code, done.output
+        assert f"Output file {target} is " in str(done.exception), done.output
+        assert "\n" not in str(done.exception), done.output
+    assert snapshot(given) == before
+    assert pipe.is_fifo()

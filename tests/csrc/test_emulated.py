@@ -48,7 +48,10 @@ ORDERS = (0, 1, 2)
 
 
 def test_against_numpy_in_several_orders_of_the_threads():
-    done = emulator.check(emulator.build(), seeds=scaled(ORDERS[1:2], ORDERS))
+    done = emulator.check(
+        emulator.build(),
+        seeds=scaled(ORDERS[1:2], ORDERS),
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -80,7 +83,12 @@ OUTSIDE = [  # file, text, what stands in its place, the check that must see it
 @pytest.mark.parametrize("file, text, instead, name", OUTSIDE)
 def test_the_sanitizer_sees_what_lies_outside(file, text, instead, name, sanitizer):
     done = emulator.check(
-        emulator.build(emulator.SANITIZED, (file, text, instead)), name, preload=sanitizer
+        emulator.build(
+            emulator.SANITIZED,
+            (file, text, instead),
+        ),
+        name,
+        preload=sanitizer,
     )
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
@@ -89,7 +97,12 @@ def test_the_sanitizer_sees_what_lies_outside(file, text, instead, name, sanitiz
 def test_no_access_races_another(races):
     names = ("plan", "route", "merge", "dalpha", "combine")
     seeds = scaled(ORDERS[2:], ORDERS)
-    done = emulator.check(emulator.build(emulator.RACES), *names, seeds=seeds, preload=races)
+    done = emulator.check(
+        emulator.build(emulator.RACES),
+        *names,
+        seeds=seeds,
+        preload=races,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -100,7 +113,11 @@ def test_a_match_orders_no_access(races):
         "+= __popc(same);\n    __syncwarp();\n  });\n#pragma",
         "+= __popc(same);\n  });\n#pragma",
     )
-    done = emulator.check(emulator.build(emulator.RACES, bug), "plan", preload=races)
+    done = emulator.check(
+        emulator.build(emulator.RACES, bug),
+        "plan",
+        preload=races,
+    )
     assert "ThreadSanitizer: data race" in done.stderr, done.stderr
 
 
@@ -189,5 +206,9 @@ def test_a_planted_bug_is_found(file, text, instead, name):
     assert (emulator.CSRC / file).read_text().count(text) == 1
     if not STRESS and text not in FEW:
         return  # that it still applies is known
-    done = emulator.check(emulator.build(edit=(file, text, instead)), name, seeds=ORDERS)
+    done = emulator.check(
+        emulator.build(edit=(file, text, instead)),
+        name,
+        seeds=ORDERS,
+    )
     assert done.returncode != 0, "not noticed"

@@ -12,14 +12,14 @@ from moe_runtime.ops import moe_layer as moe_layer_op
 from moe_runtime.ops import moe_mlp as moe_mlp_op
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.routing import route
 from moe_runtime.tools.conformance.draw import Draw
 from tests.conformance.test_ops import check
 from tests.csrc import emulator
 from tests.modules.test_merged import make
-from tests.ops.test_routing import FORCED, forced_pairs
+from tests.ops.test_routing import SHARED, forced_weight
 from tests.support.oracle import GATES, relative_error
 
 pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
@@ -141,16 +141,29 @@ def test_route_of_ties_bad_rows_and_any_layout(gate):
         )
 
 
-@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize(
+    "top, ids",
+    [
+        pytest.param(1.0, [[3, 3, 5], [4, 0, 4], [2, 2, 2]], id="one expert twice"),
+        pytest.param(104.0, [[3, 4, 5], [5, 3, 4], [4, 3, 5]], id="104 below the largest"),
+    ],
+)
 @pytest.mark.parametrize("gate", GATES)
-def test_forced_ids_that_no_router_would_choose(gate, case):
-    for got, want in forced_pairs(gate, case, "cuda"):
-        torch.testing.assert_close(
-            got.double(),
-            want,
-            rtol=1e-5,
-            atol=1e-6,
-        )
+def test_forced_ids_that_no_router_would_choose(gate, top, ids):
+    shared = int(gate in SHARED)
+    logits = torch.randn(3, 6)
+    logits[:, :3] += top
+    chosen = torch.tensor(ids)
+    idx = torch.cat([chosen + shared, chosen.new_zeros(3, shared)], 1)
+    wide = logits.double().requires_grad_()
+    want = forced_weight(wide, chosen, gate)
+    logits.requires_grad_()
+    got = route(logits, 3 + shared, gate, topk_idx=idx, backend="cuda").topk_weight
+    dweight = torch.randn(3, 3 + shared)
+    (dlogits,) = torch.autograd.grad(got, logits, dweight)
+    (dwide,) = torch.autograd.grad(want, wide, dweight.double())
+    for one, other in ((got, want), (dlogits, dwide)):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -296,7 +309,7 @@ def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolera
         leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
         layer = moe_layer_op.moe_layer(
             *leaves[:2],
-            Experts(*leaves[2:], shared=shared),
+            ExpertStacks(*leaves[2:], shared=shared),
             3,
             "xft",
         )

@@ -28,6 +28,10 @@ def inputs(faulty) -> Path:
     folder = faulty.folder / "inputs"
     with faulty.lock("inputs"):
         if not folder.exists():
-            done = faulty.run(folder, root=faulty.folder, main="tests.faults.inputs:make")
+            done = faulty.run(
+                folder,
+                root=faulty.folder,
+                main="tests.faults.inputs:make",
+            )
             assert done.code == 0, done.output
     return folder

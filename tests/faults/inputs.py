@@ -16,7 +16,13 @@ from tests.methods.ultrafuser import fusers
 from tests.support import esft_study, fuser_study, upit_study
 from tests.support.esft_adapter import random_adapter
 
-ROWS = [{"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 5) + f" = {i}"} for i in range(12)]
+ROWS = [
+    {
+        "prompt": f"Write {i}:\n",
+        "completion": "x" * (1 + i % 5) + f" = {i}",
+    }
+    for i in range(12)
+]
 STEPS = {"learning_rate": 3e-3, "batch_size": 4, "optimizer": "adamw_torch"}
 
 
@@ -34,23 +40,44 @@ def make() -> None:
 
 
 def _verb(*arguments) -> None:
-    done = CliRunner().invoke(main_app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(
+        main_app,
+        [str(argument) for argument in arguments],
+    )
     if done.exit_code:
         raise RuntimeError(f"{arguments}: {done.output}") from done.exception
 
 
 def _xft(folder: Path) -> None:
     tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 290)
-    dense("llama", vocab_size=len(tokenizer), mlp_bias=None).save_pretrained(folder / "dense")
+    dense(
+        "llama",
+        vocab_size=len(tokenizer),
+        mlp_bias=None,
+    ).save_pretrained(folder / "dense")
     tokenizer.save_pretrained(folder / "dense")
-    _verb("xft", "upcycle", folder / "dense", folder / "moe", "--num-experts", 4, "--top-k", 2)
+    _verb(
+        "xft",
+        "upcycle",
+        folder / "dense",
+        folder / "moe",
+        "--num-experts",
+        4,
+        "--top-k",
+        2,
+    )
     _verb("xft", "to-mergeable", folder / "moe", folder / "mergeable")
     recipe = {
         "method": "xft",
         "base_model": "../dense",
         "experts": {"num_experts": 4, "top_k": 3},
         "evaluations": 1,
-        "data": {"train": "../rows.jsonl", "held_out_rows": 4, "prompt": "plain", "max_length": 64},
+        "data": {
+            "train": "../rows.jsonl",
+            "held_out_rows": 4,
+            "prompt": "plain",
+            "max_length": 64,
+        },
         "sft": STEPS | {"steps": 4},
         "tune": STEPS | {"steps": 4, "save_steps": 2},
         "mix": STEPS | {"steps": 2},
@@ -99,7 +126,10 @@ def _expert(folder: Path, i: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".mlp." in name:
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+                parameter += 0.02 * torch.randn(
+                    parameter.shape,
+                    generator=generator,
+                )
     expert = folder / "saved" / f"step-{i + 1}"
     model.save_pretrained(expert)
     for file in (folder / "base").glob("tokenizer*"):
@@ -118,7 +148,12 @@ def _fuser(folder: Path) -> None:
         domains[name] = {"train": str(final / f"{name}.jsonl")}
         domains[name]["held_out_rows"] = 4
     sources = {name: str(final / name) for name in ("a", "b")}
-    steps = {"steps": 4, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 2}
+    steps = {
+        "steps": 4,
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+        "save_steps": 2,
+    }
     config = {
         "max_length": 64,
         "domains": domains,

@@ -70,7 +70,16 @@ class Machine:
             if not self.shim.exists():
                 new = self.shim.with_suffix(".new")
                 subprocess.run(
-                    [COMPILER, "-shared", "-fPIC", "-O1", "-o", new, SHIM, "-ldl"],
+                    [
+                        COMPILER,
+                        "-shared",
+                        "-fPIC",
+                        "-O1",
+                        "-o",
+                        new,
+                        SHIM,
+                        "-ldl",
+                    ],
                     check=True,
                     capture_output=True,
                 )
@@ -137,7 +146,10 @@ class Machine:
                 return
             self.socket.unlink(missing_ok=True)
             # without pytest's and coverage's own variables
-            kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV_"))}
+            kept = {}
+            for k, v in os.environ.items():
+                if not k.startswith(("PYTEST", "COV_")):
+                    kept[k] = v
             env = kept | {
                 "LD_PRELOAD": str(self.shim),
                 "OMP_NUM_THREADS": "1",
@@ -152,7 +164,13 @@ class Machine:
             }
             with open(self.folder / "server.log", "wb") as log:
                 server = subprocess.Popen(
-                    [sys.executable, "-m", "tests.faults.server", self.socket, str(self.owner)],
+                    [
+                        sys.executable,
+                        "-m",
+                        "tests.faults.server",
+                        self.socket,
+                        str(self.owner),
+                    ],
                     cwd=ROOT,
                     env=env,
                     stdin=subprocess.DEVNULL,
@@ -180,7 +198,13 @@ class Trial:
         """Run the verb in the folder `place`."""
         root = self.folder / place
         root.mkdir(exist_ok=True)
-        return self.machine.run(*self.argv, *more, root=root, before=self.verb.before, **fault)
+        return self.machine.run(
+            *self.argv,
+            *more,
+            root=root,
+            before=self.verb.before,
+            **fault,
+        )
 
     def counted(self, fault: tuple[int, int, int] = NONE) -> int:
         """Run the verb undisturbed; return how many calls it makes that `fault` is about."""
@@ -221,4 +245,7 @@ def strays(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in hidden)
 
 
-INTERRUPTS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+INTERRUPTS = {
+    signal.SIGINT: (130, "interrupted"),
+    signal.SIGTERM: (143, "terminated"),
+}

@@ -80,7 +80,10 @@ def be(case: dict) -> None:
     try:
         if case["before"]:
             call(case["before"])
-        shim.faults_arm(os.fsencode(case["root"]), *(ctypes.c_long(case["at"]), *case["fault"]))
+        shim.faults_arm(
+            os.fsencode(case["root"]),
+            *(ctypes.c_long(case["at"]), *case["fault"]),
+        )
         if case["main"]:
             call(case["main"])
         else:
@@ -120,7 +123,11 @@ class Jobs:
         if pid == 0:
             be(case)
         handle = os.pidfd_open(pid)
-        self.running[handle] = Job(pid, connection, time.monotonic() + case["limit"])
+        self.running[handle] = Job(
+            pid,
+            connection,
+            time.monotonic() + case["limit"],
+        )
         self.selector.register(handle, selectors.EVENT_READ, self.end)
 
     def end(self, handle: int) -> None:

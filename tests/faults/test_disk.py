@@ -30,11 +30,11 @@ def check(done: Done, what: str) -> str:
 
 def made(folder, name: str) -> dict[str, str]:
     """Return the files in a folder, of a verb that resumes only the weights outside checkpoints."""
-    return {
-        file: value
-        for file, value in (tree(folder) or {}).items()
-        if "checkpoint" not in file and (VERBS[name].whole or file.endswith(".safetensors"))
-    }
+    values = {}
+    for file, value in (tree(folder) or {}).items():
+        if "checkpoint" not in file and (VERBS[name].whole or file.endswith(".safetensors")):
+            values[file] = value
+    return values
 
 
 @pytest.mark.parametrize("name", share(NAMES, 0))
@@ -54,7 +54,10 @@ def test_a_disk_that_is_full_or_may_not_be_written(faulty, inputs, tmp_path, nam
         assert strays(tmp_path / "full") == [], f"at {at}"
         shutil.rmtree(tmp_path / "full")
 
-    refusals = [(READ_ONLY, "Read-only file system"), (DENIED, "Permission denied")]
+    refusals = [
+        (READ_ONLY, "Read-only file system"),
+        (DENIED, "Permission denied"),
+    ]
     fault, what = trial.draw.choice(refusals)
     line = check(trial.run("here", fault=fault, at=1), what)
     assert "out" in line or "logs" in line
@@ -62,7 +65,10 @@ def test_a_disk_that_is_full_or_may_not_be_written(faulty, inputs, tmp_path, nam
     assert tree(inputs) == before, "a fault reached what was only to be read"
 
 
-@pytest.mark.parametrize("name", share([name for name in QUICK if VERBS[name].reads], 2))
+@pytest.mark.parametrize(
+    "name",
+    share([name for name in QUICK if VERBS[name].reads], 2),
+)
 def test_a_file_that_is_gone(faulty, inputs, tmp_path, name):
     """A shard that vanished, or was cut: named, and nothing is written."""
     verb = VERBS[name]
@@ -72,7 +78,12 @@ def test_a_file_that_is_gone(faulty, inputs, tmp_path, name):
     shutil.copytree(inputs, copied, symlinks=True)
 
     for recipe in copied.glob("*/study.yaml"):
-        recipe.write_text(recipe.read_text().replace(str(inputs), str(copied)))
+        recipe.write_text(
+            recipe.read_text().replace(
+                str(inputs),
+                str(copied),
+            )
+        )
     file = copied / verb.reads
     data = file.read_bytes()
     faults = ["gone", "cut"]
@@ -82,7 +93,14 @@ def test_a_file_that_is_gone(faulty, inputs, tmp_path, name):
         file.unlink()
         if fault == "cut":
             file.write_bytes(data[: len(data) // 2])
-        line = check(faulty.run(*verb.arguments(copied), root=here, before=verb.before), ".")
+        line = check(
+            faulty.run(
+                *verb.arguments(copied),
+                root=here,
+                before=verb.before,
+            ),
+            ".",
+        )
         assert file.parent.name in line, line
         assert not list(here.rglob("*.safetensors"))
         assert not strays(here)
@@ -109,7 +127,9 @@ def test_a_target_that_is_the_source_or_a_file(faulty, inputs, tmp_path, name):
 
     source = next(part for part in verb.arguments(inputs) if part.startswith(str(inputs)))
     shutil.copytree(source, here / "source")
-    argv = ["source" if part in (source, verb.out) else part for part in verb.arguments(inputs)]
+    argv = []
+    for part in verb.arguments(inputs):
+        argv.append("source" if part in (source, verb.out) else part)
     before = tree(here / "source")
     check(faulty.run(*argv, root=here), "out_dir is|Output|Writing|target is")
     assert tree(here / "source") == before

@@ -33,7 +33,12 @@ class Killed(Trial):
         assert self.expected
 
     def kill(self, place: str, at: int, *more: str) -> None:
-        done = self.run(place, *more, fault=kills(self.draw.randrange(256)), at=at)
+        done = self.run(
+            place,
+            *more,
+            fault=kills(self.draw.randrange(256)),
+            at=at,
+        )
         assert done.code == -9, f"call {at} of {self.calls}: {done}"
 
     def forget(self, place: str) -> None:
@@ -170,5 +175,8 @@ def check_tuned(path: Path, undisturbed: Path) -> None:
         if key not in device["tiles"]:
             assert left_out, "a problem is missing, and no config of it ended the process"
         elif entry["tile"] not in left_out:
-            candidates = [one for one in entry["candidates"] if one["tile"] not in left_out]
+            candidates = []
+            for one in entry["candidates"]:
+                if one["tile"] not in left_out:
+                    candidates.append(one)
             assert device["tiles"][key] == entry | {"candidates": candidates}

@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.stress, pytest.mark.slow]
 def weights(folder: Path) -> dict[str, str]:
     """Return the bytes of the weights that a verb made, without checkpoints."""
     files = tree(folder) or {}
-    return {
-        name: value
-        for name, value in files.items()
-        if name.endswith(".safetensors") and "checkpoint" not in name
-    }
+    values = {}
+    for name, value in files.items():
+        if name.endswith(".safetensors") and "checkpoint" not in name:
+            values[name] = value
+    return values
 
 
 @pytest.mark.parametrize("name", share(list(VERBS) if STRESS else QUICK, 2))

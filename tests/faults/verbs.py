@@ -56,7 +56,11 @@ VERBS: dict[str, Verb] = {
         whole=False,
         reads=f"moe/{WEIGHTS}",
     ),
-    "run": _verb("papers run {in}/xft/study.yaml --out out", whole=False, reads=f"dense/{WEIGHTS}"),
+    "run": _verb(
+        "papers run {in}/xft/study.yaml --out out",
+        whole=False,
+        reads=f"dense/{WEIGHTS}",
+    ),
     "paper": _verb(
         "papers xft table1 --recipe {in}/xft/study.yaml --seeds 1 --out out",
         whole=False,
@@ -123,7 +127,10 @@ class _Clock:
     """Milliseconds that a config's own numbers give, the same in every run."""
 
     def round(self, functions) -> list[float]:
-        return [float(sum(map(int, function.args[0]))) for function in functions]
+        values = []
+        for function in functions:
+            values.append(float(sum(map(int, function.args[0]))))
+        return values
 
 
 def short_demo() -> None:
@@ -132,16 +139,17 @@ def short_demo() -> None:
     from papers.engine import corpora
 
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for package in ("json", "email", "logging")
-        for path in sorted((root / package).glob("*.py"))
-    ]
+    files = []
+    for package in ("json", "email", "logging"):
+        for path in sorted((root / package).glob("*.py")):
+            files.append(path)
     texts = tuple(
         (path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in files
     )
     corpora.standard_library_files = lambda: texts
-    sizes = {f"{stage}__batch_size": 2 for stage in ("pretrain", "sft", "tune", "mix")}
+    sizes = {}
+    for stage in ("pretrain", "sft", "tune", "mix"):
+        sizes[f"{stage}__batch_size"] = 2
     sizes |= {
         "pretrain__steps": 2,
         "sft__steps": 4,
@@ -149,7 +157,11 @@ def short_demo() -> None:
         "mix__steps": 2,
         "pretrain__vocab_size": 300,
     }
-    sizes |= {"data__held_out_rows": 4, "data__validation_rows": 2, "data__limit": 8}
+    sizes |= {
+        "data__held_out_rows": 4,
+        "data__validation_rows": 2,
+        "data__limit": 8,
+    }
     recipe = demo.load_recipe("demo-tiny").change(**sizes)
     demo.load_recipe = lambda name: recipe
 
@@ -167,10 +179,20 @@ def short_bench() -> None:
         records.write("", planned=len(left))
         for name in left:
             records.write(name, began=True)
-            row = {"ms": 1.5, "ratio": 1.0, "spread": 0.0, "saved KiB/token": 7.0}
+            row = {
+                "ms": 1.5,
+                "ratio": 1.0,
+                "spread": 0.0,
+                "saved KiB/token": 7.0,
+            }
             records.write(
                 name,
-                extra_info={"tiny": True, "asked": 15, "rounds": 1, "rows": {"moe_runtime": row}},
+                extra_info={
+                    "tiny": True,
+                    "asked": 15,
+                    "rounds": 1,
+                    "rows": {"moe_runtime": row},
+                },
             )
             update(len(records.done()), len(names))
         return (0 if left else 5), ""

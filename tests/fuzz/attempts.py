@@ -42,7 +42,10 @@ def bounded(extra: int = EXTRA, seconds: int = SECONDS) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     before = signal.signal(signal.SIGALRM, _ring)
     try:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + extra, hard))
+        resource.setrlimit(
+            resource.RLIMIT_DATA,
+            (memory("VmData") + extra, hard),
+        )
         signal.alarm(seconds)
         yield
     finally:

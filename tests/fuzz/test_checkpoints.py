@@ -46,7 +46,14 @@ def parts(data: bytes) -> tuple[dict, bytes]:
 
 def joined(header: bytes, body: bytes, length: int | None = None) -> bytes:
     """Return a file of a header and tensors' bytes; `length` stands for the header's."""
-    return (len(header) if length is None else length).to_bytes(8, "little") + header + body
+    return (
+        (len(header) if length is None else length).to_bytes(
+            8,
+            "little",
+        )
+        + header
+        + body
+    )
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -118,16 +125,53 @@ SPEC = st.fixed_dictionaries(
             ["F32", "BF16", "I64", "F4", "F64", "", "f32", 3, None, "F8_E8M0"]
         ),
         "shape": st.lists(
-            st.sampled_from([0, 1, 2, 3, 4, 2**31, 2**62, 2**64, -1, 1.0, None, True]), max_size=4
+            st.sampled_from(
+                [
+                    0,
+                    1,
+                    2,
+                    3,
+                    4,
+                    2**31,
+                    2**62,
+                    2**64,
+                    -1,
+                    1.0,
+                    None,
+                    True,
+                ]
+            ),
+            max_size=4,
         ),
         "data_offsets": st.lists(
-            st.sampled_from([0, 1, 4, 8, 16, 48, 60, 68, 2**63, -4, None, 4.0]), max_size=3
+            st.sampled_from(
+                [
+                    0,
+                    1,
+                    4,
+                    8,
+                    16,
+                    48,
+                    60,
+                    68,
+                    2**63,
+                    -4,
+                    None,
+                    4.0,
+                ]
+            ),
+            max_size=3,
         ),
     }
 )
 
 
-@settings(max_examples=scaled(150, 1500), deadline=None, database=None, derandomize=True)
+@settings(
+    max_examples=scaled(150, 1500),
+    deadline=None,
+    database=None,
+    derandomize=True,
+)
 @given(
     st.dictionaries(
         st.sampled_from(["a", "b", "", "é", "__metadata__"]), SPEC | st.none(), max_size=3
@@ -152,10 +196,18 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)} of {str(shape[0])[:20]}")
+@pytest.mark.parametrize(
+    "shape",
+    SHAPES,
+    ids=lambda shape: f"{len(shape)} of {str(shape[0])[:20]}",
+)
 def test_shapes_beyond_the_file_take_no_memory_and_no_time(tmp_path, shape):
     header = {
-        "a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0 if 0 in shape else 2**42]}
+        "a": {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [0, 0 if 0 in shape else 2**42],
+        }
     }
     begin = time.process_time()
     judge(tmp_path, joined(json.dumps(header).encode(), b""))
@@ -200,16 +252,20 @@ def test_mutated_indexes(tmp_path):
         verdict = attempt(lambda: tensors(folder), INDEX, folder.name)
         if verdict.is_read:  # then the index says just what the shards that it names hold
             named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-            held = {
-                key: tensor for key, tensor in TENSORS.items() if index["weight_map"][key] in named
-            }
+            held = {}
+            for key, tensor in TENSORS.items():
+                if index["weight_map"][key] in named:
+                    held[key] = tensor
             assert held and same(verdict.value, held), "read other tensors than the shards hold"
 
     run_seeds(scaled(300, 2000), case)
 
 
 @pytest.mark.parametrize("target", ["shard", "index", "single"])
-@pytest.mark.parametrize("kind", ["folder", "empty", "missing", "loop", "fifo", "swapped"])
+@pytest.mark.parametrize(
+    "kind",
+    ["folder", "empty", "missing", "loop", "fifo", "swapped"],
+)
 def test_what_stands_in_place_of_a_file(tmp_path, target, kind):
     folder = tmp_path / "model"
     write_shards(folder)
@@ -217,7 +273,14 @@ def test_what_stands_in_place_of_a_file(tmp_path, target, kind):
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / SINGLE).write_bytes(save(TENSORS))
-    file = folder / {"shard": next(iter(SHARDS)), "index": INDEX, "single": SINGLE}[target]
+    file = (
+        folder
+        / {
+            "shard": next(iter(SHARDS)),
+            "index": INDEX,
+            "single": SINGLE,
+        }[target]
+    )
     other = folder / list(SHARDS)[1]
     data = other.read_bytes() if target == "shard" else b"[]"
     file.unlink()
@@ -249,6 +312,13 @@ def test_one_key_in_two_shards(tmp_path):
     folder = tmp_path / "model"
     write_shards(folder)
     second = folder / list(SHARDS)[1]
-    second.write_bytes(save({**load_bytes(second.read_bytes()), "model.a": TENSORS["model.a"] + 1}))
+    second.write_bytes(
+        save(
+            {
+                **load_bytes(second.read_bytes()),
+                "model.a": TENSORS["model.a"] + 1,
+            }
+        )
+    )
 
     assert "model.a" in attempt(lambda: tensors(folder)).error

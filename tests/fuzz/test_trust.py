@@ -27,8 +27,24 @@ ROOT = Path(__file__).resolve().parents[2]
 # reads the index of torch.distributed.checkpoint with the classes that it consists of, and nothing
 # else
 RESTRICTED = "moe_runtime/hf/training/checkpoint_files.py"
-UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
+UNSAFE = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+}
+LOADERS = {
+    "load",
+    "load_all",
+    "unsafe_load",
+    "unsafe_load_all",
+    "full_load",
+    "full_load_all",
+}
 
 
 def name_of(node: ast.expr) -> str:
@@ -92,7 +108,10 @@ def test_what_is_unsafe_is_seen(source):
 
 
 def test_no_source_loads_what_may_run():
-    files = [*(ROOT / "moe_runtime").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    files = [
+        *(ROOT / "moe_runtime").rglob("*.py"),
+        *(ROOT / "kernels").rglob("*.py"),
+    ]
     bad = []
     allowed = []
 
@@ -276,7 +295,10 @@ def leads_out(folder: Path) -> None:
 
 def pickled(folder: Path) -> None:
     """Save the weights as a pickle."""
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    torch.save(
+        load_file(folder / "model.safetensors"),
+        folder / "pytorch_model.bin",
+    )
     (folder / "model.safetensors").unlink()
 
 
@@ -346,13 +368,33 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
             "selection": folder / "selection.json",
         }
         commands[kind] = [
-            verb.format(out=folder / f"{kind}{i}", **names) for i, verb in enumerate(VERBS)
+            verb.format(
+                out=folder / f"{kind}{i}",
+                **names,
+            )
+            for i, verb in enumerate(VERBS)
         ]
         commands[kind] += [
-            TEMPLATE.format(plain=plain, out=folder / f"{kind}-template", **names)
+            TEMPLATE.format(
+                plain=plain,
+                out=folder / f"{kind}-template",
+                **names,
+            )
         ] * (kind in TYPES)
-    commands["plain"] = [verb.format(model=plain, data=data, folder=folder) for verb in WAY]
-    report = iter(run_verbs([one.split() for kind in commands for one in commands[kind]], folder))
+    commands["plain"] = [
+        verb.format(
+            model=plain,
+            data=data,
+            folder=folder,
+        )
+        for verb in WAY
+    ]
+    report = iter(
+        run_verbs(
+            [one.split() for kind in commands for one in commands[kind]],
+            folder,
+        )
+    )
     return folder, {kind: [next(report) for _ in commands[kind]] for kind in commands}
 
 
@@ -442,7 +484,13 @@ def test_a_pickle_under_any_name_is_refused_by_name(tmp_path):
         names += [name] * len(verbs)
         out = tmp_path / f"out{number}"
         commands += [
-            verb.format(bad=bad, plain=plain, data=data, out=out).split() for verb in verbs
+            verb.format(
+                bad=bad,
+                plain=plain,
+                data=data,
+                out=out,
+            ).split()
+            for verb in verbs
         ]
     wrong = []
     for name, one in zip(names, run_verbs(commands, tmp_path), strict=True):

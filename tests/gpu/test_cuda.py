@@ -14,7 +14,7 @@ from moe_runtime.native.library import cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.routing import route
@@ -23,7 +23,11 @@ from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-ROUNDING = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+ROUNDING = {
+    torch.float32: 5e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
 OTHERS = ["torch", "triton"]
 
 
@@ -55,17 +59,40 @@ PLANS = [
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int32, torch.int64],
+    ids=str,
+)
 @pytest.mark.parametrize("T, E, K", PLANS)
 def test_dispatch_equals(T, E, K, dtype, other):
     if T <= 1 << 16:
-        idx = torch.rand(T, max(E, K), device="cuda").topk(K).indices.to(dtype)
+        idx = (
+            torch.rand(
+                T,
+                max(E, K),
+                device="cuda",
+            )
+            .topk(K)
+            .indices.to(dtype)
+        )
     else:
         idx = None
-    idx = torch.randint(0, E, (T, K), device="cuda", dtype=dtype) if idx is None else idx
+    if idx is None:
+        idx = torch.randint(
+            0,
+            E,
+            (T, K),
+            device="cuda",
+            dtype=dtype,
+        )
     poison()
-    for ours, theirs in zip(dispatch(idx, E, "cuda"), dispatch(idx, E, other)):
-        assert ours.dtype == torch.int32 and torch.equal(ours, theirs)
+    for ours, theirs in zip(
+        dispatch(idx, E, "cuda"),
+        dispatch(idx, E, other),
+    ):
+        assert ours.dtype == torch.int32
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("routing", ["dropped", "one expert", "last expert", "alternating"])
@@ -73,15 +100,27 @@ def test_dispatch_equals(T, E, K, dtype, other):
 def test_dispatch_of_uneven_routing(T, routing):
     E = 64
     K = 4
-    idx = torch.randint(0, E, (T, K), device="cuda", dtype=torch.int32)
+    idx = torch.randint(
+        0,
+        E,
+        (T, K),
+        device="cuda",
+        dtype=torch.int32,
+    )
     if routing == "dropped":
         idx[torch.rand(T, K, device="cuda") < 0.3] = -1
         idx[0, 0] = E
     elif routing == "alternating":
         idx[:] = torch.arange(T, device="cuda")[:, None] % 2
     else:
-        idx[:] = 0 if routing == "one expert" else E - 1
-    for ours, theirs in zip(dispatch(idx, E, "cuda"), dispatch(idx, E, "torch")):
+        if routing == "one expert":
+            idx[:] = 0
+        else:
+            idx[:] = E - 1
+    for ours, theirs in zip(
+        dispatch(idx, E, "cuda"),
+        dispatch(idx, E, "torch"),
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -90,25 +129,72 @@ def test_tile_maps_equal_tritons(T, E, K):
     idx = torch.randint(-1, E, (T, K), device="cuda")
     blocks = (16, 64, 128)
     poison()
-    offsets, *_, maps = cuda_kernels.route_plan(idx, E, blocks, first_expert=E > 2)
+    offsets, *_, maps = cuda_kernels.route_plan(
+        idx,
+        E,
+        blocks,
+        first_expert=E > 2,
+    )
     for block, ours in zip(blocks, maps, strict=True):
-        want = triton_dispatch.tile_map(offsets, T * K, block, int(E > 2))
+        want = triton_dispatch.tile_map(
+            offsets,
+            T * K,
+            block,
+            int(E > 2),
+        )
         assert torch.equal(ours, want)
-        assert torch.equal(cuda_kernels.tile_map(offsets, T * K, block, int(E > 2)), want)
+        assert torch.equal(
+            cuda_kernels.tile_map(
+                offsets,
+                T * K,
+                block,
+                int(E > 2),
+            ),
+            want,
+        )
 
 
 @pytest.mark.parametrize("gate", ["xft", "softmax_topk"])
-@pytest.mark.parametrize("T, E, K", [(1, 8, 2), (513, 7, 5), (4096, 1023, 8), (65536, 128, 8)])
+@pytest.mark.parametrize(
+    "T, E, K",
+    [
+        (1, 8, 2),
+        (513, 7, 5),
+        (4096, 1023, 8),
+        (65536, 128, 8),
+    ],
+)
 def test_the_routers_counts_make_the_same_plan(T, E, K, gate):
     logits = random(T, E, dtype=torch.bfloat16)
     shared = int(gate in SHARED_GATES)
     count = cuda_kernels.new_block_count(logits, shared)
     poison()
-    _, idx = cuda_kernels.route_forward(logits, None, K + shared, gate, shared, block_count=count)
+    _, idx = cuda_kernels.route_forward(
+        logits,
+        None,
+        K + shared,
+        gate,
+        shared,
+        block_count=count,
+    )
     tokens = cuda_kernels.block_tokens(T, E)
-    counted = cuda_kernels.route_plan(idx, E + shared, (64,), 0, count, tokens)
-    *want, maps = cuda_kernels.route_plan(idx, E + shared, (64,))
-    assert same([*counted[:4], *counted[4]], [*want, *maps])
+    counted = cuda_kernels.route_plan(
+        idx,
+        E + shared,
+        (64,),
+        0,
+        count,
+        tokens,
+    )
+    *want, maps = cuda_kernels.route_plan(
+        idx,
+        E + shared,
+        (64,),
+    )
+    assert same(
+        [*counted[:4], *counted[4]],
+        [*want, *maps],
+    )
 
 
 # routing
@@ -135,7 +221,8 @@ def test_routing_equals(T, E, K, dtype, gate):
     poison()
     weight, idx = route(logits, K, gate, backend="cuda")
     triton, torchs = (route(logits, K, gate, backend=other) for other in ("triton", "torch"))
-    assert torch.equal(idx, torchs.topk_idx) and torch.equal(idx, triton.topk_idx)
+    assert torch.equal(idx, torchs.topk_idx)
+    assert torch.equal(idx, triton.topk_idx)
     assert not T or relative_error(weight, torchs.topk_weight) < 5e-6
 
 
@@ -162,15 +249,20 @@ def test_bias_moves_the_choice_alone():
     ours, theirs = (
         route(logits, 8, "sigmoid_topk", bias=bias, backend=name) for name in ("cuda", "torch")
     )
-    assert (
-        torch.equal(ours.topk_idx, theirs.topk_idx)
-        and relative_error(ours.topk_weight, theirs.topk_weight) < 5e-6
-    )
+    assert torch.equal(ours.topk_idx, theirs.topk_idx)
+    assert relative_error(ours.topk_weight, theirs.topk_weight) < 5e-6
 
 
 # merging and combine
 
-STACKS = [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (64, 4096), (5, 1 << 20)]
+STACKS = [
+    (8, 2048, 5504),
+    (7, 33, 17),
+    (1, 5),
+    (3, 1),
+    (64, 4096),
+    (5, 1 << 20),
+]
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -188,7 +280,11 @@ def test_merging_equals(shape, dtype, aligned):
     leaf = alpha.clone().requires_grad_()
     out = merge_experts(weight, leaf, backend="cuda")
     (dalpha,) = torch.autograd.grad(out, leaf, dout)
-    want = torch.einsum("e,e...->...", alpha.double(), weight.double())
+    want = torch.einsum(
+        "e,e...->...",
+        alpha.double(),
+        weight.double(),
+    )
     terms = (weight.double() * dout.double()).flatten(1)
     assert relative_error(out.detach(), want) < ROUNDING[dtype]
     # of each sum against its terms: they cancel
@@ -197,7 +293,15 @@ def test_merging_equals(shape, dtype, aligned):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "T, H, K", [(0, 8, 2), (1, 1, 1), (33, 33, 3), (4097, 2048, 6), (512, 4096, 8), (65536, 256, 8)]
+    "T, H, K",
+    [
+        (0, 8, 2),
+        (1, 1, 1),
+        (33, 33, 3),
+        (4097, 2048, 6),
+        (512, 4096, 8),
+        (65536, 256, 8),
+    ],
 )
 def test_combine_equals(T, H, K, dtype):
     y = random(T * K, H, dtype=dtype)
@@ -212,9 +316,8 @@ def test_combine_equals(T, H, K, dtype):
         got[backend] = out.detach(), *torch.autograd.grad(out, leaves, dout)
     for other in OTHERS:
         for ours, theirs in zip(got["cuda"], got[other]):
-            assert ours.dtype == theirs.dtype and (
-                not T or relative_error(ours, theirs) < ROUNDING[dtype]
-            )
+            assert ours.dtype == theirs.dtype
+            assert not T or relative_error(ours, theirs) < ROUNDING[dtype]
 
 
 # what only a GPU has
@@ -245,7 +348,11 @@ def same(ours, theirs) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    ids=str,
+)
 @pytest.mark.parametrize("T", [1, 33, 5000])
 def test_every_kernel_for_the_sanitizer(T, dtype):
     """What bench/gpu.sh runs under compute-sanitizer: one block and several, rows that no 16 bytes
@@ -257,8 +364,13 @@ def test_every_kernel_for_the_sanitizer(T, dtype):
         torch.rand(16, device="cuda"),
         random(3 * T, 33, dtype=dtype),
     )
-    for ours, theirs in zip(all_ops(*inputs), all_ops(*inputs, backend="torch"), strict=True):
-        assert ours.dtype == theirs.dtype and (
+    for ours, theirs in zip(
+        all_ops(*inputs),
+        all_ops(*inputs, backend="torch"),
+        strict=True,
+    ):
+        assert ours.dtype == theirs.dtype
+        assert (
             relative_error(ours, theirs) < ROUNDING[dtype]
             if ours.is_floating_point()
             else torch.equal(ours, theirs)
@@ -268,28 +380,53 @@ def test_every_kernel_for_the_sanitizer(T, dtype):
 def test_twenty_runs_give_the_same_bits():
     inputs = samples(20000)
     first = all_ops(*inputs)
-    assert all(same(all_ops(*inputs), first) for _ in range(20))
+    for _ in range(20):
+        assert same(all_ops(*inputs), first)
 
 
 def test_beyond_two_to_the_31_elements():
-    weight = torch.ones(3, 1 << 30, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(
+        3,
+        1 << 30,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
     weight[2].fill_(2.0)
     alpha = torch.tensor([0.25, 0.25, 0.5], device="cuda", requires_grad=True)
     out = merge_experts(weight, alpha, backend="cuda")
     assert (out == 1.5).all()
-    (dalpha,) = torch.autograd.grad(out, alpha, torch.ones_like(weight[0]))
+    (dalpha,) = torch.autograd.grad(
+        out,
+        alpha,
+        torch.ones_like(weight[0]),
+    )
     torch.testing.assert_close(
         dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0
     )
     del weight, out
-    y = torch.ones((1 << 20) + 8, 1 << 11, device="cuda", dtype=torch.bfloat16)
+    y = torch.ones(
+        (1 << 20) + 8,
+        1 << 11,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
     rows = torch.arange(y.shape[0], device="cuda").flip(0)
     y[-1] = 3
-    out = combine(y, torch.ones(y.shape[0] // 2, 2, device="cuda"), rows.int(), backend="cuda")
-    assert (out[0] == 4).all() and (out[1:] == 2).all()
+    out = combine(
+        y,
+        torch.ones(y.shape[0] // 2, 2, device="cuda"),
+        rows.int(),
+        backend="cuda",
+    )
+    assert (out[0] == 4).all()
+    assert (out[1:] == 2).all()
 
 
-@pytest.mark.parametrize("T", [512, 5000], ids=["one block", "blocks that wait for each other"])
+@pytest.mark.parametrize(
+    "T",
+    [512, 5000],
+    ids=["one block", "blocks that wait for each other"],
+)
 def test_cuda_graph(T):
     inputs = samples(T)
     all_ops(*inputs)
@@ -318,12 +455,19 @@ def test_a_side_stream():
     assert same(got, want)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason="needs two GPUs",
+)
 def test_a_device_that_is_not_the_current_one():
     inputs = samples()
     want = all_ops(*inputs)
     got = all_ops(*(tensor.to("cuda:1") for tensor in inputs))
-    assert torch.cuda.current_device() == 0 and same([tensor.to("cuda:0") for tensor in got], want)
+    assert torch.cuda.current_device() == 0
+    assert same(
+        [tensor.to("cuda:0") for tensor in got],
+        want,
+    )
 
 
 def test_no_op_waits_for_the_gpu():
@@ -348,15 +492,21 @@ def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch):
     for backend in ("triton", "cuda"):
         monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
         leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
-        got = moe_layer(*leaves[:2], Experts(*leaves[2:], shared=shared), 3, "xft")
+        got = moe_layer(
+            *leaves[:2],
+            ExpertStacks(*leaves[2:], shared=shared),
+            3,
+            "xft",
+        )
         found[backend] = [
             got.out.detach(),
-            *torch.autograd.grad(got.out.float().square().mean(), leaves),
+            *torch.autograd.grad(
+                got.out.float().square().mean(),
+                leaves,
+            ),
         ]
-    assert all(
-        relative_error(ours, theirs) < 2e-2
-        for ours, theirs in zip(found["cuda"], found["triton"], strict=True)
-    )
+    for ours, theirs in zip(found["cuda"], found["triton"], strict=True):
+        assert relative_error(ours, theirs) < 2e-2
 
 
 def test_compiled_without_a_break():
@@ -364,18 +514,33 @@ def test_compiled_without_a_break():
 
     def loss(logits, alpha, y):
         gate, idx = route(logits, 3, "xft", backend="cuda")
-        out = combine(y, gate, dispatch(idx, 16, "cuda").slot_row, backend="cuda")
+        out = combine(
+            y,
+            gate,
+            dispatch(idx, 16, "cuda").slot_row,
+            backend="cuda",
+        )
         return out.float().sum() + merge_experts(weight, alpha, backend="cuda").float().sum()
 
     leaves = [t.clone().requires_grad_() for t in (logits, alpha, y)]
     want = torch.autograd.grad(loss(*leaves), leaves)
-    got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
-    assert all(relative_error(ours, theirs) < 1e-2 for ours, theirs in zip(got, want))
+    got = torch.autograd.grad(
+        torch.compile(loss, fullgraph=True)(*leaves),
+        leaves,
+    )
+    for ours, theirs in zip(got, want):
+        assert relative_error(ours, theirs) < 1e-2
 
 
 def test_ops_pass_torchs_checks():
     logits, weight, alpha, y = samples(64)
-    idx = torch.randint(0, 16, (64, 3), device="cuda", dtype=torch.int32)
+    idx = torch.randint(
+        0,
+        16,
+        (64, 3),
+        device="cuda",
+        dtype=torch.int32,
+    )
     ops = torch.ops.moe_runtime
     rows = torch.randperm(192, device="cuda").int()
     for op, args in (
@@ -388,7 +553,11 @@ def test_ops_pass_torchs_checks():
         checks = ("test_schema", "test_faketensor") + ("test_autograd_registration",) * (
             op is not ops.dispatch
         )
-        torch.library.opcheck(op.default, args, test_utils=checks)
+        torch.library.opcheck(
+            op.default,
+            args,
+            test_utils=checks,
+        )
 
 
 def test_chosen_by_itself_only_where_the_table_says(monkeypatch, tmp_path):
@@ -403,6 +572,7 @@ def test_chosen_by_itself_only_where_the_table_says(monkeypatch, tmp_path):
         monkeypatch.setattr(backends, "CUDA_TABLE", tmp_path / "table.json")
         (tmp_path / "table.json").write_text(json.dumps({"measured": [row]}))
         backends.measured_faster.cache_clear()
-        assert backends.pick("dispatch", x) == "cuda" and backends.pick("combine", x) == "triton"
+        assert backends.pick("dispatch", x) == "cuda"
+        assert backends.pick("combine", x) == "triton"
     finally:
         backends.measured_faster.cache_clear()

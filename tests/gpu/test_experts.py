@@ -57,7 +57,10 @@ def stock(kind: str, dtype=torch.bfloat16):
     moe_runtime.register()
     torch.manual_seed(0)
     fields = {name: value for name, value in (COMMON | MODELS[kind]).items() if value is not None}
-    config = AutoConfig.for_model("qwen3_moe" if kind == "odd" else kind, **fields)
+    config = AutoConfig.for_model(
+        "qwen3_moe" if kind == "odd" else kind,
+        **fields,
+    )
     return AutoModelForCausalLM.from_config(
         config, dtype=dtype, experts_implementation="moe_runtime"
     ).cuda()
@@ -67,7 +70,10 @@ def layer_results(module, implementation: str, wide: bool) -> dict[str, torch.Te
     """Output and gradients of one experts module on random tokens; `wide` in float64 on the same
     quantised inputs.
     """
-    dtype = torch.float64 if wide else torch.bfloat16
+    if wide:
+        dtype = torch.float64
+    else:
+        dtype = torch.bfloat16
     module = module.to(dtype)
     module.config._experts_implementation = implementation
     generator = torch.Generator().manual_seed(1)
@@ -86,7 +92,12 @@ def layer_results(module, implementation: str, wide: bool) -> dict[str, torch.Te
     out = module(x, idx, weight)
     out.backward(dout)
     grads = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-    return {"out": out.detach(), "dx": x.grad, "dweight": weight.grad, **grads}
+    return {
+        "out": out.detach(),
+        "dx": x.grad,
+        "dweight": weight.grad,
+        **grads,
+    }
 
 
 def distance(got, want) -> float:
@@ -102,14 +113,23 @@ def test_as_near_to_float64_as_eager(kind):
     ours, eager = (layer_results(module, name, False) for name in ("moe_runtime", "eager"))
     want = layer_results(module, "eager", True)
     for name, value in want.items():
-        assert distance(ours[name], value) < max(1.5 * distance(eager[name], value), 4e-3), name
+        assert distance(ours[name], value) < max(
+            1.5 * distance(eager[name], value),
+            4e-3,
+        ), name
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_experts_wait_for_nothing(kind):
     module = next(module for module in stock(kind).modules() if is_experts(module))
     H = module.down_proj.shape[2 if module.is_transposed else 1]
-    x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    x = torch.randn(
+        64,
+        H,
+        dtype=torch.bfloat16,
+        device="cuda",
+        requires_grad=True,
+    )
     idx = torch.rand(64, module.num_experts, device="cuda").topk(4).indices
     weight = torch.rand(64, 4, device="cuda", requires_grad=True)
     module(x, idx, weight).sum().backward()  # compiles
@@ -135,12 +155,17 @@ def test_training_step_and_generate(kind):
         loss.backward()
         grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
         with torch.no_grad():
-            tokens = model.generate(ids[:, :8], max_new_tokens=6, do_sample=False)
+            tokens = model.generate(
+                ids[:, :8],
+                max_new_tokens=6,
+                do_sample=False,
+            )
         results[name] = loss.item(), grads, tokens
     (loss, grads, tokens), (want_loss, want_grads, want_tokens) = (
         results["moe_runtime"],
         results["eager"],
     )
-    assert loss == pytest.approx(want_loss, rel=1e-4) and grads.keys() == want_grads.keys()
+    assert loss == pytest.approx(want_loss, rel=1e-4)
+    assert grads.keys() == want_grads.keys()
     assert max(distance(grads[name], value) for name, value in want_grads.items()) < 1e-3
     assert torch.equal(tokens, want_tokens)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from moe_runtime.ops.frozen_mlp import frozen_mlp
+from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
+from moe_runtime.ops.packed import reference
 from tests.ops import test_frozen_mlp as dense
 from tests.ops import test_frozen_mlp_packed as packed
 from tests.support.oracle import assert_parity, bounds, make_case, poison
@@ -21,10 +23,17 @@ RAGGED = (1500, 520, 712, 6, 2)
 FEW = (40, 512, 768, 16, 4)
 
 
-def case_of(sizes, ranks, dtype=BF16, form=None, **options):
-    case = make_case(*sizes, dtype, **options)
+def case_of(sizes, ranks, form=None, in_out=False, **options):
+    case = make_case(*sizes, BF16, **options)
     case.form = form or {}
-    return dense.halves_of(case, ranks, dtype)
+    if in_out:
+        for name in ("up", "down"):
+            case.leaves[name] = dense.in_x_out(case.leaves[name])
+    return dense.adapted(case, *ranks)
+
+
+def layer(backend):
+    return lambda *args: frozen_mlp(*args, backend=backend)[0]
 
 
 def oracle(x, experts, topk_weight, topk_idx):
@@ -37,29 +46,57 @@ def oracle(x, experts, topk_weight, topk_idx):
         w if pair is None else w + pair.b.transpose(1, 2) @ pair.a for w, pair in zip(stacks, pairs)
     ]
     for e in range(experts.up.shape[0]):
-        weight = torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True)
+        weight = torch.where(topk_idx == e, topk_weight, 0).sum(
+            1,
+            keepdim=True,
+        )
         h = experts.activation.apply(x @ stacks[0][e].t() + biases[0][e])
         out = out + weight * (h @ stacks[1][e].t() + biases[1][e])
     return out
 
 
-@pytest.mark.parametrize("in_out", [False, True], ids=["out x in", "in x out"])
-@pytest.mark.parametrize("form", [{}, dense.GPT_OSS], ids=["gate, up", "GPT-OSS"])
-@pytest.mark.parametrize("ranks", [(16, 16), (64, 0), (0, 5)], ids=str)
-@pytest.mark.parametrize("sizes", [EVEN, RAGGED, FEW], ids=["even", "ragged", "few rows"])
+@pytest.mark.parametrize(
+    "in_out",
+    [False, True],
+    ids=["out x in", "in x out"],
+)
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"limit": 7.0, "up_offset": 1.0, "interleaved": True}],
+    ids=["gate, up", "GPT-OSS"],
+)
+@pytest.mark.parametrize(
+    "ranks",
+    [(16, 16), (64, 0), (0, 5)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [EVEN, RAGGED, FEW],
+    ids=["even", "ragged", "few rows"],
+)
 def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
-    act = "quick_gelu" if form else "silu"
-    case = case_of(sizes, ranks, form=form, routing="dropped", act=act, bias=True)
-    want = dense.run(case, oracle, torch.float64, "cuda", in_out)
+    if form:
+        act = "quick_gelu"
+    else:
+        act = "silu"
+    case = case_of(
+        sizes,
+        ranks,
+        form=form,
+        in_out=in_out,
+        routing="dropped",
+        act=act,
+        bias=True,
+    )
+    want = dense.run(case, oracle, torch.float64, "cuda")
     limit = bounds(
-        dense.run(case, dense.with_backend("torch"), device="cuda", in_out=in_out),
+        dense.run(case, layer("torch"), device="cuda"),
         want,
         tolerance[BF16],
     )
     poison()
-    assert_parity(
-        dense.run(case, dense.with_backend("triton"), device="cuda", in_out=in_out), want, limit
-    )
+    assert_parity(dense.run(case, layer("triton"), device="cuda"), want, limit)
 
 
 @pytest.mark.parametrize("T", [1500, 40])
@@ -67,18 +104,37 @@ def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
     "form, options",
     [
         pytest.param("nf4", {"H": 512, "I": 768}, id="nf4"),
-        pytest.param("nf4_t", {"H": 512, "I": 384, "activation": SMOOTH}, id="nf4 of GPT-OSS"),
-        pytest.param("mxfp4", {"H": 480, "I": 352, "activation": SMOOTH}, id="mxfp4 of GPT-OSS"),
+        pytest.param(
+            "nf4_t",
+            {"H": 512, "I": 384, "activation": SMOOTH},
+            id="nf4 of GPT-OSS",
+        ),
+        pytest.param(
+            "mxfp4",
+            {"H": 480, "I": 352, "activation": SMOOTH},
+            id="mxfp4 of GPT-OSS",
+        ),
         pytest.param("fp8_block", {"H": 520, "I": 384}, id="fp8"),
         pytest.param("int8", {"H": 520, "I": 712}, id="int8"),
     ],
 )
 def test_packed_stacks(form, options, T, tolerance):
-    case = packed.make(form, T=T, dtype=BF16, E=6, rank=16, **options)
-    want = packed.oracle(case)
-    limit = bounds(packed.run(case, "torch"), want, tolerance[BF16])
+    case = packed.Case(
+        form,
+        T=T,
+        dtype=BF16,
+        E=6,
+        rank=16,
+        **options,
+    )
+    want = case.oracle()
+    limit = bounds(
+        case.run("torch", "cuda"),
+        want,
+        tolerance[BF16],
+    )
     poison()
-    assert_parity(packed.run(case, "triton"), want, limit)
+    assert_parity(case.run("triton", "cuda"), want, limit)
 
 
 def steps(form: str):
@@ -86,10 +142,19 @@ def steps(form: str):
     format.
     """
     if form:
-        case = packed.make(form, 2048, 768, 2048, dtype=BF16, E=16, K=8, rank=16)
-        return lambda: packed.run(case, "triton")
+        case = packed.Case(
+            form,
+            2048,
+            768,
+            2048,
+            dtype=BF16,
+            E=16,
+            K=8,
+            rank=16,
+        )
+        return lambda: case.run("triton", "cuda")
     case = case_of((2048, 2048, 768, 16, 8), (16, 16))
-    return lambda: dense.run(case, dense.with_backend("triton"), device="cuda")
+    return lambda: dense.run(case, layer("triton"), device="cuda")
 
 
 @pytest.mark.parametrize("form", ["", "nf4"])
@@ -98,25 +163,48 @@ def test_twenty_runs_give_the_same_bits(form):
     first = step()
     for _ in range(20):
         again = step()
-        assert all(torch.equal(again[name], first[name]) for name in first)
+        for name in first:
+            assert torch.equal(again[name], first[name])
 
 
 @pytest.mark.parametrize("form", ["", "nf4", "mxfp4", "fp8_block", "int8"])
 def test_the_host_waits_for_nothing(form):
-    case = packed.make(form or "nf4", 128, 128, 64, dtype=BF16, rank=4)
+    case = packed.Case(
+        form or "nf4",
+        128,
+        128,
+        64,
+        dtype=BF16,
+        rank=4,
+    )
     leaves = {name: leaf.cuda().requires_grad_() for name, leaf in case.leaves.items()}
     stacks = [
-        s._replace(data=s.data.cuda(), scales=[t.cuda() for t in s.scales]) for s in case.stacks
+        s._replace(
+            data=s.data.cuda(),
+            scales=[t.cuda() for t in s.scales],
+        )
+        for s in case.stacks
     ]
     if not form:
-        stacks = [dense.Stack.dense(packed.packed.reference(*s[:3]).bfloat16()) for s in stacks]
-    experts = packed.experts_of(case, leaves, stacks)
+        stacks = [Stack.dense(reference(*s[:3]).bfloat16()) for s in stacks]
+    pairs = (Pair(leaves["up_a"], leaves["up_b"]), Pair(leaves["down_a"], leaves["down_b"]))
+    experts = FrozenExperts(*stacks, None, None, *pairs, case.activation)
     idx = case.topk_idx.cuda()
     dout = case.dout.cuda()
 
     def step():
-        out, _ = frozen_mlp(leaves["x"], experts, leaves["topk_weight"], idx, "triton")
-        torch.autograd.grad(out, list(leaves.values()), dout)
+        out, _ = frozen_mlp(
+            leaves["x"],
+            experts,
+            leaves["topk_weight"],
+            idx,
+            "triton",
+        )
+        torch.autograd.grad(
+            out,
+            list(leaves.values()),
+            dout,
+        )
 
     step()
     torch.cuda.synchronize()

@@ -12,10 +12,18 @@ from tests.support.lora import arguments, make_case, run
 from tests.support.oracle import poison, relative_error
 
 pytestmark = pytest.mark.gpu
-TABLE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+TABLE = {
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2.5e-2,
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -37,17 +45,22 @@ def test_parity_with_float64_on_poisoned_memory(shape, dtype):
     got = run(case, lora_mlp, device="cuda", backend="triton")
     for name in want:
         if want[name].numel() and shape[0]:
-            bound = max(3 * relative_error(eager[name], want[name]), TABLE[dtype] / 5)
+            bound = max(
+                3 * relative_error(eager[name], want[name]),
+                TABLE[dtype] / 5,
+            )
             assert relative_error(got[name], want[name]) < min(bound, TABLE[dtype]), name
         else:
-            assert got[name].shape == want[name].shape and not got[name].any()
+            assert got[name].shape == want[name].shape
+            assert not got[name].any()
 
 
 def test_a_model_sized_layer_equals_the_torch_backend():
     case = make_case(4096, 2048, 5504, 8, 6, 16, dtype=torch.bfloat16)
     want = run(case, lora_mlp, device="cuda", backend="torch")
     got = run(case, lora_mlp, device="cuda", backend="triton")
-    assert all(relative_error(got[name], want[name]) < 2e-2 for name in want)
+    for name in want:
+        assert relative_error(got[name], want[name]) < 2e-2
 
 
 def test_twenty_runs_give_the_same_bits():
@@ -55,7 +68,8 @@ def test_twenty_runs_give_the_same_bits():
     first = run(case, lora_mlp, device="cuda", backend="triton")
     for _ in range(20):
         again = run(case, lora_mlp, device="cuda", backend="triton")
-        assert all(torch.equal(again[name], first[name]) for name in first)
+        for name in first:
+            assert torch.equal(again[name], first[name])
 
 
 def step(case):
@@ -79,7 +93,8 @@ def test_no_synchronization_and_a_cuda_graph():
     with torch.cuda.graph(graph):
         found = run_step()
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, want))
+    for a, b in zip(found, want):
+        assert torch.equal(a, b)
 
 
 def test_rows_beyond_two_to_the_31_elements():
@@ -88,21 +103,47 @@ def test_rows_beyond_two_to_the_31_elements():
     I = 4096
     E = 2
     rank = 16
-    z = torch.zeros(T, 2 * I, dtype=torch.bfloat16, device="cuda")
-    low = torch.zeros(3, T, E * rank, dtype=torch.bfloat16, device="cuda")
+    z = torch.zeros(
+        T,
+        2 * I,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    low = torch.zeros(
+        3,
+        T,
+        E * rank,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
     weight = torch.ones(T, E, device="cuda")
     rows = torch.randn(64, 2 * I, device="cuda").bfloat16()
     z[:64] = z[-64:] = rows
     low[:, :64] = low[:, -64:] = torch.randn(3, 64, E * rank, device="cuda").bfloat16()
     halves = [torch.randn(E, rank, I, device="cuda").bfloat16() for _ in range(3)]
-    h = lora.lora_forward(z, low, weight, *halves, "silu", 1.0)
-    assert (
-        h[:64].abs().sum() > 0
-        and torch.equal(h[:64], h[-64:])
-        and torch.equal(low[2, :64], low[2, -64:])
+    h = lora.lora_forward(
+        z,
+        low,
+        weight,
+        *halves,
+        "silu",
+        1.0,
     )
-    dz, dlow, dweight = lora_backward.lora_backward(h, low[2], z, low, weight, *halves, "silu", 1.0)
-    assert torch.equal(dz[:64], dz[-64:]) and torch.equal(dlow[:, :64], dlow[:, -64:])
+    assert h[:64].abs().sum() > 0
+    assert torch.equal(h[:64], h[-64:])
+    assert torch.equal(low[2, :64], low[2, -64:])
+    dz, dlow, dweight = lora_backward.lora_backward(
+        h,
+        low[2],
+        z,
+        low,
+        weight,
+        *halves,
+        "silu",
+        1.0,
+    )
+    assert torch.equal(dz[:64], dz[-64:])
+    assert torch.equal(dlow[:, :64], dlow[:, -64:])
     assert torch.equal(dweight[:64], dweight[-64:])
 
 

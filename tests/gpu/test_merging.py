@@ -19,20 +19,36 @@ def run(weight, alpha, dout, backend):
     return out.detach(), torch.autograd.grad(out, alpha, dout)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (4, 0)], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "shape",
+    [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (4, 0)],
+    ids=str,
+)
 def test_parity_with_float64_on_poisoned_memory(shape, dtype):
     weight = torch.randn(shape, device="cuda").to(dtype)
     alpha = torch.rand(shape[0], device="cuda")
     dout = torch.randn(shape[1:], device="cuda").to(dtype)
     poison()
     out, dalpha = run(weight, alpha, dout, "triton")
-    want = torch.einsum("e,e...->...", alpha.double(), weight.double())
+    want = torch.einsum(
+        "e,e...->...",
+        alpha.double(),
+        weight.double(),
+    )
     want_dalpha = (weight.double() * dout.double()).flatten(1).sum(1)
     if out.numel():
         assert (
             relative_error(out, want)
-            < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+            < {
+                torch.float32: 1e-6,
+                torch.float16: 1e-3,
+                torch.bfloat16: 5e-3,
+            }[dtype]
         )
         assert relative_error(dalpha, want_dalpha) < 1e-4
     else:
@@ -45,14 +61,25 @@ def test_twenty_runs_give_the_same_bits():
     dout = torch.randn_like(weight[0])
     first = run(weight, alpha, dout, "triton")
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(run(weight, alpha, dout, "triton"), first))
+        for a, b in zip(run(weight, alpha, dout, "triton"), first):
+            assert torch.equal(a, b)
 
 
 def test_beyond_two_to_the_31_elements():
-    weight = torch.ones(3, 1 << 30, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(
+        3,
+        1 << 30,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
     weight[2].fill_(2.0)
     alpha = torch.tensor([0.25, 0.25, 0.5], device="cuda")
-    out, dalpha = run(weight, alpha, torch.ones_like(weight[0]), "triton")
+    out, dalpha = run(
+        weight,
+        alpha,
+        torch.ones_like(weight[0]),
+        "triton",
+    )
     assert (out == 1.5).all()
     torch.testing.assert_close(
         dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0
@@ -69,7 +96,8 @@ def test_cuda_graph():
         captured = run(weight, alpha, dout, "triton")
     alpha.copy_(torch.rand(4, device="cuda"))
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, run(weight, alpha, dout, "triton")))
+    for a, b in zip(captured, run(weight, alpha, dout, "triton")):
+        assert torch.equal(a, b)
 
 
 def test_triton_is_what_a_gpu_gets():
@@ -84,13 +112,25 @@ def test_layer_equals_the_cpu():
     layer = MoE(MoEConfig(hidden_size=64, intermediate_size=96))
     x = torch.randn(3, 17, 64)
     want = layer(x)
-    assert relative_error(layer.cuda()(x.cuda()).cpu(), want) < 1e-5
+    assert (
+        relative_error(
+            layer.cuda()(x.cuda()).cpu(),
+            want,
+        )
+        < 1e-5
+    )
 
 
 # merged_linear
 def linear_sample(T, E, N, K, dtype, weight_dtype):
     x = torch.randn(T, K, device="cuda", dtype=dtype)
-    weight = torch.randn(E, N, K, device="cuda", dtype=weight_dtype)
+    weight = torch.randn(
+        E,
+        N,
+        K,
+        device="cuda",
+        dtype=weight_dtype,
+    )
     return (
         x,
         weight,
@@ -104,7 +144,11 @@ def linear_gradients(x, weight, alpha, dout):
     alpha = alpha.clone().requires_grad_()
     merged = merge_experts(weight, alpha.detach()).to(x.dtype)
     out = merged_linear(x, weight, alpha, merged, backend="triton")
-    return out.detach(), *torch.autograd.grad(out, (x, alpha), dout)
+    return out.detach(), *torch.autograd.grad(
+        out,
+        (x, alpha),
+        dout,
+    )
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -119,10 +163,20 @@ def linear_gradients(x, weight, alpha, dout):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "T, E, N, K", [(4096, 8, 2048, 5504), (2049, 3, 1408, 2048), (100, 8, 33, 17), (1, 1, 5, 3)]
+    "T, E, N, K",
+    [
+        (4096, 8, 2048, 5504),
+        (2049, 3, 1408, 2048),
+        (100, 8, 33, 17),
+        (1, 1, 5, 3),
+    ],
 )
 def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    monkeypatch.setattr(
+        torch.backends.cuda.matmul,
+        "allow_tf32",
+        tf32,
+    )
     x, weight, alpha, dout = linear_sample(T, E, N, K, dtype, weight_dtype)
     poison()
     _, dx, dalpha = linear_gradients(x, weight, alpha, dout)
@@ -133,7 +187,10 @@ def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monke
     scale = dw.norm() * weight[0].double().norm()
     assert (dalpha.double() - want).abs().max() < (1e-4 if rough else 1e-6) * scale
     merged = merge_experts(weight, alpha).to(dtype)
-    assert relative_error(dx, dout.double() @ merged.double()) < {
+    assert relative_error(
+        dx,
+        dout.double() @ merged.double(),
+    ) < {
         torch.bfloat16: 5e-3,
         torch.float16: 1e-3,
     }.get(dtype, 2e-3)
@@ -143,13 +200,20 @@ def test_linear_gives_the_same_bits_in_twenty_runs():
     sample = linear_sample(1024, 8, 1408, 2048, torch.bfloat16, torch.bfloat16)
     first = linear_gradients(*sample)
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(linear_gradients(*sample), first))
+        for a, b in zip(linear_gradients(*sample), first):
+            assert torch.equal(a, b)
 
 
 def test_linear_backward_has_no_weight_gradient_in_memory():
     x, weight, alpha, dout = linear_sample(64, 8, 2048, 5504, torch.bfloat16, torch.bfloat16)
     alpha.requires_grad_()
-    out = merged_linear(x, weight, alpha, merge_experts(weight, alpha.detach()), backend="triton")
+    out = merged_linear(
+        x,
+        weight,
+        alpha,
+        merge_experts(weight, alpha.detach()),
+        backend="triton",
+    )
     torch.autograd.grad(out, alpha, dout, retain_graph=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -158,11 +222,24 @@ def test_linear_backward_has_no_weight_gradient_in_memory():
 
 
 def test_linear_beyond_two_to_the_31_elements():
-    x, dout = (torch.ones(n, 1 << 16, device="cuda", dtype=torch.bfloat16) for n in (2, 2))
-    weight = torch.zeros(1, 1 << 16, 1 << 16, device="cuda", dtype=torch.bfloat16)
+    x = torch.ones(2, 1 << 16, device="cuda", dtype=torch.bfloat16)
+    dout = torch.ones_like(x)
+    weight = torch.zeros(
+        1,
+        1 << 16,
+        1 << 16,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
     weight[0, -1] = 1
     alpha = torch.ones(1, device="cuda", requires_grad=True)
-    out = merged_linear(x, weight, alpha, weight[0], backend="triton")
+    out = merged_linear(
+        x,
+        weight,
+        alpha,
+        weight[0],
+        backend="triton",
+    )
     assert torch.autograd.grad(out, alpha, dout)[0].item() == 2 << 16
 
 
@@ -185,7 +262,11 @@ def anew(layer, x):
 @pytest.mark.parametrize("fused", [False, True])
 def test_layer_follows_its_optimizer_without_a_synchronization(fused):
     layer, x = layer_and_input(bias=True)
-    optimizer = torch.optim.AdamW([layer.mixing_logits], lr=0.3, fused=fused)
+    optimizer = torch.optim.AdamW(
+        [layer.mixing_logits],
+        lr=0.3,
+        fused=fused,
+    )
     layer(x).square().sum().backward()  # compiles
     optimizer.step()
     found = []
@@ -224,10 +305,11 @@ def test_layer_on_two_streams():
     torch.cuda.synchronize()
     for _ in range(5):
         layer.release()
-        streams = [torch.cuda.Stream() for _ in range(2)]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         found = []
         for stream in streams:
             with torch.cuda.stream(stream), torch.no_grad():
                 found.append(layer(x))
         torch.cuda.synchronize()
-        assert all(torch.equal(out, want) for out in found)
+        for out in found:
+            assert torch.equal(out, want)

@@ -51,14 +51,29 @@ def everywhere(tile: Tile, **others):
 def check(case: Case, tolerance: float, device: str, **options) -> None:
     """Fail unless the layer is as near to float64 as the eager path in its dtype."""
     want = run(case, moe_eager, torch.float64, device)
-    got = run(case, moe_layer(backend="triton", **options), device=device)
-    bad = mismatches(got, want, bounds(run(case, moe_eager, device=device), want, tolerance))
+    got = run(
+        case,
+        moe_layer(backend="triton", **options),
+        device=device,
+    )
+    bad = mismatches(
+        got,
+        want,
+        bounds(
+            run(case, moe_eager, device=device),
+            want,
+            tolerance,
+        ),
+    )
     assert not bad, "; ".join(bad)
 
 
 def table(dtype: str = "bfloat16") -> list:
     """Every config of the built-in table, each with TMA and persistence the other way too."""
-    rows = tiles._FLOAT32 if dtype == "float32" else tiles.TABLE[tiles.nearest(ARCH)]
+    if dtype == "float32":
+        rows = tiles._FLOAT32
+    else:
+        rows = tiles.TABLE[tiles.nearest(ARCH)]
     found = {}
     for kernel, entries in rows.items():
         for i, (_, tile) in enumerate(entries):
@@ -67,7 +82,11 @@ def table(dtype: str = "bfloat16") -> list:
                 found[kernel, tile._replace(PERSISTENT=True)] = None
                 found[kernel, tile._replace(TMA=not tile.TMA and ARCH >= 90)] = None
     return [
-        pytest.param(kernel, tile, id=f"{kernel}-{'x'.join(map(str, tile))}")
+        pytest.param(
+            kernel,
+            tile,
+            id=f"{kernel}-{'x'.join(map(str, tile))}",
+        )
         for kernel, tile in found
     ]
 
@@ -77,10 +96,24 @@ def tried() -> list:
     found = {}
     for kernel in tiles.KERNELS:
         for rows in (4096, 128, 16):
-            pool = candidates(Problem(kernel, ARCH, "bfloat16", 4096, 4096, rows, kernel == "up"))
+            pool = candidates(
+                Problem(
+                    kernel,
+                    ARCH,
+                    "bfloat16",
+                    4096,
+                    4096,
+                    rows,
+                    kernel == "up",
+                )
+            )
             found |= dict.fromkeys((kernel, tile) for tile in pool)
     return [
-        pytest.param(kernel, tile, id=f"{kernel}-{'x'.join(map(str, tile))}")
+        pytest.param(
+            kernel,
+            tile,
+            id=f"{kernel}-{'x'.join(map(str, tile))}",
+        )
         for kernel, tile in found
     ]
 
@@ -95,49 +128,92 @@ def one_kernel(kernel: str, tile: Tile):
 @pytest.mark.parametrize("kernel, tile", table())
 def test_every_config_of_the_table(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
-        check(make_case(*RAGGED, BF16, "dropped", bias=True), tolerance[BF16], device)
+        check(
+            make_case(*RAGGED, BF16, "dropped", bias=True),
+            tolerance[BF16],
+            device,
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel, tile", table())
 def test_every_config_of_the_table_where_blocks_divide(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
-        check(make_case(*EVEN, BF16), tolerance[BF16], device)
+        check(
+            make_case(*EVEN, BF16),
+            tolerance[BF16],
+            device,
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel, tile", tried())
 def test_every_config_that_may_be_tuned(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
-        check(make_case(*EVEN, BF16, "skip"), tolerance[BF16], device)
+        check(
+            make_case(*EVEN, BF16, "skip"),
+            tolerance[BF16],
+            device,
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel, tile", table())
 def test_every_config_of_the_table_in_float16(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
-        check(make_case(*RAGGED, torch.float16), tolerance[torch.float16], device)
+        check(
+            make_case(*RAGGED, torch.float16),
+            tolerance[torch.float16],
+            device,
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel, tile", table("float32"))
 def test_every_config_of_the_table_in_float32(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
-        check(make_case(*RAGGED, torch.float32, bias=True), tolerance[torch.float32], device)
+        check(
+            make_case(*RAGGED, torch.float32, bias=True),
+            tolerance[torch.float32],
+            device,
+        )
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [BF16, torch.float32],
+    ids=str,
+)
 @pytest.mark.parametrize("routing", ["random", "all", "halves", "twice", "skip"])
 def test_what_a_user_gets(routing, dtype, tolerance, device):
     """No config is forced: the table's own choice, for balanced and unbalanced experts."""
-    check(make_case(*EVEN, dtype, routing), tolerance[dtype], device)
+    check(
+        make_case(*EVEN, dtype, routing),
+        tolerance[dtype],
+        device,
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
+@pytest.mark.parametrize(
+    "gated",
+    [True, False],
+    ids=["gated", "not gated"],
+)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(act, gated, tolerance, device):
-    check(make_case(*RAGGED, BF16, "random", act, gated, bias=True), tolerance[BF16], device)
+    check(
+        make_case(
+            *RAGGED,
+            BF16,
+            "random",
+            act,
+            gated,
+            bias=True,
+        ),
+        tolerance[BF16],
+        device,
+    )
 
 
 def form_case(sizes, form, dtype=BF16) -> Case:
@@ -150,42 +226,81 @@ def form_case(sizes, form, dtype=BF16) -> Case:
     return case
 
 
-@pytest.mark.parametrize("kernel, tile", [param for param in table() if param.values[0] != "dw"])
+@pytest.mark.parametrize(
+    "kernel, tile",
+    [param for param in table() if param.values[0] != "dw"],
+)
 def test_every_config_of_the_table_for_gate_and_up_in_turns(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
         case = form_case(RAGGED, {"limit": 0.6875, "up_offset": 1.0, "interleaved": True})
         check(case, tolerance[BF16], device)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [BF16, torch.float32],
+    ids=str,
+)
 def test_gate_and_up_clamped(dtype, tolerance, device):
-    check(form_case(EVEN, {"limit": 0.6875}, dtype), tolerance[dtype], device)
+    check(
+        form_case(EVEN, {"limit": 0.6875}, dtype),
+        tolerance[dtype],
+        device,
+    )
 
 
-@pytest.mark.parametrize("T", [1, 5, 40, 300, 5000] if NATIVE else [1, 5])
+@pytest.mark.parametrize(
+    "T",
+    [1, 5, 40, 300, 5000] if NATIVE else [1, 5],
+)
 def test_few_rows_and_many(T, tolerance, device):
     """Each power of two of rows per expert has its own config."""
-    check(make_case(T, *EVEN[1:], BF16), tolerance[BF16], device)
+    check(
+        make_case(T, *EVEN[1:], BF16),
+        tolerance[BF16],
+        device,
+    )
 
 
 def shared_case(T, H, I, E, K, dtype) -> Case:
     """Expert 0 has the last slot of every token."""
     case = make_case(T, H, I, E, K, dtype)
     case.topk_idx = torch.cat(
-        [choose_experts(T, E - 1, K - 1, "random") + 1, torch.zeros(T, 1, dtype=torch.int64)], 1
+        [
+            choose_experts(
+                T,
+                E - 1,
+                K - 1,
+                "random",
+            )
+            + 1,
+            torch.zeros(T, 1, dtype=torch.int64),
+        ],
+        1,
     )
     return case
 
 
 def test_shared_expert_by_torch(tolerance, device):
     with tiles.force() if NATIVE else everywhere(Tile(64, 64, 64)):
-        check(shared_case(*RAGGED, BF16), tolerance[BF16], device, shared="dense")
+        check(
+            shared_case(*RAGGED, BF16),
+            tolerance[BF16],
+            device,
+            shared="dense",
+        )
 
 
 VARIANTS = {
     "built in": {},
-    "persistent": dict.fromkeys(tiles.KERNELS, Tile(64, 128, 64, 4, 3, PERSISTENT=True)),
-    "descriptors": dict.fromkeys(tiles.KERNELS, Tile(64, 128, 64, 4, 3, TMA=True)),
+    "persistent": dict.fromkeys(
+        tiles.KERNELS,
+        Tile(64, 128, 64, 4, 3, PERSISTENT=True),
+    ),
+    "descriptors": dict.fromkeys(
+        tiles.KERNELS,
+        Tile(64, 128, 64, 4, 3, TMA=True),
+    ),
 }
 
 
@@ -196,20 +311,42 @@ def test_twenty_runs_give_the_same_bits(variant, device):
         first = run(case, moe_layer(backend="triton"), device=device)
         for _ in range(20 if NATIVE else 1):
             again = run(case, moe_layer(backend="triton"), device=device)
-            assert all(torch.equal(again[name], first[name]) for name in first)
+            for name in first:
+                assert torch.equal(
+                    again[name],
+                    first[name],
+                )
 
 
 # what only a GPU can show
 def poison() -> None:
     """Leave NaN in the memory that the allocator hands out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
-    blocks += [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(64)]
+    blocks = [
+        torch.full(
+            (1 << 24,),
+            float("nan"),
+            device="cuda",
+        )
+        for _ in range(8)
+    ]
+    blocks += [
+        torch.full(
+            (1 << 16,),
+            float("nan"),
+            device="cuda",
+        )
+        for _ in range(64)
+    ]
     torch.cuda.synchronize()
     del blocks
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [BF16, torch.float16, torch.float32],
+    ids=str,
+)
 @pytest.mark.parametrize("routing", ["random", "dropped", "skip"])
 def test_on_poisoned_memory(routing, dtype, tolerance):
     torch.utils.deterministic.fill_uninitialized_memory = False  # what a user has
@@ -229,8 +366,23 @@ class Step:
 
     def __call__(self) -> list[torch.Tensor]:
         x, up, down, weight = self.leaves.values()
-        out = moe_mlp(x, up, down, weight, self.idx, backend="triton", **self.options)
-        return [out, *torch.autograd.grad(out, list(self.leaves.values()), self.dout)]
+        out = moe_mlp(
+            x,
+            up,
+            down,
+            weight,
+            self.idx,
+            backend="triton",
+            **self.options,
+        )
+        return [
+            out,
+            *torch.autograd.grad(
+                out,
+                list(self.leaves.values()),
+                self.dout,
+            ),
+        ]
 
     def change(self, case: Case) -> None:
         with torch.no_grad():
@@ -271,7 +423,11 @@ def test_cuda_graph_of_forward_and_backward(T, variant, shared):
 @pytest.mark.parametrize("shared", ["group", "dense"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_host_never_waits(recompute, shared):
-    step = Step(shared_case(*RAGGED, BF16), shared=shared, recompute=recompute)
+    step = Step(
+        shared_case(*RAGGED, BF16),
+        shared=shared,
+        recompute=recompute,
+    )
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -311,8 +467,15 @@ def test_beyond_two_to_the_31_elements():
         }
         v = {name: leaf.detach().requires_grad_() for name, leaf in v.items()}
         out = moe_eager(*v.values(), idx[part])
-        grads = torch.autograd.grad(out, list(v.values()), dout[part].double())
-        for name, tensor in zip(want, [out.detach(), *grads]):
+        grads = torch.autograd.grad(
+            out,
+            list(v.values()),
+            dout[part].double(),
+        )
+        for name, tensor in zip(
+            want,
+            [out.detach(), *grads],
+        ):
             want[name][part if tensor.shape[0] == len(part) else slice(None)] += tensor
     cpu = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (got, want)]
     assert_parity(*cpu, 1.5e-2)

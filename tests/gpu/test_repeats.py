@@ -57,7 +57,11 @@ def step(request, device):
 
 def test_many_runs_give_the_same_bits(step, device, record_property):
     first = step()
-    differing = torch.zeros(len(NAMES), dtype=torch.int64, device=device)
+    differing = torch.zeros(
+        len(NAMES),
+        dtype=torch.int64,
+        device=device,
+    )
     runs = 0
     counts = [0] * len(NAMES)
     began = time.monotonic()

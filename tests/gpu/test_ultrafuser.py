@@ -22,7 +22,10 @@ def test_devices_change_nothing(places):
     models = [fusers.specialist(s) for s in range(2)]
     fused = fusers.fuser(models).train_all()
     want = fused(**inputs, want_logits=True)
-    grads = torch.autograd.grad(want.loss, list(fused.parameters()))
+    grads = torch.autograd.grad(
+        want.loss,
+        list(fused.parameters()),
+    )
     prompts = {name: value for name, value in inputs.items() if name.startswith("prompt")}
     tokens = fused.generate(**prompts, max_new_tokens=6, num_beams=2, pad_token_id=0)
     gate = {name: tensor.clone() for name, tensor in fused.gate.state_dict().items()}
@@ -32,12 +35,32 @@ def test_devices_change_nothing(places):
     moved.gate.load_state_dict(gate)
     got = moved(**inputs, want_logits=True)
     assert got.loss.device.type == PLACES[places][0]
-    torch.testing.assert_close(got.loss.cpu(), want.loss, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        got.loss.cpu(),
+        want.loss,
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    torch.testing.assert_close(
+        got.logits.cpu(),
+        want.logits,
+        rtol=1e-2,
+        atol=1e-2,
+    )
     for ours, theirs in zip(
-        torch.autograd.grad(got.loss, list(moved.parameters())), grads, strict=True
+        torch.autograd.grad(
+            got.loss,
+            list(moved.parameters()),
+        ),
+        grads,
+        strict=True,
     ):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=1e-3)
+        torch.testing.assert_close(
+            ours.cpu(),
+            theirs,
+            rtol=2e-2,
+            atol=1e-3,
+        )
     assert torch.equal(
         moved.generate(**prompts, max_new_tokens=6, num_beams=2, pad_token_id=0).cpu(), tokens
     )
@@ -48,8 +71,10 @@ def test_narrow_specialists_on_one_device():
     fused = fusers.fuser(models).freeze_specialists()
     out = fused(**fusers.batch())
     out.loss.backward()
-    assert all(p.grad is None for p in fused.specialists.parameters())
-    assert fused.gate.score.weight.grad.abs().sum() > 0 and out.gate_weight.dtype == torch.float32
+    for p in fused.specialists.parameters():
+        assert p.grad is None
+    assert fused.gate.score.weight.grad.abs().sum() > 0
+    assert out.gate_weight.dtype == torch.float32
     inputs = {
         k: [t.cuda() for t in v] if isinstance(v, list) else v.cuda()
         for k, v in fusers.batch().items()

@@ -26,7 +26,10 @@ _HEADS = (
     "ForTokenClassification",
     "Backbone",
 )
-_EXPERTS = re.compile(r"^class \w*(Experts|SparseMLP|SparseMoeBlock|MoE|Moe)\(", re.MULTILINE)
+_EXPERTS = re.compile(
+    r"^class \w*(Experts|SparseMLP|SparseMoeBlock|MoE|Moe)\(",
+    re.MULTILINE,
+)
 # families with experts of their own kind, and why they cannot go through an interface for stacked
 # SwiGLU-like experts
 OUTSIDE = {
@@ -131,7 +134,10 @@ def _layers(default: PreTrainedConfig) -> dict:
 
 
 def config_of(family: str) -> PreTrainedConfig:
-    return small_config(model_class(family).config_class, CHANGES.get(family, {}))
+    return small_config(
+        model_class(family).config_class,
+        CHANGES.get(family, {}),
+    )
 
 
 def build(family: str) -> PreTrainedModel:
@@ -176,7 +182,11 @@ def experts_alone(family: str, name: str) -> nn.Module:
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if is_experts(module)}
+    values = {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            values[name] = module
+    return values
 
 
 def batch(rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
@@ -223,7 +233,9 @@ def _between(module: nn.Module) -> tuple[str, str]:
 @torch.no_grad()
 def row(family: str, model: PreTrainedModel) -> str:
     """The model's line in docs/families.md."""
-    kinds = {(_weights(module), *_between(module)) for module in experts_of(model).values()}
+    kinds = set()
+    for module in experts_of(model).values():
+        kinds.add((_weights(module), *_between(module)))
     output = run(model, "eager", output_router_logits=True)
     also = ["generate"] if model.can_generate() else []
     also += [what for key, what in EXTRAS.items() if output.get(key) is not None]

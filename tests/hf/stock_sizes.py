@@ -130,10 +130,20 @@ CHANGES = {
             }
         }
     },
-    "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 4}},
+    "glm5_next": {
+        "text_config": {
+            "qk_rope_head_dim": 0,
+            "head_dim": 0,
+            "index_kpool": 4,
+        }
+    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_hidden_layers": 4,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "muse_spark": {
         "audio_config": {

@@ -47,7 +47,11 @@ _CHANGES = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "ernie4_5": {"head_dim": 8},
     "phi3": {"original_max_position_embeddings": 128},
-    "gpt_neox": {"rope_theta": None, "num_key_value_heads": None, "rotary_emb_base": 1e5},
+    "gpt_neox": {
+        "rope_theta": None,
+        "num_key_value_heads": None,
+        "rotary_emb_base": 1e5,
+    },
 }
 
 
@@ -64,7 +68,10 @@ def dense(model_type: str = "llama", dtype: torch.dtype = torch.float32, **chang
     shows in the logits.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(dense_config(model_type, **changes), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        dense_config(model_type, **changes),
+        dtype=dtype,
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -90,14 +97,23 @@ def upcycled(model_type: str = "llama", layers=None, changes: dict | None = None
         for name, parameter in model.named_parameters():
             if ".mlp.experts." in name or ".mlp.gate." in name:
                 parameter.add_(
-                    torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 8
+                    torch.randn(
+                        parameter.shape,
+                        generator=generator,
+                    ).to(parameter.dtype)
+                    / 8
                 )
     return model
 
 
 def batch(rows: int = 2, length: int = 12) -> torch.Tensor:
     """Token ids without padding."""
-    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        3,
+        VOCAB,
+        (rows, length),
+        generator=torch.Generator().manual_seed(2),
+    )
 
 
 @torch.no_grad()
@@ -126,24 +142,42 @@ def assert_equal(values, expected) -> None:
 def gradients(model) -> dict[str, torch.Tensor]:
     """Copies of the gradients that there are, by the parameters' names."""
     parameters = model.named_parameters()
-    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+    values = {}
+    for name, p in parameters:
+        if p.grad is not None:
+            values[name] = p.grad.clone()
+    return values
 
 
 def trained(model) -> list[torch.nn.Parameter]:
     """The parameters that require a gradient."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    values = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            values.append(parameter)
+    return values
 
 
 def weights(model) -> dict[str, torch.Tensor]:
     """Copies of the parameters by name."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    values = {}
+    for name, parameter in model.named_parameters():
+        values[name] = parameter.detach().clone()
+    return values
 
 
 def state(model) -> dict[str, torch.Tensor]:
     """Copies of the state_dict's tensors."""
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    values = {}
+    for name, tensor in model.state_dict().items():
+        values[name] = tensor.clone()
+    return values
 
 
 def contents(folder) -> dict:
     """The bytes of a folder's files by path."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    values = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            values[path] = path.read_bytes()
+    return values

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import struct
 from pathlib import Path
 
@@ -41,34 +40,39 @@ pytestmark = [
 ]
 
 
-# reading and writing
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_round_trip(tmp_path, shards):
     tensors = ten_tensors()
     out = write(tmp_path / "out", tensors, 4000 // shards)
-    names = [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
-    expected = [SINGLE] if shards == 1 else [*names, INDEX]
-
-    assert sorted(file.name for file in out.iterdir()) == sorted(expected)
+    files = {SINGLE}
+    if shards > 1:
+        files = {f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)}
+        index = json.loads((out / INDEX).read_text())
+        assert index["metadata"] == {"total_size": 4000}
+    assert {file.name for file in out.glob("*.safetensors")} == files
     assert siblings(out) == []
     loaded = {}
-    for name in expected[:shards]:
+    for name in files:
         part = load_file(out / name)
         assert len(part) == 10 // shards
         with safe_open(out / name, "pt") as file:
             assert file.metadata() == {"format": "pt"}
         if shards > 1:
-            index = json.loads((out / INDEX).read_text())
-            assert index["metadata"] == {"total_size": 4000}
-            assert {key for key, shard in index["weight_map"].items() if shard == name} == set(part)
+            assert {index["weight_map"][key] for key in part} == {name}
         loaded |= part
-    with Checkpoint(out) as ours:
+    # a snapshot of the Hugging Face cache is a folder of links to blobs
+    (tmp_path / "snapshot").mkdir()
+    for file in out.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    with Checkpoint(tmp_path / "snapshot") as ours:
         assert ours.metadata == {"format": "pt"}
         assert ours.keys() == list(tensors)
-        assert ours.specs() == {key: TensorSpec((4, 25), torch.float32) for key in tensors}
+        assert ours.specs() == dict.fromkeys(tensors, TensorSpec((4, 25), torch.float32))
         for key, tensor in tensors.items():
             assert_same(loaded[key], tensor)
             assert_same(ours.get(key), tensor)
+            for handle in Path("/proc/self/fd").iterdir():
+                assert not os.path.realpath(handle).startswith(str(out)), "a shard is left open"
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -81,42 +85,40 @@ def test_every_dtype_is_read_as_safetensors_writes_and_written_as_it_reads(tmp_p
         "transposed": random_tensor(dtype, 5, 3).t(),
     }
     (tmp_path / "theirs").mkdir()
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "theirs" / SINGLE
-    )
-    write(tmp_path / "ours", tensors)
-    with (
-        Checkpoint(tmp_path / "theirs") as theirs,
-        Checkpoint(tmp_path / "ours") as ours,
-        safe_open(tmp_path / "ours" / SINGLE, "pt") as file,
-    ):
+    plain = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(plain, tmp_path / "theirs" / SINGLE)
+    file = write(tmp_path / "ours", tensors) / SINGLE
+    with Checkpoint(tmp_path / "theirs") as theirs, Checkpoint(tmp_path / "ours") as ours:
         assert theirs.specs() == ours.specs()
+        loaded = load_file(file)
         for key, tensor in tensors.items():
-            assert ours.specs()[key] == TensorSpec(tuple(tensor.shape), dtype)
-            assert ours.specs()[key].nbytes == len(raw(tensor))
-            for copy in (theirs.get(key), ours.get(key), file.get_tensor(key)):
+            spec = ours.specs()[key]
+            assert spec == TensorSpec(tuple(tensor.shape), dtype)
+            assert spec.nbytes == len(raw(tensor))
+            for copy in (theirs.get(key), ours.get(key), loaded[key]):
                 assert_same(copy, tensor)
         for row in range(3):
             assert_same(ours.get_rows("matrix", row), tensors["matrix"][row])
 
 
+ROWS = (0, 5, -1, slice(None), slice(2, 4), slice(-2, None), slice(3, 3), slice(4, 99))
+
+
 def test_get_rows_equals_indexing(tmp_path):
-    tensor = random_tensor(torch.bfloat16, 6, 3, 5)
-    write(
-        tmp_path / "out",
-        {"before": torch.ones(7), "w": tensor, "vector": torch.arange(4), "after": torch.ones(3)},
+    tensor = random_tensor(
+        torch.bfloat16,
+        6,
+        3,
+        5,
     )
+    tensors = {
+        "before": torch.ones(7),
+        "w": tensor,
+        "vector": torch.arange(4),
+    }
+    write(tmp_path / "out", tensors | {"after": torch.ones(3)})
     with Checkpoint(tmp_path / "out") as source:
-        for index in (
-            0,
-            5,
-            -1,
-            slice(None),
-            slice(2, 4),
-            slice(-2, None),
-            slice(3, 3),
-            slice(4, 99),
-        ):
+        for index in ROWS:
             assert_same(source.get_rows("w", index), tensor[index])
         assert_same(source.get_rows("vector", torch.tensor(2)), torch.tensor(2))
 
@@ -140,62 +142,28 @@ def test_get_rows_reads_those_bytes_only(tmp_path):
     assert all_rows >= 16 * row
 
 
-def test_a_file_larger_than_the_memory_is_read_row_by_row(tmp_path):
-    row = 2**20
-    rows = 3 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // row
-    size = rows * row
-    raw_file(
-        tmp_path / SINGLE,
-        {"w": {"dtype": "F32", "shape": [rows, row // 4], "data_offsets": [0, size]}},
-    )
-    with open(tmp_path / SINGLE, "r+b") as file:
-        start = file.seek(0, os.SEEK_END)
-        try:
-            file.truncate(start + size)
-        except OSError:
-            pytest.skip("this filesystem has no sparse files of that size")
-        file.seek(start + size - row)
-        file.write(b"\x01" * row)
-    with Checkpoint(tmp_path) as source:
-        assert source.specs()["w"].nbytes == size
-        assert raw(source.get_rows("w", -1)) == b"\x01" * row
-        assert raw(source.get_rows("w", rows // 2)) == bytes(row)
-
-
-def test_no_shard_is_left_open(tmp_path):
-    out = write(tmp_path / "out", ten_tensors(), 800)
-    with Checkpoint(out) as source:
-        for key in source:
-            source.get(key)
-            for handle in Path("/proc/self/fd").iterdir():
-                assert not os.path.realpath(handle).startswith(str(out))
-
-
 def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path):
     out = write(tmp_path / "out", ten_tensors(), 800)
     with Checkpoint(out) as source:
         source.get("layers.9.weight")
-        write(out, {key: tensor[:2] for key, tensor in ten_tensors().items()}, 400, overwrite=True)
-        with pytest.raises(
-            ValueError,
-            match=r"model-00001-of-00005.safetensors has changed since its header was read",
-        ):
+        # of the same sizes
+        write(
+            out,
+            {key: tensor + 1 for key, tensor in ten_tensors().items()},
+            800,
+            overwrite=True,
+        )
+        with pytest.raises(ValueError, match=r"model-00001-of-00005.safetensors has changed since"):
             source.get("layers.0.weight")
 
 
-def test_symlinked_files_are_followed(tmp_path):
-    """A snapshot of the Hugging Face cache is a folder of links to blobs."""
-    tensors = ten_tensors()
-    out = write(tmp_path / "out", tensors, 800)
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "blobs").mkdir()
-
-    for i, file in enumerate(sorted(out.iterdir())):
-        file.rename(tmp_path / "blobs" / str(i))
-        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{i}")
-    with Checkpoint(tmp_path / "snapshot") as source:
-        for key, tensor in tensors.items():
-            assert_same(source.get(key), tensor)
+def test_the_first_shards_metadata_wins(tmp_path):
+    for name in ("a", "b"):
+        tensors = {name: torch.zeros(1)}
+        save_file(tensors, tmp_path / f"{name}.safetensors", metadata={"of": name, name: "1"})
+    weight_map = {name: f"{name}.safetensors" for name in ("a", "b")}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert Checkpoint(tmp_path).metadata == {"of": "a", "a": "1", "b": "1"}
 
 
 # the writer
@@ -213,8 +181,8 @@ def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
         "conj": complex_.conj(),
         "imaginary of conj": complex_.conj().imag,
     }
-    want = {key: view.detach().clone() for key, view in views.items()}
-
+    expected = {key: view.detach().clone() for key, view in views.items()}
+    expected |= {"first": torch.full((3,), 1.0), "second": torch.full((3,), 2.0)}
     for max_shard_size in (10**6, 100, 1):
         with CheckpointWriter(tmp_path / "out", max_shard_size, overwrite=True) as writer:
             for key, view in views.items():
@@ -227,57 +195,39 @@ def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
         loaded = {}
         for file in (tmp_path / "out").glob("*.safetensors"):
             loaded |= load_file(file)
-        assert set(loaded) == {*want, "first", "second"}
-        for key, tensor in want.items():
+        assert loaded.keys() == expected.keys()
+        for key, tensor in expected.items():
             assert torch.equal(loaded[key], tensor), key
-        assert loaded["first"].tolist() == [1.0] * 3
-        assert loaded["second"].tolist() == [2.0] * 3
 
 
 def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
     sizes = [10, 60, 250, 30, 30, 30, 100, 5]
-    write(
-        tmp_path / "out",
-        {f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)},
-        100,
-    )
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
-    shards = []
-
-    for name in sorted(set(index["weight_map"].values())):
-        shards.append(sorted(load_file(tmp_path / "out" / name)))
-
-    assert shards == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"], ["t7"]]
+    tensors = {f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
+    out = write(tmp_path / "out", tensors, 100)
+    index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(sizes)
-
-
-def test_files_have_the_mode_that_the_umask_gives(tmp_path):
-    """save_file leaves 0600, which nobody else can read."""
-    for umask, mode in ((0o022, 0o644), (0o007, 0o660)):
-        old = os.umask(umask)
-        try:
-            out = write(tmp_path / oct(umask), ten_tensors(), 800)
-        finally:
-            os.umask(old)
-        assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {mode}
+    shards = [sorted(load_file(file)) for file in sorted(out.glob("*.safetensors"))]
+    assert shards == [
+        ["t0", "t1"],
+        ["t2"],
+        ["t3", "t4", "t5"],
+        ["t6"],
+        ["t7"],
+    ]
 
 
 @pytest.mark.parametrize(
     "tensor, message",
     [
-        pytest.param(torch.zeros(2).to_sparse(), "torch.sparse_coo", id="sparse"),
-        pytest.param(torch.zeros(2, device="meta"), "on meta", id="meta"),
-        pytest.param(torch.zeros(2, dtype=torch.complex128), "torch.complex128", id="dtype"),
-        pytest.param([1.0], "a list", id="list"),
-        pytest.param(
-            torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub", id="subclass"
-        ),
+        (torch.zeros(2).to_sparse(), "torch.sparse_coo"),
+        (torch.zeros(2, device="meta"), "on meta"),
+        (torch.zeros(2, dtype=torch.complex128), "torch.complex128"),
+        ([1.0], "a list"),
+        (torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub"),
     ],
 )
 def test_add_refuses_what_cannot_be_stored(tmp_path, tensor, message):
-    with pytest.raises(
-        ValueError, match=rf"Tensor 'bad' must be a plain dense tensor .*but got .*{message}"
-    ):
+    with pytest.raises(ValueError, match=rf"'bad' must be a plain dense .*but got .*{message}"):
         write(tmp_path / "out", {"good": torch.zeros(2), "bad": tensor})
     assert siblings(tmp_path / "out") == []
 
@@ -291,9 +241,35 @@ def test_keys_are_used_once_and_other_files_are_copied(tmp_path):
                 writer.add(key, torch.zeros(2))
         writer.copy_file(tmp_path / "config.json")
         writer.write_text("notes.txt", "grüße")
-
     assert sorted(snapshot(tmp_path / "out")) == ["config.json", SINGLE, "notes.txt"]
     assert (tmp_path / "out" / "notes.txt").read_bytes() == "grüße".encode()
+
+
+def write_sparse(folder: Path, shards: int, per_shard: int) -> list[str]:
+    """Write shards of holes; the last number of each tensor tells which it is."""
+    size = 10**7
+    weight_map = {}
+    folder.mkdir()
+    for shard in range(shards):
+        header = {}
+        file = folder / f"part-{shard:02d}.safetensors"
+        for i in range(per_shard):
+            key = f"w{len(weight_map):02d}"
+            weight_map[key] = file.name
+            offsets = [i * size, i * size + size]
+            header[key] = {
+                "dtype": "F32",
+                "shape": [5, 500_000],
+                "data_offsets": offsets,
+            }
+        raw_file(file, header)
+        start = file.stat().st_size
+        with file.open("r+b") as stream:
+            for i in range(per_shard):
+                stream.seek(start + i * size + size - 4)
+                stream.write(struct.pack("<f", 1 + shard * per_shard + i))
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return list(weight_map)
 
 
 # bounded memory
@@ -328,39 +304,16 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
     """600 MB in 12 shards, with 80 MB allowed: enforced by RLIMIT_DATA, and measured as the peak
     resident set.
     """
-    source = tmp_path / "source"
     out = tmp_path / "out"
-    size = 10**7
-    weight_map = {}
-    source.mkdir()
-
-    for shard in range(12):
-        keys = [f"w{shard * 5 + i:02d}" for i in range(5)]
-        header = {
-            key: {
-                "dtype": "F32",
-                "shape": [5, 500_000],
-                "data_offsets": [i * size, i * size + size],
-            }
-            for i, key in enumerate(keys)
-        }
-        file = source / f"part-{shard:02d}.safetensors"
-        raw_file(file, header)
-        start = file.stat().st_size
-        with open(file, "r+b") as stream:
-            for i, key in enumerate(keys):
-                stream.seek(start + i * size + size - 4)
-                stream.write(struct.pack("<f", 1 + shard * 5 + i))
-                weight_map[key] = file.name
-    (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    done = limited.run(COPY, source, out)
+    keys = write_sparse(tmp_path / "source", 12, 5)
+    done = limited.run(COPY, tmp_path / "source", out)
     assert done.returncode == 0, done.stderr
     growth, *refused = done.stdout.splitlines()
     assert int(growth.split()[1]) < 80 * 10**6
     assert refused == ["refused"]
     with Checkpoint(out) as copy:
         assert len(list(out.glob("*.safetensors"))) == 12
-        assert copy.keys() == list(weight_map)
+        assert copy.keys() == keys
         for i, key in enumerate(copy):
             assert copy.get_rows(key, 4)[-1] == 1 + i
     shutil.rmtree(tmp_path)
@@ -370,18 +323,15 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
 @pytest.mark.parametrize(
     "size, value",
     [
-        (1, 1),
         (2 * 2**30, 2**31),
         ("123", 123),
         ("5B", 5),
         ("2GB", 2 * 10**9),
-        ("500MB", 5 * 10**8),
         ("500 mb", 5 * 10**8),
         ("1.5GiB", 3 * 2**29),
         ("4KIB", 4096),
         ("0.1KB", 100),
         ("2TB", 2 * 10**12),
-        (2**63 + 1, 2**63 + 1),
     ],
 )
 def test_parse_size(size, value):
@@ -397,7 +347,6 @@ def test_parse_size(size, value):
         "GB",
         "2XB",
         "2G",
-        "5IB",
         "-2GB",
         "1e9",
         "0GB",
@@ -405,11 +354,8 @@ def test_parse_size(size, value):
         "2GB ",
         None,
         True,
-        "２GB x",
     ],
 )
 def test_parse_size_refuses(size):
-    with pytest.raises(
-        ValueError, match=rf"size must be a number of bytes .*but got {re.escape(repr(size))}"
-    ):
+    with pytest.raises(ValueError, match=rf"size must be .*but got {re.escape(repr(size))}"):
         parse_size(size)

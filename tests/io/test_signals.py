@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
+from moe_runtime.io import signals
 from tests.hf.tiny import dense
 from tests.papers.xft.test_study import make_recipe
 from tests.support.cli import program_of
@@ -55,7 +57,13 @@ cli.main(program.commands)
 
 def stopped(title: str, at: float, number: int, *arguments) -> subprocess.CompletedProcess:
     """Run the command, which gets the signal at that point."""
-    return forked(COMMAND, title, at, int(number), *arguments)
+    return forked(
+        COMMAND,
+        title,
+        at,
+        int(number),
+        *arguments,
+    )
 
 
 def completed(*arguments) -> subprocess.CompletedProcess:
@@ -83,20 +91,31 @@ STOPS = pytest.mark.parametrize(
 @STOPS
 def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
     dense("llama").save_pretrained(tmp_path / "dense")
-    upcycle = ("xft", "upcycle", tmp_path / "dense", tmp_path / "moe", "--top-k", 2)
-    done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4)
-
+    out = tmp_path / "moe"
+    upcycle = ("xft", "upcycle", tmp_path / "dense", out, "--top-k", 2, "--num-experts", 4)
+    done = stopped(
+        "upcycling",
+        1,
+        number,
+        *upcycle,
+    )
     assert done.returncode == 128 + number, done.stderr
     assert done.stdout == ""
     assert last_line(done) == f"{word}; no incomplete output was left"
     assert os.listdir(tmp_path) == ["dense"]
 
-    (tmp_path / "moe").mkdir()
-    (tmp_path / "moe" / "note").write_text("old")
-    done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4, "--overwrite")
+    out.mkdir()
+    (out / "note").write_text("old")
+    done = stopped(
+        "upcycling",
+        1,
+        number,
+        *upcycle,
+        "--overwrite",
+    )
     assert last_line(done) == f"{word}; no incomplete output was left"
     assert sorted(os.listdir(tmp_path)) == ["dense", "moe"]
-    assert (tmp_path / "moe" / "note").read_text() == "old"
+    assert (out / "note").read_text() == "old"
 
 
 # moe-runtime, which sends itself a signal while its verbs are imported, or while its words are
@@ -130,68 +149,96 @@ cli.main()
 
 @STOPS
 @pytest.mark.parametrize(
-    "place", ["typer", "moe_runtime.cli.verbs", "parsing", "moe_runtime.tools.doctor"]
+    "place, rest",
+    [
+        ("typer", ""),
+        ("parsing", ""),
+        # within the verb it is known that it writes nothing
+        ("moe_runtime.tools.doctor", "; no incomplete output was left"),
+    ],
 )
-def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
-    command = [sys.executable, "-c", EARLY, place, str(int(number))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-
+def test_a_signal_before_a_verb_runs_ends_alike(place, rest, number, word):
+    command = [
+        sys.executable,
+        "-c",
+        EARLY,
+        place,
+        str(int(number)),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 128 + number
     assert done.stdout == ""
-    # within the verb it is known that it writes nothing
-    assert done.stderr == (
-        f"{word}; no incomplete output was left\n"
-        if place == "moe_runtime.tools.doctor"
-        else f"{word}\n"
-    )
+    assert done.stderr == f"{word}{rest}\n"
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     """A recipe of few steps without save_steps: only the interruption writes a checkpoint."""
     folder = tmp_path_factory.mktemp("interrupted")
-    path = folder / "recipe.yaml"
-    path.write_text(
-        yaml.safe_dump({"method": "xft"} | make_recipe(folder, tune__save_steps=None).to_dict())
-    )
-    return path
+    values = make_recipe(folder, tune__save_steps=None).to_dict()
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"method": "xft"} | values))
+    return folder / "recipe.yaml"
 
 
-@pytest.fixture(scope="module")
-def whole(recipe) -> dict:
-    """The dense model that the recipe makes when nobody disturbs it."""
-    done = completed("papers", "run", recipe, "--out", recipe.parent / "whole", "--json")
+def weights(done: subprocess.CompletedProcess) -> dict:
+    """Those of the last model that a run says it made."""
     assert done.returncode == 0, done.stderr
-    return weights(json.loads(done.stdout))
-
-
-def weights(result: dict) -> dict:
-    return load_file(Path(result["results"][-1]["folder"], "model.safetensors"))
+    folder = json.loads(done.stdout)["results"][-1]["folder"]
+    return load_file(Path(folder, "model.safetensors"))
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_path):
+def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, tmp_path):
+    whole = completed(
+        "papers",
+        "run",
+        recipe,
+        "--out",
+        recipe.parent / "whole",
+        "--json",
+    )
     out = tmp_path / "out"
-    done = stopped("moe", 2, signal.SIGINT, "papers", "run", recipe, "--out", out)
+    done = stopped(
+        "moe",
+        2,
+        signal.SIGINT,
+        "papers",
+        "run",
+        recipe,
+        "--out",
+        out,
+    )
     assert done.returncode == 130, done.stderr
     word, _, command = last_line(done).partition("; rerun to resume: ")
     assert word == "interrupted"
-    command = shlex.split(command)
-    assert command == ["python", "-m", "papers", "run", str(recipe), "--out", str(out)]
+    assert command == shlex.join(
+        [
+            "python",
+            "-m",
+            "papers",
+            "run",
+            str(recipe),
+            "--out",
+            str(out),
+        ]
+    )
     assert "stopping after this step with a checkpoint" in done.stderr
     assert [path.name for path in out.glob("*.checkpoints/checkpoint-*")] == ["checkpoint-2"]
     assert not list(out.glob(".*.tmp-*")), "a half written stage is left"
-    again = completed(*command, "--json")
-    assert again.returncode == 0, again.stderr
-    found = weights(json.loads(again.stdout))
-    assert found.keys() == whole.keys()
-    assert all(found[name].equal(whole[name]) for name in whole)
+    again = weights(completed(*shlex.split(command), "--json"))
+    for name, value in weights(whole).items():
+        assert again[name].equal(value)
     assert not list(out.glob("*.checkpoints"))
 
 
-@pytest.mark.slow
-def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
-    code = """
+# moe-runtime train, which is terminated in its second step
+TRAIN = """
 import os, signal, sys
 from moe_runtime import cli
 
@@ -209,45 +256,49 @@ saving.StopCallback.on_step_end = at_step_two
 sys.argv = ["moe-runtime", *sys.argv[1:]]
 cli.main()
 """
+
+
+@pytest.mark.slow
+def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
     folder = recipe.parent
     out = tmp_path / "tuned"
     arguments = [
         "train",
         "--model",
-        folder / "base",
+        str(folder / "base"),
         "--data",
-        folder / "rows.jsonl",
+        str(folder / "rows.jsonl"),
+    ]
+    arguments += [
         "--output_dir",
-        out,
+        str(out),
         "--max_steps",
         "4",
+        "--json",
     ]
-    arguments = [*map(str, arguments), "--json"]
     # a whole start of Python: what other packages would print is settled before they are imported
+    command = [sys.executable, "-c", TRAIN, *arguments]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        command,
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-
     assert done.returncode == 143, done.stderr
-    line = (
+    assert last_line(done) == (
         f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue "
         "from it"
     )
-    assert last_line(done) == line
     assert "Warning" not in done.stderr
     assert "it/s]" not in done.stderr
     again = completed(*arguments, "--resume_from_checkpoint", "true")
-    assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["path"] == str(out), again.stderr
     assert "after step 4" in again.stderr
 
 
 def test_signals_that_are_ignored_stay_ignored():
-    from moe_runtime.io import signals
-
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with signals.sigterm_raises(), signals.after_the_step() as stopping:
@@ -263,26 +314,27 @@ def ranks(tmp_path_factory) -> list[dict]:
     """What each of two processes says of signals that reach them in different steps
     (tests/support/dist_interruption.py).
     """
-    import torch
-
     folder = tmp_path_factory.mktemp("ranks")
-    launch(ROOT / "tests" / "support" / "dist_interruption.py", 2, folder, str(folder))
+    launch(
+        ROOT / "tests" / "support" / "dist_interruption.py",
+        2,
+        folder,
+        str(folder),
+    )
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.parametrize(
     "case, how, steps",
-    [
-        pytest.param("one of them", "Terminated", 2, id="a signal to one"),
-        pytest.param("all, not together", "KeyboardInterrupt", 1, id="signals in different steps"),
-    ],
+    [("one of them", "Terminated", 2), ("all, not together", "KeyboardInterrupt", 1)],
 )
 def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, steps):
-    for one in ranks:
-        found = one[case]
-        whole = one["whole"]["weights"]
-        assert (found["how"], found["steps"]) == (how, list(range(1, steps + 1)))
-        assert found["saved"] == [f"checkpoint-{steps}"]
-        assert found["next"] == "done"
-        assert found["again"] == list(range(steps + 1, 5))
-        assert all(found["weights"][name].equal(whole[name]) for name in whole)
+    for rank in ranks:
+        run = rank[case]
+        assert run["how"] == how
+        assert run["steps"] == list(range(1, steps + 1))
+        assert run["saved"] == [f"checkpoint-{steps}"]
+        assert run["next"] == "done"
+        assert run["again"] == list(range(steps + 1, 5))
+        for name, value in rank["whole"]["weights"].items():
+            assert run["weights"][name].equal(value)

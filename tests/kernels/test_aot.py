@@ -49,7 +49,14 @@ def name(job: tuple[int, int]) -> str:
 @pytest.mark.stress
 @pytest.mark.parametrize("job", NVIDIA, ids=name)
 def test_compiles_to_what_it_should(reports, job):
-    assert aot.complaints(CASES[job[0]], job[1], reports[job]) == []
+    assert (
+        aot.complaints(
+            CASES[job[0]],
+            job[1],
+            reports[job],
+        )
+        == []
+    )
 
 
 @pytest.mark.slow
@@ -115,7 +122,15 @@ def test_every_config_has_a_case(arch):
         for _, tile in rows:
             tile = tiles.clip(
                 tile,
-                tiles.Problem(kernel, arch, "bfloat16", 2048, 2048, 4096, gated=kernel == "up"),
+                tiles.Problem(
+                    kernel,
+                    arch,
+                    "bfloat16",
+                    2048,
+                    2048,
+                    4096,
+                    gated=kernel == "up",
+                ),
             )
             title = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}" + " joined" * tile.JOINED
             assert (kernel, title, tile.num_warps, tile.num_stages, tile.TMA) in launched
@@ -156,7 +171,9 @@ def test_gate_sees(change, says):
     case = Case("a._kernel", {}, {}, expect=("mma.sync", "cp.async"), max_registers=128)
     good = Report(registers=128, shared=101376, features=("mma.sync", "cp.async"))
     bad = aot.complaints(case, 86, good._replace(**change))
-    assert len(bad) == (says is not None) and all(says in line for line in bad)
+    assert len(bad) == (says is not None)
+    for line in bad:
+        assert says in line
 
 
 @pytest.mark.parametrize(
@@ -172,7 +189,9 @@ def test_gate_sees_what_is_not_for_blackwell(constants, says):
     case = Case("grouped_gemm._up_fwd_kernel", {}, constants)
     assert aot.complaints(case, 90, Report()) == []
     bad = aot.complaints(case, 100, Report())
-    assert len(bad) == (says is not None) and all(says in line for line in bad)
+    assert len(bad) == (says is not None)
+    for line in bad:
+        assert says in line
 
 
 @pytest.mark.slow
@@ -180,34 +199,49 @@ def test_gate_sees_a_config_that_is_too_large():
     tile = tiles.Tile(128, 128, 64, num_warps=4, num_stages=6)
     (case,) = aot.record(lambda: grouped_gemm.Layer().up_forward(tile))
     (report,) = aot.compile_all([(case, 80)])
-    bad = " ".join(aot.complaints(case._replace(expect=("wgmma",)), 80, report))
-    assert (
-        "spills into" in bad
-        and "bytes of shared memory" in bad
-        and "no wgmma; has mma.sync, cp.async" in bad
+    bad = " ".join(
+        aot.complaints(
+            case._replace(expect=("wgmma",)),
+            80,
+            report,
+        )
     )
+    assert "spills into" in bad
+    assert "bytes of shared memory" in bad
+    assert "no wgmma; has mma.sync, cp.async" in bad
 
 
 def test_cases_are_what_the_launcher_gives():
     (case,) = aot.record(
         lambda: grouped_gemm.Layer(bias=True).down_forward(tiles.Tile(64, 64, 32, TMA=True))
     )
-    assert (
-        case.signature["a"] == "tensordesc<bf16[64,32]>" and case.signature["y_ptr"] == "*bf16:16"
-    )
-    assert case.signature["num_m"] == "i32" and case.signature["K"] == "i32:16"
+    assert case.signature["a"] == "tensordesc<bf16[64,32]>"
+    assert case.signature["y_ptr"] == "*bf16:16"
+    assert case.signature["num_m"] == "i32"
+    assert case.signature["K"] == "i32:16"
     weight = case.signature["weight"]
-    assert weight["stride_k"] == 1 and weight["bias"] == "*bf16:16" and weight["scale"] is None
-    assert case.constants["TILE"]["TMA"] is True and case.constant("K_LAST") is True
+    assert weight["stride_k"] == 1
+    assert weight["bias"] == "*bf16:16"
+    assert weight["scale"] is None
+    assert case.constants["TILE"]["TMA"] is True
+    assert case.constant("K_LAST") is True
     (case,) = aot.record(
         lambda: grouped_gemm.Layer(odd=True).down_forward(tiles.Tile(64, 64, 32, TMA=True))
     )
+    assert case.signature["a"] == "*bf16:16"
+    assert case.signature["stride_a"] == "i32"
+    assert not case.constant("TMA")
     assert (
-        case.signature["a"] == "*bf16:16"
-        and case.signature["stride_a"] == "i32"
-        and not case.constant("TMA")
+        aot._type(
+            torch.empty(
+                0,
+                2**31,
+                dtype=torch.int8,
+                device="meta",
+            ).stride(0)
+        )
+        == "i64:16"
     )
-    assert aot._type(torch.empty(0, 2**31, dtype=torch.int8, device="meta").stride(0)) == "i64:16"
 
 
 # what Triton and ptxas are known to do wrongly
@@ -274,7 +308,11 @@ AGAIN = "@P0 BRA 0x10"
 @pytest.mark.parametrize(
     "program, wrong",
     [
-        pytest.param([MMA, PACK, WAIT], 1, id="before the wait"),
+        pytest.param(
+            [MMA, PACK, WAIT],
+            1,
+            id="before the wait",
+        ),
         pytest.param([MMA, WAIT, PACK], 0, id="after it"),
         pytest.param([MMA, "LDS.128 R22, [R1+0x10]", WAIT], 1, id="by the last two of four"),
         pytest.param(
@@ -355,7 +393,16 @@ def test_gates_see_what_is_planted_in_real_programs(tmp_path):
     (tmp_path / "mutant.py").write_text(PLANTED_KERNEL)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", PLANT, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    fences = (0, 1) if not importlib.metadata.version("triton").startswith("3.6.") else (1, 1)
+    if not importlib.metadata.version("triton").startswith("3.6."):
+        fences = (0, 1)
+    else:
+        fences = (1, 1)
     assert found == [fences, (0, 1), (0, 1)], done.stderr[-2000:]

@@ -22,7 +22,11 @@ from tests.support.dist_launch import launch
 PATHS = [
     path
     for path in sorted(METHODS.glob("*/recipes/*.yaml"))
-    if re.search("^# Machine", path.read_text(), re.MULTILINE)
+    if re.search(
+        "^# Machine",
+        path.read_text(),
+        re.MULTILINE,
+    )
 ]
 PATHS = [path for path in PATHS if path.stem != "smollm2"]  # of no paper
 MAGICODER = (
@@ -47,58 +51,90 @@ def test_every_recipe_is_rehearsed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    PATHS,
+    ids=lambda path: path.stem,
+)
 def test_recipe_end_to_end(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of(str(path))
     rehearsal.save_hub(tmp_path, recipe)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(rehearsal.divided(recipe).to_dict()))
-    engine = re.search(r"^# Machine: .* GB(?:, (\w+))?", path.read_text(), re.MULTILINE)[1]
+    engine = re.search(
+        r"^# Machine: .* GB(?:, (\w+))?",
+        path.read_text(),
+        re.MULTILINE,
+    )[1]
     if engine is None:
         done = CliRunner().invoke(app, ["run", "mine.yaml", "--out", "out"])
         assert done.exit_code == 0, (done.output, done.exception)
     else:
         (tmp_path / "out").mkdir()
-        launch(dist_rehearsal.__file__, 2, tmp_path, "out", engine, recipe.method, "mine.yaml")
+        launch(
+            dist_rehearsal.__file__,
+            2,
+            tmp_path,
+            "out",
+            engine,
+            recipe.method,
+            "mine.yaml",
+        )
     # what is there is found again by one process, whatever engine made it
     study = importlib.import_module(f"papers.{recipe.method}.study")
     before = {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")}
-    results = study.run("mine.yaml", tmp_path / "out", say=lambda text: None)
+    results = study.run(
+        "mine.yaml",
+        tmp_path / "out",
+        say=lambda text: None,
+    )
     assert {
         one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")
     } == before
-    assert all(math.isfinite(one.loss) for one in results)
+    for one in results:
+        assert math.isfinite(one.loss)
     base = results[0]
     last = results[-1]
-    assert last.loss != base.loss and last.steps > 0
-    _check(recipe, path.stem, base, last, tmp_path / "out")
+    assert last.loss != base.loss
+    assert last.steps > 0
+    _check(
+        recipe,
+        path.stem,
+        base,
+        last,
+        tmp_path / "out",
+    )
 
 
 def _check(recipe, name: str, base, last, out) -> None:
     kind, begins = WANTED[name]
     if recipe.method == "ultrafuser":
         fuser = ultrafuser.load(last.folder)
-        assert len(fuser.specialists) == 3 and all(
-            p.dtype == torch.bfloat16 for p in fuser.specialists.parameters()
-        )
-        assert last.source != base.source and last.trained_parameters > 0
+        assert len(fuser.specialists) == 3
+        for p in fuser.specialists.parameters():
+            assert p.dtype == torch.bfloat16
+        assert last.source != base.source
+        assert last.trained_parameters > 0
         return
     ids = AutoTokenizer.from_pretrained(next(out.glob("data-*")) / "tokenizer")
     part = {"xft": "train", "esft": "code-train", "upit": "code-train"}[recipe.method]
     stages = importlib.import_module(f"papers.{recipe.method}.study").Stages(
         "mine.yaml", out, say=lambda text: None
     )
-    assert re.match(begins, ids.decode(stages.part(part)[0]["input_ids"])), ids.decode(
-        stages.part(part)[0]["input_ids"]
-    )
-    folder = base.folder if recipe.method == "esft" else last.folder
+    assert re.match(
+        begins,
+        ids.decode(stages.part(part)[0]["input_ids"]),
+    ), ids.decode(stages.part(part)[0]["input_ids"])
+    if recipe.method == "esft":
+        folder = base.folder
+    else:
+        folder = last.folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert type(model).__name__ == kind and model.dtype == torch.bfloat16
+    assert type(model).__name__ == kind
+    assert model.dtype == torch.bfloat16
     config = AutoConfig.from_pretrained(recipe.base_model)
-    assert (
-        model.config.rope_parameters == config.rope_parameters
-        and model.config.vocab_size == config.vocab_size
-    )
+    assert model.config.rope_parameters == config.rope_parameters
+    assert model.config.vocab_size == config.vocab_size
     if recipe.method == "esft":
         adapter = esft.apply(model, last.folder)
         assert adapter is not None

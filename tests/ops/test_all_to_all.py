@@ -11,16 +11,12 @@ from moe_runtime.ops.moe_mlp import moe_mlp_reference
 from tests.support import dist_all_to_all as worker
 from tests.support import dist_launch
 from tests.support.dist_launch import Launches, launch
-
-
-def distance(got, want) -> float:
-    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+from tests.support.oracle import relative_error
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """By number of ranks: what each rank found."""
-
     launches = Launches(worker.__file__, tmp_path_factory)
 
     def of(ranks: int) -> list[dict]:
@@ -33,58 +29,79 @@ def results(tmp_path_factory):
 @functools.cache
 def in_one_process(name: str, ranks: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
     """Output and gradients of all ranks' tokens together, in float64 from what `dtype` holds."""
-    return together([worker.case(name, rank, dtype) for rank in range(ranks)], worker.stacks(dtype))
+    parts = [
+        worker.case(
+            name,
+            rank,
+            dtype,
+        )
+        for rank in range(ranks)
+    ]
+    return together(parts, worker.stacks(dtype))
 
 
 def together(parts: list[dict], stacks: dict) -> dict[str, torch.Tensor]:
     """Output and gradients of the ranks' `parts` in one process."""
     inputs = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     leaves = {key: stack.double().requires_grad_() for key, stack in stacks.items()}
-    x = inputs["x"].double().requires_grad_()
-    weight = inputs["weight"].double().requires_grad_()
+    leaves["x"] = inputs["x"].double().requires_grad_()
+    leaves["weight"] = inputs["weight"].double().requires_grad_()
     out = moe_mlp_reference(
-        x,
+        leaves["x"],
         leaves["up"],
         leaves["down"],
-        weight,
+        leaves["weight"],
         inputs["idx"],
         gate_up_bias=leaves["up_bias"],
         down_bias=leaves["down_bias"],
     )
     out.backward(inputs["dout"].double())
-    grads = {key: leaf.grad for key, leaf in leaves.items()} | {"x": x.grad, "weight": weight.grad}
+    grads = {key: leaf.grad for key, leaf in leaves.items()}
     return {"out": out.detach(), "grads": grads, "idx": inputs["idx"]}
 
 
 def check(ranks: list[dict], want: dict, scale: float, tolerance: float, note: str = "") -> None:
-    assert distance(torch.cat([rank["out"] for rank in ranks]), want["out"]) < tolerance, note
+    """Compare what the ranks found; gradients of the stacks are `scale` times the sum."""
+    out = torch.cat([rank["out"] for rank in ranks])
+    assert relative_error(out, want["out"]) < tolerance, note
     for key in ("x", "weight"):
-        assert (
-            distance(torch.cat([rank["grads"][key] for rank in ranks]), want["grads"][key])
-            < tolerance
-        ), (key, note)
+        grad = torch.cat([rank["grads"][key] for rank in ranks])
+        assert relative_error(grad, want["grads"][key]) < tolerance, (key, note)
     for rank in ranks:
         for key in worker.stacks():
-            assert distance(rank["grads"][key], want["grads"][key] * scale) < tolerance, (key, note)
+            grad = rank["grads"][key]
+            assert relative_error(grad, want["grads"][key] * scale) < tolerance, (key, note)
 
 
-CASES = [pytest.param(2, 1, id="2"), pytest.param(4, 1, id="4"), pytest.param(4, 2, id="2x2")]
+def counts_of(idx: torch.Tensor, experts: int) -> list[int]:
+    """Slots of each expert."""
+    return [int((idx == e).sum()) for e in range(experts)]
+
+
+def scale_of(gradients: str, ranks: int) -> float:
+    return 1 / ranks if gradients == "mean" else 1.0
 
 
 @pytest.mark.parametrize("gradients", ["mean", "sum"])
 @pytest.mark.parametrize("name", worker.TOKENS)
-@pytest.mark.parametrize(("ranks", "ndim"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "ndim"),
+    [
+        pytest.param(2, 1, id="2"),
+        pytest.param(4, 1, id="4"),
+        pytest.param(4, 2, id="2x2"),
+    ],
+)
 def test_equals_one_process(ranks, ndim, name, gradients, results):
     """A rank without tokens, an expert without tokens and dropped slots get gradients of zeros, not
     none.
     """
     want = in_one_process(name, ranks)
     got = [result[name, ndim, gradients] for result in results(ranks)]
-    check(got, want, 1 / ranks if gradients == "mean" else 1.0, 1e-12)
+    check(got, want, scale_of(gradients, ranks), 1e-12)
     for rank, result in enumerate(got):
         idx = worker.case(name, rank)["idx"]
-        counts = [int((idx == e).sum()) for e in range(worker.E)]
-        assert result["offsets"].diff().tolist() == counts
+        assert result["offsets"].diff().tolist() == counts_of(idx, worker.E)
 
 
 @pytest.mark.stress
@@ -97,53 +114,67 @@ def test_drawn_sizes_and_routings_equal_one_process(ranks, results):
     for seed in range(worker.DRAWN):
         drawn = worker.Drawn(seed, ranks)
         parts = [drawn.case(rank) for rank in range(ranks)]
-        want = together(parts, drawn.stacks())
         got = [result["drawn", seed] for result in found]
         note = f"seed {seed}: {drawn.tokens} tokens, {drawn.K} of {drawn.E}, {drawn.towards}"
-        assert all(rank["grads"][key].isfinite().all() for rank in got for key in rank["grads"]), (
-            note
-        )
-        check(got, want, 1 / ranks if drawn.gradients == "mean" else 1.0, 1e-12, note)
+        want = together(parts, drawn.stacks())
+        check(got, want, scale_of(drawn.gradients, ranks), 1e-12, note)
         for part, rank in zip(parts, got, strict=True):
             assert rank["out"].shape == part["x"].shape
-            assert rank["offsets"].diff().tolist() == [
-                int((part["idx"] == e).sum()) for e in range(drawn.E)
-            ], note
+            assert rank["offsets"].diff().tolist() == counts_of(part["idx"], drawn.E), note
 
 
 def test_what_is_drawn_hurts():
-    drawn = [worker.Drawn(seed, ranks) for seed in range(150) for ranks in (2, 4)]
+    drawn = []
+    for seed in range(150):
+        drawn += [worker.Drawn(seed, 2), worker.Drawn(seed, 4)]
+    totals = [sum(one.tokens) for one in drawn]
     assert {one.towards for one in drawn} == set(worker.TOWARDS)
-    assert any(sum(one.tokens) == 0 for one in drawn) and any(sum(one.tokens) == 1 for one in drawn)
+    assert 0 in totals
+    assert 1 in totals
     assert any(0 in one.tokens and sum(one.tokens) > 30 for one in drawn)
 
 
 def test_cases_are_what_they_say():
     assert worker.case("empty_rank", 1)["x"].shape == (0, worker.H)
-    assert set(worker.case("one_expert", 0)["idx"].flatten().tolist()) == {5}
+    assert (worker.case("one_expert", 0)["idx"] == 5).all()
     dropped = in_one_process("dropped", 2)
-    assert ((dropped["idx"] < 0) | (dropped["idx"] >= worker.E)).any() and dropped["out"].norm() > 0
+    assert ((dropped["idx"] < 0) | (dropped["idx"] >= worker.E)).any()
+    assert dropped["out"].any()
     nothing = in_one_process("all_dropped", 2)
-    assert nothing["out"].norm() == 0 and nothing["grads"]["up"].norm() == 0
+    assert not nothing["out"].any()
+    assert not nothing["grads"]["up"].any()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_dtypes(dtype, ranks, results, tolerance):
     got = [result[str(dtype).removeprefix("torch.")] for result in results(ranks)]
-    assert got[0]["out"].dtype == dtype and got[0]["grads"]["weight"].dtype == torch.float32
-    check(got, in_one_process("ragged", ranks, dtype), 1 / ranks, tolerance[dtype])
+    assert got[0]["out"].dtype == dtype
+    assert got[0]["grads"]["weight"].dtype == torch.float32
+    check(
+        got,
+        in_one_process("ragged", ranks, dtype),
+        1 / ranks,
+        tolerance[dtype],
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_go_where_they_are_sent(ranks, results):
     for rank, result in enumerate(results(ranks)):
         rows = result["rows"]
-        assert rows["there"].flatten().tolist() == [
-            10 * s + rank for s in range(ranks) for _ in range(s + rank + 1)
-        ]
+        there = []
+        for sender in range(ranks):
+            there += [10 * sender + rank] * (sender + rank + 1)
+        assert rows["there"].flatten().tolist() == there
         assert torch.equal(rows["back"], 2 * rows["sent"])
-        assert rows["grad"].flatten().tolist() == [2 * i for i in range(len(rows["sent"]))]
+        assert rows["grad"].flatten().tolist() == list(
+            range(
+                0,
+                2 * len(rows["sent"]),
+                2,
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,14 +208,3 @@ def test_a_deadlock_ends(tmp_path, monkeypatch):
     script.write_text("import time\ntime.sleep(3000)\n")
     with pytest.raises(AssertionError, match="rank 0 of 2 ended with -9"):
         launch(script, 2, tmp_path)
-
-
-def test_a_launch_that_failed_is_not_repeated(tmp_path, tmp_path_factory):
-    script = tmp_path / "fails.py"
-    runs = tmp_path / "runs"
-    script.write_text(f"open({str(runs)!r}, 'a').write('x')\nraise SystemExit(3)\n")
-    launches = Launches(str(script), tmp_path_factory)
-    for _ in range(2):
-        with pytest.raises(AssertionError, match="rank 0 of 1 ended with 3"):
-            launches(1)
-    assert runs.read_text() == "x"

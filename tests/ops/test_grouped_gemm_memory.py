@@ -25,6 +25,7 @@ from tests.support.rows import (
 pytest.importorskip("triton")
 from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward, operands
 from moe_runtime.kernels.tiles import Tile
+from tests.ops import test_grouped_gemm_kernel as near
 
 # on a GPU a wrong index is not reported, it ends the process; and far elements take real memory
 pytestmark = pytest.mark.skipif(
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 TILE = Tile(16, 16, 16)
 HALF = torch.float16
+FORM = {"act": "gelu", "gated": False, "tile": TILE}
 # row * stride is 2^31 - 1 (the elements behind cross over), 2^31, 2^31 + 1, and every factor fits
 # in int32
 FAR = [
@@ -41,30 +43,47 @@ FAR = [
 ]
 
 
+def half(*shape):
+    return torch.randn(shape).to(HALF)
+
+
 # wrong maps and indices
-def product(tiles, a=None):
-    a = torch.randn(40, 16) if a is None else a
-    weight = torch.randn(2, 16, 16)
-    return grouped_gemm.grouped_gemm_forward(
-        a, weight, None, torch.tensor(tiles, dtype=torch.int32), True, TILE
-    )
-
-
 @pytest.mark.parametrize(
     "tiles, words",
     [
-        pytest.param([[0], [32], [41]], "out of bounds", id="a tile ends behind the last row"),
         pytest.param(
-            [[0], [-1], [8]], "out of bounds", id="a tile begins in front of the first row"
+            [[0], [32], [41]],
+            "out of bounds",
+            id="a tile ends behind the last row",
         ),
-        pytest.param([[2], [0], [16]], "out of bounds", id="an expert that is not there"),
-        pytest.param([[0, 1, 0], [0, 16, 0], [16, 32, 16]], "write race", id="a tile twice"),
-        pytest.param([[0, 0, 1], [0, 15, 32], [32, 32, 40]], "write race", id="tiles that overlap"),
+        pytest.param(
+            [[0], [-1], [8]],
+            "out of bounds",
+            id="it begins in front of the first row",
+        ),
+        pytest.param(
+            [[2], [0], [16]],
+            "out of bounds",
+            id="an expert that is not there",
+        ),
+        pytest.param(
+            [[0, 1, 0], [0, 16, 0], [16, 32, 16]],
+            "write race",
+            id="a tile twice",
+        ),
+        pytest.param(
+            [[0, 0, 1], [0, 15, 32], [32, 32, 40]],
+            "write race",
+            id="tiles that overlap",
+        ),
     ],
 )
 def test_wrong_tile_map_is_seen(tiles, words):
+    a = torch.randn(40, 16)
+    weight = torch.randn(2, 16, 16)
+    tiles = torch.tensor(tiles, dtype=torch.int32)
     with pytest.raises(Exception, match=words):
-        product(tiles)
+        grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
 
 
 @pytest.mark.parametrize("slot", [-3, 40])
@@ -72,10 +91,20 @@ def test_wrong_slot_is_seen(slot):
     rows = make_rows([20, 20], 0, 2)
     rows.row_slot[7] = slot
     tiles = tile_map(rows.offsets, 40, 16)
+    x = torch.randn(20, 16)
     up = torch.randn(2, 16, 16)
     with pytest.raises(Exception, match="out of bounds"):
         grouped_gemm.up_forward(
-            torch.randn(20, 16), up, None, rows.row_slot, tiles, 2, "silu", False, False, TILE
+            x,
+            up,
+            None,
+            rows.row_slot,
+            tiles,
+            2,
+            "silu",
+            False,
+            False,
+            TILE,
         )
 
 
@@ -102,28 +131,52 @@ class _OneTile:
         return self.kernel[(1, *grid[1:])]
 
 
-def launch_one_tile(monkeypatch):
-    """From here on every launch runs its first program alone, of every expert."""
+@pytest.fixture
+def one_tile(monkeypatch, unfilled):
+    """Every launch runs its first program alone, of every expert."""
     for module in (grouped_gemm, grouped_gemm_backward):
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, _OneTile(getattr(module, name)))
 
 
-@pytest.fixture
-def one_tile(monkeypatch, unfilled):
-    launch_one_tile(monkeypatch)
-
-
 def far(shape, stride):
     """Zeros of `shape`, strided over memory that is not there."""
-    size = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    size = 1
+    for n, s in zip(shape, stride, strict=True):
+        size += (n - 1) * s
     return sparse(size, HALF).as_strided(shape, stride)
 
 
-def near(t):
-    """The same numbers without the stride; few of them."""
-    return t.clone(memory_format=torch.contiguous_format)
+def check_weight_gradient(dy, x, rows, gather=None):
+    order = (rows.row_slot, rows.offsets, rows.slots)
+    dw = grouped_gemm_backward.weight_backward(dy, x, *order, gather, TILE)
+    assert_rounded_once(
+        dw,
+        weight_rows(
+            dy,
+            x,
+            rows,
+            gather,
+            len(rows.offsets) - 1,
+        ),
+    )
+
+
+def check_bias_gradient(dy, weight, rows):
+    order = (rows.row_slot, rows.offsets, rows.slots)
+    of_tokens = weight is not None
+    db = grouped_gemm_backward.bias_backward(dy, weight, *order, of_tokens)
+    assert_rounded_once(
+        db,
+        bias_rows(
+            dy,
+            weight,
+            rows,
+            of_tokens,
+            len(rows.offsets) - 1,
+        ),
+    )
 
 
 @pytest.mark.parametrize("row, stride", FAR)
@@ -131,92 +184,92 @@ def test_token_rows(row, stride, room):
     """x of the up projection and of dW_up, dout of dz and of dW_down: gathered by token."""
     rows = make_rows([row], row + 2, 2)
     rows.row_slot[:] = torch.arange(2 * row + 2).flip(0).int()  # the last tokens first
-    tiles = tile_map(rows.offsets, 2 * row + 2, 16)
     x = far((row + 1, 20), (stride, 1))
     x[:] = torch.randn(row + 1, 20)
     x[row, 0] = 3.0
-    up, down = (torch.randn(s).to(HALF) for s in ((1, 8, 20), (1, 20, 8)))
-    _, h = grouped_gemm.up_forward(x, up, None, rows.row_slot, tiles, 2, "gelu", False, False, TILE)
-    assert_rounded_once(h, up_rows(x, up, None, rows, "gelu", False)[1])
+    near.check_up(rows, x, half(1, 8, 20), **FORM)
     weight = torch.rand(row + 1, 2)
-    z = torch.randn(2 * row + 2, 8).to(HALF)
-    dz, _, partial = grouped_gemm_backward.dz_backward(
-        x, down, None, weight, rows.row_slot, tiles, z, "gelu", False, False, TILE
+    z = half(2 * row + 2, 8)
+    near.check_dz(
+        rows,
+        x,
+        half(1, 20, 8),
+        weight,
+        z,
+        **FORM,
     )
-    want_dz, _, want_dweight = dz_rows(x, down, None, weight, z, rows, "gelu", False)
-    assert_rounded_once(dz, want_dz)
-    torch.testing.assert_close(
-        partial.double().sum(1), want_dweight, rtol=1e-4, atol=1e-4, equal_nan=True
-    )
-    order = (rows.row_slot, rows.offsets, 2)
-    dup = grouped_gemm_backward.weight_backward(z, x, *order, "x", TILE)
-    assert_rounded_once(dup, weight_rows(z, x, rows, "x", 1))
-    ddown = grouped_gemm_backward.weight_backward(x, z, *order, "dy", TILE)
-    assert_rounded_once(ddown, weight_rows(x, z, rows, "dy", 1))
-    db = grouped_gemm_backward.bias_backward(x, weight, *order, True)
-    assert_rounded_once(db, bias_rows(x, weight, rows, True, 1))
+    check_weight_gradient(z, x, rows, "x")
+    check_weight_gradient(x, z, rows, "dy")
+    check_bias_gradient(x, weight, rows)
 
 
 @pytest.mark.parametrize("row, stride", FAR)
 def test_rows_in_expert_order(row, stride, room):
-    rows = make_rows([row, 1], 0, 1)  # the last row begins a tile
     a = far((row + 1, 20), (stride, 1))
     a[:] = torch.randn(row + 1, 20)
-    weight = torch.randn(2, 8, 20).to(HALF)
-    x = torch.randn(row + 1, 8).to(HALF)
+    x = half(row + 1, 8)
     for counts in ([row, 1], [0, row + 1]):  # the far row begins a tile, or lies inside one
         rows = make_rows(counts, 0, 1)
-        tiles = tile_map(rows.offsets, row + 1, 16)
-        order = (rows.row_slot, rows.offsets, 1)
-        y = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
-        assert_rounded_once(y, product_rows(a, weight, None, rows))
-        dw = grouped_gemm_backward.weight_backward(a, x, *order, None, TILE)
-        assert_rounded_once(dw, weight_rows(a, x, rows, None, 2))
-        dw = grouped_gemm_backward.weight_backward(x, a, *order, None, TILE)
-        assert_rounded_once(dw, weight_rows(x, a, rows, None, 2))
-        assert_rounded_once(
-            grouped_gemm_backward.bias_backward(a, None, *order, False),
-            bias_rows(a, None, rows, False, 2),
+        near.check_product(
+            rows,
+            a,
+            half(2, 8, 20),
+            tile=TILE,
         )
+        check_weight_gradient(a, x, rows)
+        check_weight_gradient(x, a, rows)
+        check_bias_gradient(a, None, rows)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["stack", "trained weights"])
+@pytest.mark.parametrize("is_trained", [False, True], ids=["stack", "trained weights"])
 @pytest.mark.parametrize("e, stride", FAR)
-def test_experts(e, stride, apart, room):
+def test_experts(e, stride, is_trained, room):
     rows = make_rows([0] * e + [5], 0, 1)
     tiles = tile_map(rows.offsets, 5, 16)
-    x = torch.randn(5, 20).to(HALF)
+    x = half(5, 20)
+    a = half(5, 8)
     w = far((e + 1, 8, 20), (stride, 20, 1))
     w[e] = torch.randn(8, 20)
-    whole = near(w)
+    whole = w.clone(memory_format=torch.contiguous_format)
     trained = None
-    if apart:
-        place = torch.arange(e + 1, dtype=torch.int32)
-        trained = operands.Trained(place, w)
+    if is_trained:
+        trained = operands.Trained(torch.arange(e + 1, dtype=torch.int32), w)
         w = torch.full((e + 1, 8, 20), float("nan"), dtype=HALF)
-    _, h = grouped_gemm.up_forward(
-        x, w, None, rows.row_slot, tiles, 1, "gelu", False, False, TILE, trained
-    )
-    assert_rounded_once(h, up_rows(x, whole, None, rows, "gelu", False)[1])
-    y = grouped_gemm.grouped_gemm_forward(
-        x[:, :8].contiguous(), w, None, tiles, False, TILE, trained
-    )
-    assert_rounded_once(y, product_rows(x[:, :8], whole.transpose(1, 2), None, rows))
-    args = (
-        x[:, :8].contiguous(),
-        w,
-        None,
-        torch.rand(5, 1),
-        rows.row_slot,
-        tiles,
+    near.check_up(
+        rows,
         x,
-        "gelu",
-        False,
-        False,
-        TILE,
+        w,
+        trained=trained,
+        whole=whole,
+        **FORM,
     )
-    dz, *_ = grouped_gemm_backward.dz_backward(*args, trained)
-    assert_rounded_once(dz, dz_rows(args[0], whole, None, args[3], x, rows, "gelu", False)[0])
+    y = grouped_gemm.grouped_gemm_forward(a, w, None, tiles, False, TILE, trained)
+    assert_rounded_once(
+        y,
+        product_rows(
+            a,
+            whole.transpose(1, 2),
+            None,
+            rows,
+        ),
+    )
+    weight = torch.rand(5, 1)
+    dz, *_ = grouped_gemm_backward.dz_backward(
+        a, w, None, weight, rows.row_slot, tiles, x, "gelu", False, False, TILE, trained
+    )
+    assert_rounded_once(
+        dz,
+        dz_rows(
+            a,
+            whole,
+            None,
+            weight,
+            x,
+            rows,
+            "gelu",
+            False,
+        )[0],
+    )
 
 
 @pytest.mark.parametrize("k_last", [True, False])
@@ -226,69 +279,96 @@ def test_rows_and_columns_of_a_weight(row, stride, k_last, room):
     tiles = tile_map(rows.offsets, 5, 16)
     w = far((1, row + 1, 20), (0, stride, 1))
     w[0] = torch.randn(row + 1, 20)
-    a = torch.randn(5, 20 if k_last else row + 1).to(HALF)
+    weight = w.clone(memory_format=torch.contiguous_format)
+    if not k_last:
+        weight = weight.transpose(1, 2)
+    a = half(5, weight.shape[2])
     y = grouped_gemm.grouped_gemm_forward(a, w, None, tiles, k_last, TILE)
-    assert_rounded_once(
-        y, product_rows(a, near(w) if k_last else near(w).transpose(1, 2), None, rows)
-    )
+    assert_rounded_once(y, product_rows(a, weight, None, rows))
 
 
 FAR_ROWS = 2**27 - 2  # of 16 columns: the third of the rows from here begins at element 2^31
 
 
-def make_far_rows():
+@pytest.fixture
+def far_rows(unfilled):
     """Six rows, in two tiles, behind 2^27 others: the first tile crosses element 2^31, the second
     begins behind it.
     """
     rows = make_rows([6], 0, 1)
     row_slot = sparse(FAR_ROWS + 6, torch.int32)
     row_slot[FAR_ROWS:] = rows.row_slot
-    tiles = [[0, 0], [FAR_ROWS, FAR_ROWS + 3], [FAR_ROWS + 3, FAR_ROWS + 6]]
+    tiles = [
+        [0, 0],
+        [FAR_ROWS, FAR_ROWS + 3],
+        [FAR_ROWS + 3, FAR_ROWS + 6],
+    ]
     return rows, row_slot, torch.tensor(tiles, dtype=torch.int32)
 
 
-@pytest.fixture
-def far_rows():
-    return make_far_rows()
-
-
-def test_rows_of_the_up_projection(far_rows, unfilled):
+def test_rows_of_the_up_projection(far_rows):
     rows, row_slot, tiles = far_rows
-    x = torch.randn(6, 20).to(HALF)
-    up = torch.randn(1, 16, 20).to(HALF)
-    z, h = grouped_gemm.up_forward(x, up, None, row_slot, tiles, 1, "gelu", False, True, TILE)
+    x = half(6, 20)
+    up = half(1, 16, 20)
+    z, h = grouped_gemm.up_forward(
+        x,
+        up,
+        None,
+        row_slot,
+        tiles,
+        1,
+        "gelu",
+        False,
+        True,
+        TILE,
+    )
     want_z, want_h = up_rows(x, up, None, rows, "gelu", False)
     assert_rounded_once(z[FAR_ROWS:], want_z)
     assert_rounded_once(h[FAR_ROWS:], want_h)
 
 
-def test_rows_of_the_product(far_rows, unfilled):
+def test_rows_of_the_product(far_rows):
     rows, _, tiles = far_rows
     a = far((FAR_ROWS + 6, 16), (16, 1))
-    weight = torch.randn(1, 16, 16).to(HALF)
     a[FAR_ROWS:] = torch.randn(6, 16)
+    weight = half(1, 16, 16)
     y = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
-    assert_rounded_once(y[FAR_ROWS:], product_rows(a[FAR_ROWS:], weight, None, rows))
+    assert_rounded_once(
+        y[FAR_ROWS:],
+        product_rows(
+            a[FAR_ROWS:],
+            weight,
+            None,
+            rows,
+        ),
+    )
 
 
-def test_rows_of_dz(far_rows, unfilled):
+def test_rows_of_dz(far_rows):
     rows, row_slot, tiles = far_rows
-    dout = torch.randn(6, 20).to(HALF)
-    down = torch.randn(1, 20, 16).to(HALF)
+    dout = half(6, 20)
+    down = half(1, 20, 16)
     weight = torch.rand(6, 1)
     z = far((FAR_ROWS + 6, 16), (16, 1))
     z[FAR_ROWS:] = torch.randn(6, 16)
     dz, wh, partial = grouped_gemm_backward.dz_backward(
         dout, down, None, weight, row_slot, tiles, z, "gelu", False, True, TILE
     )
+    near_z = z[FAR_ROWS:]
     want_dz, want_wh, want_dweight = dz_rows(
-        dout, down, None, weight, z[FAR_ROWS:], rows, "gelu", False
+        dout,
+        down,
+        None,
+        weight,
+        near_z,
+        rows,
+        "gelu",
+        False,
     )
     assert_rounded_once(dz[FAR_ROWS:], want_dz)
     assert_rounded_once(wh[FAR_ROWS:], want_wh)
-    torch.testing.assert_close(
-        partial[FAR_ROWS:].double().sum(1), want_dweight, rtol=1e-4, atol=1e-4
-    )
+    sums = partial[FAR_ROWS:].double().sum(1)
+    torch.testing.assert_close(sums, want_dweight, rtol=1e-4, atol=1e-4)
 
 
 def test_partial_gradients_of_the_weights(unfilled, monkeypatch):
@@ -300,54 +380,127 @@ def test_partial_gradients_of_the_weights(unfilled, monkeypatch):
     rows = make_rows([2], 0, 1)
     row_slot = sparse(row + 2, torch.int32)
     row_slot[row:] = rows.row_slot
-    tiles = torch.tensor([[0], [row], [row + 2]], dtype=torch.int32)
-    dout = torch.randn(2, 20).to(HALF)
-    down = torch.randn(1, 20, 3).to(HALF)
+    tiles = torch.tensor(
+        [
+            [0],
+            [row],
+            [row + 2],
+        ],
+        dtype=torch.int32,
+    )
+    dout = half(2, 20)
+    down = half(1, 20, 3)
     weight = torch.rand(2, 1)
     z = far((row + 2, 3), (3, 1))
     z[row:] = torch.randn(2, 3)
     dz, _, partial = grouped_gemm_backward.dz_backward(
         dout, down, None, weight, row_slot, tiles, z, "gelu", False, False, tile
     )
-    want_dz, _, want_dweight = dz_rows(dout, down, None, weight, z[row:], rows, "gelu", False)
+    want_dz, _, want_dweight = dz_rows(
+        dout,
+        down,
+        None,
+        weight,
+        z[row:],
+        rows,
+        "gelu",
+        False,
+    )
     assert_rounded_once(dz[row:], want_dz)
-    torch.testing.assert_close(partial[row:].double().sum(1), want_dweight, rtol=1e-4, atol=1e-4)
+    sums = partial[row:].double().sum(1)
+    torch.testing.assert_close(sums, want_dweight, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_weight_gradient_of_a_far_expert(one_tile):
     rows = make_rows([1, 0, 3], 0, 1)
-    dy, x = (torch.randn(4, 2**15).to(HALF) for _ in range(2))
+    dy = half(4, 2**15)
+    x = half(4, 2**15)
     order = (rows.row_slot, rows.offsets, 1)
+    want = weight_rows(
+        dy[:, :16],
+        x[:, :16],
+        rows,
+        None,
+        3,
+    )
     dw = grouped_gemm_backward.weight_backward(dy, x, *order, None, TILE)
-    want = weight_rows(dy[:, :16], x[:, :16], rows, None, 3)
     assert_rounded_once(dw[:, :16, :16], want)
     places = torch.tensor([2, 0, 1], dtype=torch.int32)
-    dw = grouped_gemm_backward.weight_backward(dy, x, *order, None, TILE, places, 3)
+    dw = grouped_gemm_backward.weight_backward(
+        dy,
+        x,
+        *order,
+        None,
+        TILE,
+        places,
+        3,
+    )
     assert_rounded_once(dw[[2, 0, 1], :16, :16], want)
 
 
 def test_far_rows_of_a_weight_gradient(one_tile):
     rows = make_rows([1], 0, 1)
     x = sparse(2**28, HALF).view(1, 2**28)
-    dy, x[0, :16] = torch.randn(1, 9).to(HALF), torch.randn(16)
-    dw = grouped_gemm_backward.weight_backward(dy, x, rows.row_slot, rows.offsets, 1, None, TILE)
-    assert_rounded_once(dw[:, :, :16], weight_rows(dy, x[:, :16], rows, None, 1))
+    x[0, :16] = torch.randn(16)
+    dy = half(1, 9)
+    dw = grouped_gemm_backward.weight_backward(
+        dy,
+        x,
+        rows.row_slot,
+        rows.offsets,
+        1,
+        None,
+        TILE,
+    )
+    assert_rounded_once(
+        dw[:, :, :16],
+        weight_rows(
+            dy,
+            x[:, :16],
+            rows,
+            None,
+            1,
+        ),
+    )
 
 
 def test_far_biases(one_tile):
     """bias and its gradient, and the rows of y inside of one tile."""
     N = 2**30
     rows = make_rows([0, 0, 3], 0, 1)
+    tiles = tile_map(rows.offsets, 3, 16)
     bias = sparse(3 * N, HALF).view(3, N)
     bias[2, :16] = torch.randn(16)
-    a = torch.randn(3, 20).to(HALF)
-    weight = torch.randn(1, 1, 20).to(HALF).expand(3, N, 20)
-    y = grouped_gemm.grouped_gemm_forward(
-        a, weight, bias, tile_map(rows.offsets, 3, 16), True, TILE
+    a = half(3, 20)
+    weight = half(1, 1, 20).expand(3, N, 20)
+    y = grouped_gemm.grouped_gemm_forward(a, weight, bias, tiles, True, TILE)
+    assert_rounded_once(
+        y[:, :16],
+        product_rows(
+            a,
+            weight[:, :16],
+            bias[:, :16],
+            rows,
+        ),
     )
-    assert_rounded_once(y[:, :16], product_rows(a, weight[:, :16], bias[:, :16], rows))
     dy = sparse(3 * N, HALF).view(3, N)
     dy[:, :16] = torch.randn(3, 16)
-    db = grouped_gemm_backward.bias_backward(dy, None, rows.row_slot, rows.offsets, 1, False)
-    assert_rounded_once(db[:, :16], bias_rows(dy[:, :16], None, rows, False, 3))
+    db = grouped_gemm_backward.bias_backward(
+        dy,
+        None,
+        rows.row_slot,
+        rows.offsets,
+        1,
+        False,
+    )
+    assert_rounded_once(
+        db[:, :16],
+        bias_rows(
+            dy[:, :16],
+            None,
+            rows,
+            False,
+            3,
+        ),
+    )

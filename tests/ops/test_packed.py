@@ -9,14 +9,12 @@ import torch
 
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import packed
-from tests.support import cpu_build
+from tests.support.oracle import assert_same
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def _library(monkeypatch):
-    monkeypatch.setattr(cpp, "_found", cpu_build.library())
+pytestmark = pytest.mark.usefixtures("cpu_library")
 
 
 def weights(E: int, P: int, Q: int, dtype=torch.float32) -> torch.Tensor:
@@ -24,19 +22,35 @@ def weights(E: int, P: int, Q: int, dtype=torch.float32) -> torch.Tensor:
     their order.
     """
     w = ((torch.arange(E * P * Q) * 2654435761) % 1000003).double() / 500001.5 - 1
-    w = ((w**3).view(E, P, Q) * (1 + torch.arange(P) % 7)[:, None] * 256).round() / 256
+    w = (
+        (w**3).view(
+            E,
+            P,
+            Q,
+        )
+        * (1 + torch.arange(P) % 7)[:, None]
+        * 256
+    ).round() / 256
     w[0, 1] = 0
     return w.to(dtype)
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(
-        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()[:16]
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()[:16]
 
 
 def unpacked(stack: packed.Packed, dtype) -> torch.Tensor:
-    return torch.stack([packed.unpack(*stack, e, dtype) for e in range(stack.data.shape[0])])
+    return torch.stack(
+        [
+            packed.unpack(
+                *stack,
+                e,
+                dtype,
+            )
+            for e in range(stack.data.shape[0])
+        ]
+    )
 
 
 # of weights(3, 40, 192) by bitsandbytes 0.50.2: data, absmax, nested absmax, nested map, offset,
@@ -61,13 +75,20 @@ INT8 = ("21beeb1b38df800c", "850dc73e143377d6")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nf4_has_the_bytes_of_bitsandbytes(dtype):
     stack = packed.pack(weights(3, 40, 192, dtype), "nf4")
-    assert [digest(t) for t in (stack.data, *stack.scales, unpacked(stack, dtype))] == BITSANDBYTES[
-        dtype
-    ].split()
+    tensors = (stack.data, *stack.scales, unpacked(stack, dtype))
+    assert [digest(tensor) for tensor in tensors] == BITSANDBYTES[dtype].split()
 
 
 def test_int8_has_the_bytes_of_bitsandbytes():
-    stack = packed.pack(weights(3, 40, 192, torch.float16), "int8")
+    stack = packed.pack(
+        weights(
+            3,
+            40,
+            192,
+            torch.float16,
+        ),
+        "int8",
+    )
     assert [digest(stack.data), digest(stack.scales[0])] == list(INT8)
 
 
@@ -80,7 +101,11 @@ def test_bitsandbytes_itself(dtype):
     )
     stack = packed.pack(w, "nf4")
     theirs = (data, state.absmax, state.state2.absmax, state.state2.code, state.offset.view(1))
-    for mine, other in zip((stack.data, *stack.scales), theirs, strict=True):
+    for mine, other in zip(
+        (stack.data, *stack.scales),
+        theirs,
+        strict=True,
+    ):
         assert torch.equal(mine.reshape(-1), other.reshape(-1))
     assert torch.equal(unpacked(stack, dtype), functional.dequantize_4bit(data, state))
 
@@ -88,15 +113,18 @@ def test_bitsandbytes_itself(dtype):
 def test_fp8_has_the_bytes_of_transformers():
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-    config = type("Config", (), {"weight_block_size": (128, 128), "scale_fmt": "float"})
+    config = type(
+        "Config",
+        (),
+        {"weight_block_size": (128, 128), "scale_fmt": "float"},
+    )
     quantize = Fp8Quantize(type("Quantizer", (), {"quantization_config": config}))
     w = weights(2, 256, 384, torch.bfloat16)
     w[1, :128, :128] = 0
     theirs = quantize._quantize_one("w", w)
     stack = packed.pack(w, "fp8_block")
-    assert digest(stack.data) == digest(theirs["w"]) and torch.equal(
-        stack.scales[0], theirs["w_scale_inv"]
-    )
+    assert digest(stack.data) == digest(theirs["w"])
+    assert torch.equal(stack.scales[0], theirs["w_scale_inv"])
 
 
 def test_mxfp4_means_what_transformers_reads():
@@ -104,7 +132,11 @@ def test_mxfp4_means_what_transformers_reads():
 
     stack = packed.pack(weights(2, 24, 96), "mxfp4")
     stack.scales[0][0, :3, 0] = torch.tensor([0, 1, 254], dtype=torch.uint8)  # the ends of E8M0
-    theirs = dequantize_convertops(stack.data.view(2, 24, 3, 16), stack.scales[0], torch.bfloat16)
+    theirs = dequantize_convertops(
+        stack.data.view(2, 24, 3, 16),
+        stack.scales[0],
+        torch.bfloat16,
+    )
     assert torch.equal(unpacked(stack, torch.bfloat16), theirs.transpose(1, 2))
 
 
@@ -114,39 +146,61 @@ def test_mxfp4_takes_the_nearest_value_and_never_overflows():
     step = packed.scale_of(*stack).repeat_interleave(32, 2)
     grid = torch.tensor([*packed.E2M1, *(-v for v in packed.E2M1)])
     nearest = (w[..., None] - grid * step[..., None]).abs().amin(-1)
-    torch.testing.assert_close((w - unpacked(stack, torch.float32)).abs(), nearest, rtol=0, atol=0)
+    torch.testing.assert_close(
+        (w - unpacked(stack, torch.float32)).abs(),
+        nearest,
+        rtol=0,
+        atol=0,
+    )
     assert ((w.abs() / step)[step > 1e-30] <= 6).all()
     largest = (w.abs() / step).unflatten(2, (3, 32)).amax(3)
     assert (largest[1] > 3).all()  # half of the range is used, at least
 
 
+def nibbles(data: torch.Tensor, first_is_high: bool) -> list[int]:
+    """The codes of 4 bits, in order."""
+    codes = []
+    for byte in data.reshape(-1).view(torch.uint8).tolist():
+        pair = [byte & 15, byte >> 4]
+        codes += reversed(pair) if first_is_high else pair
+    return codes
+
+
 def by_hand(data: torch.Tensor, scales, name: str) -> torch.Tensor:
     """The stack in float64 by another way: number by number."""
     E, P, Q = packed.shape_of(data, name)
-    flat = data.reshape(-1).view(torch.uint8).tolist()
-    out = torch.empty(E * P * Q, dtype=torch.float64)
-    values = data.reshape(-1).float().tolist()
-    scale = scales[0].tolist()
-    for i in range(E * P * Q):
-        (e, r), q = divmod(i // Q, P), i % Q
-        if name == "nf4":
-            code = flat[i // 2] >> 4 if i % 2 == 0 else flat[i // 2] & 15
+    out = []
+    if name == "nf4":
+        for i, code in enumerate(nibbles(data, first_is_high=True)):
             block = i // 64
-            absmax = scales[2][int(scales[0][block])] * scales[1][block // 256] + scales[3][0]
-            out[i] = float(torch.tensor(packed.NF4[code])) * float(absmax)
-        elif name == "mxfp4":
-            code = flat[i // 2] & 15 if i % 2 == 0 else flat[i // 2] >> 4
-            out[i] = (
-                (-1) ** (code >> 3) * packed.E2M1[code & 7] * 2.0 ** (scale[e][r][q // 32] - 127)
-            )
-        elif name == "fp8_block":
-            out[i] = values[i] * scale[e][r // 128][q // 128]
-        else:
-            out[i] = values[i] * float(scales[0][e, r] / 127)
-    return out.view(E, P, Q)
+            nested = scales[2][int(scales[0][block])] * scales[1][block // 256]
+            out.append(float(torch.tensor(packed.NF4[code])) * float(nested + scales[3][0]))
+    elif name == "mxfp4":
+        exponents = scales[0].reshape(-1).tolist()
+        for i, code in enumerate(nibbles(data, first_is_high=False)):
+            sign = -1 if code & 8 else 1
+            out.append(sign * packed.E2M1[code & 7] * 2.0 ** (exponents[i // 32] - 127))
+    else:
+        for i, value in enumerate(data.reshape(-1).float().tolist()):
+            e, r, q = i // Q // P, i // Q % P, i % Q
+            if name == "fp8_block":
+                scale = scales[0][e, r // 128, q // 128]
+            else:
+                scale = scales[0][e, r] / 127
+            out.append(value * float(scale))
+    return torch.tensor(out, dtype=torch.float64).view(
+        E,
+        P,
+        Q,
+    )
 
 
-SHAPES = {"nf4": (3, 5, 192), "mxfp4": (3, 5, 96), "fp8_block": (2, 130, 131), "int8": (3, 5, 33)}
+SHAPES = {
+    "nf4": (3, 5, 192),
+    "mxfp4": (3, 5, 96),
+    "fp8_block": (2, 130, 131),
+    "int8": (3, 5, 33),
+}
 
 
 @pytest.mark.parametrize("name", packed.FORMATS)
@@ -159,26 +213,18 @@ def test_reference(name):
     assert packed.shape_of(stack.data, name + packed.TRANSPOSED) == (E, Q, P)
 
 
-@pytest.mark.parametrize("variant", ["avx512_bf16", "avx512", "avx2", "generic"])
 @pytest.mark.parametrize("name", packed.FORMATS)
 def test_the_library_makes_the_same_bits(name, variant, monkeypatch):
-    library = cpp._found
-    best = library.variant
-    if not library.handle.moert_cpu_limit(variant.encode()):
-        pytest.skip(f"this machine has no {variant}")
     stack = packed.pack(weights(*SHAPES[name]), name)
     every = stack.data.view(torch.uint8)[0, 0]
     every.copy_(torch.arange(every.numel()) * 251 % 256)  # NaN among them
     if name == "mxfp4":
         stack.scales[0][0, 0] = torch.tensor([0, 254, 255], dtype=torch.uint8)
-    try:
-        got = [unpacked(stack, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    finally:
-        library.handle.moert_cpu_limit(best.encode())
+    dtypes = (torch.float32, torch.bfloat16)
+    got = [unpacked(stack, dtype) for dtype in dtypes]
     monkeypatch.setattr(type(cpp), "library", None)  # the backend "torch" runs without it
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
-    for mine, dtype in zip(got, (torch.float32, torch.bfloat16)):
-        torch.testing.assert_close(mine, unpacked(stack, dtype), rtol=0, atol=0, equal_nan=True)
+    assert_same(got, [unpacked(stack, dtype) for dtype in dtypes])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +257,11 @@ def test_weights_that_no_format_can_hold_are_refused(name, value):
 
 
 def test_part_of_a_stack_reads_within_its_scales():
-    stack = packed.part_of(packed.pack(weights(4, 64, 256), "nf4"), 2, 4)
+    stack = packed.part_of(
+        packed.pack(weights(4, 64, 256), "nf4"),
+        2,
+        4,
+    )
     stack.scales[4][:] = 3
     with pytest.raises(
         ValueError, match="starts at expert 3, for which 4 second-level scales do not suffice"
@@ -221,11 +271,8 @@ def test_part_of_a_stack_reads_within_its_scales():
 
 def test_gate_and_up_share_no_block():
     assert "gate and up, which have 64 each" in packed.why_not((4, 128, 128), "fp8_block", True)
-    assert (
-        packed.why_not((4, 256, 128), "fp8_block", True)
-        is packed.why_not((4, 192, 128), "fp8_block")
-        is None
-    )
+    assert packed.why_not((4, 256, 128), "fp8_block", True) is None
+    assert packed.why_not((4, 192, 128), "fp8_block") is None
     assert "gate and up, which have 32 each" in packed.why_not((4, 128, 64), "nf4_t", True)
 
 

@@ -136,6 +136,10 @@ with torch.autograd.forward_ad.dual_level():
 
 @pytest.mark.parametrize("name", WITHOUT.values(), ids=WITHOUT)
 def test_without_a_private_name(name):
-    command = [sys.executable, "-c", f"without = {name!r}\n{RUN}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"without = {name!r}\n{RUN}",
+    ]
     child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert child.returncode == 0, child.stderr[-3000:]

@@ -26,86 +26,111 @@ ROOT = Path(__file__).resolve().parents[2]
 def runs(tmp_path_factory):
     """Two runs of the tiny demo: their folders and what the first one printed."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "papers"]
-    first, second = (
-        ["demo", "--preset", "tiny", "--out", folder / name] for name in ("first", "second")
-    )
+    words = ["demo", "--preset", "tiny", "--out"]
     # a whole start of Python once: its hashes differ from the server's, and so does the order in
     # all sets
-    out = [
-        subprocess.run([*command, *first], capture_output=True, text=True),
-        forked(COMMAND, *second),
+    command = [
+        sys.executable,
+        "-m",
+        "papers",
+        *words,
+        folder / "first",
     ]
-    assert all(run.returncode == 0 for run in out), out[0].stderr + out[1].stderr
-    return folder, out[0].stdout
+    first = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+    )
+    assert first.returncode == 0, first.stderr
+    second = forked(COMMAND, *words, folder / "second")
+    assert second.returncode == 0, second.stderr
+    return folder, first.stdout
+
+
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
 
 
 @pytest.mark.slow
 def test_the_table_the_folders_and_the_picture(runs):
     folder, printed = runs
-    results = json.loads((folder / "first" / "results.json").read_text())
+    results = results_of(folder / "first")
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     rates = ["SFT 0.00035", "SFT 0.0007", "SFT 0.0014"]
-    assert list(losses) == ["base", *rates, "MoE", "merged INIT", "merged"]
-    assert (
-        all(name in printed for name in losses)
-        and "sums solved" in printed
-        and "left in all" in printed
-    )
-    assert all(losses[name] < losses["base"] for name in (*rates, "merged"))
-    best = min(rates, key=lambda name: min(loss for _, loss in results["validation_curves"][name]))
-    assert results["best_sft"] == best and f"merged against {best}: " in printed
+    assert list(losses) == [
+        "base",
+        *rates,
+        "MoE",
+        "merged INIT",
+        "merged",
+    ]
+    for text in (*losses, "sums solved", "left in all"):
+        assert text in printed
+    for name in (*rates, "merged"):
+        assert losses[name] < losses["base"]
+    lowest = {}
+    for name in rates:
+        lowest[min(loss for _, loss in results["validation_curves"][name])] = name
+    best = lowest[min(lowest)]
+    assert results["best_sft"] == best
+    assert f"merged against {best}: " in printed
     assert results["upcycled_error"] <= 1e-5
-    assert all(
-        abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["recipe"]["shared_rate"]) < 1e-6
-        for row in results["alpha"]
-    )
+    for row in results["alpha"]:
+        assert sum(row) == pytest.approx(1, abs=1e-5)
+        assert row[0] == pytest.approx(results["recipe"]["shared_rate"], abs=1e-6)
     assert (folder / "first" / "xft.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in printed
 
 
-def test_the_merged_folder_is_a_stock_model_that_generates(runs):
-    merged = runs[0] / "first" / "merged"
+def test_the_folders_load_and_a_second_run_gives_the_same(runs):
+    folder, _ = runs
+    merged = folder / "first" / "merged"
     model = AutoModelForCausalLM.from_pretrained(merged)
     tokenizer = AutoTokenizer.from_pretrained(merged)
     assert type(model).__module__ == "transformers.models.llama.modeling_llama"
     ids = tokenizer("Write a Python function", return_tensors="pt").input_ids
-    out = model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert out.shape[1] > ids.shape[1]
-    base = AutoModelForCausalLM.from_pretrained(runs[0] / "first" / "base")
-    assert {n: p.shape for n, p in model.named_parameters()} == {
-        n: p.shape for n, p in base.named_parameters()
-    }
-
-
-def test_the_upcycled_folder_loads(runs):
-    model = AutoModelForCausalLM.from_pretrained(runs[0] / "first" / "moe")
-    assert model.config.moe_runtime["stage"] == "moe"
-
-
-def test_a_second_run_gives_the_same_numbers(runs):
-    first, second = (
-        json.loads((runs[0] / name / "results.json").read_text()) for name in ("first", "second")
+    out = model.generate(
+        ids,
+        max_new_tokens=5,
+        do_sample=False,
     )
+    assert out.shape[1] > ids.shape[1]
+    moe = AutoModelForCausalLM.from_pretrained(folder / "first" / "moe")
+    assert moe.config.moe_runtime["stage"] == "moe"
+
+    first = results_of(folder / "first")
+    second = results_of(folder / "second")
     for row in first["rows"] + second["rows"]:
         row.pop("seconds")
     assert first == second
-    weights = [
-        AutoModelForCausalLM.from_pretrained(runs[0] / name / "merged").state_dict()
-        for name in ("first", "second")
-    ]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    again = AutoModelForCausalLM.from_pretrained(folder / "second" / "merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(folder / "first" / "base").state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again[name])
+        assert value.shape == base[name].shape
 
 
-def test_an_existing_folder_is_left_alone(runs, monkeypatch, capsys):
-    before = (runs[0] / "first" / "results.json").stat()
+def test_what_is_refused(runs, tmp_path, monkeypatch, capsys):
+    out = runs[0] / "first"
+    before = (out / "results.json").stat()
     monkeypatch.setattr(
-        sys, "argv", ["papers", "demo", "--preset", "tiny", "--out", str(runs[0] / "first")]
+        sys,
+        "argv",
+        [
+            "papers",
+            "demo",
+            "--preset",
+            "tiny",
+            "--out",
+            str(out),
+        ],
     )
     with pytest.raises(SystemExit, match="1"):
         cli.main("papers.cli")
     assert "exists" in capsys.readouterr().err
-    assert (runs[0] / "first" / "results.json").stat() == before
+    assert (out / "results.json").stat() == before
+    with pytest.raises(ValueError, match="preset must be one of small, tiny"):
+        demo.run("huge", tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -122,27 +147,30 @@ def test_what_was_finished_before_a_failure_is_not_made_again(runs, tmp_path, mo
     assert "steps in" not in capsys.readouterr().out
     monkeypatch.setattr(demo.Stages, "_train", fail)
     demo.run("tiny", tmp_path / "out")
-    results = [
-        json.loads((folder / "results.json").read_text())
-        for folder in (runs[0] / "first", tmp_path / "out")
-    ]
-    assert results[0] == results[1]
+    assert results_of(runs[0] / "first") == results_of(tmp_path / "out")
 
 
 def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
-    labels = torch.tensor([[-100, -100, 2, 1], [-100, 2, 1, -100], [-100, -100, -100, 0]])
+    labels = torch.tensor(
+        [
+            [-100, -100, 2, 1],
+            [-100, 2, 1, -100],
+            [-100, -100, -100, 0],
+        ]
+    )
     # at each place, of the next one
-    said = torch.tensor([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 1, 0]])
-    assert demo.all_right(torch.nn.functional.one_hot(said, 3).float(), labels) == [
-        True,
-        False,
-        False,
-    ]
+    likeliest = torch.tensor([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 1, 0]])
+    logits = torch.nn.functional.one_hot(likeliest, 3).float()
+    assert demo.all_right(logits, labels) == [True, False, False]
 
 
 @pytest.mark.parametrize(
     "merged, count, at_its_rate",
-    [(2.0, 3, "1.0000 higher"), (2.5, 2, "0.5000 higher"), (4.0, 1, "1.0000 lower")],
+    [
+        (2.0, 3, "1.0000 higher"),
+        (2.5, 2, "0.5000 higher"),
+        (4.0, 1, "1.0000 lower"),
+    ],
 )
 def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
     losses = {
@@ -151,26 +179,17 @@ def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
         "SFT 0.2": 3.0,
         "SFT 0.4": 9.0,
         "MoE": 2.1,
-        "merged INIT": 2.2,
-        "merged": merged,
     }
-    rows = [{"model": name, "loss": loss} for name, loss in losses.items()]
-    said = demo.verdict(
-        {
-            "rows": rows,
-            "best_sft": "SFT 0.1",
-            "against_best_sft": "merged against SFT 0.1: as it is",
-        }
-    )
-    assert (
-        f"lower than that of {count} of 3 SFTs" in said and f"SFT's loss is {at_its_rate}" in said
-    )
-    assert "The best SFT by validation is SFT 0.1.\nmerged against" in said
-
-
-def test_unknown_preset_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="preset must be one of small, tiny"):
-        demo.run("huge", tmp_path / "out")
+    losses |= {"merged INIT": 2.2, "merged": merged}
+    results = {
+        "best_sft": "SFT 0.1",
+        "against_best_sft": "merged against SFT 0.1: as it is",
+    }
+    results["rows"] = [{"model": name, "loss": loss} for name, loss in losses.items()]
+    verdict = demo.verdict(results)
+    assert f"lower than that of {count} of 3 SFTs" in verdict
+    assert f"SFT's loss is {at_its_rate}" in verdict
+    assert "The best SFT by validation is SFT 0.1.\nmerged against" in verdict
 
 
 @pytest.mark.slow
@@ -184,25 +203,31 @@ def test_every_benchmark_runs(tmp_path):
         "no:cacheprovider",
         "bench",
         "--tiny",
-        "--benchmark-json",
-        tmp_path / "b.json",
     ]
+    command += ["--benchmark-json", str(tmp_path / "b.json")]
     # pytest-benchmark switches itself off in a worker of xdist, which the environment says we are
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     out = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, cwd=ROOT, env=env
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=env,
     )
     assert out.returncode == 0, out.stdout[-3000:]
     benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
-    files = {Path(benchmark["fullname"].partition("::")[0]).name for benchmark in benchmarks}
-    assert files == {path.name for path in (ROOT / "bench").glob("bench_*.py")}
+    told = report.text([tmp_path / "b.json"])
+    files = set()
     for benchmark in benchmarks:
+        files.add(Path(benchmark["fullname"].partition("::")[0]).name)
         info = benchmark["extra_info"]
         ours = "whole step" if info["kind"] == "breakdown" else "moe_runtime"
-        assert any(ours in name for name in info["rows"]) and all(
-            row["ms"] > 0 for row in info["rows"].values()
-        )
-        assert info["kind"] in described.KINDS and info["dtype"] in described.DTYPES.values()
-        assert set(info["ceilings"]) == {"TFLOP/s", "GB/s"} and info["commit"]
-    told = report.text([tmp_path / "b.json"])
-    assert all(f"| {benchmark['name'].partition('[')[0]} |" in told for benchmark in benchmarks)
+        assert ours in " ".join(info["rows"])
+        for row in info["rows"].values():
+            assert row["ms"] > 0
+        assert info["kind"] in described.KINDS
+        assert info["dtype"] in described.DTYPES.values()
+        assert set(info["ceilings"]) == {"TFLOP/s", "GB/s"}
+        assert info["commit"]
+        assert f"| {benchmark['name'].partition('[')[0]} |" in told
+    assert files == {path.name for path in (ROOT / "bench").glob("bench_*.py")}

@@ -18,7 +18,10 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("conversions")
     code = "import sys; from tests.resources import conversions; conversions.main(*sys.argv[1:])"
     done = limited.run(code, folder, LIMIT)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
+    lines = []
+    for line in done.stdout.splitlines():
+        if line.startswith('{"way"'):
+            lines.append(json.loads(line))
     return {line["way"]: line for line in lines}, done.stderr
 
 

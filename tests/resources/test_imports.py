@@ -73,11 +73,10 @@ def child(code: str, **env) -> dict:
     """Run WATCH and `code` in a fresh process, where a warning is an error; return the json that it
     prints.
     """
-    plain = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MOE_", "TRITON_", "PYTEST"))
-    }
+    plain = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("MOE_", "TRITON_", "PYTEST")):
+            plain[name] = value
     done = subprocess.run(
         [sys.executable, "-c", WATCH + code],
         capture_output=True,
@@ -108,7 +107,11 @@ print(json.dumps({{"done": done, "changed": changed, "seconds": seconds, "brough
     "code, brought",
     [
         pytest.param("import moe_runtime", {"moe_runtime"}, id="package"),
-        pytest.param("import moe_runtime; moe_runtime.MoEConfig", {"moe_runtime"}, id="config"),
+        pytest.param(
+            "import moe_runtime; moe_runtime.MoEConfig",
+            {"moe_runtime"},
+            id="config",
+        ),
         pytest.param(
             "import moe_runtime.cli",
             {"moe_runtime", "typer", "annotated_doc", "shellingham"},
@@ -185,8 +188,16 @@ def test_the_layer_and_its_ops_bring_torch_alone():
 @pytest.mark.parametrize(
     "code, found",
     [
-        pytest.param("open(os.devnull, 'w').close()", "open /dev/null w", id="a file"),
-        pytest.param("os.environ['A'] = 'b'", "os.putenv", id="the environment"),
+        pytest.param(
+            "open(os.devnull, 'w').close()",
+            "open /dev/null w",
+            id="a file",
+        ),
+        pytest.param(
+            "os.environ['A'] = 'b'",
+            "os.putenv",
+            id="the environment",
+        ),
         pytest.param(
             "import subprocess; subprocess.run(['true'])", "subprocess.Popen", id="a program"
         ),

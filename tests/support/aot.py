@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from tests.support.stress import share
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +135,9 @@ TYPES = {
 def kernels() -> dict[str, object]:
     """Return the kernels of kernels/ by the names that cases give them."""
     names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
-    modules = {name: vars(importlib.import_module(f"moe_runtime.kernels.{name}")) for name in names}
+    modules = {}
+    for name in names:
+        modules[name] = vars(importlib.import_module(f"moe_runtime.kernels.{name}"))
     return {
         f"{m}.{name}": fn
         for m, all_ in modules.items()
@@ -170,17 +174,24 @@ def record(step: Callable[[], object]) -> list[Case]:
         parameters, plain = _parameters(kernel)
         given = dict(zip(parameters, args)) | kwargs
         assert given.keys() == parameters.keys(), given.keys() ^ parameters.keys()
-        types = {
-            name: _constant(v) if parameters[name] else _type(v, name not in plain)
-            for name, v in given.items()
-        }
+        types = {}
+        for name, v in given.items():
+            types[name] = _constant(v) if parameters[name] else _type(v, name not in plain)
         signature = {
             name: t
             for name, t in types.items()
             if isinstance(t, str | tuple | dict) and not parameters[name]
         }
         constants = {name: t for name, t in types.items() if name not in signature}
-        found.append(Case(kernel, signature, constants, num_warps, num_stages))
+        found.append(
+            Case(
+                kernel,
+                signature,
+                constants,
+                num_warps,
+                num_stages,
+            )
+        )
 
     try:
         for name, fn in kernels().items():
@@ -192,6 +203,48 @@ def record(step: Callable[[], object]) -> list[Case]:
     return found
 
 
+def cases_of(
+    step: Callable[[], object], not_specialised: tuple[str, ...] = (), **fields
+) -> list[Case]:
+    """Record `step` with some fields exchanged and some integers that the JIT does not
+    specialise.
+    """
+    cases = []
+    for case in record(step):
+        loose = dict.fromkeys(
+            set(not_specialised) & set(case.signature),
+            "i32",
+        )
+        cases.append(
+            case._replace(
+                signature=case.signature | loose,
+                **fields,
+            )
+        )
+    return cases
+
+
+def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+# the instructions of tensor cores by capability
+CORES = {
+    80: "mma.sync",
+    86: "mma.sync",
+    89: "mma.sync",
+    90: "wgmma",
+    100: "tcgen05",
+    120: "mma.sync",
+}
+
+
 def _constant(value):
     """Return a constant, a group of them as a dict."""
     return value._asdict() if hasattr(value, "_fields") else value
@@ -200,7 +253,10 @@ def _constant(value):
 def _type(value, specialise: bool = True) -> str | int | tuple | dict | None:
     """The type that the JIT would give an argument; itself where the JIT makes a constant of it."""
     if hasattr(value, "_fields"):
-        return {name: _type(v, specialise) for name, v in value._asdict().items()}
+        values = {}
+        for name, v in value._asdict().items():
+            values[name] = _type(v, specialise)
+        return values
     if isinstance(value, tuple):  # of tensors
         return tuple(_type(v, specialise) for v in value)
     if value is None or (isinstance(value, int) and value == 1 and specialise):
@@ -272,7 +328,10 @@ def _compile_part(work: list) -> list[Report]:
     """Run one process after another until all is done: a failed assertion inside of the compiler
     ends the process.
     """
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env = {}
+    for name, value in os.environ.items():
+        if name != "TRITON_INTERPRET":
+            env[name] = value
     found = []
     while left := work[len(found) :]:
         pairs = json.dumps([[case._asdict(), target] for case, target in left])
@@ -342,9 +401,18 @@ def assemble(case: Case, target: int | str):
             types[name] = collections.namedtuple(name, given)(*plain)
         else:
             types[name] = tuple(plain)
-    source = triton.compiler.ASTSource(fn, types, constexprs=constants, attrs=attrs)
+    source = triton.compiler.ASTSource(
+        fn,
+        types,
+        constexprs=constants,
+        attrs=attrs,
+    )
     gpu = GPUTarget("hip", target, 64) if target == AMD else GPUTarget("cuda", target, 32)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
+    options = {
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+        "enable_fp_fusion": True,
+    }
     return triton.compile(source, target=gpu, options=options)
 
 
@@ -353,9 +421,17 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
     if target == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     file.write_bytes(compiled.asm["cubin"])
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", file))
+    usage = re.search(
+        r"REG:(\d+) STACK:(\d+)",
+        _cuobjdump("-res-usage", file),
+    )
     ptx = compiled.asm["ptx"]
-    report = _read_ptx(ptx, int(usage[1]), int(usage[2]), compiled.metadata.shared)
+    report = _read_ptx(
+        ptx,
+        int(usage[1]),
+        int(usage[2]),
+        compiled.metadata.shared,
+    )
     hazards = chained_products(compiled.asm["ttir"])
     # which leaves them out everywhere
     if not importlib.metadata.version("triton").startswith("3.6."):
@@ -380,7 +456,10 @@ def chained_products(ttir: str) -> list[str]:
         if line.lstrip().startswith("}"):
             open_regions.pop()
         loops = [region for region in open_regions if region is not None]
-        if product := re.search(r"(%[\w#]+) = tt\.dot(?:_scaled)? %\S+, %\S+, (%[\w#]+)", line):
+        if product := re.search(
+            r"(%[\w#]+) = tt\.dot(?:_scaled)? %\S+, %\S+, (%[\w#]+)",
+            line,
+        ):
             if loops and products.get(product[2]) == loops[-1]:
                 found.append(f"two tl.dot into one accumulator in a loop: {line.strip()[:60]}")
             products[product[1]] = loops[-1] if loops else None
@@ -448,13 +527,19 @@ def main_loop(case: Case) -> str:
     compiled = assemble(case, 90)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", Path(file.name)))
+        usage = re.search(
+            r"REG:(\d+) STACK:(\d+)",
+            _cuobjdump("-res-usage", Path(file.name)),
+        )
         body = min(loops(_cuobjdump("-sass", Path(file.name)))[1], key=len)
     kinds = collections.Counter(
         op if op.startswith("HGMMA") else op.split(".")[0] for _, op, _ in body
     )
     shown = ("HGMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDS", "STSM", "BAR", "FENCE")
-    parts = [f"{count} {op}" for op, count in kinds.items() if op.startswith(shown)]
+    parts = []
+    for op, count in kinds.items():
+        if op.startswith(shown):
+            parts.append(f"{count} {op}")
     return (
         f"{usage[1]} registers, {usage[2]} bytes of stack, {len(body)} instructions: "
         f"{', '.join(parts)}"
@@ -494,7 +579,10 @@ def _rewritten(body: list) -> list[str]:
 def written(op: str, operands: list[str]) -> set[int]:
     """Return the numbers of the registers that an instruction writes."""
     # a predicate comes first where there is one
-    first = next((part for part in operands[:2] if not re.fullmatch(r"!?U?P\w+", part)), "")
+    first = next(
+        (part for part in operands[:2] if not re.fullmatch(r"!?U?P\w+", part)),
+        "",
+    )
     number = re.match(r"R(\d+)", first)
     if number is None or op.startswith(("ST", "RED", "BAR", "SYNCS", "UTMA")):
         return set()
@@ -513,7 +601,12 @@ def _cuobjdump(what: str, file: Path) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([tool, what, file], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [tool, what, file],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 def _read_ptx(ptx: str, registers: int, stack: int, shared: int) -> Report:
@@ -530,7 +623,11 @@ def _read_ptx(ptx: str, registers: int, stack: int, shared: int) -> Report:
 
 def _check_sass(report: Report, dump: str) -> None:
     """Fail where ptxas made other instructions than the PTX asks for, or spills without a stack."""
-    ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", dump, re.MULTILINE)
+    ops = re.findall(
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)",
+        dump,
+        re.MULTILINE,
+    )
     assert ops, "cuobjdump printed no program"
     features = tuple(
         name for name, (_, pattern) in FEATURES.items() if any(re.match(pattern, op) for op in ops)

@@ -159,30 +159,56 @@ def row(case: Case, target: int | str, report: Report) -> str:
     """A line of the table."""
     if report.error:
         return f"| {' | '.join(plan(case))} | does not compile ||||"
-    tensor = [name for name in ("tcgen05", "wgmma", "mma.sync", "mfma") if name in report.features]
+    tensor = []
+    for name in ("tcgen05", "wgmma", "mma.sync", "mfma"):
+        if name in report.features:
+            tensor.append(name)
     loads = [
         word
         for name, word in (("tma", "TMA"), ("cp.async", "cp.async"), ("wide", "16 bytes"))
         if name in report.features
     ]
     last = str(report.stack) if target == AMD else ", ".join(loads) or "-"
-    facts = [str(report.registers), f"{report.shared / 1024:.1f}", ", ".join(tensor) or "-", last]
+    facts = [
+        str(report.registers),
+        f"{report.shared / 1024:.1f}",
+        ", ".join(tensor) or "-",
+        last,
+    ]
     return f"| {' | '.join(plan(case) + facts)} |"
 
 
 def listed(cases: list[Case]) -> list[tuple[int, int | str]]:
     """The jobs that have a line."""
-    return [(i, target) for i, target in jobs(cases) if cases[i].listed or target == AMD]
+    values = []
+    for i, target in jobs(cases):
+        if cases[i].listed or target == AMD:
+            values.append((i, target))
+    return values
 
 
 def render(cases: list[Case], reports: dict[tuple[int, int | str], Report]) -> str:
     """The whole file, from the reports of `listed(cases)`."""
     what = "\n".join(f"| `{name}` | {text} |" for name, text in sorted(WHAT.items()))
-    text = HEAD.format(version=importlib.metadata.version("triton"), what=what)
+    text = HEAD.format(
+        version=importlib.metadata.version("triton"),
+        what=what,
+    )
     for target, gpu in GPUS.items():
         text += AMD_HEAD if target == AMD else f"\n## {gpu}\n\n{COLUMNS}\n|{'---|' * 9}\n"
-        rows = [row(cases[i], t, reports[i, t]) for i, t in listed(cases) if t == target]
-        text += "\n".join(sorted(rows, key=lambda line: line.split("|")[1])) + "\n"
+        rows = []
+        for i, t in listed(cases):
+            if t == target:
+                rows.append(row(cases[i], t, reports[i, t]))
+        text += (
+            "\n".join(
+                sorted(
+                    rows,
+                    key=lambda line: line.split("|")[1],
+                )
+            )
+            + "\n"
+        )
     return text
 
 
@@ -190,10 +216,9 @@ def read(text: str) -> tuple[str, dict[str, list[list[str]]]]:
     """From the file: the Triton version, and for each GPU the columns that need no compiler."""
     version = re.search(r"with Triton ([\d.]+);", text)[1]
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
-    rows = {
-        gpu: [line.split(" | ") for line in part.split("\n") if " | " in line][1:]
-        for gpu, part in sections.items()
-    }
+    rows = {}
+    for gpu, part in sections.items():
+        rows[gpu] = [line.split(" | ") for line in part.split("\n") if " | " in line][1:]
     return version, {
         gpu: [[cell.strip("| ") for cell in line[:5]] for line in lines]
         for gpu, lines in rows.items()
@@ -208,20 +233,38 @@ def main(words: list[str]) -> None:
                 "grouped_gemm" in case.kernel and "wgmma" in case.expect and 90 in case.capabilities
             )
             if wanted and case.constant("BLOCK_M") == 128:
-                print(f"{case.kernel} {case.note} {case.title()}: {main_loop(case)}", flush=True)
+                print(
+                    f"{case.kernel} {case.note} {case.title()}: {main_loop(case)}",
+                    flush=True,
+                )
         return
     work = listed(cases)
     if words:
         work = [
             (i, t)
             for i, t in jobs(cases)
-            if any(re.search(w, f"{cases[i].kernel} {cases[i].note}") for w in words)
+            if any(
+                re.search(
+                    w,
+                    f"{cases[i].kernel} {cases[i].note}",
+                )
+                for w in words
+            )
         ]
-    reports = dict(zip(work, compile_all([(cases[i], target) for i, target in work])))
+    reports = dict(
+        zip(
+            work,
+            compile_all([(cases[i], target) for i, target in work]),
+        )
+    )
     for (i, target), report in reports.items():
         bad = "; ".join(complaints(cases[i], target, report))
         if words or bad:
-            print(GPUS[target].split(":")[0], row(cases[i], target, report), bad)
+            print(
+                GPUS[target].split(":")[0],
+                row(cases[i], target, report),
+                bad,
+            )
     if not words:
         PATH.write_text(render(cases, reports))
 

@@ -36,7 +36,10 @@ def assert_same(tensor: torch.Tensor, want: torch.Tensor) -> None:
 
 def ten_tensors() -> dict[str, torch.Tensor]:
     """Ten tensors of 400 bytes."""
-    return {f"layers.{i}.weight": random_tensor(torch.float32, 4, 25, seed=i) for i in range(10)}
+    values = {}
+    for i in range(10):
+        values[f"layers.{i}.weight"] = random_tensor(torch.float32, 4, 25, seed=i)
+    return values
 
 
 def write(
@@ -53,15 +56,22 @@ def raw_file(
 ) -> None:
     """A safetensors file by hand, as broken as asked."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    path.write_bytes(
+        struct.pack(
+            "<Q",
+            len(text) if length is None else length,
+        )
+        + text
+        + data
+    )
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    return {
-        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
-        for f in folder.rglob("*")
-        if f.is_file()
-    }
+    values = {}
+    for f in folder.rglob("*"):
+        if f.is_file():
+            values[str(f.relative_to(folder))] = hashlib.sha256(f.read_bytes()).hexdigest()
+    return values
 
 
 def siblings(folder: Path) -> list[str]:

@@ -22,7 +22,11 @@ class Program(NamedTuple):
 
 
 LIBRARY = Program("moe-runtime", "moe_runtime.cli.app", "moe-runtime")
-PAPERS = Program("python -m papers", "papers.cli", str(ROOT / "papers" / "__main__.py"))
+PAPERS = Program(
+    "python -m papers",
+    "papers.cli",
+    str(ROOT / "papers" / "__main__.py"),
+)
 # the first words of a command line; without any of them the words belong to `moe-runtime`
 STARTS = {
     ("python", "-m", "papers"): PAPERS,

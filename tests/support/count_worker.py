@@ -20,7 +20,10 @@ def main() -> None:
     ids = [model[0].gate(tokens).topk_idx.flatten() for tokens in x]
     counter = RouterCounter(model)
     model(x[rank])
-    assert torch.equal(counter.read().counts[0], torch.bincount(ids[rank], minlength=5))
+    assert torch.equal(
+        counter.read().counts[0],
+        torch.bincount(ids[rank], minlength=5),
+    )
     assert torch.equal(
         counter.read(reduce=True).counts[0], torch.bincount(torch.cat(ids), minlength=5)
     )

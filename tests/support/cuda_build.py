@@ -27,7 +27,10 @@ def missing() -> str | None:
 
 
 needs_nvcc = pytest.mark.skipif(missing() is not None, reason=missing() or "")
-needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_cxx = pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="needs g++",
+)
 
 
 def cuobjdump(library: Path, *options: str) -> str:
@@ -45,10 +48,14 @@ def cubins(library: Path) -> tuple[list[str], list[str]]:
     """Return the architectures of the machine code and of the PTX in `library`; older cuobjdumps
     drop the 90a's letter.
     """
-    found = [
-        re.findall(rf"\.sm_(\d+)[af]?\.{kind}", cuobjdump(library, option))
-        for option, kind in (("-lelf", "cubin"), ("-lptx", "ptx"))
-    ]
+    found = []
+    for option, kind in (("-lelf", "cubin"), ("-lptx", "ptx")):
+        found.append(
+            re.findall(
+                rf"\.sm_(\d+)[af]?\.{kind}",
+                cuobjdump(library, option),
+            )
+        )
     return sorted(set(found[0]), key=int), sorted(set(found[1]), key=int)
 
 
@@ -121,6 +128,9 @@ def fake_sources(folder: Path) -> Path:
     folder.mkdir()
     for name, text in SOURCES.items():
         (folder / name).write_text(
-            text.replace("#pragma once\n", "#pragma once\n#include <stdint.h>\n")
+            text.replace(
+                "#pragma once\n",
+                "#pragma once\n#include <stdint.h>\n",
+            )
         )
     return folder

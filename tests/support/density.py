@@ -65,7 +65,10 @@ def python_files(folder: Path) -> list[Path]:
 
 def total(folder: Path) -> Density:
     """Measure all files of a folder."""
-    return sum((measured(path.read_text()) for path in python_files(folder)), Density())
+    return sum(
+        (measured(path.read_text()) for path in python_files(folder)),
+        Density(),
+    )
 
 
 def main() -> None:
@@ -85,7 +88,9 @@ def main() -> None:
         f"{'':36}{'files':>6}{'lines':>8}{'nodes':>9}{'n/line':>8}{'if':>7}{'tuple':>7}{'compr':>7}"
     )
     for folder, found in sorted(folders.items()):
-        parts = [f"{found.per_thousand(of):7.1f}" for of in Density._fields[3:]]
+        parts = []
+        for of in Density._fields[3:]:
+            parts.append(f"{found.per_thousand(of):7.1f}")
         counts = f"{found.files:6}{found.lines:8}{found.nodes:9}{found.nodes_per_line:8.2f}"
         print(f"{folder:36}{counts}{''.join(parts)}")
 

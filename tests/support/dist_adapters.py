@@ -46,10 +46,34 @@ SCENARIOS = {
     "qwen3-fsdp2-nf4": Scenario("qwen3_moe", "fsdp2", None, "nf4"),
     "gpt_oss-fsdp2-mxfp4": Scenario("gpt_oss", "fsdp2", None, "mxfp4"),
     "qwen3-ddp-ep2-fp8": Scenario("qwen3_moe", "ddp", (1, 2), "fp8_block"),
-    "gpt_oss-ddp-ep2-mxfp4": Scenario("gpt_oss", "ddp", (1, 2), "mxfp4", "loaded"),
-    "gpt_oss-ddp-ep2-nf4": Scenario("gpt_oss", "ddp", (1, 2), "nf4", "loaded"),
-    "qwen3-ddp-dp2-ep2-int8": Scenario("qwen3_moe", "ddp", (2, 2), "int8", "loaded"),
-    "qwen3-ddp-ep4-nf4": Scenario("qwen3_moe", "ddp", (1, 4), "nf4", "loaded"),
+    "gpt_oss-ddp-ep2-mxfp4": Scenario(
+        "gpt_oss",
+        "ddp",
+        (1, 2),
+        "mxfp4",
+        "loaded",
+    ),
+    "gpt_oss-ddp-ep2-nf4": Scenario(
+        "gpt_oss",
+        "ddp",
+        (1, 2),
+        "nf4",
+        "loaded",
+    ),
+    "qwen3-ddp-dp2-ep2-int8": Scenario(
+        "qwen3_moe",
+        "ddp",
+        (2, 2),
+        "int8",
+        "loaded",
+    ),
+    "qwen3-ddp-ep4-nf4": Scenario(
+        "qwen3_moe",
+        "ddp",
+        (1, 4),
+        "nf4",
+        "loaded",
+    ),
     "gpt_oss-ddp-ep4-nf4": Scenario("gpt_oss", "ddp", (1, 4), "nf4", "after"),
     "qwen3-fsdp2-dp2-ep2-nf4": Scenario("qwen3_moe", "fsdp2", (2, 2), "nf4"),
 }
@@ -61,7 +85,11 @@ def base(family: str, format: str):
     """
     wide = 128 if format == "fp8_block" else 64
     if format:
-        sizes = {"hidden_size": 64, "intermediate_size": wide, "moe_intermediate_size": wide}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": wide,
+            "moe_intermediate_size": wide,
+        }
     else:
         sizes = {}
     return stock(family, num_hidden_layers=2, **sizes).eval()
@@ -77,7 +105,11 @@ def make(scenario: Scenario, mesh=None, folder: str = ""):
         if dist.get_rank() == 0:
             model.save_pretrained(f"{folder}-base")
         dist.barrier()
-        model = moe_runtime.load_quantized(f"{folder}-base", scenario.format, mesh=mesh).eval()
+        model = moe_runtime.load_quantized(
+            f"{folder}-base",
+            scenario.format,
+            mesh=mesh,
+        ).eval()
     elif scenario.format:
         if scenario.packed == "after" and mesh is not None:
             shard_experts(model, mesh)
@@ -107,7 +139,12 @@ def make(scenario: Scenario, mesh=None, folder: str = ""):
 
 def batch(rank: int) -> torch.Tensor:
     size = (2, 20) if rank % 2 == 0 else (1, 2)
-    return torch.randint(3, 64, size, generator=torch.Generator().manual_seed(rank))
+    return torch.randint(
+        3,
+        64,
+        size,
+        generator=torch.Generator().manual_seed(rank),
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,23 +152,36 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def learned(model) -> dict[str, torch.nn.Parameter]:
-    return {
-        name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad
-    }
+    values = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            values[name.removeprefix("module.")] = p
+    return values
 
 
 def train(model, ranks, scale: float, lr: float = LR, folder: str = "") -> dict:
     """Train on the batches of `ranks`; return losses, the last gradients and the weights. A
     checkpoint to `folder` is read.
     """
-    optimizer = torch.optim.SGD(list(learned(model).values()), lr=lr, momentum=0.3)
+    optimizer = torch.optim.SGD(
+        list(learned(model).values()),
+        lr=lr,
+        momentum=0.3,
+    )
     losses = []
     for step in range(STEPS):
         if step == 1 and folder:
             optimizer.zero_grad()
             resume(model, optimizer, folder)
         optimizer.zero_grad()
-        parts = [model(input_ids=batch(rank), labels=batch(rank)).loss for rank in ranks]
+        parts = []
+        for rank in ranks:
+            parts.append(
+                model(
+                    input_ids=batch(rank),
+                    labels=batch(rank),
+                ).loss
+            )
         (sum(parts) * scale).backward()
         losses.append([part.item() for part in parts])
         optimizer.step()
@@ -152,7 +202,12 @@ def resume(model, optimizer, folder: str) -> None:
     """Write model and optimizer by torch.distributed.checkpoint, forget them, and read them
     again.
     """
-    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    parts = dict(
+        zip(
+            ("model", "optimizer"),
+            get_state_dict(model, optimizer),
+        )
+    )
     dcp.save(parts, checkpoint_id=folder)
     held = [
         *model.state_dict().values(),
@@ -176,29 +231,41 @@ def run(scenario: Scenario, folder) -> dict:
     mesh = None
     rank = dist.get_rank()
     if scenario.mesh is not None:
-        mesh = init_device_mesh("cpu", scenario.mesh, mesh_dim_names=("dp", "ep"))
+        mesh = init_device_mesh(
+            "cpu",
+            scenario.mesh,
+            mesh_dim_names=("dp", "ep"),
+        )
         mesh = mesh["ep"] if scenario.mesh[0] == 1 or scenario.engine == "fsdp2" else mesh
     model = make(scenario, mesh, folder)
     if scenario.engine == "fsdp2":
         everyone = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.base_model.model.model.layers:
             if scenario.mesh is not None:
-                fully_shard(layer.mlp.experts.get_base_layer(), mesh=mesh._get_root_mesh()["dp"])
+                fully_shard(
+                    layer.mlp.experts.get_base_layer(),
+                    mesh=mesh._get_root_mesh()["dp"],
+                )
             fully_shard(layer, mesh=everyone)
         fully_shard(model, mesh=everyone)
     else:
         model = DistributedDataParallel(model)
-    tensors = {
-        name.removeprefix("module."): tensor
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    tensors = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensors[name.removeprefix("module.")] = tensor
     held = {
         name: held_of(tensor)
         for name, tensor in tensors.items()
         if "experts" in name and "lora" not in name
     }
     checkpoint = f"{folder}-checkpoint" if mesh is not None or scenario.format else ""
-    result = {"held": held} | train(model, [rank], 1.0, lr_of(scenario), checkpoint)
+    result = {"held": held} | train(
+        model,
+        [rank],
+        1.0,
+        lr_of(scenario),
+        checkpoint,
+    )
     if scenario.engine == "ddp":
         if rank == 0:
             model.module.save_pretrained(folder)
@@ -214,4 +281,7 @@ def held_of(tensor: torch.Tensor) -> int:
 
 def main(out: str, *names: str) -> None:
     for name in names:
-        torch.save(run(SCENARIOS[name], f"{out}/{name}"), f"{out}/{name}-rank{dist.get_rank()}.pt")
+        torch.save(
+            run(SCENARIOS[name], f"{out}/{name}"),
+            f"{out}/{name}-rank{dist.get_rank()}.pt",
+        )

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_runtime.ops.all_to_all import all_to_all, local_parts, run_at_owners
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_mlp import run_experts
 from tests.support.stress import scaled
 
@@ -46,9 +46,12 @@ class Drawn(random.Random):
 
     def __init__(self, seed: int, ranks: int):
         super().__init__(f"{seed} {ranks}")
-        self.ranks, self.E = ranks, ranks * self.choice((1, 2, 3, 8))
-        self.H, self.I = self.choice((1, 3, 17, 33, 64)), self.choice((1, 2, 7, 16, 31))
-        self.K, self.towards = min(self.choice((1, 1, 2, 3, 6)), self.E), self.choice(TOWARDS)
+        self.ranks = ranks
+        self.E = ranks * self.choice((1, 2, 3, 8))
+        self.H = self.choice((1, 3, 17, 33, 64))
+        self.I = self.choice((1, 2, 7, 16, 31))
+        self.K = min(self.choice((1, 1, 2, 3, 6)), self.E)
+        self.towards = self.choice(TOWARDS)
         few = self.choice(((0, 1), (0, 0, 1, 37), (1,), (0, 5, 16, 61), (2, 3, 33)))
         self.tokens = [self.choice(few) for _ in range(ranks)]
         self.gradients = self.choice(("mean", "sum"))
@@ -66,7 +69,11 @@ class Drawn(random.Random):
             owner = {"one rank": 0, "the last rank": self.ranks - 1}.get(
                 self.towards, (rank + 1) % self.ranks
             )
-            idx = owner * share + torch.randint(share, (T, K), generator=generator)
+            idx = owner * share + torch.randint(
+                share,
+                (T, K),
+                generator=generator,
+            )
         elif self.towards == "half of the ranks":
             idx = torch.randint(max(E // 2, 1), (T, K), generator=generator)
         else:
@@ -75,8 +82,18 @@ class Drawn(random.Random):
             lost = torch.rand(T, K, generator=generator) < (
                 1.1 if self.towards == "nowhere" else 0.4
             )
-            idx[lost] = torch.where(torch.rand(int(lost.sum()), generator=generator) < 0.5, -1, E)
-        x, dout = torch.randn(2, T, self.H, generator=generator, dtype=torch.float64).unbind()
+            idx[lost] = torch.where(
+                torch.rand(int(lost.sum()), generator=generator) < 0.5,
+                -1,
+                E,
+            )
+        x, dout = torch.randn(
+            2,
+            T,
+            self.H,
+            generator=generator,
+            dtype=torch.float64,
+        ).unbind()
         weight = torch.rand(T, K, generator=generator, dtype=torch.float64)
         weight[(idx < 0) | (idx >= E)] = torch.nan
         return {"x": x, "idx": idx, "weight": weight, "dout": dout}
@@ -94,10 +111,20 @@ def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
     if name == "one_expert":
         idx = torch.full((T, K), 5)
     if name == "dropped":
-        idx[::2, 1], idx[1::3, 2], idx[4] = -1, E, E + 3
+        idx[::2, 1] = -1
+        idx[1::3, 2] = E
+        idx[4] = E + 3
     if name == "all_dropped":
         idx = torch.full((T, K), E)
-    x, dout = (torch.randn(2, T, H, generator=generator, dtype=torch.float64).to(dtype)).unbind()
+    x, dout = (
+        torch.randn(
+            2,
+            T,
+            H,
+            generator=generator,
+            dtype=torch.float64,
+        ).to(dtype)
+    ).unbind()
     weight = torch.rand(T, K, generator=generator, dtype=torch.float64)
     weight[(idx < 0) | (idx >= E)] = torch.nan  # must not be read
     return {
@@ -114,16 +141,32 @@ def stacks(dtype=torch.float64) -> dict[str, torch.Tensor]:
 
 def _stacks(E: int, H: int, I: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"up": (E, 2 * I, H), "down": (E, H, I), "up_bias": (E, 2 * I), "down_bias": (E, H)}
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        / shape[-1] ** 0.5
-        for name, shape in shapes.items()
+    shapes = {
+        "up": (E, 2 * I, H),
+        "down": (E, H, I),
+        "up_bias": (E, 2 * I),
+        "down_bias": (E, H),
     }
+    values = {}
+    for name, shape in shapes.items():
+        values[name] = (
+            torch.randn(
+                shape,
+                generator=generator,
+                dtype=torch.float64,
+            ).to(dtype)
+            / shape[-1] ** 0.5
+        )
+    return values
 
 
 def run_case(name: str, mesh, gradients: str, dtype=torch.float64) -> dict:
-    return run_inputs(case(name, dist.get_rank(), dtype), stacks(dtype), mesh, gradients)
+    return run_inputs(
+        case(name, dist.get_rank(), dtype),
+        stacks(dtype),
+        mesh,
+        gradients,
+    )
 
 
 def run_inputs(inputs: dict, experts: dict, mesh, gradients: str) -> dict:
@@ -131,16 +174,24 @@ def run_inputs(inputs: dict, experts: dict, mesh, gradients: str) -> dict:
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     n = mesh.size(-1)
     place = mesh.get_local_rank(mesh.ndim - 1)
-    leaves = {
-        key: DTensor.from_local(stack.chunk(n)[place].clone(), mesh, placements).requires_grad_()
-        for key, stack in experts.items()
-    }
+    leaves = {}
+    for key, stack in experts.items():
+        leaves[key] = DTensor.from_local(
+            stack.chunk(n)[place].clone(),
+            mesh,
+            placements,
+        ).requires_grad_()
     x = inputs["x"].requires_grad_()
     weight = inputs["weight"].requires_grad_()
     (up, down, up_bias, down_bias), owners = local_parts(list(leaves.values()), gradients)
 
     def run(rows, idx, ones):
-        return run_experts(rows, Experts(up, down, up_bias, down_bias), ones, idx)
+        return run_experts(
+            rows,
+            ExpertStacks(up, down, up_bias, down_bias),
+            ones,
+            idx,
+        )
 
     out, offsets = run_at_owners(x, inputs["idx"], weight, owners, run)
     out.backward(inputs["dout"])
@@ -173,12 +224,18 @@ def rows_there_and_back(group) -> dict:
 
 
 def refusals(mesh) -> dict[str, str]:
-    parts = [torch.zeros(E // mesh.size(), 2, 3), torch.zeros(E // mesh.size(), 3)]
+    parts = [
+        torch.zeros(E // mesh.size(), 2, 3),
+        torch.zeros(E // mesh.size(), 3),
+    ]
     messages = {}
     sharded = [DTensor.from_local(part, mesh, [Shard(0)]) for part in parts]
     tries = {
         "columns": [DTensor.from_local(part, mesh, [Shard(1)]) for part in parts],
-        "mixed": [sharded[0], DTensor.from_local(parts[1], mesh, [Replicate()])],
+        "mixed": [
+            sharded[0],
+            DTensor.from_local(parts[1], mesh, [Replicate()]),
+        ],
         "half": [sharded[0], parts[1]],
         "ragged": [
             DTensor.from_local(
@@ -191,19 +248,25 @@ def refusals(mesh) -> dict[str, str]:
             local_parts(tensors)
         except ValueError as error:
             messages[name] = str(error)
-    replicated, owners = local_parts([DTensor.from_local(parts[0], mesh, [Replicate()]), None])
-    assert owners is None and replicated[1] is None and type(replicated[0]) is torch.Tensor
+    replicated, owners = local_parts(
+        [
+            DTensor.from_local(parts[0], mesh, [Replicate()]),
+            None,
+        ]
+    )
+    assert owners is None
+    assert replicated[1] is None
+    assert type(replicated[0]) is torch.Tensor
     return messages
 
 
 def main(out: str) -> None:
     n = dist.get_world_size()
     mesh = init_device_mesh("cpu", (n,))
-    results = {
-        (name, 1, gradients): run_case(name, mesh, gradients)
-        for name in TOKENS
-        for gradients in ("mean", "sum")
-    }
+    results = {}
+    for name in TOKENS:
+        for gradients in ("mean", "sum"):
+            results[(name, 1, gradients)] = run_case(name, mesh, gradients)
     results["float32"] = run_case("ragged", mesh, "mean", torch.float32)
     results["bfloat16"] = run_case("ragged", mesh, "mean", torch.bfloat16)
     for seed in range(DRAWN):

@@ -44,7 +44,13 @@ def make():
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) / 8)
+                parameter.add_(
+                    torch.randn(
+                        parameter.shape,
+                        generator=generator,
+                    )
+                    / 8
+                )
     return model
 
 
@@ -59,9 +65,17 @@ def stacks() -> dict[str, torch.Tensor]:
         "copies": Replicate(),
     }.items():
         for dtype in (torch.float32, torch.bfloat16):
-            stack = distribute_tensor(weight.to(dtype, copy=True), mesh, [placement])
+            stack = distribute_tensor(
+                weight.to(dtype, copy=True),
+                mesh,
+                [placement],
+            )
             found[f"{name} {dtype}"] = average_experts_(stack, 0.3).full_tensor()
-    partial = torch.distributed.tensor.DTensor.from_local(weight, mesh, [Partial()])
+    partial = torch.distributed.tensor.DTensor.from_local(
+        weight,
+        mesh,
+        [Partial()],
+    )
     try:
         average_experts_(partial, 0.3)
     except ValueError as error:
@@ -79,5 +93,10 @@ def main(out: str) -> None:
     kinds = {type(p).__name__ for p in model.parameters()}
     weights = {name: p.full_tensor() for name, p in model.named_parameters()}
     torch.save(
-        {"stacks": found, "weights": weights, "kinds": kinds}, f"{out}/{os.environ['RANK']}.pt"
+        {
+            "stacks": found,
+            "weights": weights,
+            "kinds": kinds,
+        },
+        f"{out}/{os.environ['RANK']}.pt",
     )

@@ -113,7 +113,11 @@ def train_folder(out: str) -> None:
         )
         if lora is None:  # ends before it saves, and resumes from the checkpoint of the second step
             with (
-                mock.patch.object(esft, "save_adapter", side_effect=ValueError),
+                mock.patch.object(
+                    esft,
+                    "save_adapter",
+                    side_effect=ValueError,
+                ),
                 contextlib.suppress(ValueError),
             ):
                 run()

@@ -29,11 +29,17 @@ def main(out: str, engine: str, recipe: str, *names: str) -> None:
         )
     stages = Stages(recipe, Path(out, "out"), say=say)
     selection = stages.selection("sums", "gate")
-    results = {
-        name: stages.esft("sums", selection) if name == "esft" else getattr(stages, name)("sums")
-        for name in names
-    }
+    results = {}
+    for name in names:
+        results[name] = (
+            stages.esft("sums", selection) if name == "esft" else getattr(stages, name)("sums")
+        )
     scores = stages.scores("sums").scores
     torch.save(
-        {"results": results, "said": said, "gate": scores.gate}, f"{out}/rank{dist.get_rank()}.pt"
+        {
+            "results": results,
+            "said": said,
+            "gate": scores.gate,
+        },
+        f"{out}/rank{dist.get_rank()}.pt",
     )

@@ -64,6 +64,11 @@ def main(out: str, base: str) -> None:
         ):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        save_expert(model, out / name, base=base if name == "delta" else None, is_main=is_main)
+        save_expert(
+            model,
+            out / name,
+            base=base if name == "delta" else None,
+            is_main=is_main,
+        )
         dist.barrier()
         assert (out / name / "expert.json").is_file()

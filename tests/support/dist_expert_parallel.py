@@ -60,15 +60,35 @@ SCENARIOS = {
     "gpt_oss-ddp-ep2": Scenario("gpt_oss", "ddp", (1, 2)),
     "ours-ddp-ep2": Scenario("ours", "ddp", (1, 2)),
     "qwen3-fsdp2-ep2": Scenario("qwen3_moe", "fsdp2", (1, 2)),
-    "qwen3-ddp-ep2-checkpointing": Scenario("qwen3_moe", "ddp", (1, 2), checkpointing=True),
-    "qwen3-ddp-ep2-fused": Scenario("qwen3_moe", "ddp", (1, 2), optimizer="fused"),
-    "qwen3-ddp-ep2-foreach": Scenario("qwen3_moe", "ddp", (1, 2), optimizer="foreach"),
+    "qwen3-ddp-ep2-checkpointing": Scenario(
+        "qwen3_moe",
+        "ddp",
+        (1, 2),
+        checkpointing=True,
+    ),
+    "qwen3-ddp-ep2-fused": Scenario(
+        "qwen3_moe",
+        "ddp",
+        (1, 2),
+        optimizer="fused",
+    ),
+    "qwen3-ddp-ep2-foreach": Scenario(
+        "qwen3_moe",
+        "ddp",
+        (1, 2),
+        optimizer="foreach",
+    ),
     "qwen3-ddp-ep2-scaled": Scenario("qwen3_moe", "ddp", (1, 2), scaled=True),
     "qwen3-ddp-ep4": Scenario("qwen3_moe", "ddp", (1, 4)),
     "qwen3-fsdp2-ep4": Scenario("qwen3_moe", "fsdp2", (1, 4)),
     "qwen3-ddp-dp2-ep2": Scenario("qwen3_moe", "ddp", (2, 2)),
     "qwen3-fsdp2-dp2-ep2": Scenario("qwen3_moe", "fsdp2", (2, 2)),
-    "ours-fsdp2-dp2-ep2": Scenario("ours", "fsdp2", (2, 2), optimizer="fused"),
+    "ours-fsdp2-dp2-ep2": Scenario(
+        "ours",
+        "fsdp2",
+        (2, 2),
+        optimizer="fused",
+    ),
 }
 
 
@@ -84,7 +104,11 @@ def make(family: str):
 
         return upcycled("llama").train()
     if family == "gpt_oss":
-        config = transformers.GptOssConfig(**FIELDS, intermediate_size=24, num_local_experts=4)
+        config = transformers.GptOssConfig(
+            **FIELDS,
+            intermediate_size=24,
+            num_local_experts=4,
+        )
         config._attn_implementation = "eager"
         model = transformers.GptOssForCausalLM(config)
     else:
@@ -125,7 +149,13 @@ def optimizers_of(model, scenario: Scenario | None = None) -> list[torch.optim.O
         groups = model.parameters()
     switches = {scenario.optimizer: True} if scenario and scenario.optimizer else {}
     # far from 1e-8, where the sign of a gradient of zero but for rounding would make a whole step
-    make = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-5, **switches)
+    make = functools.partial(
+        torch.optim.AdamW,
+        lr=1e-2,
+        weight_decay=0.1,
+        eps=1e-5,
+        **switches,
+    )
     return [make([group]) for group in groups] if scenario and scenario.scaled else [make(groups)]
 
 
@@ -139,7 +169,10 @@ def steps(model, losses_of, clip, optimizers, scaler=NO_SCALER) -> dict:
         losses.append(losses_of())
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
-        missing = [name for name, p in model.named_parameters() if p.grad is None]
+        missing = []
+        for name, p in model.named_parameters():
+            if p.grad is None:
+                missing.append(name)
         gradients = gradients or {
             name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None
         }
@@ -147,7 +180,12 @@ def steps(model, losses_of, clip, optimizers, scaler=NO_SCALER) -> dict:
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-    return {"losses": losses, "norms": norms, "gradients": gradients, "missing": missing}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "missing": missing,
+    }
 
 
 def alone(family: str, ranks: int) -> dict:
@@ -157,7 +195,9 @@ def alone(family: str, ranks: int) -> dict:
     model = make(family)
 
     def losses_of():
-        parts = [model(batch(rank), labels=batch(rank)).loss for rank in range(ranks)]
+        parts = []
+        for rank in range(ranks):
+            parts.append(model(batch(rank), labels=batch(rank)).loss)
         (sum(parts) / ranks).backward()
         return [part.item() for part in parts]
 
@@ -195,14 +235,24 @@ def run(scenario: Scenario, folder: str) -> dict:
         model.gradient_checkpointing_enable()
     called = spread(model, scenario)
     counts = counted(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scenario.scaled)
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=1024.0,
+        enabled=scenario.scaled,
+    )
 
     def losses_of():
         loss = called(ids, labels=ids).loss
         scaler.scale(loss).backward()
         return loss.item()
 
-    result = steps(model, losses_of, clip_grad_norm, optimizers_of(model, scenario), scaler)
+    result = steps(
+        model,
+        losses_of,
+        clip_grad_norm,
+        optimizers_of(model, scenario),
+        scaler,
+    )
     assert {name: p.shape for name, p in model.named_parameters()} == before
     with torch.no_grad():
         logits = model(batch(0)).logits
@@ -213,12 +263,16 @@ def run(scenario: Scenario, folder: str) -> dict:
     assert dist.get_rank() or all(
         torch.equal(states[name], weight) for name, weight in weights.items()
     )
-    experts = {
-        name: tuple(p.to_local().shape)
-        for name, p in model.named_parameters()
-        if "experts" in name and hasattr(p, "to_local")
+    experts = {}
+    for name, p in model.named_parameters():
+        if "experts" in name and hasattr(p, "to_local"):
+            experts[name] = tuple(p.to_local().shape)
+    return result | {
+        "weights": weights,
+        "logits": logits,
+        "counts": counts,
+        "experts": experts,
     }
-    return result | {"weights": weights, "logits": logits, "counts": counts, "experts": experts}
 
 
 def trainer_of(model, ranks: int, folder: str, callbacks=(), kind=None, **options):
@@ -228,7 +282,9 @@ def trainer_of(model, ranks: int, folder: str, callbacks=(), kind=None, **option
     from transformers import Trainer, TrainingArguments
 
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, VOCAB, (12,), generator=generator) for _ in range(16)]
+    ids = []
+    for _ in range(16):
+        ids.append(torch.randint(0, VOCAB, (12,), generator=generator))
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
@@ -244,15 +300,27 @@ def trainer_of(model, ranks: int, folder: str, callbacks=(), kind=None, **option
         **{"save_strategy": "no"} | options,
     )
     data = [{"input_ids": row, "labels": row} for row in ids]
-    return (kind or Trainer)(model, arguments, train_dataset=data, callbacks=list(callbacks))
+    return (kind or Trainer)(
+        model,
+        arguments,
+        train_dataset=data,
+        callbacks=list(callbacks),
+    )
 
 
 def train(model, *args, **options) -> dict:
     trainer = trainer_of(model, *args, **options)
     trainer.train()
-    steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    steps = []
+    for log in trainer.state.log_history:
+        if "loss" in log:
+            steps.append((log["loss"], log["grad_norm"]))
     weights = {name: whole(p) for name, p in model.named_parameters()}
-    return {"steps": steps, "weights": weights, "wrapped": type(trainer.model_wrapped).__name__}
+    return {
+        "steps": steps,
+        "weights": weights,
+        "wrapped": type(trainer.model_wrapped).__name__,
+    }
 
 
 def sharded(model):
@@ -274,7 +342,12 @@ def train_and_save(model, ranks: int, folder: str, save) -> dict:
 
 def run_trainer(folder: str) -> dict:
     model = sharded(make("qwen3_moe"))
-    result = train_and_save(model, dist.get_world_size(), folder, save_pretrained)
+    result = train_and_save(
+        model,
+        dist.get_world_size(),
+        folder,
+        save_pretrained,
+    )
     save_pretrained(model, folder)
     return result
 
@@ -305,7 +378,10 @@ def run_resumed(folder: str) -> dict:
     if dist.get_rank() == 0:
         index.write_bytes(pickle.dumps(Planted(touched)))
     dist.barrier()
-    with pytest.raises(ValueError, match=f"{re.escape(str(index))} is refused"):
+    with pytest.raises(
+        ValueError,
+        match=f"{re.escape(str(index))} is refused",
+    ):
         again.train(resume_from_checkpoint=True)
     dist.barrier()
     assert not touched.exists()
@@ -318,7 +394,10 @@ def write_base(folder: str) -> None:
 
     stock().save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
-    rows = [{"text": f"{i} and {j} make {i + j}"} for i in range(4) for j in range(4)]
+    rows = []
+    for i in range(4):
+        for j in range(4):
+            rows.append({"text": f"{i} and {j} make {i + j}"})
     Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -340,9 +419,20 @@ def run_command(folder: str) -> dict:
         f" --optim adamw_torch --report_to none --no_router_stats --model {base} --data "
         f"{base}/rows.jsonl"
     )
-    with mock.patch.object(dist, "destroy_process_group"):  # which others need
+    with mock.patch.object(
+        dist,
+        "destroy_process_group",
+    ):  # which others need
         for out, ep_size in ((folder, "2"), (f"{folder}-whole", "1")):
-            train_command([*words.split(), "--output_dir", out, "--ep_size", ep_size])
+            train_command(
+                [
+                    *words.split(),
+                    "--output_dir",
+                    out,
+                    "--ep_size",
+                    ep_size,
+                ]
+            )
     return {}
 
 
@@ -350,7 +440,12 @@ def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
-        model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        model,
+        LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            init_lora_weights=False,
+        ),
     )
 
 
@@ -359,26 +454,40 @@ def run_lora(folder: str) -> dict:
     checkpoints.
     """
     model = sharded(with_lora(make("qwen3_moe")))
-    return train(model, dist.get_world_size(), folder, save_strategy="steps", save_steps=1)
+    return train(
+        model,
+        dist.get_world_size(),
+        folder,
+        save_strategy="steps",
+        save_steps=1,
+    )
 
 
 def run_overflow(folder: str) -> dict:
     """A gradient of one expert, on the last rank alone, is infinite."""
     model = sharded(make("qwen3_moe"))
     scaler = torch.amp.GradScaler("cpu")
-    optimizers = [torch.optim.SGD([group], lr=10) for group in parameter_groups(model)]
+    optimizers = []
+    for group in parameter_groups(model):
+        optimizers.append(torch.optim.SGD([group], lr=10))
     before = {name: whole(p) for name, p in model.named_parameters()}
     ids = batch(dist.get_rank())
     scale = scaler.get_scale()
-    scaler.scale(DistributedDataParallel(model)(ids, labels=ids).loss).backward()
+    scaler.scale(
+        DistributedDataParallel(model)(
+            ids,
+            labels=ids,
+        ).loss
+    ).backward()
     if dist.get_rank() == dist.get_world_size() - 1:
         model.model.layers[0].mlp.experts.down_proj.grad.to_local()[0, 0, 0] = torch.inf
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    moved = {
-        name for name, p in model.named_parameters() if not torch.equal(whole(p), before[name])
-    }
+    moved = set()
+    for name, p in model.named_parameters():
+        if not torch.equal(whole(p), before[name]):
+            moved.add(name)
     return {"moved": moved, "scale": scaler.get_scale() / scale}
 
 

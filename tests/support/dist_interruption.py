@@ -18,7 +18,12 @@ from tests.hf.tiny import VOCAB, dense
 
 torch.set_num_threads(1)
 STEPS = 4
-ROWS = torch.randint(3, VOCAB, (16, 8), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = torch.randint(
+    3,
+    VOCAB,
+    (16, 8),
+    generator=torch.Generator().manual_seed(0),
+).tolist()
 TOKENIZER = train_tokenizer(["a"], 300)
 
 # of each rank: where a signal comes, and which
@@ -82,7 +87,10 @@ def ended(*arguments) -> tuple[str, dict | None]:
 
 
 def main(out: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forks us ignores it
+    signal.signal(
+        signal.SIGINT,
+        signal.default_int_handler,
+    )  # the server that forks us ignores it
     rank = dist.get_rank()
     found = {}
     for name, signals in CASES.items():

@@ -45,7 +45,11 @@ def launch(script: str | Path, ranks: int, folder: Path, *args: str) -> None:
     output.
     """
     env = _environment() | {"GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    env |= {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
     context = _forks()
     rendezvous = folder / "rendezvous"
     processes = []
@@ -121,7 +125,12 @@ def _environment() -> dict[str, str]:
     """Return the environment of the server and of all that it forks, some of which is read at
     import.
     """
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [
+            str(ROOT),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    )
     quiet = {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -170,7 +179,14 @@ def _run(
     is a `rendezvous`.
     """
     for number, path in ((1, out), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), number)
+        os.dup2(
+            os.open(
+                path,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND,
+                0o644,
+            ),
+            number,
+        )
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
@@ -218,7 +234,11 @@ def torchrun(*args: str, **options) -> None:
         "2",
         *args,
     ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     with subprocess.Popen(command, **pipes, **options) as process:
         try:
             out, errors = process.communicate(timeout=PATIENCE)
@@ -259,7 +279,10 @@ def _wait(processes: list, deadline: float) -> int | None:
     """
     while True:
         codes = [process.exitcode for process in processes]
-        bad = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        bad = []
+        for rank, code in enumerate(codes):
+            if code not in (None, 0):
+                bad.append(rank)
         late = [rank for rank, code in enumerate(codes) if code is None]
         if bad or not late:
             return bad[0] if bad else None
@@ -270,4 +293,7 @@ def _wait(processes: list, deadline: float) -> int | None:
 
 def times(out):
     """When each finished stage of a study was written."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
+    values = {}
+    for path in out.glob("*/result.json"):
+        values[path.parent.name] = path.stat().st_mtime_ns
+    return values

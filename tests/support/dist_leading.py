@@ -39,24 +39,68 @@ def main(out: str) -> None:
         return {}
 
     moe = SimpleNamespace(folder=out / "none")
-    found = {"merge": said(lambda: Stages._merge(SimpleNamespace(), moe, out / "dense"))}
+    found = {
+        "merge": said(
+            lambda: Stages._merge(
+                SimpleNamespace(),
+                moe,
+                out / "dense",
+            )
+        )
+    }
     xft_folders.merge_folder = full
-    found["full disk"] = said(lambda: Stages._merge(SimpleNamespace(), moe, out / "dense"))
+    found["full disk"] = said(
+        lambda: Stages._merge(
+            SimpleNamespace(),
+            moe,
+            out / "dense",
+        )
+    )
     xft_folders.merge_folder = lacks
-    found["other"] = said(lambda: Stages._merge(SimpleNamespace(), moe, out / "dense"))
+    found["other"] = said(
+        lambda: Stages._merge(
+            SimpleNamespace(),
+            moe,
+            out / "dense",
+        )
+    )
     (out / "file").touch()
     dist.barrier()
-    found["no place"] = said(lambda: stages.made_once(out / "file" / "stage", "result.json", write))
+    found["no place"] = said(
+        lambda: stages.made_once(
+            out / "file" / "stage",
+            "result.json",
+            write,
+        )
+    )
     rows = SimpleNamespace(make_data=lacks)
 
     def make(tmp):
         return stages.KeptStages._made_data(rows, tmp)
 
-    found["rows"] = said(lambda: stages.made_once(out / "rows", "rows.json", make))
+    found["rows"] = said(
+        lambda: stages.made_once(
+            out / "rows",
+            "rows.json",
+            make,
+        )
+    )
     real = stages.atomic_write_text
     stages.atomic_write_text = full
-    found["mark"] = said(lambda: stages.made_once(out / "stage", "result.json", write))
+    found["mark"] = said(
+        lambda: stages.made_once(
+            out / "stage",
+            "result.json",
+            write,
+        )
+    )
     stages.atomic_write_text = real
-    found["whole"] = said(lambda: stages.made_once(out / "stage", "result.json", write))
+    found["whole"] = said(
+        lambda: stages.made_once(
+            out / "stage",
+            "result.json",
+            write,
+        )
+    )
     found["there"] = ranks.agree(sorted(path.name for path in out.iterdir() if path.is_dir()))
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -27,15 +27,17 @@ def train(model, ids: torch.Tensor) -> dict:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    weights = {
-        n.removeprefix("module."): p.detach()
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    }
+    weights = {}
+    for n, p in model.named_parameters():
+        if p.requires_grad:
+            weights[n.removeprefix("module.")] = p.detach()
     return {"losses": losses, "weights": weights}
 
 
 def main(out: str) -> None:
     rank = dist.get_rank()
-    found = train(DistributedDataParallel(make()), tiny.batch(4)[2 * rank : 2 * rank + 2])
+    found = train(
+        DistributedDataParallel(make()),
+        tiny.batch(4)[2 * rank : 2 * rank + 2],
+    )
     torch.save(found, f"{out}/{os.environ['RANK']}.pt")

@@ -60,7 +60,11 @@ def main(folder: str) -> None:
         lambda output, part, *_: part.nbytes * (n - 1),
     )
     scatter = ("reduce_scatter_tensor", "reduce_scatter_single")
-    counted("reduce_scatter", scatter, lambda output, *args: output.nbytes * (n - 1))
+    counted(
+        "reduce_scatter",
+        scatter,
+        lambda output, *args: output.nbytes * (n - 1),
+    )
     counted(
         "all_to_all",
         ("all_to_all_single",),
@@ -105,5 +109,8 @@ def noted(buckets: list[int], bucket):
     """Do what DDP does without a hook, and note the bucket's size."""
     buckets.append(bucket.buffer().nbytes)
     n = dist.get_world_size()
-    future = dist.all_reduce(bucket.buffer().div_(n), async_op=True).get_future()
+    future = dist.all_reduce(
+        bucket.buffer().div_(n),
+        async_op=True,
+    ).get_future()
     return future.then(lambda done: done.value()[0])

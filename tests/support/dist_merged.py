@@ -30,5 +30,8 @@ def main(path: str) -> None:
     h = Activation(layer.config.hidden_act, layer.config.gated).apply(
         F.linear(x, w[up], w[f"{up}_bias"])
     )
-    assert torch.equal(layer(x), F.linear(h, w["down_proj"], w["down_proj_bias"]))  # nothing stale
+    assert torch.equal(
+        layer(x),
+        F.linear(h, w["down_proj"], w["down_proj_bias"]),
+    )  # nothing stale
     torch.save(layer.state_dict(), f"{path}/{rank}")

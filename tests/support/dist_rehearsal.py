@@ -17,5 +17,9 @@ def main(out: str, engine: str, method: str, recipe: str) -> None:
     if engine == "fsdp2":
         use_fsdp2()
     study = importlib.import_module(f"papers.{method}.study")
-    results = study.run(recipe, Path(out), say=lambda text: print(text, flush=True))
+    results = study.run(
+        recipe,
+        Path(out),
+        say=lambda text: print(text, flush=True),
+    )
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")

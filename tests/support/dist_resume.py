@@ -43,10 +43,22 @@ def run(engine: str, base: Path, folder: Path, settings: dict, callbacks=(), res
     model = load(base, lora=settings.get("lora", False))
     if engine == "ep2":
         shard_experts(model, expert_mesh(2))
-    options = {"per_device_train_batch_size": 1, "ddp_find_unused_parameters": False}
-    trainer = trainer_of(settings.get("kind", "ours"), model, folder, callbacks, **options)
+    options = {
+        "per_device_train_batch_size": 1,
+        "ddp_find_unused_parameters": False,
+    }
+    trainer = trainer_of(
+        settings.get("kind", "ours"),
+        model,
+        folder,
+        callbacks,
+        **options,
+    )
     trainer.train(resume_from_checkpoint=resume)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = []
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            losses.append(entry["loss"])
     is_distributed = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
     return (
         losses,
@@ -72,11 +84,10 @@ def resumed(engine: str, case: str, out: Path) -> dict:
     torch.manual_seed(0)
     start = load(base, lora=settings.get("lora", False)).state_dict()
     trained = "lora" if "lora" in settings else "experts"
-    moved = [
-        name
-        for name, tensor in want.items()
-        if trained in name and not torch.equal(tensor, start[name])
-    ]
+    moved = []
+    for name, tensor in want.items():
+        if trained in name and not torch.equal(tensor, start[name]):
+            moved.append(name)
     different = [name for name, tensor in want.items() if not torch.equal(tensor, weights[name])]
     return {
         "losses": losses,
@@ -99,11 +110,11 @@ def loaded_into_shards(base: Path) -> list[str]:
     for parameter in model.parameters():
         (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).add_(1)
     model.load_state_dict(load_file(base / "model.safetensors"))
-    return [
-        name
-        for name, tensor in model.state_dict().items()
-        if not torch.equal(whole(tensor), want[name])
-    ]
+    values = []
+    for name, tensor in model.state_dict().items():
+        if not torch.equal(whole(tensor), want[name]):
+            values.append(name)
+    return values
 
 
 def main(out: str) -> None:

@@ -28,9 +28,19 @@ def shared_out(rank: int) -> list[torch.Tensor]:
 def main(out: str) -> None:
     rank = int(os.environ["RANK"])
     model = make()
-    whole = score_experts(model, shared_out(rank), pairs=True, log_dir=f"{out}/logs")
+    whole = score_experts(
+        model,
+        shared_out(rank),
+        pairs=True,
+        log_dir=f"{out}/logs",
+    )
     cut = score_experts(model, shared_out(rank), n_tokens=25)
-    score_folder(f"{out}/base", f"{out}/rows.jsonl", f"{out}/folder.json", **FOLDER)
+    score_folder(
+        f"{out}/base",
+        f"{out}/rows.jsonl",
+        f"{out}/folder.json",
+        **FOLDER,
+    )
     errors = []
     try:
         score_experts(model, shared_out(rank), log_dir=f"{out}/logs")

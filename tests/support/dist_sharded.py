@@ -17,7 +17,11 @@ from tests.support.dist_stages import use_fsdp2
 
 torch.set_num_threads(1)
 STAGES = {
-    "upit": lambda s: {"dense": s.dense("ffn"), "upit": s.upit("ffn"), "lora": s.upit("lora")},
+    "upit": lambda s: {
+        "dense": s.dense("ffn"),
+        "upit": s.upit("ffn"),
+        "lora": s.upit("lora"),
+    },
     "ultrafuser": lambda s: {
         "specialist": s.specialist("sums"),
         "gate": s.gate(),
@@ -32,7 +36,10 @@ class Watch(TrainerCallback):
     """
 
     def __init__(self, name: str, stopped: set[str]):
-        self.name, self.stopped, self.begins, self.kinds = name, stopped, None, set()
+        self.name = name
+        self.stopped = stopped
+        self.begins = None
+        self.kinds = set()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begins = state.global_step
@@ -48,7 +55,11 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
     """Return the stages' results, where their trainings began, and the kinds of parameters that
     they had.
     """
-    stages = importlib.import_module(f"papers.{method}.study").Stages(recipe, out, say=say)
+    stages = importlib.import_module(f"papers.{method}.study").Stages(
+        recipe,
+        out,
+        say=say,
+    )
     watches = []
     train = trainers.train
     left = set(stopped)
@@ -56,7 +67,12 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
     def watched(model, *arguments, callbacks=(), **settings):
         name = Path(settings["folder"]).name.partition("-")[0]
         watches.append(Watch(name, left))
-        return train(model, *arguments, callbacks=[*callbacks, watches[-1]], **settings)
+        return train(
+            model,
+            *arguments,
+            callbacks=[*callbacks, watches[-1]],
+            **settings,
+        )
 
     trainers.train = watched
     try:
@@ -69,7 +85,10 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
         results = STAGES[method](stages)
     finally:
         trainers.train = train
-    return {"results": results, "seen": [(one.name, one.begins, one.kinds) for one in watches]}
+    return {
+        "results": results,
+        "seen": [(one.name, one.begins, one.kinds) for one in watches],
+    }
 
 
 def main(out: str, method: str, recipe: str, *stopped: str) -> None:

@@ -21,7 +21,8 @@ class Spy(TrainerCallback):
     """
 
     def __init__(self):
-        self.graded, self.kinds = set(), set()
+        self.graded = set()
+        self.kinds = set()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.graded |= {
@@ -76,4 +77,7 @@ def main(out: str, engine: str, recipe: str, *names: str) -> None:
     for name in names:
         results[name] = stages.mix(results["moe"]) if name == "mix" else getattr(stages, name)()
     seen = {name: (spy.graded, spy.kinds) for name, spy in spies.items()}
-    torch.save({"results": results, "seen": seen, "said": said}, f"{out}/rank{dist.get_rank()}.pt")
+    torch.save(
+        {"results": results, "seen": seen, "said": said},
+        f"{out}/rank{dist.get_rank()}.pt",
+    )

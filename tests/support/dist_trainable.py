@@ -45,13 +45,32 @@ SCENARIOS = {
         "qwen3_moe", "fsdp2", everything=True, low=True, groups=True
     ),
     "ours-fsdp2-everything": Scenario("ours", "fsdp2", everything=True),
-    "gpt_oss-fsdp2-checkpointing": Scenario("gpt_oss", "fsdp2", checkpointing=True),
+    "gpt_oss-fsdp2-checkpointing": Scenario(
+        "gpt_oss",
+        "fsdp2",
+        checkpointing=True,
+    ),
     "qwen3-accelerate": Scenario("qwen3_moe", "accelerate"),
     # nothing is left for DDP, which refuses that
     "qwen3-ep2": Scenario("qwen3_moe", "none", spread=True),
-    "gpt_oss-ep2-checkpointing": Scenario("gpt_oss", "none", spread=True, checkpointing=True),
-    "qwen3-ddp-ep2-everything": Scenario("qwen3_moe", "ddp", spread=True, everything=True),
-    "ours-ddp-ep2-everything": Scenario("ours", "ddp", spread=True, everything=True),
+    "gpt_oss-ep2-checkpointing": Scenario(
+        "gpt_oss",
+        "none",
+        spread=True,
+        checkpointing=True,
+    ),
+    "qwen3-ddp-ep2-everything": Scenario(
+        "qwen3_moe",
+        "ddp",
+        spread=True,
+        everything=True,
+    ),
+    "ours-ddp-ep2-everything": Scenario(
+        "ours",
+        "ddp",
+        spread=True,
+        everything=True,
+    ),
     "qwen3-fsdp2-ep2": Scenario("qwen3_moe", "fsdp2", spread=True),
 }
 # two on the second rank and one on the first, then none on one of them
@@ -79,7 +98,10 @@ def made(scenario: Scenario):
 
 def gradients_of(model) -> dict[str, torch.Tensor]:
     """Every gradient, whole; of rows, in the order of their ids."""
-    gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {}
+    for n, p in model.named_parameters():
+        if p.grad is not None:
+            gradients[n] = whole(p.grad)
     for path, module in model.named_modules():
         split = split_of(module)
         for name in split.requires_grad if split else ():
@@ -103,7 +125,9 @@ def steps(model, losses_of, optimizer) -> dict:
         gradients = gradients or gradients_of(model)
         norms.append(whole(clip_grad_norm(model, MAX_NORM)).item())
         optimizer.step()
-    rows = {number: layer.stacks for number, layer in gathered_rows(model).items()}
+    rows = {}
+    for number, layer in gathered_rows(model).items():
+        rows[number] = layer.stacks
     states = [state["exp_avg"] for state in optimizer.state.values()]
     return {
         "losses": losses,
@@ -124,7 +148,11 @@ def optimizer_of(model) -> torch.optim.Optimizer:
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
-    return {name: whole(p) for name, p in model.named_parameters() if "trained_" not in name}
+    values = {}
+    for name, p in model.named_parameters():
+        if "trained_" not in name:
+            values[name] = whole(p)
+    return values
 
 
 @functools.cache
@@ -136,7 +164,9 @@ def alone(family: str, everything: bool, low: bool) -> dict:
     receipt = freeze(model, scenario)
 
     def losses_of():
-        parts = [model(batch(rank), labels=batch(rank)).loss for rank in range(RANKS)]
+        parts = []
+        for rank in range(RANKS):
+            parts.append(model(batch(rank), labels=batch(rank)).loss)
         (sum(parts) / RANKS).backward()
         return [part.item() for part in parts]
 
@@ -186,11 +216,13 @@ def run(scenario: Scenario, folder: str) -> dict:
         loss.backward()
         return loss.item()
 
-    result = steps(model, losses_of, optimizer) | {"receipt": receipt, "weights": weights_of(model)}
-    shapes = {
-        n: [tuple(p.shape) for p in layer.stacks.values()]
-        for n, layer in trained_rows(model).items()
+    result = steps(model, losses_of, optimizer) | {
+        "receipt": receipt,
+        "weights": weights_of(model),
     }
+    shapes = {}
+    for n, layer in trained_rows(model).items():
+        shapes[n] = [tuple(p.shape) for p in layer.stacks.values()]
     result["shapes"] = shapes
     if scenario.spread and scenario.engine != "fsdp2":
         result["refused"] = says(lambda: save_pretrained(called, folder))
@@ -214,7 +246,12 @@ def run_order(folder: str) -> dict:
     model = make("qwen3_moe")
     train_rows(model, {1: [2]})
     before = dict(model.named_parameters())
-    error = says(lambda: shard_experts(model, init_device_mesh("cpu", (RANKS,))))
+    error = says(
+        lambda: shard_experts(
+            model,
+            init_device_mesh("cpu", (RANKS,)),
+        )
+    )
     same = all(model.get_parameter(name) is parameter for name, parameter in before.items())
     return {"error": error, "same": same}
 

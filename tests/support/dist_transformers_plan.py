@@ -23,14 +23,23 @@ def plans(ranks: int) -> dict[str, dict]:
     if not NEW:
         return {"plan": {"tp_size": ranks, "enable_expert_parallel": True}}
     implementations = ("auto", "all_reduce", "all_to_all")
-    found = {
-        name: {"tp_size": ranks, "ep_size": ranks, "ep_implementation": name}
-        for name in implementations
-    }
+    found = {}
+    for name in implementations:
+        found[name] = {
+            "tp_size": ranks,
+            "ep_size": ranks,
+            "ep_implementation": name,
+        }
     # more than the tiny models have heads; the dense part goes over two ranks, or over none
     if ranks == 4:
         found = {"tp2": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}}
-    return found | {"fsdp": {"tp_size": 1, "fsdp_size": ranks, "ep_size": ranks}}
+    return found | {
+        "fsdp": {
+            "tp_size": 1,
+            "fsdp_size": ranks,
+            "ep_size": ranks,
+        }
+    }
 
 
 def batches(plan: dict, ranks: int) -> list[torch.Tensor]:
@@ -48,13 +57,17 @@ def run(family: str, plan: dict, folder: str) -> dict:
         logits = whole(model.eval()(ids).logits)
     loss = model.train()(ids, labels=ids).loss
     loss.backward()
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            gradients[name] = whole(p.grad)
     experts = {
         name: len(local(p)) for name, p in model.named_parameters() if name.endswith("down_proj")
     }
-    implementations = {
-        module.config._experts_implementation for module in model.modules() if is_experts(module)
-    }
+    implementations = set()
+    for module in model.modules():
+        if is_experts(module):
+            implementations.add(module.config._experts_implementation)
     return {
         "logits": logits,
         "loss": whole(loss).item(),

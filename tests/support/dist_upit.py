@@ -24,17 +24,46 @@ def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
     rows = upit.make_rows(8, spread=1)
     base = experts[0].parent / "base"
     odd = upit.make_rows(7)
-    found = {"perplexity": perplexities([*experts, *adapters], odd, tokenizer, base=base)}
+    found = {
+        "perplexity": perplexities(
+            [*experts, *adapters],
+            odd,
+            tokenizer,
+            base=base,
+        )
+    }
     for name, expert in {"ffn": experts[0], "lora": adapters[0]}.items():
-        routed = init_router(expert, rows, tokenizer, folder=out / name, base=base, **SETTINGS)
-        found[name] = {"vectors": routed.vectors, "before": routed.before, "after": routed.after}
-    mean = init_router(experts[0], rows, tokenizer, folder=out / "mean", router_init="hidden_mean")
-    return found | {"mean": {"vectors": mean.vectors, "before": mean.before, "after": mean.after}}
+        routed = init_router(
+            expert,
+            rows,
+            tokenizer,
+            folder=out / name,
+            base=base,
+            **SETTINGS,
+        )
+        found[name] = {
+            "vectors": routed.vectors,
+            "before": routed.before,
+            "after": routed.after,
+        }
+    mean = init_router(
+        experts[0],
+        rows,
+        tokenizer,
+        folder=out / "mean",
+        router_init="hidden_mean",
+    )
+    return found | {
+        "mean": {
+            "vectors": mean.vectors,
+            "before": mean.before,
+            "after": mean.after,
+        }
+    }
 
 
 def main(out: str, experts: str, adapters: str) -> None:
-    folders = [
-        sorted(Path(folder).glob(pattern))
-        for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*"))
-    ]
+    folders = []
+    for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*")):
+        folders.append(sorted(Path(folder).glob(pattern)))
     torch.save(run(Path(out), *folders), f"{out}/rank{dist.get_rank()}.pt")

@@ -1,13 +1,12 @@
-"""bench/gpu.sh without a GPU, its whole control flow in little time: python -m
-tests.support.dry_run FOLDER [PART ...]
+"""bench/gpu.sh without a GPU and without its processes, in seconds: python -m tests.support.dry_run
+FOLDER [PART ...]
 
-Every step runs its real processes on `tests.support.fake_gpu`; only timeout, nvidia-smi, ncu and
-compute-sanitizer are stand-ins. The clock is a file, so that limits, shares and leftovers are those
-of a GPU machine, whatever this one is.
+Every program is a stand-in that only writes down how it was called; limits, shares and leftovers
+are those of a GPU machine, since the script's clock is a file. HANG names words of commands that
+never end, DIE words of commands that die once, each with an exit status: "bench_layer:99".
 
-    python -m tests.support.dry_run /tmp/dry first        # results in /tmp/dry/out
-    python -m tests.support.dry_run /tmp/dry first --faults "bench_forward[OLMoE-16384=lost"
-    --missing "httpx datasets"
+    python -m tests.support.dry_run /tmp/dry first        # the commands are in /tmp/dry/calls
+    DIE=bench_layer:99 python -m tests.support.dry_run /tmp/dry first
 """
 
 import argparse
@@ -20,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 COMMIT = "0123abc"
 
-# GNU's, by the clock of the file: who waits there is waited for no longer, and the deadline comes
-# at once
+# GNU's timeout by the clock of the file: what hangs spends all of its time at once
 TIMEOUT = """#!{python} -SE
 import os, signal, subprocess, sys, time
 
@@ -32,131 +30,120 @@ while arguments[0].startswith("-"):
         grace = int(float(value) * 1000)
     if option == "-s":
         number = getattr(signal, "SIG" + value)
-clock, left = os.environ["CLOCK"], int(float(arguments[0]) * 1000)
+clock = os.environ["CLOCK"]
+deadline = int(open(clock).read()) + int(float(arguments[0]) * 1000)
 
-def read(): return int(open(clock).read())
-def set(ms): os.pwrite(os.open(clock, os.O_WRONLY), b"%012d\\n" % ms, 0)
+def set_clock(ms):
+    with open(clock, "w") as file:
+        file.write("%012d\\n" % ms)
 
-deadline = read() + left
-with open(clock + ".deadline", "w") as file:
-    file.write(str(deadline))
 if os.path.exists(clock + ".waits"):
     os.unlink(clock + ".waits")
 try:
     child = subprocess.Popen(arguments[1:], process_group=0)
 except OSError as error:
     sys.exit(f"timeout: {{error}}")
-late = False
-while child.poll() is None and not late:
+while child.poll() is None:
     time.sleep(0.005)
-    late = os.path.exists(clock + ".waits")
-if late:
-    set(deadline)
-    os.killpg(child.pid, number)
-    began = time.monotonic()
-    while open(clock + ".waits").read() == "late" and child.poll() is None:
-        if time.monotonic() - began >= 20:
-            break
-        time.sleep(0.005)
-    if child.poll() is None:
-        set(deadline + grace)
+    if os.path.exists(clock + ".waits"):
+        set_clock(deadline)
+        os.killpg(child.pid, number)
+        time.sleep(0.05)
+        if child.poll() is not None:
+            sys.exit(124)
+        set_clock(deadline + grace)
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         sys.exit(137)
-    sys.exit(124)
 sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 """
-# the program behind their options really runs
-PROGRAM = """#!/usr/bin/env bash
-case "${0##*/}" in nvidia-smi) echo 9.0; exit ;; esac
-echo "${0##*/} $*"
-while [ $# -gt 0 ] && [ "$1" != "$PYTHON" ]; do
-    [ "$1" != --log-file ] || echo '"ID","Kernel Name"' >"$2"
-    shift
+# writes its arguments, and a line into --results as a run of pytest does
+PYTHON = """#!/usr/bin/env bash
+[ "$1" != -c ] || exit 0
+echo "$*" >>"$CALLS"
+case "$*" in *bench.device_check*) echo '{"name": "", "commit": "'$COMMIT'"}' >>"$3" ;; esac
+hang() { trap '' INT; echo hang >"$CLOCK.waits"; sleep 100; }
+for word in $HANG; do case "$*" in *"$word"*) hang ;; esac; done
+results= previous=
+for word; do
+    case "$previous" in
+    --results) results=$word ;;
+    --out | --markdown) echo "{}" >"$word" ;;
+    esac
+    previous=$word
 done
-exec "$@"
+[ -z "$results" ] || echo '{"name": "call", "began": true}' >>"$results"
+status=0
+for rule in $DIE; do  # WORD:STATUS, once each
+    mark=$CALLS.${rule//[^a-z0-9]/_}
+    case "$*" in *"${rule%:*}"*) [ -e "$mark" ] || { : >"$mark"; status=${rule#*:}; } ;; esac
+done
+if [ $status = 101 ]; then exit 1; fi  # as pytest-timeout ends a process in the middle of a test
+[ -z "$results" ] || [ $status -gt 1 ] || echo '{"name": "call", "outcome": "passed"}' >>"$results"
+exit $status
 """
-SITE = "from tests.support import fake_gpu\n\nfake_gpu.install()\n"
+PROGRAM = """#!/usr/bin/env bash
+echo "${0##*/} $*" >>"$CALLS"
+hang() { trap '' INT; echo hang >"$CLOCK.waits"; sleep 100; }
+for word in $HANG; do case "$0" in *"$word"*) hang ;; esac; done
+previous=
+for word; do
+    [ "$previous" != --log-file ] || echo '"ID","Kernel Name"' >"$word"
+    previous=$word
+done
+echo 9.0
+"""
 
 
-def environment(folder: Path, python: str, faults: str = "", missing: str = "") -> dict[str, str]:
-    """Write the stand-ins and the clock into `folder`; return the environment of bench/gpu.sh, with
-    OUT in there too.
-    """
+def environment(folder: Path) -> dict[str, str]:
+    """Write the stand-ins and the clock into `folder`; return the environment of bench/gpu.sh."""
     programs = folder / "bin"
-    site = folder / "site"
-    clock = folder / "clock"
-    for made in (programs, site):
-        made.mkdir(parents=True, exist_ok=True)
-    for name in ("timeout", "nvidia-smi", "ncu", "compute-sanitizer"):
-        (programs / name).write_text(
-            TIMEOUT.format(python=sys.executable) if name == "timeout" else PROGRAM
-        )
-        (programs / name).chmod(0o755)
-    (site / "sitecustomize.py").write_text(SITE)
-    clock.write_text(f"{0:012d}\n")
-    (folder / "clock.deadline").write_text("999999999")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTEST", "TRITON"))
+    programs.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "timeout": TIMEOUT.format(python=sys.executable),
+        "python": PYTHON,
+        "ncu": PROGRAM,
+        "compute-sanitizer": PROGRAM,
+        "nvidia-smi": PROGRAM,
     }
-    return kept | {
+    for name, text in texts.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    clock = folder / "clock"
+    clock.write_text(f"{0:012d}\n")
+    inherited = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("PYTEST", "TRITON")):
+            inherited[name] = value
+    return {
+        "HANG": "",
+        "DIE": "",
+        **inherited,
         "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHON": python,
+        "PYTHON": str(programs / "python"),
         "OUT": str(folder / "out"),
         "COMMIT": COMMIT,
         "CLOCK": str(clock),
-        "FAULTS": faults,
-        "MISSING": missing,
-        "PYTHONPATH": str(site),
+        "CALLS": str(folder / "calls"),
         "WORKERS": "2",
-        "PYTEST_PLUGINS": "tests.support.fake_gpu",
     }
 
 
-def run(parts: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run parts of the script; return its exit status and what it printed."""
-    command = f'export SCRIPT_PID=$$; exec bash {SCRIPT} "$@"'
-    done = subprocess.run(
-        ["bash", "-c", command, "bash", *parts],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    return done.returncode, done.stdout
-
-
-def elapsed(env: dict[str, str]) -> float:
-    """Return the seconds that the clock has gone."""
-    return int(Path(env["CLOCK"]).read_text()) / 1000
-
-
 def main() -> int:
+    """Run parts of the script; return the exit status of the last one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("parts", nargs="*", default=["first", "second", "third"])
-    parser.add_argument("--python", default=sys.executable, help="of another environment")
     parser.add_argument(
-        "--faults", default="", help="WORD=KIND ..., as tests/support/fake_gpu.py says"
+        "parts",
+        nargs="*",
+        default=["first", "second", "third"],
     )
-    parser.add_argument("--missing", default="", help="packages that are hidden")
     given = parser.parse_args()
-    for part in given.parts:
-        env = environment(given.folder.resolve(), given.python, given.faults, given.missing)
-        status, said = run([part], env)
-        print(
-            said, f"{part}: exit status {status} after {elapsed(env):.0f} s of the clock", sep="\n"
-        )
-    print(
-        "\n".join(
-            f"{path.name}: {path.stat().st_size:,} bytes"
-            for path in sorted((given.folder / "out").iterdir())
-        )
-    )
-    return 0
+    env = environment(given.folder.resolve())
+    return subprocess.run(
+        ["bash", str(SCRIPT), *given.parts],
+        env=env,
+    ).returncode
 
 
 if __name__ == "__main__":

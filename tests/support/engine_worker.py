@@ -72,7 +72,12 @@ def batch(rank: int) -> torch.Tensor:
     experts idle.
     """
     size = (2, 40) if rank == 0 else (1, 2)
-    return torch.randint(0, 96, size, generator=torch.Generator().manual_seed(rank))
+    return torch.randint(
+        0,
+        96,
+        size,
+        generator=torch.Generator().manual_seed(rank),
+    )
 
 
 def steps_alone(kind: str) -> dict:
@@ -82,12 +87,21 @@ def steps_alone(kind: str) -> dict:
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        parts = [model(batch(rank), labels=batch(rank)).loss for rank in range(RANKS)]
+        parts = []
+        for rank in range(RANKS):
+            parts.append(model(batch(rank), labels=batch(rank)).loss)
         (sum(parts) / RANKS).backward()
         losses.append([part.item() for part in parts])
         optimizer.step()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    return {"losses": losses, "gradients": gradients, "weights": model.state_dict()}
+    gradients = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            gradients[name] = p.grad.clone()
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "weights": model.state_dict(),
+    }
 
 
 def accelerator_of(engine: str):
@@ -115,7 +129,10 @@ def steps_with_accelerate(engine: str) -> dict:
     accelerator = accelerator_of(engine)
     model = make("stock")
     counts = counted(model)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+    model, optimizer = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=LR),
+    )
     ids = batch(accelerator.process_index)
     losses = []
     for _ in range(STEPS):
@@ -128,7 +145,9 @@ def steps_with_accelerate(engine: str) -> dict:
             name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()
         }
         optimizer.step()
-    weights = {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
+    weights = {}
+    for name, p in model.named_parameters():
+        weights[name.removeprefix("module.")] = whole(p)
     kinds = {type(p).__name__ for p in model.parameters()}
     return {
         "losses": losses,
@@ -152,13 +171,20 @@ def steps_with_deepspeed(kind: str) -> dict:
     counts = counted(model)
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+        },
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "steps_per_print": 1000,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=config,
+    )
     ids = batch(rank)
     losses = []
     missing = []
@@ -166,7 +192,10 @@ def steps_with_deepspeed(kind: str) -> dict:
         loss = engine(ids, labels=ids).loss
         engine.backward(loss)
         losses.append(loss.item())
-        learned = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        learned = {}
+        for n, p in engine.module.named_parameters():
+            if p.requires_grad:
+                learned[n] = p
         gradients = {n: deepspeed.utils.safe_get_full_grad(p) for n, p in learned.items()}
         missing = [name for name, gradient in gradients.items() if gradient is None]
         engine.step()

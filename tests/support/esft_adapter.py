@@ -16,7 +16,11 @@ def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None
     layers = layers_of(model, fresh=False)
     generator = torch.Generator().manual_seed(5)
     experts = {number: (layer.num_experts - 1, 1) for number, layer in layers.items()}
-    selection = ExpertSelection(experts=experts, shared_experts=others, non_expert_modules=others)
+    selection = ExpertSelection(
+        experts=experts,
+        shared_experts=others,
+        non_expert_modules=others,
+    )
     tensors = {}
     stacks = set()
 
@@ -36,12 +40,19 @@ def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None
                 }
     if others:
         tensors |= {name: draw(p) for name, p in model.named_parameters() if id(p) not in stacks}
-    return Adapter(selection=selection, tensors=tensors, base=base_of(model, layers, experts))
+    return Adapter(
+        selection=selection,
+        tensors=tensors,
+        base=base_of(model, layers, experts),
+    )
 
 
 def weights(model) -> dict[str, torch.Tensor]:
     """Copies of all tensors of a model."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    values = {}
+    for name, tensor in model.state_dict().items():
+        values[name] = tensor.detach().clone()
+    return values
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

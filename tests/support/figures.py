@@ -82,7 +82,12 @@ def put_pictures(text: str, heading: str, lines: list[str]) -> str:
     """Put pictures below a heading, which is made if it is new, and take away those of results that
     stand on the page.
     """
-    text = re.sub(r"^!\[[^]]+\]\((?:bench/)?results/[^)]+\)\n\n?", "", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^!\[[^]]+\]\((?:bench/)?results/[^)]+\)\n\n?",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
     if not lines:
         return text
     if f"{heading}\n\n" not in text:

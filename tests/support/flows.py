@@ -62,9 +62,18 @@ NOT_RUN = {
         "starts a server of another package",
         "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",
     ),
-    "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
-    "make bench": NotRun("takes an hour", "tests/papers/test_demo.py::test_every_benchmark_runs"),
-    "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
+    "make lint": NotRun(
+        "is of the developers' .venv",
+        "tests/test_lints.py::test_sources",
+    ),
+    "make bench": NotRun(
+        "takes an hour",
+        "tests/papers/test_demo.py::test_every_benchmark_runs",
+    ),
+    "make docs": NotRun(
+        "is of the developers' .venv",
+        "tests/docs/test_site.py::site",
+    ),
     "make wheel": NotRun(
         "fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"
     ),
@@ -72,7 +81,10 @@ NOT_RUN = {
         "fills a .venv, and compiles for minutes",
         "tests/test_packaging.py::test_cuda_wheel_is_the_pure_one_and_the_library",
     ),
-    "pip wheel": NotRun(NETWORK, "tests/test_packaging.py::test_cuda_is_never_built_in_silence"),
+    "pip wheel": NotRun(
+        NETWORK,
+        "tests/test_packaging.py::test_cuda_is_never_built_in_silence",
+    ),
     "pip install": NotRun(NETWORK),
     "export CXX=": NotRun("names a compiler of another package"),
     ".ci/run": NotRun("calls make lint and make test"),
@@ -88,8 +100,14 @@ NOT_RUN = {
     "torchrun": NotRun(
         "wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
     ),
-    "moe-runtime memory": NotRun(NETWORK, "tests/tools/test_memory.py::test_estimate"),
-    "moe-runtime eval": NotRun(NETWORK, "tests/cli/test_evaluate.py::test_a_folder_is_evaluated"),
+    "moe-runtime memory": NotRun(
+        NETWORK,
+        "tests/tools/test_memory.py::test_estimate",
+    ),
+    "moe-runtime eval": NotRun(
+        NETWORK,
+        "tests/cli/test_evaluate.py::test_a_folder_is_evaluated",
+    ),
     "moe-runtime tune": NotRun(
         "needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"
     ),
@@ -102,9 +120,14 @@ NOT_RUN = {
 
 def rows(path: Path, count: int = 16) -> None:
     """Write pairs of a question and an answer."""
-    values = [
-        {"prompt": f"{i} and {i % 7} make ", "completion": str(i + i % 7)} for i in range(count)
-    ]
+    values = []
+    for i in range(count):
+        values.append(
+            {
+                "prompt": f"{i} and {i % 7} make ",
+                "completion": str(i + i % 7),
+            }
+        )
     path.write_text("".join(json.dumps(row) + "\n" for row in values))
 
 
@@ -113,7 +136,11 @@ def base(folder: Path) -> None:
     from tests.hf.dropin.test_layers import TOKENIZER
     from tests.hf.tiny import dense
 
-    dense("llama", vocab_size=len(TOKENIZER), mlp_bias=False).save_pretrained(folder / "base")
+    dense(
+        "llama",
+        vocab_size=len(TOKENIZER),
+        mlp_bias=False,
+    ).save_pretrained(folder / "base")
     TOKENIZER.save_pretrained(folder / "base")
     rows(folder / "pairs.jsonl")
 
@@ -125,7 +152,13 @@ def benchmarks(folder: Path) -> None:
         json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n"
     )
     (folder / "gsm8k-test.jsonl").write_text(
-        json.dumps({"question": "so 3 and 3 and nothing else make ", "answer": "6"}) + "\n"
+        json.dumps(
+            {
+                "question": "so 3 and 3 and nothing else make ",
+                "answer": "6",
+            }
+        )
+        + "\n"
     )
 
 
@@ -141,7 +174,10 @@ def real(folder: Path) -> None:
 
     write_model(folder / "smollm2")
     for name in ("SFT", "merged", "MoE"):
-        shutil.copytree(folder / "smollm2", folder / "runs" / "demo-real" / name)
+        shutil.copytree(
+            folder / "smollm2",
+            folder / "runs" / "demo-real" / name,
+        )
     model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
     torch.manual_seed(0)
     xft.upcycle(model, num_experts=4, top_k=2)
@@ -149,13 +185,17 @@ def real(folder: Path) -> None:
     for own in (
         fence for fence in ALL if fence.page == "docs/real-model.md" and fence.language == "yaml"
     ):
-        text = re.sub(r"steps: \d+", "steps: 2", own.text).replace("batch_size: 8", "batch_size: 4")
+        text = re.sub(r"steps: \d+", "steps: 2", own.text).replace(
+            "batch_size: 8",
+            "batch_size: 4",
+        )
         text = text.replace("held_out_rows: 40", "held_out_rows: 4").replace(
             "validation_rows: 32", "validation_rows: 4"
         )
-        text = text.replace("validation_rows: 16", "validation_rows: 4").replace(
-            "at_least: 48", "at_least: 6"
-        )
+        text = text.replace(
+            "validation_rows: 16",
+            "validation_rows: 4",
+        ).replace("at_least: 48", "at_least: 6")
         (folder / own.options["file"]).write_text(text)
 
 
@@ -175,7 +215,12 @@ def peft_adapters(folder: Path) -> None:
 
     adapted(folder, modules=("q_proj", "v_proj"))
     (folder / "base").rename(folder / "olmoe")
-    as_written_by("0.18.0", folder / "adapter", folder / "old-adapter", transposed=False)
+    as_written_by(
+        "0.18.0",
+        folder / "adapter",
+        folder / "old-adapter",
+        transposed=False,
+    )
 
 
 def checkpoints(folder: Path) -> None:
@@ -199,11 +244,17 @@ def specialists(folder: Path) -> None:
     """Two specialists, their domains' rows, and the page's own mine.yaml."""
     from tests.methods.ultrafuser import fusers
 
-    for name, model in zip(("law", "code"), fusers.specialists(2), strict=True):
+    for name, model in zip(
+        ("law", "code"),
+        fusers.specialists(2),
+        strict=True,
+    ):
         model.save_pretrained(folder / "models" / name)
         fusers.tokenizer().save_pretrained(folder / "models" / name)
     for name, count in (("law", 12), ("code", 12), ("code-test", 4)):
-        pairs = [{"prompt": f"{name} {i}", "completion": f"{i + 1}"} for i in range(count)]
+        pairs = []
+        for i in range(count):
+            pairs.append({"prompt": f"{name} {i}", "completion": f"{i + 1}"})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     (own,) = (
         fence
@@ -331,7 +382,10 @@ FLOWS = {
     ),
     "docs/esft-tables.md": Flow(
         (study("esft"), mine),
-        {"--seeds 1": "--seeds 1 --recipe esft/study.yaml", "esft main": "esft counts --seeds 1"},
+        {
+            "--seeds 1": "--seeds 1 --recipe esft/study.yaml",
+            "esft main": "esft counts --seeds 1",
+        },
     ),
     "docs/evaluation.md": Flow(
         (evaluated,),
@@ -353,7 +407,10 @@ FLOWS = {
     "docs/performance.md": Flow(
         smaller={"--only layer,step": "--only merging --tiny --out bench.json"}
     ),
-    "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
+    "docs/recipes.md": Flow(
+        (study("xft"),),
+        {"run tiny": "run xft/study.yaml"},
+    ),
     "docs/serving.md": Flow((base,)),
     "docs/start.md": Flow(),
     "docs/troubleshooting.md": Flow(),
@@ -367,12 +424,18 @@ FLOWS = {
     "docs/upit-tables.md": Flow(
         (study("upit"), mine), {"main --seeds 1": "main --seeds 1 --recipe upit/study.yaml"}
     ),
-    "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),
+    "docs/upit.md": Flow(
+        (checkpoints, study("upit")),
+        small_table("upit main", "upit"),
+    ),
     "docs/xft-official.md": Flow((theirs,)),
     "docs/xft-tables.md": Flow(
         (study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}
     ),
-    "docs/xft.md": Flow((base, study("xft")), small_table("xft table1", "xft")),
+    "docs/xft.md": Flow(
+        (base, study("xft")),
+        small_table("xft table1", "xft"),
+    ),
     "README.md": Flow(),
 }
 
@@ -392,7 +455,10 @@ def commands(page: str) -> list[tuple[Fence, list[str]]]:
     """Return the commands of a page's bash blocks, in order, each with its block, as FLOWS makes
     them smaller.
     """
-    fences = [fence for fence in ALL if fence.page == page and fence.language == "bash"]
+    fences = []
+    for fence in ALL:
+        if fence.page == page and fence.language == "bash":
+            fences.append(fence)
     smaller = FLOWS[page].smaller if page in FLOWS else {}
     texts = replaced(
         "\0".join(re.sub(r" {2,}", " ", fence.text) for fence in fences), smaller
@@ -405,11 +471,10 @@ def reason_of(words: list[str]) -> str | None:
     while re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
     line = " ".join(words)
-    found = [
-        key
-        for key in NOT_RUN
-        if line == key or line.startswith(key if key.endswith("=") else f"{key} ")
-    ]
+    found = []
+    for key in NOT_RUN:
+        if line == key or line.startswith(key if key.endswith("=") else f"{key} "):
+            found.append(key)
     return max(found, key=len, default=None)
 
 
@@ -459,7 +524,9 @@ def check_table(table: list[list[str]], printed: str) -> None:
     names that is.
     """
     head, *rows = table
-    lines = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
+    lines = []
+    for line in printed.splitlines():
+        lines.append(re.split(r" {2,}", line.strip()))
     heads = [i for i, cells in enumerate(lines) if set(head) <= set(cells)]
     assert heads, f"no line of what was printed has the columns {', '.join(head)}"
     names = [cells[0] for cells in lines[heads[0] + 1 :]]

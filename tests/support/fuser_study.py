@@ -28,9 +28,10 @@ def folder() -> tempfile.TemporaryDirectory:
 
 def domain_rows() -> dict[str, list[dict]]:
     """Rows of the two domains, all different; one has three times as many."""
-    sums = [
-        {"prompt": f"{i} and {j}", "completion": str(i + j)} for i in range(12) for j in range(4)
-    ]
+    sums = []
+    for i in range(12):
+        for j in range(4):
+            sums.append({"prompt": f"{i} and {j}", "completion": str(i + j)})
     words = [
         {"prompt": f"turn {word} {i}", "completion": word[::-1] * 2}
         for word in WORDS
@@ -45,8 +46,16 @@ def write_study(to: Path, **changes) -> Path:
     rows = domain_rows()
     for name, own in rows.items():
         (to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    tokenizer = train_tokenizer([json.dumps(row) for own in rows.values() for row in own], 290)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "max_length": 48}
+    tokenizer = train_tokenizer(
+        [json.dumps(row) for own in rows.values() for row in own],
+        290,
+    )
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 1,
+        "max_length": 48,
+    }
     small_llama(tokenizer, seed=0, **sizes).save_pretrained(to / "base")
     tokenizer.save_pretrained(to / "base")
     values = {
@@ -54,9 +63,16 @@ def write_study(to: Path, **changes) -> Path:
         "base_model": str(to / "base"),
         "max_length": 48,
         "domains": {
-            name: {"train": str(to / f"{name}.jsonl"), "held_out_rows": 6} for name in rows
+            name: {
+                "train": str(to / f"{name}.jsonl"),
+                "held_out_rows": 6,
+            }
+            for name in rows
         },
-        "specialists": {"sums": {"template": "ultralm"}, "words": {"template": "# {prompt}\n"}},
+        "specialists": {
+            "sums": {"template": "ultralm"},
+            "words": {"template": "# {prompt}\n"},
+        },
         "specialist": STEPS | {"optimizer": "adamw_torch"},
         "stage1": STEPS,
         "stage2": STEPS,

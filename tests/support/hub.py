@@ -27,7 +27,11 @@ class Handler(BaseHTTPRequestHandler):
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(code)
         for name, text in (
-            {"Content_Type": "application/json", "Content_Length": str(len(data))} | headers
+            {
+                "Content_Type": "application/json",
+                "Content_Length": str(len(data)),
+            }
+            | headers
         ).items():
             self.send_header(name.replace("_", "-"), text)
         self.end_headers()
@@ -57,22 +61,37 @@ class Handler(BaseHTTPRequestHandler):
             found = name in repos
             repos.setdefault(name, {"sha": "0" * 40, "files": {}})
             self.answer(
-                {"url": f"{self.server.url}/{name}", "id": name, "name": name},
+                {
+                    "url": f"{self.server.url}/{name}",
+                    "id": name,
+                    "name": name,
+                },
                 409 if found else 200,
             )
         elif path == "/api/validate-yaml":
-            license = re.search(r"^license: (.*)$", json.loads(data)["content"], re.MULTILINE)
+            license = re.search(
+                r"^license: (.*)$",
+                json.loads(data)["content"],
+                re.MULTILINE,
+            )
             if license and license[1] not in LICENSES:
                 errors = [{"message": f"license {license[1]} is unknown"}]
             else:
                 errors = []
-            self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
+            self.answer(
+                {"errors": errors, "warnings": []},
+                400 if errors else 200,
+            )
         elif found := re.fullmatch(r"/api/models/(.+?)/preupload/.+", path):
             names = [file["path"] for file in json.loads(data)["files"]]
             self.answer(
                 {
                     "files": [
-                        {"path": name, "uploadMode": "regular", "shouldIgnore": False}
+                        {
+                            "path": name,
+                            "uploadMode": "regular",
+                            "shouldIgnore": False,
+                        }
                         for name in names
                     ]
                 }
@@ -89,7 +108,12 @@ class Handler(BaseHTTPRequestHandler):
             repo["sha"] = hashlib.sha1(data).hexdigest()
             url = f"{self.server.url}/{found[1]}/commit/{repo['sha']}"
             self.answer(
-                {"success": True, "commitUrl": url, "commitOid": repo["sha"], "hookOutput": ""}
+                {
+                    "success": True,
+                    "commitUrl": url,
+                    "commitOid": repo["sha"],
+                    "hookOutput": "",
+                }
             )
         else:
             self.absent()
@@ -100,7 +124,12 @@ class Handler(BaseHTTPRequestHandler):
         repos = self.server.repos
         if path == "/api/whoami-v2":
             return self.answer(
-                {"name": "me", "type": "user", "orgs": [], "auth": {"type": "access_token"}}
+                {
+                    "name": "me",
+                    "type": "user",
+                    "orgs": [],
+                    "auth": {"type": "access_token"},
+                }
             )
         found = re.fullmatch(
             r"/(?:api/models/)?([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)/?(.*))?", path
@@ -124,7 +153,12 @@ class Handler(BaseHTTPRequestHandler):
         if what == "tree":
             return self.answer(
                 [
-                    {"type": "file", "path": n, "size": len(b), "oid": "0" * 40}
+                    {
+                        "type": "file",
+                        "path": n,
+                        "size": len(b),
+                        "oid": "0" * 40,
+                    }
                     for n, b in sorted(files.items())
                 ]
             )
@@ -138,7 +172,10 @@ class Handler(BaseHTTPRequestHandler):
                 "tags": [],
                 "downloads": 0,
             }
-            | {"likes": 0, "siblings": [{"rfilename": n} for n in sorted(files)]}
+            | {
+                "likes": 0,
+                "siblings": [{"rfilename": n} for n in sorted(files)],
+            }
         )
 
     do_HEAD = do_GET

@@ -68,8 +68,15 @@ def own_files(root: Path) -> list[Path]:
     them.
     """
     links = [root / PACKAGE / name for name in ("kernels", "bench")]
-    paths = [*sorted((root / PACKAGE).rglob("*.py")), *sorted((root / PAPERS).rglob("*.py"))]
-    return [path for path in paths if not any(link in path.parents for link in links)]
+    paths = [
+        *sorted((root / PACKAGE).rglob("*.py")),
+        *sorted((root / PAPERS).rglob("*.py")),
+    ]
+    values = []
+    for path in paths:
+        if not any(link in path.parents for link in links):
+            values.append(path)
+    return values
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -95,7 +102,12 @@ def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
             )
         else:
             yield from imports(
-                child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                child,
+                lazy
+                or isinstance(
+                    child,
+                    ast.FunctionDef | ast.AsyncFunctionDef,
+                ),
             )
 
 
@@ -111,7 +123,14 @@ def arrows(root: Path) -> list[Arrow]:
             target = name if name in known else name.rpartition(".")[0]
             # the version, which the package itself holds, is not a dependency
             if target in known and target != source and name != f"{PACKAGE}.__version__":
-                found.append(Arrow(source, target, found_import.line, found_import.lazy))
+                found.append(
+                    Arrow(
+                        source,
+                        target,
+                        found_import.line,
+                        found_import.lazy,
+                    )
+                )
     return found
 
 

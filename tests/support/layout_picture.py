@@ -69,9 +69,11 @@ def folder_of_init(folder: str) -> str:
     """Return the box of a folder; the __init__ of hf and of methods, and papers, have no parts."""
     if folder.startswith("papers"):
         return "papers"
-    return {"hf": "hf.training", "hf.common": "hf.models", "methods": "methods.upit"}.get(
-        folder, folder
-    )
+    return {
+        "hf": "hf.training",
+        "hf.common": "hf.models",
+        "methods": "methods.upit",
+    }.get(folder, folder)
 
 
 def reduced(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
@@ -117,7 +119,8 @@ def path(a: tuple[float, float, float], b: tuple[float, float, float]) -> str:
     """Return the path of an arrow between two boxes: down, or sideways in a row; around, where
     another box is between.
     """
-    (xa, ya, wa), (xb, yb, wb) = a, b
+    (xa, ya, wa) = a
+    (xb, yb, wb) = b
     if ya != yb:
         start = _toward(xa, wa, xb)
         end = _toward(xb, wb, xa)

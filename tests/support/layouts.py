@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_runtime.ops.expert_rows import Experts, accumulate_into_grad
+from moe_runtime.ops.expert_rows import ExpertStacks, accumulate_into_grad
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support.oracle import choose_experts, relative_error
@@ -17,28 +17,22 @@ class _Large(TorchDispatchMode):
     and in-place ops.
     """
 
+    COPIES = (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy)
+
     def __init__(self, size: int, every: bool = False):
         super().__init__()
         self.size = size
-        self.found = []
+        self.seen = []
         self.every = every
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        copies = func.overloadpacket in (
-            torch.ops.aten.clone,
-            torch.ops.aten.copy_,
-            torch.ops.aten._to_copy,
-        )
-        made = [
-            t
-            for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor) and not any(t is arg for arg in args)
-        ]
-        if (copies or (self.every and not func.is_view)) and any(
-            t.numel() == self.size for t in made
-        ):
-            self.found.append(str(func))
+        if func.overloadpacket not in self.COPIES and (not self.every or func.is_view):
+            return out
+        for tensor in tree_leaves(out):
+            is_new = not any(tensor is arg for arg in args)
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == self.size and is_new:
+                self.seen.append(str(func))
         return out
 
 
@@ -52,19 +46,25 @@ def copies_of_transposed_gradients(layer, backend: str | None, device: str = "cp
     T = 20
     x = torch.randn(T, H, device=device)
     weight = torch.rand(T, 2, device=device)
-    idx = torch.stack([torch.randperm(E)[:2] for _ in range(T)]).to(device)
-    up, down = (
-        torch.randn(size, device=device, requires_grad=True) for size in ((E, H, 2 * I), (E, I, H))
-    )
+    idx = choose_experts(T, E, 2, "random").to(device)
+    up = torch.randn(E, H, 2 * I, device=device, requires_grad=True)
+    down = torch.randn(E, I, H, device=device, requires_grad=True)
     for size in (up.numel(), down.numel()):
         up.grad = down.grad = None
         with _Large(size) as copies:
-            layer(
-                x, up.transpose(1, 2), down.transpose(1, 2), weight, idx, backend=backend
-            ).sum().backward()
-        if copies.found:
-            return copies.found
-    assert up.grad.stride() == up.stride() and down.grad.stride() == down.stride()
+            out = layer(
+                x,
+                up.transpose(1, 2),
+                down.transpose(1, 2),
+                weight,
+                idx,
+                backend=backend,
+            )
+            out.sum().backward()
+        if copies.seen:
+            return copies.seen
+    assert up.grad.stride() == up.stride()
+    assert down.grad.stride() == down.stride()
     return []
 
 
@@ -83,42 +83,61 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
     I = 8
     T = 20
     torch.manual_seed(0)
-    swapped = form in ("transposed stacks", NARROW)
-    shapes = [(E, H, 2 * I), (E, I, H)] if swapped else [(E, 2 * I, H), (E, H, I)]
-    plain = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    is_swapped = form in ("transposed stacks", NARROW)
+    shapes = [(E, H, 2 * I), (E, I, H)] if is_swapped else [(E, 2 * I, H), (E, H, I)]
+    plain = []
+    for shape in shapes:
+        plain.append(torch.randn(shape, device=device, requires_grad=True))
     added = [weight.detach().clone().requires_grad_() for weight in plain]
     accumulate_into_grad(added)
     if form == "main_grad":
         for weight in added:
             weight.main_grad = torch.zeros_like(weight)
     router = torch.randn(E, H, device=device)
-    batches = [
-        (
-            torch.randn(T, H, device=device),
-            torch.rand(T, 2, device=device),
-            choose_experts(T, E, 2, "skip"),
-        )
-        for _ in range(3)
-    ]
-    places = []
-    for x, weight, idx in batches:
-        for up, down in (plain, added):
-            up, down = (w.transpose(1, 2) if swapped else w for w in (up, down))
-            if form == "a layer with its router":
-                out = moe_layer(
-                    x, router, Experts(up, down), 2, "softmax_topk", backend=backend
-                ).out
-            else:
-                out = moe_mlp(x, up, down, weight, idx.to(device), backend=backend)
-            with _Large(up.numel(), every=True) as large:
-                out.square().sum().backward()
-        places.append([(w.main_grad if form == "main_grad" else w.grad).data_ptr() for w in added])
-    assert large.found == [], "the last backward pass made tensors of a stack's size"
-    assert places[1] == places[2] and (form != "main_grad" or added[0].grad is None)
-    is_exact = backend in ("cpp", "triton") and not (backend == "cpp" and swapped)
-    for a, b in zip(plain, added, strict=True):
-        got = b.main_grad if form == "main_grad" else b.grad
-        assert a.grad.equal(got) if is_exact else relative_error(got, a.grad) < 1e-6
+
+    def step(stacks, x, weight, idx) -> list[str]:
+        up, down = stacks
+        if is_swapped:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        if form == "a layer with its router":
+            experts = ExpertStacks(up, down)
+            out = moe_layer(
+                x,
+                router,
+                experts,
+                2,
+                "softmax_topk",
+                backend=backend,
+            ).out
+        else:
+            out = moe_mlp(x, up, down, weight, idx, backend=backend)
+        with _Large(up.numel(), every=True) as large:
+            out.square().sum().backward()
+        return large.seen
+
+    def sums() -> list[torch.Tensor]:
+        values = []
+        for weight in added:
+            values.append(weight.main_grad if form == "main_grad" else weight.grad)
+        return values
+
+    memory = []
+    for _ in range(3):
+        x = torch.randn(T, H, device=device)
+        weight = torch.rand(T, 2, device=device)
+        idx = choose_experts(T, E, 2, "skip").to(device)
+        step(plain, x, weight, idx)
+        large = step(added, x, weight, idx)
+        memory.append([grad.data_ptr() for grad in sums()])
+    assert large == [], "the last backward pass made tensors of a stack's size"
+    assert memory[1] == memory[2]
+    assert form != "main_grad" or added[0].grad is None
+    is_exact = backend == "triton" or (backend == "cpp" and not is_swapped)
+    for weight, grad in zip(plain, sums(), strict=True):
+        if is_exact:
+            assert weight.grad.equal(grad)
+        else:
+            assert relative_error(grad, weight.grad) < 1e-6
 
 
 def stride_zero(case):

@@ -23,7 +23,15 @@ ALLOCATOR = {
 
 def memory(name: str) -> int:
     """Bytes that /proc/self/status gives under `name` (VmData, VmRSS, VmHWM)."""
-    return int(re.search(name + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    return (
+        int(
+            re.search(
+                name + r":\s+(\d+) kB",
+                Path("/proc/self/status").read_text(),
+            )[1]
+        )
+        << 10
+    )
 
 
 def limit_data(extra: int) -> None:
@@ -43,6 +51,17 @@ def is_held(size: int) -> bool:
 
 def run(code: str, *arguments) -> subprocess.CompletedProcess:
     """Run `code` in a process with an allocator whose use of memory repeats."""
-    command = [sys.executable, "-c", code, *(str(argument) for argument in arguments)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        *(str(argument) for argument in arguments),
+    ]
     env = os.environ | ALLOCATOR | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+    )

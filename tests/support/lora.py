@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_runtime.ops.lora import LoRA
-from tests.support.oracle import choose_experts, moe_oracle
+from tests.support.oracle import choose_experts, gradients, leaves_of, moe_oracle
 
 NAMES = ("gate", "up", "down")
 
@@ -50,28 +50,23 @@ def make_case(
         "down_proj": 2 * torch.randn(H, I) / I**0.5,
     }
     if bias:
-        base |= {
-            "gate_bias": torch.randn(I),
-            "up_bias": torch.randn(I),
-            "down_bias": torch.randn(H),
-        }
-    leaves = {"x": torch.randn(T, H), "topk_weight": 0.2 + torch.rand(T, E if K is None else K)}
+        for name, size in (("gate_bias", I), ("up_bias", I), ("down_bias", H)):
+            base[name] = torch.randn(size)
+    leaves = {
+        "x": torch.randn(T, H),
+        "topk_weight": 0.2 + torch.rand(T, E if K is None else K),
+    }
     for name in targets:
         size, out = (I, H) if name == "down" else (H, I)
         leaves[f"{name}_a"] = torch.randn(E, rank, size) / size**0.5
         leaves[f"{name}_b"] = torch.randn(E, rank, out) / rank**0.5
-    gates = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = {
-        name: leaf.to(gates if name == "topk_weight" else dtype) for name, leaf in leaves.items()
-    }
+    for name, leaf in leaves.items():
+        # gates are float32 or wider
+        is_gate = name == "topk_weight"
+        leaves[name] = leaf.to(torch.promote_types(dtype, torch.float32) if is_gate else dtype)
+    base = {name: weight.to(dtype) for name, weight in base.items()}
     idx = None if K is None else choose_experts(T, E, K, routing).int()
-    return Case(
-        leaves,
-        {name: w.to(dtype) for name, w in base.items()},
-        idx,
-        torch.randn(T, H).to(dtype),
-        act=act,
-    )
+    return Case(leaves, base, idx, torch.randn(T, H).to(dtype), act=act)
 
 
 @torch.no_grad()
@@ -86,41 +81,26 @@ def arguments(
     case: Case, leaves: dict, dtype: torch.dtype | None, device: str
 ) -> tuple[tuple, dict]:
     """The arguments of `lora_mlp`: by position, and by name."""
-    base = {name: weight.to(device, dtype or weight.dtype) for name, weight in case.base.items()}
-    pairs = {
-        name: LoRA(leaves[f"{name}_a"], leaves[f"{name}_b"])
-        for name in NAMES
-        if f"{name}_a" in leaves
-    }
-    weights = [base.pop(f"{name}_proj") for name in NAMES]
+    named = {"scaling": case.scaling, "act": case.act}
+    for name, weight in case.base.items():
+        named[name] = weight.to(device, dtype or weight.dtype)
+    weights = [named.pop(f"{name}_proj") for name in NAMES]
+    for name in NAMES:
+        if f"{name}_a" in leaves:
+            named[name] = LoRA(leaves[f"{name}_a"], leaves[f"{name}_b"])
     idx = None if case.topk_idx is None else case.topk_idx.to(device)
-    return (leaves["x"], *weights, leaves["topk_weight"], idx), pairs | base | {
-        "scaling": case.scaling,
-        "act": case.act,
-    }
+    return (leaves["x"], *weights, leaves["topk_weight"], idx), named
 
 
 def run(
     case: Case, layer, dtype: torch.dtype | None = None, device: str = "cpu", **options
 ) -> dict[str, torch.Tensor]:
     """Run `layer` as `lora_mlp` is called -> out and every d<leaf>, on the CPU."""
-    leaves = {
-        name: leaf.detach().clone().to(device, dtype or leaf.dtype)
-        for name, leaf in case.leaves.items()
-    }
-    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    leaves = leaves_of(case, dtype, device)
     args, kwargs = arguments(case, leaves, dtype, device)
     out = layer(*args, **kwargs, **case.options, **options)
-    grads = torch.autograd.grad(
-        out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True
-    )
-    grads = [
-        torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves.values(), grads, strict=True)
-    ]
-    return {"out": out.detach().cpu()} | {
-        f"d{name}": grad.cpu() for name, grad in zip(leaves, grads)
-    }
+    grads = gradients(out, leaves, case.dout.to(device, out.dtype))
+    return {"out": out.detach().cpu()} | grads
 
 
 def oracle(
@@ -135,7 +115,10 @@ def oracle(
         stacks.append(weight.expand(E, -1, -1) + delta)
     up_bias = down_bias = None
     if "gate_bias" in given:
-        up_bias = torch.cat([given["gate_bias"], given["up_bias"]]).expand(E, -1)
+        up_bias = torch.cat([given["gate_bias"], given["up_bias"]]).expand(
+            E,
+            -1,
+        )
         down_bias = given["down_bias"].expand(E, -1)
     if topk_idx is None:
         topk_idx = torch.arange(E, device=x.device).expand(x.shape[0], -1)

@@ -15,7 +15,10 @@ def lora_model(
 ):
     """A tiny model of 4 LoRA experts, rank 3, whose pairs and routers have a say in the logits."""
     model = tiny.dense(model_type, **changes or {})
-    to_lora_moe(model, **{"num_experts": 4, "rank": 3, "form": form} | settings)
+    to_lora_moe(
+        model,
+        **{"num_experts": 4, "rank": 3, "form": form} | settings,
+    )
     shake(model)
     return model
 
@@ -27,7 +30,11 @@ def shake(model) -> None:
     for name, parameter in model.named_parameters():
         if "lora_b" in name or ".gate." in name or "lora_B" in name:
             parameter.add_(
-                torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 2
+                torch.randn(
+                    parameter.shape,
+                    generator=generator,
+                ).to(parameter.dtype)
+                / 2
             )
 
 
@@ -49,7 +56,10 @@ def adapters(
         if extra:
             from peft import LoraConfig, get_peft_model
 
-            names = extra.get("target_modules", ["gate_proj", "up_proj", "down_proj"])
+            names = extra.get(
+                "target_modules",
+                ["gate_proj", "up_proj", "down_proj"],
+            )
             config = LoraConfig(
                 **{"r": rank, "lora_alpha": alpha} | extra | {"target_modules": names}
             )
@@ -60,7 +70,13 @@ def adapters(
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if "lora_" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+                    parameter.copy_(
+                        torch.randn(
+                            parameter.shape,
+                            generator=generator,
+                        )
+                        / 4
+                    )
         folders.append(folder / f"adapter-{e}")
         adapted.save_pretrained(str(folders[-1]))
     return folders

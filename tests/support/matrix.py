@@ -97,11 +97,11 @@ def requirements(python: str, *extras: str) -> list[Requirement]:
     ]
     found = [Requirement(text) for text in texts]
     environment = {"python_version": python, "platform_system": "Linux"}
-    return [
-        r
-        for r in found
-        if r.name not in UNUSED and (r.marker is None or r.marker.evaluate(environment))
-    ]
+    items = []
+    for r in found:
+        if r.name not in UNUSED and (r.marker is None or r.marker.evaluate(environment)):
+            items.append(r)
+    return items
 
 
 def floors(python: str) -> list[str]:
@@ -122,14 +122,28 @@ def interpreter(python: str) -> str | None:
     """Return a Python of that version: of the path, or of pyenv, whose shims are there
     without it.
     """
-    places = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    places = (
+        Path(
+            os.environ.get(
+                "PYENV_ROOT",
+                Path.home() / ".pyenv",
+            )
+        )
+        / "versions"
+    )
     candidates = [
         shutil.which(f"python{python}"),
         *sorted(places.glob(f"{python}.*/bin/python{python}"), reverse=True),
     ]
     check = "import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != sys.argv[1])"
     for path in filter(None, candidates):
-        if subprocess.run([path, "-c", check, python], capture_output=True).returncode == 0:
+        if (
+            subprocess.run(
+                [path, "-c", check, python],
+                capture_output=True,
+            ).returncode
+            == 0
+        ):
             return str(path)
     return None
 
@@ -141,14 +155,20 @@ def build(cell: Cell, place: Path) -> str | None:
         return f"no Python {cell.python} on the machine"
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(exist_ok=True)
-    made = subprocess.run([python, "-m", "venv", str(place)], capture_output=True, text=True)
+    made = subprocess.run(
+        [python, "-m", "venv", str(place)],
+        capture_output=True,
+        text=True,
+    )
     if made.returncode:
         return f"no environment: {_last_line(made.stdout + made.stderr)}"
     constraints = place / "constraints.txt"
     pins = {"floors": floors(cell.python), "newest": []}
     constraints.write_text("\n".join([*pins.get(cell.versions, []), *cell.pins]) + "\n")
     given = ROOT / "constraints.txt" if cell.versions == "pinned" else constraints
-    wanted = [f"{r.name}{r.specifier}" for r in requirements(cell.python, "train", "dev")]
+    wanted = []
+    for r in requirements(cell.python, "train", "dev"):
+        wanted.append(f"{r.name}{r.specifier}")
     pip = [
         place / "bin" / "python",
         "-m",
@@ -161,7 +181,11 @@ def build(cell: Cell, place: Path) -> str | None:
     # torch alone and first: what follows then keeps the build that is installed; an old pip needs
     # minutes to choose the rest
     for names in (["--upgrade", "pip>=23"], ["torch"], wanted):
-        done = subprocess.run([*map(str, pip), *names], capture_output=True, text=True)
+        done = subprocess.run(
+            [*map(str, pip), *names],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             (FOLDER / f"{cell.name}.log").write_text(done.stdout + done.stderr)
             return f"pip: {_last_line(done.stderr)}"
@@ -199,9 +223,10 @@ def run_tests(place: Path, report: Path, selection: list[str]) -> dict:
         }
     cases = list(ElementTree.parse(report).iter("testcase"))
     report.unlink()
-    bad = [
-        case for case in cases if case.find("failure") is not None or case.find("error") is not None
-    ]
+    bad = []
+    for case in cases:
+        if case.find("failure") is not None or case.find("error") is not None:
+            bad.append(case)
     skipped = sum(case.find("skipped") is not None for case in cases)
     return {
         "passed": len(cases) - len(bad) - skipped,
@@ -217,7 +242,10 @@ def run_cell(cell: Cell, *, again: bool, keep: bool, selection: list[str]) -> di
     """
     place = FOLDER / cell.name
     start = time.monotonic()
-    result = {"python": cell.python, "date": datetime.date.today().isoformat()}
+    result = {
+        "python": cell.python,
+        "date": datetime.date.today().isoformat(),
+    }
     ready = place / "ready"
     if again:
         ready.unlink(missing_ok=True)
@@ -244,23 +272,33 @@ def _versions(place: Path) -> dict[str, str]:
         "sys.argv[1:]}))"
     )
     found = subprocess.run(
-        [place / "bin" / "python", "-c", code, *SHOWN], capture_output=True, text=True, check=True
+        [
+            place / "bin" / "python",
+            "-c",
+            code,
+            *SHOWN,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(found.stdout)
 
 
 def _last_line(text: str) -> str:
-    lines = [
-        line
-        for line in text.splitlines()
-        if line.strip() and not line.startswith(("WARNING", "[notice]"))
-    ]
+    lines = []
+    for line in text.splitlines():
+        if line.strip() and not line.startswith(("WARNING", "[notice]")):
+            lines.append(line)
     return lines[-1].strip()[:200] if lines else "nothing was said"
 
 
 def results() -> dict[str, dict]:
     """Return what was run on this machine: {cell: result}."""
-    return {file.stem: json.loads(file.read_text()) for file in FOLDER.glob("*.json")}
+    values = {}
+    for file in FOLDER.glob("*.json"):
+        values[file.stem] = json.loads(file.read_text())
+    return values
 
 
 def row(cell: Cell, result: dict | None) -> str:
@@ -271,8 +309,22 @@ def row(cell: Cell, result: dict | None) -> str:
         middle = ["", *[""] * (len(SHOWN) - 1), text, "", ""]
     else:
         versions = [result["versions"][name] for name in SHOWN]
-        middle = [*versions, *(str(result[name]) for name in ("passed", "skipped", "failed"))]
-    return "| " + " | ".join([cell.name, cell.python, *middle, result.get("date", "")]) + " |"
+        middle = [
+            *versions,
+            *(str(result[name]) for name in ("passed", "skipped", "failed")),
+        ]
+    return (
+        "| "
+        + " | ".join(
+            [
+                cell.name,
+                cell.python,
+                *middle,
+                result.get("date", ""),
+            ]
+        )
+        + " |"
+    )
 
 
 def table(known: dict[str, dict], text: str = "") -> str:
@@ -281,7 +333,11 @@ def table(known: dict[str, dict], text: str = "") -> str:
     """
     lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
     for cell in CELLS:
-        old = re.search(rf"^\| {re.escape(cell.name)} \|.*$", text, re.MULTILINE)
+        old = re.search(
+            rf"^\| {re.escape(cell.name)} \|.*$",
+            text,
+            re.MULTILINE,
+        )
         lines.append(row(cell, known.get(cell.name)) if cell.name in known or not old else old[0])
     return "\n".join(lines) + "\n"
 
@@ -316,7 +372,11 @@ def main() -> int:
     parser.add_argument(
         "--keep", action="store_true", help="leave the environments of cells that passed"
     )
-    parser.add_argument("--list", action="store_true", help="print the table and run nothing")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the table and run nothing",
+    )
     parser.add_argument(
         "--tests",
         nargs="+",
@@ -336,8 +396,20 @@ def main() -> int:
         if has_result and not given.again and given.tests == list(SELECTION):
             continue
         print(f"{cell.name} ...", flush=True)
-        ran.append(run_cell(cell, again=given.again, keep=given.keep, selection=given.tests))
-        print(row(cell, ran[-1]), *ran[-1].get("failures", []), sep="\n  ", flush=True)
+        ran.append(
+            run_cell(
+                cell,
+                again=given.again,
+                keep=given.keep,
+                selection=given.tests,
+            )
+        )
+        print(
+            row(cell, ran[-1]),
+            *ran[-1].get("failures", []),
+            sep="\n  ",
+            flush=True,
+        )
     known = results()
     print(table(known))
     if not given.list and given.tests == list(SELECTION):

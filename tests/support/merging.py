@@ -8,7 +8,15 @@ from moe_runtime.ops.merging import merge_experts
 
 # experts and numbers: less than a vector, a vector and more, several blocks with a rest; one group
 # of experts and several
-CASES = [(1, 7), (3, 64), (8, 4096), (9, 4097), (13, 130), (17, 2 * 4096 + 200), (33, 129)]
+CASES = [
+    (1, 7),
+    (3, 64),
+    (8, 4096),
+    (9, 4097),
+    (13, 130),
+    (17, 2 * 4096 + 200),
+    (33, 129),
+]
 
 
 def merge_mismatches(E: int, P: int, dtype: torch.dtype) -> list[str]:
@@ -25,7 +33,11 @@ def merge_mismatches(E: int, P: int, dtype: torch.dtype) -> list[str]:
         bad.append(f"merged: {case}")
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
     for upstream in (dout, dout.to(other)):
-        got = torch.ops.moe_runtime.merge_experts_backward_alpha(upstream, weight, "cpp")
+        got = torch.ops.moe_runtime.merge_experts_backward_alpha(
+            upstream,
+            weight,
+            "cpp",
+        )
         want = weight.double() @ upstream.double()
         # of the sum of magnitudes: what rounding may cost
         size = weight.double().abs() @ upstream.double().abs()

@@ -28,7 +28,13 @@ def execute(path: Path, folder: Path):
         if cell.cell_type == "code":
             printed = "".join(out.text for out in cell.outputs if out.get("name") == "stdout")
             if printed:
-                cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)]
+                cell.outputs = [
+                    nbformat.v4.new_output(
+                        "stream",
+                        name="stdout",
+                        text=printed,
+                    )
+                ]
             else:
                 cell.outputs = []
     return book

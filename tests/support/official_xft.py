@@ -59,7 +59,10 @@ VALUES = {
     "torch_dtype": "float32",
     "transformers_version": "4.37.0",
 }
-WEIGHTED = {"model_type": "llama", "architectures": ["LlamaWeightedForCausalLM"]}
+WEIGHTED = {
+    "model_type": "llama",
+    "architectures": ["LlamaWeightedForCausalLM"],
+}
 
 
 def shapes(values: dict, stage: str = "moe") -> dict[str, tuple[int, ...]]:
@@ -73,10 +76,13 @@ def shapes(values: dict, stage: str = "moe") -> dict[str, tuple[int, ...]]:
     if not values["tie_word_embeddings"]:
         out["lm_head.weight"] = (V, H)
     for layer in range(values["num_hidden_layers"]):
-        names = {
-            f"self_attn.{name}_proj.weight": (rows, H) for name, rows in zip("qkvo", (H, kv, kv, H))
+        names = {}
+        for name, rows in zip("qkvo", (H, kv, kv, H)):
+            names[f"self_attn.{name}_proj.weight"] = (rows, H)
+        names |= {
+            "input_layernorm.weight": (H,),
+            "post_attention_layernorm.weight": (H,),
         }
-        names |= {"input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,)}
         if stage == "weighted":
             names |= {"mlp.average_weights": (R,)}
             names |= {
@@ -85,9 +91,10 @@ def shapes(values: dict, stage: str = "moe") -> dict[str, tuple[int, ...]]:
                 "mlp.down_proj.weight": (H, I),
             }
         else:
-            network = {"mlp": {".0": (R, H), ".2": (R, R)}, "linear": {"": (R, H)}}[
-                values["gate_network"]
-            ]
+            network = {
+                "mlp": {".0": (R, H), ".2": (R, R)},
+                "linear": {"": (R, H)},
+            }[values["gate_network"]]
             names |= {
                 f"mlp.gate.gate_network{part}.weight": shape for part, shape in network.items()
             }
@@ -147,7 +154,11 @@ def _write(folder: Path, values: dict, tensors: dict, form: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     if form == "safetensors":
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            tensors,
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
     elif form in ("bin", "old"):
         torch.save(
             tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=form == "bin"
@@ -155,10 +166,9 @@ def _write(folder: Path, values: dict, tensors: dict, form: str) -> None:
     else:
         names = list(tensors)
         n = 3
-        place = {
-            name: f"pytorch_model-{i * n // len(names) + 1:05d}-of-{n:05d}.bin"
-            for i, name in enumerate(names)
-        }
+        place = {}
+        for i, name in enumerate(names):
+            place[name] = f"pytorch_model-{i * n // len(names) + 1:05d}-of-{n:05d}.bin"
         for file in set(place.values()):
             torch.save(
                 {name: tensors[name] for name in names if place[name] == file}, folder / file
@@ -184,17 +194,31 @@ def forward(
     x = tensors["model.embed_tokens.weight"][ids]
     losses = torch.zeros(())
     for layer in range(values["num_hidden_layers"]):
-        own = {
-            k.removeprefix(f"model.layers.{layer}."): v
-            for k, v in tensors.items()
-            if f".layers.{layer}." in k
-        }
-        x = x + attention(values, own, norm(values, x, own["input_layernorm.weight"]), rope)
+        own = {}
+        for k, v in tensors.items():
+            if f".layers.{layer}." in k:
+                own[k.removeprefix(f"model.layers.{layer}.")] = v
+        x = x + attention(
+            values,
+            own,
+            norm(values, x, own["input_layernorm.weight"]),
+            rope,
+        )
         h = norm(values, x, own["post_attention_layernorm.weight"])
         if experts:
-            x = x + mixed_mlp(values, own["mlp.average_weights"], experts[layer], h)
+            x = x + mixed_mlp(
+                values,
+                own["mlp.average_weights"],
+                experts[layer],
+                h,
+            )
         else:
-            out, loss = moe(values, own, h.flatten(0, 1), None if eps is None else eps[layer])
+            out, loss = moe(
+                values,
+                own,
+                h.flatten(0, 1),
+                None if eps is None else eps[layer],
+            )
             x = x + out.view_as(x)
             losses = losses + loss
     head = "model.embed_tokens.weight" if values["tie_word_embeddings"] else "lm_head.weight"
@@ -222,7 +246,14 @@ def attention(values: dict, own: dict, x: torch.Tensor, base: float) -> torch.Te
     rotation = torch.polar(torch.ones_like(angle), angle)  # feature i turns with feature i + d / 2
 
     def project(name: str, turn: bool) -> torch.Tensor:
-        y = (x @ own[f"self_attn.{name}_proj.weight"].T).view(B, S, -1, d).transpose(1, 2)
+        y = (
+            (x @ own[f"self_attn.{name}_proj.weight"].T)
+            .view(B, S, -1, d)
+            .transpose(
+                1,
+                2,
+            )
+        )
         if turn:
             y = torch.complex(*y.chunk(2, -1)) * rotation
             y = torch.cat([y.real, y.imag], -1)
@@ -275,7 +306,10 @@ def moe(values: dict, own: dict, x: torch.Tensor, eps: torch.Tensor | None):
 
 
 def expert(own: dict, e: int) -> list[torch.Tensor]:
-    return [own[f"mlp.calculator.experts.{kind}.{e}.weight"] for kind in KINDS]
+    values = []
+    for kind in KINDS:
+        values.append(own[f"mlp.calculator.experts.{kind}.{e}.weight"])
+    return values
 
 
 def noisy_load(clean, noise, logits, scale, k: int) -> torch.Tensor:
@@ -298,6 +332,11 @@ def mixed_mlp(
 ) -> torch.Tensor:
     """XFT, Eq. (3), without the released code's rounding of the mixed weights to bfloat16."""
     rate = values["shared_expert_weight"]
-    alpha = [rate, *((1 - rate) * average_weights.float().softmax(0)).tolist()]
-    mixed = [sum(a * experts[kind][e].float() for e, a in enumerate(alpha)) for kind in KINDS]
+    alpha = [
+        rate,
+        *((1 - rate) * average_weights.float().softmax(0)).tolist(),
+    ]
+    mixed = []
+    for kind in KINDS:
+        mixed.append(sum(a * experts[kind][e].float() for e, a in enumerate(alpha)))
     return mlp(x, *mixed)

@@ -16,4 +16,8 @@ PARTS = (
 
 def opcheck(op, args: tuple, is_traced: bool = True) -> None:
     """Check an op; it is traced where `is_traced` says so, and always in `make stress`."""
-    torch.library.opcheck(op, args, test_utils=PARTS if is_traced or STRESS else PARTS[:-1])
+    torch.library.opcheck(
+        op,
+        args,
+        test_utils=PARTS if is_traced or STRESS else PARTS[:-1],
+    )

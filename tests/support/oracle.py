@@ -1,9 +1,8 @@
-"""Oracles in plain loops from the papers' equations, and the metrics that hold an implementation
-against them.
+"""The metrics that compare an implementation with the equations of moe_runtime.tools.conformance,
+and cases for them.
 
-Nothing here imports moe_runtime: the oracle is a second opinion. It runs in float64 on the inputs
-as they are after rounding to the tested dtype, so an error is the implementation's own. Gradients
-come from autograd through the loops.
+The equations run in float64 on the inputs as they are after rounding to the tested dtype, so an
+error is the implementation's own. Gradients come from autograd.
 """
 
 import math
@@ -12,18 +11,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-SHARED = ("xft", "nonorm")
-GATES = (*SHARED, "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
-SUM_ONE = ("xft", "topk_softmax", "softmax_topk_renorm")
+from moe_runtime.tools.conformance.oracle import (  # noqa: F401  tests take them from here
+    ACT,
+    GATES,
+    SHARED,
+    best_experts,
+    gate_and_up,
+    gate_weights,
+    gated_product,
+    mixing,
+    mlp,
+    moe,
+)
 
-ACT = {
-    "silu": lambda x: x / (1 + torch.exp(-x)),
-    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
-    "relu": lambda x: torch.where(x > 0, x, 0 * x),
-    "relu2": lambda x: torch.where(x > 0, x * x, 0 * x),
-}
+SUM_ONE = ("xft", "topk_softmax", "softmax_topk_renorm")
 
 
 # metrics
@@ -70,7 +71,9 @@ def mismatches(got: dict, want: dict, bound: dict | float) -> list[str]:
     """Names and numbers of the tensors in `got` that are farther from `want` than `bound` (one for
     all, or per name).
     """
-    bad = [] if got.keys() == want.keys() else [f"got {sorted(got)}, want {sorted(want)}"]
+    bad = []
+    if got.keys() != want.keys():
+        bad.append(f"got {sorted(got)}, want {sorted(want)}")
     for name in got.keys() & want.keys():
         limit = bound[name] if isinstance(bound, dict) else bound
         error = relative_error(got[name], want[name])
@@ -90,13 +93,24 @@ def assert_parity(got: dict, want: dict, bound: dict | float) -> None:
     assert not bad, "; ".join(bad)
 
 
+def assert_same(got, want) -> None:
+    """Fail unless two dicts or sequences of tensors hold the same numbers, NaN at the same
+    places.
+    """
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, check_stride=False)
+
+
 def bounds(eager: dict, want: dict, table: float) -> dict:
     """Per tensor a few times the error of an eager path in the tested dtype, and never more than
     the table's tolerance.
     """
-    return {
-        name: min(table, 3 * relative_error(eager[name], want[name]) + table / 5) for name in want
-    }
+    limits = {}
+    for name, tensor in want.items():
+        limits[name] = min(
+            table,
+            3 * relative_error(eager[name], tensor) + table / 5,
+        )
+    return limits
 
 
 # one MoE layer's experts
@@ -121,17 +135,16 @@ def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
     and yet not every token) | dropped.
     """
     pool = E - 1 if routing == "skip" else E
-    if T:
-        idx = torch.stack([torch.randperm(pool)[:K] for _ in range(T)])
-    else:
-        idx = torch.zeros(0, K, dtype=torch.int64)
+    idx = torch.zeros(T, K, dtype=torch.int64)
+    for row in idx:
+        row.copy_(torch.randperm(pool)[:K])
     if routing == "all":
         idx = torch.full((T, K), E // 2)
-    if routing == "halves":
+    elif routing == "halves":
         idx = (torch.arange(T) % min(2, E))[:, None].repeat(1, K)
-    if routing == "twice" and K > 1:  # one token, two slots, one expert
+    elif routing == "twice" and K > 1:  # one token, two slots, one expert
         idx[:, 1] = idx[:, 0]
-    if routing == "dropped":  # by -1 and by ids beyond the last expert
+    elif routing == "dropped":  # by -1 and by ids beyond the last expert
         idx[::3, 0] = -1
         idx[1::4, -1] = E
         idx[2::5, 0] = E + 7
@@ -160,14 +173,52 @@ def make_case(
         "topk_weight": 0.2 + torch.rand(T, K),
     }
     if bias:
-        leaves |= {"up_bias": torch.randn(E, Z), "down_bias": torch.randn(E, H)}
-    gates = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = {
-        name: leaf.to(gates if name == "topk_weight" else dtype) for name, leaf in leaves.items()
-    }
-    return Case(
-        leaves, choose_experts(T, E, K, routing).to(idx), torch.randn(T, H).to(dtype), act, gated
+        leaves |= {
+            "up_bias": torch.randn(E, Z),
+            "down_bias": torch.randn(E, H),
+        }
+    for name, leaf in leaves.items():
+        # gates are float32 or wider
+        is_gate = name == "topk_weight"
+        leaves[name] = leaf.to(torch.promote_types(dtype, torch.float32) if is_gate else dtype)
+    topk_idx = choose_experts(T, E, K, routing).to(idx)
+    return Case(leaves, topk_idx, torch.randn(T, H).to(dtype), act, gated)
+
+
+def gradients(
+    out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Gradients d<leaf> on the CPU; zeros of leaves that `out` does not depend on."""
+    grads = torch.autograd.grad(
+        out,
+        list(leaves.values()),
+        dout,
+        allow_unused=True,
     )
+    named = {}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None:
+            grad = torch.zeros_like(leaf)
+        named[f"d{name}"] = grad.cpu()
+    return named
+
+
+def leaves_of(
+    case, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Copies of a case's leaves, to be differentiated."""
+    copies = {}
+    for name, leaf in case.leaves.items():
+        copies[name] = (
+            leaf.detach()
+            .clone()
+            .to(
+                device,
+                dtype or leaf.dtype,
+            )
+            .requires_grad_()
+        )
+    return copies
 
 
 def run(
@@ -178,90 +229,37 @@ def run(
 
     It runs on `device`; what it gives comes back to the CPU.
     """
-    leaves = {
-        name: leaf.detach().clone().to(device, dtype or leaf.dtype).requires_grad_()
-        for name, leaf in case.leaves.items()
-    }
-    v = case.view(leaves)
+    leaves = leaves_of(case, dtype, device)
+    given = case.view(leaves)
     out = layer(
-        v["x"],
-        v["up"],
-        v["down"],
-        v["topk_weight"],
+        given["x"],
+        given["up"],
+        given["down"],
+        given["topk_weight"],
         case.topk_idx.to(device),
-        up_bias=v.get("up_bias"),
-        down_bias=v.get("down_bias"),
+        up_bias=given.get("up_bias"),
+        down_bias=given.get("down_bias"),
         act=case.act,
         gated=case.gated,
         **case.form,
     )
-    grads = torch.autograd.grad(
-        out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True
+    grads = gradients(out, leaves, case.dout.to(device, out.dtype))
+    return {"out": out.detach().cpu()} | grads
+
+
+def moe_oracle(x, up, down, topk_weight, topk_idx, **options):
+    """out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t]); weights of dropped slots may be
+    NaN.
+    """
+    is_live = (topk_idx >= 0) & (topk_idx < up.shape[0])
+    return moe(
+        x,
+        up,
+        down,
+        torch.where(is_live, topk_weight, 0.0),
+        topk_idx,
+        **options,
     )
-    zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
-    grads = {
-        f"d{name}": (zero if grad is None else grad).cpu()
-        for name, zero, grad in zip(leaves, zeros, grads, strict=True)
-    }
-    return {"out": out.detach().cpu(), **grads}
-
-
-def gate_and_up(z: torch.Tensor, interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gate's columns of z [..., 2I], and up's."""
-    I = z.shape[-1] // 2
-    at = [2 * i for i in range(I)] if interleaved else list(range(I))
-    return z[..., at], z[..., [i + (1 if interleaved else I) for i in at]]
-
-
-def cut(v: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """v within low..high, with a gradient of 1 there, ends included, and 0 outside."""
-    return torch.where(v > high, high, torch.where(v < low, low, v))
-
-
-def gated_product(
-    z: torch.Tensor, act, limit=None, up_offset=0.0, interleaved=False
-) -> torch.Tensor:
-    """act(min(gate, limit)) * (clamp(up) + up_offset), as autograd differentiates it."""
-    gate, up = gate_and_up(z, interleaved)
-    if limit is not None:
-        gate = cut(gate, -math.inf, limit)
-        up = cut(up, -limit, limit)
-    return act(gate) * (up + up_offset)
-
-
-def mlp(x, up, down, up_bias=None, down_bias=None, act="silu", gated=True, **form):
-    """FFN(x) of one expert on one token: x [H], up [2I or I, H], down [H, I] -> [H]."""
-    z = up @ x if up_bias is None else up @ x + up_bias
-    h = gated_product(z, ACT[act], **form) if gated else ACT[act](z)
-    y = down @ h
-    return y if down_bias is None else y + down_bias
-
-
-def moe_oracle(
-    x,
-    up,
-    down,
-    topk_weight,
-    topk_idx,
-    *,
-    up_bias=None,
-    down_bias=None,
-    act="silu",
-    gated=True,
-    **form,
-):
-    """out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t]), slot by slot."""
-    rows = []
-    for t in range(x.shape[0]):
-        row = 0 * x[t]
-        for k, e in enumerate(topk_idx[t].tolist()):
-            if 0 <= e < up.shape[0]:
-                biases = [None if b is None else b[e] for b in (up_bias, down_bias)]
-                row = row + topk_weight[t, k] * mlp(
-                    x[t], up[e], down[e], *biases, act, gated, **form
-                )
-        rows.append(row)
-    return torch.stack(rows) if rows else x * up.sum() * 0
 
 
 def moe_eager(
@@ -280,15 +278,25 @@ def moe_eager(
     """What transformers' eager experts do, in the inputs' dtype: its error is the yardstick of the
     tolerance.
     """
-    native = {"silu": torch.nn.functional.silu, "relu": torch.relu}.get(act, ACT[act])
+    native = {"silu": torch.nn.functional.silu, "relu": torch.relu}.get(
+        act,
+        ACT[act],
+    )
     out = torch.zeros_like(x)
     for e in range(up.shape[0]):
         token, slot = torch.where(topk_idx == e)
         z = x[token] @ up[e].t()
-        z = z if up_bias is None else z + up_bias[e]
-        y = (gated_product(z, native, **form) if gated else native(z)) @ down[e].t()
-        y = y if down_bias is None else y + down_bias[e]
-        out = out.index_add(0, token, (y * topk_weight[token, slot, None]).to(x.dtype))
+        if up_bias is not None:
+            z = z + up_bias[e]
+        h = gated_product(z, native, **form) if gated else native(z)
+        y = h @ down[e].t()
+        if down_bias is not None:
+            y = y + down_bias[e]
+        out = out.index_add(
+            0,
+            token,
+            (y * topk_weight[token, slot, None]).to(x.dtype),
+        )
     return out
 
 
@@ -318,7 +326,10 @@ def saved_bytes(
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        pack,
+        lambda tensor: tensor,
+    ):
         out = step()
     return sum(saved.values()), out
 
@@ -327,40 +338,13 @@ def saved_bytes(
 def route_oracle(
     logits: torch.Tensor, top_k: int, gate: str
 ) -> tuple[torch.Tensor, list[list[int]]]:
-    """Weights [T, K] in logits' dtype (differentiable) and ids, token by token, from XFT's Eq. (1),
-    (2).
-    """
-    k = top_k - (gate in SHARED)
-    weights = []
-    ids = []
-    for row in logits:
-        values = row.tolist()
-        chosen = sorted(range(len(values)), key=lambda r: (-values[r], r))[:k]
-        exp = [torch.exp(v - max(values)) for v in row]
-        total = sum(exp)
-        p = [v / total for v in exp]
-        s = [p[r] for r in chosen]
-        if gate == "xft":  # softmax of the probabilities, a second one
-            total = sum(torch.exp(v) for v in s)
-            w = [torch.exp(v) / total * s[0] for v in s]
-        elif gate == "topk_softmax":
-            total = sum(exp[r] for r in chosen)
-            w = [exp[r] / total for r in chosen]
-        elif gate == "softmax_topk_renorm":
-            total = sum(s)
-            w = [v / total for v in s]
-        elif gate == "sigmoid_topk":
-            w = [1 / (1 + torch.exp(-row[r])) for r in chosen]
-        else:
-            w = s
-        # s[0] is the largest probability; no routed experts at all leave everything to the shared
-        # one
-        if gate in SHARED:
-            w = [*w, 1 - s[0] if s else 1 + row.sum()]
-            chosen = [*(r + 1 for r in chosen), 0]
-        weights.append(torch.stack(w))
-        ids.append(chosen)
-    return torch.stack(weights), ids
+    """Weights [T, K] in logits' dtype (differentiable) and ids, from XFT's Eq. (1), (2)."""
+    ids = best_experts(logits, top_k, gate)
+    if logits.shape[1]:
+        weight = gate_weights(logits, ids, gate)
+    else:  # no routed experts leave everything to the shared one
+        weight = 1 + logits.sum(1, keepdim=True)
+    return weight, ids.tolist()
 
 
 def route_mismatches(
@@ -372,27 +356,39 @@ def route_mismatches(
     logits = logits.detach().requires_grad_()
     weight, idx = route(logits, top_k, gate)
     clean = logits.detach().double().requires_grad_()
-    want, ids = route_oracle(clean, top_k, gate)
-    bad = [] if idx.tolist() == ids else [f"ids are {idx.tolist()}, want {ids}"]
+    expected, ids = route_oracle(clean, top_k, gate)
+    bad = []
+    if idx.tolist() != ids:
+        bad.append(f"ids are {idx.tolist()}, want {ids}")
     # gates are float32 or wider
-    bad += mismatches({"weight": weight}, {"weight": want}, min(table, 5e-6))
-    dweight = torch.cos(torch.arange(want.numel(), dtype=torch.float64)).view(want.shape)
-    (dlogits,) = torch.autograd.grad(weight, logits, dweight.to(weight.dtype))
-    (dwant,) = torch.autograd.grad(want, clean, dweight)
-    if dwant.norm() < 1e-9:  # a softmax over one expert
-        return bad + ([] if dlogits.norm() < 1e-6 else [f"dlogits is {dlogits}, want 0"])
-    return bad + mismatches(
-        {"dlogits": dlogits}, {"dlogits": dwant}, max(table, 2e-5) if table > 1e-9 else table
+    bad += mismatches(
+        {"weight": weight},
+        {"weight": expected},
+        min(table, 5e-6),
     )
+    dweight = torch.cos(
+        torch.arange(
+            weight.numel(),
+            dtype=torch.float64,
+        )
+    ).view(weight.shape)
+    (dlogits,) = torch.autograd.grad(weight, logits, dweight.to(weight.dtype))
+    (dclean,) = torch.autograd.grad(expected, clean, dweight)
+    if dclean.norm() < 1e-9:  # a softmax over one expert
+        if not dlogits.norm() < 1e-6:
+            bad.append(f"dlogits is {dlogits}, want 0")
+        return bad
+    if table > 1e-9:
+        table = max(table, 2e-5)
+    return bad + mismatches({"dlogits": dlogits}, {"dlogits": dclean}, table)
 
 
 def mixing_oracle(logits: list[float], shared_rate: float | None) -> list[float]:
-    """alpha of XFT's Eq. (5): [lambda, (1 - lambda) softmax(logits)], or softmax(logits) for the
-    soup (None).
-    """
-    exp = [math.exp(a - max(logits)) for a in logits]
-    soft = [v / sum(exp) for v in exp]
-    return soft if shared_rate is None else [shared_rate, *((1 - shared_rate) * v for v in soft)]
+    """alpha of XFT's Eq. (5)."""
+    return mixing(
+        torch.tensor(logits, dtype=torch.float64),
+        shared_rate,
+    ).tolist()
 
 
 def cv2_oracle(values: list[float]) -> float:
@@ -411,6 +407,8 @@ def normal_cdf(z: float) -> float:
 
 def poison() -> None:
     """Leave NaN in the memory that the allocator hands out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
+    blocks = []
+    for _ in range(8):
+        blocks.append(torch.full((1 << 24,), float("nan"), device="cuda"))
     torch.cuda.synchronize()
     del blocks

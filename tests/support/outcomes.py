@@ -65,7 +65,12 @@ class Outcomes:
         }
 
     def write(self, name: str, outcome: str, **more) -> None:
-        self.records.write(name[:500], outcome=outcome, commit=self.commit, **more)
+        self.records.write(
+            name[:500],
+            outcome=outcome,
+            commit=self.commit,
+            **more,
+        )
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -80,7 +85,11 @@ class Outcomes:
 
     def pytest_collectreport(self, report):
         if self.worker is None and not report.passed:
-            self.write(report.nodeid or "collection", report.outcome, why=_why(report))
+            self.write(
+                report.nodeid or "collection",
+                report.outcome,
+                why=_why(report),
+            )
 
     def pytest_runtest_logstart(self, nodeid):
         if self.worker is None:
@@ -91,7 +100,12 @@ class Outcomes:
             self.failed = True
         if self.worker is None and (report.when == "call" or not report.passed):
             more = dict(report.user_properties) | ({} if report.passed else {"why": _why(report)})
-            self.write(report.nodeid, report.outcome, seconds=round(report.duration, 3), **more)
+            self.write(
+                report.nodeid,
+                report.outcome,
+                seconds=round(report.duration, 3),
+                **more,
+            )
 
     def pytest_runtest_logfinish(self):
         failed = self.failed

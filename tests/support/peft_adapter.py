@@ -33,7 +33,10 @@ def adapted(
     base = stock(family) if model is None else model
     base.save_pretrained(folder / "base")
     config = {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | settings
-    config |= {"target_modules": list(modules), "target_parameters": list(parameters)}
+    config |= {
+        "target_modules": list(modules),
+        "target_parameters": list(parameters),
+    }
     with quiet_peft():
         made = get_peft_model(base, LoraConfig(**config)).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -50,7 +53,10 @@ def deltas(model) -> dict[str, torch.Tensor]:
     found = {}
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight") and "default" in module.lora_A:
-            path = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            path = name.removeprefix("base_model.model.").replace(
+                ".base_layer",
+                "",
+            )
             found[f"{path}.{getattr(module, 'parameter_name', 'weight')}"] = (
                 module.get_delta_weight("default").detach()
             )

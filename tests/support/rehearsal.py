@@ -46,10 +46,10 @@ VOCAB = 480  # ids of a trained vocabulary, bytes included
 def pairs(count: int, seed: int) -> list[tuple[str, str]]:
     """Return questions and answers, all different."""
     draw = random.Random(seed)
-    asked = {
-        f"Write a {draw.choice(WORDS)} of {draw.choice(WORDS)} {i}: {draw.randint(1, 99)} + {i}?"
-        for i in range(count)
-    }
+    asked = set()
+    for i in range(count):
+        words = f"{draw.choice(WORDS)} of {draw.choice(WORDS)}"
+        asked.add(f"Write a {words} {i}: {draw.randint(1, 99)} + {i}?")
     return [
         (question, f"def {question.split()[2]}(x):\n    return x + {i % 10}  # {{}}")
         for i, question in enumerate(sorted(asked))
@@ -98,12 +98,23 @@ def llama_tokenizer(
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     trained.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, show_progress=False)
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=special,
+            show_progress=False,
+        ),
     )
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]
     tokenizer = Tokenizer(
-        models.BPE(model["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            model["vocab"],
+            merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -132,7 +143,13 @@ def llama_tokenizer(
     return tokenizer_file(
         folder,
         tokenizer,
-        named | {"tokenizer_class": kind, "legacy": False, "pad_token": None} | values,
+        named
+        | {
+            "tokenizer_class": kind,
+            "legacy": False,
+            "pad_token": None,
+        }
+        | values,
     )
 
 
@@ -167,8 +184,14 @@ def deepseek_tokenizer(folder: Path, more: tuple[str, ...] = (), **values) -> in
         "rstrip": False,
         "single_word": False,
     }
-    names = {"bos_token": DEEPSEEK_BOS, "eos_token": DEEPSEEK_EOS, "pad_token": DEEPSEEK_EOS}
-    named = {name: added | {"content": content} for name, content in names.items()}
+    names = {
+        "bos_token": DEEPSEEK_BOS,
+        "eos_token": DEEPSEEK_EOS,
+        "pad_token": DEEPSEEK_EOS,
+    }
+    named = {}
+    for name, content in names.items():
+        named[name] = added | {"content": content}
     named |= {
         "add_bos_token": True,
         "add_eos_token": False,
@@ -186,16 +209,29 @@ def stablecode_tokenizer(folder: Path) -> int:
     which it puts itself.
     """
     tokenizer = byte_level(
-        ["<|endoftext|>", "<|padding|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>"],
+        [
+            "<|endoftext|>",
+            "<|padding|>",
+            "<fim_prefix>",
+            "<fim_middle>",
+            "<fim_suffix>",
+        ],
         digits=False,
     )
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    named = dict.fromkeys(
+        ("bos_token", "eos_token", "unk_token"),
+        "<|endoftext|>",
+    )
     return tokenizer_file(
         folder,
         tokenizer,
-        named | {"tokenizer_class": "GPTNeoXTokenizerFast", "add_prefix_space": False},
+        named
+        | {
+            "tokenizer_class": "GPTNeoXTokenizerFast",
+            "add_prefix_space": False,
+        },
     )
 
 
@@ -209,7 +245,10 @@ def save_base(folder: Path, ids: int, config: dict, layers: int = 2) -> None:
         "tie_word_embeddings": False,
         "use_cache": True,
     } | config
-    config |= {"vocab_size": config.get("vocab_size", ids + 7), "num_hidden_layers": layers}
+    config |= {
+        "vocab_size": config.get("vocab_size", ids + 7),
+        "num_hidden_layers": layers,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -236,7 +275,11 @@ def llama_config(heads: int = 2, kv: int = 2, **more) -> dict:
         "eos_token_id": 2,
     }
     return (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "pretraining_tp": 1}
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "pretraining_tp": 1,
+        }
         | sizes
         | more
     )
@@ -246,11 +289,19 @@ def deepseek_coder(folder: Path) -> None:
     ids = deepseek_tokenizer(
         folder, ("<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"), model_max_length=16384
     )
-    rope = {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000}
+    rope = {
+        "rope_scaling": {"factor": 4.0, "type": "linear"},
+        "rope_theta": 100000,
+    }
     save_base(
         folder,
         ids,
-        llama_config(rms_norm_eps=1e-6, bos_token_id=ids - 2, eos_token_id=ids - 1, **rope),
+        llama_config(
+            rms_norm_eps=1e-6,
+            bos_token_id=ids - 2,
+            eos_token_id=ids - 1,
+            **rope,
+        ),
     )
 
 
@@ -272,8 +323,18 @@ def llama(folder: Path, **more) -> None:
 
 
 def deepseek_v2(folder: Path) -> None:
-    ids = deepseek_tokenizer(folder, chat_template=DEEPSEEK_TEMPLATE, model_max_length=16384)
-    yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    ids = deepseek_tokenizer(
+        folder,
+        chat_template=DEEPSEEK_TEMPLATE,
+        model_max_length=16384,
+    )
+    yarn = {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
     yarn |= {"original_max_position_embeddings": 64, "type": "yarn"}
     routing = {
         "n_routed_experts": 8,
@@ -305,7 +366,10 @@ def deepseek_v2(folder: Path) -> None:
         "rope_scaling": yarn,
         "rope_theta": 10000,
     }
-    names = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+    names = {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+    }
     files = {
         "AutoConfig": "configuration_deepseek.DeepseekV2Config",
         "AutoModel": "modeling_deepseek.DeepseekV2Model",
@@ -325,7 +389,12 @@ def deepseek_v2(folder: Path) -> None:
 def of_13b(
     folder: Path, more: tuple[str, ...] = (), kind: str = "LlamaTokenizer", **config
 ) -> None:
-    ids = llama_tokenizer(folder, more, kind, **({"pad_token": more[0]} if len(more) == 1 else {}))
+    ids = llama_tokenizer(
+        folder,
+        more,
+        kind,
+        **({"pad_token": more[0]} if len(more) == 1 else {}),
+    )
     save_base(folder, ids, llama_config(vocab_size=ids, **config), layers=1)
 
 
@@ -349,10 +418,17 @@ def rows_of(name: str, count: int = 90) -> list[dict]:
     """Return rows with the columns of a published set."""
     found = pairs(count, sum(map(ord, name)))
     if name.endswith("MetaMathQA"):
-        return [
-            {"type": "GSM_Rephrased", "query": q, "original_question": q, "response": a}
-            for q, a in found
-        ]
+        values = []
+        for q, a in found:
+            values.append(
+                {
+                    "type": "GSM_Rephrased",
+                    "query": q,
+                    "original_question": q,
+                    "response": a,
+                }
+            )
+        return values
     if name.endswith("SlimOrca"):
         first = {"from": "system", "value": "Answer well.", "weight": None}
         chats = [
@@ -362,9 +438,10 @@ def rows_of(name: str, count: int = 90) -> list[dict]:
             ]
             for q, a in found
         ]
-        return [
-            {"conversations": chat if i % 2 else [first, *chat]} for i, chat in enumerate(chats)
-        ]
+        items = []
+        for i, chat in enumerate(chats):
+            items.append({"conversations": chat if i % 2 else [first, *chat]})
+        return items
     if name.endswith("ultrachat_200k"):
         again = [
             {"role": "user", "content": "And then?"},
@@ -419,12 +496,22 @@ def save_data(root: Path, name: str) -> None:
         path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
 
 
-SHORT = {"steps": 2, "epochs": None, "warmup_steps": 0, "batch_size": 4, "per_device_batch_size": 2}
+SHORT = {
+    "steps": 2,
+    "epochs": None,
+    "warmup_steps": 0,
+    "batch_size": 4,
+    "per_device_batch_size": 2,
+}
 SHORT |= {"learning_rate": 1e-2}  # at the paper's rates two steps are lost in bfloat16's rounding
 # of the recipes' sizes, none of the paths that they take: engine, optimizer, schedule, precision,
 # checkpointing, prompts
 SIZES = {
-    "xft": {"data__max_length": 160, "data__held_out_rows": 6, "data__limit": 12},
+    "xft": {
+        "data__max_length": 160,
+        "data__held_out_rows": 6,
+        "data__limit": 12,
+    },
     "esft": {"max_length": 64, "scores__n_tokens": 512},
     "upit": {"max_length": 64, "seed_data__at_least": 32},
     "ultrafuser": {"max_length": 128},
@@ -445,7 +532,11 @@ def divided(recipe):
         changes |= {f"{training}__{name}": value for name, value in (SHORT | batch).items()}
     for form in getattr(recipe, "forms", ()):
         for stage in ("sft", "init", "post"):
-            own = {"batch_size": 4, "per_device_batch_size": 2, "learning_rate": 1e-2}
+            own = {
+                "batch_size": 4,
+                "per_device_batch_size": 2,
+                "learning_rate": 1e-2,
+            }
             changes |= {f"{form}__{stage}__{name}": value for name, value in own.items()}
     for place, parts in (("tasks", True), ("domains", True), ("general", False)):
         for name in getattr(recipe, place, {}) if parts else [""] if hasattr(recipe, place) else []:
@@ -461,8 +552,13 @@ def save_hub(root: Path, recipe) -> None:
     """Write what a recipe names: its bases, its tokenizer and its data, each below `root` under its
     id.
     """
-    specialists = [one.model for one in getattr(recipe, "specialists", {}).values()]
-    for name in filter(None, [recipe.base_model, *specialists, getattr(recipe, "tokenizer", None)]):
+    specialists = []
+    for one in getattr(recipe, "specialists", {}).values():
+        specialists.append(one.model)
+    for name in filter(
+        None,
+        [recipe.base_model, *specialists, getattr(recipe, "tokenizer", None)],
+    ):
         BASES[name](root / name)
     listed = [recipe.data] if recipe.method == "xft" else [*getattr(recipe, "tasks", {}).values()]
     listed += [

@@ -15,7 +15,10 @@ from pathlib import Path
 from moe_runtime.io.files import atomic_write_text
 from tests.support.cli import PAPERS
 
-TABLE = re.compile(r"^`python -m papers ([^`\n]+)`\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(
+    r"^`python -m papers ([^`\n]+)`\n\n```text\n(.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 class Terminal(io.StringIO):

@@ -33,10 +33,10 @@ def make_rows(counts: list[int], dropped: int, slots: int, device: str = "cpu") 
     """counts[e] rows of expert e and some that are dropped; the slots are in any order."""
     R = sum(counts) + dropped
     assert R % slots == 0
-    offsets = torch.tensor(
-        [sum(counts[:e]) for e in range(len(counts) + 1)], dtype=torch.int32, device=device
-    )
-    expert = [e for e, count in enumerate([*counts, dropped]) for _ in range(count)]
+    offsets = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    expert = []
+    for e, count in enumerate([*counts, dropped]):
+        expert += [e] * count
     return Rows(offsets, torch.randperm(R).int().to(device), expert, slots)
 
 
@@ -46,15 +46,13 @@ def tile_map(offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0)
     """
     bounds = offsets.tolist()
     E = len(bounds) - 1
-    tiles = [
-        (e, r, bounds[e + 1])
-        for e in range(first_expert, E)
-        for r in range(bounds[e], bounds[e + 1], BLOCK_M)
-    ]
+    tiles = []
+    for e in range(first_expert, E):
+        for row in range(bounds[e], bounds[e + 1], BLOCK_M):
+            tiles.append((e, row, bounds[e + 1]))
     tiles += [(-1, len(tiles), 2**30)] * (R // BLOCK_M + min(E, R) - len(tiles))
-    return (
-        torch.tensor(tiles, dtype=torch.int32, device=offsets.device).view(-1, 3).t().contiguous()
-    )
+    numbers = torch.tensor(tiles, dtype=torch.int32, device=offsets.device)
+    return numbers.view(-1, 3).t().contiguous()
 
 
 def sparse(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -68,16 +66,21 @@ def wide(*tensors):
     return [None if t is None else t.detach().cpu().double() for t in tensors]
 
 
+def biased(product: torch.Tensor, bias: torch.Tensor | None, e: int) -> torch.Tensor:
+    return product if bias is None else product + bias[e]
+
+
+def activated(z: torch.Tensor, act: str, gated: bool) -> torch.Tensor:
+    if not gated:
+        return ACT[act](z)
+    gate, up = z.chunk(2, -1)
+    return ACT[act](gate) * up
+
+
 def up_rows(x, up, bias, rows: Rows, act: str, gated: bool, first_expert: int = 0):
     """z = up[e] x[token] + bias[e] and h = act(gate) * up, row by row."""
-    x, up, bias = wide(x, up, bias)
-    E, Z, _ = up.shape
-    I = Z // 2 if gated else Z
-    z = torch.full((len(rows.expert), Z), NAN, dtype=torch.float64)
-    for r, (e, t) in enumerate(zip(rows.expert, rows.tokens)):
-        if first_expert <= e < E:
-            z[r] = up[e] @ x[t] + (0 if bias is None else bias[e])
-    return z, ACT[act](z[:, :I]) * z[:, I:] if gated else ACT[act](z)
+    z = product_rows(x[rows.tokens], up, bias, rows, first_expert)
+    return z, activated(z, act, gated)
 
 
 def product_rows(a, weight, bias, rows: Rows, first_expert: int = 0):
@@ -87,7 +90,7 @@ def product_rows(a, weight, bias, rows: Rows, first_expert: int = 0):
     y = torch.full((len(rows.expert), N), NAN, dtype=torch.float64)
     for r, e in enumerate(rows.expert):
         if first_expert <= e < E:
-            y[r] = weight[e] @ a[r] + (0 if bias is None else bias[e])
+            y[r] = biased(weight[e] @ a[r], bias, e)
     return y
 
 
@@ -97,18 +100,18 @@ def dz_rows(dout, down, bias, topk_weight, z, rows: Rows, act: str, gated: bool)
     """
     dout, down, bias, topk_weight, z = wide(dout, down, bias, topk_weight, z)
     E, _, I = down.shape
-    dz, wh, dweight = (
-        torch.full(shape, NAN, dtype=torch.float64)
-        for shape in (z.shape, (z.shape[0], I), z.shape[:1])
-    )
-    for r, (e, t, slot) in enumerate(zip(rows.expert, rows.tokens, rows.row_slot.tolist())):
+    dz = torch.full_like(z, NAN)
+    wh = torch.full((z.shape[0], I), NAN, dtype=torch.float64)
+    dweight = torch.full(z.shape[:1], NAN, dtype=torch.float64)
+    slots = rows.row_slot.tolist()
+    for r, (e, token) in enumerate(zip(rows.expert, rows.tokens)):
         if e == E:
             continue
         pre = z[r].clone().requires_grad_()
-        weight = topk_weight.view(-1)[slot].clone().requires_grad_()
-        h = ACT[act](pre[:I]) * pre[I:] if gated else ACT[act](pre)
-        y = weight * (down[e] @ h + (0 if bias is None else bias[e]))
-        dz[r], dweight[r] = torch.autograd.grad(y, (pre, weight), dout[t])
+        weight = topk_weight.view(-1)[slots[r]].clone().requires_grad_()
+        h = activated(pre, act, gated)
+        y = weight * biased(down[e] @ h, bias, e)
+        dz[r], dweight[r] = torch.autograd.grad(y, (pre, weight), dout[token])
         wh[r] = (weight * h).detach()
     return dz, wh, dweight
 
@@ -116,22 +119,28 @@ def dz_rows(dout, down, bias, topk_weight, z, rows: Rows, act: str, gated: bool)
 def weight_rows(dy, x, rows: Rows, gather: str | None, E: int):
     """dw[e] = sum of dy[r] x[r]^T over e's rows; the gathered operand's row is the row's token."""
     dy, x = wide(dy, x)
+    if gather == "dy":
+        dy = dy[rows.tokens]
+    elif gather == "x":
+        x = x[rows.tokens]
     dw = torch.zeros(E, dy.shape[1], x.shape[1], dtype=torch.float64)
-    for r, (e, t) in enumerate(zip(rows.expert, rows.tokens)):
+    for r, e in enumerate(rows.expert):
         if e < E:
-            dw[e] += torch.outer(dy[t if gather == "dy" else r], x[t if gather == "x" else r])
+            dw[e] += torch.outer(dy[r], x[r])
     return dw
 
 
 def bias_rows(dy, topk_weight, rows: Rows, gather: bool, E: int):
     """db[e] = sum of weight * dy[r] over e's rows."""
     dy, topk_weight = wide(dy, topk_weight)
+    if gather:
+        dy = dy[rows.tokens]
+    if topk_weight is not None:
+        dy = dy * topk_weight.view(-1)[rows.row_slot.cpu(), None]
     db = torch.zeros(E, dy.shape[1], dtype=torch.float64)
-    for r, (e, t, slot) in enumerate(zip(rows.expert, rows.tokens, rows.row_slot.tolist())):
+    for r, e in enumerate(rows.expert):
         if e < E:
-            db[e] += (1 if topk_weight is None else topk_weight.view(-1)[slot]) * dy[
-                t if gather else r
-            ]
+            db[e] += dy[r]
     return db
 
 

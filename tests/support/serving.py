@@ -52,7 +52,12 @@ def upcycled(gate: str, base: str = "llama", top_k: int = 4):
     """Make a model with the smallest head that vLLM's CPU attention supports, whose experts
     differ.
     """
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     model = tiny.dense(base, mlp_bias=None, **sizes)
     xft.upcycle(model, gate=gate, num_experts=8, top_k=top_k)
     with torch.no_grad():
@@ -70,12 +75,19 @@ def models(folder: Path) -> dict[str, dict]:
     folders.merge_folder(folder / "xft", folder / "merged", shared_rate=0.5)
     for to, stock in STOCK.items():
         gate, top_k = exact_settings(to)
-        upcycled(gate, stock.bases[-1 if to != "mixtral" else 0], top_k or 4).save_pretrained(
-            folder / "exported" / to
-        )
+        upcycled(
+            gate,
+            stock.bases[-1 if to != "mixtral" else 0],
+            top_k or 4,
+        ).save_pretrained(folder / "exported" / to)
         make_tokenizer().save_pretrained(folder / "exported" / to)
         export_stock(folder / "exported" / to, folder / to, to)
-    return {"xft": OURS, "topk_softmax": OURS, "merged": {}, **{to: {} for to in STOCK}}
+    return {
+        "xft": OURS,
+        "topk_softmax": OURS,
+        "merged": {},
+        **{to: {} for to in STOCK},
+    }
 
 
 def expected(folder: Path) -> tuple[list[int], list[float]]:
@@ -108,7 +120,10 @@ def served(python: str, folder: Path, options: dict) -> tuple[list[int], list[fl
     done = subprocess.run(
         [python, "-c", SERVE, given], env=env, capture_output=True, text=True, cwd=folder
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = []
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            lines.append(line)
     if not lines:
         raise RuntimeError(
             f"vLLM did not serve {folder.name}:\n{(done.stdout + done.stderr)[-3000:]}"

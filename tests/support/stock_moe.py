@@ -84,13 +84,22 @@ def batch(
     rows: int = 2, length: int = 9, padding: int = 0, seed: int = 1
 ) -> dict[str, torch.Tensor]:
     """Token ids and labels, with a mask if the second row has `padding` at its end."""
-    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        3,
+        VOCAB,
+        (rows, length),
+        generator=torch.Generator().manual_seed(seed),
+    )
     if not padding:
         return {"input_ids": ids, "labels": ids.clone()}
     mask = torch.ones_like(ids)
     mask[1, -padding:] = 0
     ids[mask == 0] = 0
-    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+    }
 
 
 def counted(model) -> dict[str, torch.Tensor]:

@@ -24,33 +24,32 @@ def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
     """Return the layers whose experts train, and their parameters themselves: under FSDP2 and
     expert parallelism DTensors.
     """
-    return {
-        number: TrainedLayer(split.ids, trained_parameters(module))
-        for number, (module, split) in _split_modules(model).items()
-    }
+    values = {}
+    for number, (module, split) in _split_modules(model).items():
+        values[number] = TrainedLayer(split.ids, trained_parameters(module))
+    return values
 
 
 def gathered_rows(model: nn.Module) -> dict[int, TrainedLayer]:
     """Return copies of `trained_rows` on the CPU, whole and in the order of their ids. Every rank
     must call it.
     """
-    return {
-        number: TrainedLayer(
+    values = {}
+    for number, (module, split) in _split_modules(model).items():
+        values[number] = TrainedLayer(
             split.ids,
             {
                 name: whole(rows)[list(split.places)]
                 for name, rows in trained_parameters(module).items()
             },
         )
-        for number, (module, split) in _split_modules(model).items()
-    }
+    return values
 
 
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, Split]]:
-    found = {
-        number: (layer.module, split_of(layer.module))
-        for number, layer in layers_of(model, False).items()
-    }
+    found = {}
+    for number, layer in layers_of(model, False).items():
+        found[number] = (layer.module, split_of(layer.module))
     return {
         number: (module, split) for number, (module, split) in found.items() if split is not None
     }

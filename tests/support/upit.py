@@ -32,7 +32,12 @@ def make_rows(count: int = 8, seed: int = 0, spread: int = 5) -> Dataset:
     for i in range(count):
         length = 6 + i % spread
         low = 200 if i % 2 else 10
-        ids = torch.randint(low, low + 30, (length,), generator=generator).tolist()
+        ids = torch.randint(
+            low,
+            low + 30,
+            (length,),
+            generator=generator,
+        ).tolist()
         columns["input_ids"].append(ids)
         columns["labels"].append([-100] * 3 + ids[3:])
         columns["domain"].append("odd" if i % 2 else "even")
@@ -49,7 +54,10 @@ def make_model(
     """A tiny stock model, larger than life."""
     torch.manual_seed(seed)
     settings = {"vocab_size": len(tokenizer), "mlp_bias": None} | changes
-    model = AutoModelForCausalLM.from_config(dense_config(model_type, **settings), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        dense_config(model_type, **settings),
+        dtype=dtype,
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -64,13 +72,19 @@ def save_experts(folder: Path, tokenizer, count: int = 3, **settings) -> list[Pa
     FOLDER/expert-<i>.
     """
     model = make_model(tokenizer, **settings)
-    folders = [folder / "base", *(folder / f"expert-{i}" for i in range(count))]
+    folders = [
+        folder / "base",
+        *(folder / f"expert-{i}" for i in range(count)),
+    ]
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for seed, path in enumerate(folders):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                noise = torch.randn(tensor.shape, generator=generator) * (0.05 * bool(seed))
+                noise = torch.randn(
+                    tensor.shape,
+                    generator=generator,
+                ) * (0.05 * bool(seed))
                 tensor.copy_(start[name] + noise.to(tensor.dtype))
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
@@ -95,7 +109,12 @@ def save_adapters(
 def save_delta(folder: Path, expert: Path, base: Path) -> Path:
     """Save a model folder again as what differs from a base's."""
     record = {"base": str(base), "base_hash": fingerprint(Checkpoint(base))}
-    save_expert(AutoModelForCausalLM.from_pretrained(expert), folder, base=base, record=record)
+    save_expert(
+        AutoModelForCausalLM.from_pretrained(expert),
+        folder,
+        base=base,
+        record=record,
+    )
     return folder
 
 

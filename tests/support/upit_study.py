@@ -15,11 +15,15 @@ TRAINING = {"epochs": 1, "learning_rate": 1e-2, "batch_size": 8}
 
 def domain_rows() -> dict[str, list[dict]]:
     """Rows of two domains, all different."""
-    sums = [
-        {"prompt": f"{i} and {j} make ", "completion": str(i + j)}
-        for i in range(8)
-        for j in range(5)
-    ]
+    sums = []
+    for i in range(8):
+        for j in range(5):
+            sums.append(
+                {
+                    "prompt": f"{i} and {j} make ",
+                    "completion": str(i + j),
+                }
+            )
     words = [
         {"prompt": f"turn {word} {i}: ", "completion": word[::-1] * 2}
         for word in WORDS
@@ -46,7 +50,11 @@ def write_study(folder: Path, **changes) -> Path:
         "base_model": str(folder / "base"),
         "max_length": 32,
         "domains": {
-            name: {"train": str(folder / f"{name}.jsonl"), "held_out_rows": 8} for name in rows
+            name: {
+                "train": str(folder / f"{name}.jsonl"),
+                "held_out_rows": 8,
+            }
+            for name in rows
         },
         "experts": {"num_experts": 3, "top_k": 2},
         "checkpoints": {"every_epochs": 0.25, "count": 2},

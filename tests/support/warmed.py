@@ -44,8 +44,23 @@ def _olmoe():
 
 
 def _layer():
-    layer = MoE(MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=3)).bfloat16()
-    return layer, (torch.randn(1, TOKENS, 64, dtype=torch.bfloat16, requires_grad=True),)
+    layer = MoE(
+        MoEConfig(
+            hidden_size=64,
+            intermediate_size=32,
+            num_experts=8,
+            top_k=3,
+        )
+    ).bfloat16()
+    return layer, (
+        torch.randn(
+            1,
+            TOKENS,
+            64,
+            dtype=torch.bfloat16,
+            requires_grad=True,
+        ),
+    )
 
 
 CASES = {"stock model": _olmoe, "layer with its router": _layer}
@@ -73,7 +88,15 @@ def main() -> None:
     for _ in range(2):
         out = model(*inputs)
         (out if isinstance(out, torch.Tensor) else out.logits).float().sum().backward()
-    print(json.dumps({"warmup": done, "launched": len(hits), "missed": hits.count(False)}))
+    print(
+        json.dumps(
+            {
+                "warmup": done,
+                "launched": len(hits),
+                "missed": hits.count(False),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,14 +15,25 @@ TRAINING = {"steps": 4, "learning_rate": 1e-2, "batch_size": 8}
 
 def write_study(folder: Path, **changes) -> Path:
     """Write the base, the rows and the recipe; return the recipe's file."""
-    rows = [
-        {"prompt": f"{i} and {j} make ", "completion": str(i + j)}
-        for i in range(8)
-        for j in range(8)
-    ]
+    rows = []
+    for i in range(8):
+        for j in range(8):
+            rows.append(
+                {
+                    "prompt": f"{i} and {j} make ",
+                    "completion": str(i + j),
+                }
+            )
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in rows], 280)
-    dense("llama", vocab_size=len(tokenizer), mlp_bias=False).save_pretrained(folder / "base")
+    tokenizer = train_tokenizer(
+        [row["prompt"] + row["completion"] for row in rows],
+        280,
+    )
+    dense(
+        "llama",
+        vocab_size=len(tokenizer),
+        mlp_bias=False,
+    ).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     values = {
         "base_model": str(folder / "base"),

@@ -40,20 +40,24 @@ def few(monkeypatch):
 
 def failures(op: str, backend: str) -> list[str]:
     (result,), reasons = check.check([op], [backend])
-    assert reasons == {} and result.cases > 0
+    assert reasons == {}
+    assert result.cases > 0
     return result.failures
 
 
-RUNS = [
-    pytest.param(op, backend, id=f"{op}-{backend}")
-    for op, (kernel, _) in CASES.items()
-    for backend in ("torch", "cpp", "triton")
-    if backend == "torch" or kernel in backends.KERNELS[backend]
-]
+RUNS = []
+
+
+for OP, (KERNEL, _) in CASES.items():
+    for BACKEND in ("torch", "cpp", "triton"):
+        if BACKEND == "torch" or KERNEL in backends.KERNELS[BACKEND]:
+            RUNS.append((OP, BACKEND))
 
 
 def skip_without(op: str, backend: str) -> None:
-    why = None if backend == "torch" else backends.why_not(backend, CASES[op][0], CPU)
+    if backend == "torch":
+        return
+    why = backends.why_not(backend, CASES[op][0], CPU)
     if why is not None:
         pytest.skip(why)
 
@@ -66,40 +70,42 @@ def test_sound_ops_pass(op, backend):
 
 
 # runs only where a graph is kept, which is when nobody may write into it
-LIBRARY = sorted(
-    {name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"}
-)
-PLANTED = [
-    pytest.param(name, backend, id=f"{name}-{backend}")
-    for name in LIBRARY
-    for backend in ("torch", "cpp", "triton")
-    if pytest.param(seen_by(name), backend, id=f"{seen_by(name)}-{backend}") in RUNS
-]
+LIBRARY = {name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"}
+
+
+PLANTED = []
+
+
+for NAME in sorted(LIBRARY):
+    for OP, BACKEND in RUNS:
+        if seen_by(NAME) == OP:
+            PLANTED.append((NAME, BACKEND))
 
 
 # of the results of these the first alone is handed out; the others went into the gradient's hands
 # before they come here
-ONE_RESULT = ("moe_mlp", "frozen_mlp", "lora_mlp", "fused_nll", "fused_loss")
+RESULTS = dict.fromkeys(("moe_mlp", "frozen_mlp", "lora_mlp", "fused_nll", "fused_loss"), 1)
+RESULTS["moe_layer"] = 3
 
 
 class Planted:
     """An op of the library of whose results one, the one that `at` counts to, is wrong."""
 
     def __init__(self, name: str):
-        self.name, self.real, self.at, self.results = (
-            name,
-            getattr(torch.ops.moe_runtime, name),
-            0,
-            1,
-        )
+        self.name = name
+        self.real = getattr(torch.ops.moe_runtime, name)
+        self.at = 0
+        self.results = 1
+        self.touched = False
 
     def __call__(self, *args):
         leaves, tree = torch.utils._pytree.tree_flatten(self.real(*args))
-        most = 1 if self.name in ONE_RESULT else 3 if self.name == "moe_layer" else len(leaves)
+        most = RESULTS.get(self.name, len(leaves))
         self.results = max(self.results, most)
         if self.at < most:
             part = leaves[self.at]
-            self.touched |= bool(part.double().norm() > 1e-2)
+            if part.double().norm() > 1e-2:
+                self.touched = True
             leaves[self.at] = part * 1.01 if part.is_floating_point() else part.flip(0)
         return torch.utils._pytree.tree_unflatten(leaves, tree)
 
@@ -117,7 +123,8 @@ def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
         bad = failures(case, backend)
         touched += planted.touched
         assert bool(bad) == planted.touched, f"result {planted.at}: {bad}"
-        assert all(f"{case} on {backend}, float32, " in line for line in bad)
+        for line in bad:
+            assert f"{case} on {backend}, float32, " in line
         planted.at += 1
     assert touched
 
@@ -139,41 +146,45 @@ def test_a_planted_bug_outside_the_library_is_found(case, module, name, few, mon
     assert failures(case, "torch")
 
 
-def test_a_merge_in_place_that_does_not_look_at_alpha_is_found(few, monkeypatch):
-    real = merging.remerge_experts
-    monkeypatch.setattr(
-        merging,
-        "remerge_experts",
-        lambda out, w, alpha, seen, backend: real(out, w, alpha, alpha + 1, backend),
-    )
-    assert ": same:" in failures("merged_linear", "triton")[0]
-
-
-def test_a_run_of_other_bits_is_found(few, monkeypatch):
-    real = moe_mlp.run_experts
+def test_a_merge_that_ignores_alpha_and_a_run_of_other_bits_are_found(few, monkeypatch):
+    remerge = merging.remerge_experts
+    run_experts = moe_mlp.run_experts
     runs = []
 
-    def plant(*args, **options):
-        runs.append(1)
-        out, offsets = real(*args, **options)
-        return (torch.nextafter(out, out + 1) if len(runs) == 2 else out), offsets
+    def ignore_alpha(out, w, alpha, seen, backend):
+        return remerge(
+            out,
+            w,
+            alpha,
+            alpha + 1,
+            backend,
+        )
 
-    monkeypatch.setattr(moe_mlp, "run_experts", plant)
+    def other_bits(*args, **options):
+        runs.append(1)
+        out, offsets = run_experts(*args, **options)
+        if len(runs) == 2:
+            out = torch.nextafter(out, out + 1)
+        return out, offsets
+
+    monkeypatch.setattr(merging, "remerge_experts", ignore_alpha)
+    assert ": same:" in failures("merged_linear", "triton")[0]
+    monkeypatch.setattr(moe_mlp, "run_experts", other_bits)
     assert "runs of other bits" in failures("moe_mlp, repeated", "torch")[0]
+
+
+def doctor_check(*options: str):
+    return CliRunner().invoke(main_app, ["doctor", "--check", *options])
 
 
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param(lambda out: out * float("nan"), "the error is inf times", id="not a number"),
-        pytest.param(lambda out: out.detach(), "the error is inf times", id="no gradient"),
-        pytest.param(lambda out: out[:-1], "the error is inf times", id="another shape"),
-        pytest.param(lambda out: out.unknown, "has no attribute 'unknown'", id="an error"),
-        pytest.param(
-            lambda out: torch.cat([out[:-1], out[:1]]),
-            "the error is ",
-            id="one row of another token",
-        ),
+        (lambda out: out * float("nan"), "the error is inf times"),
+        (lambda out: out.detach(), "the error is inf times"),
+        (lambda out: out[:-1], "the error is inf times"),
+        (lambda out: out.unknown, "has no attribute 'unknown'"),
+        (lambda out: torch.cat([out[:-1], out[:1]]), "the error is "),
     ],
 )
 def test_what_else_may_be_wrong(few, monkeypatch, change, says):
@@ -191,21 +202,21 @@ def one_op(few, monkeypatch):
 
 def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch):
     monkeypatch.setattr("moe_runtime.tools.doctor.report", lambda: {"devices": {}, "problems": {}})
-    found = CliRunner().invoke(main_app, ["doctor", "--check"])
-    assert (
-        found.exit_code == 0
-        and "worst error / allowance" in found.stdout
-        and "0 failed" in found.stdout
-    )
-    assert "combine" in found.stdout and "torch" in found.stdout
+    done = doctor_check()
+    assert done.exit_code == 0
+    for text in ("worst error / allowance", "0 failed", "combine", "torch"):
+        assert text in done.stdout
     real = torch.ops.moe_runtime.combine
     monkeypatch.setattr(torch.ops.moe_runtime, "combine", lambda *args: real(*args) * 1.001)
-    found = CliRunner().invoke(main_app, ["doctor", "--check"])
-    assert found.exit_code == 1 and "FAILED" in found.stdout
-    assert "combine on torch, float32, case " in found.stdout
-    found = CliRunner().invoke(main_app, ["doctor", "--check", "--json"])
-    report = json.loads(found.stdout)["check"]
-    assert found.exit_code == 1 and report["failures"] and report["results"][0]["op"] == "combine"
+    done = doctor_check()
+    assert done.exit_code == 1
+    assert "FAILED" in done.stdout
+    assert "combine on torch, float32, case " in done.stdout
+    done = doctor_check("--json")
+    report = json.loads(done.stdout)["check"]
+    assert done.exit_code == 1
+    assert report["failures"]
+    assert report["results"][0]["op"] == "combine"
 
 
 def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(
@@ -218,11 +229,9 @@ def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     (result,), left = check._children(("triton",), True)
     assert left == []
-    assert (result.op, result.backend, result.failures) == (
-        "combine",
-        "interpreter",
-        [],
-    ) and result.cases >= 8
+    assert (result.op, result.backend) == ("combine", "interpreter")
+    assert result.failures == []
+    assert result.cases >= 8
     monkeypatch.setattr(sys, "executable", "false")
     assert "failed with exit code 1: no output" in check.report(interpret=True)["failures"][0]
 
@@ -233,22 +242,26 @@ def played(one_op, monkeypatch):
     that ran.
     """
     ran = []
+    wrong = "combine on triton, bfloat16: out is wrong"
+    result = check.Result("combine", "triton", 2, float("inf"), "", [wrong])._asdict()
+    answer = json.dumps({"results": [result | {"worst": "inf"}]})
 
     def play(command, env, **_):
         ran.append((command[4:], env["TRITON_INTERPRET"]))
-        result = check.Result(
-            "combine", "triton", 2, float("inf"), "", ["combine on triton, bfloat16: out is wrong"]
-        )
         return subprocess.CompletedProcess(
-            command, 1, json.dumps({"results": [result._asdict() | {"worst": "inf"}]}), ""
+            command,
+            1,
+            answer,
+            "",
         )
+
+    def why_not(name, *_):
+        return "not built" if name == "cuda" else None
 
     monkeypatch.setattr(subprocess, "run", play)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backends, "interpreted", lambda: False)
-    monkeypatch.setattr(
-        backends, "why_not", lambda name, *_: "not built" if name == "cuda" else None
-    )
+    monkeypatch.setattr(backends, "why_not", why_not)
     monkeypatch.setattr(check, "_cases_of", lambda *_: [(torch.float32, 0)] * 5)
     monkeypatch.setattr(check, "check", lambda *_: ([], {}))
     return ran
@@ -258,26 +271,29 @@ def test_on_a_gpu_the_cases_of_an_op_are_divided_among_processes(played, tmp_pat
     """What each of them found is printed and written as it ends."""
     lines = tmp_path / "lines.jsonl"
     report = check.report(lines=lines)
-    options = ["--json", "--ops", "combine", "--backends", "torch", "triton", "cuda"]
-    wanted = [
-        (["moe_runtime.tools.check", *options, "--part", f"{number}/3"], "0") for number in range(3)
-    ]
-    assert sorted(played) == wanted
+    options = "--json --ops combine --backends torch triton cuda --part".split()
+    expected = []
+    for number in range(3):
+        expected.append((["moe_runtime.tools.check", *options, f"{number}/3"], "0"))
+    assert sorted(played) == expected
     assert report["failures"] == ["combine on triton, bfloat16: out is wrong"] * 3
-    assert [(one["op"], one["cases"]) for one in report["results"]] == [("combine", 6)]
+    (result,) = report["results"]
+    assert (result["op"], result["cases"]) == ("combine", 6)
     assert report["not checked"] == {"cuda": "not built"}
     assert "combine (2 of 3): 2 cases" in capsys.readouterr().out
-    written = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert {line["outcome"] for line in written} == {"failed"} and len(written) == 3
+    written = [json.loads(line)["outcome"] for line in lines.read_text().splitlines()]
+    assert written == ["failed"] * 3
 
 
 def test_no_process_starts_after_the_time_is_over(played, capsys):
     report = check.report(seconds=-1.0)
-    assert played == [] and report["results"] == []
+    assert played == []
+    assert report["results"] == []
     assert "not checked in -1 s: combine (1 of 3), combine (2 of 3)" in capsys.readouterr().out
 
 
 def test_parts_have_every_case_once(few):
     whole = check._cases_of("combine", "torch", CPU)
     parts = [check.check(["combine"], ["torch"], (number, 3))[0][0].cases for number in range(3)]
-    assert sum(parts) == len(whole) and max(parts) - min(parts) <= 1
+    assert sum(parts) == len(whole)
+    assert max(parts) - min(parts) <= 1

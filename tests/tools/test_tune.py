@@ -79,7 +79,7 @@ def forget():
     tiles.lookup.cache_clear()
 
 
-def tune(**options) -> list[tuning.Step]:
+def tune(**options) -> list[tuning.Outcome]:
     return list(
         tuning.tune(
             {"layer": LAYER},

@@ -2,6 +2,7 @@
 running code from either.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -76,13 +77,16 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
     Raises a ValueError with the `name` of the source if it cannot be loaded. Only TRL's `train
     --trust_remote_code` runs a folder's code.
     """
-    check_source(source, name)
+    client = contextlib.nullcontext()
+    if not os.path.exists(source):
+        check_source(source, name)
+        client = without_retries(source)
     check_folder(source)
     if kind is AutoModelForCausalLM and os.path.isdir(source):
         settings["use_safetensors"] = True
         Checkpoint(source)
     try:
-        with without_retries(source):
+        with client:
             return kind.from_pretrained(source, trust_remote_code=False, **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise

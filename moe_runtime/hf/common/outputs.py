@@ -6,10 +6,10 @@ import contextlib
 import functools
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-def check_gradients(parameters: list[nn.Parameter], router_logits: list[torch.Tensor]) -> None:
+def check_gradients(parameters: list[nn.Parameter], router_logits: list[Tensor]) -> None:
     """Raise ValueError if routers with these `parameters` train but use_reentrant=True detached
     their logits.
     """
@@ -22,7 +22,7 @@ def check_gradients(parameters: list[nn.Parameter], router_logits: list[torch.Te
         )
 
 
-def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
+def share_of_batch(kwargs: dict, device) -> Tensor | float:
     """Return this call's share of the step's tokens; 1 unless Trainer passes num_items_in_batch.
 
     The base's loss is then a sum over num_items_in_batch; without this factor, gradient
@@ -34,7 +34,7 @@ def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
     labels = kwargs.get("shift_labels")
     if labels is None:
         labels = kwargs["labels"][..., 1:]
-    if isinstance(items, torch.Tensor):
+    if isinstance(items, Tensor):
         items = items.to(device)
     return labels.ne(-100).sum().to(device) / items
 

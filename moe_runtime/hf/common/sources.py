@@ -15,11 +15,12 @@ from pathlib import Path
 
 from moe_runtime.config import one_line
 
+StrPath = str | Path
 # without pickles and code, which are never loaded
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 
 
-def is_id(source: str | Path) -> bool:
+def is_id(source: StrPath) -> bool:
     """Return whether `source` looks like a Hub id (allenai/OLMoE-1B-7B-0924) and neither it nor its
     parent is a local path.
     """
@@ -27,7 +28,7 @@ def is_id(source: str | Path) -> bool:
     return bool(looks) and not Path(source).exists() and not Path(source).parent.is_dir()
 
 
-def check_source(source: str | Path, name: str = "model") -> None:
+def check_source(source: StrPath, name: str = "model") -> None:
     """Raise ValueError unless `source` exists or is written like a Hub id, OWNER/NAME, so that a
     misspelt folder is not sought.
 
@@ -71,7 +72,7 @@ def is_reachable() -> bool:
 
 
 @contextlib.contextmanager
-def without_retries(source: str | Path) -> Iterator[None]:
+def without_retries(source: StrPath) -> Iterator[None]:
     """Within the block, huggingface_hub uses downloaded files at once if `source` is an id and the
     Hub cannot be reached.
 
@@ -87,7 +88,7 @@ def without_retries(source: str | Path) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def hub_problem(source: str | Path, error: Exception) -> str:
+def hub_problem(source: StrPath, error: Exception) -> str:
     """Return why an id could not be read: the Hub cannot be reached, or the client's own words."""
     from huggingface_hub import constants
 
@@ -100,9 +101,7 @@ def hub_problem(source: str | Path, error: Exception) -> str:
     return f"it is not among the downloaded models, and {reason}"
 
 
-def local_folder(
-    source: str | Path, patterns: tuple[str, ...] = FILES, name: str = "model"
-) -> Path:
+def local_folder(source: StrPath, patterns: tuple[str, ...] = FILES, name: str = "model") -> Path:
     """Return `source` if it is a folder, else the folder of that Hub id's downloaded files; raises
     ValueError for neither.
     """

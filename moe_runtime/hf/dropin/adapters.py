@@ -9,11 +9,11 @@ and `experts_forward` computes base and adapters together (`ops.frozen_mlp`). Ev
 left to PEFT: which adapters are active, disabled or merged, parameters, initialization, files.
 """
 
-import functools
 import importlib.util
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 from torch import nn
 
 from moe_runtime import backends
+from moe_runtime.hf.common.replacing import replace_once
 from moe_runtime.hf.dropin.gates import NAME, is_experts, stack_names
 from moe_runtime.hf.dropin.peft_files import transposed_stack
 from moe_runtime.modules import packed
@@ -65,118 +66,90 @@ def install() -> bool:
             sys.path_importer_cache[folder] = FileFinder(folder, (_LayerLoader, SOURCE_SUFFIXES))
     model = getattr(sys.modules.get(MODEL), "PeftModel", None)
     if model is not None:
-        _count_weights(model)
-    if layer is None or not hasattr(
-        layer, "ParamWrapper"
-    ):  # a PEFT without target_parameters, or one that is still being imported
-        return layer is not None
-    for name in ("merge", "get_delta_weight"):
-        _guard(layer.ParamWrapper, name)
-    stock = layer.ParamWrapper._activate_lora
-    if not hasattr(stock, "moe_runtime_stock"):
-        layer.ParamWrapper._activate_lora = _activating(stock)
-    return True
+        replace_once(model, "get_nb_trainable_parameters", _count)
+    # not a PEFT without target_parameters, or one that is still being imported
+    if hasattr(layer, "ParamWrapper"):
+        replace_once(layer.ParamWrapper, "merge", _guard)
+        replace_once(layer.ParamWrapper, "get_delta_weight", _guard)
+        replace_once(layer.ParamWrapper, "_activate_lora", _activate)
+    return layer is not None
 
 
-def _count_weights(model: type) -> None:
-    """Make PEFT's counts of parameters, as print_trainable_parameters shows them, count a packed
+def _count(stock: Callable, model) -> tuple[int, int]:
+    """Return PEFT's counts of parameters, as print_trainable_parameters shows them, with a packed
     stack's weights, not bytes.
     """
-    stock = model.get_nb_trainable_parameters
-    if hasattr(stock, "moe_runtime_stock"):
-        return
-
-    @functools.wraps(stock)
-    def counted(self) -> tuple[int, int]:
-        trainable, total = stock(self)
-        for module in self.modules():
-            for name, layout in packed.layouts(module).items():
-                total += math.prod(layout.shape) - getattr(module, name).numel()
-        return trainable, total
-
-    counted.moe_runtime_stock = stock
-    model.get_nb_trainable_parameters = counted
+    trainable, total = stock(model)
+    for module in model.modules():
+        for name, layout in packed.layouts(module).items():
+            total += math.prod(layout.shape) - getattr(module, name).numel()
+    return trainable, total
 
 
-def _guard(wrapper: type, name: str) -> None:
-    """Make a method of PEFT's wrappers, which computes in the parameter's dtype, raise ValueError
+def _guard(stock: Callable, wrapper, *args, **kwargs):
+    """Call a method of PEFT's wrappers, which computes in the parameter's dtype; raise ValueError
     for packed stacks.
     """
-    stock = getattr(wrapper, name)
-    if hasattr(stock, "moe_runtime_stock"):
+    if packed.is_packed(wrapper.get_base_layer(), wrapper.parameter_name):
+        raise ValueError(
+            f"{wrapper.parameter_name} is quantized, so an adapter cannot be merged into it. "
+            "Merge it into the 16-bit model and quantize the result"
+        )
+    return stock(wrapper, *args, **kwargs)
+
+
+@contextmanager
+def _activate(stock: Callable, wrapper, active_adapters):
+    """Store the wrapper's factors on its experts module; without ours, put W + s B A in place."""
+    base = wrapper.get_base_layer()
+    if not _is_ours(wrapper, base):
+        with stock(wrapper, active_adapters):
+            yield
         return
-
-    @functools.wraps(stock)
-    def guarded(self, *args, **kwargs):
-        if packed.is_packed(self.get_base_layer(), self.parameter_name):
-            raise ValueError(
-                f"{self.parameter_name} is quantized, so an adapter cannot be merged into it. "
-                "Merge it into the 16-bit model and quantize the result"
+    if wrapper.num_experts == 1 and getattr(base, "is_transposed", False):
+        raise ValueError(
+            f"{wrapper.parameter_name} of {type(base).__name__} is one transposed expert, to "
+            "which PEFT would add the transposed update. Use a model with at least two "
+            "experts per layer"
+        )
+    factors = []
+    is_meta = False
+    for name in active_adapters or ():
+        if name in wrapper.lora_A:
+            a = wrapper.lora_A[name].weight
+            b = wrapper.lora_B[name].weight
+            factors.append(Factors(a, b, wrapper.scaling[name], wrapper.num_experts))
+            is_meta = is_meta or a.is_meta or b.is_meta
+    if not factors:
+        yield
+        return
+    if is_meta and hasattr(base, "_hf_hook"):
+        raise ValueError(
+            f"The adapter of {wrapper.parameter_name} is offloaded, but PEFT reads its weights "
+            "without accelerate's hooks. Offload the model without adapters of the expert "
+            "stacks"
+        )
+    before = base.__dict__.pop(ADAPTERS, {})
+    base.__dict__[ADAPTERS] = {**before, wrapper.parameter_name: factors}
+    try:
+        yield
+        if ADAPTERS in base.__dict__:
+            raise RuntimeError(
+                f"The adapter of {wrapper.parameter_name} was not used, because "
+                f"{type(base).__name__} did not run on moe_runtime although its config says "
+                "so. Call moe_runtime.patch(model) again"
             )
-        return stock(self, *args, **kwargs)
-
-    guarded.moe_runtime_stock = stock
-    setattr(wrapper, name, guarded)
-
-
-def _activating(stock):
-    @contextmanager
-    @functools.wraps(stock)
-    def activate(self, active_adapters):
-        base = self.get_base_layer()
-        if not _is_ours(self, base):
-            with stock(self, active_adapters):
-                yield
-            return
-        if self.num_experts == 1 and getattr(base, "is_transposed", False):
-            raise ValueError(
-                f"{self.parameter_name} of {type(base).__name__} is one transposed expert, to "
-                "which PEFT would add the transposed update. Use a model with at least two "
-                "experts per layer"
-            )
-        factors = []
-        is_meta = False
-        for name in active_adapters or ():
-            if name in self.lora_A:
-                a = self.lora_A[name].weight
-                b = self.lora_B[name].weight
-                factors.append(Factors(a, b, self.scaling[name], self.num_experts))
-                is_meta = is_meta or a.is_meta or b.is_meta
-        if not factors:
-            yield
-            return
-        if is_meta and hasattr(base, "_hf_hook"):
-            raise ValueError(
-                f"The adapter of {self.parameter_name} is offloaded, but PEFT reads its weights "
-                "without accelerate's hooks. Offload the model without adapters of the expert "
-                "stacks"
-            )
-        before = base.__dict__.pop(ADAPTERS, {})
-        base.__dict__[ADAPTERS] = {**before, self.parameter_name: factors}
-        try:
-            yield
-            if ADAPTERS in base.__dict__:
-                raise RuntimeError(
-                    f"The adapter of {self.parameter_name} was not used, because "
-                    f"{type(base).__name__} did not run on moe_runtime although its config says "
-                    "so. Call moe_runtime.patch(model) again"
-                )
-        finally:
-            base.__dict__.pop(ADAPTERS, None)
-
-    activate.moe_runtime_stock = stock
-    return activate
+    finally:
+        base.__dict__.pop(ADAPTERS, None)
 
 
 def _is_ours(wrapper, base: nn.Module) -> bool:
     """Return whether the wrapped parameter is a frozen expert stack that runs through our ops."""
-    if isinstance(base, Experts):
-        names = base.stacks()[:2]
-    elif is_experts(base) and base.config._experts_implementation == NAME:
-        names = stack_names(base)[:2]
-    else:
+    is_stock = is_experts(base) and base.config._experts_implementation == NAME
+    if not (is_stock or isinstance(base, Experts)) or backends.portable() is not None:
         return False
-    if wrapper.parameter_name not in names or backends.portable() is not None:
+    names = stack_names(base)[:2]
+    if wrapper.parameter_name not in names:
         return False
     # a stack that is trained as well gets its gradient as in PEFT, through W + s B A
     return all(
@@ -188,27 +161,31 @@ def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
     """Return the expert stacks that PEFT adapts: path of the experts -> parameter -> adapters,
     including merged ones.
     """
-    layer = sys.modules.get(LAYER)
     stacks = {}
-    if layer is None or not hasattr(layer, "ParamWrapper"):
-        return stacks
-    for name, module in model.named_modules():
-        if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
-            name = name.removesuffix(".base_layer" * name.count(".base_layer"))
-            stacks.setdefault(name, {})[module.parameter_name] = list(module.lora_A)
+    for name, wrapper in _wrappers(model).items():
+        name = name.removesuffix(".base_layer" * name.count(".base_layer"))
+        stacks.setdefault(name, {})[wrapper.parameter_name] = list(wrapper.lora_A)
     return stacks
 
 
 def expert_adapters(model: nn.Module) -> list[nn.Parameter]:
     """Return A and B of every adapter of an expert stack, in the order of the model's modules."""
-    layer = sys.modules.get(LAYER)
     parameters = []
-    for module in model.modules() if hasattr(layer, "ParamWrapper") else ():
-        if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
-            for name in module.lora_A:
-                parameters += module.lora_A[name].parameters()
-                parameters += module.lora_B[name].parameters()
+    for wrapper in _wrappers(model).values():
+        for name in wrapper.lora_A:
+            parameters += wrapper.lora_A[name].parameters()
+            parameters += wrapper.lora_B[name].parameters()
     return parameters
+
+
+def _wrappers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return PEFT's wrappers of expert stacks by path."""
+    kind = getattr(sys.modules.get(LAYER), "ParamWrapper", ())
+    wrappers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, kind) and module._param_ndim == 3:
+            wrappers[name] = module
+    return wrappers
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -238,7 +215,7 @@ def check_adapters(model: nn.Module) -> None:
             if adapter not in adapted:
                 _warn_of_experts_without_adapter(adapter, config)
             continue
-        if (wrong := transposed_stack(model, adapter, version)) is not None:
+        if (wrong := transposed_stack(_wrappers(model), adapter, version)) is not None:
             raise ValueError(
                 f"Adapter {adapter!r} was saved by PEFT {version}, which stored LoRA of expert "
                 f"stacks with other axes than PEFT does today. As {wrong} is square, PEFT has "

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -30,17 +30,17 @@ from moe_runtime.hf.dropin.layers import (
 from moe_runtime.ops import balance
 
 KINDS = ("per_layer", "pooled")
-Place = Callable[[Sequence], torch.Tensor]  # finds the logits in the output of a router
+Place = Callable[[Sequence], Tensor]  # finds the logits in the output of a router
 _FIELDS = ("router_aux_loss_coef", "output_router_logits")
 _MISSING = object()
 
 
 def pooled_loss(
-    router_logits: Sequence[torch.Tensor],
+    router_logits: Sequence[Tensor],
     num_experts: int,
     top_k: int,
-    attention_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    attention_mask: Tensor | None = None,
+) -> Tensor:
     """Compute transformers' auxiliary loss of L router logits [T, E], with means over all layers
     together, [] float32.
 
@@ -53,11 +53,11 @@ def pooled_loss(
 
 
 def per_layer_loss(
-    router_logits: Sequence[torch.Tensor],
+    router_logits: Sequence[Tensor],
     num_experts: int,
     top_k: int,
-    attention_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    attention_mask: Tensor | None = None,
+) -> Tensor:
     """Compute the mean of the layers' auxiliary losses from L router logits [T, E], [] float32;
     `top_k` if all are balanced.
     """
@@ -66,7 +66,7 @@ def per_layer_loss(
     )
 
 
-def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> torch.Tensor | None:
+def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> Tensor | None:
     shapes = sorted({tuple(logits.shape) for logits in router_logits})
     mask = None
     if attention_mask is not None:
@@ -103,7 +103,7 @@ class BalanceLoss:
                 f"No {missing} of {type(model).__name__} are known to transformers. Pass a stock "
                 "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
             )
-        self._logits: list[torch.Tensor] = []
+        self._logits: list[Tensor] = []
         self._top_k = 1
         self._kwargs = {}
         self._wanted = False
@@ -173,7 +173,7 @@ class BalanceLoss:
             scores = scores.reshape(-1, scores.shape[-1])
             self._logits.append(self._as_logits(type(module), scores))
 
-    def _as_logits(self, router: type, scores: torch.Tensor) -> torch.Tensor:
+    def _as_logits(self, router: type, scores: Tensor) -> Tensor:
         """Return `scores` [T, E], or their logarithm if the router has applied a softmax."""
         softmaxed = self._softmaxed.get(router)
         if softmaxed is None:
@@ -207,9 +207,7 @@ class BalanceLoss:
             self._complete(out, logits, loss)
         return out.to_tuple() if self._as_tuple else out
 
-    def _complete(
-        self, out: ModelOutput, logits: list[torch.Tensor], loss: torch.Tensor | None
-    ) -> None:
+    def _complete(self, out: ModelOutput, logits: list[Tensor], loss: Tensor | None) -> None:
         parameters = []
         for router, _ in self.routers:
             parameters += router.parameters()
@@ -227,7 +225,7 @@ class BalanceLoss:
             out.lm_loss = loss
             out["loss"] = loss + self.coef * share * aux_loss.to(loss.device)
 
-    def _loss(self, logits: list[torch.Tensor]) -> torch.Tensor:
+    def _loss(self, logits: list[Tensor]) -> Tensor:
         rows = {len(layer) for layer in logits}
         experts = {layer.shape[1] for layer in logits}
         if self.kind == "pooled" and len(experts) > 1:
@@ -307,18 +305,18 @@ def _routers_beside(
 
 
 # not operator.itemgetter, which torch.compile cannot trace
-def _at(index: int, parts: Sequence) -> torch.Tensor:
+def _at(index: int, parts: Sequence) -> Tensor:
     return parts[index]
 
 
-def _first_as_wide(E: int, parts: Sequence) -> torch.Tensor:
+def _first_as_wide(E: int, parts: Sequence) -> Tensor:
     for part in parts:
-        if isinstance(part, torch.Tensor) and part.is_floating_point() and part.shape[-1] >= E:
+        if isinstance(part, Tensor) and part.is_floating_point() and part.shape[-1] >= E:
             return part
     raise ValueError(f"A router returned no scores of {E} experts")
 
 
-def _are_probabilities(scores: torch.Tensor) -> torch.Tensor:
+def _are_probabilities(scores: Tensor) -> Tensor:
     """Return whether all rows of `scores` [T, E] are distributions, [] bool, to the precision of
     bfloat16.
     """
@@ -326,7 +324,7 @@ def _are_probabilities(scores: torch.Tensor) -> torch.Tensor:
     return (scores >= 0).all() & ((sums - 1).abs() < 1e-2).all()
 
 
-def _log(probabilities: torch.Tensor) -> torch.Tensor:
+def _log(probabilities: Tensor) -> Tensor:
     return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
 
 

@@ -9,34 +9,32 @@ Many families rename: experts.0.w1.weight and experts.0.w3.weight (Mixtral) are 
 `experts.gate_up_proj`[0], GraniteMoE's input_linear.weight is that stack.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from moe_runtime.hf.models.folders import family_conversions
 from moe_runtime.io.checkpoint import Checkpoint
 
 # of the stand-in for an expert's weight: enough to tell gate and up, stored one after the other or
 # in turn
 ROWS = 4
+Places = dict[int, list[tuple[str, int | None]]]  # expert -> (name, row of a stack or None)
 
 
-def published(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of `model` as save_pretrained names and splits them; unchanged if it is no
     model of transformers.
     """
     from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+    from transformers.core_model_loading import revert_weight_conversion
 
     if not isinstance(model, PreTrainedModel):
         return dict(tensors)
-    # those of the family alone: a quantized folder's, left on the model, would quantize again
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
     before = model.__dict__.get("_weight_conversions")
-    model._weight_conversions = [
-        one for one in conversions if not isinstance(one, PrefixChange)
-    ] or None
+    # a quantized folder's, left on the model, would quantize again
+    model._weight_conversions = family_conversions(model) or None
     try:
         return revert_weight_conversion(model, dict(tensors))
     finally:
@@ -46,108 +44,74 @@ def published(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
             model._weight_conversions = before
 
 
-def matrices_of(
-    model: nn.Module, stacks: Mapping[str, Sequence[int]]
-) -> dict[str, dict[int, list[tuple[str, int | None]]]]:
+def matrices_of(model: nn.Module, stacks: Mapping[str, Sequence[int]]) -> dict[str, Places]:
     """Return stack -> expert -> its weight's pairs (published name, row of a published stack or
     None), gate before up.
 
     `stacks` are the shapes of all expert stacks of the model by name. Stacks that are published in
     another order of their rows, or with dimensions exchanged, are left out.
     """
-    stand_ins = {}
+    stand_ins = {}  # each expert's rows, numbered over all stacks
     start = 0
     for stack, shape in stacks.items():
         stop = start + shape[0] * ROWS
-        values = torch.arange(start, stop, device="cpu")
-        stand_ins[stack] = values.view(shape[0], ROWS, 1)
+        rows = torch.arange(start, stop, device="cpu")
+        stand_ins[stack] = rows.view(shape[0], ROWS, 1)
         start = stop
-    # first row of a published matrix -> its number of rows, its name, its row of a stack
+    # an expert's number over all stacks -> rows and place of its published matrices
     matrices = {}
     for name, tensor in published(model, stand_ins).items():
         is_stack = tensor.dim() == 3
         for i, matrix in enumerate(tensor if is_stack else tensor[None]):
             rows = matrix.flatten().tolist()
-            first = rows[0]
-            in_order = rows == list(range(first, first + len(rows)))
-            if in_order and matrix.shape[1] == 1:
-                matrices[first] = (len(rows), name, i if is_stack else None)
+            place = (name, i if is_stack else None)
+            if matrix.shape[1] == 1:
+                matrices.setdefault(rows[0] // ROWS, []).append((rows, place))
     names = {}
-    start = 0
-    for stack, shape in stacks.items():
+    for stack, stand_in in stand_ins.items():
         experts = {}
-        for e in range(shape[0]):
-            row = start
-            start += ROWS
-            experts[e] = []
-            while row < start and row in matrices:
-                count, name, i = matrices[row]
-                experts[e].append((name, i))
-                row += count
-            if row != start:
-                experts[e] = None
-        if None not in experts.values():
+        for e, expected in enumerate(stand_in.flatten(1).tolist()):
+            parts = sorted(matrices.get(expected[0] // ROWS, ()))
+            if [row for rows, _ in parts for row in rows] == expected:
+                experts[e] = [place for _, place in parts]
+        if len(experts) == len(stand_in):
             names[stack] = experts
     return names
 
 
-# how files name the projections of an expert
-_PROJECTIONS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3"), ("gate_up_proj",), ("gate", "up")),
-    "down_proj": (("down_proj",), ("w2",), ("down",)),
-    "up_proj": (("up_proj",), ("w1",), ("up",)),
-}
-
-
 def parts_in_file(
-    checkpoint, path: str, name: str, shape, published: dict[int, list] | None
-) -> dict[int, list]:
+    checkpoint: Checkpoint, path: str, name: str, shape: Sequence[int], published: Places | None
+) -> Places:
     """Return the place of each expert's matrix in a file, as one or two pairs (key, row).
 
-    It has the model's own name, the one that transformers publishes, or one of DeepSeek's,
-    Mixtral's or Phi-MoE's.
+    It has the model's own name, the one that transformers publishes, or DeepSeek's.
     """
+    experts = range(shape[0])
     key = f"{path}.{name}"
-    candidates = [{e: [(key, e)] for e in range(shape[0])}]
-    if published:
-        candidates.append(published)
-    for block in ("mlp", "block_sparse_moe", "feed_forward", "moe"):
-        layer = path.replace(".mlp.", f".{block}.")
-        for names in _PROJECTIONS[name]:
-            parts = {}
-            for e in range(shape[0]):
-                parts[e] = [(f"{layer}.{e}.{part}.weight", None) for part in names]
-            candidates.append(parts)
+    projections = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    deepseek = {e: [(f"{path}.{e}.{part}.weight", None) for part in projections] for e in experts}
     wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
-    for parts in candidates:
-        unfit = []
-        for pairs in parts.values():
-            if _size(checkpoint, pairs) != tuple(shape[1:]):
-                unfit += pairs
-        if not unfit:
+    for parts in ({e: [(key, e)] for e in experts}, published or {}, deepseek):
+        unfit = [e for e in parts if not _fits(checkpoint, parts[e], shape[1:])]
+        if parts and not unfit:
             return parts
-        if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
-            wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
+        if len(unfit) < len(parts):  # the right names, but for a few
+            wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in parts[unfit[0]]]
     raise ValueError(
-        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and "
+        f"{checkpoint.path} has no {' and no '.join(wrong)}. Load it with from_pretrained and "
         "call quantize_experts"
     )
 
 
-def _size(checkpoint: Checkpoint, pairs: list[tuple[str, int | None]]) -> tuple[int, int] | None:
-    """Return rows and columns of an expert's matrices, one below the other; None if the file lacks
-    one or they do not fit.
-    """
+def _fits(checkpoint: Checkpoint, places: Iterable, shape: Sequence[int]) -> bool:
+    """Return whether the file has an expert's matrices, one below the other as large as `shape`."""
     rows = 0
-    widths = set()
-    for key, row in pairs:
-        if key not in checkpoint:
-            return None
-        size = checkpoint.specs()[key].shape
+    specs = checkpoint.specs()
+    for key, row in places:
+        size = specs[key].shape if key in specs else ()
         if row is not None:
-            size = size[1:] if row < size[0] else ()
-        if len(size) != 2:
-            return None
+            size = size[1:] if size[:1] > (row,) else ()
+        if size[1:] != shape[1:]:
+            return False
         rows += size[0]
-        widths.add(size[1])
-    return (rows, widths.pop()) if len(widths) == 1 else None
+    return rows == shape[0]

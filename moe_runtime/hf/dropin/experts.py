@@ -13,9 +13,8 @@ import contextlib
 import copy
 import functools
 
-import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime import backends
 from moe_runtime.hf.common.outputs import make_exports_portable
@@ -25,7 +24,7 @@ from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.packed import BLOCK, TRANSPOSED
@@ -180,10 +179,10 @@ def unpatch(model: nn.Module) -> None:
 
 def experts_forward(
     self: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     """Compute the experts module `self` on `hidden_states` [T, H] with ids and weights [T, K] ->
     [T, H] in the same dtype.
 
@@ -216,7 +215,7 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | FrozenExperts):
+def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: ExpertStacks | FrozenExperts):
     """Compute two grouped products with the class's own code between them."""
     E = experts.up.shape[0]
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
@@ -230,13 +229,13 @@ def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | Fr
     return combine(y, live_weights(topk_weight, topk_idx, E), slot_row), expert_offsets
 
 
-def _product(rows, experts: Experts | FrozenExperts, name: str, expert_offsets) -> torch.Tensor:
+def _product(rows, experts: ExpertStacks | FrozenExperts, name: str, expert_offsets) -> Tensor:
     """Return the grouped product of `rows` [R, in] with the stack `name`, its bias and its low-rank
     terms.
     """
     stack = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias")
-    if isinstance(experts, Experts):
+    if isinstance(experts, ExpertStacks):
         trained = getattr(experts, f"{name}_trained")
         return grouped_gemm(
             rows, stack, expert_offsets, bias, trainable=experts.trainable, trained=trained

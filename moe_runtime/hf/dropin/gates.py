@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moe_runtime.backends import constant_in_graphs
-from moe_runtime.modules.moe import is_plain
+from moe_runtime.modules.moe import Experts, is_plain
 from moe_runtime.ops._torch_private import outside_of_modes
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
@@ -31,7 +31,7 @@ PLAIN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 PLAIN_FUNCTIONS = ("torch", "torch.nn.functional", "torch._C._nn")
 
 
-class Form(NamedTuple):
+class GateForm(NamedTuple):
     """The gate of a class, and the attributes of an instance that hold its parameters."""
 
     activation: Activation
@@ -47,8 +47,15 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
+def has_stacks(module: nn.Module) -> bool:
+    """Return whether `module` holds stacks of experts: stock ones, or our Experts."""
+    return isinstance(module, Experts) or is_experts(module)
+
+
 def stack_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the up and down projections and of their biases, if any."""
+    if isinstance(module, Experts):
+        return module.stacks()
     up = "gate_up_proj" if module.has_gate else "up_proj"
     if module.has_bias:
         return (up, "down_proj", f"{up}_bias", "down_proj_bias")
@@ -62,6 +69,8 @@ def gate_of(module: nn.Module) -> Activation | None:
     All attributes that the result depends on are read here, so that torch.compile guards them and
     one graph serves all layers.
     """
+    if isinstance(module, Experts):
+        return module.activation()
     if GATE in module.__dict__:
         return module.__dict__[GATE]
     act_fn = getattr(module, "act_fn", None)
@@ -100,7 +109,7 @@ def _known_gates(limits: Iterable[float | None], interleaved: Iterable[bool]) ->
     return {gate: gate.apply for gate in itertools.starmap(Activation, gates)}
 
 
-def _of_instance(form: Form, module: nn.Module) -> Activation | None:
+def _of_instance(form: GateForm, module: nn.Module) -> Activation | None:
     """Fill in the instance's parameters; None for values that `moe_mlp` does not support."""
     # by name, as torch 2.11 cannot trace unpacking a constant tuple
     activation = form.activation
@@ -119,11 +128,11 @@ def _of_instance(form: Form, module: nn.Module) -> Activation | None:
 
 
 @constant_in_graphs  # a module as argument would make the graph specific to it
-def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> Form | None:
+def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> GateForm | None:
     """Return the form of a class; `act_fn` is the type of an activation, a function or None."""
     act = _name_of(act_fn, approximate)
     if not gated:
-        return None if act is None else Form(Activation(act, gated=False))
+        return None if act is None else GateForm(Activation(act, gated=False))
     return _form_of_gate(kind._apply_gate, act)
 
 
@@ -160,7 +169,7 @@ class _StandIn:
 
 
 @functools.lru_cache(maxsize=256)
-def _form_of_gate(apply_gate, act: str | None) -> Form | None:
+def _form_of_gate(apply_gate, act: str | None) -> GateForm | None:
     """Run a class's `_apply_gate` on numbers and determine which supported form it is.
 
     The class itself cannot be the cache key, as PEFT creates a new one at every call.
@@ -184,7 +193,7 @@ def _form_of_gate(apply_gate, act: str | None) -> Form | None:
     expected = first._replace(act="silu") if alphas else first
     if with_other_alpha != expected:
         return None
-    return Form(first, *(limits or [None]), *(alphas or [None]))
+    return GateForm(first, *(limits or [None]), *(alphas or [None]))
 
 
 @torch.no_grad()

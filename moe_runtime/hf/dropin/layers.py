@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.modules.ewa import EWAMLP
@@ -48,7 +48,7 @@ class RoutedLayer:
         """Whether the layer is transformers' own."""
         return not isinstance(self.module, Router)
 
-    def watch(self, see: Callable[[torch.Tensor], None]):
+    def watch(self, see: Callable[[Tensor], None]):
         """Call `see` with the ids [T, K] of each call of the layer; return the hook's handle."""
         if self.is_stock:
             return self.module.register_forward_pre_hook(
@@ -66,7 +66,7 @@ def _after_router(see, module, args, out) -> None:
     see(out.topk_idx)
 
 
-def ids_of(args: tuple, kwargs: dict) -> torch.Tensor:
+def ids_of(args: tuple, kwargs: dict) -> Tensor:
     """Return the ids [T, K] from the arguments of a stock experts module."""
     ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
     return ids.reshape(-1, ids.shape[-1])
@@ -171,7 +171,6 @@ class OpenCall:
     ):
         self.is_open = False
         self.mask = None
-        self.with_gradient = 0  # calls so far
         self._on_enter = enter
         self._on_leave = leave
         self.names = tuple(inspect.signature(model.forward).parameters)
@@ -184,9 +183,8 @@ class OpenCall:
         # torch does not call hooks after a KeyboardInterrupt, even with always_call
         self._leave()
         mask = self.named(args, kwargs).get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        if isinstance(mask, Tensor) and mask.dim() == 2:
             self.mask = mask
-        self.with_gradient += torch.is_grad_enabled()
         self.is_open = self._on_enter is None or self._on_enter(module)
 
     def _leave(self, *_) -> None:
@@ -206,7 +204,7 @@ class OpenCall:
             handle.remove()
 
 
-def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+def token_mask(mask: Tensor | None, rows: int) -> Tensor | None:
     """Return which of `rows` tokens are not padding, [rows] bool, by an attention mask [B, S]; None
     if it does not match.
 

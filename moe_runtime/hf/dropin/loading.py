@@ -15,18 +15,18 @@ which only some tensors have arrived raises ValueError when it is used or saved.
 import copy
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moe_runtime.hf.dropin.gates import is_experts
+from moe_runtime.hf.common.replacing import replace_once
+from moe_runtime.hf.dropin.gates import has_stacks
 from moe_runtime.modules import packed, trainable
-from moe_runtime.modules.moe import Experts
 
 PARTIAL = "moe_runtime_partial"  # attribute of a model: its _Partial stacks by name
 GUARDS = "moe_runtime_partial_guards"  # attribute of such a model: the hooks that raise
@@ -47,7 +47,7 @@ class _Partial:
 
     converter: Any  # transformers' WeightConverter
     # saved name -> (pattern, tensor)
-    tensors: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
 
 
 def install() -> None:
@@ -56,24 +56,19 @@ def install() -> None:
     """
     from transformers import PreTrainedModel
 
-    stock = PreTrainedModel._load_from_state_dict
-    if hasattr(stock, "moe_runtime_stock"):
-        return
+    replace_once(PreTrainedModel, "_load_from_state_dict", _load)
 
-    @functools.wraps(stock)
-    def load(self, state_dict, prefix, *args):
-        convert_saved(self, state_dict, prefix)
-        loaded = self.__dict__.get(LOADED)
-        if loaded is not None:
-            loaded.names.update(key.removeprefix(prefix) for key in state_dict)
-        stock(self, state_dict, prefix, *args)
 
-    load.moe_runtime_stock = stock
-    PreTrainedModel._load_from_state_dict = load
+def _load(stock: Callable, model, state_dict, prefix, *args) -> None:
+    convert_saved(model, state_dict, prefix)
+    loaded = model.__dict__.get(LOADED)
+    if loaded is not None:
+        loaded.names.update(key.removeprefix(prefix) for key in state_dict)
+    stock(model, state_dict, prefix, *args)
 
 
 @torch.no_grad()
-def convert_saved(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str = "") -> None:
+def convert_saved(model: nn.Module, state_dict: dict[str, Tensor], prefix: str = "") -> None:
     """Replace saved names and layouts in `state_dict`, whose keys start with `prefix`, by those of
     `model`.
 
@@ -97,9 +92,9 @@ def convert_saved(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix:
 
 def _rename(
     model: nn.Module,
-    state_dict: dict[str, torch.Tensor],
+    state_dict: dict[str, Tensor],
     prefix: str,
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, Tensor],
     partial: dict[str, _Partial],
 ) -> None:
     """Give tensors of a `state_dict` with saved names the model's names; move those to be converted
@@ -145,12 +140,12 @@ def _rename(
     state_dict.update(moved)
 
 
-def _local_keys(state_dict: Mapping[str, torch.Tensor], prefix: str) -> set[str]:
+def _local_keys(state_dict: Mapping[str, Tensor], prefix: str) -> set[str]:
     """Return the keys that start with `prefix`, without it."""
     return {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
 
 
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model by name, without the hooks of state_dict."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
@@ -168,7 +163,7 @@ def _modules_with_hooks(model: nn.Module) -> set[str]:
     return paths
 
 
-def _is_complete(stack: _Partial, name: str, targets: Mapping[str, torch.Tensor]) -> bool:
+def _is_complete(stack: _Partial, name: str, targets: Mapping[str, Tensor]) -> bool:
     """Return whether all tensors of a stack have arrived, by the number of values, which no
     conversion changes.
     """
@@ -178,7 +173,7 @@ def _is_complete(stack: _Partial, name: str, targets: Mapping[str, torch.Tensor]
     return arrived >= sum(targets[one].numel() for one in names if one in targets)
 
 
-def _convert(stack: _Partial, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
+def _convert(stack: _Partial, name: str, model: nn.Module) -> dict[str, Tensor]:
     """Return the converted tensors by the names of the model's parameters."""
     converter = copy.deepcopy(stack.converter)
     # experts are stacked in the order in which they are added
@@ -196,7 +191,7 @@ def _natural(key: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
 
 
-def _write(value: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+def _write(value: Tensor, target: Tensor | None) -> Tensor:
     """Copy a tensor into a parameter and return that; return a tensor that does not fit, for torch
     to report.
     """
@@ -256,11 +251,10 @@ def loading_whole(model: nn.Module) -> Iterator[LoadedNames]:
     # tied stacks have several names
     arrived = {id(targets[name]) for name in loaded.names if name in targets}
     for path, module in model.named_modules():
-        if not isinstance(module, Experts) and not is_experts(module):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
+        parameters = module.named_parameters(recurse=False) if has_stacks(module) else ()
+        for name, parameter in parameters:
             if id(parameter) not in arrived and f"{path}.{name}" not in ignored:
                 raise ValueError(
                     f"The checkpoint has no weights for {path}.{name}, which would stay as before. "
-                    f"Resume from a checkpoint of this {type(model).__name__}"
+                    "Resume from a checkpoint of this model"
                 )

@@ -6,12 +6,12 @@ builds from the state_dict. There packed stacks have the names and shapes of the
 `install` gives its hooks of experts modules a map with the stacks as the module holds them.
 """
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from moe_runtime.hf.common.replacing import replace_once
 from moe_runtime.modules import packed
 
 # from_pretrained's names of a device_map
@@ -57,18 +57,13 @@ def install() -> None:
         from accelerate.hooks import AlignDevicesHook
     except ImportError:
         return
-    stock = AlignDevicesHook.init_hook
-    if hasattr(stock, "moe_runtime_stock"):
-        return
+    replace_once(AlignDevicesHook, "init_hook", _init_hook)
 
-    @functools.wraps(stock)
-    def init_hook(self, module):
-        if self.offload and self.weights_map is not None and packed.layouts(module):
-            self.weights_map = _Stacks(self.weights_map, module)
-        return stock(self, module)
 
-    init_hook.moe_runtime_stock = stock
-    AlignDevicesHook.init_hook = init_hook
+def _init_hook(stock: Callable, hook, module: nn.Module) -> nn.Module:
+    if hook.offload and hook.weights_map is not None and packed.layouts(module):
+        hook.weights_map = _Stacks(hook.weights_map, module)
+    return stock(hook, module)
 
 
 def is_several(device_map) -> bool:

@@ -18,7 +18,7 @@ import types
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
@@ -28,11 +28,12 @@ from moe_runtime.config import check_choice
 from moe_runtime.hf.common import sharded
 from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin.adapters import expert_adapters
-from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
+from moe_runtime.hf.dropin.experts import ADAPTED, patch
+from moe_runtime.hf.dropin.gates import has_stacks
 from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
-from moe_runtime.modules.moe import Experts, is_quantized, named
+from moe_runtime.modules.moe import is_quantized, named
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
 from moe_runtime.ops.packed import part_of
 
@@ -103,7 +104,7 @@ def _layers_to_shard(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]
     layers = {}
     lora = []
     for name, module in model.named_modules():
-        if is_experts(module) or isinstance(module, Experts):
+        if has_stacks(module):
             layers[name] = module
         elif isinstance(module, LoRAMoE | LoRALinear):
             lora.append(name)
@@ -241,12 +242,9 @@ def split_spread_rows(
     mesh = first.device_mesh
     rank = mesh.get_local_rank(mesh.ndim - 1)
     size = first.shape[0] // mesh.size(-1)
-    owned = [[] for _ in range(mesh.size(-1))]
-    for e in ids:
-        owned[e // size].append(e)
+    owned = [[e for e in ids if e // size == owner] for owner in range(mesh.size(-1))]
     most = max(map(len, owned))
-    local_ids = [e - rank * size for e in owned[rank]]
-    index = torch.tensor(local_ids, dtype=torch.int64, device=first.to_local().device)
+    index = torch.tensor(owned[rank], dtype=torch.int64, device=first.device) - rank * size
     parameters = {}
     for name, stack in stacks.items():
         part = stack.detach().to_local()
@@ -257,11 +255,8 @@ def split_spread_rows(
     trainable.register_maps(module, size, index)  # the last step that can run out of memory
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
-    places = []
-    for e in ids:
-        owner = e // size
-        places.append(owner * most + owned[owner].index(e))
-    trainable.remember(module, stacks, trainable.Split(ids, tuple(places), {}))
+    places = tuple(e // size * most + owned[e // size].index(e) for e in ids)
+    trainable.remember(module, stacks, trainable.Split(ids, places, {}))
     model._ddp_params_and_buffers_to_ignore = sorted({*_ignored(model), *_rows_in(module, path)})
 
 
@@ -283,7 +278,7 @@ def _rows_in(module: nn.Module, path: str) -> set[str]:
 
 
 @torch.no_grad()
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Clip gradients in place to a norm of `max_norm` over all ranks' experts; return the norm
     before clipping, [].
 
@@ -317,7 +312,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": parameters} for parameters in groups.values()]
 
 
-def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+def gathered(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's state_dict with gathered tensors on rank 0's CPU, and {} on other ranks.
     Every rank must call this.
 

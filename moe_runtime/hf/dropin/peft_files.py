@@ -16,9 +16,8 @@ it: it rejects a reversed pair if the shapes differ, and misreads that of a squa
 the transposed change.
 """
 
-import torch
 from packaging.version import InvalidVersion, Version
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_reversed(version: str | None, transposed: bool) -> bool | None:
@@ -34,9 +33,7 @@ def is_reversed(version: str | None, transposed: bool) -> bool | None:
     return written_by < Version("0.20") and (not transposed or written_by >= Version("0.19"))
 
 
-def unpack(
-    a: torch.Tensor, b: torch.Tensor, num_experts: int, reverse: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(a: Tensor, b: Tensor, num_experts: int, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """Return views of a file's pair by expert, A [E, r, in] and B [E, out, r]; `reverse` for a
     reversed pair.
     """
@@ -45,7 +42,7 @@ def unpack(
     return (b.transpose(1, 2), a.transpose(1, 2)) if reverse else (a, b)
 
 
-def pack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return lora_A.weight [E r, in] and lora_B.weight [out, r E] of A [E, r, in] and B [E, out,
     r], as PEFT writes them.
     """
@@ -54,16 +51,12 @@ def pack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a.contiguous(), b.contiguous()
 
 
-def transposed_stack(model: nn.Module, adapter: str, version: str) -> str | None:
-    """Return a square stack of `model` whose reversed pair PEFT would have misread from a file of
-    this version.
+def transposed_stack(wrappers: dict[str, nn.Module], adapter: str, version: str) -> str | None:
+    """Return a square stack whose reversed pair PEFT would have misread from a file of this
+    version; `wrappers` are PEFT's, by path.
     """
-    for name, wrapper in model.named_modules():
-        if (
-            type(wrapper).__name__ == "ParamWrapper"
-            and wrapper.num_experts > 1
-            and adapter in wrapper.lora_A
-        ):
+    for name, wrapper in wrappers.items():
+        if wrapper.num_experts > 1 and adapter in wrapper.lora_A:
             is_square = wrapper.lora_A[adapter].in_features == wrapper.lora_B[adapter].out_features
             if is_square and is_reversed(
                 version, getattr(wrapper.get_base_layer(), "is_transposed", False)

@@ -13,22 +13,23 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moe_runtime.config import shown
 from moe_runtime.hf.common.sharded import local_part
 from moe_runtime.hf.dropin import offload
-from moe_runtime.hf.dropin.expert_names import matrices_of, parts_in_file
-from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
+from moe_runtime.hf.dropin.expert_names import Places, matrices_of, parts_in_file
+from moe_runtime.hf.dropin.gates import NAME, gate_of, has_stacks, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import Experts, is_quantized, named
+from moe_runtime.modules.moe import is_quantized, named
 from moe_runtime.ops import all_to_all, packed
 
 METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_quantized reads
@@ -68,10 +69,9 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
         _check_finite(name, module)
     before = after = 0
     for module in experts.values():
-        for name in _names(module):
+        for name in stack_names(module)[:2]:
             before += _pack(module, name, format)
             after += bytes_of(module, name)
-    _restrict(model)
     _run_here(model)
     receipt = Quantized(format, len(experts), before, after)
     print(receipt)
@@ -93,20 +93,12 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts modules of a model, stock or ours, by path; raises ValueError if it has
     none.
     """
-    experts = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Experts) or is_experts(module):
-            experts[name] = module
+    experts = {name: module for name, module in model.named_modules() if has_stacks(module)}
     if not experts:
         raise ValueError(
-            f"{type(model).__name__} has no experts that moe_runtime supports (see "
-            "docs/families.md)"
+            "The model has no experts that moe_runtime supports (see docs/families.md)"
         )
     return experts
-
-
-def _names(module: nn.Module) -> tuple[str, ...]:
-    return (module.stacks() if isinstance(module, Experts) else stack_names(module))[:2]
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -114,16 +106,16 @@ def is_transposed(module: nn.Module) -> bool:
     return bool(getattr(module, "is_transposed", False))
 
 
-def stored_as(module: nn.Module, stack: torch.Tensor, format: str) -> tuple[torch.Tensor, str]:
+def stored_as(module: nn.Module, stack: Tensor, format: str) -> tuple[Tensor, str]:
     """Return a stack in packing order, and its format's name in the ops.
 
     bitsandbytes packs a parameter in memory order; the other formats pack along `in`.
     """
-    if not is_transposed(module):
-        return stack, format
-    if format == "nf4":
-        return (stack, format + packed.TRANSPOSED)
-    return (stack.transpose(1, 2), format)
+    if is_transposed(module) and format == "nf4":
+        return stack, format + packed.TRANSPOSED
+    if is_transposed(module):
+        stack = stack.transpose(1, 2)
+    return stack, format
 
 
 def bytes_of(module: nn.Module, name: str) -> int:
@@ -132,7 +124,7 @@ def bytes_of(module: nn.Module, name: str) -> int:
     return sum(tensor.nbytes for tensor in (data, *scales))
 
 
-def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
+def _spread_of(module: nn.Module, stack: Tensor) -> tuple | None:
     """Return mesh and placements of a stack that `shard_experts`, but not FSDP2, has sharded;
     otherwise None.
     """
@@ -146,8 +138,8 @@ def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
 
 def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
     """Raise ValueError unless the experts `module` can be packed on this number of ranks."""
-    activation = module.activation() if isinstance(module, Experts) else gate_of(module)
-    for name in _names(module):
+    activation = gate_of(module)
+    for name in stack_names(module)[:2]:
         stack = getattr(module, name)
         reason = None
         if modules.is_packed(module, name):
@@ -184,7 +176,7 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
 
 def _check_finite(path: str, module: nn.Module) -> None:
     """Raise ValueError for weights that are NaN, infinite or not in memory."""
-    for name in _names(module):
+    for name in stack_names(module)[:2]:
         stack = getattr(module, name).detach()
         if stack.is_meta:
             raise ValueError(
@@ -199,12 +191,16 @@ def _check_finite(path: str, module: nn.Module) -> None:
                 )
 
 
-def _restrict(model: nn.Module) -> None:
-    """Make the methods raise that would save packed bytes as weights, or run code that takes them
-    for weights.
+def _run_here(model: nn.Module) -> None:
+    """Run stock experts on moe_runtime, as transformers cannot read packed stacks, and make methods
+    raise that would save packed bytes as weights or run code that takes them for weights.
     """
     from transformers import PreTrainedModel
 
+    from moe_runtime.hf.dropin.experts import patch
+
+    patch(model)
+    offload.install()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _save_pretrained
@@ -234,20 +230,12 @@ def _save_pretrained(*args, **kwargs):
     )
 
 
-def _run_here(model: nn.Module) -> None:
-    """Make stock experts run on moe_runtime, since transformers cannot read packed stacks."""
-    from moe_runtime.hf.dropin.experts import patch
-
-    patch(model)
-    offload.install()
-
-
-def _read(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
+def _read(checkpoint: Checkpoint, key: str, row: int | None) -> Tensor:
     """Read a matrix, or a row of a stack."""
     return checkpoint.get(key) if row is None else checkpoint.get_rows(key, row)
 
 
-def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
+def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> Tensor:
     """Read a matrix as floats, dequantized if it is in FP8; raises ValueError for other dtypes."""
     dtype = checkpoint.specs()[key].dtype
     if dtype == torch.float8_e4m3fn:
@@ -261,7 +249,7 @@ def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
     return _read(checkpoint, key, row)
 
 
-def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[Tensor, Tensor]:
     """Read a matrix in FP8 and its scales in float32; raises ValueError unless they fit
     each other.
     """
@@ -272,11 +260,7 @@ def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[torch.Tenso
             "the folder again"
         )
     weight = _read(checkpoint, key, row)
-    count = checkpoint.specs()[name].shape[:1]
-    if row is not None and count <= (row,):
-        scale = checkpoint.get(name)[:0]
-    else:
-        scale = _read(checkpoint, name, row)
+    scale = _read(checkpoint, name, row)
     wrong = packed.wrong_tensor(weight[None], [scale[None]], "fp8_block")
     if wrong is not None:
         is_scale, problem = wrong
@@ -324,15 +308,17 @@ def load_quantized(
             stacklevel=2,
         )
     spread = None
+    rank = 0
     ranks = 1
     if mesh is not None:
         copies = [Replicate()] * (mesh.ndim - 1)
         spread = (mesh, (*copies, Shard(0)))
+        rank = mesh.get_local_rank(mesh.ndim - 1)
         ranks = mesh.size(-1)
     model, shapes, names = _without_stacks(config, source, format, settings, ranks)
-    files = _ExpertsFolder(checkpoint, held, format, spread, names)
+    files = _ExpertsFolder(checkpoint, held, format, spread, rank, ranks, names)
     for path, module in experts_of(model).items():
-        for name in _names(module):
+        for name in stack_names(module)[:2]:
             # transformers has kept it packed, as on a GPU
             if (path, name) not in shapes or name in module._parameters:
                 if format != held:
@@ -345,12 +331,11 @@ def load_quantized(
             shape, dtype = shapes[path, name]
             stack = _read_stack(files, module, path, name, shape, dtype)
             modules.put(module, name, stack.to(model.device), shape, dtype, spread)
-    _run_here(model)
     if mesh is not None:
         from moe_runtime.hf.dropin.parallel import shard_experts
 
         shard_experts(model, mesh)
-    _restrict(model)
+    _run_here(model)
     return offload.dispatch(model, **placement) if placement else model
 
 
@@ -360,7 +345,8 @@ def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]
     Removes the config's quantization if only experts have it. Raises ValueError for unknown ones.
     """
     quantization = getattr(config, "quantization_config", None) or {}
-    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
     method = quantization.get("quant_method")
     formats = ", ".join(packed.FORMATS)
     known = {None: None, "mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}
@@ -416,13 +402,13 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
         stacks = {}
         for path, module in layers.items():
             _check(path, module, format, ranks)
-            for name in _names(module):
+            for name in stack_names(module)[:2]:
                 stack = getattr(module, name)
                 shapes[path, name] = (tuple(stack.shape), stack.dtype)
                 stacks[f"{path}.{name}"] = tuple(stack.shape)
         names.update(matrices_of(self, stacks))
         for path, module in layers.items():
-            for name in _names(module):
+            for name in stack_names(module)[:2]:
                 # of two tied stacks a file has only one
                 tied = self.all_tied_weights_keys.pop(f"{path}.{name}", None)
                 if tied in names:
@@ -452,30 +438,25 @@ class _ExpertsFolder(NamedTuple):
     held: str | None  # the format of its experts; None: 16 bits
     format: str  # to load them in
     spread: tuple | None  # mesh and placements, if each rank loads its own experts
-    names: dict[str, dict[int, list]]  # of `matrices_of`
-
-    def ranks(self) -> tuple[int, int]:
-        """Return this rank among those that share the experts, and their number."""
-        if self.spread is None:
-            return 0, 1
-        mesh = self.spread[0]
-        return mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1)
+    rank: int  # among those that share the experts
+    ranks: int
+    names: dict[str, Places]  # of `matrices_of`
 
 
+@dataclass
 class _LazyStack:
     """A stack that `read` computes one expert at a time; `packed.pack` accepts it like a tensor."""
 
-    def __init__(self, shape, dtype: torch.dtype, read: Callable[[int], torch.Tensor]):
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self.device = torch.device("cpu")
-        self.read = read
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[int], Tensor]
+    device = torch.device("cpu")
 
     def dim(self) -> int:
         """Return the number of dimensions."""
         return len(self.shape)
 
-    def __getitem__(self, e: int) -> torch.Tensor:
+    def __getitem__(self, e: int) -> Tensor:
         """Return expert e's weight [P, Q] in the packing order."""
         return self.read(e).to(self.dtype)
 
@@ -488,8 +469,7 @@ def _read_stack(
     """
     checkpoint = source.checkpoint
     key = f"{path}.{name}"
-    rank, ranks = source.ranks()
-    count = shape[0] // ranks
+    count = shape[0] // source.ranks
     local = torch.empty(count, *shape[1:], device="meta")
     stored, kind = stored_as(module, local, source.format)
     is_packed = key in checkpoint or f"{key}_blocks" in checkpoint
@@ -498,17 +478,17 @@ def _read_stack(
         if source.held == source.format:  # copy the packed bytes
             return share
 
-        def read(e: int) -> torch.Tensor:
+        def read(e: int) -> Tensor:
             weight = packed.unpack(*share, e, dtype)
             return weight.t() if kind.endswith(packed.TRANSPOSED) else weight
     else:
         parts = parts_in_file(checkpoint, path, name, shape, source.names.get(key))
-        parts = [parts[rank * count + e] for e in range(count)]
+        parts = [parts[source.rank * count + e] for e in range(count)]
         if source.held == source.format == "fp8_block":
             return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
         turns = is_transposed(module) and kind == source.format
 
-        def read(e: int) -> torch.Tensor:
+        def read(e: int) -> Tensor:
             pieces = [_dense(checkpoint, key, row) for key, row in parts[e]]
             return torch.cat([piece.t() if turns else piece for piece in pieces])
 
@@ -518,13 +498,22 @@ def _read_stack(
 
 
 def _packed_share(source: _ExpertsFolder, module: nn.Module, key: str, shape) -> packed.Packed:
-    """Return this rank's experts of a stack that the folder holds packed."""
-    rank, ranks = source.ranks()
+    """Return this rank's experts of a stack that the folder holds packed; NF4's second-level scales
+    are read for all experts.
+    """
+    checkpoint = source.checkpoint
+    rank = source.rank
+    ranks = source.ranks
     count = shape[0] // ranks
     tensors = {}
-    for entry in source.checkpoint:
-        if entry.startswith(key) and not entry.startswith(f"{key}_bias"):
-            tensors[entry] = _share(source.checkpoint, entry, rank, ranks)
+    for entry in checkpoint:
+        if not entry.startswith(key) or entry.startswith(f"{key}_bias"):
+            continue
+        if ranks == 1 or ".nested_" in entry or ".quant_" in entry:
+            tensors[entry] = checkpoint.get(entry)
+        else:
+            size = math.prod(checkpoint.specs()[entry].shape[:1]) // ranks
+            tensors[entry] = checkpoint.get_rows(entry, slice(rank * size, (rank + 1) * size))
     if source.held == "mxfp4" and key in tensors:
         tensors[f"{key}_blocks"] = tensors.pop(key)
     stored, kind = stored_as(module, torch.empty(shape, device="meta"), source.held)
@@ -532,16 +521,6 @@ def _packed_share(source: _ExpertsFolder, module: nn.Module, key: str, shape) ->
     if ranks > 1 and source.held == "nf4":
         share.scales.append(torch.tensor([rank * count]))
     return share
-
-
-def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Tensor:
-    """Read a rank's part of a packed stack's tensor; NF4's second-level scales are read for all
-    experts.
-    """
-    if ranks == 1 or ".nested_" in key or ".quant_" in key:
-        return checkpoint.get(key)
-    size = (*checkpoint.specs()[key].shape, 0)[0] // ranks
-    return checkpoint.get_rows(key, slice(rank * size, (rank + 1) * size))
 
 
 def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:

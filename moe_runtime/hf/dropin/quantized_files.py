@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.hf.common.sharded import gathered
-from moe_runtime.hf.dropin.expert_names import matrices_of, published
+from moe_runtime.hf.dropin.expert_names import Places, matrices_of, published
 from moe_runtime.hf.dropin.quantize import METHOD, experts_of, is_transposed
 from moe_runtime.io.checkpoint import CheckpointWriter
 from moe_runtime.io.files import check_out_dir
@@ -24,7 +23,7 @@ from moe_runtime.modules.moe import Experts
 from moe_runtime.ops import packed
 from moe_runtime.ops.all_to_all import is_distributed
 
-Names = dict[str, dict[int, list[str]]]  # stack -> expert -> its matrices in the file
+Names = dict[str, Places]  # by stack
 
 
 def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -102,7 +101,7 @@ def _write_stacks(
     experts: dict[str, nn.Module],
     names: Names | None,
     method: str,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Write the packed stacks, and return the model's other tensors without copies of tied ones."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     stacks = []
@@ -116,7 +115,7 @@ def _write_stacks(
                 others[key] = tensor.cpu()
         elif names is not None:
             for e, parts in names[stack].items():
-                for name, rows in zip(parts, tensor[e].chunk(len(parts))):
+                for (name, _), rows in zip(parts, tensor[e].chunk(len(parts))):
                     writer.add(name + key.removeprefix(stack), rows.contiguous())
         elif method == METHOD and key in (stack, f"{stack}_blocks"):
             # no other reader mistakes this for a stack
@@ -134,9 +133,7 @@ def _stack_of(key: str, stacks: list[str]) -> str | None:
     return None
 
 
-def _gathered(
-    model: nn.Module, experts: dict[str, nn.Module]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(model: nn.Module, experts: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model by their saved names; tensors on several ranks are gathered on
     each.
     """
@@ -155,11 +152,9 @@ def _gathered(
             yield key, gathered(tensor)
 
 
-def _names_in_files(
-    model: nn.Module, experts: dict[str, nn.Module]
-) -> dict[str, dict[int, list[str]]] | None:
-    """Return stack -> expert -> the published names of its matrices, if transformers loads them in
-    FP8; otherwise None.
+def _names_in_files(model: nn.Module, experts: dict[str, nn.Module]) -> Names | None:
+    """Return the places of each stack's matrices, if transformers loads them in FP8; otherwise
+    None.
 
     It knows FP8 for a matrix per expert, without biases. Where it has no GPU it takes a block's
     size from the number of blocks, which is right for whole blocks and for a single one.
@@ -179,12 +174,10 @@ def _names_in_files(
                 return None
             if pairs is None:
                 return None
-            names[stack] = {}
-            for e, parts in pairs.items():
-                names[stack][e] = [key for key, _ in parts]
-                for key, row in parts:
-                    if row is not None or not key.endswith(".weight"):
-                        return None
+            for key, row in pairs[0]:
+                if row is not None or not key.endswith(".weight"):
+                    return None
+            names[stack] = pairs
     return names if _knows_fp8(model) else None
 
 

@@ -20,15 +20,15 @@ ValueError as soon as their experts differ from the record's.
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
     RoutedLayer,
@@ -50,10 +50,10 @@ class RoutingRecord:
     without wrappers.
     """
 
-    ids: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    ids: dict[str, list[Tensor]] = field(default_factory=dict)
     num_experts: dict[str, int] = field(default_factory=dict)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: StrPath) -> None:
         """Write a safetensors file, the ids as int32."""
         tensors = {}
         for layer, calls in self.ids.items():
@@ -64,23 +64,20 @@ class RoutingRecord:
             write_tensors(beside, tensors, {"format": FORMAT} | sizes)
 
     @classmethod
-    def load(cls, path: str | Path) -> "RoutingRecord":
+    def load(cls, path: StrPath) -> "RoutingRecord":
         """Read a file of `save`; raises ValueError for other files and for ids out of range."""
         path = Path(path)
         with Checkpoint(path.parent, path.name) as file:
             record = cls()
-            try:
-                if file.metadata.get("format") != FORMAT:
-                    raise ValueError
-                for key, value in file.metadata.items():
-                    if key.startswith("num_experts/"):
-                        record.num_experts[key.removeprefix("num_experts/")] = int(value)
-                calls = sorted((int(name.rpartition("/")[2]), name) for name in file.keys())
-            except ValueError:
+            if file.metadata.get("format") != FORMAT:
                 raise ValueError(
                     f"{path} must be a file written by save, of format {FORMAT!r}, but its format "
                     f"is {file.metadata.get('format')!r}"
-                ) from None
+                )
+            for key, value in file.metadata.items():
+                if key.startswith("num_experts/"):
+                    record.num_experts[key.removeprefix("num_experts/")] = int(value)
+            calls = sorted((int(name.rpartition("/")[2]), name) for name in file.keys())
             for _, name in calls:
                 layer = name.rpartition("/")[0]
                 record.ids.setdefault(layer, []).append(file.get(name))
@@ -130,7 +127,7 @@ def _sizes(layers: dict[str, RoutedLayer]) -> dict[str, int]:
     return {plain_name(name): layer.num_experts for name, layer in layers.items()}
 
 
-def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tensor) -> None:
+def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: Tensor) -> None:
     if call.is_open:
         # a copy: the router's own tensor may be changed in place
         ids = topk_idx.detach().to(torch.int32, copy=True)
@@ -161,17 +158,6 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
         yield
         for replay in replays:
             replay.finish()
-        recomputes = any(
-            getattr(module, "gradient_checkpointing", False) and module.training
-            for module in model.modules()
-        )
-        repetitions = sum(replay.repetitions for replay in replays)
-        if recomputes and calls.with_gradient and not repetitions:
-            warnings.warn(
-                "Gradient checkpointing has not recomputed its layers yet. A backward pass "
-                "outside of replay_routing would select experts again",
-                stacklevel=3,
-            )
     finally:
         calls.close()
         for replay in replays:
@@ -183,9 +169,7 @@ def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: Routin
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
         for m in model.modules()
     ):
-        raise ValueError(
-            f"{type(model).__name__} is compiled. Pass the original model, before torch.compile"
-        )
+        raise ValueError("The model is compiled. Pass the original model, before torch.compile")
     sizes = _sizes(layers)
     if not any(record.ids.values()) or record.ids.keys() - sizes.keys():
         raise ValueError(
@@ -195,16 +179,16 @@ def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: Routin
     RoutingRecord(record.ids, sizes).check()
 
 
+@dataclass(eq=False)
 class _Replay:
     """Replays one of our routers, which accept ids as an argument."""
 
-    def __init__(self, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
-        self.layer = layer
-        self.ids = ids
-        self.calls = calls
-        self.inputs: list[torch.Tensor] = []  # of the calls so far, to recognise repetitions
-        self.repetitions = 0
-        self.handles = []
+    layer: RoutedLayer
+    ids: list[Tensor]
+    calls: OpenCall
+    # of the calls so far, to recognise repetitions
+    inputs: list[Tensor] = field(default_factory=list)
+    handles: list = field(default_factory=list)
 
     def attach(self, block: nn.Module) -> None:
         """Add the hooks to the layer, which is in `block`."""
@@ -216,7 +200,7 @@ class _Replay:
         x = args[0] if args else kwargs["x"]
         return args, kwargs | {"topk_idx": self.next(x).to(x.device)}
 
-    def next(self, x: torch.Tensor) -> torch.Tensor:
+    def next(self, x: Tensor) -> Tensor:
         """Return the ids [T, K] for the call with input `x` [..., H]."""
         # a few numbers of each token tell calls apart; a copy, since a block may change its input
         # in place
@@ -226,7 +210,6 @@ class _Replay:
             self.inputs.append(x.clone())
         else:
             number = self._repetition(x)
-            self.repetitions += 1
         if number is None:
             problem = f"{self.layer.name} was called outside of a call of the model"
         elif number < len(self.ids) and len(self.ids[number]) == len(x):
@@ -244,7 +227,7 @@ class _Replay:
             "that recomputes them"
         )
 
-    def _repetition(self, x: torch.Tensor) -> int | None:
+    def _repetition(self, x: Tensor) -> int | None:
         """Return the call that checkpointing repeats: the only one of this size, or the latest with
         this input.
         """
@@ -274,7 +257,7 @@ class _StockReplay(_Replay):
     """
 
     mode: "_TopK | None" = None
-    is_wrong: torch.Tensor | None = None
+    is_wrong: Tensor | None = None
     steers = True
 
     def attach(self, block: nn.Module) -> None:
@@ -322,7 +305,7 @@ class _StockReplay(_Replay):
         super().close()
         self._stop()
 
-    def _refuse(self, is_wrong: torch.Tensor) -> None:
+    def _refuse(self, is_wrong: Tensor) -> None:
         # checked by the result: a router that uses token ids, or is unchanged, may select the same
         # experts unaided
         if is_wrong:
@@ -345,7 +328,7 @@ class _TopK(TorchFunctionMode):
     groups.
     """
 
-    def __init__(self, ids: torch.Tensor, E: int):
+    def __init__(self, ids: Tensor, E: int):
         super().__init__()
         self.ids = ids
         self.E = E
@@ -353,16 +336,14 @@ class _TopK(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.ends and func in (torch.topk, torch.Tensor.topk):
+        if not self.ends and func in (torch.topk, Tensor.topk):
             indices = self._indices(func, *args, **kwargs)
             if indices is not None:
                 source = args[0] if args else kwargs["input"]
                 return torch.return_types.topk((source.gather(-1, indices), indices))
         return func(*args, **kwargs)
 
-    def _indices(
-        self, func, input, k, dim=-1, largest=True, sorted=True, **_
-    ) -> torch.Tensor | None:
+    def _indices(self, func, input, k, dim=-1, largest=True, sorted=True, **_) -> Tensor | None:
         T, K = self.ids.shape
         wide = input.shape[-1]
         is_last = dim in (-1, input.dim() - 1)

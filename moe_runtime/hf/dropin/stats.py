@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_runtime.hf.dropin.experts import NAME
 from moe_runtime.hf.dropin.layers import (
@@ -37,23 +37,22 @@ from moe_runtime.io.rows import require
 
 FIELDS = ("layer", "expert", "shared", "slots", "load")
 LOW_ENTROPY = 0.5
-WIDEST = 16  # experts of a map with numbers
 ENOUGH = 10  # minimum slots per expert, if balanced, to judge a layer
 
 
-def expert_load(counts: torch.Tensor) -> torch.Tensor:
+def expert_load(counts: Tensor) -> Tensor:
     """Return each expert's share of the slots, `counts` [..., E] -> [..., E] float64; zeros if
     nothing was routed.
     """
     return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
-def dead_experts(counts: torch.Tensor) -> torch.Tensor:
+def dead_experts(counts: Tensor) -> Tensor:
     """Return which experts received no slot, `counts` [..., E] -> [..., E] bool."""
     return counts == 0
 
 
-def max_violation(counts: torch.Tensor) -> torch.Tensor:
+def max_violation(counts: Tensor) -> Tensor:
     """Return the largest over the mean load, `counts` [..., E] -> [...] float64: 1 if balanced, E
     if one expert has all.
     """
@@ -63,7 +62,7 @@ def max_violation(counts: torch.Tensor) -> torch.Tensor:
     return counts.new_ones(counts.shape[:-1], dtype=torch.float64)
 
 
-def load_entropy(counts: torch.Tensor) -> torch.Tensor:
+def load_entropy(counts: Tensor) -> Tensor:
     """Return the load's entropy divided by log E, `counts` [..., E] -> [...] float64 from 0 to 1; 1
     for E < 2.
     """
@@ -80,17 +79,15 @@ class RouterStats:
     """
 
     # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
-    counts: torch.Tensor
+    counts: Tensor
     layers: tuple[str, ...]  # a layer's number, or its path if that is not unique
     # leading experts that see every token; a tuple if layers differ
     num_shared: int | tuple[int, ...] = 0
     num_experts: tuple[int, ...] | None = None  # per layer; None if all have E
 
-    def _experts(self, layer: int, routed: bool = True) -> range:
-        """Return the ids of a layer's experts, without shared ones if `routed`."""
-        start = 0
-        if routed:
-            start = self.num_shared
+    def _experts(self, layer: int) -> range:
+        """Return the ids of a layer's experts, without shared ones, which come first."""
+        start = self.num_shared
         if isinstance(start, tuple):
             start = start[layer]
         if self.num_experts is None:
@@ -98,7 +95,7 @@ class RouterStats:
         return range(start, self.num_experts[layer])
 
     @property
-    def routed(self) -> tuple[torch.Tensor, ...]:
+    def routed(self) -> tuple[Tensor, ...]:
         """Return the slots of the routed experts, one [R] per layer."""
         rows = []
         for i, row in enumerate(self.counts):
@@ -107,14 +104,14 @@ class RouterStats:
         return tuple(rows)
 
     @property
-    def load(self) -> torch.Tensor:
+    def load(self) -> Tensor:
         """Return each expert's share of its layer's slots, including shared experts, [L, E]
         float64.
         """
         return expert_load(self.counts)
 
     @property
-    def dead(self) -> torch.Tensor:
+    def dead(self) -> Tensor:
         """Return which experts received no slot, [L, E] bool; False for experts a layer does not
         have.
         """
@@ -124,12 +121,12 @@ class RouterStats:
         return dead
 
     @property
-    def max_violation(self) -> torch.Tensor:
+    def max_violation(self) -> Tensor:
         """Return the routed experts' largest over mean load, [L] float64."""
         return torch.stack(tuple(map(max_violation, self.routed)))
 
     @property
-    def entropy(self) -> torch.Tensor:
+    def entropy(self) -> Tensor:
         """Return the normalised entropy of the routed experts' load, [L] float64."""
         return torch.stack(tuple(map(load_entropy, self.routed)))
 
@@ -158,7 +155,7 @@ class RouterStats:
             values[f"router/{layer}/max_violation"] = violations[i]
             values[f"router/{layer}/entropy"] = entropies[i]
             values[f"router/{layer}/dead_experts"] = float(dead[i])
-            for e in self._experts(i, routed=False):
+            for e in range(self._experts(i).stop):
                 values[f"router/{layer}/load/{e}"] = load[i][e]
         return values
 
@@ -204,9 +201,9 @@ class RouterStats:
             writer.writerow(FIELDS)
             writer.writerows(self.rows())
 
-    def heatmap(self, ax_or_path=None):
-        """Plot each routed expert's load over the mean, with layers as rows, on an Axes, to a file
-        or on new Axes.
+    def heatmap(self, ax_or_path):
+        """Plot each routed expert's load over the mean, with layers as rows, on an Axes or to a
+        file.
 
         Returns the Axes. Raises ImportError without matplotlib.
         """
@@ -216,7 +213,7 @@ class RouterStats:
         L = len(ids)
         is_path = isinstance(ax_or_path, (str, Path))
         ax = ax_or_path
-        if is_path or ax is None:
+        if is_path:
             # created without pyplot, hence without a display or global state
             size = (1.8 + 0.45 * (stop - first), 1.2 + 0.3 * L)
             figure = require("matplotlib.figure", "plot").Figure(size, layout="constrained")
@@ -227,11 +224,6 @@ class RouterStats:
         relative = relative[:, first:].numpy()
         # blue and red: seen without green, too
         image = ax.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
-        if relative.shape[1] <= WIDEST:
-            for (y, x), value in np.ndenumerate(relative):
-                if not math.isnan(value):
-                    color = "white" if abs(value - 1) > 0.7 else "#222222"
-                    ax.text(x, y, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
         ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
         step = 1 + (stop - first - 1) // 32
         ax.set_xticks(range(0, stop - first, step), range(first, stop, step))
@@ -281,10 +273,6 @@ class RouterCounter:
             del module.moe_runtime_counts
         self._direct.clear()
 
-    def _see(self, name: str, topk_idx: torch.Tensor) -> None:
-        if self._call.is_open and name not in self._direct:
-            self._add(name, topk_idx)
-
     def _move(self, name: str, device: torch.device) -> None:
         """Move the counts to the current device of their layer."""
         if self._counts[name].device != device:
@@ -292,8 +280,12 @@ class RouterCounter:
             with torch.inference_mode(False):
                 self._counts[name] = self._counts[name].to(device)
 
+    def _see(self, name: str, topk_idx: Tensor) -> None:
+        if self._call.is_open and name not in self._direct:
+            self._add(name, topk_idx)
+
     @torch.no_grad()
-    def _add(self, name: str, topk_idx: torch.Tensor) -> None:
+    def _add(self, name: str, topk_idx: Tensor) -> None:
         E = self.layers[name].num_experts
         live = (topk_idx >= 0) & (topk_idx < E)
         mask = token_mask(self._call.mask, topk_idx.shape[0])
@@ -308,12 +300,11 @@ class RouterCounter:
         """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes,
         `reset` sets them to 0.
         """
-        device = next(iter(self._counts.values())).device
-        most = max(map(len, self._counts.values()))
-        counts = torch.zeros(len(self._counts), most, dtype=torch.int64, device=device)
-        for row, count in zip(counts, self._counts.values(), strict=True):
-            row[: len(count)] = count
-            if reset:
+        counts = list(self._counts.values())
+        device = counts[0].device
+        counts = pad_sequence([count.to(device) for count in counts], batch_first=True)
+        if reset:
+            for count in self._counts.values():
                 count.zero_()
         if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
@@ -326,10 +317,9 @@ class RouterCounter:
             layers = list(itertools.compress(layers, called))
         shared = tuple(layer.num_shared for layer in layers)
         sizes = tuple(layer.num_experts for layer in layers)
-        names = layer_names([plain_name(layer.name) for layer in layers])
         return RouterStats(
             counts[:, : max(sizes)],
-            names,
+            layer_names([plain_name(layer.name) for layer in layers]),
             num_shared=shared if len(set(shared)) > 1 else shared[0],
             num_experts=sizes if len(set(sizes)) > 1 else None,
         )
@@ -341,7 +331,7 @@ class RouterCounter:
             handle.remove()
 
 
-def _zeros(layer: RoutedLayer) -> torch.Tensor:
+def _zeros(layer: RoutedLayer) -> Tensor:
     device = next(layer.module.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu")
@@ -375,9 +365,7 @@ def layer_names(names: list[str]) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def collect_router_stats(
-    model: nn.Module, batches: Iterable[Mapping | torch.Tensor]
-) -> RouterStats:
+def collect_router_stats(model: nn.Module, batches: Iterable[Mapping | Tensor]) -> RouterStats:
     """Run `model` in eval mode over `batches` (keyword arguments, or one argument); return its
     RouterStats.
     """

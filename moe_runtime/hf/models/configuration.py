@@ -10,11 +10,11 @@ config.json has the rotary keys of transformers 4 in addition to `rope_parameter
 """
 
 import copy
-import json
 import os
 from pathlib import Path
 
 from moe_runtime.config import MoEConfig, shown
+from moe_runtime.io.files import atomic_write_json, read_json
 
 # per-model names of (base, rotated share of a head)
 _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
@@ -25,7 +25,8 @@ def legacy_rope(config: dict) -> dict:
     rope = config.get("rope_parameters")
     if not rope:
         return {}
-    base_type = _base_type(config)
+    block = config.get("moe_runtime", {})
+    base_type = block.get("base_model_type") or config.get("model_type", "")
     if "rope_theta" in rope:
         base, share = _NAMES.get(base_type, ("rope_theta", "partial_rotary_factor"))
         keys = {base: rope["rope_theta"], share: rope.get("partial_rotary_factor")}
@@ -40,20 +41,14 @@ def legacy_rope(config: dict) -> dict:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def write_legacy_rope(folder: str | os.PathLike) -> None:
+def write_legacy_rope(folder: str | os.PathLike, **fields) -> None:
     """Add the rotary keys of transformers 4 to `folder`/config.json of a stock model, such as a
-    merged one.
+    merged one, and set other `fields`.
     """
     path = Path(folder) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path) | fields
     config |= legacy_rope(config)
-    new = path.with_name("config.json.new")
-    new.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    new.replace(path)
-
-
-def _base_type(config: dict) -> str:
-    return config.get("moe_runtime", {}).get("base_model_type") or config.get("model_type", "")
+    atomic_write_json(path, dict(sorted(config.items())))
 
 
 def _scaling(rope: dict, model_type: str) -> dict | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import shown
 from moe_runtime.ops.activation import ACT
@@ -43,48 +43,48 @@ class Family:
         return self.gated and len(self.up) == 1
 
     @property
+    def formula(self) -> str:
+        """What its MLPs compute."""
+        return "down(act(gate x) * up x)" if self.gated else "down(act(up x))"
+
+    @property
     def up_name(self) -> str:
         """Our name of the up projection."""
         return "gate_up_proj" if self.gated else "up_proj"
 
 
 _PLAIN = {"gated": False, "act": "act", "bias": True}
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(model_type="llama", bias="mlp_bias"),
-        Family(model_type="mistral"),
-        Family(model_type="qwen2"),
-        Family(model_type="qwen3"),
-        Family(model_type="gemma2", act_field="hidden_activation"),
-        Family(model_type="gemma3_text", act_field="hidden_activation"),
-        Family(model_type="phi3", up=("gate_up_proj",), act="activation_fn"),
-        Family(model_type="stablelm"),
-        Family(model_type="smollm3", bias="mlp_bias"),
-        Family(model_type="olmo2"),
-        Family(model_type="granite", bias="mlp_bias"),
-        Family(model_type="gemma"),
-        Family(model_type="olmo3"),
-        Family(model_type="glm4", up=("gate_up_proj",), act="activation_fn"),
-        Family(model_type="cohere2"),
-        Family(model_type="exaone4"),
-        Family(model_type="ernie4_5", bias="use_bias"),
-        Family(model_type="hunyuan_v1_dense"),
-        Family(model_type="nemotron", up=("up_proj",), gated=False, bias="mlp_bias"),
-        Family(model_type="arcee", up=("up_proj",), gated=False, bias="mlp_bias"),
-        Family(
-            model_type="gpt_neox",
-            path="gpt_neox.layers.{}.mlp",
-            up=("dense_h_to_4h",),
-            down="dense_4h_to_h",
-            **_PLAIN,
-        ),
-        Family(model_type="phi", up=("fc1",), down="fc2", **_PLAIN | {"act": "activation_fn"}),
-        Family(
-            model_type="starcoder2", up=("c_fc",), down="c_proj", **_PLAIN | {"bias": "use_bias"}
-        ),
-    )
+_FIELDS = {
+    "llama": {"bias": "mlp_bias"},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"act_field": "hidden_activation"},
+    "gemma3_text": {"act_field": "hidden_activation"},
+    "phi3": {"up": ("gate_up_proj",), "act": "activation_fn"},
+    "stablelm": {},
+    "smollm3": {"bias": "mlp_bias"},
+    "olmo2": {},
+    "granite": {"bias": "mlp_bias"},
+    "gemma": {},
+    "olmo3": {},
+    "glm4": {"up": ("gate_up_proj",), "act": "activation_fn"},
+    "cohere2": {},
+    "exaone4": {},
+    "ernie4_5": {"bias": "use_bias"},
+    "hunyuan_v1_dense": {},
+    "nemotron": {"up": ("up_proj",), "gated": False, "bias": "mlp_bias"},
+    "arcee": {"up": ("up_proj",), "gated": False, "bias": "mlp_bias"},
+    "gpt_neox": _PLAIN
+    | {
+        "path": "gpt_neox.layers.{}.mlp",
+        "up": ("dense_h_to_4h",),
+        "down": "dense_4h_to_h",
+    },
+    "phi": _PLAIN | {"up": ("fc1",), "down": "fc2", "act": "activation_fn"},
+    "starcoder2": _PLAIN | {"up": ("c_fc",), "down": "c_proj", "bias": "use_bias"},
 }
+FAMILIES = {name: Family(model_type=name, **fields) for name, fields in _FIELDS.items()}
 
 _REFUSED = {
     "opt": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
@@ -192,7 +192,7 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 
 
 @torch.no_grad()
-def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
+def read_mlp(mlp: nn.Module, family: Family) -> dict[str, Tensor]:
     """Return the MLP's weights under our names, without the expert dimension."""
     up = [_linear(mlp, name) for name in family.up]
     down = _linear(mlp, family.down)
@@ -208,7 +208,7 @@ def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def write_mlp(
-    mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], requires_grad: bool = True
+    mlp: nn.Module, family: Family, weights: dict[str, Tensor], requires_grad: bool = True
 ) -> None:
     """Set the weights of an MLP, which may be on the meta device, from the format of `read_mlp`.
 
@@ -222,7 +222,7 @@ def write_mlp(
             setattr(_linear(mlp, layer), kind, nn.Parameter(part, requires_grad=requires_grad))
 
 
-def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor]) -> None:
+def check_weights(mlp: nn.Module, family: Family, weights: dict[str, Tensor]) -> None:
     """Raise ValueError unless `weights` has the names and shapes that `write_mlp` expects."""
     shape = moe_shape(family, mlp)
     H = shape["hidden_size"]
@@ -235,9 +235,7 @@ def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tenso
         raise ValueError(f"Expected an MLP with weights of shapes {expected}, but got {shapes}")
 
 
-def split_weights(
-    family: Family, weights: dict[str, torch.Tensor]
-) -> dict[str, list[torch.Tensor]]:
+def split_weights(family: Family, weights: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     """Split our tensors into the base's, in the order of `mlp_keys`; the parts of a split tensor
     are copies.
     """
@@ -275,22 +273,14 @@ def locate_key(family: Family, key: str) -> MLPKey | None:
     """Return the layer, our name and the part of a base checkpoint's key; None for a key outside
     the MLPs.
     """
-    prefix, suffix = (re.escape(text) for text in family.path.split("{}"))
-    match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)\.(weight|bias)", key)
-    if match is None:
+    digits = re.search(r"\d+", key)
+    if digits is None:
         return None
-    module = match[2]
-    if module == family.down:
-        name = "down_proj"
-        part = 0
-    elif module in family.up:
-        name = family.up_name
-        part = family.up.index(module)
-    else:
-        return None
-    if match[3] == "bias":
-        name += "_bias"
-    return MLPKey(int(match[1]), name, part)
+    layer = int(digits[0])
+    for name, keys in mlp_keys(family, layer, bias=True).items():
+        if key in keys:
+            return MLPKey(layer, name, keys.index(key))
+    return None
 
 
 def expert_keys(family: Family, layer: int, bias: bool = False) -> dict[str, str]:

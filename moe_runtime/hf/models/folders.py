@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -30,6 +30,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate
 from moe_runtime.hf.common.loading import check_folder, load, reason_of
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.models.configuration import (
     SHIM,
     become_mergeable,
@@ -126,7 +127,7 @@ _OF_THESE = (
 )
 
 
-def read_config(folder: str | Path):
+def read_config(folder: StrPath):
     """Return the transformers config of a model folder; raises ValueError for anything else."""
     if not Path(folder, "config.json").is_file():
         raise ValueError(
@@ -247,7 +248,7 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     check_keys(saved, expected, source=checkpoint.path)
 
 
-def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
+def stock_mlp_error(config, weights: dict[str, Tensor], layer: int = 0) -> float:
     """Return the relative difference between transformers' MLP with `weights` (see `read_mlp`) and
     our formula, in float64.
     """
@@ -259,7 +260,7 @@ def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) ->
     return mlp_error(mlp, family)
 
 
-def probe_logits(source) -> torch.Tensor:
+def probe_logits(source) -> Tensor:
     """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its
     folder.
     """
@@ -282,12 +283,17 @@ def skeleton(config) -> nn.Module:
     """Return the model of a config on the meta device, of the config's class."""
     model = _build(config, getattr(transformers, (config.architectures or [""])[0], None))
     # cache what transformers looks up for every tensor of a model that was not loaded
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
+    model._weight_conversions = family_conversions(model)
     return model
 
 
-def to_saved(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def family_conversions(model: nn.Module) -> list:
+    """Return transformers' conversions between the files of a model's family and its tensors."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [one for one in conversions if not isinstance(one, PrefixChange)]
+
+
+def to_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what `save_pretrained` would write of these tensors of `model`; rows [n, ...] may
     stand for a stack of experts.
     """
@@ -337,13 +343,13 @@ class Conversion:
         self.total = sum(spec.nbytes for spec in self.specs.values())
         self.done = self.tensors = self.bytes = 0
 
-    def add(self, key: str, tensor: torch.Tensor) -> None:
+    def add(self, key: str, tensor: Tensor) -> None:
         """Write a tensor of the target."""
         self.writer.add(key, tensor)
         self.tensors += 1
         self.bytes += tensor.numel() * tensor.element_size()
 
-    def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def add_all(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors of the target, by name."""
         for key, tensor in tensors.items():
             self.add(key, tensor)
@@ -357,8 +363,8 @@ class Conversion:
 
 def rewrite(
     checkpoint: Checkpoint,
-    out: str | Path,
-    tensor: Callable[[str], torch.Tensor],
+    out: StrPath,
+    tensor: Callable[[str], Tensor],
     *,
     max_shard_size: int | str,
     overwrite: bool,
@@ -383,7 +389,7 @@ def rewrite(
     return job, names
 
 
-def open_upcycled(source: str | Path, stage: str | None = None):
+def open_upcycled(source: StrPath, stage: str | None = None):
     """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at
     `stage` if given.
     """
@@ -404,7 +410,7 @@ def open_upcycled(source: str | Path, stage: str | None = None):
 
 def mixture_of(
     checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75
-) -> torch.Tensor:
+) -> Tensor:
     """Return alpha [E] of a layer for its stage: INIT's at `shared_rate`, the learned one, or EWA's
     mean.
     """
@@ -418,6 +424,6 @@ def mixture_of(
     return check_mixture(alpha, f"{path} of {checkpoint.path}")
 
 
-def expert_rows(checkpoint: Checkpoint, key: str) -> Iterator[torch.Tensor]:
+def expert_rows(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
     """Read the stack `key` [E, ...] expert by expert."""
     return (checkpoint.get_rows(key, e) for e in range(checkpoint.specs()[key].shape[0]))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moe_runtime import __version__
 from moe_runtime.config import one_line, shown
-from moe_runtime.hf.common.sources import is_id, local_folder
+from moe_runtime.hf.common.sources import StrPath, is_id, local_folder
 from moe_runtime.io.console import jsonable
 from moe_runtime.io.files import atomic_write_text, read_json
 
@@ -126,7 +126,7 @@ def check_repository(repo: str) -> None:
         raise ValueError(f"Cannot push to {shown(repo)}. {one_line(error)}") from error
 
 
-def push(folder: str | Path, repo: str, **facts) -> str:
+def push(folder: StrPath, repo: str, **facts) -> str:
     """Upload `folder` to the model repository `repo`, made if missing, and return its address.
 
     A training's checkpoints and pickles are left out (NOT_PUSHED). A folder without a README.md, or
@@ -161,7 +161,7 @@ def push(folder: str | Path, repo: str, **facts) -> str:
     return str(url)
 
 
-def _write_card(folder: str | Path, repo: str, **facts) -> None:
+def _write_card(folder: StrPath, repo: str, **facts) -> None:
     card = Path(folder, "README.md")
     text = card.read_text(encoding="utf-8") if card.exists() else ""
     unknown = f'"{UNKNOWN_OWNER}/{Path(folder).resolve().name}"'
@@ -188,11 +188,11 @@ class PushesCard:
 
 
 def model_card(
-    folder: str | Path,
+    folder: StrPath,
     repo: str,
     *,
     command: str = "",
-    base: str | Path | None = None,
+    base: StrPath | None = None,
     dataset: str | None = None,
     method: str | None = None,
     facts: Any = None,
@@ -264,7 +264,7 @@ def _kind(folder: Path) -> tuple[Kind, str | None]:
     return _MODEL, None
 
 
-def _card_of(base: str | Path | None) -> dict:
+def _card_of(base: StrPath | None) -> dict:
     """Return the metadata of the card in a model's folder; empty without one."""
     from huggingface_hub import RepoCard
 

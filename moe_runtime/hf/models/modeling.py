@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import (
@@ -35,6 +35,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.utils import can_return_tuple
 
 from moe_runtime.hf.common.outputs import check_gradients, make_exports_portable, share_of_batch
 from moe_runtime.hf.models.configuration import ConfigMixin, moe_config
@@ -64,7 +65,7 @@ class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
     lm_loss: torch.FloatTensor | None = None
 
 
-def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
+def sum_balance_losses(records: list[RouterOutput]) -> Tensor | None:
     """Sum the layers' balance losses on the device of the first one; None if no layer has one."""
     losses = [record.balance_loss for record in records if record.balance_loss is not None]
     if not losses:
@@ -72,7 +73,7 @@ def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
     return sum(loss.to(losses[0].device) for loss in losses)
 
 
-def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
+def aux_loss(config, records, logits, attention_mask, device) -> Tensor:
     """Return the auxiliary part of the loss, [] float32: balance and pooled losses with their
     coefficients.
     """
@@ -119,7 +120,7 @@ def is_routed(module: nn.Module) -> bool:
     return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
 
 
-def _draw(weights: Iterable[torch.Tensor]) -> None:
+def _draw(weights: Iterable[Tensor]) -> None:
     """Initialize [..., in] weights as those of linear layers."""
     for weight in weights:
         bound = weight.shape[-1] ** -0.5
@@ -224,12 +225,6 @@ class _Model(PushesCard):
             return model, info
         return model
 
-    def _as_asked(self, out, return_dict: bool | None):
-        """Return `out`, as a tuple if the caller or the config requests one."""
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        return out if return_dict else out.to_tuple()
-
 
 class _Inner(_Model):
     """The model without its head, which TRL calls directly with output_router_logits before it runs
@@ -244,6 +239,7 @@ class _Inner(_Model):
         install_layers(self)
         self.post_init()
 
+    @can_return_tuple
     def forward(self, *args, output_router_logits=None, **kwargs):
         """Run the base's forward; add `router_logits` if requested, and `balance_loss` if the
         layers have one.
@@ -257,8 +253,7 @@ class _Inner(_Model):
         logits = None
         if with_logits:
             logits = tuple(record.router_logits for record in records)
-        out = MoeRuntimeModelOutput(**out, router_logits=logits, balance_loss=balance)
-        return self._as_asked(out, kwargs.get("return_dict"))
+        return MoeRuntimeModelOutput(**out, router_logits=logits, balance_loss=balance)
 
 
 class _CausalLM(_Model):
@@ -270,6 +265,7 @@ class _CausalLM(_Model):
         install_layers(self)
         self.post_init()
 
+    @can_return_tuple
     def forward(self, *args, output_router_logits=None, **kwargs):
         """Run the base's forward; add the auxiliary losses to its loss, and `router_logits` if
         requested.
@@ -292,8 +288,7 @@ class _CausalLM(_Model):
             fields["lm_loss"] = out.loss
             share = share_of_batch(kwargs, device)
             fields["loss"] = out.loss + share * fields["aux_loss"].to(device)
-        out = MoeRuntimeCausalLMOutput(**fields)
-        return self._as_asked(out, kwargs.get("return_dict"))
+        return MoeRuntimeCausalLMOutput(**fields)
 
 
 def install_layers(model: PreTrainedModel) -> None:

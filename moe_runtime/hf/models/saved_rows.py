@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.hf.models.folders import to_saved
 from moe_runtime.io.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ class SavedRows(NamedTuple):
     saved: str | None
     stacked: bool  # whether the tensor is a stack of all experts instead of one expert's
 
-    def row(self, model: nn.Module, row: torch.Tensor) -> torch.Tensor:
+    def row(self, model: nn.Module, row: Tensor) -> Tensor:
         """Return a row of the stack in the layout of the folder."""
         row = row[None]
         if self.saved is not None:
@@ -36,7 +36,7 @@ class SavedRows(NamedTuple):
 
 
 def saved_rows(
-    model: nn.Module, name: str, stack: torch.Tensor, ids: tuple[int, ...], checkpoint: Checkpoint
+    model: nn.Module, name: str, stack: Tensor, ids: tuple[int, ...], checkpoint: Checkpoint
 ) -> dict[str, SavedRows]:
     """Return which tensors of a folder, by name, hold the rows `ids` of the stack `name` of
     `model`.
@@ -60,18 +60,18 @@ def saved_rows(
 
 
 def saved_tensors(
-    model: nn.Module, own: Mapping[str, torch.Tensor], checkpoint: Checkpoint
-) -> dict[str, torch.Tensor]:
-    """Return `own`, tensors for parameters of `model` other than stacks, with the names and layouts
-    of a folder.
+    model: nn.Module, parameters: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> dict[str, Tensor]:
+    """Return tensors for `parameters` of `model` other than stacks, with the names and layouts of
+    a folder.
     """
-    if not own:
+    if not parameters:
         return {}
-    tensors = to_saved(model, own)
+    tensors = to_saved(model, parameters)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    whole = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    whole = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     if _choose(shapes, whole, checkpoint) is whole:
-        tensors = dict(own)
+        tensors = dict(parameters)
     # a folder may hold both names of one weight
     for pair in getattr(model, "all_tied_weights_keys", {}).items():
         for name, twin in (pair, pair[::-1]):

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_runtime.config import SHARED_GATES, STOCK_FAMILIES, MoEConfig, check_choice
 from moe_runtime.hf.common.loading import load
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
@@ -301,7 +303,7 @@ class _Target:
         }
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.left.values())
 
-    def saved(self, name: str, tensor: torch.Tensor, expert: int = 0) -> dict[str, torch.Tensor]:
+    def saved(self, name: str, tensor: Tensor, expert: int = 0) -> dict[str, Tensor]:
         """Return the saved form of a tensor, or of the row [1, ...] of an expert in a stack."""
         self.left.pop(name, None)
         saved = folders.to_saved(self.model, {name: tensor})
@@ -310,8 +312,8 @@ class _Target:
 
 
 def export_stock(
-    folder: str | Path,
-    out: str | Path,
+    folder: StrPath,
+    out: StrPath,
     to: str = "mixtral",
     *,
     approximate: bool = False,
@@ -428,7 +430,7 @@ def _with_shared(
             yield target.saved(f"{head}.shared_expert.{part}.weight", weight)
 
 
-def _probe(folder: str | Path) -> tuple[torch.Tensor, dict[int, float]]:
+def _probe(folder: StrPath) -> tuple[Tensor, dict[int, float]]:
     """Return the logits of an upcycled model on the probe batch, and the mean weight of each
     layer's shared expert there.
     """

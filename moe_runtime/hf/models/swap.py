@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import configuration
@@ -71,15 +71,17 @@ def verify_mlp(
     probed = sampled(layers)
     errors = {}
     for layer, mlp in mlps.items():
-        if layer not in probed and repr(mlp) == first and not _patched(mlp):
+        is_patched = any(
+            "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules()
+        )
+        if layer not in probed and repr(mlp) == first and not is_patched:
             continue
         errors[layer] = error = mlp_error(mlp, family)
         if not error < TOLERANCE:
-            formula = "down(act(gate x) * up x)" if family.gated else "down(act(up x))"
             raise ValueError(
                 f"{family.path.format(layer)} ({type(mlp).__name__}) must compute "
-                f"{formula}, but the relative difference is {error:.1e}, above {TOLERANCE:.0e}. "
-                "Check whether the model is patched"
+                f"{family.formula}, but the relative difference is {error:.1e}, above "
+                f"{TOLERANCE:.0e}. Check whether the model is patched"
             )
     return errors
 
@@ -199,7 +201,7 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
 
 
 def moe_to_dense(
-    model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]
+    model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, Tensor]]
 ) -> nn.Module:
     """Convert an upcycled model at any stage back to its base's stock class, in place, and return
     it.
@@ -232,7 +234,7 @@ def moe_to_dense(
     return model
 
 
-def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Tensor]:
+def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, Tensor]:
     """Return a layer's router weights, float32, drawn on the CPU from N(0, initializer_range).
 
     They depend only on the seed and the layer, not on the device or on which other layers are
@@ -245,7 +247,7 @@ def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Ten
 
 @torch.no_grad()
 def _expand(
-    mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor] | None
+    mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, Tensor] | None
 ) -> MoE | EWAMLP:
     """Build the MoE that replaces the MLP, or an EWAMLP without a router."""
     moe = EWAMLP(config, device="meta") if router is None else MoE(config, device="meta")
@@ -273,21 +275,18 @@ def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
 
 def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) -> None:
     shape = moe_shape(family, mlp)
-    reason = None
     configured = {name: getattr(config, name) for name in shape}
     if configured != shape:
-        reason = (
+        raise ValueError(
             f"The config must have {shape}, the shape of layer {layer}'s MLP (see moe_shape), but "
             f"has {configured}"
         )
-    elif getattr(mlp, "residual_dropout", 0):
-        reason = (
+    if getattr(mlp, "residual_dropout", 0):
+        raise ValueError(
             "residual_dropout must be 0, as the experts have no dropout, but got "
             f"{mlp.residual_dropout}. Load the model with from_pretrained(..., "
             "residual_dropout=0.0)"
         )
-    if reason is not None:
-        raise ValueError(reason)
 
 
 def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
@@ -296,34 +295,25 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
     """
     modules = moe_layers(model)
     stage = model.config.moe_runtime["stage"]
-    reasons = []
     if stage not in stages:
-        hint = ""
+        hint = "Pass a model at that stage"
         if stage == "lora":
             hint = (
-                ". Convert it to whole experts with lora.to_moe, or to a dense model with "
-                "lora.merge"
+                "Convert it to whole experts with lora.to_moe, or to a dense model with lora.merge"
             )
-        reasons.append(
-            f"The model's stage must be {' or '.join(map(repr, stages))}, but is {stage!r}{hint}"
+        raise ValueError(
+            f"The model's stage must be {' or '.join(map(repr, stages))}, but is {stage!r}. {hint}"
         )
-    else:
-        refuse_offloaded(model, type(model).__name__, recurse=False)
-        for layer, module in modules.items():
-            refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
-            kind = type(module.experts).__name__
-            if type(module.experts) is not Experts:
-                reasons.append(
-                    f"The experts of layer {layer} must be Experts, but are {kind}. Merge adapters "
-                    "first"
-                )
-            elif split_of(module.experts) is not None:
-                reasons.append(
-                    f"Some experts of layer {layer} are stored separately for training. Call "
-                    "trainable.fold_rows(model) first"
-                )
-    if reasons:
-        raise ValueError(reasons[0])
+    refuse_offloaded(model, type(model).__name__, recurse=False)
+    for layer, module in modules.items():
+        refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
+        kind = type(module.experts)
+        if kind is not Experts or split_of(module.experts) is not None:
+            raise ValueError(
+                f"The experts of layer {layer} must be plain Experts, but are {kind.__name__} with "
+                "adapters or separately trained rows. Merge adapters, and call "
+                "trainable.fold_rows(model), first"
+            )
     return modules
 
 
@@ -375,14 +365,7 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
     # a patched forward with other arguments, or bound to the original's weights
     except (RuntimeError, TypeError):
         return float("inf")
-    if not isinstance(out, torch.Tensor) or out.shape != expected.shape:
+    if not isinstance(out, Tensor) or out.shape != expected.shape:
         return float("inf")
     scale = expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
     return ((out - expected).norm() / scale).item()
-
-
-def _patched(mlp: nn.Module) -> bool:
-    """Return whether any of its modules does not run its class's forward."""
-    return any(
-        "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules()
-    )

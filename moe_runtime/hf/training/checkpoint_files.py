@@ -10,19 +10,21 @@ few classes that such an index consists of, and the values weights-only, before 
 """
 
 import io
-import json
 import re
 import zipfile
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
 
 import torch
+from pydantic import BaseModel
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from moe_runtime.config import one_line, shown
+from moe_runtime.hf.common.sources import StrPath
+from moe_runtime.hf.training.settings import Steps
 from moe_runtime.io.files import check_regular, is_plain_name
 
 PICKLES = ("*.pt", "*.pth", "*.bin", "*/adapter_model.bin")
@@ -58,7 +60,7 @@ class _IndexUnpickler(Unpickler):
         return super().find_class(module, name)
 
 
-def checkpoints(folder: str | Path, file: str = "") -> list[Path]:
+def checkpoints(folder: StrPath, file: str = "") -> list[Path]:
     """Return a Trainer's checkpoints in `folder`, those that have `file` if given."""
     paths = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     numbered = [path for path in paths if path.name.rpartition("-")[2].isdecimal()]
@@ -82,7 +84,7 @@ def refusal(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} is refused: {reason}. Resume from another checkpoint")
 
 
-def check_checkpoint(folder: str | Path) -> None:
+def check_checkpoint(folder: StrPath) -> None:
     """Raise a ValueError that names the file of a checkpoint that is damaged or holds more than
     tensors and plain values.
 
@@ -98,30 +100,25 @@ def check_checkpoint(folder: str | Path) -> None:
         _check_index(path)
 
 
+class _State(BaseModel, strict=True):
+    """What a Trainer's state must have."""
+
+    global_step: Steps
+    max_steps: Steps
+    log_history: list[dict]
+
+
 def _check_trainer_state(path: Path) -> None:
     check_regular(path)
+    named = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.parent.name)
     try:
-        state = TrainerState.load_from_json(str(path))
-        values = json.loads(path.read_text(encoding="utf-8"))
+        TrainerState.load_from_json(str(path))
+        state = _State.model_validate_json(path.read_bytes())
+        step = state.global_step
+        if step > state.max_steps or (named is not None and step != int(named[1])):
+            raise ValueError(f"global_step is {step} of {state.max_steps}")
     except Exception as error:  # of wrong types, transformers' class may raise anything
         raise refusal(path, error) from error
-    step = values.get("global_step")
-    last = values.get("max_steps")
-    named = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.parent.name)
-    reason = None
-    if type(step) is not int or type(last) is not int or not 0 <= step <= last:
-        reason = (
-            f"global_step must be an integer from 0 to max_steps ({shown(last)}), but is "
-            f"{shown(step)}"
-        )
-    elif named is not None and int(named[1]) != step:
-        reason = f"global_step is {step}, but the folder is that of step {named[1]}"
-    elif not isinstance(state.log_history, list) or not all(
-        isinstance(entry, dict) for entry in state.log_history
-    ):
-        reason = "log_history must be a list of objects"
-    if reason is not None:
-        raise ValueError(f"{path} is damaged: {reason}. Resume from another checkpoint")
 
 
 def _check_pickle(path: Path) -> None:

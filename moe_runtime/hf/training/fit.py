@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     Adafactor,
@@ -27,6 +28,7 @@ from transformers.utils import logging
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.common.sharded import local_part
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.parallel import gathered, shard_experts
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh, gather, state
 from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
@@ -37,7 +39,7 @@ from moe_runtime.io.console import bar
 from moe_runtime.ops.all_to_all import is_distributed
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """Result of `train`."""
 
     history: History
@@ -52,9 +54,7 @@ class Trained(NamedTuple):
     optimizer_bytes: int  # of the optimizer's state, over all processes
 
 
-def _arguments(
-    folder: str | Path, save_steps: int | None, seed: int, **settings
-) -> TrainingArguments:
+def _arguments(folder: StrPath, save_steps: int | None, seed: int, **settings) -> TrainingArguments:
     """Return transformers' arguments for a training that only writes checkpoints."""
     cuda = torch.cuda.is_available()
     return TrainingArguments(
@@ -81,7 +81,7 @@ def train(
     rows,
     tokenizer,
     *,
-    folder: str | Path,
+    folder: StrPath,
     learning_rate: float,
     batch_size: int,
     held_out,
@@ -109,7 +109,7 @@ def train(
     trainer: Callable[..., MoETrainer] = MoETrainer,
     collator: Callable | None = None,
     losses: Callable | None = None,
-) -> Trained:
+) -> TrainingResult:
     """Train all parameters that require a gradient, in place, in all processes of the run, with
     transformers' Trainer.
 
@@ -189,7 +189,7 @@ def train(
             return gathered(model)
         return runner.accelerator.get_state_dict(runner.model_wrapped)
 
-    return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
+    return TrainingResult(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
 
 
 def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:
@@ -237,13 +237,11 @@ def check_training(
         _warmup(warmup_steps, steps)
 
 
-def pair_collator(
-    tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None = None
-) -> DataCollatorForSeq2Seq:
+def pair_collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
     """Return the collator for `data.tokenize_pairs`: pads input_ids as the tokenizer does, labels
     with -100.
     """
-    return DataCollatorForSeq2Seq(tokenizer, padding=True, pad_to_multiple_of=pad_to_multiple_of)
+    return DataCollatorForSeq2Seq(tokenizer)
 
 
 def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int, int]:
@@ -344,7 +342,7 @@ def row_losses(
     )
 
 
-def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple]:
+def token_sums(logits: Tensor, labels: Tensor) -> list[tuple]:
     """Return `sums_of` each row's label tokens; `logits` [B, S, V], `labels` [B, S]."""
     logits = logits[:, :-1]
     labels = labels[:, 1:]
@@ -354,9 +352,7 @@ def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple]:
     return sums_of(losses, labels, logits.argmax(-1))
 
 
-def sums_of(
-    losses: torch.Tensor, labels: torch.Tensor, predicted: torch.Tensor | None = None
-) -> list[tuple]:
+def sums_of(losses: Tensor, labels: Tensor, predicted: Tensor | None = None) -> list[tuple]:
     """Return, for each row of `losses` [B, n], their sum, the number of labels [B, n] that are not
     -100, and an exact match.
 

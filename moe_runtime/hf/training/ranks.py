@@ -9,17 +9,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.config import check_positive
 from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.common.sharded import gathered
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.quantize import experts_of
 from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.io import files
-from moe_runtime.io.files import atomic_write_json, read_json
 
 
 def state():
@@ -63,7 +63,7 @@ def leading() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def sole_training(folder: str | Path, check: Callable[[], None] | None = None) -> Iterator[None]:
+def sole_training(folder: StrPath, check: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold a folder for this run's training on rank 0 (`files.sole_training`); every process must
     call it.
 
@@ -108,7 +108,7 @@ def engine() -> str:
     return engine
 
 
-def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
+def check_ep_size(ep_size: int, source: StrPath | None = None) -> None:
     """Raise ValueError unless `ep_size` divides this run's processes and, by its config, the
     experts of the model `source`.
     """
@@ -156,7 +156,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def load_tokenizer(source: str | Path, name: str = "base_model"):
+def load_tokenizer(source: StrPath, name: str = "base_model"):
     """Load a tokenizer that pads on the right, with EOS if it has no padding token, as in the
     official XFT code.
     """
@@ -168,7 +168,7 @@ def load_tokenizer(source: str | Path, name: str = "base_model"):
 
 
 def load_model(
-    source: str | Path,
+    source: StrPath,
     dtype: str,
     device: torch.device | str | None = None,
     name: str = "base_model",
@@ -181,20 +181,14 @@ def load_model(
     return model if device is None else model.to(device)
 
 
-def load_config(source: str | Path, name: str = "base_model"):
+def load_config(source: StrPath, name: str = "base_model"):
     """Load a model's config; raises a ValueError with the `name` of the source if transformers
     cannot.
     """
     return load(AutoConfig, source, name)
 
 
-def routing_of(source: str | Path) -> tuple[int | None, int | None]:
-    """Return the experts per layer and per token from a model's config; None if it has none."""
-    config = load_config(source)
-    return getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
+def whole(parameter: Tensor) -> Tensor:
     """Return a parameter on the CPU, gathered if it is sharded by FSDP2. Every process must call
     it.
     """
@@ -215,7 +209,4 @@ def save_whole(
             state_dict[name] = value.to(getattr(torch, dtype))
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
-    values = read_json(folder / "config.json")
-    if values.get("dtype") != dtype:
-        atomic_write_json(folder / "config.json", values | {"dtype": dtype})
-    write_legacy_rope(folder)
+    write_legacy_rope(folder, dtype=dtype)

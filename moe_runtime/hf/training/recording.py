@@ -5,24 +5,26 @@ the best evaluation.
 import csv
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from pydantic import ConfigDict
+from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from moe_runtime.config import check_number, check_numbers, one_line, shown
+from moe_runtime.config import one_line
 from moe_runtime.hf.common.sharded import local_part
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.layers import plain_name
-from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter, layer_names
+from moe_runtime.hf.dropin.stats import FIELDS, RouterCounter, layer_names
 from moe_runtime.hf.training.checkpoint_files import checkpoints, step_of
 from moe_runtime.hf.training.ranks import state, whole
+from moe_runtime.hf.training.settings import Node, Number
 from moe_runtime.io.files import atomic_file, atomic_write_text, read_json
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
@@ -51,7 +53,7 @@ class Best:
     the folder is removed after the trained model is saved.
     """
 
-    def __init__(self, model: nn.Module, folder: str | Path):
+    def __init__(self, model: nn.Module, folder: StrPath):
         self.model = model
         self.loss = math.inf
         self.rows = None
@@ -101,18 +103,13 @@ class Best:
                 if not same:
                     raise ValueError(f"{name} is not {list(weight.shape)}, {weight.dtype}")
         except Exception as error:  # torch.load may raise anything for a file of another kind
-            reason = one_line(str(error).strip().partition("\n")[0], 200) or type(error).__name__
             raise ValueError(
-                f"Cannot read {self.path} of this training ({reason}). Remove its folder to start "
-                "again"
+                f"Cannot read {self.path} of this training ({one_line(error, 200)}). Remove its "
+                "folder to start again"
             ) from error
-        for name in ("losses", "tokens", "exact"):
-            if name != "exact" or saved.get(name) is not None:
-                check_numbers(f"{name} of {self.path}", saved.get(name), None, finite=False)
-        check_numbers(f"loss of {self.path}", saved.get("loss"))
         return saved
 
-    def _weights(self) -> dict[str, torch.Tensor]:
+    def _weights(self) -> dict[str, Tensor]:
         """Return the local part of each trained parameter."""
         return {
             name: local_part(parameter.detach())
@@ -121,6 +118,20 @@ class Best:
         }
 
 
+class _SavedHistory(Node):
+    """The history of a checkpoint; a loss may be NaN."""
+
+    model_config = ConfigDict(strict=False, allow_inf_nan=True)
+
+    train: list[tuple[int, float]]
+    held_out: list[tuple[int, float]]
+    rows: list[tuple[int, list[float]]]
+    seconds: Number
+    last: tuple[list[float], list[int]]
+    exact: list[int] | None
+
+
+@dataclass(eq=False)
 class Recorder(TrainerCallback):
     """Fills a History, reports each step, and continues the history of a checkpoint.
 
@@ -131,22 +142,16 @@ class Recorder(TrainerCallback):
 
     NAME = "history.json"
 
-    def __init__(
-        self,
-        history: History,
-        take: Callable[[], tuple[float, tuple]],
-        every: int | Collection[int],
-        on_step: Callable[[int, int, float | None], None] | None,
-        best: Best | None = None,
-    ):
-        self.history = history
-        self.take = take
-        self.every = every
-        self.on_step = on_step
-        self.best = best
-        self.loss = None
-        self.last = ([], [], None)
-        self.start = self.paused = self.before = 0.0
+    history: History
+    take: Callable[[], tuple[float, tuple]]
+    every: int | Collection[int]
+    on_step: Callable[[int, int, float | None], None] | None
+    best: Best | None = None
+    loss = None
+    last = ([], [], None)
+    start = 0.0
+    paused = 0.0
+    before = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start = time.perf_counter()
@@ -203,54 +208,23 @@ class Recorder(TrainerCallback):
         `on_save`.
         """
         path = checkpoint / self.NAME
-        values = read_json(path)
-        points = {name: values.get(name, []) for name in ("train", "held_out", "rows")}
         try:
-            losses, tokens = values["last"]
-            steps = [step for step, _ in points["rows"]]
-            rows = [row for _, row in points["rows"]]
-            count = len(losses)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"last and rows of {path} must be pairs of lists, but got "
-                f"{shown([values.get('last'), points['rows']])}. Remove the checkpoint"
-            ) from error
-        exact = values.get("exact")
-        # a loss may be NaN
-        check_numbers(f"losses of {path}", losses, count, finite=False)
-        check_numbers(f"tokens of {path}", tokens, count, finite=False)
-        if exact is not None:
-            check_numbers(f"exact of {path}", exact, count, finite=False)
-        check_number(f"seconds of {path}", values.get("seconds"))
-        check_numbers(f"train of {path}", points["train"], None, 2, finite=False)
-        check_numbers(f"held_out of {path}", points["held_out"], None, 2, finite=False)
-        check_numbers(f"steps of {path}", steps, None)
-        for row in rows:
-            check_numbers(f"rows of {path}", row, None, finite=False)
-        self.last = (losses, tokens, exact)
-        self.before = values["seconds"]
-        for name, pairs in points.items():
-            getattr(self.history, name)[:] = map(tuple, pairs)
+            saved = _SavedHistory.from_dict(read_json(path))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}. Remove the checkpoint") from error
+        self.last = (*saved.last, saved.exact)
+        self.before = saved.seconds
+        self.history.train[:] = saved.train
+        self.history.held_out[:] = saved.held_out
+        self.history.rows[:] = saved.rows
 
     def _seconds(self) -> float:
         return self.before + time.perf_counter() - self.start - self.paused
 
 
-def last_checkpoint(folder: str | Path) -> Path | None:
+def last_checkpoint(folder: StrPath) -> Path | None:
     """Return the newest complete checkpoint that `train` wrote to a folder, or None."""
     return max(checkpoints(folder, Recorder.NAME), key=step_of, default=None)
-
-
-def _whole_lines(path: Path) -> list[list[str]]:
-    """Read the lines of router_stats.csv, except an incomplete last one and damaged ones."""
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    text = text[: text.rfind("\n") + 1].replace("\0", "")
-    lines = []
-    for line in csv.reader(text.splitlines()):
-        if len(line) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", line[0]):
-            lines.append(line)
-    return lines
 
 
 class RouterStatsCallback(TrainerCallback):
@@ -258,20 +232,13 @@ class RouterStatsCallback(TrainerCallback):
     CSV file.
 
     The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is
-    `path` or router_stats.csv in the output folder. Between two logs it only counts, on the device.
+    router_stats.csv in the output folder. Between two logs it only counts, on the device.
     It warns once of a collapse. MoETrainer and MoESFTTrainer put it first; in a plain Trainer,
     reporting callbacks before it do not see its numbers.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        per_layer: bool = False,
-        min_entropy: float = LOW_ENTROPY,
-    ):
-        self.path = path
+    def __init__(self, per_layer: bool = False):
         self.per_layer = per_layer
-        self.min_entropy = min_entropy
         self._counter: RouterCounter | None = None
         self._file: Path | None = None
         self._warned = False
@@ -282,13 +249,16 @@ class RouterStatsCallback(TrainerCallback):
         """
         self.on_train_end(args, state, control)
         self._counter = RouterCounter(model, only_training=True)
-        self._file = Path(self.path or Path(args.output_dir) / "router_stats.csv")
+        self._file = Path(args.output_dir) / "router_stats.csv"
         if not state.is_world_process_zero:
             return
         lines = [("step", *FIELDS)]
         if state.global_step and self._file.exists():
-            earlier = _whole_lines(self._file)
-            lines += [line for line in earlier if int(line[0]) <= state.global_step]
+            with open(self._file, newline="", encoding="utf-8", errors="replace") as file:
+                for line in csv.reader(file):
+                    is_whole = len(line) == len(FIELDS) + 1 and line[0].isdecimal()
+                    if is_whole and int(line[0]) <= state.global_step:
+                        lines.append(line)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self._file) as beside:
             self._write(lines, beside, "w")
@@ -309,7 +279,7 @@ class RouterStatsCallback(TrainerCallback):
             self._write([(state.global_step, *row) for row in stats.rows()], self._file, "a")
             if self._warned:
                 return
-            warning = stats.warning(self.min_entropy)
+            warning = stats.warning()
             if warning:
                 self._warned = True
                 logger.warning(f"step {state.global_step}: {warning}")
@@ -351,7 +321,7 @@ class MixingCallback(TrainerCallback):
         self._layers = dict(zip(layer_names(list(layers)), layers.values(), strict=True))
         self._first = self._alphas()
 
-    def _alphas(self) -> torch.Tensor | None:
+    def _alphas(self) -> Tensor | None:
         """Return the coefficients [L, E]; None while ZeRO-3 has partitioned the logits."""
         alphas = []
         for layer in self._layers.values():

@@ -16,33 +16,35 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.loading import LOADED, LoadedNames, loading_whole
 from moe_runtime.hf.dropin.parallel import gathered
-from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.hf.training.checkpoint_files import check_checkpoint, checkpoints, refusal, step_of
 from moe_runtime.io import signals
-from moe_runtime.io.files import atomic_model, naming
+from moe_runtime.io.files import atomic_model, naming, read_json
 from moe_runtime.ops.all_to_all import is_distributed
 
 # folders of torch.distributed.checkpoint in a checkpoint
 SPREAD = {"model": "experts", "optimizer": "experts-optimizer"}
 
 
-def last_whole_checkpoint(folder: str | Path) -> Path | None:
+def last_whole_checkpoint(folder: StrPath) -> Path | None:
     """Return the newest complete checkpoint of transformers' Trainer in `folder`, or None."""
     return max(filter(_is_whole, checkpoints(folder)), key=step_of, default=None)
 
 
-def _remove_halves(folder: str | Path, last: Path) -> None:
+def _remove_halves(folder: StrPath, last: Path) -> None:
     """Remove incomplete checkpoints newer than `last` in `folder`, which transformers would count
     among the kept ones.
     """
@@ -92,7 +94,7 @@ def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
 
 
 @contextmanager
-def _naming_state(checkpoint: str | Path | None, names: str) -> Iterator[None]:
+def _naming_state(checkpoint: StrPath | None, names: str) -> Iterator[None]:
     """Convert the error of a state that does not fit this training into a ValueError that names the
     checkpoint's files.
     """
@@ -111,14 +113,14 @@ class WholeSaves:
             is_distributed(p) for p in self.model.parameters() if p.requires_grad
         )
 
-    def _write_spread(self, kind: str, folder: str | Path) -> None:
+    def _write_spread(self, kind: str, folder: StrPath) -> None:
         from torch.distributed import checkpoint
 
         checkpoint.save(
             {kind: _spread_state(self, kind)[0]}, checkpoint_id=Path(folder, SPREAD[kind])
         )
 
-    def _read_spread(self, kind: str, folder: str | Path) -> None:
+    def _read_spread(self, kind: str, folder: StrPath) -> None:
         from torch.distributed import checkpoint
 
         if not Path(folder, SPREAD[kind]).is_dir():
@@ -145,20 +147,47 @@ class WholeSaves:
                     self._save(output_dir, state_dict=weights)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if self._trains_spread():
-            self._read_spread("model", resume_from_checkpoint)
-        else:
-            with self._loading():
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load = functools.partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self._load_weights(resume_from_checkpoint, load)
 
     def _load_best_model(self):
         # a resumed checkpoint may name any folder
         check_checkpoint(self.state.best_model_checkpoint)
+        self._load_weights(self.state.best_model_checkpoint, super()._load_best_model)
+
+    def _load_weights(self, checkpoint: StrPath, load: Callable[[], None]) -> None:
+        """Load a checkpoint's separately trained experts, each rank's part, or all by `load`."""
+        if self._load_adapter(checkpoint):
+            return
         if self._trains_spread():
-            self._read_spread("model", self.state.best_model_checkpoint)
+            self._read_spread("model", checkpoint)
         else:
             with self._loading():
-                super()._load_best_model()
+                load()
+
+    def _load_adapter(self, folder: StrPath) -> bool:
+        """Load a checkpoint of separately trained experts, or raise ValueError; False, without
+        effect, for other models.
+        """
+        training = trained_files.training_of(self.model)
+        reason = None
+        is_adapter = training is not None
+        is_sharded = self.is_fsdp_enabled or self._trains_spread()
+        if is_adapter != (Path(folder) / trained_files.CONFIG).is_file():
+            kinds = ("experts separately, as prepared by esft.train_only", "all of its parameters")
+            reason = (
+                f"Checkpoint {folder} is of a model that trains {kinds[is_adapter]}, but this "
+                f"model trains {kinds[not is_adapter]}"
+            )
+        elif is_adapter and is_sharded:  # sharded files hold rows without their expert ids
+            reason = _other_experts(training.config, folder)
+        if reason is not None:
+            raise ValueError(reason)
+        if is_adapter and not is_sharded:
+            trained_files.load_trained(self.model, folder)
+        elif is_adapter and training.check is not None:
+            training.check(training.config, folder)
+        return is_adapter and not is_sharded
 
     def _loading(self) -> AbstractContextManager:
         """Return a context for loading a whole model's checkpoint; FSDP, DeepSpeed and PEFT have
@@ -249,6 +278,21 @@ class WholeSaves:
         finally:
             if self.args.should_save and not _is_whole(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _other_experts(config: Mapping[str, Any], folder: StrPath) -> str | None:
+    """Describe how a checkpoint's experts differ from `config`'s, in ids or order; None if they are
+    the same.
+    """
+    saved = read_json(Path(folder) / trained_files.CONFIG)
+    prepared = json.loads(json.dumps(config))
+    for name in ("experts", "shared_experts", "non_expert_modules"):
+        if saved.get(name) != prepared.get(name):
+            return (
+                f"{name} is {prepared.get(name)}, but {saved.get(name)} in checkpoint {folder}. "
+                "Prepare the model with the selection in expert_cfg.json there"
+            )
+    return None
 
 
 class StopCallback(TrainerCallback):

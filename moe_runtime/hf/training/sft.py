@@ -2,7 +2,6 @@
 with additional flags.
 """
 
-import argparse
 import functools
 import math
 import os
@@ -12,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from transformers import (
     TrainerCallback,
     dynamic_module_utils,
 )
+from transformers.hf_argparser import HfArg
 from transformers.integrations import (
     get_available_reporting_integrations,
     is_deepspeed_zero3_enabled,
@@ -34,7 +34,6 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.config import check_choice, one_line
 from moe_runtime.hf.common.loading import load
-from moe_runtime.hf.common.outputs import share_of_batch
 from moe_runtime.hf.common.sources import check_source, is_id, without_retries
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.folders import read_config, skeleton
@@ -62,8 +61,8 @@ HELP = {
     "usage": f"{PROG} --model MODEL --data DATA --output_dir FOLDER [OPTIONS]",
     "description": (
         "Tune a dense or MoE model with TRL's SFT command. The first options are ours, the others "
-        "those of `trl sft`; --config FILE reads them from a YAML file, --json prints the result "
-        "as one JSON object."
+        "those of `trl sft`; --config FILE reads them from a YAML file, and those of the command "
+        "line win; --json prints the result as one JSON object, and everything else to stderr."
     ),
     "epilog": f"Example: {PROG} --model llama-1b-moe --data pairs.jsonl --output_dir tuned",
 }
@@ -73,51 +72,30 @@ HELP = {
 class TrainArguments:
     """Additional flags of `moe-runtime train`."""
 
-    model: str | None = field(
-        default=None, metadata={"help": "folder or Hub id; the same as --model_name_or_path"}
+    model: str | None = HfArg(
+        default=None, help="folder or Hub id; the same as --model_name_or_path"
     )
-    data: str | None = field(
+    data: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set"
-        },
+        help="a .jsonl, .json or .parquet file, a folder of them, or the id of a data set",
     )
-    eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
-    router_stats: bool = field(
-        default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"}
+    eval_data: str | None = HfArg(default=None, help="as --data, for --eval_strategy")
+    router_stats: bool = HfArg(
+        default=True, help="log the experts' load; router_stats.csv in output_dir"
     )
-    train_on: str = field(
+    train_on: str = HfArg(
         default="assistant",
-        metadata={
-            "help": "the assistant's turns (of a pair, the completion), or all",
-            "choices": TRAIN_ON,
-        },
+        help="the assistant's turns (of a pair, the completion), or all",
+        metadata={"choices": TRAIN_ON},
     )
-    ep_size: int = field(
-        default=1, metadata={"help": "processes to shard each layer's experts over"}
+    ep_size: int = HfArg(default=1, help="processes to shard each layer's experts over")
+    stop_on_nan: bool = HfArg(default=True, help="stop at a loss that is NaN or infinite")
+    resume: bool = HfArg(
+        default=False, help="resume from the newest complete checkpoint in --output_dir"
     )
-    stop_on_nan: bool = field(
-        default=True, metadata={"help": "stop at a loss that is NaN or infinite"}
+    overwrite: bool = HfArg(
+        default=False, help="replace the model and the checkpoints in --output_dir"
     )
-    resume: bool = field(
-        default=False,
-        metadata={"help": "resume from the newest complete checkpoint in --output_dir"},
-    )
-    overwrite: bool = field(
-        default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"}
-    )
-
-
-class _TakenBefore(argparse.Action):
-    """A flag that is listed in the help, but removed from the arguments before this parser reads
-    them.
-    """
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(
-            f"{option_string} is not allowed here. Pass {self.option_strings[0]} once, on the "
-            "command line"
-        )
 
 
 def parse(trl, argv: Sequence[str] | None) -> tuple:
@@ -134,25 +112,13 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
         trl.DatasetMixtureConfig,
     )
     parser = trl.TrlParser(types, prog=PROG, **HELP)
-    others = parser.add_argument_group("beside them")
-    hidden = {"action": _TakenBefore, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    others.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file of options; those of the command line win",
-        **hidden,
-    )
-    others.add_argument(
-        "--json",
-        nargs=0,
-        help="print the result as one JSON object; everything else goes to stderr",
-        **hidden,
+    parser.set_defaults(
+        # PEFT rejects any other value on the experts of stock models
+        lora_dropout=0.0,
+        output_dir="",  # transformers would write to ./trainer_output
     )
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
-    # PEFT rejects any other value on the experts of stock models
-    parser.set_defaults(lora_dropout=0.0)
-    parser.set_defaults(output_dir="")  # transformers would write to ./trainer_output
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)
     if not sys.stderr.isatty():
@@ -279,11 +245,7 @@ class _MoESFTTrainer(_MoETrainer):
         loss = lm_loss
         balance_loss = torch.zeros_like(lm_loss.detach())
         if caught:
-            items = num_items_in_batch
-            if items is not None:
-                # clamped, as in TRL, for a step without label tokens
-                items = torch.as_tensor(items).clamp(min=1)
-            share = share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
+            share = self._share(inputs, num_items_in_batch, lm_loss.device)
             balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
             loss = lm_loss + balance_loss
         if caught or self.aux_loss_enabled:

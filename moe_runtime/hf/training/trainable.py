@@ -51,8 +51,9 @@ class ExpertsLayer(NamedTuple):
     num_shared: int
 
 
-def _with_state(model: nn.Module) -> nn.Module | None:
-    return next((module for module in model.modules() if STATE in module.__dict__), None)
+def holder(model: nn.Module, attribute: str = STATE) -> nn.Module | None:
+    """Return the module with the attribute, `model` or one that it wraps, or None."""
+    return next((module for module in model.modules() if attribute in module.__dict__), None)
 
 
 def _is_split(model: nn.Module) -> bool:
@@ -63,7 +64,7 @@ def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
     """Return the MoE layers by number; with `fresh`, raise ValueError if experts of `model` are
     already trained.
     """
-    if fresh and (_with_state(model) is not None or _is_split(model)):
+    if fresh and (holder(model) is not None or _is_split(model)):
         raise ValueError(
             "The model already trains some experts. Call fold_rows(model) or drop_rows(model) first"
         )
@@ -71,7 +72,7 @@ def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
     layers = {}
     for number, layer in numbered_layers(model).items():
         module = experts_module(model, layer)
-        names = stock.stack_names(module) if layer.is_stock else module.stacks()
+        names = stock.stack_names(module)
         layers[number] = ExpertsLayer(
             paths[module], module, names, layer.num_experts, layer.num_shared
         )
@@ -101,16 +102,11 @@ def checked_experts(
                 f"{list(ids)}"
             )
         if ids:
-            _check_trainable(layers, number)
+            reason = _unfit(layers, number)
+            if reason is not None:
+                raise ValueError(reason)
             checked[number] = ids
     return checked
-
-
-def _check_trainable(layers: dict[int, ExpertsLayer], number: int) -> None:
-    """Raise ValueError if the experts of a layer cannot be trained."""
-    reason = _unfit(layers, number)
-    if reason is not None:
-        raise ValueError(reason)
 
 
 def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
@@ -272,8 +268,10 @@ def _split(
 ) -> None:
     """Store all rows separately, or none if memory is insufficient."""
     check_unwrapped(model)
-    stock_experts = filter(stock.is_experts, model.modules())
-    patched = all(one.config._experts_implementation == stock.NAME for one in stock_experts)
+    configs = [layer.module.config for layer in layers.values()]
+    patched = all(
+        getattr(config, "_experts_implementation", stock.NAME) == stock.NAME for config in configs
+    )
     if experts:
         stock.patch(model)
         forget_compiled()
@@ -333,21 +331,19 @@ def _refuse_others(module: nn.Module, args) -> None:
     implementation = module.config._experts_implementation
     if implementation != stock.NAME:
         raise ValueError(
-            f"experts_implementation must be {stock.NAME!r} while some experts of "
-            f"{type(module).__name__} are stored separately for training, but is "
-            f"{implementation!r}. Call fold_rows(model) first"
+            f"experts_implementation must be {stock.NAME!r} while some experts are stored "
+            f"separately for training, but is {implementation!r}. Call fold_rows(model) first"
         )
 
 
 def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
-    inner = _with_state(model)
+    inner = holder(model)
     if inner is not None:
         return inner, inner.__dict__[STATE]
     if _is_split(model):
         return model, _Before(True, {})  # PEFT has unloaded the wrapper that stored the state
     raise ValueError(
-        f"{type(model).__name__} has no separately trained experts. Pass a model prepared by "
-        "train_rows"
+        "The model has no separately trained experts. Pass a model prepared by train_rows"
     )
 
 

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.hf.training.ranks import whole
-from moe_runtime.hf.training.trainable import unguard
+from moe_runtime.hf.training.trainable import holder, unguard
 from moe_runtime.io.checkpoint import SINGLE, write_tensors
 from moe_runtime.io.files import atomic_file, atomic_write_text, check_regular, weights_of
 from moe_runtime.modules.trainable import PREFIX, split_of, trained_parameters
@@ -33,7 +34,7 @@ from moe_runtime.ops.all_to_all import is_distributed
 
 CONFIG = "expert_cfg.json"
 TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its TrainedParameters
-Check = Callable[[dict[str, Any], str | Path], None]  # (config, folder); raises ValueError
+Check = Callable[[dict[str, Any], StrPath], None]  # (config, folder); raises ValueError
 _EXPERT = re.compile(
     r"(?P<path>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.(?:weight|bias))"
 )
@@ -91,7 +92,7 @@ def stack_parts(layout: ExpertLayout) -> dict[str, tuple[str, ...]]:
     return stacks
 
 
-def split_row(layout: ExpertLayout, stack: str, row: torch.Tensor) -> dict[str, torch.Tensor]:
+def split_row(layout: ExpertLayout, stack: str, row: Tensor) -> dict[str, Tensor]:
     """Split a row of the stack of this name into views of an expert's tensors, by part: [out, in],
     or [out] for biases.
     """
@@ -105,7 +106,7 @@ def split_row(layout: ExpertLayout, stack: str, row: torch.Tensor) -> dict[str, 
     return dict(zip(names, row.chunk(2), strict=True))
 
 
-def join_row(layout: ExpertLayout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def join_row(layout: ExpertLayout, stack: str, parts: Mapping[str, Tensor]) -> Tensor:
     """Assemble a row of the stack of this name from an expert's tensors, [out, in] each: the
     inverse of `split_row`.
     """
@@ -151,22 +152,23 @@ def mark(
     files as well as the model's own. `check(config, folder)` raises ValueError for a folder whose
     weights are for another model.
     """
-    hooks = tuple(
-        module.register_load_state_dict_pre_hook(functools.partial(_take_names, layout_of(module)))
+    hooks = [
+        module.register_load_state_dict_pre_hook(_take_names)
         for module in split_modules(model).values()
-    )
-    wanted = dict.fromkeys(others, dtype) if dtype is not None else {}
-    dtypes = _cast(model, wanted)
+    ]
+    dtypes = {}
+    if dtype is not None:
+        dtypes = _cast(model, dict.fromkeys(others, dtype))
     unguard(model)  # train_rows disables saving, which is now correct
     # shard_experts may have installed one that does not wait for other ranks
     save = model.__dict__.get("save_pretrained")
-    setattr(model, TRAINING, TrainedParameters(config, others, dtypes, hooks, save, check))
+    setattr(model, TRAINING, TrainedParameters(config, others, dtypes, tuple(hooks), save, check))
     model.save_pretrained = functools.partial(save_trained, model)
 
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
-    model = holder(model)
+    model = holder(model, TRAINING)
     training = getattr(model, TRAINING)
     for hook in training.hooks:
         hook.remove()
@@ -203,7 +205,7 @@ def check_trains(model: nn.Module) -> None:
     """Raise ValueError if a parameter recorded by `mark` no longer requires a gradient, as after
     PEFT.
     """
-    model = holder(model)
+    model = holder(model, TRAINING)
     if model is None:
         return
     parameters = _plain_parameters(model)
@@ -219,14 +221,9 @@ def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def holder(model: nn.Module, attribute: str = TRAINING) -> nn.Module | None:
-    """Return the module with the attribute, `model` or one that it wraps, or None."""
-    return next((module for module in model.modules() if attribute in module.__dict__), None)
-
-
 def training_of(model: nn.Module) -> TrainedParameters | None:
     """Return the record that `mark` stored on `model`, or None if it trains no experts."""
-    marked = holder(model)
+    marked = holder(model, TRAINING)
     return None if marked is None else getattr(marked, TRAINING)
 
 
@@ -263,7 +260,7 @@ def is_split(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+def gathered(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     """Return the trained parameters of `model`, gathered and on the CPU, by plain name.
 
     If the model is distributed, every process must call it; those without `keep` get nothing.
@@ -281,8 +278,8 @@ def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def trained_tensors(
-    model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Return the trained tensors of `model` on the CPU, by their names in the file; `state_dict`
     replaces its weights if given.
 
@@ -294,16 +291,13 @@ def trained_tensors(
     for name in _trained_names(model):
         if name not in values:
             raise ValueError(
-                f"{name}, which the model trains, is missing from the {len(values)} tensors of "
-                f"{type(model).__name__}"
+                f"{name}, which the model trains, is missing from its {len(values)} tensors"
             )
         values[name] = whole(values[name])
     return _named_as_saved(model, values)
 
 
-def _named_as_saved(
-    model: nn.Module, values: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _named_as_saved(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return views of the trained parameters, given by plain name, by their names in the file."""
     tensors = {}
     for path, module in split_modules(model).items():
@@ -319,9 +313,9 @@ def _named_as_saved(
 
 def save_trained(
     model: nn.Module,
-    save_directory: str | Path,
+    save_directory: StrPath,
     is_main_process: bool = True,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
     push_to_hub: bool = False,
     **_,
 ) -> None:
@@ -333,8 +327,8 @@ def save_trained(
     # a single rank would wait forever for the others
     if push_to_hub or (state_dict is None and is_split(model)):
         raise ValueError(
-            f"{type(model).__name__} trains only some experts, so push_to_hub ({push_to_hub}) and "
-            "sharded states are not supported. Use model.push_to_hub(repository), or, for "
+            f"The model trains only some experts, so push_to_hub ({push_to_hub}) and sharded "
+            "states are not supported. Use model.push_to_hub(repository), or, for "
             "distributed experts, esft.save_adapter(model, folder) on every rank, and MoETrainer, "
             "or save_strategy='no' in Trainer"
         )
@@ -343,7 +337,7 @@ def save_trained(
         write_files(save_directory, tensors, training_of(model).config)
 
 
-def check_place(folder: str | Path) -> None:
+def check_place(folder: StrPath) -> None:
     """Raise ValueError for the folder of a whole model, as an adapter's file has the same name as
     its weights.
     """
@@ -356,9 +350,7 @@ def check_place(folder: str | Path) -> None:
         )
 
 
-def write_files(
-    folder: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> None:
+def write_files(folder: StrPath, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Write the two files of an adapter into a folder, created if missing; raises ValueError as
     `check_place`.
     """
@@ -370,7 +362,7 @@ def write_files(
     atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: StrPath) -> dict[str, Tensor]:
     """Read the safetensors files of an adapter, memory-mapped.
 
     Names in old files, which start with "layers.", are prefixed with "model.". Raises ValueError if
@@ -379,7 +371,7 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ValueError(f"{str(folder)!r} has no .safetensors file. Pass the folder of an adapter")
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         check_regular(file)
         try:
@@ -398,7 +390,7 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_trained(model: nn.Module, folder: str | Path) -> None:
+def load_trained(model: nn.Module, folder: StrPath) -> None:
     """Load a folder of `save_trained` to resume training; `model` must train the same experts and
     parameters.
 
@@ -410,32 +402,28 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
     reason = None
     if training is None:
         reason = (
-            f"{folder} is an adapter, but {type(model).__name__} trains no experts separately. "
+            f"{folder} is an adapter, but the model trains no experts separately. "
             "Prepare it with esft.train_only and the same selection, or apply the adapter with "
             "esft.apply"
         )
     elif any(hasattr(p, "placements") for p in model.parameters()):
-        reason = (
-            f"{type(model).__name__} is distributed over processes. Load the adapter before "
-            "distributing it"
-        )
+        reason = "The model is distributed over processes. Load the adapter before distributing it"
     else:
         values = {name: p.detach() for name, p in _plain_parameters(model).items()}
         targets = _named_as_saved(model, values)
-        for name in (*sorted(targets.keys() ^ tensors.keys()), *targets):
-            if name not in targets or name not in tensors:
-                kind = "lacks" if name in targets else "has"
-                reason = (
-                    f"{folder} {kind} {name}, but must have the {len(targets)} tensors that the "
-                    "model trains. Prepare the model with the selection in expert_cfg.json"
-                )
-                break
+        others = sorted(targets.keys() ^ tensors.keys())
+        if others:
+            kind = "lacks" if others[0] in targets else "has"
+            reason = (
+                f"{folder} {kind} {others[0]}, but must have the {len(targets)} tensors that the "
+                "model trains. Prepare the model with the selection in expert_cfg.json"
+            )
+        for name in targets.keys() & tensors.keys():
             if tensors[name].shape != targets[name].shape:
                 reason = (
                     f"{name} in {folder} has shape {list(tensors[name].shape)}, but the model's is "
                     f"{list(targets[name].shape)}"
                 )
-                break
     if reason is not None:
         raise ValueError(reason)
     if training.check is not None:
@@ -444,17 +432,7 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
         target.copy_(tensors[name])
 
 
-def _take_names(
-    layout: ExpertLayout,
-    module: nn.Module,
-    state_dict,
-    prefix: str,
-    _metadata,
-    _strict,
-    _missing,
-    _unexpected,
-    errors,
-):
+def _take_names(module: nn.Module, state_dict, prefix: str, *others) -> None:
     """Hook of load_state_dict: assemble an experts module's rows from an adapter file's tensors, if
     present.
     """
@@ -466,9 +444,11 @@ def _take_names(
             experts.setdefault(parsed.expert, {})[parsed.part] = state_dict.pop(name)
     if not experts:
         return
+    layout = layout_of(module)
     stacks = stack_parts(layout)
     parts = set().union(*stacks.values())
     if set(experts) != set(split.ids) or any(one.keys() != parts for one in experts.values()):
+        errors = others[-1]
         errors.append(
             f"{prefix[:-1]}: the file must have the trained experts {sorted(split.ids)}, but has "
             f"{sorted(experts)}"

@@ -16,25 +16,22 @@ token ids outside the vocabulary before anything runs. MoESFTTrainer is in
 
 import functools
 import inspect
-import json
 import warnings
 from collections.abc import Iterable, Mapping
-from numbers import Integral
-from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from moe_runtime.hf.common.outputs import share_of_batch
 from moe_runtime.hf.common.sharded import local_part
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.recording import MixingCallback, RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
-from moe_runtime.io.files import read_json
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Router
 from moe_runtime.ops.all_to_all import is_distributed
@@ -92,28 +89,26 @@ class _MoETrainer(WholeSaves):
         self.stop_on_nan = stop_on_nan
         # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
         self._sums: dict[str, list] = {}
-        self._row_ids: torch.Tensor | None = None
-        kinds = []
-        if router_stats and routers:
-            kinds.append(RouterStatsCallback)
-        if any(isinstance(module, MergedMLP) for module in modules):
-            kinds.append(MixingCallback)
-        self._put_first(kinds)
+        self._row_ids: Tensor | None = None
+        self._put_first(RouterStatsCallback, router_stats and bool(routers))
+        is_mergeable = any(isinstance(module, MergedMLP) for module in modules)
+        self._put_first(MixingCallback, is_mergeable)
 
-    def _put_first(self, kinds: list[type[TrainerCallback]]) -> None:
-        """Put these callbacks, and others that add to the logs, before those that report them."""
-        callbacks = self.callback_handler.callbacks
-        first = [one for one in callbacks if isinstance(one, RouterStatsCallback | MixingCallback)]
-        for kind in kinds:
-            if not any(isinstance(callback, kind) for callback in first):
-                first.append(kind())
-        callbacks[:] = first + [callback for callback in callbacks if callback not in first]
+    def _put_first(self, kind: type[TrainerCallback], add: bool) -> None:
+        """Put the callback of this class, which adds to the logs, before those that report them."""
+        callback = self.pop_callback(kind)
+        if callback is None and add:
+            callback = kind()
+        if callback is not None:
+            self.callback_handler.callbacks.insert(0, callback)
 
     def _check(self, routers: list[torch.nn.Module]) -> None:
         """Raise ValueError if the model cannot be trained or saved with these arguments."""
         args = self.args
         model = self.model
         trained_files.check_trains(model)
+        training = self._training()
+        is_mixed = training is not None and training.dtypes
         balanced = self.balance_loss is not None or any(
             r.config.balance_loss != "none" and r.config.balance_loss_coef
             for r in routers
@@ -136,7 +131,7 @@ class _MoETrainer(WholeSaves):
                 "router_aux_loss_coef must be 0 for a model without routers, but got "
                 f"{self.router_aux_loss_coef}"
             )
-        elif trained_files.needs_autocast(model) and not (args.bf16 or args.fp16):
+        elif is_mixed and not (args.bf16 or args.fp16):
             reason = (
                 "bf16 is False, but the trained parameters have another dtype than the rest of "
                 "the model. Pass bf16=True, or call esft.train_only without dtype"
@@ -150,11 +145,14 @@ class _MoETrainer(WholeSaves):
         if reason is not None:
             raise ValueError(reason)
 
-    def _check_place(self, folder: str | Path) -> None:
+    def _training(self) -> trained_files.TrainedParameters | None:
+        return trained_files.training_of(self.model)
+
+    def _check_place(self, folder: StrPath) -> None:
         """Raise ValueError for the folder of a whole model if only trained experts will be
         saved.
         """
-        if trained_files.training_of(self.model) is not None and self.args.should_save:
+        if self._training() is not None and self.args.should_save:
             trained_files.check_place(folder)
 
     def _ranks(self, num_items_in_batch) -> int:
@@ -162,9 +160,13 @@ class _MoETrainer(WholeSaves):
         whole = self.args.average_tokens_across_devices and num_items_in_batch is not None
         return self.accelerator.num_processes // self.get_tp_size() if whole else 1
 
-    def _note(
-        self, lm_loss: torch.Tensor, balance_loss: torch.Tensor, inputs, num_items_in_batch
-    ) -> None:
+    def _share(self, inputs, num_items_in_batch, device):
+        """Return `share_of_batch` of these inputs, also in a step without label tokens."""
+        if num_items_in_batch is not None:
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        return share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, device)
+
+    def _note(self, lm_loss: Tensor, balance_loss: Tensor, inputs, num_items_in_batch) -> None:
         """Add both parts to the sums for the next log, on the device, weighted as Trainer weights
         their loss.
         """
@@ -202,7 +204,7 @@ class _MoETrainer(WholeSaves):
         self._sums.pop("eval", None)
         return super().evaluate(*args, **kwargs)
 
-    def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
+    def training_step(self, model, inputs, *args, **kwargs) -> Tensor:
         """Run transformers' step; raise ValueError for a loss that is not finite, before the
         optimizer's.
         """
@@ -241,42 +243,6 @@ class _MoETrainer(WholeSaves):
         )
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load as transformers does; a model that trains some experts separately loads only
-        those.
-        """
-        if not self._load_adapter(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self):
-        """Load as transformers does, or as `_load_from_checkpoint`."""
-        if not self._load_adapter(self.state.best_model_checkpoint):
-            super()._load_best_model()
-
-    def _load_adapter(self, folder: str | Path) -> bool:
-        """Load a checkpoint of separately trained experts, or raise ValueError; False, without
-        effect, for other models.
-        """
-        training = trained_files.training_of(self.model)
-        reason = None
-        trains_apart = training is not None
-        is_sharded = self.is_fsdp_enabled or self._trains_spread()
-        if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
-            kinds = ("experts separately, as prepared by esft.train_only", "all of its parameters")
-            reason = (
-                f"Checkpoint {folder} is of a model that trains {kinds[trains_apart]}, but this "
-                f"model trains {kinds[not trains_apart]}"
-            )
-        elif trains_apart and is_sharded:  # sharded files hold rows without their expert ids
-            reason = _other_experts(training.config, folder)
-        if reason is not None:
-            raise ValueError(reason)
-        if trains_apart and not is_sharded:
-            trained_files.load_trained(self.model, folder)
-        elif trains_apart and training.check is not None:
-            training.check(training.config, folder)
-        return trains_apart and not is_sharded
 
     def _not_finite(self, what: str) -> str:
         rows = ""
@@ -350,21 +316,6 @@ def _collate_with_row_ids(collator, rows: list[dict]):
     return batch
 
 
-def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
-    """Describe how a checkpoint's experts differ from `config`'s, in ids or order; None if they are
-    the same.
-    """
-    saved = read_json(Path(folder) / trained_files.CONFIG)
-    prepared = json.loads(json.dumps(config))
-    for name in ("experts", "shared_experts", "non_expert_modules"):
-        if saved.get(name) != prepared.get(name):
-            return (
-                f"{name} is {prepared.get(name)}, but {saved.get(name)} in checkpoint {folder}. "
-                "Prepare the model with the selection in expert_cfg.json there"
-            )
-    return None
-
-
 class MoETrainer(_MoETrainer, Trainer):
     """transformers' Trainer for upcycled, mergeable and stock MoE models; it logs `lm_loss` and
     `balance_loss` separately.
@@ -378,9 +329,7 @@ class MoETrainer(_MoETrainer, Trainer):
         lm_loss = getattr(out, "lm_loss", None)
         ranks = self._ranks(num_items_in_batch)
         if lm_loss is not None:
-            share = share_of_batch(
-                {**inputs, "num_items_in_batch": num_items_in_batch}, loss.device
-            )
+            share = self._share(inputs, num_items_in_batch, loss.device)
             coef = 1.0 if self.balance_loss is None else self.balance_loss.coef
             self._note(
                 ranks * lm_loss, ranks * share * coef * out.aux_loss, inputs, num_items_in_batch
@@ -444,35 +393,25 @@ def _largest(rows) -> int | None:
     """Return the largest id of rows in memory or on disk; None for streamed rows and rows without
     ids.
     """
+    import pyarrow
+    from pyarrow import compute, types
+
     largest = []
+    columns = []
     is_stored = hasattr(rows, "with_format") and not isinstance(rows, IterableDataset)
     if isinstance(rows, list | tuple):
         for row in rows:
-            if isinstance(row, Mapping) and row.get("input_ids") is not None:
-                largest.append(_most(row["input_ids"]))
+            ids = row.get("input_ids") if isinstance(row, Mapping) else None
+            if ids is not None:
+                ids = ids.tolist() if hasattr(ids, "tolist") else ids
+                columns.append(pyarrow.array(ids))
     elif is_stored and "input_ids" in (rows.column_names or ()):
         # in batches, as the rows may not fit into memory
-        for table in rows.select_columns("input_ids").with_format("arrow").iter(4096):
-            largest.append(_column_most(table["input_ids"]))
-    return max((one for one in largest if one is not None), default=None)
-
-
-def _column_most(column) -> int | None:
-    """Return the largest id of an Arrow column of ids or nested lists; None if it has no ids."""
-    values = column.combine_chunks()
-    while "list" in str(values.type).partition("<")[0]:
-        values = values.flatten()
-    if not str(values.type).startswith(("int", "uint")):
-        return None
-    values = values.drop_null().to_numpy(zero_copy_only=False)
-    return int(values.max()) if values.size else None
-
-
-def _most(ids) -> int | None:
-    """Return the largest of a row's ids, a tensor or a nested list; None if it has none."""
-    if hasattr(ids, "max"):  # iterating over a tensor takes milliseconds
-        ids = torch.as_tensor(ids)
-        return int(ids.max()) if ids.numel() else None
-    if len(ids) and isinstance(ids[0], Integral):
-        return int(max(ids))
-    return max((one for part in ids if (one := _most(part)) is not None), default=None)
+        tables = rows.select_columns("input_ids").with_format("arrow").iter(4096)
+        columns = (table["input_ids"] for table in tables)
+    for column in columns:
+        if types.is_nested(column.type):
+            column = compute.list_flatten(column, recursive=True)
+        if types.is_integer(column.type):
+            largest.append(compute.max(column).as_py() or 0)
+    return max(largest, default=None)

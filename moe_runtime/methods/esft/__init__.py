@@ -30,7 +30,7 @@ from torch import nn
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trainable, trained_files
-from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped, layers_of
+from moe_runtime.hf.training.trainable import TrainableReceipt, layers_of
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import (
     Adapter,
@@ -40,7 +40,7 @@ from moe_runtime.methods.esft.adapters import (
     remove,
     to_config,
 )
-from moe_runtime.methods.esft.base import base_of, check_base, check_model
+from moe_runtime.methods.esft.base import check_base, check_model
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
 from moe_runtime.methods.esft.freezing import freeze_for_esft
@@ -103,11 +103,10 @@ def train_only(
     """
     check_module(model)
     check_is_selection(selection)
-    check_unwrapped(model)
     check_is_base(model)
     selection = with_flags(selection, shared_experts, non_expert_modules)
-    layers = layers_of(model, fresh=False)
-    check_model(selection.base, model, layers, "The selection", check_weights=check_weights)
+    layers = layers_of(model)
+    base = check_model(selection.base, model, layers, selection.experts, check_weights)
     check_selection(layers, selection)
     if not (selection.num_experts or selection.shared_experts or selection.non_expert_modules):
         raise ValueError(
@@ -119,20 +118,20 @@ def train_only(
                 f"non_expert_modules is True, but the model has the PEFT adapter {name}. Remove "
                 "the adapter, or turn it off"
             )
-    base = base_of(model, layers, selection.experts)
     receipt = freeze_for_esft(
         model,
         selection.experts,
         selection.shared_experts,
         selection.non_expert_modules,
         dtype=dtype,
+        layers=layers,
     )
     rows = set()
     for layer in layers.values():
-        rows |= {id(parameter) for parameter in layer.module.parameters(recurse=False)}
+        rows.update(layer.module.parameters(recurse=False))
     others = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in rows:
+        if parameter.requires_grad and parameter not in rows:
             others.append(plain_name(name))
     trained_files.mark(model, to_config(selection, base), tuple(others), dtype, _check_folder)
     return receipt
@@ -142,11 +141,9 @@ def with_flags(
     selection: ExpertSelection, shared_experts: bool | None, non_expert_modules: bool | None
 ) -> ExpertSelection:
     """Return the selection with the flags that are given."""
-    if shared_experts is not None:
-        selection = replace(selection, shared_experts=shared_experts)
-    if non_expert_modules is not None:
-        selection = replace(selection, non_expert_modules=non_expert_modules)
-    return selection
+    flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return replace(selection, **given)
 
 
 def _check_folder(config: dict, folder: str | Path) -> None:
@@ -195,10 +192,11 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
     if is_main or any(hasattr(parameter, "placements") for parameter in model.parameters()):
         check_out_dir(folder, overwrite)
         trained_files.check_place(folder)
-    gathered = trained_files.gathered(model, keep=is_main)
     if is_main:
-        tensors = trained_files.trained_tensors(model, gathered)
+        tensors = trained_files.trained_tensors(model)
         _adapter(training, tensors).save(folder, overwrite=overwrite)
+    else:
+        trained_files.gathered(model, keep=False)  # its part of split tensors
     return Path(folder)
 
 

@@ -38,7 +38,6 @@ from moe_runtime.io.files import atomic_folder, read_json
 from moe_runtime.methods.esft.base import Layers, base_of, check_base, describe, write_base
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from moe_runtime.modules.moe import FLOATS
-from moe_runtime.modules.trainable import split_of
 
 # attribute of a model with an applied adapter: the weights it replaced
 APPLIED = "moe_runtime_applied"
@@ -57,18 +56,16 @@ class Adapter:
         for layer in sorted({*self.selection.experts, *self.experts}):
             selected = set(self.selection.experts.get(layer, ()))
             stored = set(self.experts.get(layer, ()))
-            missing = sorted(selected - stored)
-            if missing:
-                raise ValueError(
-                    f"{self.source} lacks expert {missing[0]} of layer {layer}, which its "
-                    "selection has"
-                )
-            # our own layers have their shared expert in the stack
-            if stored != selected and not self.selection.shared_experts:
-                raise ValueError(
-                    f"{self.source} has expert {min(stored - selected)} of layer {layer}, which "
-                    "its selection lacks"
-                )
+            for e in sorted(selected ^ stored):
+                if e in selected:
+                    raise ValueError(
+                        f"{self.source} lacks expert {e} of layer {layer}, which its selection has"
+                    )
+                # our own layers have their shared expert in the stack
+                if not self.selection.shared_experts:
+                    raise ValueError(
+                        f"{self.source} has expert {e} of layer {layer}, which its selection lacks"
+                    )
 
     @property
     def num_parameters(self) -> int:
@@ -213,12 +210,11 @@ def check_adapter(
     model: nn.Module, adapter: Adapter, *, check_weights: bool = True
 ) -> list[Change]:
     """List the parameters that an adapter replaces; raises ValueError for another base."""
-    layers = layers_of(model, fresh=False)
+    layers = layers_of(model)
     if adapter.base is not None:
+        described = describe(model, layers)
         if check_weights:
             described = base_of(model, layers, adapter.selection.experts)
-        else:
-            described = describe(model, layers)
         check_base(adapter.base, described, adapter.source)
     changes = changes_of(model, layers, adapter)
     for change in changes:
@@ -264,7 +260,7 @@ def check_is_base(model: nn.Module) -> None:
             raise ValueError(
                 f"The model has the adapter {applied.source} in it. Call esft.remove first"
             )
-        if trained_files.TRAINING in module.__dict__ or split_of(module) is not None:
+        if trained_files.TRAINING in module.__dict__:
             raise ValueError("The model trains experts. Call esft.fold or esft.drop first")
 
 

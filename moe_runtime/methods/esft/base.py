@@ -13,9 +13,10 @@ errors say what differs.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from moe_runtime.config import shown
@@ -61,27 +62,25 @@ DIFFERENT = 0.2
 
 def describe(model: nn.Module, layers: Layers) -> dict[str, Any]:
     """Return a JSON-ready description of a model that does not require its weights."""
-    config = _config_fields(model)
     experts = {}
     for number, layer in layers.items():
         stacks = stack_parts(layout_of(layer.module))
-        experts[str(number)] = {name: list(getattr(layer.module, name).shape) for name in stacks}
-    return {"hash": _hash(config, experts), "config": config, "experts": experts}
+        experts[number] = {name: list(getattr(layer.module, name).shape) for name in stacks}
+    return _described(model, experts)
 
 
-def _config_fields(model: nn.Module) -> dict[str, Any]:
+def _described(model: nn.Module, experts: Mapping[int, Mapping]) -> dict[str, Any]:
     config = getattr(model, "module", model).config
     values = config.get_text_config().to_dict()
     fields = {}
     for name in FIELDS:
         if isinstance(values.get(name), str | int | float):
             fields[name] = values[name]
-    return fields | {"model_type": config.model_type}
-
-
-def _hash(config: Mapping[str, Any], experts: Mapping[str, Any]) -> str:
-    text = json.dumps([config, experts], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    fields["model_type"] = config.model_type
+    by_text = {str(number): shapes for number, shapes in experts.items()}
+    text = json.dumps([fields, by_text], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"hash": digest, "config": fields, "experts": by_text}
 
 
 @torch.no_grad()
@@ -125,8 +124,7 @@ def sampled_experts(layers: Layers, trained: Mapping[int, Sequence[int]]) -> dic
     for number, layer in layers.items():
         for e in range(layer.num_shared, layer.num_experts):
             if e not in trained.get(number, ()):
-                sampled[number] = e
-                break
+                sampled.setdefault(number, e)
     return sampled
 
 
@@ -173,16 +171,11 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
         for name, value in base.get("config", {}).items():
             theirs = model["config"].get(name, value)
             if value != theirs:
-                return (
-                    f"whose {name} is {_described(value)}, but the model's is {_described(theirs)}"
-                )
+                return f"whose {name} is {value!r}, but the model's is {theirs!r}"
         for name, value in base.get("experts", {}).items():
             theirs = model["experts"].get(name)
             if value != theirs:
-                return (
-                    f"whose experts of layer {name} are {_described(value)}, but the model's are "
-                    f"{_described(theirs)}"
-                )
+                return f"whose experts of layer {name} are {value}, but the model's are {theirs}"
     # separately, since a base may differ in its experts alone
     for kind in ("weights", "experts"):
         pairs = []
@@ -200,48 +193,38 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     return None
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {v}" for k, v in value.items())
-    return repr(value)
-
-
 def identify(model: nn.Module, layers: Mapping[int, ExpertsLayer | RoutedLayer]) -> dict[str, Any]:
     """Return a JSON-ready description: config, experts per layer, weights outside of experts."""
-    config = _config_fields(model)
-    experts = {str(number): {"num_experts": layer.num_experts} for number, layer in layers.items()}
+    experts = {number: {"num_experts": layer.num_experts} for number, layer in layers.items()}
     matrices = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and ".experts." not in name and _is_here(parameter):
             matrices[plain_name(name)] = parameter
-    return {
-        "hash": _hash(config, experts),
-        "config": config,
-        "experts": experts,
-        "weights": sample_weights(matrices),
-    }
+    return _described(model, experts) | {"weights": sample_weights(matrices)}
 
 
 def check_model(
     base: Mapping[str, Any] | None,
     model: nn.Module,
     layers: Layers,
-    source: str,
-    *,
-    check_weights: bool = True,
-) -> None:
-    """Raise ValueError unless `base`, of `identify` or `base_of`, is `model`; None fits any."""
-    if base is None:
-        return
-    is_adapter = any("num_experts" not in shapes for shapes in base.get("experts", {}).values())
-    described = base_of(model, layers) if is_adapter else identify(model, layers)
-    if not check_weights:
-        described.pop("weights")
-    difference = _difference(base, described)
-    if difference is not None:
-        raise ValueError(
-            f"{source} is for a model {difference}. Score this model and select its experts"
-        )
+    trained: Mapping[int, Sequence[int]],
+    check_weights: bool,
+) -> dict[str, Any]:
+    """Return the `base_of` an adapter of the `trained` experts; raises ValueError unless `base`, a
+    selection's, is `model`, too. None fits any.
+    """
+    if base is not None:
+        is_adapter = any("num_experts" not in shapes for shapes in base.get("experts", {}).values())
+        described = base_of(model, layers) if is_adapter else identify(model, layers)
+        if not check_weights:
+            described.pop("weights")
+        difference = _difference(base, described)
+        if difference is not None:
+            raise ValueError(
+                f"The selection is for a model {difference}. Score this model and select its "
+                "experts"
+            )
+    return base_of(model, layers, trained)
 
 
 def read_base(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
@@ -249,18 +232,27 @@ def read_base(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | Non
     `source`.
     """
     ours = values.get(OURS, {})
-    is_known = isinstance(ours, Mapping) and ours.get("format", 1) == 1
-    base = ours.get("base") if is_known else None
-    if base is not None:
-        is_known = isinstance(base, Mapping)
-        for part in ("config", "experts", "weights"):
-            is_known = is_known and isinstance(base.get(part, {}), Mapping)
-    if not is_known:
+    try:
+        return _Ours.model_validate(ours).model_dump(exclude_unset=True).get("base")
+    except ValidationError as error:
         raise ValueError(
             f"{OURS} in {source} must be an object of format 1 with the base, but is "
             f"{shown(ours, 60)}. A newer moe_runtime may have written it"
-        )
-    return base
+        ) from error
+
+
+class _Base(BaseModel):
+    """What `describe` and `identify` return."""
+
+    model_config = {"extra": "allow"}
+    config: dict = {}
+    experts: dict = {}
+    weights: dict = {}
+
+
+class _Ours(BaseModel):
+    format: Literal[1] = 1
+    base: _Base | None = None
 
 
 def write_base(base: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from moe_runtime.hf.dropin.layers import plain_name
-from moe_runtime.hf.models import folders
-from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
-from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
+from moe_runtime.hf.models.folders import SHARD, Progress, to_saved
+from moe_runtime.hf.models.saved_rows import saved_rows, saved_tensors
 from moe_runtime.hf.training.trainable import layers_of
 from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_parts
-from moe_runtime.io.checkpoint import Checkpoint, check_finite
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import Adapter, Change, as_adapter, changes_of
 from moe_runtime.methods.esft.base import (
@@ -32,7 +31,6 @@ from moe_runtime.methods.esft.base import (
 from moe_runtime.methods.esft.lora import check_mask, read_lora
 from moe_runtime.methods.lora import stacks
 from moe_runtime.methods.lora.stacks import MergeReceipt
-from moe_runtime.modules.moe import FLOATS
 
 
 def merge_folder(
@@ -49,28 +47,11 @@ def merge_folder(
     names, layouts and dtypes.
     """
     check_out_dir(out, overwrite, [base, adapter])
-    if stacks.is_peft(adapter):
-        check_fit(base, adapter, check_weights=check_weights)
-        return stacks.merge_folder(
-            base,
-            adapter,
-            out,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            progress=progress,
+    with stacks.open_base(base) as (model, checkpoint):
+        changes = _planned(model, adapter, checkpoint, check_weights)
+        return changes.write(
+            out, max_shard_size=max_shard_size, overwrite=overwrite, progress=progress
         )
-    adapter = as_adapter(adapter)
-    config = folders.read_config(base)
-    with Checkpoint(base) as checkpoint:
-        folders.check_depth(config, checkpoint)
-        model = skeleton(config)
-        plan = _planned(model, adapter, checkpoint, check_weights)
-        how = {"max_shard_size": max_shard_size, "overwrite": overwrite, "progress": progress}
-        job, names = folders.rewrite(
-            checkpoint, out, functools.partial(plan.tensor, checkpoint), **how
-        )
-    experts = sum(len(ids) for ids in adapter.experts.values())
-    return MergeReceipt(Path(out), job.tensors, job.bytes, names, experts, len(plan))
 
 
 def check_fit(
@@ -79,33 +60,31 @@ def check_fit(
     """Return how many tensors of the folder `base` an adapter changes; raises ValueError as
     `merge_folder` does.
     """
-    is_lora = stacks.is_peft(adapter)
-    adapter = read_lora(adapter) if is_lora else as_adapter(adapter)
-    config = folders.read_config(base)
-    with Checkpoint(base) as checkpoint:
-        folders.check_depth(config, checkpoint)
-        model = skeleton(config)
-        return len(_planned(model, adapter, checkpoint, check_weights, is_lora))
+    with stacks.open_base(base) as (model, checkpoint):
+        return len(_planned(model, adapter, checkpoint, check_weights))
 
 
 def _planned(
-    model: nn.Module, adapter, checkpoint: Checkpoint, check_weights: bool, is_lora: bool = False
-):
-    """Check an adapter or LoraAdapter against its base's folder; return the tensors it changes."""
+    model: nn.Module, adapter: Adapter | str | Path, checkpoint: Checkpoint, check_weights: bool
+) -> stacks.Changes:
+    """Check an adapter against its base's folder; return the tensors it changes."""
+    is_lora = stacks.is_peft(adapter)
+    adapter = read_lora(adapter) if is_lora else as_adapter(adapter)
     layers = layers_of(model, fresh=False)
     described = describe(model, layers)
     if adapter.base is not None:
         check_base(adapter.base, described, adapter.source)
     if is_lora:
-        plan = stacks.Plan(model, adapter.source, checkpoint)
-        check_mask(layers, plan.adapter, adapter.selection)
+        peft = stacks.read_peft(adapter.source, model)
+        check_mask(layers, peft, adapter.selection)
+        changes = stacks.peft_changes(model, peft, checkpoint)
     else:
-        plan = _Plan(model, layers, adapter, checkpoint)
+        changes = _changes(model, layers, adapter, checkpoint)
     if adapter.base is not None and check_weights:
         weights = _sample(model, adapter, checkpoint)
         weights |= _sample_experts(model, layers, adapter, checkpoint)
         check_base(adapter.base, described | {"weights": weights}, adapter.source)
-    return plan
+    return changes
 
 
 def _sample(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
@@ -166,52 +145,24 @@ def _weight(
     raise KeyError(number)
 
 
-class _Plan:
-    """The tensors of a folder that an adapter changes, and their new values."""
+def _changes(
+    model: nn.Module, layers: Layers, adapter: Adapter, checkpoint: Checkpoint
+) -> stacks.Changes:
+    """Return what an adapter of whole experts changes in the folder of `model`."""
+    changes = stacks.Changes(adapter.source, model, checkpoint)
+    for change in changes_of(model, layers, adapter):
+        if change.ids is not None:
+            row = functools.partial(_row, change, adapter)
+            changes.add_rows(change.name, change.parameter, change.ids, _new, row)
+    for key, tensor in saved_tensors(model, adapter.others, checkpoint).items():
+        changes.add(key, functools.partial(_new, row=tensor))
+    changes.experts = sum(map(len, adapter.experts.values()))
+    return changes
 
-    def __init__(self, model: nn.Module, layers: Layers, adapter: Adapter, checkpoint: Checkpoint):
-        self.model = model
-        self.adapter = adapter
-        self.specs = checkpoint.specs()
-        self.rows: dict[str, tuple[Change, SavedRows]] = {}
-        for change in changes_of(model, layers, adapter):
-            if change.ids is not None:
-                saved = saved_rows(model, change.name, change.parameter, change.ids, checkpoint)
-                for key, rows in saved.items():
-                    self.rows[key] = (change, rows)
-        self.others = saved_tensors(model, adapter.others, checkpoint)
-        for key in (*self.rows, *self.others):
-            if self.specs[key].dtype not in FLOATS:
-                raise ValueError(
-                    f"{key} in {checkpoint.path} must have a floating dtype, but is "
-                    f"{self.specs[key].dtype}"
-                )
 
-    def __len__(self) -> int:
-        return len(self.rows) + len(self.others)
+def _row(change: Change, adapter: Adapter, expert: int) -> torch.Tensor:
+    return change.values(adapter, expert)[0]
 
-    def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
-        """Return the new value of the folder's tensor `key`. Raises ValueError if the adapter makes
-        it NaN or infinite.
-        """
-        if key not in self.rows and key not in self.others:
-            return checkpoint.get(key)
-        return check_finite(
-            self._changed(checkpoint, key), key, f"the merge of {self.adapter.source}"
-        )
 
-    def _changed(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
-        """Return the value that the adapter gives to the folder's tensor `key`."""
-        if key in self.others:
-            return self.others[key].to(self.specs[key].dtype)
-        change, rows = self.rows[key]
-        if not rows.stacked:
-            return self._row(change, rows, rows.ids[0]).to(self.specs[key].dtype)
-        tensor = checkpoint.get(key)
-        for e in rows.ids:
-            tensor[e] = self._row(change, rows, e)
-        return tensor
-
-    def _row(self, change: Change, rows: SavedRows, expert: int) -> torch.Tensor:
-        """Return one expert's values in the folder's layout."""
-        return rows.row(self.model, change.values(self.adapter, expert)[0])
+def _new(old: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return row

@@ -24,6 +24,7 @@ def freeze_for_esft(
     non_expert_modules: bool = False,
     *,
     dtype: torch.dtype | None = None,
+    layers: dict[int, ExpertsLayer] | None = None,
 ) -> TrainableReceipt:
     """Call `train_rows` and set whether other parameters are trained (ESFT, Table 3); by default
     none are.
@@ -31,11 +32,18 @@ def freeze_for_esft(
     `shared_experts`: the MLPs next to the experts that process every token, and expert 0 of our own
     layers that have a shared one, which `experts` must not contain. `non_expert_modules`:
     everything but routed experts and shared MLPs: routers and the gates of shared MLPs, attention,
-    norms, embeddings, head, dense layers. Raises ValueError as train_rows.
+    norms, embeddings, head, dense layers. `layers` are those of `layers_of(model)`, if
+    known. Raises ValueError as train_rows.
     """
-    layers = layers_of(model)
+    if layers is None:
+        layers = layers_of(model)
     experts = _with_shared(layers, experts, shared_experts)
-    shared = _shared_mlps(model, layers)
+    # found by name or, as in Gemma 4, as the `mlp` of the experts' block
+    in_blocks = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
+    shared = []
+    for name, _ in model.named_modules():
+        if name in in_blocks or SHARED.search(plain_name(name)):
+            shared.append(name)
     prefixes = tuple(f"{path}." for path in shared)
     stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
     others = {}
@@ -63,15 +71,3 @@ def _with_shared(
         if shared_experts:
             experts[number] = (*ids, 0)
     return experts
-
-
-def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> list[str]:
-    """Return the paths of the shared MLPs, found by name or, as in Gemma 4, as the `mlp` of the
-    experts' block.
-    """
-    beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
-    return [
-        name
-        for name, _ in model.named_modules()
-        if name in beside or SHARED.search(plain_name(name))
-    ]

@@ -15,6 +15,7 @@ others cost no gradients or optimizer state. PEFT gets whole matrices wherever i
 its own forward pass, merging and files work unchanged.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_pa
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.esft.adapters import Adapter, check_is_base, load_selection, to_config
-from moe_runtime.methods.esft.base import Layers, base_of, check_model
+from moe_runtime.methods.esft.base import Layers, check_model
 from moe_runtime.methods.esft.selection import (
     FLAGS,
     ExpertSelection,
@@ -74,11 +75,11 @@ def train_lora(
     check_unwrapped(model)
     check_is_base(model)
     layers = layers_of(model)
-    check_model(selection.base, model, layers, "The selection", check_weights=check_weights)
+    base = check_model(selection.base, model, layers, selection.experts, check_weights)
     check_selection(layers, selection)
     check_lora(selection, rank, alpha)
     total = sum(p.numel() for p in model.parameters())
-    config = to_config(selection, base_of(model, layers, selection.experts))
+    config = to_config(selection, base)
     parameters = []
     for number, ids in selection.experts.items():
         if ids:
@@ -90,15 +91,14 @@ def train_lora(
     experts.patch(adapted)
     rows = 0
     for name, halves in list(adapted.named_modules()):
-        is_lora = name.endswith((".lora_A", ".lora_B")) and isinstance(halves, nn.ModuleDict)
-        if is_lora and len(halves):
+        if name.endswith((".lora_A", ".lora_B")) and isinstance(halves, nn.ModuleDict) and halves:
             number = _layer_of(name)
             weight = halves["default"].weight.detach()
             weight = weight.to(dtype or torch.promote_types(weight.dtype, torch.float32))
-            halves["default"] = SelectedHalf(
-                weight, selection.experts[number], layers[number].num_experts, name[-1] == "A"
-            )
-            rows += halves["default"].selected.numel()
+            ids = selection.experts[number]
+            half = SelectedHalf(weight, ids, layers[number].num_experts, name[-1] == "A")
+            halves["default"] = half
+            rows += half.selected.numel()
     setattr(adapted, TRAINING, config)
     return adapted, TrainableReceipt(
         experts=selection.experts,
@@ -150,16 +150,16 @@ class SelectedHalf(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, metadata, strict, missing, unexpected, errors
     ):
-        if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
+        weight = state_dict.pop(f"{prefix}weight", None)
+        if weight is not None:
             if weight.shape != self.shape:
                 errors.append(
                     f"Expected {prefix}weight of shape {list(self.shape)}, but got "
                     f"{list(weight.shape)}"
                 )
                 return
-            state_dict[f"{prefix}selected"] = weight.index_select(
-                self.dim, self.index.to(weight.device)
-            )
+            index = self.index.to(weight.device)
+            state_dict[f"{prefix}selected"] = weight.index_select(self.dim, index)
         super()._load_from_state_dict(
             state_dict, prefix, metadata, strict, missing, unexpected, errors
         )
@@ -171,21 +171,21 @@ def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
     """
     check_positive("rank", rank)
     check_number("alpha", alpha, positive=True)
-    flag = next((name for name in FLAGS if getattr(selection, name)), None)
-    if flag or not selection.num_experts:
-        what = f"{flag} is True" if flag else "selection has no experts"
+    problem = None if selection.num_experts else "selection has no experts"
+    for name in FLAGS:
+        if getattr(selection, name):
+            problem = f"{name} is True"
+    if problem is not None:
         raise ValueError(
-            f"{what}, but LoRA supports routed experts only. Select some, and turn "
+            f"{problem}, but LoRA supports routed experts only. Select some, and turn "
             f"{' and '.join(FLAGS)} off"
         )
 
 
 def _layer_of(name: str) -> int:
     """Return a matrix's layer, the first number in its path, or -1 without one."""
-    for part in plain_name(name).split("."):
-        if part.isdecimal():
-            return int(part)
-    return -1
+    match = re.search(r"\.(\d+)\.", plain_name(name))
+    return -1 if match is None else int(match[1])
 
 
 def save_lora(
@@ -228,12 +228,9 @@ def save_peft(
     trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
     changes = adapters.changes_of(model, layers_of(model, fresh=False), adapter)
     modules = sorted({change.name.rpartition(".")[0] for change in changes})
-    left = None
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and name not in modules:
-            left = name
-            break
-    if left is None:
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    unchanged = [name for name in linear if name not in modules]
+    if not unchanged:
         raise ValueError(
             f"{adapter.source} changes every linear layer, so it is a whole model. Use esft merge"
         )
@@ -241,7 +238,10 @@ def save_peft(
     try:
         with quiet_peft(), atomic_folder(folder, overwrite) as tmp:
             config = LoraConfig(
-                r=1, target_modules=[left], modules_to_save=modules, task_type="CAUSAL_LM"
+                r=1,
+                target_modules=unchanged[:1],
+                modules_to_save=modules,
+                task_type="CAUSAL_LM",
             )
             adapted = get_peft_model(model, config)
             save_peft_files(adapted, tmp)
@@ -272,18 +272,21 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     `save_lora` has not written.
     """
     selection = load_selection(Path(folder) / trained_files.CONFIG)
-    base = selection.base
+    experts = (selection.base or {}).get("experts", {})
     count = 0
     size = 0
     for key, tensor in read_tensors(folder).items():
         number = _layer_of(key)
-        selected = len(selection.experts.get(number, ())) * tensor.numel()
-        selected //= _num_experts(base, number, tensor.numel())
+        try:
+            num_experts = int(experts[str(number)]["down_proj"][0])
+            selected = len(selection.experts[number]) * tensor.numel() // num_experts
+        except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError):
+            continue  # a tensor of no known experts
         count += selected
         size += selected * tensor.element_size()
     return LoraAdapter(
         selection=selection,
-        base=base,
+        base=selection.base,
         source=str(folder),
         num_parameters=count,
         nbytes=size,
@@ -291,28 +294,25 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     )
 
 
-def _num_experts(base: Mapping[str, Any] | None, number: int, unknown: int) -> int:
-    try:
-        return int(base["experts"][str(number)]["down_proj"][0]) or unknown
-    except (KeyError, TypeError, IndexError, ValueError):
-        return unknown or 1
-
-
 def check_mask(layers: Layers, adapter: PeftAdapter, selection: ExpertSelection) -> None:
     """Raise ValueError if a PEFT adapter changes more than the experts of `selection`, or the model
     with these `layers` lacks those.
     """
     check_selection(layers, selection)
-    numbers = {plain_name(layer.name): number for number, layer in layers.items()}
-    changed = min(adapter.whole, default=None)
+    changed = sorted(adapter.whole)
+    selected = {}
+    for number, layer in layers.items():
+        selected[plain_name(layer.name)] = selection.experts.get(number, ())
     for name, pair in adapter.pairs.items():
-        ids = selection.experts.get(numbers.get(name.rpartition(".")[0]), ())
-        others = [e for e in range(len(pair.b)) if e not in ids] if pair.is_stack else ...
-        if changed is None and pair.b[others].any():
-            changed = name
-    if changed is not None:
+        others = pair.b
+        if pair.is_stack:
+            others = others.clone()
+            others[list(selected.get(name.rpartition(".")[0], ()))] = 0
+        if others.any():
+            changed.append(name)
+    if changed:
         raise ValueError(
-            f"{adapter.folder} changes {changed} beyond the experts selected in its "
+            f"{adapter.folder} changes {changed[0]} beyond the experts selected in its "
             f"{trained_files.CONFIG}. Use `moe-runtime lora export --to merged` to merge the whole "
             "adapter"
         )

@@ -11,15 +11,13 @@ import itertools
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn import functional
 
-from moe_runtime.config import check_positive, shown
+from moe_runtime.config import check_number, check_positive, shown
 from moe_runtime.io.files import check_regular
 from moe_runtime.methods.esft.recorder import GateCall, GateSums
 
@@ -64,44 +62,51 @@ def read_logs(
     twice, `num_experts` to the largest id plus one, at most MAX_EXPERTS, `layers` to those found,
     which must be evenly spaced.
     """
-    for name, value in (("top_k", top_k), ("num_experts", num_experts)):
-        if value is not None:
-            check_positive(name, value)
+    if top_k is not None:
+        check_positive("top_k", top_k)
+    if num_experts is not None:
+        check_positive("num_experts", num_experts)
     files = _log_files(Path(folder), layers)
-    logs = []
-    for paths in files.values():
-        lines = []
+    logs = {}
+    for layer, paths in files.items():
+        logs[layer] = []
         for path in paths:
-            lines += _read_log(path, num_experts)
-        if top_k is None:
-            top_k = _infer_top_k([ids for ids, _ in lines])
-        log = _sum_lines(lines, top_k, num_experts, paths)
-        first = logs[0].tokens if logs else log.tokens
-        if log.tokens != first:
+            logs[layer] += _read_log(path, num_experts)
+    first, *_ = logs.values()
+    if top_k is None:
+        top_k = _infer_top_k([ids for ids, _ in first])
+    tokens = [len(ids) // top_k for ids, _ in first]
+    E = num_experts or 1 + max(int(ids.max()) for lines in logs.values() for ids, _ in lines)
+    sums = torch.zeros(4, len(logs), E, dtype=torch.float64)  # count, gate, their means by line
+    both = torch.zeros(len(logs), E, E, dtype=torch.float64)
+    for row, (layer, lines) in enumerate(logs.items()):
+        _check_lines(lines, top_k, files[layer])
+        of_layer = [len(ids) // top_k for ids, _ in lines]
+        if of_layer != tokens:
             raise ValueError(
-                f"{paths[0]} has {sum(log.tokens)} tokens in {len(log.tokens)} lines, but the log "
-                f"of the first layer has {sum(first)} in {len(first)}. The logs of all layers must "
-                "be of the same tokens"
+                f"{files[layer][0]} has {sum(of_layer)} tokens in {len(of_layer)} lines, but the "
+                f"log of the first layer has {sum(tokens)} in {len(tokens)}. The logs of all "
+                "layers must be of the same tokens"
             )
-        logs.append(log)
-    E = max(log.sums.shape[1] for log in logs)
-    count, gate, sample_count, sample_gate = torch.stack(
-        [functional.pad(log.sums, [0, E - log.sums.shape[1]]) for log in logs], dim=1
-    )
-    both = None
-    if pairs:
-        tables = [functional.pad(log.pairs, [0, E - len(log.pairs)] * 2) for log in logs]
-        both = torch.stack(tables).long()
+        for ids, values in lines:
+            count = torch.bincount(ids, minlength=E).double()
+            by_line = torch.stack([count, torch.bincount(ids, values, minlength=E)])
+            sums[:2, row] += by_line
+            sums[2:, row] += by_line * top_k / len(ids)
+            if pairs:
+                hot = torch.zeros(len(ids) // top_k, E).scatter_(1, ids.view(-1, top_k), 1.0)
+                both[row] += hot.T @ hot
+    count, gate, sample_count, sample_gate = sums
     return GateSums(
         layers=tuple(files),
         count=count.long(),
         gate=gate,
         sample_count=sample_count,
         sample_gate=sample_gate,
-        n_tokens=sum(logs[0].tokens),
-        n_samples=len(logs[0].tokens),
+        n_tokens=sum(tokens),
+        n_samples=len(tokens),
         top_k=top_k,
-        pairs=both,
+        pairs=both.long() if pairs else None,
     )
 
 
@@ -109,31 +114,31 @@ def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Pat
     """List the logs by layer, a path per rank; raise ValueError where a layer has none."""
     ranks = [path for path in folder.glob("rank_*") if path.is_dir()]
     ranks.sort(key=lambda path: (len(path.name), path.name))
-    folders = []
-    numbers = set()
-    for place in (folder, *ranks):
-        names = [_LOG.fullmatch(path.name) for path in place.glob("*.txt")]
-        of_place = {int(match[1]) for match in names if match is not None}
-        if of_place:
-            folders.append(place)
-            numbers |= of_place
+    folders = {}
+    for parent in (folder, *ranks):
+        for path in parent.glob("*.txt"):
+            match = _LOG.fullmatch(path.name)
+            if match is not None:
+                folders.setdefault(parent, set()).add(int(match[1]))
+    numbers = sorted(set().union(*folders.values()))
     problem = None
     if not folders:
         problem = "no logs"
     elif folder in folders and len(folders) > 1:
         problem = "logs in itself and in rank_{r}"
-    if layers is not None:
+    elif layers is not None:
         numbers = sorted(set(layers))
-    else:
-        numbers = _evenly_spaced(sorted(numbers))
-    # a loop that stops at the first missing log, since a corrupt name may be of layer 10^12
+    elif len(numbers) > 1:
+        # a layer without a log shows as a gap
+        step = min(b - a for a, b in itertools.pairwise(numbers))
+        numbers = range(numbers[0], numbers[-1] + 1, step)
     files: dict[int, list[Path]] = {}
-    for layer in numbers if problem is None else ():
-        files[layer] = [place / log_name(layer) for place in folders]
+    for layer in numbers:
+        files[layer] = [parent / log_name(layer) for parent in folders]
         for path in files[layer]:
             if not path.is_file() or not path.stat().st_size:
                 problem = problem or f"no log {path.name} in {path.parent}"
-        if problem is not None:
+        if problem is not None:  # at the first: a corrupt name may be of layer 10^12
             break
     if problem is not None:
         raise ValueError(
@@ -141,14 +146,6 @@ def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Pat
             "has experts, not empty, in the folder itself or in its folders rank_{r}"
         )
     return files
-
-
-def _evenly_spaced(numbers: list[int]) -> Sequence[int]:
-    """Return the numbers from the first to the last in the smallest step between neighbours."""
-    if len(numbers) < 2:
-        return numbers
-    step = min(b - a for a, b in itertools.pairwise(numbers))
-    return range(numbers[0], numbers[-1] + 1, step)
 
 
 def _read_log(path: Path, E: int | None):
@@ -161,17 +158,17 @@ def _read_log(path: Path, E: int | None):
         for number, line in enumerate(file, 1):
             ids, _, weights = line.rstrip("\r\n").partition("\t\t")
             try:
-                numbers = [int(text) for text in ids.split("\t")]
+                numbers = list(map(int, ids.split("\t")))
                 values = torch.tensor(list(map(float, weights.split("\t"))), dtype=torch.float64)
-                is_good = len(numbers) == len(values) and bool(values.isfinite().all())
-                is_good = is_good and min(numbers) >= 0 and max(numbers) < most
-            except ValueError:
-                is_good = False
-            if not is_good:
+                if len(numbers) != len(values) or not values.isfinite().all():
+                    raise ValueError("other numbers of ids and values, or values not finite")
+                if min(numbers) < 0 or max(numbers) >= most:
+                    raise ValueError("ids out of range")
+            except ValueError as error:
                 raise ValueError(
                     f"{path}, line {number}, is {shown(line, 60)}, but expected ids below "
                     f"num_experts ({most}), two tabs and as many gate values, separated by tabs"
-                )
+                ) from error
             yield torch.tensor(numbers), values
 
 
@@ -190,15 +187,7 @@ def _distinct(ids: torch.Tensor, K: int) -> bool:
     return not bool((rows[:, 1:] == rows[:, :-1]).any())
 
 
-class _LogSums(NamedTuple):
-    """The sums of one layer's log."""
-
-    sums: torch.Tensor  # [4, E] float64: count, gate and their means by line
-    pairs: torch.Tensor  # [E, E] float64
-    tokens: list[int]  # of each line
-
-
-def _sum_lines(lines: list[tuple], K: int, E: int | None, paths: list[Path]) -> _LogSums:
+def _check_lines(lines: list[tuple], K: int, paths: list[Path]) -> None:
     for number, (ids, _) in enumerate(lines, 1):
         if len(ids) % K or not _distinct(ids, K):
             name = str(paths[0])
@@ -208,18 +197,6 @@ def _sum_lines(lines: list[tuple], K: int, E: int | None, paths: list[Path]) -> 
                 f"Line {number} of {name} does not fit top_k {K}. Pass the number of experts per "
                 "token"
             )
-    if E is None:
-        E = max(int(ids.max()) for ids, _ in lines) + 1
-    sums = torch.zeros(4, E, dtype=torch.float64)
-    pairs = torch.zeros(E, E, dtype=torch.float64)
-    for ids, values in lines:
-        count = torch.bincount(ids, minlength=E).double()
-        by_line = torch.stack([count, torch.bincount(ids, values, minlength=E)])
-        sums[:2] += by_line
-        sums[2:] += by_line * K / len(ids)
-        hot = torch.zeros(len(ids) // K, E).scatter_(1, ids.view(-1, K), 1.0)
-        pairs += hot.T @ hot
-    return _LogSums(sums, pairs, [len(ids) // K for ids, _ in lines])
 
 
 def summary_tables(
@@ -246,20 +223,24 @@ def read_tables(
     shapes = []
     tables = {}
     for name, key in TABLES.items():
-        ids = []
+        ids = None
         rows = {}
         table = values.get(key)
         for layer, row in table.items() if isinstance(table, Mapping) else ():
-            scores = _read_row(layer, row)
-            ids = ids or sorted(scores)
-            # a corrupt id must not make a huge table
-            is_range = bool(ids) and ids[-1] - ids[0] == len(ids) - 1 and ids[0] < MAX_EXPERTS
-            if not is_range or sorted(scores) != ids:
+            try:
+                number, scores = _read_row(layer, row)
+                ids = ids or sorted(scores)
+                # a corrupt id must not make a huge table
+                if sorted(scores) != ids or len(ids) != ids[-1] - ids[0] + 1:
+                    raise ValueError("other experts")
+                if ids[0] >= MAX_EXPERTS:
+                    raise ValueError("too many experts")
+            except (IndexError, ValueError) as error:
                 raise ValueError(
                     f"{source}: layer {shown(layer)} of {key} is {shown(row, 60)}, but expected a "
                     "number of at least 0 for each expert, 0 to E - 1 in every layer"
-                )
-            rows[int(layer)] = [0.0] * ids[0] + [scores[e] for e in ids]
+                ) from error
+            rows[number] = [0.0] * ids[0] + [scores[e] for e in ids]
         layers = tuple(sorted(rows))
         shapes.append((layers, ids))
         tables[name] = torch.tensor([rows[layer] for layer in layers], dtype=torch.float64)
@@ -272,22 +253,19 @@ def read_tables(
     return layers, ids[0], tables
 
 
-def _read_row(layer: Any, row: Any) -> dict[int, float]:
-    """Return the scores of a layer by expert; none if anything in them is not valid."""
-    if not isinstance(row, Mapping) or not all(map(_is_number, (layer, *row))):
-        return {}
-    if not all(map(_is_score, row.values())):
-        return {}
-    return {int(e): float(score) for e, score in row.items()}
+def layer_number(text: Any) -> int:
+    """Return the number that a key of a file is; raises ValueError for other keys."""
+    if not isinstance(text, str) or not text.isascii() or str(int(text)) != text or text[0] == "-":
+        raise ValueError(f"{shown(text)} is no number")
+    return int(text)
 
 
-def _is_number(text: Any) -> bool:
-    return isinstance(text, str) and text.isascii() and text.isdigit() and str(int(text)) == text
-
-
-def _is_score(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 <= value <= sys.float_info.max
-    )
+def _read_row(layer: Any, row: Any) -> tuple[int, dict[int, float]]:
+    """Return a layer's number and its scores by expert."""
+    if not isinstance(row, Mapping):
+        raise ValueError("no object")
+    scores = {}
+    for e, score in row.items():
+        check_number("score", score)
+        scores[layer_number(e)] = float(score)
+    return layer_number(layer), scores

@@ -8,6 +8,7 @@ import torch
 from moe_runtime.io import rows as data
 from moe_runtime.methods.esft.scores import SEED
 
+TRAINING = 0.98  # share of the lines, in the released code
 Line = tuple[list[int], list[int]]  # ids and labels
 
 
@@ -21,12 +22,12 @@ def join(
     within a row starts without BOS with probability `drop_bos`. Samples of one row attend to each
     other. The last row may be shorter.
     """
-    order = [dict(row) for row in rows]
+    order = list(rows)
     generator = random.Random(seed)
     generator.shuffle(order)
     joined: list[Line] = []
-    ids = []
-    labels = []
+    ids: list[int] = []
+    labels: list[int] = []
     for row in order:
         skip = int(bool(ids) and row["input_ids"][:1] == [bos] and generator.random() < drop_bos)
         room = length - len(ids)
@@ -36,14 +37,16 @@ def join(
             joined.append((ids, labels))
             ids = []
             labels = []
-    if any(label != -100 for label in labels[1:]):
+    if _has_labels((ids, labels)):
         joined.append((ids, labels))
     return _dataset(joined)
 
 
-def packed_in_order(
-    rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED
-) -> list[Line]:
+def _has_labels(line: Line) -> bool:
+    return any(label != -100 for label in line[1][1:])
+
+
+def packed_in_order(rows: Iterable[Line], length: int, drop: float, pad: int) -> list[Line]:
     """Pack rows, in order, into lines of `length` ids, as ESFT's released code does.
 
     A row that does not fit loses its beginning; after another row its first id is dropped with
@@ -51,7 +54,7 @@ def packed_in_order(
     are left for it.
     """
     lines = []
-    generator = random.Random(seed)
+    generator = random.Random(SEED)
     ids = []
     labels = []
     for row_ids, row_labels in rows:
@@ -67,25 +70,25 @@ def packed_in_order(
     return [*lines, (ids + [pad] * left, labels + [-100] * left)]
 
 
-def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) -> tuple:
+def split_lines(lines: Sequence[Line]) -> tuple:
     """Return Datasets of training and validation lines, split as torch.random_split does; lines
     without labels are dropped.
     """
-    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
-    count = int(share * len(lines))
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(SEED)).tolist()
+    count = int(TRAINING * len(lines))
     train = dataset_of([lines[i] for i in order[:count]])
     validation = dataset_of([lines[i] for i in order[count:]])
     if not len(train) or not len(validation):
         raise ValueError(
-            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the "
-            "others for validation. Pass more data"
+            f"The data fill only {len(lines)} lines, of which {TRAINING:.0%} are for training and "
+            "the others for validation. Pass more data"
         )
     return train, validation
 
 
 def dataset_of(lines: Iterable[Line]):
     """Return a datasets.Dataset of the lines that have labels."""
-    return _dataset([line for line in lines if any(label != -100 for label in line[1][1:])])
+    return _dataset(list(filter(_has_labels, lines)))
 
 
 def _dataset(lines: Sequence[Line]):

@@ -85,21 +85,20 @@ class GateRecorder:
         see: Callable[[GateCall], None] | None = None,
     ):
         self.layers = dict(sorted(numbered_layers(model).items()))
-        for what in ("num_experts", "num_shared"):
-            _check_equal(what, {n: getattr(layer, what) for n, layer in self.layers.items()})
         for layer in self.layers.values():
             if getattr(layer.module, "_is_expert_parallel", False):
                 raise ValueError(
                     f"{layer.name} holds only a part of its experts. Use "
                     "moe_runtime.hf.dropin.parallel, or the whole layer"
                 )
+        experts = [layer.num_experts for layer in self.layers.values()]
+        shared = [layer.num_shared for layer in self.layers.values()]
+        self.num_experts = _common("num_experts", self.layers, experts)
+        self.num_shared = _common("num_shared", self.layers, shared)
         self.only: torch.Tensor | None = None
         self._see = see
         self._samples = 1
         self._slots = {}
-        first = next(iter(self.layers.values()))
-        self.num_experts = first.num_experts
-        self.num_shared = first.num_shared
         forget_compiled()
         self._call = OpenCall(model)
         self._handles = [model.register_forward_pre_hook(self._enter, with_kwargs=True)]
@@ -140,11 +139,13 @@ class GateRecorder:
         E = self.num_experts
         B = self._samples if self._samples and T % self._samples == 0 else 1
         self._slots[number] = topk_idx.shape[1] - self.num_shared
-        live = self._live(T, topk_idx.device)
+        live = token_mask(self._call.mask if self.only is None else self.only, T)
+        if live is None:
+            live = torch.ones(T, dtype=torch.bool)
+        live = live.to(topk_idx.device)
+        by_row = live.view(B, T // B)
         if self._see is not None:
-            self._see(
-                GateCall(number, topk_idx, topk_weight, live.view(B, T // B), self.num_shared)
-            )
+            self._see(GateCall(number, topk_idx, topk_weight, by_row, self.num_shared))
         counted = (topk_idx >= self.num_shared) & (topk_idx < E) & live[:, None]
         # what does not count goes to a column of its own, which is then left out
         idx = topk_idx.long().masked_fill(~counted, E)
@@ -153,29 +154,18 @@ class GateRecorder:
         hot = table[0].scatter_add_(1, idx, ones)[:, :E]
         table[1].scatter_add_(1, idx, topk_weight.detach().float())
         by_sample = table[:, :, :E].view(2, B, T // B, E).sum(2, dtype=torch.float64)
-        tokens = live.view(B, T // B).sum(1)
+        tokens = by_row.sum(1)
         means = by_sample / tokens.clamp(min=1)[:, None]
-        sums, seen, *pairs = self._at_home(number, idx.device)
+        if self._state[number][0].device != idx.device:  # the layer has moved
+            with torch.inference_mode(False):
+                self._state[number] = [tensor.to(idx.device) for tensor in self._state[number]]
+        sums, seen, *pairs = self._state[number]
         sums += torch.cat([by_sample.sum(1), means.sum(1)])
         seen += torch.stack([tokens.sum(), (tokens > 0).sum()])
         if pairs:
             # sums of ones are exact in float32 up to 2^24 tokens; autocast would round them
             with torch.autocast(idx.device.type, enabled=False):
                 pairs[0] += hot.T @ hot
-
-    def _live(self, T: int, device: torch.device) -> torch.Tensor:
-        """Return which of a call's tokens count, [T] bool."""
-        live = token_mask(self._call.mask if self.only is None else self.only, T)
-        if live is None:
-            return torch.ones(T, dtype=torch.bool, device=device)
-        return live.to(device)
-
-    def _at_home(self, number: int, device: torch.device) -> list[torch.Tensor]:
-        """Return a layer's state; it follows the layer to another device."""
-        if self._state[number][0].device != device:
-            with torch.inference_mode(False):
-                self._state[number] = [tensor.to(device) for tensor in self._state[number]]
-        return self._state[number]
 
     def read(self, *, reset: bool = False, reduce: bool = False) -> GateSums:
         """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes,
@@ -184,47 +174,40 @@ class GateRecorder:
         Layers that were never called are left out if others were: an adapter keeps the original of
         a module that it trains a copy of.
         """
-        E = self.num_experts
-        numbers = list(self.layers)
-        device = self._state[numbers[0]][0].device
-        # float64 holds whole numbers up to 2^53
-        rows = []
-        for number in numbers:
-            parts = [part.double().flatten().to(device) for part in self._state[number]]
-            rows.append(torch.cat(parts))
-        flat = torch.stack(rows)
-        slots = torch.tensor([self._slots.get(number, 0) for number in numbers], device=device)
+        states = list(self._state.values())
+        device = states[0][0].device
+        tables = []  # of all layers: sums [L, 4, E], tokens and samples [L, 2], pairs [L, E, E]
+        for parts in zip(*states, strict=True):
+            tables.append(torch.stack([part.to(device) for part in parts]))
+        slots = torch.tensor([self._slots.get(number, 0) for number in self.layers], device=device)
         if reset:
-            for number in numbers:
-                for part in self._state[number]:
-                    part.zero_()
-        if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(flat)
+            for part in itertools.chain(*states):
+                part.zero_()
+        if reduce and world()[0] > 1:
+            for table in tables:
+                torch.distributed.all_reduce(table)
             torch.distributed.all_reduce(slots, torch.distributed.ReduceOp.MAX)
-        sums, seen, pairs = flat.cpu().split([4 * E, 2, flat.shape[1] - 4 * E - 2], dim=1)
-        called = [i for i in range(len(numbers)) if seen[i, 0] > 0]
-        if not called:
+        is_called = (tables[1][:, 0] > 0).cpu()
+        if not is_called.any():
             raise ValueError(
                 "The model has routed no tokens. Call it at least once with tokens that are not "
                 "padding"
             )
-        layers = tuple(numbers[i] for i in called)
-        seen = seen[called].long().tolist()
-        slots = slots[called].tolist()
-        _check_equal("tokens", {n: tokens for n, (tokens, _) in zip(layers, seen, strict=True)})
-        _check_equal("top_k", dict(zip(layers, slots, strict=True)))
-        table = sums[called].view(-1, 4, E)  # count, gate, sample_count, sample_gate
+        sums, seen, *pairs = [table.cpu()[is_called] for table in tables]
+        layers = [layer for layer, called in zip(self.layers, is_called, strict=True) if called]
+        tokens, samples = seen.t().tolist()
+        count, gate, sample_count, sample_gate = sums.unbind(1)
         return GateSums(
-            layers=layers,
-            count=table[:, 0].long(),
-            gate=table[:, 1].clone(),
-            sample_count=table[:, 2].clone(),
-            sample_gate=table[:, 3].clone(),
-            n_tokens=seen[0][0],
-            n_samples=seen[0][1],
-            top_k=slots[0],
+            layers=tuple(layers),
+            count=count.long(),
+            gate=gate.clone(),
+            sample_count=sample_count.clone(),
+            sample_gate=sample_gate.clone(),
+            n_tokens=_common("tokens", layers, tokens),
+            n_samples=samples[0],
+            top_k=_common("top_k", layers, slots.cpu()[is_called].tolist()),
             num_shared=self.num_shared,
-            pairs=pairs[called].view(-1, E, E).long() if pairs.shape[1] else None,
+            pairs=pairs[0].long() if pairs else None,
         )
 
     def close(self) -> None:
@@ -240,14 +223,16 @@ class GateRecorder:
         self.close()
 
 
-def _check_equal(what: str, by_layer: dict[int, int]) -> None:
-    (first, value), *others = by_layer.items()
-    for layer, other in others:
-        if other != value:
+def _common(what: str, layers: Iterable[int], values: Sequence[int]) -> int:
+    """Return the value that all layers have."""
+    layers = list(layers)
+    for layer, value in zip(layers, values, strict=True):
+        if value != values[0]:
             raise ValueError(
-                f"{what} must be the same in all layers, but is {value} in layer {first} and "
-                f"{other} in layer {layer}"
+                f"{what} must be the same in all layers, but is {values[0]} in layer {layers[0]} "
+                f"and {value} in layer {layer}"
             )
+    return values[0]
 
 
 def _watch(layer: RoutedLayer, see: Callable[[torch.Tensor, torch.Tensor], None]):
@@ -278,8 +263,7 @@ Batches = Iterator[tuple[dict[str, Any], torch.Tensor | None]]
 
 def world() -> tuple[int, int]:
     """Return the number of processes and this one's rank."""
-    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_initialized:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return (torch.distributed.get_world_size(), torch.distributed.get_rank())
     return (1, 0)
 
@@ -351,17 +335,15 @@ def _in_step(model: nn.Module, batches: Batches) -> Batches:
             "A process has no batch, but every process needs data, as the model is distributed "
             "over all of them"
         )
-    has_batch = True
-    while _everywhere(has_batch, device, torch.distributed.ReduceOp.MAX):
+    following = (batch, only)
+    while _everywhere(following is not None, device, torch.distributed.ReduceOp.MAX):
+        if following is None:
+            # the others need this process's part of the weights, whose results do not count
+            only = torch.zeros(_shape(batch), dtype=torch.bool)
+        else:
+            batch, only = following
         yield batch, only
-        if has_batch:
-            following = next(batches, None)
-            has_batch = following is not None
-            if has_batch:
-                batch, only = following
-            else:
-                # the others need this process's part of the weights, whose results do not count
-                only = torch.zeros(_shape(batch), dtype=torch.bool)
+        following = next(batches, None)
 
 
 def _everywhere(value: bool, device: torch.device, by) -> bool:
@@ -381,19 +363,14 @@ def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]
     """
     handles = []
     for number, layer in numbered_layers(model).items():
-        block = block_of(model, layer)
-        children = dict(block.named_children())
+        children = dict(block_of(model, layer).named_children())
         router = children.get("gate", children.get("router"))
         top_k = getattr(router, "top_k", None)
         E = layer.num_experts
         table = torch.tensor([list(group) for group in groups.get(number, ())])
-        is_partition = sorted(table.flatten().tolist()) == list(range(E))
-        if (
-            not isinstance(top_k, int)
-            or layer.num_shared
-            or not is_partition
-            or top_k % table.shape[-1]
-        ):
+        is_partition = table.flatten().sort().values.tolist() == list(range(E))
+        is_known = isinstance(top_k, int) and not layer.num_shared
+        if not is_partition or not is_known or top_k % table.shape[-1]:
             raise ValueError(
                 f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {E} "
                 f"and top_k is {top_k}, but expected a router like DeepSeek-V2's, every expert in "

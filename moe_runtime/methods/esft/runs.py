@@ -102,30 +102,22 @@ def score_folder(
     sample. `prompt` is one of prompts.PROMPTS; "esft" without `packed` scores the same rows as the
     released script, uncut.
     """
-    for name, value in (
-        ("n_tokens", n_tokens),
-        ("max_length", max_length),
-        ("batch_size", batch_size),
-    ):
-        check_positive(name, value)
+    check_positive("n_tokens", n_tokens)
+    check_positive("max_length", max_length)
+    check_positive("batch_size", batch_size)
     if logs is not None:
         check_out_dir(logs, overwrite, [source, rows])
     model, tokenizer = _load(source)
     process = ranks.state()
     part = process.process_index, process.num_processes
-    found = data.read_rows(rows, answers=False)
+    texts = data.read_rows(rows, answers=False)
     if prompt == "esft" and not packed:
-        ids = _released(tokenizer, found, n_tokens, part)
+        ids = _released(tokenizer, texts, n_tokens, part)
         n_tokens = sum(map(len, ids))
         batches = padded_batches(ids, batch_size)
     else:
-        ids = _sampled(
-            tokenizer,
-            found.shuffle(seed=seed),
-            prompt,
-            n_tokens,
-            n_tokens if packed else max_length,
-        )
+        longest = n_tokens if packed else max_length
+        ids = _sampled(tokenizer, texts.shuffle(seed=seed), prompt, n_tokens, longest)
         batches = sample_batches(
             ids,
             n_tokens,
@@ -224,7 +216,8 @@ def train_folder(
     trained_files.check_place(out)
     check_positive("max_length", max_length)
     check_choice("train_on", train_on, TRAIN_ON)
-    ranks.check_ep_size(training.ep_size, source)
+    if training.ep_size != 1:
+        ranks.check_ep_size(training.ep_size, source)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
     settings = {
         "selection": selection.to_dict(),
@@ -249,83 +242,49 @@ def train_folder(
         model, tokenizer = _load(source)
         if is_file:
             _check_complete(model, selection)
-        return _train(
+        train, validation = _split_rows(
+            tokenizer, rows, held_out, max_length, packed, prompt, train_on
+        )
+        if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
+            dtype = "float32"
+        options = {"check_weights": check_weights}
+        if dtype is not None:
+            options["dtype"] = getattr(torch, dtype)
+        if lora is not None:
+            model, receipt = esft.train_lora(model, selection, *lora, seed=seed, **options)
+        else:
+            if training.ep_size > 1:
+                shard_experts(model, ranks.expert_mesh(training.ep_size))
+            receipt = esft.train_only(model, selection, **options)
+        before = _loss(
             model,
+            validation,
             tokenizer,
-            *_split_rows(tokenizer, rows, held_out, max_length, packed, prompt, train_on),
-            selection,
-            training,
-            out,
-            checkpoints,
-            settings,
-            dtype=dtype,
-            lora=lora,
+            batch_size=fit.split_batch(training.batch_size, training.per_device_batch_size)[0],
+            bf16=training.bf16,
+        )
+        with ranks.leading() as main:
+            if main:
+                checkpoints.mkdir(parents=True, exist_ok=True)
+                atomic_write_json(checkpoints / SETTINGS, settings)
+        done = fit.train(
+            model,
+            train,
+            tokenizer,
+            folder=checkpoints,
+            held_out=validation,
             seed=seed,
-            check_weights=check_weights,
-            overwrite=overwrite,
+            evaluations=max((training.steps or 0) // 100, 4),
             on_step=on_step,
+            **training.to_dict(),
         )
-
-
-def _train(
-    model,
-    tokenizer,
-    train,
-    validation,
-    selection: esft.ExpertSelection,
-    training: EsftTraining,
-    out: Path,
-    checkpoints: Path,
-    settings: Mapping,
-    *,
-    dtype: str | None,
-    lora: tuple[int, float] | None,
-    seed: int,
-    check_weights: bool,
-    overwrite: bool,
-    on_step,
-) -> TrainingReceipt:
-    """Train a loaded model as `train_folder` does, and write the adapter."""
-    if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
-        dtype = "float32"
-    trained_dtype = None if dtype is None else getattr(torch, dtype)
-    if training.ep_size > 1 and lora is None:
-        shard_experts(model, ranks.expert_mesh(training.ep_size))
-    if lora is None:
-        receipt = esft.train_only(
-            model, selection, dtype=trained_dtype, check_weights=check_weights
-        )
-    else:
-        model, receipt = esft.train_lora(
-            model, selection, *lora, dtype=trained_dtype, seed=seed, check_weights=check_weights
-        )
-    at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
-    before = fit.mean_loss(
-        *fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16)
-    )
-    with ranks.leading() as main:
-        if main:
-            checkpoints.mkdir(parents=True, exist_ok=True)
-            atomic_write_json(checkpoints / SETTINGS, settings)
-    evaluations = max((training.steps or 0) // 100, 4)
-    done = fit.train(
-        model,
-        train,
-        tokenizer,
-        folder=checkpoints,
-        held_out=validation,
-        seed=seed,
-        evaluations=evaluations,
-        on_step=on_step,
-        **training.to_dict(),
-    )
-    weights = None if lora is None else done.state_dict()
-    with ranks.leading() as main:
-        if lora is None:
-            esft.save_adapter(model, out, overwrite=overwrite)
-        elif main:
-            esft.save_lora(model, out, state_dict=weights, overwrite=overwrite)
-    _remove_checkpoints(checkpoints)
+        weights = None if lora is None else done.state_dict()
+        with ranks.leading() as main:
+            if lora is None:
+                esft.save_adapter(model, out, overwrite=overwrite)
+            elif main:
+                esft.save_lora(model, out, state_dict=weights, overwrite=overwrite)
+        _remove_checkpoints(checkpoints)
     return TrainingReceipt(
         path=out,
         steps=done.steps,
@@ -392,10 +351,15 @@ def check_folder(
     tokens = data.tokenize_pairs(
         tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt
     )
-    without = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
+    without = _loss(model, tokens, tokenizer, batch_size=batch_size)
     esft.apply(model, folder, check_weights=check_weights)
-    loss = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
+    loss = _loss(model, tokens, tokenizer, batch_size=batch_size)
     return CheckReceipt(adapter, changed, without, loss, len(tokens))
+
+
+def _loss(model, rows, tokenizer, **options) -> float:
+    """Return the mean loss per label token."""
+    return fit.mean_loss(*fit.row_losses(model, rows, tokenizer, **options))
 
 
 def _load(source: str | Path):
@@ -422,43 +386,35 @@ def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[
 
 def _released(tokenizer, rows, n_tokens: int, part: tuple[int, int]) -> list[list[int]]:
     """Tokenize the rows that the released script scores on this process."""
-    ids = functools.cache(lambda place: data.encode(tokenizer, rows[place], "esft")[0])
-    return [
-        ids(place)
-        for place in released_sample(len(rows), lambda place: len(ids(place)), n_tokens, part)
-    ]
+    ids = functools.cache(lambda number: data.encode(tokenizer, rows[number], "esft")[0])
+    numbers = released_sample(len(rows), lambda number: len(ids(number)), n_tokens, part)
+    return list(map(ids, numbers))
 
 
 def _split_rows(
     tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str, train_on: str
 ) -> tuple:
     """Return the tokenized training and validation rows; no row is in both."""
-    train = data.read_rows(rows, answers=train_on == "assistant")
-    if prompt == "esft" and packed:
-        lines = packed_in_order(
-            [data.encode(tokenizer, row, prompt, train_on) for row in train],
-            max_length,
-            DROP_BOS,
-            tokenizer.pad_token_id,
-        )
-        if held_out is None:
-            return split_lines(lines)
-        validation = data.read_rows(held_out, answers=train_on == "assistant")
-        train = dataset_of(lines)
-        return train, data.tokenize_pairs(
-            tokenizer, validation, max_length, prompt=prompt, train_on=train_on
-        )
-    if held_out is None:
-        train, validation = data.hold_out(train, max(round(VALIDATION * len(train)), 1))
-    else:
-        validation = data.read_rows(held_out, answers=train_on == "assistant")
-    train, validation = (
-        data.tokenize_pairs(tokenizer, part, max_length, prompt=prompt, train_on=train_on)
-        for part in (train, validation)
+    answers = train_on == "assistant"
+    tokenized = functools.partial(
+        data.tokenize_pairs, tokenizer, max_length=max_length, prompt=prompt, train_on=train_on
     )
+    train = data.read_rows(rows, answers=answers)
+    validation = None
+    if held_out is not None:
+        validation = data.read_rows(held_out, answers=answers)
+    if prompt == "esft" and packed:
+        encoded = [data.encode(tokenizer, row, prompt, train_on) for row in train]
+        lines = packed_in_order(encoded, max_length, DROP_BOS, tokenizer.pad_token_id)
+        if validation is None:
+            return split_lines(lines)
+        return dataset_of(lines), tokenized(validation)
+    if validation is None:
+        train, validation = data.hold_out(train, max(round(VALIDATION * len(train)), 1))
+    train = tokenized(train)
     if packed:
         train = join(train, max_length, tokenizer.bos_token_id, DROP_BOS)
-    return train, validation
+    return train, tokenized(validation)
 
 
 def _check_checkpoints(folder: Path, settings: Mapping) -> None:
@@ -466,20 +422,20 @@ def _check_checkpoints(folder: Path, settings: Mapping) -> None:
     written by such a call.
     """
     # a run killed before its settings were written leaves only their hidden temporary file
-    if folder.is_dir() and any(
-        not name.startswith(f".{SETTINGS}.") for name in contents_of(folder)
-    ):
-        is_ours = (folder / SETTINGS).is_file()
-        if is_ours and last_checkpoint(folder) is None:
+    names = contents_of(folder) if folder.is_dir() else []
+    if all(name.startswith(f".{SETTINGS}.") for name in names):
+        return
+    saved = {}
+    if (folder / SETTINGS).is_file():
+        saved = read_json(folder / SETTINGS)
+        if last_checkpoint(folder) is None:
             return
-        kept = read_json(folder / SETTINGS) if is_ours else {}
-        different = [
-            name for name in settings | kept if kept.get(name) != _as_json(settings.get(name))
-        ]
-        if different:
+    settings = json.loads(json.dumps(settings))  # tuples are lists there
+    for name in settings | saved:
+        if saved.get(name) != settings.get(name):
             raise ValueError(
-                f"{folder} has checkpoints of another training with a different {different[0]}. "
-                "Use the same settings to resume, or remove the folder"
+                f"{folder} has checkpoints of another training with a different {name}. Use the "
+                "same settings to resume, or remove the folder"
             )
 
 
@@ -500,8 +456,3 @@ def _remove_checkpoints(folder: Path) -> None:
             elif path.name != SETTINGS:
                 path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _as_json(value):
-    """Return a value as JSON would return it, tuples as lists."""
-    return json.loads(json.dumps(value))

@@ -21,8 +21,10 @@ routed_scaling_factor of 2.5, say), v1 is scaled too, and p is a share of the ga
 `normalized`.
 """
 
+import builtins
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -70,9 +72,12 @@ class ExpertScores:
     def from_sums(cls, sums: GateSums, variant: str = "v1") -> "ExpertScores":
         """Divide the sums of a GateRecorder or of logs."""
         check_choice("variant", variant, VARIANTS)
-        tables = _tables(sums, variant)
         return cls(
-            layers=sums.layers, **tables, variant=variant, num_shared=sums.num_shared, sums=sums
+            layers=sums.layers,
+            **_tables(sums, variant),
+            variant=variant,
+            num_shared=sums.num_shared,
+            sums=sums,
         )
 
     @classmethod
@@ -116,7 +121,11 @@ class ExpertScores:
                 f"Variant {variant!r} cannot be computed from {self.variant!r} scores without "
                 f"their sums. Use {self.variant!r}, score again, or read the logs"
             )
-        return table.clone() if round is None else _rounded(table, round)
+        if round is None:
+            return table.clone()
+        # Python rounds the decimal number, torch.round a product that may have lost the last bit
+        rows = [[builtins.round(value, round) for value in row] for row in table.tolist()]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def to_dict(self, round: int | None = None) -> dict[str, Any]:
         """Return the official summary, JSON-ready; unless it is rounded, with the model and the
@@ -130,8 +139,7 @@ class ExpertScores:
             values["sums"] = {}
             for name in SUMS:
                 part = getattr(self.sums, name)
-                is_tensor = isinstance(part, torch.Tensor)
-                values["sums"][name] = part.tolist() if is_tensor else part
+                values["sums"][name] = part.tolist() if torch.is_tensor(part) else part
         return values | write_base(self.base)
 
     @classmethod
@@ -189,12 +197,6 @@ def _divided(table: torch.Tensor, variant: str) -> torch.Tensor:
     return torch.where(total > 0, table / total, table)
 
 
-def _rounded(table: torch.Tensor, digits: int) -> torch.Tensor:
-    # Python rounds the decimal number, torch.round a product that may have lost the last bit
-    rows = [[round(value, digits) for value in row] for row in table.tolist()]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
 def _guess_variant(token: torch.Tensor) -> str:
     # tables of 4 digits are off by half of the last one per summand
     columns = (token.sum(0) - 1).abs().max().item() / token.shape[0]
@@ -203,7 +205,6 @@ def _guess_variant(token: torch.Tensor) -> str:
 
 
 def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
-    problem = None
     try:
         parts = {name: values[name] for name in SUMS}
         for name in (*_TABLES, "pairs"):
@@ -214,13 +215,11 @@ def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
             check_positive(name, parts[name])
         shape = (len(layers), parts["count"].shape[-1])
         if any(parts[name].shape != shape for name in _TABLES):
-            problem = f"tables of different shapes, not all {shape}"
+            raise ValueError(f"tables of different shapes, not all {shape}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        problem = repr(error)
-    if problem is not None:
         raise ValueError(
-            f"{source}: the sums cannot be read ({problem}). Pass the file as it was written"
-        )
+            f"{source}: the sums cannot be read ({error!r}). Pass the file as it was written"
+        ) from error
     return GateSums(layers=layers, **parts)
 
 
@@ -286,8 +285,9 @@ def sample_batches(
     Stops at `n_tokens`, or where the rows end. With `part` = (rank, ranks) each process gets its
     own samples: score_experts(..., per_process=True).
     """
-    for name, value in (("n_tokens", n_tokens), ("length", length), ("batch_size", batch_size)):
-        check_positive(name, value)
+    check_positive("n_tokens", n_tokens)
+    check_positive("length", length)
+    check_positive("batch_size", batch_size)
     rows = rows if hasattr(rows, "__getitem__") else list(rows)
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -298,13 +298,15 @@ def sample_batches(
             break
         row = rows[i]
         ids = row["input_ids"] if isinstance(row, Mapping) else row
-        samples.append([int(token) for token in ids[: left if packed else min(length, left)]])
-        left -= len(samples[-1])
+        sample = list(map(int, ids[: left if packed else min(length, left)]))
+        if sample:
+            samples.append(sample)
+            left -= len(sample)
     if packed:
-        flat = [token for sample in samples for token in sample]
+        flat = list(itertools.chain(*samples))
         samples = [flat[i : i + length] for i in range(0, len(flat), length)]
     rank, ranks = part
-    return padded_batches([sample for sample in samples if sample][rank::ranks], batch_size)
+    return padded_batches(samples[rank::ranks], batch_size)
 
 
 def released_sample(

@@ -32,6 +32,7 @@ from moe_runtime.hf.dropin.layers import RoutedLayer
 from moe_runtime.hf.training.trainable import ExpertsLayer
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.methods.esft.base import OURS, read_base, write_base
+from moe_runtime.methods.esft.official import layer_number
 from moe_runtime.methods.esft.scores import SCORES, VARIANTS, ExpertScores
 
 MAX_GROUPS = 2**21  # candidates that `group_experts` compares
@@ -71,9 +72,10 @@ class ExpertSelection:
         if self.variant is not None:
             check_choice("variant", self.variant, VARIANTS)
         bad = self.experts
-        if isinstance(self.experts, Mapping):
-            bad = {e: ids for e, ids in self.experts.items() if not _are_ids(e, ids)}
-        if bad or not isinstance(self.experts, Mapping):
+        is_mapping = isinstance(bad, Mapping)
+        if is_mapping:
+            bad = {layer: ids for layer, ids in bad.items() if not _are_ids(layer, ids)}
+        if bad or not is_mapping:
             raise ValueError(
                 "experts must be unique ids by layer, such as {1: (4, 0)}, but got "
                 f"{shown(bad, 60)}"
@@ -90,13 +92,10 @@ class ExpertSelection:
         """Return the official configuration, JSON-ready, with `score`, `p` and `variant` if
         known.
         """
+        values = {name: getattr(self, name) for name in _KEYS}
         experts = {str(layer): list(ids) for layer, ids in self.experts.items()}
-        values: dict[str, Any] = {"experts": experts}
-        for name in _KEYS:
-            value = getattr(self, name)
-            if value is not None:
-                values[name] = value
-        return values
+        known = {name: value for name, value in values.items() if value is not None}
+        return {"experts": experts} | known
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "selection") -> "ExpertSelection":
@@ -105,8 +104,9 @@ class ExpertSelection:
         """
         base = read_base(values, source)
         values = {name: value for name, value in values.items() if name != OURS}
-        if isinstance(values.get("experts"), Mapping):
-            values["experts"] = {_from_text(layer): ids for layer, ids in values["experts"].items()}
+        experts = values.get("experts")
+        if isinstance(experts, Mapping):
+            values["experts"] = {_from_text(layer): ids for layer, ids in experts.items()}
         try:
             return cls(**values, base=base)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
@@ -157,14 +157,14 @@ def select_experts(
             f"Expected ExpertScores, but got {shown(scores, 60)}. Read a file with "
             "ExpertScores.load(path)"
         )
+    routed = range(scores.num_shared, scores.num_experts)
     if (p is None) == (experts_per_layer is None):
         raise ValueError(f"Pass either p or experts_per_layer, but got {p} and {experts_per_layer}")
     if p is not None:
         check_p(p)
-    routed = scores.num_experts - scores.num_shared
-    if p is None and not (type(experts_per_layer) is int and 0 < experts_per_layer <= routed):
+    elif type(experts_per_layer) is not int or not 0 < experts_per_layer <= len(routed):
         raise ValueError(
-            f"experts_per_layer must be 1 to {routed}, the routed experts of a layer, but is "
+            f"experts_per_layer must be 1 to {len(routed)}, the routed experts of a layer, but is "
             f"{experts_per_layer}"
         )
     check_positive("group_size", group_size)
@@ -180,15 +180,15 @@ def select_experts(
             groups[layer] = group_experts(pairs, group_size, num_shared=scores.num_shared)
     experts = {}
     for layer, row in zip(scores.layers, table.tolist(), strict=True):
-        if not any(row):
-            raise ValueError(f"Layer {layer} has no {score} scores above 0. Score the task again")
+        problem = None if any(row) else f"no {score} scores above 0"
         if not all(map(math.isfinite, row)):
-            raise ValueError(
-                f"Layer {layer} has {score} scores that are NaN or infinite. Score the task again"
-            )
-        routed = range(scores.num_shared, len(row))
-        of_layer = [(e,) for e in routed] if groups is None else groups.get(layer, ())
-        if sorted(e for group in of_layer for e in group) != list(routed):
+            problem = f"{score} scores that are NaN or infinite"
+        if problem is not None:
+            raise ValueError(f"Layer {layer} has {problem}. Score the task again")
+        of_layer = [(e,) for e in routed]
+        if groups is not None:
+            of_layer = groups.get(layer, ())
+        if sorted(itertools.chain(*of_layer)) != list(routed):
             raise ValueError(
                 f"groups of layer {layer} must contain each of {routed.start} to {routed.stop - 1} "
                 f"once, but are {shown(of_layer)}"
@@ -196,9 +196,15 @@ def select_experts(
         experts[layer] = _take(row, of_layer, p, experts_per_layer, skip_unused)
     if p is not None:
         _warn_of_short(dict(zip(scores.layers, table.sum(1).tolist(), strict=True)), p, skip_unused)
-    made = {"score": score, "p": p, "variant": variant}
-    flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
-    return ExpertSelection(experts=experts, **flags, **made, base=scores.base)
+    return ExpertSelection(
+        experts=experts,
+        shared_experts=shared_experts,
+        non_expert_modules=non_expert_modules,
+        score=score,
+        p=p,
+        variant=variant,
+        base=scores.base,
+    )
 
 
 def _warn_of_short(sums: Mapping[int, float], p: float, skip_unused: bool) -> None:
@@ -269,11 +275,8 @@ def group_experts(
     """
     check_positive("group_size", group_size)
     E = pairs.shape[-1] - num_shared
-    if (
-        pairs.shape != (E + num_shared,) * 2
-        or E % group_size
-        or math.comb(E, group_size) > MAX_GROUPS
-    ):
+    is_square = pairs.shape == (E + num_shared,) * 2
+    if not is_square or E % group_size or math.comb(E, group_size) > MAX_GROUPS:
         raise ValueError(
             f"group_size is {group_size}, pairs is {tuple(pairs.shape)} and num_shared is "
             f"{num_shared}, but expected a size that divides the number of routed experts, with at "
@@ -341,11 +344,12 @@ def _are_ids(layer: Any, ids: Any) -> bool:
         return False
     numbers = [layer, *ids]
     is_whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
-    return is_whole and len(set(ids)) == len(numbers) - 1
+    return is_whole and len(set(ids)) == len(list(ids))
 
 
 def _from_text(layer: Any) -> Any:
     """Return the layer number of a file's key, or the key itself if it is not a number."""
-    if isinstance(layer, str) and layer.isascii() and layer.isdigit() and str(int(layer)) == layer:
-        return int(layer)
-    return layer
+    try:
+        return layer_number(layer)
+    except ValueError:
+        return layer

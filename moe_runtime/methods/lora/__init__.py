@@ -62,6 +62,8 @@ RANK = 8
 ALPHA = 16.0
 # fields that an upcycled model's layers share with the experts of an adapter for it
 ALIKE = (
+    "base_model_type",
+    "layers",
     "hidden_size",
     "intermediate_size",
     "num_experts",
@@ -136,44 +138,32 @@ def to_lora_moe(
     if config is None:
         counted = {"num_experts": len(experts)} if experts else {}
         config = lora_config(model, **counted | settings)
-    found = None
-    given_layers = layers
+    adapters = None
+    given = {"rank": rank, "alpha": alpha, "targets": targets, "layers": layers}
     if experts is not None:
-        found = read_experts(
-            model,
-            family,
-            experts,
-            config.num_experts,
-            backbone,
-            rank=rank,
-            alpha=alpha,
-            targets=targets,
-            layers=layers,
-        )
-        rank = found.rank
-        alpha = found.alpha
-        targets = found.targets
-        layers = found.layers
-    lora = _lora_block(family, form, rank, alpha, targets, train_backbone)
-    lora |= {
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "backbone": "mean" if found is not None and found.backbone else "base",
-    }
-    layers = swap.check_stock(model, family, config, layers)
+        adapters = read_experts(model, family, experts, config.num_experts, backbone, given)
+        given = {name: getattr(adapters, name) for name in given}
+    lora = _lora_block(
+        family, form, given["rank"], given["alpha"], given["targets"], train_backbone
+    )
+    lora["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
+    lora["backbone"] = "mean" if adapters is not None and adapters.backbone else "base"
+    rows_of = layers  # the layers of `vectors`, in their order
+    layers = swap.check_stock(model, family, config, given["layers"])
     for layer in layers if form == "block" else ():
         check_base(model.get_submodule(family.path.format(layer)))
     _check_routers(vectors, dtype, config, form, len(layers))
     swap.verify_mlp(model, layers, family)
-    given = {} if vectors is None else dict(zip(given_layers or layers, vectors, strict=True))
+    routers = {layer: swap.draw_router(config, seed, layer) for layer in layers}
+    if vectors is not None:
+        for layer, rows in zip(rows_of or layers, vectors, strict=True):
+            routers[layer]["weight"] = rows
     for layer in layers:
-        rows = swap.draw_router(config, seed, layer)
-        if given:
-            rows["weight"] = given[layer]
-        module = _replace(model, family, layer, config, lora, rows, seed, dtype)
-        if found is not None:
-            found.fill(layer, _pairs_of(module))
-    if found is not None:
-        add_to_backbone(model, found)
+        module = _replace(model, family, layer, config, lora, routers[layer], seed, dtype)
+        if adapters is not None:
+            adapters.fill(layer, _pairs_of(module))
+    if adapters is not None:
+        add_to_backbone(model, adapters)
     base = {"base_model_type": family.model_type, "base_architecture": type(model).__name__}
     swap.become_moe(
         model, moe_fields(config, layers=layers, **base, method=method, stage="lora", lora=lora)
@@ -192,10 +182,9 @@ def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone:
     """
     check_choice("form", form, FORMS)
     names = (*family.up, family.down)
-    is_list = targets is None or (
-        not isinstance(targets, str) and targets and not set(targets) - set(names)
-    )
-    if not is_list or (form == "block" and names != TARGETS):
+    targets = names if targets is None else targets
+    is_known = bool(targets) and not isinstance(targets, str) and set(targets) <= set(names)
+    if not is_known or (form == "block" and names != TARGETS):
         raise ValueError(
             f"targets is {targets!r} with form {form!r} for model_type {family.model_type!r}. Pass "
             f"some of {', '.join(names)}, and form='linear' for an MLP without {', '.join(TARGETS)}"
@@ -205,12 +194,11 @@ def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone:
     check_positive("rank", rank)
     check_number("alpha", alpha, positive=True)
     check_bool("train_backbone", train_backbone)
-    targets = [name for name in names if targets is None or name in targets]
     return {
         "form": form,
         "rank": rank,
         "alpha": float(alpha),
-        "targets": targets,
+        "targets": [name for name in names if name in targets],
         "train_backbone": train_backbone,
     }
 
@@ -284,16 +272,14 @@ def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "unifo
     function differs from the routed one.
     """
     layers = _whole_layers(model)
-    block = model.config.moe_runtime
-    path = FAMILIES[block["base_model_type"]].path
-    rows = alpha_rows(alpha, len(layers), block["config"]["num_experts"])
-    for (layer, module), row in zip(layers.items(), rows, strict=True):
+    rows = alpha_rows(alpha, len(layers), model.config.moe_runtime["config"]["num_experts"])
+    for (path, module), row in zip(layers.items(), rows, strict=True):
         pairs = _pairs_of(module)
         merged = {target: pairs.merged_weight(target, row) for target in pairs.targets}
         mlp = pairs.base if isinstance(module, LoRAMoE) else pairs.unwrap()
         for target, weight in merged.items():
             getattr(mlp, target).weight.copy_(weight)
-        model.set_submodule(path.format(layer), mlp.train(module.training))
+        model.set_submodule(path, mlp.train(module.training))
     swap.become_stock(model)
     return model.requires_grad_(True)
 
@@ -305,16 +291,14 @@ def to_moe(model: nn.Module) -> nn.Module:
     layers = _whole_layers(
         model, only_block="whole experts need one router per MLP. Use merge to make the model dense"
     )
-    block = model.config.moe_runtime
-    path = FAMILIES[block["base_model_type"]].path
-    config = None
-    for layer, module in layers.items():
+    block = dict(model.config.moe_runtime)
+    del block["lora"]
+    for path, module in layers.items():
         whole = module.to_moe()
-        config = whole.config
-        model.set_submodule(path.format(layer), whole)
-    values = {name: value for name, value in block.items() if name != "lora"}
+        block |= {"stage": "moe", "config": whole.config.to_dict()}
+        model.set_submodule(path, whole)
     swap.set_config(model, copy.deepcopy(model.config))
-    model.config.moe_runtime = values | {"stage": "moe", "config": config.to_dict()}
+    model.config.moe_runtime = block
     return model.requires_grad_(True)
 
 
@@ -338,7 +322,6 @@ def save_adapters(
         reason = f"upcycled is {upcycled!r}, and linear layers have no stacked adapter"
     layers = _whole_layers(model, only_block=reason)
     block = model.config.moe_runtime
-    path = FAMILIES[block["base_model_type"]].path
     lora = block["lora"]
     if lora["train_backbone"] or lora.get("backbone") == "mean":
         why = "train_backbone is True" if lora["train_backbone"] else "backbone is 'mean'"
@@ -349,17 +332,13 @@ def save_adapters(
     if upcycled is not None and Path(upcycled).is_dir():
         _check_upcycled(Path(upcycled), block)
     check_out_dir(folder, overwrite, [base_model, upcycled])
-    pairs = {path.format(layer): _pairs_of(module) for layer, module in layers.items()}
+    pairs = {path: _pairs_of(module) for path, module in layers.items()}
     names = [f"expert-{e}" for e in range(block["config"]["num_experts"])]
     with atomic_folder(folder, overwrite) as new:
         for e, name in enumerate(names):
             save_single(pairs, new / name, e, base_model=str(base_model))
         if upcycled is not None:
-            save_stacked(
-                {path.format(layer): m for layer, m in layers.items()},
-                new / "stacked",
-                base_model=str(upcycled),
-            )
+            save_stacked(layers, new / "stacked", base_model=str(upcycled))
     return [Path(folder) / name for name in names]
 
 
@@ -368,19 +347,18 @@ def _check_upcycled(folder: Path, block: dict) -> None:
     `block`.
     """
     theirs = read_json(folder / "config.json").get("moe_runtime")
-    what = None
-    if not isinstance(theirs, dict) or theirs.get("stage") != "moe":
-        what = "no upcycled model"
-    else:
-        pairs = [(name, theirs[name], block[name]) for name in ("base_model_type", "layers")]
-        pairs += [(name, theirs["config"][name], block["config"][name]) for name in ALIKE]
-        for name, their, our in pairs:
-            if their != our:
-                what = what or f"{name} {their!r}, but the model has {our!r}"
-    if what is not None:
-        raise ValueError(
-            f"{folder} has {what}. Pass the base, upcycled by xft.upcycle with the same settings"
-        )
+    problem = "no upcycled model"
+    if isinstance(theirs, dict) and theirs.get("stage") == "moe":
+        ours = block | block["config"]
+        theirs = theirs | theirs["config"]
+        different = [name for name in ALIKE if theirs[name] != ours[name]]
+        if not different:
+            return
+        name = different[0]
+        problem = f"{name} {theirs[name]!r}, but the model has {ours[name]!r}"
+    raise ValueError(
+        f"{folder} has {problem}. Pass the base, upcycled by xft.upcycle with the same settings"
+    )
 
 
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -391,9 +369,7 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
     further.
     """
     layers = _whole_layers(model, only_block="linear layers have no stacked adapter")
-    block = model.config.moe_runtime
-    path = FAMILIES[block["base_model_type"]].path
-    load_stacked({path.format(layer): module for layer, module in layers.items()}, folder)
+    load_stacked(layers, folder)
     return model
 
 
@@ -408,12 +384,8 @@ def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Itera
     ids = torch.as_tensor(ids)
     layers = [module for module in model.modules() if isinstance(module, LoRAMoE | LoRALinear)]
     count = layers[0].config.num_experts if layers else 0
-    if (
-        not layers
-        or ids.dim() != 1
-        or ids.is_floating_point()
-        or any(not 0 <= e < count for e in ids.tolist())
-    ):
+    is_row = bool(layers) and ids.dim() == 1 and not ids.is_floating_point()
+    if not is_row or not all(0 <= e < count for e in ids.tolist()):
         raise ValueError(
             f"ids must be one of the model's {count} LoRA experts for each row of the batch, but "
             f"got {ids.tolist()}"
@@ -444,9 +416,9 @@ def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
     return moe_layers(model)
 
 
-def _whole_layers(model: nn.Module, only_block: str = "") -> dict[int, nn.Module]:
-    """Return `lora_layers`; raises ValueError if their weights are absent or do not determine their
-    outputs alone.
+def _whole_layers(model: nn.Module, only_block: str = "") -> dict[str, nn.Module]:
+    """Return `lora_layers` by path; raises ValueError if their weights are absent or do not
+    determine their outputs alone.
 
     `only_block`, unless empty, is the reason for rejecting form "linear".
     """
@@ -462,4 +434,5 @@ def _whole_layers(model: nn.Module, only_block: str = "") -> dict[int, nn.Module
     form = model.config.moe_runtime["lora"]["form"]
     if only_block and form != "block":
         raise ValueError(f"form must be 'block', but is {form!r}: {only_block}")
-    return layers
+    path = FAMILIES[model.config.moe_runtime["base_model_type"]].path
+    return {path.format(layer): module for layer, module in layers.items()}

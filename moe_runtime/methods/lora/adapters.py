@@ -20,11 +20,14 @@ MLPs change the backbone: W + mean_i s_i B_i A_i over the experts i, or not at a
 when it tunes all parameters.
 """
 
+import functools
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,8 +48,6 @@ from moe_runtime.modules.lora_linear import LinearExperts
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-# PEFT nests: the first parameter's adapter is the inner one
-PLACES = {"gate_up_proj": ".base_layer", "down_proj": ""}
 HALVES = (".lora_A.weight", ".lora_B.weight")
 # characters and repetitions of a pattern in a config
 MAX_PATTERN = 1000
@@ -71,6 +72,8 @@ PLAIN = (
     "arrow_config",
     "kasa_config",
 )
+# a pair: A [r, in] and B [out, r], or of a stack, as our layers hold it, [E, r, in] and [E, r, out]
+Halves = tuple[torch.Tensor, torch.Tensor]
 # other initializations also change the base's weights
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 
@@ -88,21 +91,16 @@ def save_single(
 
     The layers have the same settings. Raises ValueError for an expert that does not exist.
     """
-    experts = {name: _experts(layer) for name, layer in layers.items()}
-    first = next(iter(experts.values()))
-    check_expert(expert, first.num_experts)
     tensors = {}
-    for name, layer in experts.items():
+    for name, layer in layers.items():
+        layer = _experts(layer)
+        check_expert(expert, layer.num_experts)
+        config = _config(layer, base_model) | {"target_modules": list(layer.targets)}
         for target in layer.targets:
-            place = f"{PREFIX}{name}.{target}."
-            tensors[f"{place}lora_A.weight"] = layer.lora_a[target][expert]
-            tensors[f"{place}lora_B.weight"] = layer.lora_b[target][expert].t()
-    _write(
-        folder,
-        tensors,
-        _config(first, base_model) | {"target_modules": list(first.targets)},
-        overwrite,
-    )
+            place = f"{PREFIX}{name}.{target}"
+            tensors[place + HALVES[0]] = layer.lora_a[target][expert]
+            tensors[place + HALVES[1]] = layer.lora_b[target][expert].t()
+    write_adapter(folder, tensors, config, overwrite)
 
 
 def save_stacked(
@@ -135,35 +133,28 @@ def save_stacked(
         "alpha_pattern": alphas,
         "modules_to_save": sorted(gates) or None,
     }
-    _write(folder, _stacked_tensors(layers), config, overwrite)
+    write_adapter(folder, _stacked_tensors(layers), config, overwrite)
 
 
 def _stacked_tensors(layers: Mapping[str, LoRAExperts | LoRAMoE]) -> dict[str, torch.Tensor]:
     """Return the file's content: A [E r, in] and B [out, r E] of each stack, and the routers."""
     tensors = {}
     for name, layer in layers.items():
-        for place, (a, b) in _places(name, _experts(layer)).values():
+        for parameter, (a, b) in _stacked(_experts(layer)).items():
+            place = _place_of(name, layer, parameter)
             tensors[place + HALVES[0]] = a.reshape(-1, a.shape[2])
             tensors[place + HALVES[1]] = b.permute(2, 1, 0).reshape(b.shape[2], -1)
-    for name, layer in layers.items():
         if isinstance(layer, LoRAMoE):
             for key, value in layer.gate.state_dict().items():
                 tensors[f"{PREFIX}{name}.gate.{key}"] = value
     return tensors
 
 
-def _places(
-    name: str, layer: LoRAExperts
-) -> dict[str, tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Return where the file has each stack's pair, and the pair (a [E, r, in], b [E, r, out]), by
-    the stack's name.
-    """
-    pairs = _stacked(layer)
-    places = {}
-    for key, pair in pairs.items():
-        nested = PLACES[key] if len(pairs) == 2 else ""
-        places[key] = (f"{PREFIX}{name}.experts{nested}", pair)
-    return places
+def _place_of(name: str, layer: LoRAExperts | LoRAMoE, parameter: str) -> str:
+    """Return the file's name of a stack's pair."""
+    # PEFT nests: the first parameter's adapter is the inner one
+    is_inner = parameter == "gate_up_proj" and "down_proj" in _experts(layer).targets
+    return f"{PREFIX}{name}.experts{'.base_layer' if is_inner else ''}"
 
 
 @torch.no_grad()
@@ -171,33 +162,39 @@ def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.P
     """Read what `save_stacked` wrote, or PEFT after training it, into `layers` of the same
     settings, in place.
     """
-    path = os.path.join(folder, WEIGHTS)
-    _check_config(_experts(next(iter(layers.values()))), os.path.join(folder, CONFIG))
+    path = Path(folder, CONFIG)
+    config = read_json(path)
+    ours = _config(_experts(next(iter(layers.values()))), "")
+    for key in ("r", "lora_alpha", "use_rslora"):
+        if config.get(key) != ours[key]:
+            raise ValueError(
+                f"{key} in {path} must equal {ours[key]!r}, that of the layers, but is "
+                f"{shown(config.get(key))}"
+            )
     tensors = read_tensors(folder)
-    pairs = []
     specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     expected = {}
     for key, tensor in _stacked_tensors(layers).items():
         dtype = specs[key].dtype if key in specs else None  # any dtype will do
         expected[key] = TensorSpec(tuple(tensor.shape), dtype)
-    check_keys(specs, expected, source=path)
+    check_keys(specs, expected, source=Path(folder, WEIGHTS))
+    new = []
     for name, layer in layers.items():
         experts = _experts(layer)
-        for parameter, (place, (a, b)) in _places(name, experts).items():
+        for parameter, (a, b) in _stacked(experts).items():
+            place = _place_of(name, layer, parameter)
             new_a = tensors[place + HALVES[0]].view(a.shape)
             new_b = tensors[place + HALVES[1]].view(b.shape[::-1]).permute(2, 1, 0)
             split = {parameter: (new_a, new_b)}
             if parameter == "gate_up_proj":
-                split = _split(experts, new_a, new_b, f"{place} in {path}")
+                split = _split(experts, new_a, new_b, f"{place} in {Path(folder, WEIGHTS)}")
             for target, (half_a, half_b) in split.items():
-                pairs.append((experts.lora_a[target], half_a))
-                pairs.append((experts.lora_b[target], half_b))
-    for parameter, value in pairs:
-        parameter.copy_(value)
-    for name, layer in layers.items():
+                new += [(experts.lora_a[target], half_a), (experts.lora_b[target], half_b)]
         if isinstance(layer, LoRAMoE):
-            gate = layer.gate.state_dict()
-            layer.gate.load_state_dict({key: tensors[f"{PREFIX}{name}.gate.{key}"] for key in gate})
+            for key, value in layer.gate.state_dict().items():
+                new.append((value, tensors[f"{PREFIX}{name}.gate.{key}"]))
+    for parameter, value in new:
+        parameter.copy_(value)
 
 
 def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
@@ -205,7 +202,7 @@ def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
     return layer.experts if isinstance(layer, LoRAMoE) else layer
 
 
-def _stacked(layer: LoRAExperts) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _stacked(layer: LoRAExperts) -> dict[str, Halves]:
     """Return (a [E, r, in], b [E, r, out]) by the stack's name; gate and up together have twice the
     rank.
     """
@@ -221,27 +218,28 @@ def _stacked(layer: LoRAExperts) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
     return pairs
 
 
-def _halves(layer: LoRAExperts, target: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(layer: LoRAExperts, target: str) -> Halves:
+    """Return the pairs of a target, zeros for one without."""
     if target in layer.targets:
         return layer.lora_a[target].detach(), layer.lora_b[target].detach()
     out, size = getattr(layer.base, target).weight.shape
-    like = next(iter(layer.lora_a.values()))
-    a = like.new_zeros(layer.num_experts, layer.rank, size)
-    return a, like.new_zeros(layer.num_experts, layer.rank, out)
+    zeros = next(iter(layer.lora_a.values())).new_zeros
+    shape = (layer.num_experts, layer.rank)
+    return zeros(*shape, size), zeros(*shape, out)
 
 
-def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, Halves]:
     """Return gate's and up's halves of their shared pair; raises ValueError if a rank belongs to
     both.
     """
     r = layer.rank
     I = b.shape[2] // 2
     halves = {"gate_proj": (a[:, :r], b[:, :r, :I]), "up_proj": (a[:, r:], b[:, r:, I:])}
-    beside = [b[:, :r, I:], b[:, r:, :I]]
+    unused = [b[:, :r, I:], b[:, r:, :I]]
     for target in ("gate_proj", "up_proj"):
         if target not in layer.targets:
-            beside.append(halves.pop(target)[1])
-    if any(part.any() for part in beside):
+            unused.append(halves.pop(target)[1])
+    if any(part.any() for part in unused):
         raise ValueError(
             f"Each rank of {key} must belong to one of the targets {', '.join(layer.targets)}, but "
             "some belong to both gate and up or to another target. PEFT can load this adapter"
@@ -263,25 +261,23 @@ def _config(layer: LoRAExperts, base_model: str) -> dict:
     }
 
 
-def _check_config(layer: LoRAExperts, path: str) -> None:
-    config = read_json(path)
-    ours = _config(layer, "")
-    for key in ("r", "lora_alpha", "use_rslora"):
-        if config.get(key) != ours[key]:
-            raise ValueError(
-                f"{key} in {path} must equal {ours[key]!r}, that of the layers, but is "
-                f"{shown(config.get(key))}"
-            )
-
-
-def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
+def write_adapter(
+    folder: str | os.PathLike,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping,
+    overwrite: bool,
+    copied: Sequence[Path] = (),
+) -> None:
+    """Write an adapter folder atomically, with copies of the files `copied`."""
     with atomic_folder(folder, overwrite) as tmp:
         # copies, since safetensors rejects tensors that share memory, as a stack's experts do
         copies = {}
         for key, tensor in tensors.items():
             copies[key] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         write_tensors(tmp / WEIGHTS, copies)
-        atomic_write_json(tmp / CONFIG, config)
+        atomic_write_json(tmp / CONFIG, dict(config))
+        for path in copied:
+            shutil.copyfile(path, tmp / path.name)
 
 
 def read_tensors(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -315,12 +311,11 @@ def check_patterns(folder: str | os.PathLike) -> None:
     config = read_json(path) if path.is_file() else {}
     for name in ("rank_pattern", "alpha_pattern"):
         values = config.get(name) or {}
-        for key in values if isinstance(values, dict) else [values]:
-            if not isinstance(values, dict) or not is_pattern(key):
-                raise ValueError(
-                    f"{name} in {path} has {shown(key)}, but must map names, with at most "
-                    f"{MAX_REPEATS} repetitions and no repeated group, to numbers"
-                )
+        if not isinstance(values, dict) or not all(map(is_pattern, values)):
+            raise ValueError(
+                f"{name} in {path} has {shown(values)}, but must map names, with at most "
+                f"{MAX_REPEATS} repetitions and no repeated group, to numbers"
+            )
     targets = config.get("target_modules")
     if isinstance(targets, str) and re.search(r"\)[*+{]", targets):
         raise ValueError(
@@ -329,8 +324,37 @@ def check_patterns(folder: str | os.PathLike) -> None:
         )
 
 
+class AdapterPair(NamedTuple):
+    """The change s B A of a parameter; of a stack, of each expert."""
+
+    a: torch.Tensor  # [E, r, in]; of a matrix [r, in]
+    b: torch.Tensor  # [E, out, r]; of a matrix [out, r]
+    scaling: float
+    transposed: bool = False  # whether the stack is [E, in, out]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether each expert has a pair."""
+        return self.a.dim() == 3
+
+    @property
+    def rank(self) -> int:
+        """Return r, which is per expert."""
+        return self.a.shape[-2]
+
+    def delta(self, expert: int | None = None) -> torch.Tensor:
+        """Return the change of the parameter, or of row `expert` of a stack, in float32 or
+        wider.
+        """
+        if expert is not None:
+            return self._replace(a=self.a[expert], b=self.b[expert]).delta()
+        wide = torch.promote_types(self.a.dtype, torch.float32)
+        change = (self.b.to(wide) @ self.a.to(wide)).mul_(self.scaling)
+        return change.transpose(-2, -1) if self.transposed else change
+
+
 @dataclass(frozen=True)
-class Adapter:
+class DenseAdapter:
     """One adapter: `pairs` holds A [r, in] and B [out, r] by the path of the linear layer, as in
     the dense model.
     """
@@ -340,7 +364,7 @@ class Adapter:
     # scaling = alpha / r, also for rank-stabilized LoRA, whose file has scaling = lora_alpha /
     # sqrt(r)
     alpha: float
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    pairs: Mapping[str, Halves]
 
     @property
     def scaling(self) -> float:
@@ -349,24 +373,22 @@ class Adapter:
 
     def delta(self, path: str) -> torch.Tensor:
         """Return scaling * B A [out, in] of one linear layer, in float32 or wider."""
-        a, b = self.pairs[path]
-        wide = torch.promote_types(a.dtype, torch.float32)
-        return (b.to(wide) @ a.to(wide)).mul_(self.scaling)
+        return AdapterPair(*self.pairs[path], self.scaling).delta()
 
 
-def read_adapter(folder: str | os.PathLike) -> Adapter:
+def read_adapter(folder: str | os.PathLike) -> DenseAdapter:
     """Read an adapter folder written by PEFT or `save_single`; raises ValueError for anything
     beyond plain LoRA.
     """
-    path = os.path.join(folder, CONFIG)
+    path = Path(folder, CONFIG)
     config = read_json(path)
     rank = config.get("r")
     alpha = config.get("lora_alpha")
     odd = other_setting(config, PLAIN)
-    if odd is None and (not isinstance(rank, int) or rank < 1):
-        odd = "r"
-    if odd is None and not isinstance(alpha, int | float):
-        odd = "lora_alpha"
+    if not isinstance(rank, int) or rank < 1:
+        odd = odd or "r"
+    if not isinstance(alpha, int | float):
+        odd = odd or "lora_alpha"
     if odd is not None:
         raise ValueError(
             f"{odd} in {path} is {shown(config.get(odd))}, but only peft_type 'LORA' with "
@@ -376,7 +398,26 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
         )
     if config.get("use_rslora"):
         alpha *= rank**0.5
-    return Adapter(str(folder), rank, float(alpha), _pairs(folder, rank))
+    tensors = read_tensors(folder)
+    pairs = {}
+    odd = None
+    for key in list(tensors):
+        if not key.startswith(PREFIX) or not key.endswith(HALVES[0]):
+            continue
+        name = key.removesuffix(HALVES[0])
+        a = tensors.pop(key)
+        b = tensors.pop(name + HALVES[1], None)
+        shapes = [list(a.shape), None if b is None else list(b.shape)]
+        if b is None or shapes != [[rank, a.shape[-1]], [b.shape[0], rank]]:
+            odd = f"{name} with A, B of {shapes}"
+        pairs[name.removeprefix(PREFIX)] = a, b
+    if odd or tensors or not pairs:
+        raise ValueError(
+            f"{Path(folder, WEIGHTS)} has {odd or min(tensors, default='no tensor')}, but only "
+            f"lora_A.weight [{rank}, in] and lora_B.weight [out, {rank}] of linear layers, at "
+            "least one pair, are supported"
+        )
+    return DenseAdapter(str(folder), rank, float(alpha), pairs)
 
 
 def other_setting(config: Mapping, names: Sequence[str]) -> str | None:
@@ -389,36 +430,13 @@ def other_setting(config: Mapping, names: Sequence[str]) -> str | None:
     return None if config.get("init_lora_weights") in INITIAL else "init_lora_weights"
 
 
-def _pairs(folder: str | os.PathLike, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    tensors = read_tensors(folder)
-    pairs = {}
-    odd = None
-    for key in list(tensors):
-        if not key.startswith(PREFIX) or not key.endswith(HALVES[0]):
-            continue
-        name = key.removesuffix(HALVES[0])
-        a = tensors.pop(key)
-        b = tensors.pop(name + HALVES[1], None)
-        shapes = [list(a.shape), None if b is None else list(b.shape)]
-        if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
-            odd = f"{name} with A, B of {shapes}"
-        pairs[name.removeprefix(PREFIX)] = a, b
-    if odd or tensors or not pairs:
-        raise ValueError(
-            f"{os.path.join(folder, WEIGHTS)} has {odd or min(tensors, default='no tensor')}, but "
-            f"only lora_A.weight [{rank}, in] and lora_B.weight [out, {rank}] of linear layers, at "
-            "least one pair, are supported"
-        )
-    return pairs
-
-
 @dataclass(frozen=True)
 class AdapterExperts:
     """Adapters of equal form, one per expert; `targets` are the linear layers that they change in
     the MLPs of `layers`.
     """
 
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[DenseAdapter, ...]
     path: str  # of a layer's MLP, with {}
     targets: tuple[str, ...]
     layers: tuple[int, ...]
@@ -453,59 +471,58 @@ def read_experts(
     folders: Sequence[str | Path],
     num_experts: int,
     backbone: str | None,
-    *,
-    rank: int | None = None,
-    alpha: float | None = None,
-    targets: Sequence[str] | None = None,
-    layers: Sequence[int] | None = None,
+    given: Mapping[str, Any],
 ) -> AdapterExperts:
     """Read adapter folders of a stock `model`; raises ValueError if they do not fit it, each other
-    or the settings.
+    or the settings `given`: rank, alpha, targets and layers, each None or as in the adapters.
     """
     is_one = isinstance(folders, str | Path)
     if is_one or len(folders) != num_experts:
-        given = repr(folders) if is_one else f"{len(folders)} folders"
+        passed = repr(folders) if is_one else f"{len(folders)} folders"
         raise ValueError(
-            f"experts must have a folder for each of the {num_experts} experts, but got {given}"
+            f"experts must have a folder for each of the {num_experts} experts, but got {passed}"
         )
-    known = {}
-    for folder in map(str, folders):
-        if folder not in known:
-            known[folder] = read_adapter(folder)
-    adapters = tuple(known[str(folder)] for folder in folders)
+    read = functools.cache(read_adapter)  # the experts may start from one adapter
+    adapters = tuple(read(str(folder)) for folder in folders)
+    first = adapters[0]
     _check_alike(adapters)
-    places = {path: _place(family, path) for path in adapters[0].pairs}
-    for path in places:
+    prefix, suffix = map(re.escape, family.path.split("{}"))
+    inside = set()
+    outside = []
+    for path in first.pairs:
         _check_layer(model, path, adapters)
-    rest = tuple(path for path, place in places.items() if place is None)
-    _check_backbone(model, rest, backbone, adapters[0].folder)
-    inside = {place for place in places.values() if place is not None}
-    places = sorted({layer for layer, _ in inside})
+        match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)", path)
+        if match is None:
+            outside.append(path)
+        else:
+            inside.add((int(match[1]), match[2]))
+    _check_backbone(model, outside, backbone, first.folder)
+    layers = sorted({layer for layer, _ in inside})
     names = {name for _, name in inside}
-    if not inside or len(inside) != len(places) * len(names):
+    if not inside or len(inside) != len(layers) * len(names):
         raise ValueError(
-            f"Adapter {adapters[0].folder} changes {sorted(names)} in {len(places)} layers, but "
-            "not all of them in each. It must change the same linear layers of the MLP in each "
-            "layer, at least one"
+            f"Adapter {first.folder} changes {sorted(names)} in {len(layers)} layers, but not all "
+            "of them in each. It must change the same linear layers of the MLP in each layer, at "
+            "least one"
         )
-    found = AdapterExperts(
+    experts = AdapterExperts(
         adapters,
         family.path,
         tuple(name for name in (*family.up, family.down) if name in names),
-        tuple(places),
-        rest if backbone == "mean" else (),
+        tuple(layers),
+        tuple(outside) if backbone == "mean" else (),
     )
-    for name, value in {"rank": rank, "alpha": alpha, "targets": targets, "layers": layers}.items():
-        theirs = getattr(found, name)
-        if value is None:
-            continue
-        is_number = isinstance(theirs, int | float)
-        if value != theirs if is_number else set(value) != set(theirs):
+    for name, value in given.items():
+        theirs = getattr(experts, name)
+        is_same = value is None or value == theirs
+        if isinstance(value, list):
+            is_same = set(value) == set(theirs)
+        if not is_same:
             raise ValueError(
                 f"{name} is {value}, but {theirs} in the experts' adapters. Leave it None with "
                 "adapters"
             )
-    return found
+    return experts
 
 
 @torch.no_grad()
@@ -519,41 +536,30 @@ def add_to_backbone(model: nn.Module, experts: AdapterExperts) -> None:
         weight.copy_(weight.to(mean.dtype) + mean.to(weight.device))
 
 
-def _place(family: Family, path: str) -> tuple[int, str] | None:
-    """Return the layer and the linear layer's name of a path inside an MLP; None for
-    another path.
-    """
-    prefix, suffix = (re.escape(text) for text in family.path.split("{}"))
-    match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)", path)
-    return None if match is None else (int(match[1]), match[2])
-
-
-def _check_alike(adapters: Sequence[Adapter]) -> None:
+def _check_alike(adapters: Sequence[DenseAdapter]) -> None:
     first = adapters[0]
     for adapter in adapters[1:]:
-        alone = sorted(first.pairs.keys() ^ adapter.pairs.keys())
-        if alone or (first.rank, first.scaling) != (adapter.rank, adapter.scaling):
-            what = (
-                f"changes other layers, such as {alone[0]}" if alone else f"has rank {adapter.rank}"
-            )
+        difference = None
+        if (first.rank, first.scaling) != (adapter.rank, adapter.scaling):
+            difference = f"has rank {adapter.rank}"
+        for path in sorted(first.pairs.keys() ^ adapter.pairs.keys()):
+            difference = f"changes other layers, such as {path}"
+        if difference is not None:
             raise ValueError(
-                f"{adapter.folder} {what}, scaling {adapter.scaling}. All experts must match "
+                f"{adapter.folder} {difference}, scaling {adapter.scaling}. All experts must match "
                 f"{first.folder}, rank {first.rank} and scaling {first.scaling}"
             )
 
 
-def _check_layer(model: nn.Module, path: str, adapters: Sequence[Adapter]) -> None:
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        module = None
-    want = list(module.weight.shape) if isinstance(module, nn.Linear) else None
+def _check_layer(model: nn.Module, path: str, adapters: Sequence[DenseAdapter]) -> None:
+    module = dict(model.named_modules()).get(path)
+    shape = list(module.weight.shape) if isinstance(module, nn.Linear) else None
     for adapter in adapters:
         a, b = adapter.pairs[path]
-        if [b.shape[0], a.shape[1]] != want:
+        if [b.shape[0], a.shape[1]] != shape:
             raise ValueError(
                 f"{path} in {adapter.folder} is for {[b.shape[0], a.shape[1]]}, but the model has "
-                f"{want or 'no linear layer'}. Pass an adapter of this model"
+                f"{shape or 'no linear layer'}. Pass an adapter of this model"
             )
 
 
@@ -562,16 +568,17 @@ def _check_backbone(
 ) -> None:
     if backbone is not None:
         check_choice("backbone", backbone, BACKBONES)
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if paths and backbone is None:
+    elif paths:
         raise ValueError(
             f"{folder} changes {paths[0]} and {len(paths) - 1} more outside of the MLPs, but "
             "backbone is None. Use backbone='mean' to add the experts' mean change there, or "
             "backbone='base' to ignore it"
         )
-    if backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths):
-        raise ValueError(
-            f"{folder} changes the head, whose weights are the embeddings' outside of the MLPs, "
-            "but backbone is mean. Use backbone='base' to ignore it"
-        )
+    head = model.get_output_embeddings()
+    for path in paths if backbone == "mean" else ():
+        is_head = model.get_submodule(path) is head
+        if is_head and head.weight is model.get_input_embeddings().weight:
+            raise ValueError(
+                f"{folder} changes the head, whose weights are the embeddings' outside of the "
+                "MLPs, but backbone is mean. Use backbone='base' to ignore it"
+            )

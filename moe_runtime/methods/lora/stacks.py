@@ -14,9 +14,11 @@ key for each wrapper around it. So the pair `...experts.lora_A.weight` belongs t
 gate_up_proj if that is the only one.
 """
 
+import contextlib
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,52 +31,25 @@ from moe_runtime.hf.dropin.peft_files import is_reversed, pack, unpack
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
 from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
-from moe_runtime.io.checkpoint import Checkpoint, check_finite, write_tensors
-from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
+from moe_runtime.io.checkpoint import Checkpoint, check_finite
+from moe_runtime.io.files import check_out_dir, read_json
 from moe_runtime.methods.lora.adapters import (
     CONFIG,
     HALVES,
     PLAIN,
     PREFIX,
     WEIGHTS,
+    AdapterPair,
     is_pattern,
     other_setting,
     read_tensors,
+    write_adapter,
 )
 from moe_runtime.modules.moe import FLOATS
 
 WRITES = "0.21.0"  # the peft_version of the files written here
 # settings of PLAIN that are read here
 READ = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
-
-
-class Pair(NamedTuple):
-    """The change s B A of a parameter; of a stack, of each expert."""
-
-    a: torch.Tensor  # [E, r, in]; of a matrix [r, in]
-    b: torch.Tensor  # [E, out, r]; of a matrix [out, r]
-    scaling: float
-    transposed: bool = False  # whether the stack is [E, in, out]
-
-    @property
-    def is_stack(self) -> bool:
-        """Whether each expert has a pair."""
-        return self.a.dim() == 3
-
-    @property
-    def rank(self) -> int:
-        """Return r, which is per expert."""
-        return self.a.shape[-2]
-
-    def delta(self, expert: int | None = None) -> torch.Tensor:
-        """Return the change of the parameter, or of row `expert` of a stack, in float32 or
-        wider.
-        """
-        wide = torch.promote_types(self.a.dtype, torch.float32)
-        a = self.a if expert is None else self.a[expert]
-        b = self.b if expert is None else self.b[expert]
-        change = (b.to(wide) @ a.to(wide)).mul_(self.scaling)
-        return change.transpose(-2, -1) if self.transposed else change
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +60,7 @@ class PeftAdapter:
 
     folder: Path
     config: Mapping[str, Any]
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, AdapterPair]
     whole: Mapping[str, torch.Tensor]
     keys: Mapping[str, str]  # the prefix of lora_A.weight in the file, by parameter
     # whether the file's pairs of stacks have an old PEFT's axes; `pairs` never do
@@ -121,22 +96,22 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     if all stacks are square.
     """
     check_peft(folder)
-    path = Path(folder) / CONFIG
-    config = read_json(path)
+    folder = Path(folder)
+    config = read_json(folder / CONFIG)
     tensors = read_tensors(folder)
-    _check_config(config, path)
+    _check_config(config, folder / CONFIG)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     halves = {}
     keys = {}
-    odd = None
+    odd = []
     for key in [key for key in tensors if key.endswith(HALVES[0])]:
         place = key.removesuffix(HALVES[0])
         name = _parameter_of(model, config, place.removeprefix(PREFIX))
         a = tensors.pop(key)
         b = tensors.pop(place + HALVES[1], torch.empty(0))
-        fits = a.dim() == b.dim() == 2 and a.is_floating_point() and b.is_floating_point()
-        if name is None or name in halves or not fits or not key.startswith(PREFIX):
-            odd = odd or key
+        are_matrices = a.dim() == b.dim() == 2 and a.is_floating_point() and b.is_floating_point()
+        if name is None or name in halves or not are_matrices or not key.startswith(PREFIX):
+            odd.append(key)
             continue
         halves[name] = (a, b)
         keys[name] = place
@@ -145,12 +120,12 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
     for key, tensor in whole.items():
         if key not in parameters or parameters[key].shape != tensor.shape:
-            odd = odd or key
+            odd.append(key)
     if odd or not halves:
         raise ValueError(
-            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}, but must have lora_A.weight and "
-            f"lora_B.weight of linear layers or of the target_parameters in {path}, for a "
-            f"{type(model).__name__} like the base"
+            f"{folder / WEIGHTS} has {odd[0] if odd else 'no pair'}, but must have lora_A.weight "
+            f"and lora_B.weight of linear layers or of the target_parameters in {folder / CONFIG}, "
+            f"for a {type(model).__name__} like the base"
         )
     stacks = {}
     for name, pair in halves.items():
@@ -160,32 +135,38 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     reverse = _reversed(folder, config, stacks)
     pairs = {}
     for name, (a, b) in halves.items():
-        shape = parameters[name].shape
-        flipped = False
+        out, size = parameters[name].shape[-2:]
+        transposed = False
         if name in stacks:
-            flipped = stacks[name][1]
-            if a.shape[0] % shape[0] == 0 and b.shape[1] % shape[0] == 0:
-                a, b = unpack(a, b, shape[0], reverse)
-            shape = (shape[2], shape[1]) if flipped else shape[1:]
+            E = len(parameters[name])
+            transposed = stacks[name][1]
+            if transposed:
+                out, size = size, out
+            if a.shape[0] % E == 0 and b.shape[1] % E == 0:
+                a, b = unpack(a, b, E, reverse)
         rank, scaling = _rank(config, name)
-        if (b.shape[-2], a.shape[-1]) != tuple(shape) or not a.shape[-2] == b.shape[-1] == rank:
+        if [b.shape[-2], a.shape[-1]] != [out, size] or not a.shape[-2] == b.shape[-1] == rank:
             raise ValueError(
-                f"{keys[name]} in {Path(folder) / WEIGHTS} has rank {a.shape[-2]} and "
-                f"{b.shape[-1]} for a matrix {[b.shape[-2], a.shape[-1]]}, but must have rank "
-                f"{rank} and {list(shape)}, as {name} of the base"
+                f"{keys[name]} in {folder / WEIGHTS} has rank {a.shape[-2]} and {b.shape[-1]} for "
+                f"a matrix {[b.shape[-2], a.shape[-1]]}, but must have rank {rank} and "
+                f"{[out, size]}, as {name} of the base"
             )
-        pairs[name] = Pair(a, b, scaling, flipped)
-    return PeftAdapter(Path(folder), config, pairs, whole, keys, reverse)
+        pairs[name] = AdapterPair(a, b, scaling, transposed)
+    return PeftAdapter(folder, config, pairs, whole, keys, reverse)
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
     odd = other_setting(config, [name for name in PLAIN if name not in READ])
-    for name in ("r", "lora_alpha"):
-        if not _is_positive(config.get(name)):
-            odd = odd or name
+    numbers = {"r": [config.get("r")], "lora_alpha": [config.get("lora_alpha")]}
     for name in ("rank_pattern", "alpha_pattern"):
-        if not _are_patterns(config.get(name) or {}):
-            odd = odd or name
+        values = config.get(name) or {}
+        is_known = isinstance(values, dict) and all(map(is_pattern, values))
+        numbers[name] = values.values() if is_known else [None]
+    for name, values in numbers.items():
+        for value in values:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
+                odd = odd or name
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         odd = odd or "target_parameters"
@@ -194,16 +175,6 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             f"{odd} in {path} is {shown(config.get(odd))}, but only LoRA with pairs A, B and "
             "whole modules is supported"
         )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _are_patterns(values: Any) -> bool:
-    return isinstance(values, dict) and all(
-        is_pattern(key) and _is_positive(value) for key, value in values.items()
-    )
 
 
 def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> str | None:
@@ -241,34 +212,35 @@ def _rank(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _reversed(folder: str | Path, config: Mapping[str, Any], stacks: Mapping[str, tuple]) -> bool:
+def _reversed(folder: Path, config: Mapping[str, Any], stacks: Mapping[str, tuple]) -> bool:
     """Return whether the file's pairs of stacks are reversed, by their sizes or, if all are square,
     by the version.
     """
-    fits = set()
     version = config.get("peft_version")
-    why = None
+    by_size = set()
+    by_version = set()
     for stack, transposed, a, b in stacks.values():
-        E, *sizes = stack.shape
-        size, out = sizes if transposed else sizes[::-1]
+        E, out, size = stack.shape
+        if transposed:
+            out, size = size, out
         if size != out and a.shape[0] % E == 0:
-            fits.add((b.shape[0], a.shape[1]) == (size, out))
-    found = fits or {is_reversed(version, transposed) for _, transposed, *_ in stacks.values()}
-    if len(found) > 1:
-        why = "some of its stacks have the axes of one PEFT, some of another"
-    elif found == {None}:
+            by_size.add((b.shape[0], a.shape[1]) == (size, out))
+        by_version.add(is_reversed(version, transposed))
+    answers = by_size or by_version
+    why = None
+    for name, (stack, transposed, *_) in stacks.items():
+        if len(stack) == 1 and (transposed or True in answers):
+            why = f"{name} has one expert, for which PEFT multiplies the pair the other way around"
+            break
+    if answers == {None}:
         why = f"all stacks are square, and peft_version is {shown(version)}"
-    elif single := [
-        name
-        for name, (stack, transposed, *_) in stacks.items()
-        if len(stack) == 1 and (transposed or True in found)
-    ]:
-        why = f"{single[0]} has one expert, for which PEFT multiplies the pair the other way around"
+    if len(answers) > 1:
+        why = "some of its stacks have the axes of one PEFT, some of another"
     if why:
         raise ValueError(
             f"{folder} has ambiguous pairs of expert stacks: {why}. Save it with PEFT 0.20 or later"
         )
-    return True in found
+    return True in answers
 
 
 class ConvertReceipt(NamedTuple):
@@ -301,35 +273,10 @@ def convert_folder(
     for name, pair in stacks.items():
         for half, tensor in zip(HALVES, pack(pair.a, pair.b), strict=True):
             tensors[adapter.keys[name] + half] = tensor
-    write_adapter(
-        out,
-        tensors,
-        {**adapter.config, "peft_version": WRITES},
-        copied_from=Path(folder),
-        overwrite=overwrite,
-    )
+    config = {**adapter.config, "peft_version": WRITES}
+    side_files = [Path(folder, name) for name in folders.side_files(Path(folder))]
+    write_adapter(out, tensors, config, overwrite, side_files)
     return ConvertReceipt(Path(out), len(stacks), version)
-
-
-def write_adapter(
-    out: str | Path,
-    tensors: Mapping[str, torch.Tensor],
-    config: Mapping[str, Any],
-    *,
-    copied_from: Path,
-    overwrite: bool,
-) -> None:
-    """Write an adapter folder atomically, with the side files (tokenizer and so on) of
-    `copied_from`.
-    """
-    with atomic_folder(out, overwrite) as tmp:
-        write_tensors(
-            tmp / WEIGHTS,
-            {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-        )
-        atomic_write_json(tmp / CONFIG, dict(config))
-        for name in folders.side_files(copied_from):
-            (tmp / name).write_bytes((copied_from / name).read_bytes())
 
 
 class MergeReceipt(NamedTuple):
@@ -358,92 +305,116 @@ def merge_folder(
     and the adapter. Experts whose B is zero stay as they are, bit for bit.
     """
     check_out_dir(out, overwrite, [base, adapter])
+    with open_base(base) as (model, checkpoint):
+        changes = peft_changes(model, read_peft(adapter, model), checkpoint)
+        return changes.write(
+            out, max_shard_size=max_shard_size, overwrite=overwrite, progress=progress
+        )
+
+
+@contextlib.contextmanager
+def open_base(base: str | Path) -> Iterator[tuple[nn.Module, Checkpoint]]:
+    """Open a model's folder: the model on the meta device, and the tensors."""
     config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
         folders.check_depth(config, checkpoint)
-        plan = Plan(skeleton(config), adapter, checkpoint)
-        how = {"max_shard_size": max_shard_size, "overwrite": overwrite, "progress": progress}
-        job, names = folders.rewrite(checkpoint, out, plan.tensor, **how)
-    return MergeReceipt(Path(out), job.tensors, job.bytes, names, plan.experts, len(plan))
+        yield skeleton(config), checkpoint
 
 
-class Plan:
-    """The tensors of a folder that a PEFT adapter changes, and their new values."""
+class Changes:
+    """The tensors of a base's folder that an adapter changes, and their new values."""
 
-    def __init__(self, model: nn.Module, adapter: str | Path, checkpoint: Checkpoint):
+    def __init__(self, source: str | Path, model: nn.Module, checkpoint: Checkpoint):
+        self.source = source
         self.model = model
         self.checkpoint = checkpoint
-        self.adapter = read_peft(adapter, model)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.rows: dict[str, tuple[Pair, SavedRows]] = {}
-        self.matrices: dict[str, str] = {}  # parameters by the folder's names
-        tied = {
-            name for both in getattr(model, "all_tied_weights_keys", {}).items() for name in both
-        }
-        changed = set()
-        # PEFT would change one place of a tied weight
-        odd = next(
-            (
-                f"{name}, which is tied to another weight"
-                for name in self.adapter.pairs
-                if name in tied
-            ),
-            None,
-        )
-        for name, pair in self.adapter.pairs.items() if odd is None else ():
-            if pair.is_stack:
-                ids = tuple(e for e, b in enumerate(pair.b) if b.any())
-                changed |= {(name.rpartition(".")[0], e) for e in ids}
-                found = saved_rows(model, name, parameters[name], ids, checkpoint)
-                self.rows |= {key: (pair, rows) for key, rows in found.items()}
-            else:
-                self.matrices |= dict.fromkeys(
-                    saved_tensors(model, {name: parameters[name]}, checkpoint), name
-                )
-        self.whole = saved_tensors(model, self.adapter.whole, checkpoint) if odd is None else {}
-        self.experts = len(changed)
-        for key in (*self.rows, *self.matrices, *self.whole):
-            dtype = checkpoint.specs()[key].dtype
-            odd = odd or (
-                f"{key}, which is {dtype} in {checkpoint.path}" if dtype not in FLOATS else None
-            )
-        if odd:
-            raise ValueError(
-                f"{adapter} changes {odd}, but only untied weights of a floating dtype can be "
-                "changed"
-            )
+        self.experts = 0
+        self._new: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 
     def __len__(self) -> int:
-        return len(self.rows) + len(self.matrices) + len(self.whole)
+        return len(self._new)
 
-    def tensor(self, key: str) -> torch.Tensor:
-        """Return the new value of the folder's tensor `key`; raises ValueError if it is changed to
-        NaN or infinity.
-        """
-        value = self._value(key)
-        is_changed = key in self.whole or key in self.matrices or key in self.rows
-        if is_changed:
-            return check_finite(value, key, f"the merge of {self.adapter.folder}")
-        return value
-
-    def _value(self, key: str) -> torch.Tensor:
-        tensor = self.checkpoint.get(key)
-        if key in self.whole:
-            return self.whole[key].to(tensor.dtype)
-        if key in self.matrices:
-            name = self.matrices[key]
-            change = self.adapter.pairs[name].delta()
-            return _sum(
-                tensor, change if key == name else to_saved(self.model, {name: change})[key]
+    def add(self, key: str, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change the tensor `key` to `new` of it."""
+        dtype = self.checkpoint.specs()[key].dtype
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"{self.source} changes {key} in {self.checkpoint.path}, which is {dtype}, but "
+                "only weights of a floating dtype can be changed"
             )
-        if key not in self.rows:
-            return tensor
-        pair, rows = self.rows[key]
-        if not rows.stacked:
-            return _sum(tensor, rows.row(self.model, pair.delta(rows.ids[0])))
+        self._new[key] = new
+
+    def add_rows(
+        self,
+        name: str,
+        stack: torch.Tensor,
+        ids: tuple[int, ...],
+        new: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        value: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Change the rows `ids` of a stack to `new` of the old row and `value` of its id, which is
+        in the model's layout.
+        """
+        for key, rows in saved_rows(self.model, name, stack, ids, self.checkpoint).items():
+            self.add(key, functools.partial(self._with_rows, rows, new, value))
+
+    def _with_rows(self, rows: SavedRows, new, value, tensor: torch.Tensor) -> torch.Tensor:
         for e in rows.ids:
-            tensor[e] = _sum(tensor[e], rows.row(self.model, pair.delta(e)))
+            row = rows.row(self.model, value(e))
+            if not rows.stacked:
+                return new(tensor, row)
+            tensor[e] = new(tensor[e], row)
         return tensor
+
+    def write(self, out: str | Path, **options) -> MergeReceipt:
+        """Write the folder with the changes; `options` are those of `folders.rewrite`."""
+        job, names = folders.rewrite(self.checkpoint, out, self._tensor, **options)
+        return MergeReceipt(Path(out), job.tensors, job.bytes, names, self.experts, len(self))
+
+    def _tensor(self, key: str) -> torch.Tensor:
+        tensor = self.checkpoint.get(key)
+        if key not in self._new:
+            return tensor
+        new = self._new[key](tensor).to(tensor.dtype)
+        return check_finite(new, key, f"the merge of {self.source}")
+
+
+def peft_changes(model: nn.Module, adapter: PeftAdapter, checkpoint: Checkpoint) -> Changes:
+    """Return what a PEFT adapter changes in the folder of `model`, its base's skeleton."""
+    changes = Changes(adapter.folder, model, checkpoint)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", {})
+    experts = set()
+    for name, pair in adapter.pairs.items():
+        if name in tied or name in tied.values():  # PEFT would change one place of it
+            raise ValueError(
+                f"{adapter.folder} changes {name}, which is tied to another weight, but only "
+                "untied weights can be changed"
+            )
+        if pair.is_stack:
+            ids = tuple(e for e, b in enumerate(pair.b) if b.any())
+            experts |= {(name.rpartition(".")[0], e) for e in ids}
+            changes.add_rows(name, parameters[name], ids, _sum, pair.delta)
+            continue
+        for key in saved_tensors(model, {name: parameters[name]}, checkpoint):
+            changes.add(key, functools.partial(_changed_matrix, model, name, key, pair))
+    for key, tensor in saved_tensors(model, adapter.whole, checkpoint).items():
+        changes.add(key, functools.partial(_replaced, tensor))
+    changes.experts = len(experts)
+    return changes
+
+
+def _changed_matrix(
+    model: nn.Module, name: str, key: str, pair: AdapterPair, tensor: torch.Tensor
+) -> torch.Tensor:
+    change = pair.delta()
+    if key != name:
+        change = to_saved(model, {name: change})[key]
+    return _sum(tensor, change)
+
+
+def _replaced(new: torch.Tensor, _) -> torch.Tensor:
+    return new
 
 
 def _sum(weight: torch.Tensor, change: torch.Tensor) -> torch.Tensor:

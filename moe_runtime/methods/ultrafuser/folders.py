@@ -23,9 +23,10 @@ tokenizers/<name>       the tokenizer of a specialist that is not copied
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import AfterValidator, BaseModel, ValidationError
 from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -86,6 +87,8 @@ def save(
     # a specialist that is one of this folder's own copies is written again
     others = [path for path in paths if copies not in Path(path or "").resolve().parents]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
+    described = []
+    total = 0
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
         if any(hasattr(module, "base_layer") for module in model.modules()):
             raise ValueError(
@@ -97,42 +100,45 @@ def save(
             raise ValueError(
                 f"Specialist {name!r} {reason}. Use specialists='copy' or another folder"
             )
-    sizes = [sum(p.nbytes for p in model.parameters()) for model in fuser.specialists]
+        total += sum(parameter.nbytes for parameter in model.parameters())
+        described.append(
+            {
+                "name": name,
+                "path": paths[s],
+                "template": fuser.templates[s],
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "weights": fuser.fingerprints[s],
+            }
+        )
+    done = 0
     with atomic_folder(folder, overwrite) as tmp:
-        described = []
-        for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
-            path = paths[s]
-            target = tmp / TOKENIZERS / name
-            weights = fuser.fingerprints[s]
+        for s, (one, model) in enumerate(zip(described, fuser.specialists, strict=True)):
+            target = tmp / TOKENIZERS / one["name"]
             if specialists == "copy":
-                path = f"{COPIES}/{name}"
-                target = tmp / COPIES / name
+                one["path"] = f"{COPIES}/{one['name']}"
+                target = tmp / one["path"]
                 model.save_pretrained(target, max_shard_size=max_shard_size)
                 write_legacy_rope(target)
-                weights = fingerprint(model)
+                one["weights"] = fingerprint(model)
+                done += sum(parameter.nbytes for parameter in model.parameters())
                 if progress is not None:
-                    progress(sum(sizes[: s + 1]), sum(sizes))
+                    progress(done, total)
             if fuser.encoder is not None:
                 fuser.encoder.tokenizers[s].save_pretrained(target)
-            described.append(
-                {
-                    "name": name,
-                    "path": path,
-                    "template": fuser.templates[s],
-                    "dtype": str(model.dtype).removeprefix("torch."),
-                    "weights": weights,
-                }
-            )
         state = fuser.gate.state_dict()
         write_tensors(tmp / GATE, {n: t.detach().cpu().contiguous() for n, t in state.items()})
-        gate = {
-            "kind": fuser.gate.kind,
-            "joint": fuser.gate.joint,
-            "hidden_sizes": list(fuser.gate.hidden_sizes),
-        }
         fuser.generation_config.save_pretrained(tmp)
-        values = {"format": FORMAT, "gate": gate, "loss_reduction": fuser.config.loss_reduction}
-        atomic_write_json(tmp / CONFIG, values | {"specialists": described})
+        values = {
+            "format": FORMAT,
+            "gate": {
+                "kind": fuser.gate.kind,
+                "joint": fuser.gate.joint,
+                "hidden_sizes": list(fuser.gate.hidden_sizes),
+            },
+            "loss_reduction": fuser.config.loss_reduction,
+            "specialists": described,
+        }
+        atomic_write_json(tmp / CONFIG, values)
     return folder
 
 
@@ -151,7 +157,7 @@ def load(
     config = read(folder)
     parts = locate(folder, config, specialists or {})
     devices = one_each("device", device, len(parts))
-    tokenizers = [saved_tokenizer(part) for part in parts]
+    tokenizers = list(map(saved_tokenizer, parts))
     models = []
     for part, device in zip(parts, devices, strict=True):
         model = open_model(part.path, dtype=dtype or part.dtype)
@@ -176,6 +182,34 @@ def load(
 UltraFuser._load = staticmethod(load)
 
 
+def _plain_name(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError("no name of a folder")
+    return name
+
+
+class _Gate(BaseModel):
+    kind: str
+    joint: bool
+
+
+class _Specialist(BaseModel):
+    name: Annotated[str, AfterValidator(_plain_name)]
+    path: str
+    template: str | None
+    dtype: str
+    weights: str | None
+
+
+class _Saved(BaseModel):
+    """The content of fuser_config.json."""
+
+    format: Literal[FORMAT]
+    gate: _Gate
+    loss_reduction: str
+    specialists: list[_Specialist]
+
+
 class Part(NamedTuple):
     """A specialist's entry in fuser_config.json."""
 
@@ -191,27 +225,15 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     """Return a folder's fuser_config.json; raises ValueError for other folders and formats."""
     path = Path(folder) / CONFIG
     values = read_json(path)
-    gate = values.get("gate")
-    parts = values.get("specialists")
-    is_known = values.get("format") == FORMAT and "loss_reduction" in values
-    is_known = is_known and isinstance(gate, dict) and {"kind", "joint"} <= gate.keys()
-    is_known = is_known and isinstance(parts, list) and all(map(_is_part, parts))
-    if not is_known:
+    try:
+        _Saved.model_validate(values)
+    except ValidationError as error:
         raise ValueError(
             f"{path} must have format {FORMAT} with gate, loss_reduction and specialists, as "
             f"written by ultrafuser.save, but has format {shown(values.get('format'))} or other "
             "fields. A newer moe_runtime may have written it"
-        )
+        ) from error
     return values
-
-
-def _is_part(entry: Any) -> bool:
-    """Return whether an entry of fuser_config.json describes a specialist."""
-    texts = {"name": str, "path": str, "dtype": str, "template": str | None, "weights": str | None}
-    if not isinstance(entry, dict) or not texts.keys() <= entry.keys():
-        return False
-    are_texts = all(isinstance(entry[key], kind) for key, kind in texts.items())
-    return are_texts and is_plain_name(entry["name"])
 
 
 def locate(
@@ -229,7 +251,7 @@ def locate(
     parts = []
     for one in values["specialists"]:
         name = one["name"]
-        path = os.fspath(moved.get(one["name"], one["path"]))
+        path = os.fspath(moved.get(name, one["path"]))
         copied = Path(folder, COPIES, name)
         if name not in moved and path == f"{COPIES}/{name}":
             path = str(copied)
@@ -330,12 +352,15 @@ def load_head(
     """
     values = read(folder)
     parts = locate(folder, values, specialists or {})
-    tokenizers = [saved_tokenizer(part) for part in parts]
-    heads = [_open(part) for part in parts]
-    vocab_size = min(head.linear.out_features for head in heads)
-    templates = [part.template for part in parts]
-    encoder = encoder_of(tokenizers, templates, [part.name for part in parts], vocab_size)
-    sizes = [head.linear.in_features for head in heads]
+    heads = list(map(_open, parts))
+    linears = [head.linear for head in heads]
+    encoder = encoder_of(
+        list(map(saved_tokenizer, parts)),
+        [part.template for part in parts],
+        [part.name for part in parts],
+        min(linear.out_features for linear in linears),
+    )
+    sizes = [linear.in_features for linear in linears]
     gate = FuserGate(sizes, kind=values["gate"]["kind"], joint=values["gate"]["joint"])
     fused = FusedHead(gate, heads, encoder)
     load_gate(fused, folder)
@@ -355,9 +380,8 @@ def _open(part: Part) -> Head:
         for name, parameter in list(head.linear.named_parameters()):
             key = f"{prefix}.{name}"
             saved = next(iter(to_saved(model, {key: parameter})))
-            if saved not in checkpoint:
-                key = tied.get(key, key)
-                saved = next(iter(to_saved(model, {key: parameter})))
+            if saved not in checkpoint and key in tied:
+                saved = next(iter(to_saved(model, {tied[key]: parameter})))
             tensor = checkpoint.get(saved).to(getattr(torch, part.dtype))
             setattr(head.linear, name, nn.Parameter(tensor, requires_grad=False))
     return head
@@ -442,22 +466,21 @@ def answer(
     if batch_size is not None:
         order.sort(key=lambda i: -max(map(len, fuser.encoder.prompt(prompts[i], system))))
     size = batch_size or max(len(prompts), 1)
+    starts = range(0, len(order), size)
+    tokens = settings.get("max_new_tokens", 0)
     answers = {}
-    made = 0
-    most = settings.get("max_new_tokens", 0) * -(-len(prompts) // size)
+    done = 0
     with bar("answering", "token") as update:
 
         def count(ids: torch.Tensor, scores, **_) -> torch.Tensor:
-            nonlocal made
-            made += 1
-            update(made, most)
+            update(done + ids.shape[1], tokens * len(starts))
             return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # stops no answer
 
-        for i in range(0, len(order), size):
+        for i in starts:
             batch = order[i : i + size]
-            made = settings.get("max_new_tokens", 0) * (i // size)  # answers may have ended early
-            found = fuser.complete(
+            texts = fuser.complete(
                 [prompts[j] for j in batch], system=system, stopping_criteria=[count], **settings
             )
-            answers |= dict(zip(batch, found, strict=True))
+            answers |= dict(zip(batch, texts, strict=True))
+            done += tokens
     return [answers[i] for i in range(len(prompts))]

@@ -71,10 +71,10 @@ class FuserGeneration(GenerationMixin):
         them. `kwargs` are transformers': max_new_tokens, do_sample, num_beams, streamer, ...
         """
         settings = kwargs.get("generation_config") or self.generation_config
-        values = {name: kwargs.get(name, getattr(settings, name, None)) for name in _PLAIN}
-        odd = sorted(_TAKEN & kwargs.keys()) + [
-            n for n, plain in _PLAIN.items() if values[n] not in (None, plain)
-        ]
+        odd = sorted(_TAKEN & kwargs.keys())
+        for name, plain in _PLAIN.items():
+            if kwargs.get(name, getattr(settings, name, None)) not in (None, plain):
+                odd.append(name)
         if odd:
             raise ValueError(
                 f"{odd[0]} is not supported, as each specialist has a separate prompt and state. "
@@ -90,22 +90,23 @@ class FuserGeneration(GenerationMixin):
                 "response_ids must not be padded. Pass beginnings of the same length, or one "
                 "answer at a time"
             )
+        caches = []
         if kwargs.pop("use_cache", settings.use_cache) is not False:
             caches = self._new_caches()
-        else:
-            caches = []
-        places = [device_of(model.get_input_embeddings()) for model in self.specialists]
-        ids, mask = zip(
-            *((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True
-        )
+        ids = []
+        masks = []
+        for model, (of_model, mask) in zip(self.specialists, prompts, strict=True):
+            model_device = device_of(model.get_input_embeddings())
+            ids.append(of_model.to(model_device))
+            masks.append(mask.to(model_device))
         return super().generate(
             start.to(device),
             # zero width lets transformers' loop start without ids and without guessing their
             # padding
             inputs_embeds=torch.empty(*start.shape, 0, device=device),
             attention_mask=torch.ones_like(start, device=device),
-            prompt_ids=list(ids),
-            prompt_mask=list(mask),
+            prompt_ids=ids,
+            prompt_mask=masks,
             past_key_values=FuserCache(caches),
             **kwargs,
         )

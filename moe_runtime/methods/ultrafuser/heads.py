@@ -41,13 +41,12 @@ def device_of(layer: nn.Module) -> torch.device:
     """Return a layer's execution device: that of its weight, or of accelerate's hook if the weight
     is offloaded ("meta").
     """
-    device = layer.weight.device
     hook = getattr(layer, "_hf_hook", None)
-    if device.type == "meta":
+    if layer.weight.device.type == "meta":
         for one in getattr(hook, "hooks", [hook]):
-            place = getattr(one, "execution_device", None)
-            device = device if place is None else torch.device(place)
-    return device
+            if getattr(one, "execution_device", None) is not None:
+                return torch.device(one.execution_device)
+    return layer.weight.device
 
 
 def run(
@@ -96,7 +95,8 @@ def padding_error(model: nn.Module) -> float:
     nothing = ids[:, :0]
     padded = run(model, ids, mask, nothing)[:, 4:].float()
     alone = run(model, ids[:, 4:], mask[:, 4:], nothing).float()
-    return ((padded - alone).norm(dim=-1) / alone.norm(dim=-1).clamp_min(1e-30)).min().item()
+    difference = (padded - alone).norm(dim=-1) / alone.norm(dim=-1).clamp_min(1e-30)
+    return difference.min().item()
 
 
 class Head(NamedTuple):
@@ -119,15 +119,18 @@ class Head(NamedTuple):
         linear = self.linear
         # a quantized layer or one with an adapter computes more than its weight says; an offloaded
         # weight has no device
-        own = type(linear) is nn.Linear and linear.weight.device.type != "meta"
-        return own and linear.bias is None and self.softcap is None
+        is_plain = type(linear) is nn.Linear and linear.weight.device.type != "meta"
+        return is_plain and linear.bias is None and self.softcap is None
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., V_s] of last states [..., H_s], on the head's device."""
         linear = self.linear
         logits = linear(h.to(device_of(linear)))
-        logits = logits * self.scale if self.scale != 1.0 else logits
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
 
 
 def head_of(model, name: str) -> Head:
@@ -179,19 +182,19 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _probe(model, head: Head) -> float:
     """Return the relative difference between the head's and the model's logits on a few tokens."""
     ids = torch.arange(4, device=device_of(model.get_input_embeddings()))[None]
-    want = model(input_ids=ids, use_cache=False).logits.float()
-    got = head(inner_model(model)(input_ids=ids, use_cache=False)[0]).float()
-    return ((got - want.to(got.device)).norm() / want.norm().clamp_min(1e-30)).item()
+    expected = model(input_ids=ids, use_cache=False).logits.float()
+    logits = head(inner_model(model)(input_ids=ids, use_cache=False)[0]).float()
+    difference = (logits - expected.to(logits.device)).norm()
+    return (difference / expected.norm().clamp_min(1e-30)).item()
 
 
 def _fits_fused_loss(heads: Sequence[Head], hidden: Sequence[torch.Tensor]) -> bool:
     if not all(head.plain for head in heads):
         return False
     tensors = [*hidden, *(head.linear.weight for head in heads)]
-    one_dtype = len({t.dtype for t in tensors}) == 1 or torch.is_autocast_enabled(
-        tensors[0].device.type
-    )
-    return one_dtype and len({t.device for t in tensors}) == 1
+    has_one_device = len({tensor.device for tensor in tensors}) == 1
+    has_one_dtype = len({tensor.dtype for tensor in tensors}) == 1
+    return has_one_device and (has_one_dtype or torch.is_autocast_enabled(hidden[0].device.type))
 
 
 def gate_weight(gate: FuserGate, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -205,13 +208,11 @@ def logits_of(
     """Mix the specialists' logits of states [..., H_s] by `weight` [..., S]: [..., V] float32,
     differentiable.
     """
-    if _fits_fused_loss(heads, hidden):
-        states = [
-            h * head.scale if head.scale != 1.0 else h
-            for h, head in zip(hidden, heads, strict=True)
-        ]
-        return fuse_logits(states, [head.linear.weight for head in heads], weight)
-    return mix((head(h) for h, head in zip(hidden, heads, strict=True)), weight)
+    pairs = zip(hidden, heads, strict=True)
+    if not _fits_fused_loss(heads, hidden):
+        return mix((head(h) for h, head in pairs), weight)
+    states = [h if head.scale == 1.0 else h * head.scale for h, head in pairs]
+    return fuse_logits(states, [head.linear.weight for head in heads], weight)
 
 
 def loss_of(
@@ -264,7 +265,7 @@ class FusedHead(nn.Module):
         """Mix the logits of S states [..., H_s], each after its model's final norm; the output is
         on the gate's device.
         """
-        dtypes = [linear.weight.dtype for linear in self.linears]
-        hidden = [h.to(dtype) for h, dtype in zip(hidden, dtypes, strict=True)]
+        pairs = zip(hidden, self.linears, strict=True)
+        hidden = [h.to(linear.weight.dtype) for h, linear in pairs]
         weight = gate_weight(self.gate, hidden)
         return Mixed(logits_of(self._heads, hidden, weight), weight)

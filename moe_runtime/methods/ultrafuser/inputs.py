@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_runtime.ops._torch_private import is_fake
 
@@ -39,13 +40,13 @@ def check_template(template: str, tokenizer=None) -> str:
     prompt.
     """
     text = TEMPLATES.get(template, template)
-    problem = None
+    problem = ""
     if text == CHAT:
-        if tokenizer is not None and not tokenizer.chat_template:
-            problem = ", but the tokenizer has no chat template"
-    elif not isinstance(text, str) or "{prompt}" not in text:
-        problem = ""
-    if problem is not None:
+        is_usable = tokenizer is None or tokenizer.chat_template
+        problem = ", but the tokenizer has no chat template"
+    else:
+        is_usable = isinstance(text, str) and "{prompt}" in text
+    if not is_usable:
         raise ValueError(
             f"template is {template!r}{problem}. Use {', '.join(map(repr, (*TEMPLATES, CHAT)))} or "
             "a text with {prompt} and optionally {system}"
@@ -59,23 +60,22 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
     """
     first = tokenizers[0]
     tokens = _tokens(first, vocab_size)
-    text = first.encode(TEXT, add_special_tokens=False)
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
         others = _tokens(tokenizer, vocab_size)
-        different = [i for i in sorted(tokens.keys() & others.keys()) if tokens[i] != others[i]]
-        pair = None
-        if different:
-            what = f"id {different[0]}"
-            pair = (others[different[0]], tokens[different[0]])
-        elif tokenizer.eos_token_id != first.eos_token_id:
-            what = "eos_token"
-            pair = (tokenizer.eos_token, first.eos_token)
-        if pair is not None:
+        problem = None
+        if tokenizer.eos_token_id != first.eos_token_id:
+            problem = f"eos_token of {name!r} is {tokenizer.eos_token!r}, but {first.eos_token!r}"
+        for i in sorted(tokens.keys() & others.keys()):
+            if tokens[i] != others[i]:
+                problem = f"id {i} of {name!r} is {others[i]!r}, but {tokens[i]!r}"
+                break
+        if problem is not None:
             raise ValueError(
-                f"{what} of {name!r} is {pair[0]!r}, but {pair[1]!r} for {names[0]!r}. Specialists "
-                "must have the same vocabulary and tokenizer.eos_token"
+                f"{problem} for {names[0]!r}. Specialists must have the same vocabulary and "
+                "tokenizer.eos_token"
             )
         # a vocabulary that is a prefix of another may still encode text differently
+        text = first.encode(TEXT, add_special_tokens=False)
         if tokenizer.encode(TEXT, add_special_tokens=False) != text:
             raise ValueError(
                 f"The tokenizers of {name!r} and {names[0]!r} encode the same text differently, "
@@ -118,7 +118,11 @@ class Encoder:
         ids = []
         for tokenizer, template in zip(self.tokenizers, self.templates, strict=True):
             if template == CHAT:
-                ids.append(_chat_ids(tokenizer, messages))
+                ids.append(
+                    tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+                )
             else:
                 ids.append(_text_ids(tokenizer, template, messages))
         if not all(ids):
@@ -153,9 +157,9 @@ class Encoder:
         """Return UltraFuser.forward's inputs for B `prompts`, and for their answers if there are
         `responses`.
         """
-        is_list = not isinstance(prompts, str) and not isinstance(responses, str)
-        count = len(prompts) if responses is None else len(responses)
-        if not is_list or not len(prompts) or count != len(prompts):
+        is_text = isinstance(prompts, str) or isinstance(responses, str)
+        is_one_each = responses is None or len(responses) == len(prompts)
+        if is_text or not is_one_each or not len(prompts):
             raise ValueError(
                 "Expected a list of at least one prompt, and None or one response for each, but "
                 f"prompts is {prompts!r} and responses is {responses!r}"
@@ -172,29 +176,30 @@ class Encoder:
         Returns prompt_ids and prompt_mask, S of [B, P_s], and with answers response_ids and labels
         [B, R].
         """
+        pad = self.pad_token_id
         batch: dict[str, torch.Tensor | list[torch.Tensor]] = {"prompt_ids": [], "prompt_mask": []}
         for lists in zip(*(row["prompt_ids"] for row in rows), strict=True):
-            width = max(map(len, lists))
-            fill = [[self.pad_token_id] * (width - len(ids)) + list(ids) for ids in lists]
-            mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in lists]
-            batch["prompt_ids"].append(torch.tensor(fill))
-            batch["prompt_mask"].append(torch.tensor(mask))
+            ones = [[1] * len(ids) for ids in lists]
+            batch["prompt_ids"].append(_padded(lists, pad, "left"))
+            batch["prompt_mask"].append(_padded(ones, 0, "left"))
         if "response_ids" in rows[0]:
-            lists = [list(row["response_ids"]) for row in rows]
-            width = max(map(len, lists))
-            for name, filler in (("response_ids", self.pad_token_id), ("labels", -100)):
-                padded = [ids + [filler] * (width - len(ids)) for ids in lists]
-                batch[name] = torch.tensor(padded, dtype=torch.long).view(len(lists), width)
+            lists = [row["response_ids"] for row in rows]
+            batch["response_ids"] = _padded(lists, pad, "right")
+            batch["labels"] = _padded(lists, -100, "right")
         return batch
+
+
+def _padded(lists: Sequence[Sequence[int]], filler: int, side: str) -> torch.Tensor:
+    tensors = [torch.tensor(ids, dtype=torch.long) for ids in lists]
+    return pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side=side)
 
 
 def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    is_chat = isinstance(prompt, Sequence) and len(prompt) and all(map(_is_turn, prompt))
-    is_chat = is_chat and prompt[-1]["role"] == "user"
-    has_two = is_chat and system is not None and prompt[0]["role"] == "system"
-    if not is_chat or has_two:
+    is_chat = isinstance(prompt, Sequence) and all(map(_is_turn, prompt))
+    roles = [turn["role"] for turn in prompt] if is_chat else []
+    if roles[-1:] != ["user"] or (system is not None and roles[0] == "system"):
         raise ValueError(
             "Expected a text, or messages with role and content that end with the user's, and at "
             f"most one system text, but prompt is {prompt!r} and system is {system!r}"
@@ -208,12 +213,6 @@ def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[
 def _is_turn(turn) -> bool:
     is_mapping = isinstance(turn, Mapping)
     return is_mapping and "role" in turn and isinstance(turn.get("content"), str)
-
-
-def _chat_ids(tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
 
 
 def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[int]:
@@ -244,10 +243,10 @@ def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, t
     mask = list(mask or ())
     fits = len(ids) == len(mask) == len(sizes)
     for i, m, size in zip(ids, mask, sizes, strict=False):
-        is_shaped = i.dim() == 2 and i.shape[1] > 0 and i.shape == m.shape and len(i) == len(ids[0])
-        # on the CPU, at least one token in each prompt
-        has_tokens = is_shaped and (not _has_values(m) or bool(m.bool().any(1).all()))
-        fits = fits and has_tokens and _are_ids(i, size)
+        fits = fits and i.dim() == 2 and i.shape[1] > 0 and i.shape == m.shape
+        fits = fits and len(i) == len(ids[0]) and _are_ids(i, size)
+        if fits and _has_values(m):
+            fits = bool(m.bool().any(1).all())  # at least one token in each prompt
     if not fits:
         shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (ids, mask)]
         raise ValueError(

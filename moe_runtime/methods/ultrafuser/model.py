@@ -125,12 +125,12 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         if encoder:
             templates = encoder.templates
         else:
-            templates = tuple(t and check_template(t) for t in templates)
-        of = zip(names, paths, templates, models, strict=True)
-        described = [
-            {"name": n, "path": p, "template": t, "model_type": m.config.model_type}
-            for n, p, t, m in of
-        ]
+            templates = tuple(template and check_template(template) for template in templates)
+        described = []
+        for s, model in enumerate(models):
+            model_type = model.config.model_type
+            one = {"name": names[s], "path": paths[s], "template": templates[s]}
+            described.append(one | {"model_type": model_type})
         super().__init__(
             UltraFuserConfig(
                 specialists=described,
@@ -153,24 +153,18 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         # loaded from their folders just now, so their weights need no comparison
         self.opened = {s for s, one in enumerate(specialists) if not isinstance(one, nn.Module)}
         self.touched: set[int] = set()  # specialists that have been run for a gradient
-        self._keys_to_ignore_on_save = {
-            key for key in self.state_dict() if key.startswith("specialists.")
-        }
-        self._collect()
-
-    def _collect(self) -> None:
-        """Set the attributes transformers expects; its post_init would initialize the specialists
-        again.
-        """
+        # what transformers expects; its post_init would initialize the specialists again
+        self._keys_to_ignore_on_save = set()
         self.all_tied_weights_keys = {}
-        for s, model in enumerate(self.specialists):
+        no_split = set()
+        for s, model in enumerate(models):
+            prefix = f"specialists.{s}."
+            self._keys_to_ignore_on_save |= {prefix + key for key in model.state_dict()}
             tied = getattr(model, "all_tied_weights_keys", None) or {}
-            self.all_tied_weights_keys |= {
-                f"specialists.{s}.{a}": f"specialists.{s}.{b}" for a, b in tied.items()
-            }
-        self._no_split_modules = sorted(
-            {name for m in self.specialists for name in m._no_split_modules or ()}
-        )
+            for name, twin in tied.items():
+                self.all_tied_weights_keys[prefix + name] = prefix + twin
+            no_split |= set(model._no_split_modules or ())
+        self._no_split_modules = sorted(no_split)
         self._collect_settings()
 
     def get_input_embeddings(self) -> None:
@@ -260,34 +254,35 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
             reduction = "sum" if items is not None else reduction or self.config.loss_reduction
             out = self._answers(prompts, response_ids, labels, want_logits, reduction, backend)
             if out.loss is not None and items is not None:
-                out.loss = out.loss / (
-                    items.to(out.loss.device) if isinstance(items, torch.Tensor) else items
-                )
+                if isinstance(items, torch.Tensor):
+                    items = items.to(out.loss.device)
+                out.loss = out.loss / items
         return out if return_dict is not False else out.to_tuple()
 
     def _prompts(self, ids, mask) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each specialist's prompts, padded on the left, and their masks; raises ValueError
         unless they fit.
         """
-        return check_prompts(
-            ids, mask, [model.get_input_embeddings().weight.shape[0] for model in self.specialists]
-        )
+        sizes = [len(model.get_input_embeddings().weight) for model in self.specialists]
+        return check_prompts(ids, mask, sizes)
 
     def _answers(
         self, prompts, response_ids, labels, want_logits, reduction, backend
     ) -> UltraFuserOutput:
         check_answers(response_ids, len(prompts[0][0]), self.config.vocab_size)
         needs_labels = self.training and torch.is_grad_enabled() and not want_logits
-        if needs_labels if labels is None else labels.shape != response_ids.shape:
+        shape = None if labels is None else labels.shape
+        if shape != response_ids.shape and (shape is not None or needs_labels):
             raise ValueError(
                 f"labels must have the shape of response_ids, {tuple(response_ids.shape)}, in "
-                f"training, but got {None if labels is None else tuple(labels.shape)}. A Trainer "
-                "drops labels unless label_smoothing_factor=0"
+                f"training, but got {shape and tuple(shape)}. A Trainer drops labels unless "
+                "label_smoothing_factor=0"
             )
         hidden = []
         for s, (model, (ids, mask)) in enumerate(zip(self.specialists, prompts, strict=True)):
             wants_gradient = torch.is_grad_enabled() and trains(model)
-            self.touched |= {s} if wants_gradient else set()
+            if wants_gradient:
+                self.touched.add(s)
             with torch.set_grad_enabled(wants_gradient):
                 state = run(model, ids, mask, response_ids)
                 # the state before each token of the answer
@@ -305,18 +300,15 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return UltraFuserOutput(loss=loss, logits=logits, gate_weight=weight)
 
     def _next_token(self, prompt_ids, prompt_mask, input_ids, caches) -> UltraFuserOutput:
-        if caches is not None and caches.caches:
-            kept = caches.caches
-        else:
-            kept = [None] * len(self.specialists)
+        of_models = caches.caches if caches is not None else []
         # with non-empty caches, generate() has already passed these prompts
-        known = kept[0] is not None and kept[0].get_seq_length()
-        if known:
+        if of_models and of_models[0].get_seq_length():
             prompts = zip(prompt_ids, prompt_mask, strict=True)
         else:
             prompts = self._prompts(prompt_ids, prompt_mask)
+        of_models = of_models or [None] * len(self.specialists)
         hidden = []
-        for model, (ids, mask), cache in zip(self.specialists, prompts, kept, strict=True):
+        for model, (ids, mask), cache in zip(self.specialists, prompts, of_models, strict=True):
             hidden.append(run(model, ids, mask, input_ids, cache)[:, -1:])
         weight = gate_weight(self.gate, hidden)
         logits = logits_of(self._heads, hidden, weight)
@@ -344,10 +336,8 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         total = 0
         for model, ids in zip(self.specialists, inputs["prompt_ids"], strict=True):
             tokens = ids.numel() + inputs["response_ids"].numel()
-            passes = 3 if trains(model) else 1
-            total += (
-                2 * passes * tokens * model.num_parameters(exclude_embeddings=exclude_embeddings)
-            )
+            parameters = model.num_parameters(exclude_embeddings=exclude_embeddings)
+            total += (6 if trains(model) else 2) * tokens * parameters
         return total
 
     def save_pretrained(self, save_directory, *, state_dict=None, **kwargs) -> None:

@@ -230,11 +230,16 @@ def check_engine() -> None:
 def check_source(name: str, source: str) -> None:
     """Raise ValueError for a path without a model, before the Hub is asked for it."""
     path = Path(source)
-    is_id = len(path.parts) <= 2 and source[0] not in f".~{os.sep}" and not source.endswith(os.sep)
-    is_id = is_id and not path.exists() and not (len(path.parts) == 2 and path.parent.is_dir())
-    if not is_id and not (path / "config.json").is_file():
-        what = "has no config.json" if path.exists() else "does not exist"
-        raise ValueError(f"{name} {source!r} {what}. Pass the folder of a model, or a Hub id")
+    if (path / "config.json").is_file():
+        return
+    problem = "has no config.json"
+    if not path.exists():
+        problem = "does not exist"
+        is_path = source[0] in f".~{os.sep}" or source.endswith(os.sep) or len(path.parts) > 2
+        # OWNER/NAME is an id, but not in a folder that exists
+        if not is_path and not (len(path.parts) == 2 and path.parent.is_dir()):
+            return
+    raise ValueError(f"{name} {source!r} {problem}. Pass the folder of a model, or a Hub id")
 
 
 def check_sizes(sizes: Mapping[str, int], joint: bool) -> None:
@@ -249,16 +254,16 @@ def check_sizes(sizes: Mapping[str, int], joint: bool) -> None:
 
 def _encoder(config: FuserConfig) -> Encoder:
     """Check the specialists by their configs and tokenizers; return their Encoder."""
+    sources = {f"specialists.{name}.model": one.model for name, one in config.specialists.items()}
     sizes = {}
-    for name, one in config.specialists.items():
-        key = f"specialists.{name}.model"
-        check_source(key, one.model)
-        sizes[key] = hidden_size(one.model, key)
+    for key, source in sources.items():
+        check_source(key, source)
+        sizes[key] = hidden_size(source, key)
     check_sizes(sizes, config.joint)
     tokenizers = []
-    for name, one in config.specialists.items():
+    for key, source in sources.items():
         if config.tokenizer is None:
-            tokenizers.append(ranks.load_tokenizer(one.model, f"specialists.{name}.model"))
+            tokenizers.append(ranks.load_tokenizer(source, key))
         else:
             tokenizers.append(ranks.load_tokenizer(config.tokenizer, "tokenizer"))
     templates = [one.template for one in config.specialists.values()]
@@ -286,9 +291,9 @@ class _Run:
 
     def is_done(self, name: str) -> bool:
         """Whether a stage has been finished."""
-        return (self.out / f"{name}.json").is_file() and (
-            self.out / name / folders.CONFIG
-        ).is_file()
+        if not (self.out / name / folders.CONFIG).is_file():
+            return False
+        return (self.out / f"{name}.json").is_file()
 
     def read_rows(self) -> None:
         """Encode all rows, domain after domain; no prompt that is held out anywhere trains."""
@@ -320,20 +325,21 @@ class _Run:
         """Train one stage, and write its folder and losses."""
         config = self.config
         is_gate = name == "gate"
-        stage = config.stage1 if is_gate else config.stage2
-        dtype = config.dtype
-        # under mixed precision accelerate converts what FSDP2 shards to float32
-        if not is_gate and not (ranks.engine() == "FSDP" and stage.bf16):
-            dtype = "float32"
-        model = self.fuser(dtype)
         if is_gate:
+            stage = config.stage1
+            model = self.fuser(config.dtype)
             model.freeze_specialists()
+            self.say(f"training the gate for {stage.steps} steps")
         else:
+            stage = config.stage2
+            # under mixed precision accelerate converts what FSDP2 shards to float32
+            is_converted = ranks.engine() == "FSDP" and stage.bf16
+            model = self.fuser(config.dtype if is_converted else "float32")
             if config.two_stage:
                 folders.load_gate(model, self.out / "gate")
             model.train_all()
+            self.say(f"training everything for {stage.steps} steps")
         checkpoints = self.out / f"{name}-checkpoints"
-        self.say(f"training {'the gate' if is_gate else 'everything'} for {stage.steps} steps")
         sampler = sampler_for(
             self.rows["domain"],
             steps=stage.steps,
@@ -359,17 +365,20 @@ class _Run:
         if any(parameter.dtype != narrow for parameter in model.specialists.parameters()):
             cast(model.specialists, config.dtype)
             batch_size, _ = fit.split_batch(stage.batch_size, stage.per_device_batch_size)
-            collate = self.encoder.collate
-            how = {"batch_size": batch_size, "bf16": stage.bf16}
-            losses, _, _ = fuser_losses(model, self.held_out, collator=collate, **how)
+            losses, *_ = fuser_losses(
+                model,
+                self.held_out,
+                collator=self.encoder.collate,
+                batch_size=batch_size,
+                bf16=stage.bf16,
+            )
         whole = self._gathered(model, trained, is_gate)
         with ranks.leading() as main:
             if main:
                 how = "reference" if is_gate else "copy"
                 folders.save(whole, self.out / name, specialists=how, overwrite=True)
-                atomic_write_json(
-                    self.out / f"{name}.json", self._by_domain(losses, trained.tokens)
-                )
+                by_domain = self._by_domain(losses, trained.tokens)
+                atomic_write_json(self.out / f"{name}.json", by_domain)
                 shutil.rmtree(checkpoints, ignore_errors=True)
         del model, whole, trained
         ranks.free_memory()
@@ -388,7 +397,9 @@ class _Run:
             loss_reduction=self.config.reduction,
         )
 
-    def _gathered(self, model: UltraFuser, trained: fit.Trained, is_gate: bool) -> UltraFuser:
+    def _gathered(
+        self, model: UltraFuser, trained: fit.TrainingResult, is_gate: bool
+    ) -> UltraFuser:
         """Return the whole model on rank 0; every process must call this."""
         if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
             return model
@@ -403,13 +414,12 @@ class _Run:
 
     def _by_domain(self, losses: list[float], tokens: list[int]) -> dict[str, float]:
         """Return the mean loss per response token of each domain's held-out rows."""
-        by_domain = {}
-        for name in self.config.domains:
-            numbers = [i for i, domain in enumerate(self.held_out["domain"]) if domain == name]
-            by_domain[name] = fit.mean_loss(
-                [losses[i] for i in numbers], [tokens[i] for i in numbers]
-            )
-        return by_domain
+        by_domain = {name: ([], []) for name in self.config.domains}
+        for domain, loss, count in zip(self.held_out["domain"], losses, tokens, strict=True):
+            of_losses, of_tokens = by_domain[domain]
+            of_losses.append(loss)
+            of_tokens.append(count)
+        return {name: fit.mean_loss(*lists) for name, lists in by_domain.items()}
 
 
 @torch.no_grad()

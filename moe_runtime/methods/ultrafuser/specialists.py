@@ -24,13 +24,14 @@ def check_specialists(specialists: Sequence) -> None:
     duplicate models.
     """
     given = type(specialists).__name__
-    is_valid = False
-    if not isinstance(specialists, (str, os.PathLike, nn.Module)):
+    is_list = not isinstance(specialists, (str, os.PathLike, nn.Module))
+    models = []
+    if is_list:
         given = [type(one).__name__ for one in specialists]
         models = [one for one in specialists if isinstance(one, nn.Module)]
-        is_valid = len(specialists) > 1 and len(set(map(id, models))) == len(models)
-        is_valid = is_valid and all(isinstance(model, PreTrainedModel) for model in models)
-    if not is_valid:
+    are_models = all(isinstance(model, PreTrainedModel) for model in models)
+    is_unique = len(set(models)) == len(models)
+    if not is_list or len(specialists) < 2 or not is_unique or not are_models:
         raise ValueError(
             "specialists must be a list of at least two folders or causal LMs of transformers, "
             f"each loaded separately, but got {given}. Pass get_base_model() of PEFT models"
@@ -62,15 +63,14 @@ def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
     """Return a tokenizer for each specialist: the one given, else the one in its folder,
     else None.
     """
-    found = []
-    for one, path, tokenizer in zip(specialists, paths_of(specialists), tokenizers, strict=True):
+    tokenizers = list(tokenizers)
+    for s, path in enumerate(paths_of(specialists)):
         is_folder = path is not None and Path(path, "tokenizer_config.json").is_file()
         # query the Hub only for an id that was passed, not for the recorded name of a loaded model
-        is_id = not isinstance(one, nn.Module) and not os.path.isabs(path)
-        if tokenizer is None and (is_folder or is_id):
-            tokenizer = load(AutoTokenizer, path, "specialist")
-        found.append(tokenizer)
-    return found
+        is_id = not isinstance(specialists[s], nn.Module) and not os.path.isabs(path)
+        if tokenizers[s] is None and (is_folder or is_id):
+            tokenizers[s] = load(AutoTokenizer, path, "specialist")
+    return tokenizers
 
 
 @torch.no_grad()
@@ -105,9 +105,11 @@ def has_changed(fuser, s: int) -> bool:
     weights would need all processes, or all the weights.
     """
     model = fuser.specialists[s]
-    is_split = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-    now = None if is_split else fingerprint(model)
-    return s in fuser.touched if now is None else now != fuser.fingerprints[s]
+    if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        weights = fingerprint(model)
+        if weights is not None:
+            return weights != fuser.fingerprints[s]
+    return s in fuser.touched
 
 
 def unchanged_keys(fuser) -> set[str]:
@@ -174,18 +176,19 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
     """Return the specialists' names: the given ones, else the last parts of their folders if these
     differ.
     """
-    if names is None:
+    count = len(specialists)
+    is_given = names is not None
+    if not is_given:
         names = [Path(path or "").name for path in paths_of(specialists)]
-        if len(set(names)) < len(names) or not all(map(is_plain_name, names)):
-            names = [f"specialist-{s}" for s in range(len(names))]
     names = tuple(names)
-    is_unique = len(set(names)) == len(names) == len(specialists)
-    if not is_unique or not all(map(is_plain_name, names)):
+    if len(names) == len(set(names)) == count and all(map(is_plain_name, names)):
+        return names
+    if is_given:
         raise ValueError(
-            f"names must be different words, one for each of the {len(specialists)} specialists, "
-            f"but got {names}"
+            f"names must be different words, one for each of the {count} specialists, but got "
+            f"{names}"
         )
-    return names
+    return tuple(f"specialist-{s}" for s in range(count))
 
 
 def encoder_of(tokenizers, templates, names, vocab_size) -> Encoder | None:

@@ -152,14 +152,12 @@ def _key(prompts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
     """Return the prompt and the response of a row."""
     turns, given = chat_of(row) or ((), 0)
-    first = next(
-        (i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given), 0
-    )
-    if first:
-        prompt, response = (turns[:first], turns[first]["content"])
-    else:
-        prompt, response = (row.get("prompt"), row.get("completion"))
-    if not first and not (isinstance(prompt, str) and isinstance(response, str)):
+    for i, turn in enumerate(turns):
+        if turn["role"] == "assistant" and i >= max(given, 1):
+            return turns[:i], turn["content"]
+    prompt = row.get("prompt")
+    response = row.get("completion")
+    if not isinstance(prompt, str) or not isinstance(response, str):
         raise ValueError(
             "Expected text in prompt and completion, or messages with an assistant's answer to a "
             f"user, but got {shown(dict(row))}"
@@ -190,15 +188,11 @@ def hidden_size(source: str, name: str) -> int:
 
 def single_rows(rows, specialist: int):
     """Return the examples for a single specialist: input_ids, and labels on the response."""
-    prompts = rows["prompt_ids"]
-    responses = rows["response_ids"]
-    pairs = [
-        (prompt[specialist], response) for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    columns = {
-        "input_ids": [prompt + response for prompt, response in pairs],
-        "labels": [[-100] * len(prompt) + response for prompt, response in pairs],
-    }
+    columns: dict[str, list] = {"input_ids": [], "labels": []}
+    for prompts, response in zip(rows["prompt_ids"], rows["response_ids"], strict=True):
+        prompt = prompts[specialist]
+        columns["input_ids"].append(prompt + response)
+        columns["labels"].append([-100] * len(prompt) + response)
     return require("datasets").Dataset.from_dict(columns)
 
 

@@ -15,7 +15,6 @@ Adapters become LoRA experts over their base (`moe_runtime.methods.lora`), which
 of the backbones.
 """
 
-import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,50 +86,39 @@ def assemble(
         "balance_loss": balance_loss,
         "balance_loss_coef": balance_loss_coef,
     }
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(open_expert(path, base)) for path in experts]
-        kinds = {"lora" if expert.kind == "lora" else "ffn" for expert in opened}
-        if len(kinds) != 1:
-            found = ", ".join(expert.kind for expert in opened)
-            raise ValueError(
-                "experts must be one or more folders, either all adapters or none, but got "
-                f"[{found}]"
-            )
-        config = opened[0].config
-        moe = folders.config_for_folder(config, **settings)
-        rows = None
-        if vectors is not None:
-            rows = _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
-        if kinds == {"lora"}:
-            return _assemble_adapters(
-                opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite
-            )
-        _check_alike(opened)
-        folders.check_tensors(config, opened[0])
-        source = stack.enter_context(_backbone(opened, base)) if backbone == "base" else None
-        made = _Made(opened, rows, moe, source, seed)
-        return _assemble_whole(made, Path(out), max_shard_size, overwrite, progress)
-
-
-def _assemble_whole(
-    made: "_Made", out: Path, max_shard_size: int | str, overwrite: bool, progress: Progress | None
-) -> FolderReceipt:
-    """Stream whole models or deltas as experts into one folder."""
-    first = made.opened[0]
+    opened = [open_expert(path, base) for path in experts]
+    first = opened[0] if opened else None
+    if first is None or len({expert.kind == "lora" for expert in opened}) > 1:
+        raise ValueError(
+            "experts must be one or more folders, either all adapters or none, but got "
+            f"[{', '.join(expert.kind for expert in opened)}]"
+        )
+    moe = folders.config_for_folder(first.config, **settings)
+    rows = None
+    if vectors is not None:
+        L = first.config.num_hidden_layers
+        rows = _stacked(vectors, len(experts), L, first.config.hidden_size)
+    if first.kind == "lora":
+        return _assemble_adapters(
+            opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite
+        )
+    _check_alike(opened)
+    folders.check_tensors(first.config, first)
+    source = _backbone(opened, base) if backbone == "base" else None
+    made = _Made(opened, rows, moe, source, seed)
     with CheckpointWriter(
         out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()
     ) as writer:
-        new_config = folders.upcycled_config(first.config, made.moe)
+        new_config = folders.upcycled_config(first.config, moe)
         new_config.moe_runtime = new_config.moe_runtime | {"method": "upit"}
         folders.write_config(writer, new_config)
         side_files = folders.copy_side_files(first.path, writer)
         job = Conversion(first, writer, progress)
         for key in first.keys():
-            for name, tensor in made.of(key).items():
-                job.add(name, tensor)
+            job.add_all(made.of(key))
             job.read(key)
     layers = list(range(first.config.num_hidden_layers))
-    return FolderReceipt(out, made.moe, job.tensors, job.bytes, side_files, layers)
+    return FolderReceipt(Path(out), moe, job.tensors, job.bytes, side_files, layers)
 
 
 def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
@@ -139,11 +127,13 @@ def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
     """
     vectors = [vector.detach().float().cpu() for vector in vectors]
     shapes = [tuple(vector.shape) for vector in vectors]
-    bad = [i for i, v in enumerate(vectors) if not v.isfinite().all()]
-    if shapes != [(L, H)] * n or bad:
-        found = f"those of experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
+    problem = None if shapes == [(L, H)] * n else f"are {shapes}"
+    bad = [i for i, vector in enumerate(vectors) if not vector.isfinite().all()]
+    if bad:
+        problem = f"those of experts {bad} have NaN or infinite values"
+    if problem is not None:
         raise ValueError(
-            f"vectors must be finite and [{L}, {H}] for each of the {n} experts, but {found}"
+            f"vectors must be finite and [{L}, {H}] for each of the {n} experts, but {problem}"
         )
     return torch.stack(vectors)
 
@@ -151,20 +141,18 @@ def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
 def _check_alike(opened: Sequence[Expert]) -> None:
     """Raise ValueError unless the experts differ only in the values of their tensors."""
     first = opened[0]
-    fields = _fields(first)
+    fields = first.config.to_dict()
     for expert in opened[1:]:
-        other = _fields(expert)
-        for name in sorted(fields.keys() | other.keys()):
-            if fields.get(name) != other.get(name):
+        others = expert.config.to_dict()
+        for name in sorted((fields.keys() | others.keys()) - _ASIDE):
+            ours = fields.get(name)
+            theirs = others.get(name)
+            if ours != theirs:
                 raise ValueError(
-                    f"{name} of {expert.path} is {other.get(name)!r}, but {fields.get(name)!r} for "
-                    f"{first.path}. Pass experts of one base"
+                    f"{name} of {expert.path} is {theirs!r}, but {ours!r} for {first.path}. Pass "
+                    "experts of one base"
                 )
         check_keys(expert.specs(), first.specs(), source=expert.path)
-
-
-def _fields(expert: Expert) -> dict:
-    return {name: value for name, value in expert.config.to_dict().items() if name not in _ASIDE}
 
 
 def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
@@ -213,31 +201,29 @@ class _Made:
         the others give none.
         """
         place = families.locate_key(self.family, key)
+        if place is None and self.source is not None:
+            return {key: self.source.get(key)}
         if place is None:
-            return {key: self._mean(key) if self.source is None else self.source.get(key)}
+            return {key: self._mean(key)}
         if place.part > 0:
             return {}
         layer = place.layer
         bias = self.moe.bias
         parts = families.mlp_keys(self.family, layer, bias)[place.name]
-        shape = [sum(self.specs[part].shape[0] for part in parts), *self.specs[key].shape[1:]]
-        stack = torch.empty(len(self.opened), *shape, dtype=self.specs[key].dtype)
+        sizes = [self.specs[part].shape[0] for part in parts]
+        spec = self.specs[key]
+        stack = torch.empty(len(self.opened), sum(sizes), *spec.shape[1:], dtype=spec.dtype)
         for expert, row in zip(self.opened, stack, strict=True):
-            start = 0
-            for part in parts:
-                tensor = _finite(expert.get(part), part, expert)
-                row[start : start + len(tensor)] = tensor
-                start += len(tensor)
+            for part, rows in zip(parts, row.split(sizes), strict=True):
+                rows.copy_(_finite(expert.get(part), part, expert))
         tensors = {families.expert_keys(self.family, layer, bias)[place.name]: stack}
         if place.name == "down_proj":
-            router = f"{self.family.path.format(layer)}.gate.weight"
-            tensors[router] = self._router(layer).to(stack.dtype)
+            if self.vectors is None:
+                router = swap.draw_router(self.moe, self.seed, layer)["weight"]
+            else:
+                router = self.vectors[:, layer].contiguous()
+            tensors[f"{self.family.path.format(layer)}.gate.weight"] = router.to(stack.dtype)
         return tensors
-
-    def _router(self, layer: int) -> torch.Tensor:
-        if self.vectors is None:
-            return swap.draw_router(self.moe, self.seed, layer)["weight"]
-        return self.vectors[:, layer].contiguous()
 
     def _mean(self, key: str) -> torch.Tensor:
         """Return the mean of a tensor over the experts, rounded once; exact if all are equal."""

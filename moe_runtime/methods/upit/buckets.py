@@ -10,7 +10,6 @@ E_j are the expert folders, C is `capacity`. The paper leaves open which tokens 
 those of the response, or all), C (ceil(|D_s| / n)) and ties (the expert that comes first).
 """
 
-import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,35 +64,34 @@ def perplexities(
     base: str | Path | None = None,
     tokens: str = "response",
     batch_size: int = 8,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must
     call this.
 
     `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label,
     "all" every token but a row's first. `base` is the dense model of deltas and adapters, by
-    default the one they record; `dtype` defaults to the folder's. One model is in memory at a time;
-    adapters share it, and the base runs once on `batch_size` rows, those of all adapters together.
+    default the one they record. One model is in memory at a time; adapters share it, and the base
+    runs once on `batch_size` rows, those of all adapters together.
     Raises ValueError for rows without a counted token and for adapters of different bases.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
     check_paths("experts", experts)
     models.check_labels(rows, tokens == "all")
-    where = {"dtype": dtype, "device": device}
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(open_expert(path, base)) for path in experts]
-        adapters = [expert for expert in opened if expert.kind == "lora"]
-        data = rows, tokenizer, batch_size, tokens == "all"
-        found = iter(models.adapter_losses(adapters, *data, **where) if adapters else ())
-        losses = []
-        for expert in opened:
-            if expert.kind == "lora":
-                losses.append(next(found))
-                continue
+    every_token = tokens == "all"
+    opened = [open_expert(path, base) for path in experts]
+    adapters = [expert for expert in opened if expert.kind == "lora"]
+    losses = {}
+    if adapters:
+        of_adapters = models.adapter_losses(adapters, rows, tokenizer, batch_size, every_token)
+        losses = dict(zip(adapters, of_adapters, strict=True))
+    for expert in opened:
+        if expert.kind != "lora":
             ranks.free_memory()  # of the previous model
-            losses.append(models.losses(models.load(expert, **where), *data))
+            model = models.load(expert)
+            losses[expert] = models.losses(model, rows, tokenizer, batch_size, every_token)
+            del model
+    losses = [losses[expert] for expert in opened]
     return torch.tensor(losses, dtype=torch.float64).exp()
 
 
@@ -105,14 +103,14 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
     rows = perplexity.isnan().all(0).nonzero().flatten().tolist()
-    bad = rows or perplexity.isnan().any(1).nonzero().flatten().tolist()
-    if bad:
-        if rows:
-            what = f"rows {bad[:8]} is NaN for every expert"
-        else:
-            what = f"experts {bad} is NaN on some rows"
+    if rows:
         raise ValueError(
-            f"The perplexity of the {what}. Remove those {'rows' if rows else 'experts'}"
+            f"The perplexity of the rows {rows[:8]} is NaN for every expert. Remove those rows"
+        )
+    experts = perplexity.isnan().any(1).nonzero().flatten().tolist()
+    if experts:
+        raise ValueError(
+            f"The perplexity of the experts {experts} is NaN on some rows. Remove those experts"
         )
     n, N = perplexity.shape
     capacity = math.ceil(N / n) if capacity is None else capacity

@@ -71,10 +71,9 @@ class ExpertCheckpoints(TrainerCallback):
         if every_steps is not None:
             check_positive("every_steps", every_steps)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        fits = None in (every_epochs, every_steps) and not (only_changed and base is None)
-        if dtype is not None:
-            fits = fits and isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
-        if not fits:
+        is_dtype = isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        lacks_base = only_changed and base is None
+        if None not in (every_epochs, every_steps) or lacks_base or not (is_dtype or dtype is None):
             raise ValueError(
                 "Expected at most one of the intervals, a base if only_changed, and a floating "
                 f"dtype such as 'bfloat16', but every_epochs is {every_epochs}, every_steps is "
@@ -93,17 +92,16 @@ class ExpertCheckpoints(TrainerCallback):
             with Checkpoint(local_folder(self.base, name="base")) as base:
                 self._base_hash = fingerprint(base)
                 _check_base(model, base)
-        there = ranks.agree([path.name for path in saved_steps(self.folder)])
-        if there and not state.global_step and not self.overwrite:
+        names = ranks.agree([path.name for path in saved_steps(self.folder)])
+        if names and not state.global_step and not self.overwrite:
             raise ValueError(
-                f"Folder {self.folder} has {there[0]} of an earlier training. Use an empty folder "
+                f"Folder {self.folder} has {names[0]} of an earlier training. Use an empty folder "
                 "or pass overwrite=True"
             )
-        if there:
-            with ranks.leading() as main:
-                for name in there if main else ():
-                    if not state.global_step or not _is_due(self.folder / name):
-                        shutil.rmtree(self.folder / name)
+        with ranks.leading() as main:
+            for name in names if main else ():
+                if not state.global_step or not _is_due(self.folder / name):
+                    shutil.rmtree(self.folder / name)
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """Save after each interval and at the end of training."""
@@ -199,9 +197,10 @@ def save_expert(
         config.dtype = str(dtype or model.dtype).removeprefix("torch.")
         config.save_pretrained(folder)
         write_legacy_rope(folder)
-        for part in (model.generation_config if model.can_generate() else None, tokenizer):
-            if part is not None:
-                part.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         if base is None:
             for key, tensor in _tensors(model, dtype):
                 writer.add(key, tensor)
@@ -265,13 +264,13 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a 16-digit hash of every tensor's name, shape, dtype and middle row: a cheap way to
     tell models apart.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for key, spec in sorted(checkpoint.specs().items()):
-        found.update(f"{key} {list(spec.shape)} {spec.dtype}\n".encode())
+        digest.update(f"{key} {list(spec.shape)} {spec.dtype}\n".encode())
         if spec.shape and spec.nbytes:
             row = checkpoint.get_rows(key, spec.shape[0] // 2)
-            found.update(row.reshape(-1)[:1024].view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+            digest.update(row.reshape(-1)[:1024].view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -315,10 +314,9 @@ def _check_base(model: nn.Module, base: Checkpoint) -> None:
     specs = base.specs()
     inner = _unwrap(model)
     for name, parameter in _parameters(inner):
-        for key, like in to_saved(
-            inner, {name: torch.empty(parameter.shape, device="meta")}
-        ).items():
-            if like.dim() > 1 and key in specs and specs[key].shape == tuple(like.shape):
+        tensor = torch.empty(parameter.shape, device="meta")
+        for key, saved in to_saved(inner, {name: tensor}).items():
+            if saved.dim() > 1 and key in specs and specs[key].shape == tuple(saved.shape):
                 return
     raise ValueError(
         f"No matrix of base {base.path} matches the model by name and shape. Pass the base of the "
@@ -355,17 +353,18 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str,
 
 
 def _save_adapter(model, target: Path, tokenizer, dtype, is_main: bool, record: dict) -> None:
-    found = {}
+    weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         # the weights that PEFT saves: its own matrices and modules_to_save
         if "lora_" in name or "modules_to_save" in name or getattr(tensor, "requires_grad", False):
-            tensor = ranks.whole(tensor)
-            found[name] = tensor if dtype is None else tensor.to(dtype)
+            weights[name] = ranks.whole(tensor)
+            if dtype is not None:
+                weights[name] = weights[name].to(dtype)
     if not is_main:
         return
     record["base"] = record.get("base") or model.peft_config["default"].base_model_name_or_path
     with atomic_folder(target) as folder:
-        model.save_pretrained(folder, state_dict=found, selected_adapters=["default"])
+        model.save_pretrained(folder, state_dict=weights, selected_adapters=["default"])
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

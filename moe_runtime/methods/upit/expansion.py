@@ -14,9 +14,9 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from moe_runtime.hf.models.folders import Progress
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_paths, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, RECORD, Changed
-from moe_runtime.methods.upit.experts import ADAPTER, Expert
+from moe_runtime.methods.upit.experts import ADAPTER
 from moe_runtime.methods.upit.pool import Mix, Pool
 from moe_runtime.ops.expansion import METRICS, check_drop, distances, farthest_pair
 
@@ -82,7 +82,13 @@ def expand_experts(
     random). Rows are computed on `device`. Children in `out` made by the same call, even if it was
     killed, are reused; others raise an error, and `overwrite` replaces or removes all of them.
     """
-    _check_choices(metric, of, parents, drop, weights, seed)
+    check_choice("metric", metric, METRICS)
+    check_choice("of", of, OF)
+    check_choice("parents", parents, PARENTS)
+    check_drop(drop)
+    check_seed("seed", seed)
+    if weights is not None and (len(weights) != 2 or not all(map(math.isfinite, weights))):
+        raise ValueError(f"weights must be two finite numbers or None, but got {weights!r}")
     check_paths("experts", experts)
     paths = [Path(expert) for expert in experts]
     out = Path(out)
@@ -95,12 +101,14 @@ def expand_experts(
     _check_out(out, paths, count, overwrite)
     earlier = _children_in(out, paths)
     children = []
-    # l2 is the same for both
-    comparison = {
-        "weights_alone": of == "weight" and metric != "l2",
-        "wide": of == "weight" or metric == "l2",
-    }
-    with Pool(base, **comparison, backend=backend, device=device) as pool:
+    pool = Pool(
+        base,
+        weights_alone=of == "weight" and metric != "l2",  # l2 is the same for both
+        wide=of == "weight" or metric == "l2",
+        backend=backend,
+        device=device,
+    )
+    with pool:
         for path in paths:
             pool.add(path)
         pool.expect(count, progress)
@@ -110,37 +118,25 @@ def expand_experts(
         for number in range(len(paths), count):
             table = distances(products, metric)
             pair, mixed = _draw(seed, number, number)
-            pair = pair if parents == "random" else farthest_pair(table)
-            mix = Mix(
-                pair,
-                mixed if weights is None else tuple(map(float, weights)),
-                drop,
-                rescale,
-                _seed(seed, number),
-            )
+            if parents == "farthest":
+                pair = farthest_pair(table)
+            if weights is not None:
+                mixed = tuple(map(float, weights))
+            mix = Mix(pair, mixed, drop, rescale, _seed(seed, number))
             folder = out / f"{CHILD}{number}"
-            products = _grow(products, _make(pool, folder, mix, max_shard_size))
+            row = _make(pool, folder, mix, max_shard_size)
+            # G [n, n] of one more expert, its own norm last
+            products = torch.cat([products, row[None, :-1]])
+            products = torch.cat([products, row[:, None]], 1)
             pool.add(folder)
-            children.append(Child(folder, pair, mix.weights, table[pair].item()))
-    found = Expansion(
-        [*paths, *(child.folder for child in children)],
-        tuple(children),
-        distances(products, metric),
-    )
-    _summarize(out, found)
-    return found
-
-
-def _check_choices(metric, of, parents, drop, weights, seed) -> None:
-    check_choice("metric", metric, METRICS)
-    check_choice("of", of, OF)
-    check_choice("parents", parents, PARENTS)
-    check_drop(drop)
-    if weights is not None and (
-        len(weights) != 2 or not all(math.isfinite(weight) for weight in weights)
-    ):
-        raise ValueError(f"weights must be two finite numbers or None, but got {weights!r}")
-    check_seed("seed", seed)
+            paths.append(folder)
+            children.append(Child(folder, pair, mixed, table[pair].item()))
+    expansion = Expansion(paths, tuple(children), distances(products, metric))
+    summary = read_json(out / SUMMARY)
+    summary["experts"] = [str(path) for path in paths]
+    summary["children"] = [child._asdict() | {"folder": child.folder.name} for child in children]
+    atomic_write_json(out / SUMMARY, summary | {"distance": expansion.distance.tolist()})
+    return expansion
 
 
 def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) -> None:
@@ -148,26 +144,29 @@ def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) 
     go.
     """
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
-    found = None if out.is_dir() or not out.exists() else "is a file"
+    problems = []
+    if out.exists() and not out.is_dir():
+        problems.append("is a file")
     for path in experts:
         if path.resolve().parent == out.resolve() and path.name in ours:
-            found = f"contains the expert {path.name}, which a child would replace"
+            problems.append(f"contains the expert {path.name}, which a child would replace")
     for path in _children_in(out, experts):
-        if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
-            found = found or f"contains {path.name}, which is not a child of an expansion"
+        if not (path / RECORD).is_file() or "child" not in read_json(path / RECORD):
+            problems.append(f"contains {path.name}, which is not a child of an expansion")
         if path.name not in ours and not overwrite:
-            found = found or (
+            problems.append(
                 f"contains {path.name}, which this call would not create (overwrite=True removes "
                 "it)"
             )
-    for path in out.iterdir() if out.is_dir() else ():
-        begins = CHILD if path.is_dir() else Path(SUMMARY).stem
+    summary = Path(SUMMARY).stem
+    for path in out.glob("*"):
+        begins = CHILD if path.is_dir() else summary
         # ignore hidden temporary files that a killed writer leaves
-        if not path.name.startswith((begins, f".{CHILD}", f".{Path(SUMMARY).stem}")):
-            found = found or f"contains {path.name}"
-    if found is not None:
+        if not path.name.startswith((begins, f".{CHILD}", f".{summary}")):
+            problems.append(f"contains {path.name}")
+    if problems:
         raise ValueError(
-            f"Output folder {out} {found}. Use a new folder, or one of an earlier expansion"
+            f"Output folder {out} {problems[0]}. Use a new folder, or one of an earlier expansion"
         )
 
 
@@ -202,18 +201,6 @@ def _seed(seed: int, number: int) -> int:
     """Return DARE's seed for expert `number`, so that each gets its own masks."""
     digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Extend G [n, n] to [n + 1, n + 1] by the inner products of one more expert, its own norm
-    last.
-    """
-    n = len(products)
-    grown = torch.empty(n + 1, n + 1, dtype=torch.float64)
-    grown[:n, :n] = products
-    grown[n] = row
-    grown[:, n] = row
-    return grown
 
 
 def _recorded(path: Path) -> dict:
@@ -258,8 +245,8 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torc
     """Write a child unless it exists; return its inner products [n + 1] with the pool and
     itself.
     """
-    parents = [pool.experts[place] for place in mix.parents]
-    kind = parents[0].kind if parents[0].kind == parents[1].kind else "ffn"
+    first, second = (pool.experts[place] for place in mix.parents)
+    kind = first.kind if first.kind == second.kind else "ffn"
     child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}
     if (folder / RECORD).is_file():
         recorded = _recorded(folder / RECORD)
@@ -270,64 +257,38 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torc
         pool.skip(len(pool.experts), child=True)
         return products
     products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
-    base = str(parents[0].base or pool.base_folder)
     record = {
         "format": FORMAT,
         "kind": kind,
-        "base": base,
-        "base_hash": parents[0].record.get("base_hash"),
+        "base": str(first.base or pool.base_folder),
+        "base_hash": first.record.get("base_hash"),
         "child": child,
     }
     tensors = pool.child(mix, products)
-
-    def record_text(**more: Any) -> str:
-        values = pool.comparison | {"values": products.tolist()}
-        return json.dumps(record | more | {"products": values}, indent=2) + "\n"
-
     if kind == "lora":
         with atomic_folder(folder) as tmp:
-            _write_adapter(tmp, parents[0], tensors)
-            (tmp / RECORD).write_text(record_text(), encoding="utf-8")
+            write_tensors(tmp / ADAPTER, dict(tensors))
+            for name in ("adapter_config.json", *folders.side_files(first.path)):
+                shutil.copyfile(first.path / name, tmp / name)
+            atomic_write_json(tmp / RECORD, record | {"products": _recordable(pool, products)})
         return products
     expected = sum(spec.nbytes for spec in pool.specs.values()) if kind == "ffn" else None
     with CheckpointWriter(folder, max_shard_size, expected_bytes=expected) as writer:
-        writer.copy_file(parents[0].path / "config.json")
-        folders.copy_side_files(parents[0].path, writer)
-        writer.write_text(
-            RECORD,
-            record_text(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)),
-        )
+        writer.copy_file(first.path / "config.json")
+        folders.copy_side_files(first.path, writer)
+        if kind == "delta":
+            with Changed(writer, Checkpoint(first.base)) as changed:
+                for key, tensor in tensors:
+                    changed.add(key, tensor)
+            record["absent"] = changed.absent
+        else:
+            for key, tensor in tensors:
+                writer.add(key, tensor)
+        record["products"] = _recordable(pool, products)
+        writer.write_text(RECORD, json.dumps(record, indent=2) + "\n")
     return products
 
 
-def _write_model(
-    writer: CheckpointWriter, tensors: Iterator, like: Expert | None
-) -> dict[str, Any]:
-    """Write a child's tensors, as a delta of the base of `like` if given; return the fields for
-    expert.json.
-    """
-    if like is None:
-        for key, tensor in tensors:
-            writer.add(key, tensor)
-        return {}
-    with Changed(writer, Checkpoint(like.base)) as changed:
-        for key, tensor in tensors:
-            changed.add(key, tensor)
-    return {"absent": changed.absent}
-
-
-def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
-    """Write a child's adapter from memory, with the settings and side files of `like`."""
-    write_tensors(folder / ADAPTER, dict(tensors))
-    for name in ("adapter_config.json", *folders.side_files(like.path)):
-        shutil.copyfile(like.path / name, folder / name)
-
-
-def _summarize(out: Path, found: Expansion) -> None:
-    """Add the result to the summary."""
-    summary = read_json(out / SUMMARY)
-    summary["experts"] = [str(path) for path in found.experts]
-    summary["children"] = []
-    for child in found.children:
-        summary["children"].append(child._asdict() | {"folder": child.folder.name})
-    atomic_write_json(out / SUMMARY, summary | {"distance": found.distance.tolist()})
+def _recordable(pool: Pool, products: torch.Tensor) -> dict:
+    """Return inner products, with their settings, for expert.json."""
+    return pool.comparison | {"values": products.tolist()}

@@ -5,6 +5,7 @@ UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning run 
 one.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,6 @@ class Expert:
         self.adapter = read_json(path / ADAPTER_CONFIG) if kind == "lora" else None
         self._own = Checkpoint(path, ADAPTER if kind == "lora" else None)
         self._base = Checkpoint(base) if kind == "delta" else None
-        self._config = None
         # in the order of the base's bytes, for sequential reads
         self._specs = {} if self._base is None else self._base.specs()
         for key in record.get("absent", ()):
@@ -53,19 +53,19 @@ class Expert:
     def __exit__(self, *_) -> None:
         pass
 
-    @property
+    @functools.cached_property
     def config(self):
         """The dense model's transformers config; raises ValueError for a lora whose base is unknown
         or missing.
         """
-        if self._config is None:
-            if self.kind == "lora" and self.base is None:
+        source = self.path
+        if self.kind == "lora":
+            if self.base is None:
                 raise ValueError(
                     f"{self.path / ADAPTER_CONFIG} names no base model. Pass its folder as base="
                 )
-            source = self.path if self.kind != "lora" else local_folder(self.base, ("config.json",))
-            self._config = folders.read_config(source)
-        return self._config
+            source = local_folder(self.base, ("config.json",))
+        return folders.read_config(source)
 
     @property
     def family(self) -> families.Family:
@@ -165,9 +165,10 @@ def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
     """Return the folder of a delta's base: the given or the recorded one, whichever has the
     recorded weights.
     """
-    names = [name for name in (given, record.get("base")) if name is not None]
     reason = "it names no base"
-    for name in names:
+    for name in (given, record.get("base")):
+        if name is None:
+            continue
         try:
             with Checkpoint(local_folder(name)) as base:
                 if fingerprint(base) == record.get("base_hash"):
@@ -199,24 +200,24 @@ def choose_checkpoints(
     the given order is kept.
     """
     check_choice("which", which, WHICH)
-    if not isinstance(folders, str | Path):
-        check_paths("folders", folders)
     if isinstance(folders, str | Path):
-        found = saved_experts(folders)
+        paths = saved_experts(folders)
+        where = f" in {folders}"
     else:
-        found = [Path(folder) for folder in folders]
-    steps = [path.name.rpartition("-")[2] for path in found]
-    if all(map(str.isdecimal, steps)):
-        found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
-    if not 1 <= count <= len(found):
-        where = f" in {folders}" if isinstance(folders, str | Path) else ""
+        check_paths("folders", folders)
+        paths = [Path(folder) for folder in folders]
+        where = ""
+    steps = {path: path.name.rpartition("-")[2] for path in paths}
+    if all(map(str.isdecimal, steps.values())):
+        paths.sort(key=lambda path: int(steps[path]))
+    n = len(paths)
+    if not 1 <= count <= n:
         raise ValueError(
-            f"count must be from 1 to the {len(found)} checkpoints{where}, but got {count}. Save "
-            "more often"
+            f"count must be from 1 to the {n} checkpoints{where}, but got {count}. Save more often"
         )
     if which == "uniform":
-        return [found[(i + 1) * len(found) // count - 1] for i in range(count)]
-    return found[:count] if which == "front" else found[-count:]
+        return [paths[(i + 1) * n // count - 1] for i in range(count)]
+    return paths[:count] if which == "front" else paths[-count:]
 
 
 def materialize(
@@ -230,8 +231,7 @@ def materialize(
     tensor.
     """
     if not isinstance(expert, Expert):
-        with open_expert(expert) as opened:
-            return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)
+        expert = open_expert(expert)
     if expert.kind == "lora":
         raise ValueError(
             f"Expected a delta, but expert {str(expert.path)!r} is an adapter, which PEFT can merge"

@@ -9,6 +9,7 @@ export_mixtral    an MoE model -> a stock Mixtral folder with the same logits in
 
 import json
 import shutil
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -85,22 +86,28 @@ def route_folders(
     )
     fit.check_training(**tuning.to_dict())
     with ranks.sole_training(out):
-        found = data.read_rows(rows, answers=train_on == "assistant")
         tokenized = data.tokenize_pairs(
-            tokenizer, found, max_length, prompt=prompt, train_on=train_on
+            tokenizer,
+            data.read_rows(rows, answers=train_on == "assistant"),
+            max_length,
+            prompt=prompt,
+            train_on=train_on,
         )
         picked = upit_buckets.seed_set(
             tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed
         )
-        at_once = tuning.per_device_batch_size or tuning.batch_size
-        found = upit_buckets.perplexities(
-            experts, picked, tokenizer, base=base, tokens=tokens, batch_size=at_once
+        perplexity = upit_buckets.perplexities(
+            experts,
+            picked,
+            tokenizer,
+            base=base,
+            tokens=tokens,
+            batch_size=tuning.per_device_batch_size or tuning.batch_size,
         )
-        dealt = upit_buckets.fill_buckets(found, capacity)
+        dealt = upit_buckets.fill_buckets(perplexity, capacity)
+        sizes = list(map(len, dealt))
         if buckets == "random":
-            dealt = upit_buckets.random_buckets(
-                [len(bucket) for bucket in dealt], len(picked), seed
-            )
+            dealt = upit_buckets.random_buckets(sizes, len(picked), seed)
         with ranks.leading() as main:
             for path in out.glob(f"expert-*/{router.RECORD}") if main and overwrite else ():
                 shutil.rmtree(path.parent)
@@ -122,16 +129,15 @@ def route_folders(
         receipt = RoutersReceipt(
             path=out,
             rows=len(picked),
-            buckets=[len(bucket) for bucket in dealt],
-            before=[sum(one.before.sigmoid) / len(one.before.sigmoid) for one in routed],
-            after=[sum(one.after.sigmoid) / len(one.after.sigmoid) for one in routed],
+            buckets=sizes,
+            before=[statistics.fmean(one.before.sigmoid) for one in routed],
+            after=[statistics.fmean(one.after.sigmoid) for one in routed],
             seconds=sum(one.seconds for one in routed),
         )
         with ranks.leading() as main:
             if main:
-                values = {
-                    name: value for name, value in receipt._asdict().items() if name != "path"
-                }
+                values = receipt._asdict()
+                del values["path"]
                 values |= {"experts": [str(path) for path in experts], "bucket_rows": dealt}
                 atomic_write_text(out / SUMMARY, json.dumps(values, indent=2) + "\n")
         return receipt
@@ -169,16 +175,13 @@ def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: s
     """Load the tokenizer of the first expert, or of its base if it has none; return it and the
     expert's kind.
     """
-    with open_expert(experts[0], base) as expert:
-        has_own = (expert.path / "tokenizer_config.json").is_file()
-        kind = expert.kind
-        if has_own or expert.base is None:
-            source = expert.path
-        else:
-            source = local_folder(expert.base, ("config.json",))
+    expert = open_expert(experts[0], base)
+    source = expert.path
+    if expert.base is not None and not (source / "tokenizer_config.json").is_file():
+        source = local_folder(expert.base, ("config.json",))
     tokenizer = ranks.load_tokenizer(source)
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
-    return tokenizer, kind
+    return tokenizer, expert.kind
 
 
 def export_mixtral(folder: str | Path, out: str | Path, **options) -> FolderReceipt:

@@ -26,11 +26,9 @@ from moe_runtime.modules.lora import TARGETS
 DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 
 
-def load(
-    expert, *, dtype: str | None = None, device: torch.device | str | None = None
-) -> nn.Module:
+def load(expert, *, dtype: str | None = None) -> nn.Module:
     """Load an expert of kind "ffn" or "delta" as a dense model, by default in its MLPs' dtype."""
-    device = _place(device)
+    device = ranks.state().device
     dtype = dtype or dtype_of(expert)
     if expert.kind == "ffn":
         return ranks.load_model(expert.path, dtype, device)
@@ -41,13 +39,7 @@ def load(
     ).to(device)
 
 
-def load_adapters(
-    experts: Sequence,
-    *,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
-    trainable: bool = False,
-):
+def load_adapters(experts: Sequence, *, dtype: str | None = None, trainable: bool = False):
     """Return a PEFT model of the experts' base with all their adapters, named by `names`; the first
     is active.
 
@@ -56,7 +48,7 @@ def load_adapters(
     peft = require("peft")
     for expert in experts:
         check_patterns(expert.path)
-    model = load_base(experts, dtype, device)
+    model = load_base(experts, dtype)
     with quiet_peft():
         adapted = peft.PeftModel.from_pretrained(
             model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable
@@ -73,16 +65,14 @@ def names(count: int) -> list[str]:
     return [DEFAULT, *(f"expert-{i}" for i in range(1, count))]
 
 
-def load_base(
-    experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None
-) -> nn.Module:
+def load_base(experts: Sequence, dtype: str | None = None, device: str | None = None) -> nn.Module:
     """Load the adapters' dense model, by default in its own dtype; raises ValueError for several
     bases.
     """
     base = base_of(experts)
     if dtype is None:
         dtype = str(ranks.load_config(base).dtype or torch.float32).removeprefix("torch.")
-    return ranks.load_model(base, dtype, _place(device))
+    return ranks.load_model(base, dtype, device or ranks.state().device)
 
 
 def base_of(experts: Sequence) -> str | Path:
@@ -123,9 +113,7 @@ def check_labels(rows, every_token: bool = False) -> None:
             "moe_runtime.io.rows.tokenize_pairs"
         )
     column = rows["input_ids" if every_token else "labels"]
-    bad = [
-        place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])
-    ]
+    bad = [row for row, tokens in enumerate(column) if not set(tokens[1:]) - {-100}]
     if bad or not len(column):
         counted = "tokens after the first" if every_token else "labels after the first token"
         raise ValueError(
@@ -136,14 +124,8 @@ def check_labels(rows, every_token: bool = False) -> None:
 
 def dtype_of(expert) -> str:
     """Return the name of the dtype of an expert's MLP tensors."""
-    specs = expert.specs()
-    return str(next(spec.dtype for key, spec in specs.items() if expert.is_ffn(key))).removeprefix(
-        "torch."
-    )
-
-
-def _place(device: torch.device | str | None) -> torch.device:
-    return ranks.state().device if device is None else torch.device(device)
+    key = next(filter(expert.is_ffn, expert.keys()))
+    return str(expert.spec(key).dtype).removeprefix("torch.")
 
 
 def losses(
@@ -166,9 +148,6 @@ def adapter_losses(
     tokenizer,
     batch_size: int,
     every_token: bool = False,
-    *,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
 ) -> list[list[float]]:
     """Return `losses` [n][N] of n adapters of one base, which runs once per batch for all adapters.
 
@@ -177,12 +156,12 @@ def adapter_losses(
     PEFT.
     """
     n = len(experts)
-    own = names(len(experts))
-    if is_alike := _are_alike(experts):
-        model = load_base(experts, dtype, device)
+    is_alike = _are_alike(experts)
+    if is_alike:
+        model = load_base(experts)
         to_lora_moe(model, experts=[expert.path for expert in experts], top_k=1)
     else:
-        model = load_adapters(experts, dtype=dtype, device=device)
+        model = load_adapters(experts)
 
     def take(model, batch: dict) -> list[tuple]:
         labels = _labels(batch, every_token)
@@ -192,11 +171,12 @@ def adapter_losses(
             with forced_experts(model, ids):
                 logits = model(**batch, use_cache=False).logits
         else:
-            logits = model(**batch, use_cache=False, adapter_names=[own[i] for i in ids]).logits
+            adapters = [names(n)[i] for i in ids]
+            logits = model(**batch, use_cache=False, adapter_names=adapters).logits
         return list(zip(*(row_means(part, labels) for part in logits.chunk(n)), strict=True))
 
-    found = each_row(model, rows, tokenizer, max(batch_size // n, 1), take)
-    return [list(column) for column in zip(*found, strict=True)]
+    by_row = each_row(model, rows, tokenizer, max(batch_size // n, 1), take)
+    return [list(column) for column in zip(*by_row, strict=True)]
 
 
 def _are_alike(experts: Sequence) -> bool:
@@ -204,24 +184,25 @@ def _are_alike(experts: Sequence) -> bool:
     equal scaling.
     """
     first = experts[0]
-    places = {first.locate(key) for key in first.keys()} - {None}
+    places = list(map(first.locate, first.keys()))
+    if None in places or (*first.family.up, first.family.down) != TARGETS:
+        return False
     layers = {place.layer for place in places}
     weights = {place[1:] for place in places}
-    if (*first.family.up, first.family.down) != TARGETS or len(places) != len(layers) * len(
-        weights
-    ):
+    if len(set(places)) != len(layers) * len(weights):
         return False
     plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "bias": "none"}
-    return all(
-        all(
-            expert.adapter.get(name) == first.adapter.get(name)
-            for name in ("r", "lora_alpha", "use_rslora")
-        )
-        and all(expert.adapter.get(name) in (None, value) for name, value in plain.items())
-        and expert.specs() == first.specs()
-        and all(map(expert.is_ffn, expert.keys()))
-        for expert in experts
-    )
+    for expert in experts:
+        settings = expert.adapter
+        if expert.specs() != first.specs():
+            return False
+        for name in ("r", "lora_alpha", "use_rslora"):
+            if settings.get(name) != first.adapter.get(name):
+                return False
+        for name, value in plain.items():
+            if settings.get(name) not in (None, value):
+                return False
+    return True
 
 
 def _labels(batch: dict, every_token: bool) -> torch.Tensor:
@@ -277,11 +258,9 @@ def save_tuned(
     ignored.
     """
     if weights is not None:
-        own = set(model.state_dict())
-        weights = {name: value for name, value in weights.items() if name in own}
+        prefix = "" if adapted is None else "base_model.model."
+        weights = {prefix + name: weights[name] for name in model.state_dict() if name in weights}
     if adapted is None:
         ranks.save_whole(model, tokenizer, folder, dtype, weights)
         return
-    if weights is not None:
-        weights = {f"base_model.model.{name}": value for name, value in weights.items()}
     adapted.save_pretrained(str(folder), state_dict=weights, selected_adapters=[DEFAULT])

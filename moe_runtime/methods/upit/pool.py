@@ -7,12 +7,11 @@ The formulas are in `moe_runtime.ops.expansion`. Each pass reads each expert onc
 CHUNK elements of all experts together, and the tensor of a child that is being assembled.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,7 +50,7 @@ class Mix(NamedTuple):
 class _Rows(NamedTuple):
     """Rows of one tensor, in one dtype."""
 
-    index: slice | None  # None for a tensor without dimensions
+    index: Any  # a slice, or ... for a tensor without dimensions
     start: int  # number of the first element
     experts: list[torch.Tensor]
     base: torch.Tensor | None
@@ -90,25 +89,25 @@ class Pool:
         self.progress = None
         self.done = 0
         self.total = 0
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, *_) -> None:
-        self._stack.close()
+        if self.base is not None:
+            self.base.close()
 
     def add(self, path: str | Path) -> None:
         """Open one more expert; raises ValueError unless its tensors match the first expert's and
         its MLPs the base's.
         """
-        expert = self._stack.enter_context(open_expert(path, self.base_folder))
+        expert = open_expert(path, self.base_folder)
         if self.experts:
             _check_alike(self.experts[0], expert)
         else:
             self._begin(expert)
-        noted = expert.record.get("base_hash")
-        if self.base_hash is not None and noted not in (None, self.base_hash):
+        recorded = expert.record.get("base_hash")
+        if self.base_hash is not None and recorded not in (None, self.base_hash):
             raise ValueError(
                 f"Base {self.base_folder} has other weights than the one that {expert.path} was "
                 "trained from. Pass the folder of its base"
@@ -135,9 +134,10 @@ class Pool:
         if first.kind == "lora":
             self.wide = True
             return
-        self.base = self._stack.enter_context(Checkpoint(local_folder(self.base_folder)))
+        self.base = Checkpoint(local_folder(self.base_folder))
         self.base_specs = self.base.specs()
-        self.base_hash, self.base_print = fingerprint(self.base), print_of(self.base)
+        self.base_hash = fingerprint(self.base)
+        self.base_print = print_of(self.base)
         expected = {key: self.specs[key] for key in self.ffn}
         of_base = {key: spec for key, spec in self.base_specs.items() if first.is_ffn(key)}
         check_keys(_with_dtypes(of_base, expected), expected, source=self.base.path)
@@ -146,19 +146,26 @@ class Pool:
         """Tell `progress` how many bytes growing to `count` experts will read: all MLPs once per
         child.
         """
-        ffn = sum(self.specs[key].nbytes for key in self.ffn)
         given = len(self.experts)
-        rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
-        self.total = given * ffn + sum(m * ffn + 2 * rest for m in range(given, count))
+        self.total = self._bytes(given, 0)
+        for pool in range(given, count):
+            self.total += self._bytes(pool, 1)
         self.progress = progress
 
     def skip(self, pool: int, child: bool) -> None:
         """Count bytes that need not be read as done: a pass over the MLPs of `pool` experts, and a
         child's backbone.
         """
-        ffn = sum(self.specs[key].nbytes for key in self.ffn)
-        rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
-        self._saw(pool * ffn + 2 * rest * child)
+        self._saw(self._bytes(pool, int(child)))
+
+    def _bytes(self, pool: int, children: int) -> int:
+        """Return the bytes of the MLPs of `pool` experts and of the parents' backbones of
+        `children`.
+        """
+        total = 0
+        for key, spec in self.specs.items():
+            total += spec.nbytes * (pool if key in self.ffn else 2 * children)
+        return total
 
     def products(self) -> torch.Tensor:
         """Return G [n, n] float64; each expert's MLPs are read once."""
@@ -195,7 +202,7 @@ class Pool:
             else:
                 parts = self._mean(key, mix)
             for index, part in parts:
-                out[... if index is None else index] = part
+                out[index] = part
             yield key, out
 
     def _grown(self, key: str, spec: TensorSpec, mix: Mix, products: torch.Tensor):
@@ -233,32 +240,29 @@ class Pool:
                 first = (first.to(wide) + second.to(wide)) / 2
             yield rows.index, first.cpu()
 
-    def _dtype(self, key: str, places: Sequence[int]) -> torch.dtype:
-        return functools.reduce(
-            torch.promote_types, (self.experts[place].spec(key).dtype for place in places)
-        )
-
     def _walk(self, key: str, places: Sequence[int], with_base: bool) -> Iterator[_Rows]:
         """Read rows of a tensor of the experts at `places`, and of the base."""
         sources = [self.experts[place] for place in places]
-        dtype = self._dtype(key, places)
+        dtypes = [expert.spec(key).dtype for expert in sources]
         if with_base and self.base is not None:
-            sources = [*sources, self.base]
-            dtype = torch.promote_types(dtype, self.base_specs[key].dtype)
+            sources.append(self.base)
+            dtypes.append(self.base_specs[key].dtype)
+        dtype = functools.reduce(torch.promote_types, dtypes)
         shape = self.specs[key].shape
         n = len(places)
         width = math.prod(shape[1:])
         # DARE's random numbers come in fours
         step = max(CHUNK // (max(width, 1) * len(sources)) // 4 * 4, 4)
         for start in range(0, shape[0] if shape else 1, step):
-            index = slice(start, min(start + step, shape[0])) if shape else None
-            parts = [
-                source.get(key) if index is None else source.get_rows(key, index)
-                for source in sources
-            ]
+            if shape:
+                index = slice(start, min(start + step, shape[0]))
+                parts = [source.get_rows(key, index) for source in sources]
+            else:
+                index = ...
+                parts = [source.get(key) for source in sources]
             self._saw(sum(part.nbytes for part in parts[:n]))
             parts = [part.to(self.device, dtype) for part in parts]
-            yield _Rows(index, start * width, parts[:n], parts[n] if len(parts) > n else None)
+            yield _Rows(index, start * width, parts[:n], parts[n] if parts[n:] else None)
 
     def _saw(self, nbytes: int) -> None:
         self.done += nbytes

@@ -15,7 +15,6 @@ tuned, the expert.
 import contextlib
 import functools
 import inspect
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint, write_tensors
 from moe_runtime.io.files import (
     atomic_folder,
-    atomic_write_text,
+    atomic_write_json,
     check_out_dir,
     files_print,
     hash_of,
@@ -57,6 +56,8 @@ FORMAT = 1
 INITS = ("skilled", "random", "hidden_mean")
 VECTORS = "routing_vectors.safetensors"
 RECORD = "router.json"
+NUMBERS = ("router_init", "steps", "seconds")  # fields of RoutedExpert in RECORD
+MEASURED = ("before", "after")
 # default standard deviation of the initial vectors
 STD = {"skilled": 0.0, "random": 0.02, "hidden_mean": 0.0}
 RATES = {"ffn": 2e-5, "delta": 2e-5, "lora": 2e-4}  # UpIT, Sec. 4.1
@@ -133,22 +134,29 @@ def init_router(
     `train_ffn=False` trains only the vectors. Every process must call this.
     """
     _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
-    _check_vectors(vector_std, vector_learning_rate)
+    for name, value in {
+        "vector_std": vector_std,
+        "vector_learning_rate": vector_learning_rate,
+    }.items():
+        if value is not None:
+            check_number(name, value)
     folder = Path(folder)
     std = STD[router_init] if vector_std is None else vector_std
-    objective = {
-        "alpha": alpha,
-        "detach_h": detach_h,
-        "train_ffn": train_ffn,
-        "vector_rate": vector_learning_rate,
-    }
-    with open_expert(expert, base) as opened:
-        _check_expert(opened)
-        settings = _settings(
-            RATES[opened.kind], learning_rate, epochs, steps, batch_size, seed, training
+    opened = open_expert(expert, base)
+    if not any(map(opened.is_ffn, opened.keys())):
+        raise ValueError(
+            f"Expert {opened.path} is an adapter that changes no MLP. Pass one that does"
         )
-        at_once, _ = fit.split_batch(batch_size, settings.get("per_device_batch_size"))
-        made_of = objective | {
+    settings = _settings(
+        RATES[opened.kind], learning_rate, epochs, steps, batch_size, seed, training
+    )
+    at_once, _ = fit.split_batch(batch_size, settings.get("per_device_batch_size"))
+    made_of = hash_of(
+        {
+            "alpha": alpha,
+            "detach_h": detach_h,
+            "train_ffn": train_ffn,
+            "vector_rate": vector_learning_rate,
             "expert": files_print(expert),
             "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]),
             "std": std,
@@ -158,63 +166,57 @@ def init_router(
             "dtype": dtype,
             "index": index,
         }
-        if not overwrite and ranks.agree(_is_made(folder, made_of)):
-            _remove_checkpoints(folder)
-            return load_routed(folder)
-        check_out_dir(folder, overwrite, [expert, base])
-        model, adapted = _load(opened, dtype)
-        dtype = dtype or models.dtype_of(opened)
-    vectors = _first_vectors(
-        router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index
     )
+    record = folder / RECORD
+    is_made = record.is_file() and read_json(record).get("made_of") == made_of
+    if not overwrite and ranks.agree(is_made):
+        _remove_checkpoints(folder)
+        return load_routed(folder)
+    check_out_dir(folder, overwrite, [expert, base])
+    model, adapted = _load(opened, dtype)
+    dtype = dtype or models.dtype_of(opened)
+    if router_init == "hidden_mean":
+        vectors = hidden_means(model, rows, tokenizer, at_once)
+    else:
+        config = model.config
+        vectors = drawn(config.num_hidden_layers, config.hidden_size, std, seed * 65537 + index)
     routing = RoutingVectors(model, vectors, alpha, detach_h)
     measure = functools.partial(
         routing.measure, rows, tokenizer, at_once, settings.get("bf16", False)
     )
     before = measure()
-    weights = None
-    done = {"vectors": vectors, "before": before, "after": before}
+    done = {"vectors": vectors, "before": before, "after": before, "folder": Path(expert)}
+    write = None
     if router_init == "skilled":
         routing.train_only(train_ffn)
-        trained = _pre_optimize(
+        trained = fit.train(
             model,
             rows,
             tokenizer,
-            vector_learning_rate,
-            folder=_checkpoints(folder, made_of),
+            folder=folder.with_name(f"{folder.name}.checkpoints-{made_of}"),
+            # one row is enough, since all rows are measured separately, with the vectors
+            held_out=rows.select([0]).select_columns(["input_ids", "labels"]),
+            evaluations=1,
+            trainer=functools.partial(VectorTrainer, vector_rate=vector_learning_rate),
             callbacks=callbacks,
             on_step=on_step,
             **settings,
         )
-        done |= {"vectors": routing.values(), "after": measure(), "steps": trained.steps}
-        done["seconds"], weights = trained.history.seconds, trained.state_dict()
+        done |= {
+            "vectors": routing.values(),
+            "after": measure(),
+            "steps": trained.steps,
+            "seconds": trained.history.seconds,
+        }
+        weights = trained.state_dict()
+        if train_ffn:
+            done["folder"] = folder
+            write = functools.partial(models.save_tuned, model, adapted, tokenizer, weights, dtype)
     routing.close()
-    tuned = router_init == "skilled" and train_ffn
-    routed = RoutedExpert(folder=folder if tuned else Path(expert), router_init=router_init, **done)
-    if tuned:
-        write = functools.partial(models.save_tuned, model, adapted, tokenizer, weights, dtype)
-    else:
-        write = None
+    routed = RoutedExpert(router_init=router_init, **done)
     _save(routed, folder, made_of, overwrite, write)
     _remove_checkpoints(folder)
     return routed
-
-
-def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training) -> fit.Trained:
-    """Train all trainable parameters, the vectors at their own learning rate if given."""
-    # one held-out row is enough, since all rows are measured separately, with the vectors
-    first = rows.select([0]).select_columns(["input_ids", "labels"])
-    trainer = functools.partial(VectorTrainer, vector_rate=vector_rate)
-    return fit.train(
-        model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training
-    )
-
-
-def _check_expert(opened: Expert) -> None:
-    if not any(map(opened.is_ffn, opened.keys())):
-        raise ValueError(
-            f"Expert {opened.path} is an adapter that changes no MLP. Pass one that does"
-        )
 
 
 def _load(opened: Expert, dtype: str | None):
@@ -247,26 +249,14 @@ def _settings(
         "batch_size": batch_size,
         "seed": seed,
     } | training
-    if steps is not None:
-        settings |= {"steps": steps}
+    if steps is None:
+        settings["epochs"] = epochs or 4
     else:
-        settings |= {"epochs": 4 if epochs is None else epochs}
+        settings["steps"] = steps
     fit.check_training(
         **{"per_device_batch_size": None, "steps": None, "warmup_steps": None} | settings
     )
     return settings | {"learning_rate": learning_rate}
-
-
-def _first_vectors(
-    router_init: str, model, rows, tokenizer, batch_size: int, std: float, seed: int
-) -> torch.Tensor:
-    if router_init == "hidden_mean":
-        return hidden_means(model, rows, tokenizer, batch_size)
-    return drawn(model.config.num_hidden_layers, model.config.hidden_size, std, seed)
-
-
-def _checkpoints(folder: Path, made_of: dict) -> Path:
-    return folder.with_name(f"{folder.name}.checkpoints-{hash_of(made_of)}")
 
 
 def _remove_checkpoints(folder: Path) -> None:
@@ -276,12 +266,6 @@ def _remove_checkpoints(folder: Path) -> None:
     for path in folder.parent.iterdir():
         if path.name.startswith(f"{folder.name}.checkpoints-"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_made(folder: Path, made_of: dict) -> bool:
-    return (folder / RECORD).is_file() and read_json(folder / RECORD).get("made_of") == hash_of(
-        made_of
-    )
 
 
 class Routers(NamedTuple):
@@ -317,12 +301,10 @@ def init_routers(
         )
     routed = []
     for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
-        place = Path(folder) / f"expert-{i}"
         with console.bar(f"expert {i}") as update:
-            shown = {"on_step": update} | settings
-            routed.append(
-                init_router(expert, rows.select(bucket), tokenizer, folder=place, index=i, **shown)
-            )
+            options = {"on_step": update, "folder": Path(folder) / f"expert-{i}", "index": i}
+            options |= settings
+            routed.append(init_router(expert, rows.select(bucket), tokenizer, **options))
         ranks.free_memory()
     return routed
 
@@ -331,28 +313,21 @@ def load_routed(folder: str | Path) -> RoutedExpert:
     """Read a folder of `init_router`; raises ValueError for other folders."""
     folder = Path(folder)
     record = read_json(folder / RECORD)
-    names = ("expert", "router_init", "steps", "seconds")
-    measured = ("before", "after")
-    fits = (
-        record.get("format") == FORMAT
-        and record.keys() >= {*names, *measured}
-        and isinstance(record["expert"], str)
-    )
-    fits = fits and all(
-        isinstance(record[name], dict) and {*record[name]} == {*Measured._fields}
-        for name in measured
-    )
-    if not fits:
+    try:
+        if record["format"] != FORMAT:
+            raise KeyError("format")
+        values = {name: record[name] for name in NUMBERS}
+        for name in MEASURED:
+            values[name] = Measured(**record[name])
+        values["folder"] = folder / record["expert"]
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"{folder / RECORD} has format {record.get('format')!r} or lacks fields, but must have "
-            f"format {FORMAT} with {', '.join((*names, *measured))}. Run upit init-routers again"
-        )
+            f"format {FORMAT} with expert, {', '.join((*NUMBERS, *MEASURED))}. Run upit "
+            "init-routers again"
+        ) from error
     with Checkpoint(folder, VECTORS) as checkpoint:
-        vectors = checkpoint.get("vectors")
-    values = {name: record[name] for name in names[1:]} | {
-        name: Measured(**record[name]) for name in measured
-    }
-    return RoutedExpert(vectors=vectors, folder=folder / record["expert"], **values)
+        return RoutedExpert(vectors=checkpoint.get("vectors"), **values)
 
 
 def _check(
@@ -374,16 +349,10 @@ def _check(
     models.check_labels(rows)
 
 
-def _check_vectors(std: float | None, learning_rate: float | None) -> None:
-    for name, value in (("vector_std", std), ("vector_learning_rate", learning_rate)):
-        if value is not None:
-            check_number(name, value)
-
-
 def _save(
     routed: RoutedExpert,
     folder: Path,
-    made_of: dict,
+    made_of: str,
     overwrite: bool,
     write: Callable[[Path], None] | None,
 ) -> None:
@@ -396,10 +365,7 @@ def _save(
             if write is not None:
                 write(tmp)
             write_tensors(tmp / VECTORS, {"vectors": routed.vectors})
-            names = ("router_init", "steps", "seconds")
             values = {"format": FORMAT, "expert": "." if write else str(routed.folder.resolve())}
-            values |= {name: getattr(routed, name) for name in names}
-            values |= {name: getattr(routed, name)._asdict() for name in ("before", "after")}
-            atomic_write_text(
-                tmp / RECORD, json.dumps(values | {"made_of": hash_of(made_of)}, indent=2) + "\n"
-            )
+            values |= {name: getattr(routed, name) for name in NUMBERS}
+            values |= {name: getattr(routed, name)._asdict() for name in MEASURED}
+            atomic_write_json(tmp / RECORD, values | {"made_of": made_of})

@@ -60,10 +60,9 @@ class RoutingVectors:
             model.register_forward_hook(self._add, prepend=True),  # before the call closes
         ]
         for mlp, vector in zip(self.mlps, vectors, strict=True):
-            where = next(mlp.parameters()).device
-            mlp.register_parameter(
-                NAME, nn.Parameter(vector.detach().to(where, torch.float32, copy=True))
-            )
+            device = next(mlp.parameters()).device
+            vector = vector.detach().to(device, torch.float32, copy=True)
+            mlp.register_parameter(NAME, nn.Parameter(vector))
             self._handles.append(mlp.register_forward_pre_hook(self._catch))
 
     def close(self) -> None:
@@ -79,12 +78,11 @@ class RoutingVectors:
         adapters.
         """
         self.model.requires_grad_(False)
-        adapters = any("lora_" in name for name, _ in self.model.named_parameters())
+        has_adapters = any("lora_" in name for name, _ in self.model.named_parameters())
         for mlp in self.mlps:
             for name, parameter in mlp.named_parameters():
-                parameter.requires_grad_(
-                    name == NAME or (train_ffn and (not adapters or "lora_" in name))
-                )
+                is_trained = train_ffn and (not has_adapters or "lora_" in name)
+                parameter.requires_grad_(name == NAME or is_trained)
 
     def values(self) -> torch.Tensor:
         """Return the vectors [L, H] float32 on the CPU; under FSDP2 every process must call
@@ -103,26 +101,18 @@ class RoutingVectors:
             mask = batch["attention_mask"] != 0
             fired = (self._last.sigmoid().to(mask.device) * mask).double().sum(2).t()  # [B, L]
             counts = (labels[:, 1:] != -100).sum(1).tolist()
-            return list(
-                zip(
-                    row_means(out.logits, labels),
-                    counts,
-                    fired.tolist(),
-                    mask.sum(1).tolist(),
-                    strict=True,
-                )
-            )
+            losses = row_means(out.logits, labels)
+            tokens = mask.sum(1).tolist()
+            return list(zip(losses, counts, fired.tolist(), tokens, strict=True))
 
         try:
-            found = each_row(self.model, rows, tokenizer, batch_size, take, bf16)
+            by_row = each_row(self.model, rows, tokenizer, batch_size, take, bf16)
         finally:
             self._last = None
-        losses, counts, fired, tokens = (
-            torch.tensor(column, dtype=torch.float64) for column in zip(*found)
-        )
-        return Measured(
-            (losses @ counts / counts.sum()).item(), (fired.sum(0) / tokens.sum()).tolist()
-        )
+        columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*by_row)]
+        losses, counts, fired, tokens = columns
+        loss = losses @ counts / counts.sum()
+        return Measured(loss.item(), (fired.sum(0) / tokens.sum()).tolist())
 
     def _prepare(self, module, args, kwargs) -> None:
         self._kwargs = self._call.named(args, kwargs)
@@ -172,12 +162,10 @@ class VectorTrainer(MoETrainer):
         named = (self.model if model is None else model).named_parameters()
         vectors = {parameter for name, parameter in named if name.endswith(f".{NAME}")}
         for group in list(optimizer.param_groups):
-            own = [parameter for parameter in group["params"] if parameter in vectors]
-            if own:
-                group["params"] = [
-                    parameter for parameter in group["params"] if parameter not in vectors
-                ]
-                optimizer.add_param_group(group | {"params": own, "lr": self.vector_rate})
+            new = {"params": [one for one in group["params"] if one in vectors]}
+            if new["params"]:
+                group["params"] = [one for one in group["params"] if one not in vectors]
+                optimizer.add_param_group(group | new | {"lr": self.vector_rate})
         return optimizer
 
 
@@ -207,9 +195,8 @@ def _stacked(logits: list[torch.Tensor]) -> torch.Tensor:
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Return the MLPs of a dense model, layer by layer."""
     path = family_of(model).path
-    return [
-        model.get_submodule(path.format(layer)) for layer in range(model.config.num_hidden_layers)
-    ]
+    layers = range(model.config.num_hidden_layers)
+    return [model.get_submodule(path.format(layer)) for layer in layers]
 
 
 def drawn(num_layers: int, hidden_size: int, std: float, seed: int) -> torch.Tensor:
@@ -232,10 +219,9 @@ def hidden_means(model: nn.Module, rows, tokenizer, batch_size: int) -> torch.Te
     def add(layer: int, mlp: nn.Module, args: tuple) -> None:
         sums[layer] += (args[0].float() * mask[..., None]).double().sum((0, 1)).cpu()
 
-    handles = [
-        mlp.register_forward_pre_hook(functools.partial(add, layer))
-        for layer, mlp in enumerate(mlps)
-    ]
+    handles = []
+    for layer, mlp in enumerate(mlps):
+        handles.append(mlp.register_forward_pre_hook(functools.partial(add, layer)))
     training = model.training
     device = next(model.parameters()).device
     part = rows.select(range(state.process_index, len(rows), state.num_processes))

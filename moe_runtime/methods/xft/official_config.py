@@ -12,9 +12,7 @@ weighted and the merged model are Llama models and read both.
 """
 
 import json
-import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -86,6 +84,19 @@ _FIXED = {
 # our settings that their config lacks are kept under this key, for the way back
 EXTRA = "moe_runtime_extra"
 _EXTRA_FIELDS = ("load_quirk", "initializer_range", "shared", "recompute")
+# keys of config.json that are not the model's around the experts, or are converted
+_LEFT_OUT = {
+    *_MOE_KEYS,
+    EXTRA,
+    "model_type",
+    "architectures",
+    "auto_map",
+    "transformers_version",
+    "_name_or_path",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+}
 
 
 def read_values(source: str | Path) -> dict:
@@ -93,20 +104,16 @@ def read_values(source: str | Path) -> dict:
     other folders.
     """
     path = Path(source) / "config.json"
-    values = {}
+    problem = f"{str(source)!r} has no config.json"
     if path.is_file():
         values = read_json(path)
-    model_type = values.get("model_type")
-    if "moe_runtime" in values or model_type not in (MODEL_TYPE, "llama"):
-        if values:
-            found = f"model_type of {path} is {shown(model_type)}"
-        else:
-            found = f"{str(source)!r} has no config.json"
-        raise ValueError(
-            f"{found}. Pass a folder of the released XFT code with {MODEL_TYPE!r}, or 'llama' for "
-            "a weighted model. Folders of moe_runtime need no import"
-        )
-    return values
+        if "moe_runtime" not in values and values.get("model_type") in (MODEL_TYPE, "llama"):
+            return values
+        problem = f"model_type of {path} is {shown(values.get('model_type'))}"
+    raise ValueError(
+        f"{problem}. Pass a folder of the released XFT code with {MODEL_TYPE!r}, or 'llama' for a "
+        "weighted model. Folders of moe_runtime need no import"
+    )
 
 
 def import_config(values: dict, stage: str, rope_theta: float | None = None):
@@ -117,18 +124,26 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     option.
     """
     check_counts(values, "config.json")
-    is_moe = values["model_type"] == MODEL_TYPE
-    missing = [
-        key for key in ("num_experts", "shared_expert_weight") if key not in values and not is_moe
-    ]
-    reason = f"lacks {', '.join(missing)}, which a weighted model's folder has" if missing else None
     if values.get("quantization_config"):
-        reason = "has a quantization_config, but quantized weights are not supported"
-    if reason is not None:
-        raise ValueError(f"config.json {reason}")
-    values = _MOE_KEYS | (_STOCK_KEYS if is_moe else {}) | values
+        raise ValueError(
+            "config.json has a quantization_config, but quantized weights are not supported"
+        )
+    if values["model_type"] == MODEL_TYPE:
+        values = _STOCK_KEYS | values
+    else:
+        for key in ("num_experts", "shared_expert_weight"):
+            if key not in values:
+                raise ValueError(f"config.json lacks {key}, which a weighted model's folder has")
+    values = _MOE_KEYS | values
     extra = values.get(EXTRA, {})
-    settings = _moe_settings(values) | _extra_settings(extra)
+    fields = extra.get("config", {}) if isinstance(extra, dict) else None
+    is_known = isinstance(fields, dict) and set(fields) <= set(_EXTRA_FIELDS)
+    if not is_known or not set(extra) <= {"config", "method"}:
+        raise ValueError(
+            f"{EXTRA} may only have method and config (of {', '.join(_EXTRA_FIELDS)}), but is "
+            f"{shown(extra)}"
+        )
+    settings = _moe_settings(values) | fields
     try:
         config = _llama_config(values, stage, rope_theta)
         moe = folders.config_for_folder(config, **settings)
@@ -140,42 +155,27 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]
     check_shared_rate(rate, "shared_expert_weight")
-    return folders.mergeable_config(new, rate, soup=False) if stage == "mergeable" else new
-
-
-def _first_other(rows: Iterable[tuple[str, object, bool, str]]) -> str | None:
-    """Describe the first of (name, value, is it valid, expected) that is not valid; None if all
-    are.
-    """
-    return next(
-        (
-            f"{name} must be {want}, but is {shown(value)}"
-            for name, value, fine, want in rows
-            if not fine
-        ),
-        None,
-    )
+    if stage == "mergeable":
+        return folders.mergeable_config(new, rate, soup=False)
+    return new
 
 
 def _moe_settings(values: dict) -> dict:
     """Return MoEConfig's settings; raises ValueError for an unsupported value of an option."""
     factors = values["score_scale_factor"]
+    if not isinstance(factors, list):
+        factors = [factors]
     gate = values["gate_type"]
-    ones = all(factor == 1 for factor in (factors if isinstance(factors, list) else [factors]))
-    other = _first_other(
-        [
-            *((key, values[key], values[key] == want, repr(want)) for key, want in _FIXED.items()),
-            ("score_scale_factor", factors, ones, "1.0"),
-            (
-                "gate_type",
-                gate,
-                isinstance(gate, str) and gate in GATES,
-                f"one of {', '.join(GATES)}",
-            ),
-        ]
-    )
-    if other is not None:
-        raise ValueError(f"{other}. Other values are not supported")
+    is_known = isinstance(gate, str) and gate in GATES
+    rows = [(key, values[key] == value, repr(value)) for key, value in _FIXED.items()]
+    rows.append(("score_scale_factor", all(factor == 1 for factor in factors), "1.0"))
+    rows.append(("gate_type", is_known, f"one of {', '.join(GATES)}"))
+    for key, is_supported, expected in rows:
+        if not is_supported:
+            raise ValueError(
+                f"{key} must be {expected}, but is {shown(values[key])}. Other values are not "
+                "supported"
+            )
     check_bool("gate_use_balance", values["gate_use_balance"])
     return {
         "num_experts": values["num_experts"],
@@ -191,41 +191,15 @@ def _moe_settings(values: dict) -> dict:
     }
 
 
-def _extra_settings(extra: dict) -> dict:
-    fields = extra.get("config", {}) if isinstance(extra, dict) else None
-    if (
-        not isinstance(fields, dict)
-        or set(fields) - set(_EXTRA_FIELDS)
-        or set(extra) - {"config", "method"}
-    ):
-        raise ValueError(
-            f"{EXTRA} may only have method and config (of {', '.join(_EXTRA_FIELDS)}), but is "
-            f"{shown(extra)}"
-        )
-    return fields
-
-
 def _llama_config(values: dict, stage: str, rope_theta: float | None):
     """Return the stock config of the model around the experts."""
-    left_out = {
-        *_MOE_KEYS,
-        EXTRA,
-        "model_type",
-        "architectures",
-        "auto_map",
-        "transformers_version",
-        "_name_or_path",
-    }
-    stock = {key: value for key, value in values.items() if key not in left_out}
-    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
-        stock.pop(key, None)
+    stock = {key: value for key, value in values.items() if key not in _LEFT_OUT}
     stock["mlp_bias"] = False  # the released code ignores it
     if stage == "moe":
         stock["attention_bias"] = False
     stock["head_dim"] = stock["hidden_size"] // stock["num_attention_heads"]
-    return AutoConfig.for_model(
-        "llama", rope_parameters=_import_rope(values, stage, rope_theta), **stock
-    )
+    stock["rope_parameters"] = _import_rope(values, stage, rope_theta)
+    return AutoConfig.for_model("llama", **stock)
 
 
 def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
@@ -239,34 +213,31 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
             f"config.json has rope_theta {configured}, which the released MoE code ignores: this "
             f"folder's attention is imported with the base {base}. Pass rope_theta={configured} to "
             "use that one",
-            stacklevel=5,
+            stacklevel=4,
         )
     check_number("rope_theta", base, positive=True)
     rope = {"rope_theta": base, "rope_type": "default"}
     scaling = values.get("rope_scaling")
     if scaling is not None:
-        known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
-        known = known and scaling["type"] in ("linear", "dynamic") and _is_number(scaling["factor"])
-        if not known or scaling["factor"] <= 1:
+        is_known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
+        if not is_known or scaling["type"] not in ("linear", "dynamic"):
             raise ValueError(
                 "rope_scaling must be null, or type linear or dynamic and a factor above 1, but "
                 f"is {shown(scaling)}"
             )
+        check_number("rope_scaling's factor", scaling["factor"])
+        if scaling["factor"] <= 1:
+            raise ValueError(
+                f"rope_scaling must have a factor above 1, but has {shown(scaling['factor'])}"
+            )
         rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
-    kept = values.get("rope_parameters")
-    same = (
-        isinstance(kept, dict)
-        and {key: value for key, value in kept.items() if key != "type"} == rope
-    )
-    return kept if same else rope
-
-
-def _is_number(value) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    )
+    saved = values.get("rope_parameters")
+    if isinstance(saved, dict):
+        # transformers writes the type twice, for older readers
+        without_type = {key: value for key, value in saved.items() if key != "type"}
+        if without_type == rope:
+            return saved
+    return rope
 
 
 def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool = False) -> dict:
@@ -276,27 +247,21 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
     `ffn_folder` is the folder of a mergeable model's experts. Raises ValueError for settings that
     the code does not support.
     """
-    stage = config.moe_runtime["stage"]
     moe = moe_config(config)
     stock = json.loads(folders.dense_config(config).to_json_string(use_diff=True))
     _check_exportable(config, moe, stock, keep_rope)
     if "dtype" in stock:
         stock["torch_dtype"] = stock.pop("dtype")
     rope = stock["rope_parameters"]
-    kind = rope["rope_type"]
-    names = {
-        "moe": (MODEL_TYPE, "LlamaMoEUpscalingForCausalLM"),
-        "mergeable": ("llama", "LlamaWeightedForCausalLM"),
-    }
-    values = stock | {
-        "model_type": names[stage][0],
-        "architectures": [names[stage][1]],
+    scaling = None
+    if rope["rope_type"] != "default":
+        scaling = {"type": rope["rope_type"], "factor": float(rope["factor"])}
+    values = stock | _MOE_KEYS
+    values |= {
+        "model_type": MODEL_TYPE,
+        "architectures": ["LlamaMoEUpscalingForCausalLM"],
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None
-        if kind == "default"
-        else {"type": kind, "factor": float(rope["factor"])},
-    }
-    values |= _MOE_KEYS | {
+        "rope_scaling": scaling,
         "num_experts": moe.num_experts,
         "num_selects": moe.top_k,
         "gate_type": next(name for name, gate in GATES.items() if gate == moe.gate),
@@ -305,90 +270,67 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
         "gate_balance_loss_weight": moe.balance_loss_coef,
         "gate_add_noise": moe.noisy_gate,
         "gate_noise_epsilon": moe.noise_epsilon,
-        "shared_expert_weight": config.moe_runtime["shared_rate"] if stage == "mergeable" else 0.75,
-        "ffn_folder_path": None if ffn_folder is None else str(ffn_folder),
+        "ffn_folder_path": None,
     }
-    return values | _extra(config, moe, values)
+    if config.moe_runtime["stage"] == "mergeable":
+        values |= {
+            "model_type": "llama",
+            "architectures": ["LlamaWeightedForCausalLM"],
+            "shared_expert_weight": config.moe_runtime["shared_rate"],
+            "ffn_folder_path": str(ffn_folder),
+        }
+    extra = {}
+    imported = _moe_settings(values) | {"shared": "group", "recompute": False}
+    lost = {}
+    for name in _EXTRA_FIELDS:
+        if getattr(moe, name) != imported[name]:
+            lost[name] = getattr(moe, name)
+    if lost:
+        extra["config"] = lost
+    if config.moe_runtime["method"] != "xft":
+        extra["method"] = config.moe_runtime["method"]
+    if extra:
+        values[EXTRA] = extra
+    return values
 
 
 def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> None:
     """Raise ValueError for settings that the released code does not support."""
     block = config.moe_runtime
+    base = block["base_model_type"]
+    layers = block["layers"]
+    all_layers = list(range(config.num_hidden_layers))
     rope = stock["rope_parameters"]
-    layers = list(range(config.num_hidden_layers))
-    base = rope["rope_theta"]
+    kind = rope["rope_type"]
+    theta = rope["rope_theta"]
+    keys = {"rope_theta", "rope_type", "factor", "type"}
     head_dim = config.hidden_size // config.num_attention_heads
+    width = stock.get("head_dim", head_dim) or head_dim
     is_moe = block["stage"] == "moe"
-    other = _first_other(
-        [
-            (
-                "base_model_type",
-                block["base_model_type"],
-                block["base_model_type"] == "llama",
-                "'llama'",
-            ),
-            ("layers", block["layers"], block["layers"] == layers, f"all {len(layers)}"),
-            ("soup", block["soup"], not block["soup"], "False: one shared_rate for all layers"),
-            ("gate", moe.gate, moe.gate in GATES.values(), f"one of {', '.join(GATES.values())}"),
-            ("balance_loss", moe.balance_loss, moe.balance_loss != "switch", "'cv2' or 'none'"),
-            ("bias", moe.bias, not moe.bias, "False"),
-            (
-                "head_dim",
-                stock.get("head_dim"),
-                stock.get("head_dim") in (None, head_dim),
-                str(head_dim),
-            ),
-            (
-                "rope_type",
-                rope["rope_type"],
-                rope["rope_type"] in ("default", "linear", "dynamic"),
-                "linear or dynamic",
-            ),
-            (
-                "rope factor",
-                rope.get("factor"),
-                rope["rope_type"] == "default" or rope.get("factor", 0) > 1,
-                "above 1",
-            ),
-            (
-                "rope_parameters",
-                rope,
-                set(rope) <= {"rope_theta", "rope_type", "factor", "type"},
-                "a base, a type, a factor",
-            ),
-            (
-                "attention_bias",
-                True,
-                not (is_moe and stock.get("attention_bias")),
-                "False in an MoE's attention",
-            ),
-            (
-                "rope_theta",
-                base,
-                not is_moe or keep_rope or base == ROPE_BASE,
-                (
-                    f"{ROPE_BASE}, unless keep_rope=True writes the MoE for readers that use "
-                    "rope_theta"
-                ),
-            ),
-        ]
-    )
-    if other is not None:
-        raise ValueError(f"{other}. The released XFT code supports no other value")
-
-
-def _extra(config, moe: MoEConfig, values: dict) -> dict:
-    """Return the settings that an import of `values` would lose."""
-    sizes = {
-        name: getattr(moe, name) for name in ("hidden_size", "intermediate_size", "hidden_act")
-    }
-    known = MoEConfig(**sizes, **_moe_settings(values))
-    fields = {
-        name: getattr(moe, name)
-        for name in _EXTRA_FIELDS
-        if getattr(moe, name) != getattr(known, name)
-    }
-    extra = {"config": fields} if fields else {}
-    if config.moe_runtime["method"] != "xft":
-        extra["method"] = config.moe_runtime["method"]
-    return {EXTRA: extra} if extra else {}
+    bias = bool(stock.get("attention_bias"))
+    is_used = not is_moe or keep_rope or theta == ROPE_BASE
+    gates = ", ".join(GATES.values())
+    for name, value, is_supported, expected in (
+        ("base_model_type", base, base == "llama", "'llama'"),
+        ("layers", layers, layers == all_layers, f"all {len(all_layers)}"),
+        ("soup", block["soup"], not block["soup"], "False: one shared_rate for all layers"),
+        ("gate", moe.gate, moe.gate in GATES.values(), f"one of {gates}"),
+        ("balance_loss", moe.balance_loss, moe.balance_loss != "switch", "'cv2' or 'none'"),
+        ("bias", moe.bias, not moe.bias, "False"),
+        ("head_dim", width, width == head_dim, f"{head_dim}"),
+        ("rope_type", kind, kind in ("default", "linear", "dynamic"), "linear or dynamic"),
+        ("rope factor", rope, kind == "default" or rope.get("factor", 0) > 1, "above 1"),
+        ("rope_parameters", rope, set(rope) <= keys, "a base, a type, a factor"),
+        ("attention_bias", bias, not (is_moe and bias), "False in an MoE's attention"),
+        (
+            "rope_theta",
+            theta,
+            is_used,
+            f"{ROPE_BASE}, unless keep_rope=True writes the MoE for readers that use rope_theta",
+        ),
+    ):
+        if not is_supported:
+            raise ValueError(
+                f"{name} must be {expected}, but is {shown(value)}. The released XFT code supports "
+                "no other value"
+            )

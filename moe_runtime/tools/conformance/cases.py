@@ -26,7 +26,7 @@ from moe_runtime.ops import (
     routing,
 )
 from moe_runtime.ops.activation import Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
 from moe_runtime.tools.conformance import oracle
 from moe_runtime.tools.conformance.draw import Draw
@@ -267,7 +267,7 @@ def layer(d: Draw) -> Case:
     leaves |= {"x": d.floats(T, H), "router": d.floats(routed, H, scale=2 * H**-0.5)}
 
     def product(v, backend):
-        stacks = Experts(
+        stacks = ExpertStacks(
             v["up"], v["down"], **biases(v), activation=Activation(**form), shared=mode
         )
         found = moe_layer.moe_layer(
@@ -649,7 +649,7 @@ def repeated(d: Draw) -> Case:
         differing = torch.zeros(5, dtype=torch.int64, device=device)
         end = time.monotonic() + seconds
         while first is None or time.monotonic() < end:
-            out = moe_mlp.run_experts(x, Experts(up, down), weight, ids, backend=backend)[0]
+            out = moe_mlp.run_experts(x, ExpertStacks(up, down), weight, ids, backend=backend)[0]
             grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
             bits = [t.detach().view(torch.int8) for t in (out, *grads)]
             first = first or bits

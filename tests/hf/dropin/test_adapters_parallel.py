@@ -30,7 +30,10 @@ def results(tmp_path_factory):
 
     def result(name: str):
         ranks = RANKS[name]
-        folder = launches(ranks, *[other for other, count in RANKS.items() if count == ranks])
+        folder = launches(
+            ranks,
+            *[other for other, count in RANKS.items() if count == ranks],
+        )
         return folder / name, [
             torch.load(folder / f"{name}-rank{rank}.pt", weights_only=False)
             for rank in range(ranks)
@@ -44,7 +47,10 @@ def results(tmp_path_factory):
 def test_equals_one_process(name, results, tmp_path):
     folder, ranks = results(name)
     scenario = worker.SCENARIOS[name]
-    want = alone(scenario._replace(engine="", mesh=None, packed="first"), RANKS[name])
+    want = alone(
+        scenario._replace(engine="", mesh=None, packed="first"),
+        RANKS[name],
+    )
     for rank, got in enumerate(ranks):
         assert [step[0] for step in got["losses"]] == pytest.approx(
             [step[rank] for step in want["losses"]], rel=1e-5
@@ -52,16 +58,32 @@ def test_equals_one_process(name, results, tmp_path):
         assert got["weights"].keys() == want["weights"].keys()
         for parameter, weight in want["weights"].items():
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
-            assert torch.equal(got["weights"][parameter], ranks[0]["weights"][parameter]), parameter
+            assert torch.equal(
+                got["weights"][parameter],
+                ranks[0]["weights"][parameter],
+            ), parameter
             assert want["gradients"][parameter].norm() > 0, parameter
             # of the third step
-            assert distance(got["gradients"][parameter], want["gradients"][parameter]) < 1e-4, (
-                parameter
-            )
+            assert (
+                distance(
+                    got["gradients"][parameter],
+                    want["gradients"][parameter],
+                )
+                < 1e-4
+            ), parameter
     if scenario.engine == "ddp":  # what rank 0 saves is the whole adapter, which stock PEFT reads
-        model = PeftModel.from_pretrained(worker.base(scenario.family, scenario.format), folder)
+        model = PeftModel.from_pretrained(
+            worker.base(scenario.family, scenario.format),
+            folder,
+        )
         for parameter, weight in want["weights"].items():
-            assert distance(model.get_parameter(parameter), weight) < 1e-5, parameter
+            assert (
+                distance(
+                    model.get_parameter(parameter),
+                    weight,
+                )
+                < 1e-5
+            ), parameter
 
 
 PACKED = [name for name, scenario in worker.SCENARIOS.items() if scenario.format and scenario.mesh]
@@ -80,7 +102,10 @@ def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, resul
         if "experts" in n
     }
     wrapped = {
-        n.replace(".experts.", ".experts.base_layer.base_layer."): tensor.nbytes
+        n.replace(
+            ".experts.",
+            ".experts.base_layer.base_layer.",
+        ): tensor.nbytes
         for n, tensor in tensors.items()
     }
     owners = scenario.mesh[1]
@@ -95,7 +120,10 @@ def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, resul
     saved = moe_runtime.load_quantized(f"{folder}-quantized").state_dict()
     assert want.keys() == saved.keys()
     for key in want:
-        assert torch.equal(want[key].view(torch.uint8), saved[key].view(torch.uint8))
+        assert torch.equal(
+            want[key].view(torch.uint8),
+            saved[key].view(torch.uint8),
+        )
 
 
 @pytest.fixture
@@ -105,17 +133,28 @@ def four():
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    torch.distributed.init_process_group(
+        "fake",
+        rank=1,
+        world_size=4,
+        store=FakeStore(),
+    )
     yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     torch.distributed.destroy_process_group()
 
 
 def test_adapters_that_fsdp2_reduces_over_the_replicas_alone_are_refused(four):
-    config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    config = LoraConfig(
+        r=2,
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
     model = get_peft_model(stock(num_hidden_layers=1), config)
     shard_experts(model, four["ep"])
     layer = model.base_model.model.model.layers[0]
-    fully_shard(layer.mlp.experts, mesh=four["dp"])  # with PEFT's wrappers in it
+    fully_shard(
+        layer.mlp.experts,
+        mesh=four["dp"],
+    )  # with PEFT's wrappers in it
     fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
     with pytest.raises(
         ValueError,
@@ -146,13 +185,23 @@ def test_packed_stacks_refuse_what_would_be_wrong(six_experts, four, tmp_path):
         match="down_proj is quantized and distributed, but 'down_proj_packed0' is missing",
     ):
         model.load_state_dict(whole)
-    with pytest.raises(ValueError, match=r"save_quantized\(model, folder\) on every rank"):
+    with pytest.raises(
+        ValueError,
+        match=r"save_quantized\(model, folder\) on every rank",
+    ):
         save_pretrained(model, tmp_path / "whole")
     with pytest.raises(ValueError, match="it is already quantized"):
         moe_runtime.quantize_experts(model, "nf4")
     split = worker.base("qwen3_moe", "nf4")
     fully_shard(split.model.layers[0], mesh=four["dp"])
-    with pytest.raises(ValueError, match="split by FSDP or tensor parallelism"):
+    with pytest.raises(
+        ValueError,
+        match="split by FSDP or tensor parallelism",
+    ):
         moe_runtime.quantize_experts(split, "nf4")
     with pytest.raises(ValueError, match="not divisible by 4 ranks"):
-        moe_runtime.load_quantized(six_experts, "nf4", mesh=init_device_mesh("cpu", (4,)))
+        moe_runtime.load_quantized(
+            six_experts,
+            "nf4",
+            mesh=init_device_mesh("cpu", (4,)),
+        )

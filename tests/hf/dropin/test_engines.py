@@ -19,8 +19,20 @@ ROOT = Path(__file__).resolve().parents[3]
 DEEPSPEED = Path(sys.prefix, "deepspeed")  # where `make test` puts it
 WHY_NOT = None if DEEPSPEED.is_dir() else f"wants {DEEPSPEED}, which make test installs"
 ENGINES = [  # the model's kind, and what they make of the model and its parameters
-    pytest.param("ddp", "stock", "DistributedDataParallel", {"Parameter"}, id="ddp"),
-    pytest.param("fsdp2", "stock", "FSDPQwen3MoeForCausalLM", {"DTensor"}, id="fsdp2"),
+    pytest.param(
+        "ddp",
+        "stock",
+        "DistributedDataParallel",
+        {"Parameter"},
+        id="ddp",
+    ),
+    pytest.param(
+        "fsdp2",
+        "stock",
+        "FSDPQwen3MoeForCausalLM",
+        {"DTensor"},
+        id="fsdp2",
+    ),
     *(
         pytest.param(
             "deepspeed",
@@ -28,7 +40,10 @@ ENGINES = [  # the model's kind, and what they make of the model and its paramet
             "DeepSpeedEngine",
             {"ZeroParamStatus.NOT_AVAILABLE"},
             id=f"zero-3, {kind}",
-            marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+            marks=pytest.mark.skipif(
+                WHY_NOT is not None,
+                reason=str(WHY_NOT),
+            ),
         )
         for kind in ("stock", "lora", "upcycled")
     ),
@@ -37,9 +52,10 @@ ENGINES = [  # the model's kind, and what they make of the model and its paramet
 
 def launch(*args: str) -> None:
     """Run engine_worker.py in two processes."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (
-        args[0] == "deepspeed"
-    )
+    paths = [
+        str(ROOT),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ] + [str(DEEPSPEED)] * (args[0] == "deepspeed")
     env = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -121,7 +121,13 @@ def test_patch_leaves_the_state_alone(model, logits):
 def gradients(model, implementation: str) -> dict[str, torch.Tensor]:
     model.zero_grad()
     out = stock.run(model, implementation).logits
-    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+    (
+        out
+        * torch.randn(
+            out.shape,
+            generator=torch.Generator().manual_seed(3),
+        )
+    ).sum().backward()
     return tiny.gradients(model)
 
 
@@ -232,17 +238,32 @@ def test_error_in_bfloat16(family, model):
     for module, (x, idx, weight) in first_calls(model):
         module = copy.deepcopy(module).bfloat16()
         x = x.bfloat16()
-        want = apply(copy.deepcopy(module).double(), "eager", x.double(), idx, weight.double())
+        want = apply(
+            copy.deepcopy(module).double(),
+            "eager",
+            x.double(),
+            idx,
+            weight.double(),
+        )
         theirs, ours = (apply(module, name, x, idx, weight) for name in (peer, "moe_runtime"))
         assert ours.dtype == torch.bfloat16
         assert 0 < distance(ours, want) < 1.5 * distance(theirs, want) < 0.05
 
 
 def all_gradients(module, implementation: str, x, idx, weight) -> dict[str, torch.Tensor]:
-    leaves = {"x": x.clone().requires_grad_(), "weight": weight.clone().requires_grad_()}
+    leaves = {
+        "x": x.clone().requires_grad_(),
+        "weight": weight.clone().requires_grad_(),
+    }
     module.zero_grad()
     out = apply(module, implementation, leaves["x"], idx, leaves["weight"])
-    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(4))).sum().backward()
+    (
+        out
+        * torch.randn(
+            out.shape,
+            generator=torch.Generator().manual_seed(4),
+        )
+    ).sum().backward()
     leaves |= dict(module.named_parameters())
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 

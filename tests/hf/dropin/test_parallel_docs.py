@@ -17,7 +17,13 @@ from tests.support.dist_launch import torchrun
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "expert-parallel.md").read_text()
 RUN = str(ROOT / "tests" / "support" / "run_example.py")
-EXAMPLES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", TEXT, re.DOTALL))
+EXAMPLES = dict(
+    re.findall(
+        r"```python file=(\S+)\n(.*?)```",
+        TEXT,
+        re.DOTALL,
+    )
+)
 
 
 @pytest.mark.slow
@@ -25,10 +31,18 @@ EXAMPLES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", TEXT, re.DOTALL))
 def test_example(file, tmp_path):
     stock().save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    rows = [{"text": f"{i} and {j} make {i + j}"} for i in range(4) for j in range(4)]
+    rows = []
+    for i in range(4):
+        for j in range(4):
+            rows.append({"text": f"{i} and {j} make {i + j}"})
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / file).write_text(EXAMPLES[file])
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join(
+        [
+            str(ROOT),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    )
     env = os.environ | {
         "PYTHONPATH": paths,
         "OMP_NUM_THREADS": "1",

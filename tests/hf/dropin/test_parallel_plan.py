@@ -31,7 +31,10 @@ def results(tmp_path_factory):
 
 def in_one_process(folder, batches: list[torch.Tensor]):
     """The stock model: logits and loss by rank, gradients of the mean loss."""
-    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        experts_implementation="eager",
+    )
     outputs = [model(ids, labels=ids) for ids in batches]
     (sum(output.loss for output in outputs) / len(batches)).backward()
     return outputs, {name: p.grad for name, p in model.named_parameters()}
@@ -42,8 +45,15 @@ def in_one_process(folder, batches: list[torch.Tensor]):
 def test_equals_one_process(ranks, family, name, results):
     folder, found = results(ranks)
     plan = worker.plans(ranks)[name]
-    outputs, gradients = in_one_process(folder / family, worker.batches(plan, ranks))
-    for got, want in zip((result[family, name] for result in found), outputs, strict=True):
+    outputs, gradients = in_one_process(
+        folder / family,
+        worker.batches(plan, ranks),
+    )
+    for got, want in zip(
+        (result[family, name] for result in found),
+        outputs,
+        strict=True,
+    ):
         assert got["ours"] == {"moe_runtime"}
         assert set(got["experts"].values()) == {(8 if family == "qwen3_moe" else 4) // ranks}
         assert distance(got["logits"], want.logits) < 1e-5
@@ -51,4 +61,10 @@ def test_equals_one_process(ranks, family, name, results):
         assert got["gradients"].keys() == gradients.keys()
         for parameter, gradient in gradients.items():
             assert gradient.norm() > 0, parameter
-            assert distance(got["gradients"][parameter], gradient) < 1e-5, parameter
+            assert (
+                distance(
+                    got["gradients"][parameter],
+                    gradient,
+                )
+                < 1e-5
+            ), parameter

@@ -2,8 +2,9 @@
 that the file means.
 """
 
-import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +34,13 @@ FAST = ("nf4", "fp8_block, a matrix per expert")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FOLDERS],
+    params=[
+        pytest.param(
+            n,
+            marks=[] if n in FAST else pytest.mark.slow,
+        )
+        for n in FOLDERS
+    ],
 )
 def folder(request, tmp_path_factory):
     make, form = FOLDERS[request.param]
@@ -41,21 +48,29 @@ def folder(request, tmp_path_factory):
     moe_runtime.quantize_experts(model, form)
     path = tmp_path_factory.mktemp("quantized")
     moe_runtime.save_quantized(model, path / "whole")
-    return path / "whole", path / "changed"
+    return Folder(path / "whole", path / "changed")
 
 
 def tensors_of(path) -> list[str]:
     """One of each kind of tensor of the experts, the second of two matrices or scales among
     them.
     """
-    keys = []
-    for key in load_file(path / "model.safetensors"):
-        if "experts" in key and not key.endswith("_bias"):
-            keys.append(key)
-    kinds = {
-        "".join(part for part in key.split(".") if not part.isdigit()): key for key in sorted(keys)
-    }
-    return [key for key in kinds.values() if "gate_proj" not in key]
+    kinds = {}
+    for key in sorted(load_file(path / "model.safetensors")):
+        if "experts" in key and not key.endswith("_bias") and "gate_proj" not in key:
+            kinds[re.sub(r"\.\d+\.", ".", key)] = key
+    return list(kinds.values())
+
+
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int32,
+    torch.uint8,
+)
 
 
 def changes_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -64,126 +79,139 @@ def changes_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     changed = {
         "emptied": tensor[:0],
         "shorter": flat[:-1],
-        "longer": torch.cat([bytes_of, bytes_of[:1]]).view(torch.uint8),
+        "longer": torch.cat([bytes_of, bytes_of[:1]]),
         "a scalar": flat[0],
         "bytes": bytes_of,
         "half of the rows": tensor[: len(tensor) // 2],
         "columns cut": tensor[..., : tensor.shape[-1] // 2],
     }
-    for dtype in (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.int32,
-        torch.uint8,
-    ):
+    for dtype in DTYPES:
         changed[f"as {dtype}"] = tensor.to(dtype)
     if tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn:
-        changed |= {
-            "doubled": tensor * 2,
-            "NaN": tensor * float("nan"),
-            "infinite": tensor + float("inf"),
-        }
+        changed["doubled"] = tensor * 2
+        changed["NaN"] = tensor * float("nan")
+        changed["infinite"] = tensor + float("inf")
     else:
-        changed |= {"other bytes": (bytes_of + 1).view(tensor.dtype).view_as(tensor)}
+        changed["other bytes"] = (bytes_of + 1).view(tensor.dtype).view_as(tensor)
     return changed
 
 
-def write(path, changed, tensors: dict, config: dict) -> None:
-    changed.mkdir(exist_ok=True)
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, changed / "model.safetensors"
-    )
-    (changed / "config.json").write_text(json.dumps(config))
+class Folder:
+    """A quantized folder, and a copy of it in which things are changed."""
+
+    def __init__(self, whole: Path, changed: Path):
+        self.whole = whole
+        self.changed = changed
+        self.tensors = load_file(whole / "model.safetensors")
+        self.config = json.loads((whole / "config.json").read_text())
+        changed.mkdir()
+
+    def write(self, tensors: dict | None = None, config: dict | None = None) -> None:
+        """Write the copy with some tensors or the config exchanged; a tensor None goes."""
+        held = {}
+        for key, tensor in (self.tensors | (tensors or {})).items():
+            if tensor is not None:
+                held[key] = tensor.contiguous()
+        save_file(held, self.changed / "model.safetensors")
+        (self.changed / "config.json").write_text(json.dumps(config or self.config))
+
+    def load(self):
+        return moe_runtime.load_quantized(self.changed)
+
+
+def blocks_of_128(scale: torch.Tensor) -> torch.Tensor:
+    return scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+
+def matrices(tensors: dict, path: str, projections: tuple, E: int) -> torch.Tensor:
+    """The stack of FP8 matrices that are stored separately."""
+    stacks = {"weight": [], "weight_scale_inv": []}
+    for e in range(E):
+        for kind, stack in stacks.items():
+            parts = []
+            for name in projections:
+                parts.append(tensors[f"{path}.{e}.{name}.{kind}"].double())
+            stack.append(torch.cat(parts))
+    weights, scales = map(torch.stack, stacks.values())
+    return weights * blocks_of_128(scales)
 
 
 def meaning(tensors: dict, name: str, shape: torch.Size) -> torch.Tensor:
     """The stack [E, P, Q] in float64 from a folder's tensors, by a way of our own."""
     path, _, stack = name.rpartition(".")
+    E, P, Q = shape
+    if f"{path}.0.down_proj.weight" in tensors:
+        projections = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)
+        return matrices(tensors, path, projections, E)
     parts = {}
     for key, tensor in tensors.items():
         if key.startswith(name):
             parts[key.removeprefix(name)] = tensor
-    E, P, Q = shape
-    if f"{path}.0.down_proj.weight" in tensors:
-        projections = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)
-        weights, scales = (
-            torch.stack(
-                [
-                    torch.cat([tensors[f"{path}.{e}.{p}.{kind}"].double() for p in projections])
-                    for e in range(E)
-                ]
-            )
-            for kind in ("weight", "weight_scale_inv")
-        )
-        return weights * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
     codes = parts.get("", parts.get("_blocks")).reshape(E, P, -1)
     if "_scale_inv" in parts:
-        return codes.view(torch.float8_e4m3fn).double() * parts[
-            "_scale_inv"
-        ].double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        values = codes.view(torch.float8_e4m3fn).double()
+        return values * blocks_of_128(parts["_scale_inv"])
     if ".SCB" in parts:
         return codes.double() * (parts[".SCB"] / 127).double()[:, :, None]
-    nibbles = [codes >> 4, codes & 15] if ".absmax" in parts else [codes & 15, codes >> 4]
-    codes = torch.stack(nibbles, -1).reshape(E, P, Q).long()
-    if "_scales" in parts:
-        values = torch.tensor([*packed.E2M1, *(-value for value in packed.E2M1)]).double()
-        return values[codes] * torch.exp2(parts["_scales"].double() - 127).repeat_interleave(32, 2)
+    high = codes >> 4
+    low = codes & 15
+    is_nf4 = ".absmax" in parts
+    pairs = [high, low] if is_nf4 else [low, high]
+    codes = torch.stack(pairs, -1).reshape(E, P, Q).long()
+    if not is_nf4:
+        values = torch.tensor(
+            [
+                *packed.E2M1,
+                *(-value for value in packed.E2M1),
+            ]
+        ).double()
+        scales = torch.exp2(parts["_scales"].double() - 127)
+        return values[codes] * scales.repeat_interleave(32, 2)
     state = json.loads(bytes(parts[f".{STATE}"].tolist()))
     absmax = parts[".nested_quant_map"][parts[".absmax"].long()]
-    absmax = (
-        absmax * parts[".nested_absmax"].repeat_interleave(256)[: absmax.numel()]
-        + state["nested_offset"]
-    )
-    return (torch.tensor(packed.NF4).double()[codes].view(-1, 64) * absmax.double()[:, None]).view(
-        E, P, Q
-    )
+    nested = parts[".nested_absmax"].repeat_interleave(256)[: absmax.numel()]
+    absmax = absmax * nested + state["nested_offset"]
+    values = torch.tensor(packed.NF4).double()[codes].view(-1, 64)
+    return (values * absmax.double()[:, None]).view(E, P, Q)
 
 
-def check(changed, key: str, case: str) -> None:
+def check(folder: Folder, key: str, case: str) -> None:
     """Load a changed folder: a ValueError must name `key`, and a model must have the numbers that
     its tensors mean.
     """
     try:
-        model = moe_runtime.load_quantized(changed)
+        model = folder.load()
     except ValueError as error:
         assert key in str(error), (key, case, str(error))
         return
-    tensors = load_file(changed / "model.safetensors")
+    tensors = load_file(folder.changed / "model.safetensors")
     (experts,) = experts_in(model)
     for name in modules.layouts(experts):
         stack = modules.get(experts, name)
-        shape = packed.shape_of(stack.data, stack.format.removesuffix(packed.TRANSPOSED))
-        weight = packed.reference(
-            *stack._replace(format=stack.format.removesuffix(packed.TRANSPOSED))
+        form = stack.format.removesuffix(packed.TRANSPOSED)
+        shape = packed.shape_of(stack.data, form)
+        expected = meaning(
+            tensors,
+            f"model.layers.0.mlp.experts.{name}",
+            shape,
         )
-        expected = meaning(tensors, f"model.layers.0.mlp.experts.{name}", shape)
+        weight = packed.reference(*stack._replace(format=form))
         torch.testing.assert_close(
             weight, expected, rtol=1e-6, atol=1e-9, equal_nan=True, msg=f"{key} {case}"
         )
 
 
 def test_each_tensor(folder):
-    whole, changed = folder
-    tensors = load_file(whole / "model.safetensors")
-    config = json.loads((whole / "config.json").read_text())
-    write(whole, changed, tensors, config)
-    check(changed, "nothing", "as it is")
-    for key in tensors_of(whole):
-        write(
-            whole,
-            changed,
-            {name: tensor for name, tensor in tensors.items() if name != key},
-            config,
-        )
+    folder.write()
+    check(folder, "nothing", "as it is")
+    for key in tensors_of(folder.whole):
+        folder.write({key: None})
         if not key.endswith(".quant_map"):  # which says nothing that the format does not
             with pytest.raises(ValueError, match="experts"):
-                moe_runtime.load_quantized(changed)
-        for case, tensor in changes_of(tensors[key]).items():
-            write(whole, changed, tensors | {key: tensor}, config)
-            check(changed, key, case)
+                folder.load()
+        for case, tensor in changes_of(folder.tensors[key]).items():
+            folder.write({key: tensor})
+            check(folder, key, case)
 
 
 WRONG = [
@@ -206,40 +234,40 @@ WRONG = [
 
 
 def test_each_field_of_the_state_of_nf4(folder):
-    whole, changed = folder
-    tensors = load_file(whole / "model.safetensors")
-    config = json.loads((whole / "config.json").read_text())
-    keys = [key for key in tensors if key.endswith(f"down_proj.{STATE}")]
-    for key in keys:
-        state = json.loads(bytes(tensors[key].tolist()))
+    def write(key: str, text: bytes) -> None:
+        folder.write({key: torch.tensor(list(text), dtype=torch.uint8)})
+
+    for key in folder.tensors:
+        if not key.endswith(f"down_proj.{STATE}"):
+            continue
+        state = json.loads(bytes(folder.tensors[key].tolist()))
         for field in state:
             for value in WRONG:
-                text = json.dumps(state | {field: value}).encode()
-                write(
-                    whole,
-                    changed,
-                    tensors | {key: torch.tensor(list(text), dtype=torch.uint8)},
-                    config,
-                )
-                check(changed, f"{field} in {key}", f"{field} {value!r}")
+                write(key, json.dumps(state | {field: value}).encode())
+                check(folder, f"{field} in {key}", f"{field} {value!r}")
         for text in (b"", b"[]", b"3", b"{}", b"{", b"\xff", b"[" * 100_000):
-            write(
-                whole, changed, tensors | {key: torch.tensor(list(text), dtype=torch.uint8)}, config
-            )
+            write(key, text)
             with pytest.raises(ValueError, match="bitsandbytes__nf4"):
-                moe_runtime.load_quantized(changed)
+                folder.load()
 
 
 def test_each_field_of_the_config(folder):
-    whole, changed = folder
-    tensors = load_file(whole / "model.safetensors")
-    config = json.loads((whole / "config.json").read_text())
-    fields = config["quantization_config"]
-    write(whole, changed, tensors, config)
-    for field in fields.keys() & {"quant_method", "format", "weight_block_size"}:
-        for value in [*WRONG, "nf5", [64, 64], [128], [128, "128"], [128.5, 128], [0, 0]]:
-            altered = copy.deepcopy(config)
-            altered["quantization_config"][field] = value
-            write(whole, changed, tensors, altered)
+    fields = folder.config["quantization_config"]
+    for field in fields.keys() & {
+        "quant_method",
+        "format",
+        "weight_block_size",
+    }:
+        for value in [
+            *WRONG,
+            "nf5",
+            [64, 64],
+            [128],
+            [128, "128"],
+            [128.5, 128],
+            [0, 0],
+        ]:
+            altered = {"quantization_config": fields | {field: value}}
+            folder.write(config=folder.config | altered)
             with pytest.raises(ValueError, match="quantiz|format|experts"):
-                moe_runtime.load_quantized(changed)
+                folder.load()

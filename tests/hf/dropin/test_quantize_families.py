@@ -26,7 +26,13 @@ SIZE = 128  # of the experts: whole blocks of FP8
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in stock.FAMILIES],
+    params=[
+        pytest.param(
+            f,
+            marks=[] if f in FAST else pytest.mark.slow,
+        )
+        for f in stock.FAMILIES
+    ],
 )
 def model(request):
     """A tiny model whose experts every format can hold."""
@@ -38,7 +44,11 @@ def model(request):
         changes = stock_sizes.CHANGES.get(request.param, {})
         if "moe_intermediate_size" in changes.get("text_config", {}):
             text = changes["text_config"] | {"moe_intermediate_size": [SIZE, SIZE]}
-            patch.setitem(stock_sizes.CHANGES, request.param, changes | {"text_config": text})
+            patch.setitem(
+                stock_sizes.CHANGES,
+                request.param,
+                changes | {"text_config": text},
+            )
         return stock.build(request.param)
 
 
@@ -87,7 +97,10 @@ def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_pa
     # on a GPU, which keeps FP8, the experts alone are in it
     for name, module in loaded.named_modules():
         if isinstance(module, nn.Linear):
-            assert not should_convert_module(name, config["modules_to_not_convert"])
+            assert not should_convert_module(
+                name,
+                config["modules_to_not_convert"],
+            )
 
 
 @torch.no_grad()
@@ -110,7 +123,11 @@ def test_folders_with_other_names_are_read(model, tmp_path, monkeypatch):
                 }
         return values
 
-    monkeypatch.setattr(quantized_files, "published", lambda model, tensors: tensors)
+    monkeypatch.setattr(
+        quantized_files,
+        "published",
+        lambda model, tensors: tensors,
+    )
     monkeypatch.setattr(quantized_files, "matrices_of", names)
     moe_runtime.save_quantized(quantized, tmp_path)
     ours = moe_runtime.load_quantized(tmp_path).eval()

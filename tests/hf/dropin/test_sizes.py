@@ -19,12 +19,16 @@ def test_of_ewa_one_expert_is_active():
     assert receipt.moe_parameters > receipt.active_parameters == dense
 
 
+def count(model, part: str = "") -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if part in name)
+
+
 @pytest.mark.parametrize("top_k", [2, 3, 4])
-def test_of_a_mixture_top_k_experts_and_the_routers_are(top_k):
+def test_of_a_moe_model_top_k_experts_and_the_routers_are(top_k):
     model = tiny.dense()
-    mlps = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
-    dense = sum(p.numel() for p in model.parameters())
+    mlps = count(model, ".mlp.")
+    dense = count(model)
     receipt = xft.upcycle(model, num_experts=4, top_k=top_k)
-    routers = sum(p.numel() for name, p in model.named_parameters() if ".gate." in name)
+    routers = count(model, ".gate.")
     assert sizes(model) == (dense + 3 * mlps + routers, dense + (top_k - 1) * mlps + routers)
     assert sizes(model) == (receipt.moe_parameters, receipt.active_parameters)

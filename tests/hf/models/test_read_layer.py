@@ -33,9 +33,22 @@ def test_layers_of_model_folders(tmp_path):
         == Layer(64, 32, 16, 4)
         == config(tmp_path, text_config=qwen, hidden_size=1)
     )
-    assert config(tmp_path, hidden_size=64, intermediate_size=96) == Layer(64, 96, 0, 0)
-    block = {"config": MoEConfig(hidden_size=64, intermediate_size=96).to_dict()}
-    assert config(tmp_path, moe_runtime=block, num_experts=7) == Layer(64, 96, 8, 6, shared=True)
+    assert config(
+        tmp_path,
+        hidden_size=64,
+        intermediate_size=96,
+    ) == Layer(64, 96, 0, 0)
+    block = {
+        "config": MoEConfig(
+            hidden_size=64,
+            intermediate_size=96,
+        ).to_dict()
+    }
+    assert config(
+        tmp_path,
+        moe_runtime=block,
+        num_experts=7,
+    ) == Layer(64, 96, 8, 6, shared=True)
 
 
 def test_layers_are_those_of_the_benchmarks():

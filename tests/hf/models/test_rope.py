@@ -19,17 +19,31 @@ CASES = [(model_type, None) for model_type in tiny.EVERY] + [
     ("qwen2", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}),
     (
         "phi",
-        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.25},
+        {
+            "rope_type": "linear",
+            "factor": 2.0,
+            "rope_theta": 1e5,
+            "partial_rotary_factor": 0.25,
+        },
     ),
     (
         "gpt_neox",
-        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+        {
+            "rope_type": "linear",
+            "factor": 2.0,
+            "rope_theta": 1e5,
+            "partial_rotary_factor": 0.5,
+        },
     ),
     ("phi3", LONG),
     (
         "gemma3_text",
         {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "full_attention": {
+                "rope_type": "linear",
+                "factor": 8.0,
+                "rope_theta": 1e6,
+            },
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
         },
     ),
@@ -41,12 +55,19 @@ def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, 
     if rope is None:
         changes = {}
     else:
-        changes = {"rope_parameters": rope, "rope_theta": None, "rotary_emb_base": None}
+        changes = {
+            "rope_parameters": rope,
+            "rope_theta": None,
+            "rotary_emb_base": None,
+        }
     config = tiny.dense_config(model_type, **changes)
     config.save_pretrained(tmp_path)
     write_legacy_rope(tmp_path)
     both = json.loads((tmp_path / "config.json").read_text())
-    old = {key: value for key, value in both.items() if key != "rope_parameters"}
+    old = {}
+    for key, value in both.items():
+        if key != "rope_parameters":
+            old[key] = value
     assert len(old) > len(json.loads(config.to_json_string())) - 1
     for spelling in (both, old):
         read = AutoConfig.for_model(**spelling).rope_parameters
@@ -54,31 +75,48 @@ def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, 
         assert read == config.rope_parameters
 
 
-def test_the_keys_by_family():
-    theta = {"rope_theta": 1e5}
-    assert legacy_rope(tiny.dense_config("llama").to_dict()) == theta
-    assert legacy_rope(tiny.dense_config("stablelm").to_dict()) == theta | {
-        "partial_rotary_factor": 0.25
+@pytest.mark.parametrize(
+    "model_type, expected",
+    [
+        ("llama", {"rope_theta": 1e5}),
+        ("stablelm", {"rope_theta": 1e5, "partial_rotary_factor": 0.25}),
+        ("gpt_neox", {"rotary_emb_base": 1e5, "rotary_pct": 0.25}),
+        (
+            "gemma3_text",
+            {
+                "rope_theta": 1e5,
+                "rope_local_base_freq": 10_000.0,
+            },
+        ),
+    ],
+)
+def test_the_keys_by_family(model_type, expected):
+    assert legacy_rope(tiny.dense_config(model_type).to_dict()) == expected
+
+
+def test_the_keys_of_long_and_of_unknown_rotations():
+    phi3 = tiny.dense_config(
+        "phi3",
+        rope_parameters=LONG,
+        rope_theta=None,
+    ).to_dict()
+    scaling = {
+        "type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
     }
-    neox = {"rotary_emb_base": 1e5, "rotary_pct": 0.25}
-    assert legacy_rope(tiny.dense_config("gpt_neox").to_dict()) == neox
-    gemma = {"rope_theta": 1e5, "rope_local_base_freq": 10_000.0}
-    assert legacy_rope(tiny.dense_config("gemma3_text").to_dict()) == gemma
-    phi3 = tiny.dense_config("phi3", rope_parameters=LONG, rope_theta=None).to_dict()
-    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     assert legacy_rope(phi3)["rope_scaling"] == scaling
     assert legacy_rope({"model_type": "gpt2"}) == {}
-    # layer types that the old spelling cannot tell apart
-    assert (
-        legacy_rope(
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}}
-        )
-        == {}
-    )
+    # layer types that the old spelling cannot distinguish
+    layers = {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}
+    assert legacy_rope({"rope_parameters": layers}) == {}
 
 
 def test_an_upcycled_config_is_read_by_its_base_type():
-    config = {"model_type": "moe_runtime_gpt_neox", "moe_runtime": {"base_model_type": "gpt_neox"}}
+    config = {
+        "model_type": "moe_runtime_gpt_neox",
+        "moe_runtime": {"base_model_type": "gpt_neox"},
+    }
     assert "rotary_emb_base" in legacy_rope(
         config | {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}
     )

@@ -22,7 +22,12 @@ from moe_runtime.hf.training.trainer import MoETrainer
 from tests.hf.tiny import VOCAB, dense
 from tests.support.pickled import Planted
 
-ROWS = torch.randint(3, VOCAB, (8, 8), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = torch.randint(
+    3,
+    VOCAB,
+    (8, 8),
+    generator=torch.Generator().manual_seed(0),
+).tolist()
 ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
 # ours, and accelerate's under FSDP2
 SPREAD = ("experts", "experts-optimizer", "pytorch_model_fsdp_0", "optimizer_0")
@@ -57,7 +62,10 @@ def spread(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("spread")
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    dcp.save(
+        {"optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=folder,
+    )
     return folder
 
 
@@ -103,7 +111,10 @@ def test_no_file_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, b
         path.write_bytes(pickle.dumps(payload))
     else:
         path.write_bytes(path.read_bytes()[:40] if path.exists() else b"")
-    with pytest.raises(ValueError, match="Resume from another checkpoint") as refused:
+    with pytest.raises(
+        ValueError,
+        match="Resume from another checkpoint",
+    ) as refused:
         trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
     assert str(path) in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
@@ -126,7 +137,9 @@ def plant_in_index(folder: Path, payload, where: str) -> None:
     if where == "planner data":
         index.planner_data = payload
     else:
-        stored.relative_path, stored.offset, stored.length = where, 0, len(saved(payload))
+        stored.relative_path = where
+        stored.offset = 0
+        stored.length = len(saved(payload))
         (folder / where).write_bytes(saved(payload))
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
@@ -135,11 +148,17 @@ def test_an_index_names_no_file_outside_of_its_folder(checkpoint, spread):
     folder = checkpoint / SPREAD[0]
     shutil.copytree(spread, folder)
     plant_in_index(folder, 0.5, "../harmless.distcp")
-    with pytest.raises(ValueError, match="expected the name of a file in its folder"):
+    with pytest.raises(
+        ValueError,
+        match="expected the name of a file in its folder",
+    ):
         check_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("where", ["planner data", "value.distcp", "../outside.distcp"])
+@pytest.mark.parametrize(
+    "where",
+    ["planner data", "value.distcp", "../outside.distcp"],
+)
 @pytest.mark.parametrize("name", SPREAD)
 def test_no_index_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, where):
     folder = checkpoint / name
@@ -147,7 +166,10 @@ def test_no_index_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, 
     shutil.copytree(spread, folder)
     check_checkpoint(checkpoint)
     plant_in_index(folder, Planted(touched), where)
-    with pytest.raises(ValueError, match="Resume from another checkpoint") as refused:
+    with pytest.raises(
+        ValueError,
+        match="Resume from another checkpoint",
+    ) as refused:
         check_checkpoint(checkpoint)
     assert str(folder) in str(refused.value)
     assert not touched.exists()
@@ -185,7 +207,10 @@ def test_a_trainer_state_that_cannot_be_is_refused(checkpoint, values):
         trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize(
+    "name",
+    ["optimizer.pt", "scheduler.pt", "rng_state.pth"],
+)
 @pytest.mark.parametrize("state", [[], {}, {"state": 3}], ids=str)
 def test_a_state_of_something_else_is_named(checkpoint, name, state):
     torch.save(state, checkpoint / name)
@@ -198,7 +223,10 @@ def test_a_state_of_something_else_is_named(checkpoint, name, state):
 def test_a_pipe_in_a_checkpoint_is_refused(checkpoint):
     (checkpoint / "optimizer.pt").unlink()
     os.mkfifo(checkpoint / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"optimizer\.pt is a folder, a pipe"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer\.pt is a folder, a pipe",
+    ):
         check_checkpoint(checkpoint)
 
 

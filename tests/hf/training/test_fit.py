@@ -10,14 +10,23 @@ from transformers import TrainerCallback
 
 from moe_runtime.hf.training import fit
 from moe_runtime.io.rows import tokenize_pairs
-from papers.engine.tiny import small_llama, train_tokenizer
+from papers.engine.tiny import small_deepseek, small_llama, train_tokenizer
 from tests.hf import tiny
 from tests.hf.tiny import distance
 
 PAIRS = [
-    {"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(22)
+    {
+        "prompt": f"Write {i}:\n",
+        "completion": "x" * (1 + i % 7) + f" = {i}",
+    }
+    for i in range(22)
 ]
-SETTINGS = {"learning_rate": 1e-2, "batch_size": 4, "evaluations": 2, "optimizer": "adamw_torch"}
+SETTINGS = {
+    "learning_rate": 1e-2,
+    "batch_size": 4,
+    "evaluations": 2,
+    "optimizer": "adamw_torch",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +46,19 @@ def model_of(tokenizer):
 
 
 class Watch(TrainerCallback):
-    """Notes the learning rate of every step."""
+    """Notes the learning rate of every step, and a weight after it."""
 
     def __init__(self):
         self.rates = []
+        self.norms = []
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
-        self.optimizer = optimizer
-        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.group = self.optimizer.param_groups[0]
+        self.rates.append(self.group["lr"])
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.norms.append(model.model.norm.weight.detach().clone())
 
 
 @pytest.fixture
@@ -54,14 +68,20 @@ def train(tokenizer, rows, tmp_path):
     def run(**settings):
         model = model_of(tokenizer)
         watch = Watch()
-        settings = SETTINGS | {"steps": 4} | settings
-        held_out = rows.select(range(16, 22))
+        settings = (
+            SETTINGS
+            | {
+                "steps": 4,
+                "held_out": rows.select(range(16, 22)),
+            }
+            | settings
+        )
+        data = rows.select(range(16))
         done = fit.train(
             model,
-            rows.select(range(16)),
+            data,
             tokenizer,
             folder=tmp_path,
-            held_out=held_out,
             callbacks=[watch],
             **settings,
         )
@@ -78,15 +98,22 @@ def test_before_a_loss_is_logged_there_is_none_to_show(train):
     assert all(loss is None or math.isfinite(loss) for loss in seen)
 
 
-def test_one_batch_or_many_small_ones(train):
-    (one, first, _), (many, second, _) = train(), train(per_device_batch_size=1)
-    assert first.history.held_out[-1][1] == pytest.approx(second.history.held_out[-1][1], rel=1e-4)
-    tiny.assert_close(many.state_dict(), one.state_dict(), 0.001)
-
-
-def test_recomputed_activations_change_nothing(train):
-    (one, *_), (other, *_) = train(), train(gradient_checkpointing=True)
-    tiny.assert_equal(other.state_dict(), one.state_dict())
+@pytest.mark.parametrize(
+    "settings, tolerance",
+    [
+        ({"per_device_batch_size": 1}, 1e-3),
+        ({"gradient_checkpointing": True}, 1e-6),
+    ],
+    ids=["small-batches", "checkpointing"],
+)
+def test_how_a_step_is_computed_changes_nothing(train, settings, tolerance):
+    (one, first, _) = train()
+    (other, second, _) = train(**settings)
+    assert first.history.held_out[-1][1] == pytest.approx(
+        second.history.held_out[-1][1],
+        rel=1e-4,
+    )
+    tiny.assert_close(other.state_dict(), one.state_dict(), tolerance)
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 4), (2.5, 10), (0.1, 1)])
@@ -102,33 +129,51 @@ def test_the_last_step_of_an_epoch_may_be_smaller():
 
 def test_warmup_then_a_line_to_zero(train):
     _, _, watch = train(steps=10, warmup_steps=4, learning_rate=1.0)
-    assert watch.rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert watch.rates == pytest.approx(
+        [
+            0,
+            0.25,
+            0.5,
+            0.75,
+            1,
+            5 / 6,
+            4 / 6,
+            3 / 6,
+            2 / 6,
+            1 / 6,
+        ]
+    )
     assert train(steps=40, learning_rate=1.0)[2].rates[:3] == pytest.approx([0, 0.5, 1])
 
 
-def test_adafactor_runs_without_its_relative_step(train):
+def test_settings_of_an_optimizer(train):
     _, _, watch = train(optimizer="adafactor", schedule="constant")
-    group = watch.optimizer.param_groups[0]
-    assert "Adafactor" in type(getattr(watch.optimizer, "optimizer", watch.optimizer)).__name__
-    assert not group["relative_step"]
-    assert not group["scale_parameter"]
+    assert "Adafactor" in type(watch.optimizer).__name__
+    assert not watch.group["relative_step"]
+    assert not watch.group["scale_parameter"]
     assert watch.rates == [1e-2] * 4
+    _, _, watch = train(adam_beta1=0.8, adam_beta2=0.95)
+    assert watch.group["betas"] == (0.8, 0.95)
 
 
 def test_clipping_is_off_at_minus_one(train):
-    free, clipped, tight = (
-        train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0]
-        for n in (-1.0, 1e9, 1e-3)
-    )
-    tiny.assert_equal(clipped.state_dict(), free.state_dict())
-    assert any(
-        not torch.equal(tight.state_dict()[name], weight)
-        for name, weight in free.state_dict().items()
-    )
+    states = []
+    for norm in (-1.0, 1e9, 1e-3):
+        model, *_ = train(
+            optimizer="sgd",
+            steps=1,
+            warmup_steps=0,
+            max_grad_norm=norm,
+        )
+        states.append(model.state_dict())
+    free, clipped, tight = states
+    tiny.assert_equal(clipped, free)
+    assert not torch.equal(tight["lm_head.weight"], free["lm_head.weight"])
 
 
 def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
-    (_, first, _), (other, second, _) = train(), train(bf16=True)
+    (_, first, _) = train()
+    (other, second, _) = train(bf16=True)
     for p in other.parameters():
         assert p.dtype == torch.float32
     assert first.losses != second.losses == pytest.approx(first.losses, rel=0.05)
@@ -137,66 +182,66 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
     model = model_of(tokenizer)
-    # a right answer is what the model itself says, a wrong one has another token at the end
-    own = [
-        model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(-1).tolist()
-        for row in rows
-    ]
-    answers = [[-100, *said[:-2], said[-2] ^ place % 2] for place, said in enumerate(own)]
-    answered = rows.map(lambda row, place: {"labels": answers[place]}, with_indices=True)
-    assert fit.row_losses(model, answered, tokenizer, batch_size=batch_size)[2] == [
-        1 - place % 2 for place in range(len(rows))
-    ]
-    losses, tokens, exact = fit.row_losses(model.train(), rows, tokenizer, batch_size=batch_size)
+    losses, tokens, exact = fit.row_losses(
+        model.train(),
+        rows,
+        tokenizer,
+        batch_size=batch_size,
+    )
     assert model.training
     assert len(losses) == len(rows)
     assert set(exact) == {0}
-    for place in (0, 5, 21):
-        ids, labels = (torch.tensor([rows[place][name]]) for name in ("input_ids", "labels"))
-        assert losses[place] == pytest.approx(
-            model(input_ids=ids, labels=labels).loss.item(), rel=1e-5
-        )
-        assert tokens[place] == int((labels[:, 1:] != -100).sum())
-    assert fit.mean_loss(losses, tokens) == pytest.approx(
-        fit.mean_loss(*fit.row_losses(model, rows, tokenizer)), rel=1e-6
-    )
+    for row in (0, 5, 21):
+        ids, labels = (torch.tensor([rows[row][name]]) for name in ("input_ids", "labels"))
+        loss = model(input_ids=ids, labels=labels).loss.item()
+        assert losses[row] == pytest.approx(loss, rel=1e-5)
+        assert tokens[row] == int((labels[:, 1:] != -100).sum())
+    whole = sum(loss * count for loss, count in zip(losses, tokens)) / sum(tokens)
+    assert fit.mean_loss(losses, tokens) == pytest.approx(whole, rel=1e-6)
 
 
-class Weights(TrainerCallback):
-    """Keeps what the head is at every evaluation, which comes after it; put before
-    `train`'s own.
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_answers_that_the_model_gives_are_exact(tokenizer, rows, batch_size):
+    """A right answer is what the model itself says; every second one has another token at the
+    end.
     """
+    model = model_of(tokenizer).eval()
 
-    def __init__(self, model):
-        self.model = model
-        self.seen = []
+    def answer(row, number):
+        logits = model(input_ids=torch.tensor([row["input_ids"]])).logits
+        ids = logits[0].argmax(-1).tolist()
+        return {"labels": [-100, *ids[:-2], ids[-2] ^ number % 2]}
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seen.append(self.model.model.norm.weight.detach().clone())
-
-
-def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, tmp_path):
-    model = model_of(tokenizer)
-    watch = Weights(model)
-    held_out = rows.select(range(16, 22))
-    done = fit.train(
+    answered = rows.map(answer, with_indices=True)
+    _, _, exact = fit.row_losses(
         model,
-        rows.select(range(16)),
+        answered,
         tokenizer,
-        folder=tmp_path,
-        held_out=held_out,
-        callbacks=[watch],
+        batch_size=batch_size,
+    )
+    assert exact == [1 - number % 2 for number in range(len(rows))]
+
+
+def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, train, tmp_path):
+    model, done, watch = train(
+        steps=8,
+        evaluations=8,
+        learning_rate=1.0,
         keep_best=True,
-        **SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0},
     )
     losses = [loss for _, loss in done.history.held_out]
     best = losses.index(min(losses))
-    assert best < 7 and len(losses) == 8  # at such a rate the last is not the best
-    assert torch.equal(model.model.norm.weight, watch.seen[best])
+    assert len(losses) == 8
+    assert best < 7  # at such a rate the last is not the best
+    assert torch.equal(model.model.norm.weight, watch.norms[best])
     assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
-    found = fit.row_losses(model, held_out, tokenizer)
-    assert fit.mean_loss(*found) == pytest.approx(min(losses), rel=1e-4)
-    assert done.exact == found[2]
+    again, tokens, exact = fit.row_losses(
+        model,
+        rows.select(range(16, 22)),
+        tokenizer,
+    )
+    assert fit.mean_loss(again, tokens) == pytest.approx(min(losses), rel=1e-4)
+    assert done.exact == exact
     assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
 
 
@@ -208,27 +253,27 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_a_training_that_goes_on_remembers_its_best(tokenizer, rows, tmp_path):
-    settings = SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0, "keep_best": True}
-    settings |= {"held_out": rows.select(range(16, 22))}
-    straight = model_of(tokenizer)
-    broken = model_of(tokenizer)
-    want = fit.train(straight, rows, tokenizer, folder=tmp_path / "a", **settings)
+def test_a_resumed_training_remembers_its_best(tokenizer, rows, tmp_path):
+    settings = SETTINGS | {
+        "steps": 8,
+        "evaluations": 8,
+        "learning_rate": 1.0,
+        "keep_best": True,
+    }
+
+    def run(name, **more):
+        model = model_of(tokenizer)
+        held_out = rows.select(range(16, 22))
+        more |= {"folder": tmp_path / name, "held_out": held_out} | settings
+        return model, fit.train(model, rows, tokenizer, **more)
+
+    straight, expected = run("a")
     with pytest.raises(KeyboardInterrupt):
-        fit.train(
-            broken,
-            rows,
-            tokenizer,
-            folder=tmp_path / "b",
-            save_steps=2,
-            callbacks=[Stop()],
-            **settings,
-        )
-    broken = model_of(tokenizer)
-    got = fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, **settings)
-    assert got.history.held_out == want.history.held_out
-    assert got.losses == want.losses
-    assert torch.equal(broken.lm_head.weight, straight.lm_head.weight)
+        run("b", save_steps=2, callbacks=[Stop()])
+    resumed, done = run("b", save_steps=2)
+    assert done.history.held_out == expected.history.held_out
+    assert done.losses == expected.losses
+    assert torch.equal(resumed.lm_head.weight, straight.lm_head.weight)
 
 
 def test_the_optimizers_bytes_and_what_trains_are_counted(train):
@@ -239,15 +284,7 @@ def test_the_optimizers_bytes_and_what_trains_are_counted(train):
     assert done.optimizer_bytes == 8 * params + 4 * tensors
 
 
-def test_adams_betas_reach_the_optimizer(train):
-    _, _, watch = train(adam_beta1=0.8, adam_beta2=0.95)
-    group = getattr(watch.optimizer, "optimizer", watch.optimizer).param_groups[0]
-    assert group["betas"] == (0.8, 0.95)
-
-
 def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path):
-    from papers.engine.tiny import small_deepseek
-
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -255,19 +292,18 @@ def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path)
         "num_experts": 8,
         "top_k": 2,
         "expert_size": 8,
+        "shared_experts": 1,
+        "dense_layers": 1,
+        "max_length": 48,
+        "seed": 0,
     }
     weights = []
     for coef in (1e-9, 1.0):
-        model = small_deepseek(
-            tokenizer, **sizes, shared_experts=1, dense_layers=1, max_length=48, seed=0
-        )
+        model = small_deepseek(tokenizer, **sizes)
         before = model.config.to_dict()
-        settings = (
-            SETTINGS | {"balance_loss": "per_layer", "balance_loss_coef": coef} | {"steps": 2}
-        )
-        fit.train(
-            model, rows, tokenizer, folder=tmp_path, held_out=rows.select(range(2)), **settings
-        )
+        settings = SETTINGS | {"steps": 2, "held_out": rows.select(range(2))}
+        settings |= {"balance_loss": "per_layer", "balance_loss_coef": coef}
+        fit.train(model, rows, tokenizer, folder=tmp_path, **settings)
         assert model.config.to_dict() | {"use_cache": True} == before
         weights.append(model.model.layers[1].mlp.gate.weight)
     assert distance(*weights) > 1e-4

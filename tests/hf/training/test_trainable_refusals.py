@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.training.trainable import drop_rows, fold_rows, train_rows
@@ -17,29 +18,33 @@ from tests.support.trained_rows import gathered_rows, trained_rows
 
 BAD = [
     pytest.param(
-        {5: [0]},
-        {},
-        "experts must name layers with experts .1., but got layer 5",
-        id="no such layer",
-    ),
-    pytest.param(
         {0: [0]},
         {},
-        "experts must name layers with experts .1., but got layer 0",
+        "layers with experts .1., but got layer 0",
         id="a dense layer",
     ),
     pytest.param(
         {1: [0, 8]},
         {},
-        r"experts of layer 1 must be .* from 0 to 7, but got \[0, 8\]",
-        id="no such expert",
+        r"layer 1 must be .* from 0 to 7.* \[0, 8\]",
+        id="too high",
     ),
-    pytest.param({1: [-1]}, {}, r"experts of layer 1 must be .*\[-1\]", id="below zero"),
-    pytest.param({1: [2, 2]}, {}, r"experts of layer 1 must be .*\[2, 2\]", id="twice"),
+    pytest.param(
+        {1: [-1]},
+        {},
+        r"experts of layer 1 must be .*\[-1\]",
+        id="below zero",
+    ),
+    pytest.param(
+        {1: [2, 2]},
+        {},
+        r"experts of layer 1 must be .*\[2, 2\]",
+        id="twice",
+    ),
     pytest.param(
         {1: [2]},
         {"dtype": torch.int8},
-        "dtype must be one of torch.float16.*but got torch.int8",
+        "dtype must be .* torch.int8",
         id="integers",
     ),
 ]
@@ -49,7 +54,11 @@ BAD = [
 @pytest.mark.parametrize(("experts", "options", "says"), BAD)
 def test_refuses(experts, options, says, call):
     model = model_of("deepseek_v2")
-    check_untouched(model, functools.partial(call, model, experts, **options), says)
+    check_untouched(
+        model,
+        functools.partial(call, model, experts, **options),
+        says,
+    )
 
 
 def check_untouched(model, change, says: str) -> None:
@@ -75,33 +84,39 @@ def state_of(model) -> list:
 
 def test_refuses_models_that_it_cannot_change():
     model = model_of("ours")
+    says = r"experts of layer 0 must be routed ones, but are \[0, 1\], and 0 is the"
     check_untouched(
         model,
-        lambda: freeze_for_esft(model, {0: [0, 1]}),
-        r"experts of layer 0 must be routed ones, but are \[0, 1\], and 0 is the",
+        functools.partial(freeze_for_esft, model, {0: [0, 1]}),
+        says,
     )
     for undo in (fold_rows, drop_rows):
-        check_untouched(model, lambda undo=undo: undo(model), "has no separately trained experts")
-    check_untouched(
-        tiny.dense(), lambda: train_rows(tiny.dense(), {0: [0]}), "has no MoE layers with a router"
-    )
-    trained = model_of("qwen2_moe")
-    train_rows(trained, {0: [1]})
-    for again in (train_rows, freeze_for_esft):
-        with pytest.raises(
-            ValueError, match=r"already trains some experts. Call fold_rows\(model\) or drop_rows"
-        ):
-            again(trained, {1: [1]})
-    quantized = model_of("qwen2_moe")
-    experts = experts_module(quantized, numbered_layers(quantized)[0])
+        says = "has no separately trained experts"
+        check_untouched(model, functools.partial(undo, model), says)
+    dense = tiny.dense()
+    train = functools.partial(train_rows, dense, {0: [0]})
+    check_untouched(dense, train, "has no MoE layers with a router")
+    model = model_of("qwen2_moe")
+    experts = experts_module(model, numbered_layers(model)[0])
+    down = experts.down_proj
     experts.down_proj = torch.nn.Parameter(
-        experts.down_proj.detach().to(torch.int8), requires_grad=False
+        down.detach().to(torch.int8),
+        requires_grad=False,
     )
+    train = functools.partial(train_rows, model, {0: [1]})
     check_untouched(
-        quantized,
-        lambda: train_rows(quantized, {0: [1]}),
+        model,
+        train,
         r"experts.down_proj must be .*but is torch.int8 \(Parameter\)",
     )
+    experts.down_proj = down
+    train()
+    for again in (train_rows, freeze_for_esft):
+        with pytest.raises(
+            ValueError,
+            match=r"Call fold_rows\(model\) or drop_rows",
+        ):
+            again(model, {1: [1]})
 
 
 def test_compiled_and_adapted_models_get_back_what_required_a_gradient():
@@ -112,7 +127,10 @@ def test_compiled_and_adapted_models_get_back_what_required_a_gradient():
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     compiled = torch.compile(model, backend="eager")
     freeze_for_esft(compiled, {0: [1]})
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = get_peft_model(
+        model,
+        LoraConfig(r=2, target_modules=["q_proj"]),
+    )
     fold_rows(adapted)
     adapted.unload()
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
@@ -133,15 +151,18 @@ def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
     assert not list(tmp_path.iterdir())
     undo(model)
     model.save_pretrained(tmp_path / "checkpoint")
-    loaded = type(model).from_pretrained(tmp_path / "checkpoint", experts_implementation="eager")
+    loaded = type(model).from_pretrained(
+        tmp_path / "checkpoint",
+        experts_implementation="eager",
+    )
     assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
 
 
 def test_a_trainer_says_so_before_the_first_step(tmp_path):
-    from transformers import Trainer, TrainingArguments
+    ids = batch("qwen2_moe")[0]
 
     def train(save: str, kind=MoETrainer) -> None:
-        made = TrainingArguments(
+        args = TrainingArguments(
             str(tmp_path),
             max_steps=1,
             save_strategy=save,
@@ -149,25 +170,30 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
             report_to=[],
             disable_tqdm=True,
         )
-        row = {"input_ids": batch("qwen2_moe")[0], "labels": batch("qwen2_moe")[0]}
-        kind(model, made, train_dataset=[row] * 8).train()
+        kind(
+            model,
+            args,
+            train_dataset=[{"input_ids": ids, "labels": ids}] * 8,
+        ).train()
 
     model = model_of("qwen2_moe")
     freeze_for_esft(model, {0: range(model.config.num_experts)})
     before = gathered_rows(model)[0].stacks["down_proj"]
-    with pytest.raises(
-        ValueError,
-        match="'steps', but a checkpoint cannot hold Qwen2MoeForCausalLM with experts that",
-    ):
+    says = "'steps', but a checkpoint cannot hold Qwen2MoeForCausalLM with experts that"
+    with pytest.raises(ValueError, match=says):
         train("steps")
     assert torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
     with pytest.raises(
-        ValueError, match="Some experts of Qwen2MoeForCausalLM are stored separately"
+        ValueError,
+        match="Some experts of Qwen2MoeForCausalLM are stored sep",
     ):
         train("steps", kind=Trainer)  # which asks the model at its first checkpoint
     assert not (tmp_path / "checkpoint-1" / "model.safetensors").exists()
     train("no")
-    assert not torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
+    assert not torch.equal(
+        before,
+        gathered_rows(model)[0].stacks["down_proj"],
+    )
     fold_rows(model)
     train("steps")
     assert (tmp_path / "checkpoint-1" / "config.json").is_file()

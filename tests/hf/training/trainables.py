@@ -34,7 +34,10 @@ def two_each(model) -> dict[int, list[int]]:
     """Two routed experts of each layer, the later one first."""
     values = {}
     for number, layer in numbered_layers(model).items():
-        values[number] = [layer.num_experts - 1 - number % 2, layer.num_shared]
+        values[number] = [
+            layer.num_experts - 1 - number % 2,
+            layer.num_shared,
+        ]
     return values
 
 

@@ -29,9 +29,16 @@ def alone(tmp_path_factory):
         "lora__training": SGD | {"learning_rate": 3.0},
         "esft": SGD | {"learning_rate": 100.0},
     }
-    recipe = load_recipe(write_study(folder)).change(**trainings, tasks__sums__held_out_rows=7)
+    recipe = load_recipe(write_study(folder)).change(
+        **trainings,
+        tasks__sums__held_out_rows=7,
+    )
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
-    stages = Stages(recipe, folder / "out", say=lambda text: None)
+    stages = Stages(
+        recipe,
+        folder / "out",
+        say=lambda text: None,
+    )
     base = stages.base()
     selection = stages.selection("sums", "gate")
     shutil.copytree(
@@ -48,7 +55,11 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "names"),
-    [("ddp", ("esft", "fft", "lora")), ("fsdp2", ("esft", "fft")), ("ep", ("esft", "fft", "lora"))],
+    [
+        ("ddp", ("esft", "fft", "lora")),
+        ("fsdp2", ("esft", "fft")),
+        ("ep", ("esft", "fft", "lora")),
+    ],
     ids=["ddp", "fsdp2", "ep"],
 )
 def test_two_processes_equal_one(engine, names, alone, tmp_path):
@@ -64,29 +75,42 @@ def test_two_processes_equal_one(engine, names, alone, tmp_path):
         *names,
     )
     first, second = (
-        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+        torch.load(
+            tmp_path / f"rank{rank}.pt",
+            weights_only=False,
+        )
+        for rank in range(2)
     )
-    assert first["results"] == second["results"] and first["said"] and not second["said"]
-    torch.testing.assert_close(first["gate"], gate, rtol=1e-4, atol=1e-6)
+    assert first["results"] == second["results"]
+    assert first["said"]
+    assert not second["said"]
+    torch.testing.assert_close(
+        first["gate"],
+        gate,
+        rtol=1e-4,
+        atol=1e-6,
+    )
     for name in names:
         got = first["results"][name]
         one = want[name]
-        assert (got.folder.parent.name == one.folder.parent.name) == (engine != "ep") and len(
-            got.losses
-        ) == 7
-        assert got.losses == pytest.approx(one.losses, rel=1e-4) and got.steps == one.steps
+        assert (got.folder.parent.name == one.folder.parent.name) == (engine != "ep")
+        assert len(got.losses) == 7
+        assert got.losses == pytest.approx(one.losses, rel=1e-4)
+        assert got.steps == one.steps
         assert got.general_losses == pytest.approx(one.general_losses, rel=1e-4)
-        assert got.loss != pytest.approx(base.tasks["sums"].loss, rel=3e-4), name
+        assert got.loss != pytest.approx(
+            base.tasks["sums"].loss,
+            rel=3e-4,
+        ), name
         # every rank has as many rows as the one with the most experts
         padded = engine == "ep" and name == "esft"
-        assert (
-            got.trained_parameters == one.trained_parameters or padded
-        ) and got.experts == one.experts
+        assert got.trained_parameters == one.trained_parameters or padded
+        assert got.experts == one.experts
     mine, other = (
         esft.load_adapter(result.folder).tensors
         for result in (first["results"]["esft"], want["esft"])
     )
-    assert mine.keys() == other.keys() and all(
-        distance(mine[key], value) < 1e-4 for key, value in other.items()
-    )
+    assert mine.keys() == other.keys()
+    for key, value in other.items():
+        assert distance(mine[key], value) < 1e-4
     assert not [path for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]

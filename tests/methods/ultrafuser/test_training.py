@@ -14,6 +14,7 @@ from moe_runtime.methods.ultrafuser.training import (
     fuser_losses,
     gate_weights,
     sampler_for,
+    single_rows,
     training_of,
 )
 from tests.methods.ultrafuser import fusers
@@ -30,9 +31,8 @@ SETTINGS = {
 
 
 def make(**settings):
-    return fusers.fuser(
-        fusers.specialists(2), templates=TEMPLATES, tokenizer=fusers.tokenizer(), **settings
-    )
+    settings = {"templates": TEMPLATES, "tokenizer": fusers.tokenizer()} | settings
+    return fusers.fuser(fusers.specialists(2), **settings)
 
 
 @functools.cache
@@ -45,17 +45,27 @@ def rows():
     """Rows of two domains, their answers of several lengths."""
     texts = [{"prompt": f"add {i} and 1", "completion": f"{i + 1}" * (1 + i % 3)} for i in range(8)]
     texts += [{"prompt": f"say fox {i}", "completion": "the fox " * (1 + i % 2)} for i in range(4)]
-    return encode_rows(encoder(), texts, 64).add_column("domain", ["sums"] * 8 + ["words"] * 4)
+    return encode_rows(encoder(), texts, 64).add_column(
+        "domain",
+        ["sums"] * 8 + ["words"] * 4,
+    )
 
 
 def train(model, folder, *, steps=3, batch_size=6, balanced=True, seed=0, **more):
+    sizes = {"steps": steps, "batch_size": batch_size, "seed": seed}
     drawn = sampler_for(
-        rows()["domain"], steps=steps, batch_size=batch_size, balanced=balanced, seed=seed
+        rows()["domain"],
+        balanced=balanced,
+        **sizes,
     )
-    settings = SETTINGS | {"steps": steps, "batch_size": batch_size, "seed": seed} | more
-    how = training_of(encoder(), drawn)
     return fit.train(
-        model, rows(), fusers.tokenizer(), folder=folder, held_out=rows(), **how, **settings
+        model,
+        rows(),
+        fusers.tokenizer(),
+        folder=folder,
+        held_out=rows(),
+        **training_of(encoder(), drawn),
+        **SETTINGS | sizes | more,
     )
 
 
@@ -69,26 +79,21 @@ def test_rows_hold_a_prompt_for_each_and_one_answer():
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "?"},
     ]
-    found = encode_rows(encoder(), [{"prompt": "hi", "completion": "yes"}, {"messages": turns}], 64)
-    assert found[0] == found[1]
+    texts = [{"prompt": "hi", "completion": "yes"}, {"messages": turns}]
+    pair, chat = encode_rows(encoder(), texts, 64)
+    assert pair == chat
     decode = fusers.tokenizer().decode
-    assert [decode(ids, skip_special_tokens=True) for ids in found[0]["prompt_ids"]] == [
-        "Q: hi\nA: ",
-        "### hi\n",
-    ]
-    assert decode(found[0]["response_ids"]) == "yes</s>"
+    prompts = [decode(ids, skip_special_tokens=True) for ids in pair["prompt_ids"]]
+    assert prompts == ["Q: hi\nA: ", "### hi\n"]
+    assert decode(pair["response_ids"]) == "yes</s>"
 
 
 def test_answers_are_cut_and_long_prompts_dropped():
-    texts = [
-        {"prompt": "x" * 9, "completion": "y" * 50},
-        {"prompt": "z" * 60, "completion": "y"},
-    ] * 2
-    found = encode_rows(encoder(), texts, 40, limit=1)
-    assert (
-        len(found) == 1
-        and max(map(len, found[0]["prompt_ids"])) + len(found[0]["response_ids"]) <= 40
-    )
+    long_answer = {"prompt": "x" * 9, "completion": "y" * 50}
+    long_prompt = {"prompt": "z" * 60, "completion": "y"}
+    texts = [long_answer, long_prompt] * 2
+    (row,) = encode_rows(encoder(), texts, 40, limit=1)
+    assert max(map(len, row["prompt_ids"])) + len(row["response_ids"]) <= 40
     assert len(encode_rows(encoder(), texts, 40)) == 2
     with pytest.raises(ValueError, match="No examples are left: 0 have .* within max_length .12"):
         encode_rows(encoder(), texts, 12)
@@ -96,32 +101,49 @@ def test_answers_are_cut_and_long_prompts_dropped():
 
 def test_rows_with_prompts_that_are_held_out_are_left_out():
     texts = [{"prompt": f"say {i % 3}", "completion": "y" * (i + 1)} for i in range(9)]
-    held_out = encode_rows(encoder(), texts[:1], 64)
-    found = encode_rows(encoder(), texts, 64, limit=4, without=held_out["prompt_ids"])
-    assert len(found) == 4 and not any(
-        row["prompt_ids"] == held_out[0]["prompt_ids"] for row in found
-    )
+    held_out = encode_rows(encoder(), texts[:1], 64)["prompt_ids"]
+    left = encode_rows(encoder(), texts, 64, limit=4, without=held_out)["prompt_ids"]
+    assert len(left) == 4
+    assert held_out[0] not in list(left)
     with pytest.raises(ValueError, match="No examples are left: 3 have a held-out prompt"):
-        encode_rows(encoder(), texts[::3], 64, without=held_out["prompt_ids"])
+        encode_rows(
+            encoder(),
+            texts[::3],
+            64,
+            without=held_out,
+        )
 
 
 def test_losses_are_taken_after_the_steps_that_are_asked_for(tmp_path):
-    done = train(make().freeze_specialists(), tmp_path, steps=5, evaluations=(1, 4))
+    done = train(
+        make().freeze_specialists(),
+        tmp_path,
+        steps=5,
+        evaluations=(1, 4),
+    )
     assert [step for step, _ in done.history.rows] == [1, 4, 5]
 
 
+@torch.no_grad()
 def test_losses_and_weights_of_rows_are_the_formula_s():
     model = make()
-    losses, tokens, _ = fuser_losses(model, rows(), collator=encoder().collate, batch_size=5)
-    found = gate_weights(model, rows(), collator=encoder().collate, batch_size=5)
-    assert tokens == [len(row["response_ids"]) for row in rows()] == [*map(len, found)]
-    for row, loss, weight in zip(rows(), losses, found, strict=True):
+    options = {"collator": encoder().collate, "batch_size": 5}
+    losses, tokens, _ = fuser_losses(model, rows(), **options)
+    weights = gate_weights(model, rows(), **options)
+    for row, loss, count, weight in zip(rows(), losses, tokens, weights, strict=True):
         inputs = encoder().collate([row])
-        with torch.no_grad():
-            assert loss == pytest.approx(fusers.naive_loss(model, inputs).item(), rel=1e-5)
-            torch.testing.assert_close(
-                torch.tensor(weight), fusers.naive(model, inputs)[1][0], rtol=1e-5, atol=1e-6
-            )
+        assert count == len(row["response_ids"])
+        assert loss == pytest.approx(
+            fusers.naive_loss(model, inputs).item(),
+            rel=1e-5,
+        )
+        expected = fusers.naive(model, inputs)[1][0]
+        torch.testing.assert_close(
+            torch.tensor(weight),
+            expected,
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 def test_stage_one_leaves_the_specialists_as_they_are(tmp_path):
@@ -132,57 +154,70 @@ def test_stage_one_leaves_the_specialists_as_they_are(tmp_path):
     after = weights(model)
     gate = sum(p.numel() for p in model.gate.parameters())
     assert done.trained_parameters == gate
-    assert all(
-        torch.equal(after[name], before[name]) for name in before if not name.startswith("gate.")
-    )
-    # the last bias moves all scores alike, and only weight decay moves it
-    assert all(
-        not torch.equal(after[name], before[name]) for name in before if name.startswith("gate.")
-    )
-    assert all(p.grad is None for p in model.specialists.parameters())
-    steps = len(list(model.gate.parameters()))
+    for name, weight in before.items():
+        # the last bias moves all scores alike, and only weight decay moves it
+        assert torch.equal(after[name], weight) == (not name.startswith("gate.")), name
     # two moments, and a count of steps for each
-    assert done.optimizer_bytes == 2 * 4 * gate + 4 * steps
+    assert done.optimizer_bytes == 2 * 4 * gate + 4 * len(list(model.gate.parameters()))
     model.train_all()
     train(model, tmp_path / "2")
-    moved = weights(model)
-    assert not any(
-        torch.equal(moved[name], after[name]) for name in before if name != "gate.score.bias"
-    )
+    for name, weight in weights(model).items():
+        assert name == "gate.score.bias" or not torch.equal(weight, after[name]), name
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sample"])
 def test_micro_batches_make_the_same_step(tmp_path, reduction):
-    found = []
-    for number, at_once in enumerate((6, 2, 1)):
+    def trained(at_once: int):
         model = make(loss_reduction=reduction).train_all()
-        train(model, tmp_path / str(number), per_device_batch_size=at_once, learning_rate=0.02)
-        found.append(weights(model))
-    for other in found[1:]:
-        for name, weight in found[0].items():
-            torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
+        settings = {"per_device_batch_size": at_once, "learning_rate": 0.02}
+        train(model, tmp_path / str(at_once), **settings)
+        return weights(model)
+
+    whole = trained(6)
+    for at_once in (2, 1):
+        torch.testing.assert_close(
+            trained(at_once),
+            whole,
+            rtol=1e-4,
+            atol=1e-6,
+        )
 
 
 def test_the_first_step_is_the_paper_s(tmp_path):
     """One step of SGD is the gradient of the loss of n rows of each domain, as Eq. (2) has it."""
-    model = make(loss_reduction="sample").train_all()
-    ours = make(loss_reduction="sample").train_all()
     places = list(sampler_for(rows()["domain"], steps=1, batch_size=6))
-    assert sorted(rows()[place]["domain"] for place in places) == ["sums"] * 3 + ["words"] * 3
-    loss = (
-        sum(fusers.naive_loss(ours, encoder().collate([rows()[place]]), "sum") for place in places)
-        / 6
-    )
-    loss.backward()
-    train(model, tmp_path, steps=1)
-    for (name, trained), other in zip(model.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(
-            trained, other - 0.2 * other.grad, rtol=1e-4, atol=2e-6, msg=name
+    assert sorted(rows()[places]["domain"]) == ["sums"] * 3 + ["words"] * 3
+    expected = make(loss_reduction="sample").train_all()
+    losses = [
+        fusers.naive_loss(
+            expected,
+            encoder().collate([rows()[i]]),
+            "sum",
         )
+        for i in places
+    ]
+    (sum(losses) / 6).backward()
+    for parameter in expected.parameters():
+        parameter.data -= 0.2 * parameter.grad
+    model = make(loss_reduction="sample").train_all()
+    train(model, tmp_path, steps=1)
+    torch.testing.assert_close(
+        weights(model),
+        weights(expected),
+        rtol=1e-4,
+        atol=2e-6,
+    )
 
 
 def test_without_balance_all_rows_are_alike():
-    drawn = list(sampler_for(rows()["domain"], steps=4, batch_size=6, balanced=False))
+    drawn = list(
+        sampler_for(
+            rows()["domain"],
+            steps=4,
+            batch_size=6,
+            balanced=False,
+        )
+    )
     assert sorted(drawn) == sorted([*range(12)] * 2)
 
 
@@ -198,9 +233,28 @@ def test_two_processes_train_as_one_does(launches, tmp_path):
         model = getattr(make(), stage)()
         done = train(model, tmp_path / stage)
         for rank in range(2):
-            found = torch.load(folder / f"{stage}-{rank}.pt", weights_only=True)
-            assert found["losses"] == pytest.approx(done.losses, rel=1e-4)
-            for name, weight in weights(model).items():
-                torch.testing.assert_close(
-                    found["weights"][name], weight, rtol=1e-4, atol=1e-6, msg=name
-                )
+            result = torch.load(
+                folder / f"{stage}-{rank}.pt",
+                weights_only=True,
+            )
+            assert result["losses"] == pytest.approx(done.losses, rel=1e-4)
+            torch.testing.assert_close(
+                result["weights"],
+                weights(model),
+                rtol=1e-4,
+                atol=1e-6,
+            )
+
+
+def test_a_single_specialists_row_is_trained_on_its_answer():
+    for row, single in zip(
+        rows(),
+        single_rows(rows(), 1),
+        strict=True,
+    ):
+        prompt = row["prompt_ids"][1]
+        answer = row["response_ids"]
+        assert single == {
+            "input_ids": prompt + answer,
+            "labels": [-100] * len(prompt) + answer,
+        }

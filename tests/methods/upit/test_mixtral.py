@@ -49,7 +49,12 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def vectors():
-    return torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(3))
+    return torch.randn(
+        3,
+        2,
+        32,
+        generator=torch.Generator().manual_seed(3),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +70,38 @@ def exported(tmp_path_factory, tokenizer, vectors):
     found = {}
     root = tmp_path_factory.mktemp("cases")
     for i, (name, settings) in enumerate(CASES.items()):
-        experts = upit.save_experts(root / name, tokenizer, **settings)
-        gate = "topk_softmax" if name == "tied" else "softmax_topk_renorm"
-        assemble(experts, vectors, root / name / "moe", top_k=1 + i % 3, gate=gate)
-        export_mixtral(root / name / "moe", root / name / "mixtral", max_shard_size="60KB")
+        experts = upit.save_experts(
+            root / name,
+            tokenizer,
+            **settings,
+        )
+        if name == "tied":
+            gate = "topk_softmax"
+        else:
+            gate = "softmax_topk_renorm"
+        assemble(
+            experts,
+            vectors,
+            root / name / "moe",
+            top_k=1 + i % 3,
+            gate=gate,
+        )
+        export_mixtral(
+            root / name / "moe",
+            root / name / "mixtral",
+            max_shard_size="60KB",
+        )
         found[name] = root / name / "moe", root / name / "mixtral"
-        torch.save(batch(), root / name / "mixtral" / "ids.pt")
-    command = [sys.executable, "-c", PLAIN, *(str(folder) for _, folder in found.values())]
+        torch.save(
+            batch(),
+            root / name / "mixtral" / "ids.pt",
+        )
+    command = [
+        sys.executable,
+        "-c",
+        PLAIN,
+        *(str(folder) for _, folder in found.values()),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert result.returncode == 0, result.stderr[-4000:]
     return found
@@ -84,13 +114,14 @@ def test_plain_transformers_has_the_same_logits(exported, name):
     model = AutoModelForCausalLM.from_pretrained(ours)
     want = logits(model)
     got = torch.load(theirs / "logits.pt")
-    assert got.dtype == want.dtype and distance(got, want) < (3e-2 if name == "bf16" else 2e-6)
+    assert got.dtype == want.dtype
+    assert distance(got, want) < (3e-2 if name == "bf16" else 2e-6)
     if name == "bf16":  # the weights themselves are not rounded
         mine = model.state_dict()
         stock = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
-        assert mine.keys() == stock.keys() and all(
-            torch.equal(mine[key], stock[key]) for key in mine
-        )
+        assert mine.keys() == stock.keys()
+        for key in mine:
+            assert torch.equal(mine[key], stock[key])
 
 
 def test_the_names_are_mixtrals_old_ones(exported, tokenizer, vectors):
@@ -99,7 +130,10 @@ def test_the_names_are_mixtrals_old_ones(exported, tokenizer, vectors):
     layer = {name.partition("layers.1.")[2] for name in found if "layers.1." in name}
     assert {name for name in layer if "moe" in name} == experts | {"block_sparse_moe.gate.weight"}
     assert not [name for name in layer if "mlp" in name]
-    assert torch.equal(found["model.layers.1.block_sparse_moe.gate.weight"], vectors[:, 1])
+    assert torch.equal(
+        found["model.layers.1.block_sparse_moe.gate.weight"],
+        vectors[:, 1],
+    )
     assert len(list(exported["llama"][1].glob("*.safetensors"))) > 3
     assert len(AutoTokenizer.from_pretrained(exported["llama"][1])) == len(tokenizer)
 
@@ -111,4 +145,7 @@ def test_each_expert_is_the_one_it_was(exported):
         want = upit.tensors_of(ours.parent / f"expert-{e}")
         for theirs_name, name in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
             key = f"model.layers.0.block_sparse_moe.experts.{e}.{theirs_name}.weight"
-            assert torch.equal(found[key], want[f"model.layers.0.mlp.{name}.weight"])
+            assert torch.equal(
+                found[key],
+                want[f"model.layers.0.mlp.{name}.weight"],
+            )

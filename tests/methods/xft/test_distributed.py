@@ -21,7 +21,12 @@ from tests.support.dist_launch import launch
 # not Adam: at first a router's gradient is rounding alone, which Adam makes steps of
 SGD = {"optimizer": "sgd", "learning_rate": 0.3, "batch_size": 4, "steps": 4}
 ENGINES = [
-    pytest.param("ddp", ("sft", "moe", "mix", "ewa"), "Parameter", id="ddp"),
+    pytest.param(
+        "ddp",
+        ("sft", "moe", "mix", "ewa"),
+        "Parameter",
+        id="ddp",
+    ),
     pytest.param("fsdp2", ("sft", "moe", "mix"), "DTensor", id="fsdp2"),
 ]
 
@@ -38,7 +43,11 @@ def alone(tmp_path_factory):
     }
     recipe = make_recipe(folder, data__held_out_rows=7, data__limit=32, **plan)
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
-    stages = Stages(recipe, folder / "out", say=lambda text: None)
+    stages = Stages(
+        recipe,
+        folder / "out",
+        say=lambda text: None,
+    )
     base = stages.base()
     sft = stages.sft()
     moe = stages.moe()
@@ -69,18 +78,29 @@ def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
         *names,
     )
     first, second = (
-        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+        torch.load(
+            tmp_path / f"rank{rank}.pt",
+            weights_only=False,
+        )
+        for rank in range(2)
     )
-    assert first["results"] == second["results"] and first["said"] and not second["said"]
+    assert first["results"] == second["results"]
+    assert first["said"]
+    assert not second["said"]
     for name in names:
         got = first["results"][name]
         near = 1e-5
         # each rank deals out its own tokens; Adafactor divides by gradients that are small
         if name in ("ewa", "sft"):
             near = 1e-3
-        assert got.folder.parent.name == want[name].folder.parent.name and len(got.losses) == 7
-        assert got.tokens == want[name].tokens and got.steps == want[name].steps
-        assert got.losses == pytest.approx(want[name].losses, rel=near), name
+        assert got.folder.parent.name == want[name].folder.parent.name
+        assert len(got.losses) == 7
+        assert got.tokens == want[name].tokens
+        assert got.steps == want[name].steps
+        assert got.losses == pytest.approx(
+            want[name].losses,
+            rel=near,
+        ), name
         assert got.loss != pytest.approx(want["base"].loss, rel=1e-3), name
         assert (got.parameters, got.active_parameters) == (
             want[name].parameters,
@@ -90,10 +110,12 @@ def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
             AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, want[name])
         )
         assert mine.keys() == other.keys()
-        assert all(distance(mine[key], value) < near for key, value in other.items()), name
+        for key, value in other.items():
+            assert distance(mine[key], value) < near, name
         graded, kinds = first["seen"][name]
         assert kinds == {kind}
-        assert all(key.endswith(".mixing_logits") for key in graded) == (name == "mix") and graded
+        assert all(key.endswith(".mixing_logits") for key in graded) == (name == "mix")
+        assert graded
     alpha, other = (torch.tensor(result.alpha) for result in (first["results"]["mix"], want["mix"]))
     assert (other[:, 1:] - 0.25 / 3).abs().max() > 1e-4 > 50 * (alpha - other).abs().max()
     assert not [path for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
@@ -109,8 +131,17 @@ def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_pa
     shutil.copytree(folder / "start", tmp_path / "out")
     if settings:
         recipe = recipe.change(tune=SGD | settings)
-        shutil.copytree(folder / "start", tmp_path / "one")
-        want = want | {"moe": Stages(recipe, tmp_path / "one", say=lambda text: None).moe()}
+        shutil.copytree(
+            folder / "start",
+            tmp_path / "one",
+        )
+        want = want | {
+            "moe": Stages(
+                recipe,
+                tmp_path / "one",
+                say=lambda text: None,
+            ).moe()
+        }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.change(tune__ep_size=2).to_dict()))
     launch(
         dist_stages.__file__,
@@ -122,20 +153,27 @@ def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_pa
         "moe",
     )
     first, second = (
-        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+        torch.load(
+            tmp_path / f"rank{rank}.pt",
+            weights_only=False,
+        )
+        for rank in range(2)
     )
     got = first["results"]["moe"]
     moe = want["moe"]
-    assert first["results"] == second["results"] and got.steps == moe.steps and len(got.losses) == 7
-    assert got.losses == pytest.approx(moe.losses, rel=near) and got.loss != pytest.approx(
-        want["base"].loss, rel=1e-3
-    )
+    assert first["results"] == second["results"]
+    assert got.steps == moe.steps
+    assert len(got.losses) == 7
+    assert got.losses == pytest.approx(moe.losses, rel=near)
+    assert got.loss != pytest.approx(want["base"].loss, rel=1e-3)
     mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, moe))
-    assert mine.keys() == other.keys() and first["seen"]["moe"][1] == {"Parameter", "DTensor"}
+    assert mine.keys() == other.keys()
+    assert first["seen"]["moe"][1] == {"Parameter", "DTensor"}
     # Adafactor scales up the rounding errors, the processor's own, that are all of a router's
     # gradient over equal experts
     if not settings:
-        assert all(distance(mine[key], value) < near for key, value in other.items())
+        for key, value in other.items():
+            assert distance(mine[key], value) < near
 
 
 def test_the_shipped_fsdp2_config_is_one():
@@ -143,7 +181,8 @@ def test_the_shipped_fsdp2_config_is_one():
 
     path = Path(dist_stages.__file__).parents[2] / "moe_runtime" / "hf" / "training" / "fsdp2.yaml"
     config = load_config_from_file(str(path))
-    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
+    assert config.distributed_type == "FSDP"
+    assert config.fsdp_config["fsdp_version"] == 2
     # accelerate falls back to the model's own list of layers where none is named
     assert (
         "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(path.read_text())["fsdp_config"]

@@ -28,7 +28,11 @@ PLANS = {
         {
             "ffn": dict.fromkeys(("sft", "init", "post"), TUNED),
             "lora": dict.fromkeys(("sft", "init", "post"), TUNED) | {"rank": 2, "alpha": 4},
-            "seed_data": {"share": 0.1875, "at_least": 12, "capacity": 4},
+            "seed_data": {
+                "share": 0.1875,
+                "at_least": 12,
+                "capacity": 4,
+            },
             # a balance loss is of the rows that a process takes at once, and a choice of
             # experts may flip
             "experts": {
@@ -52,15 +56,15 @@ def write_even_rows(folder) -> None:
     """
     draw = random.Random(0)
     # which the tokenizer merges nowhere
-    for name, letters in {"sums": "ABCDEFGHIJKLM", "words": "NOPQRSTUVWXYZ"}.items():
-        rows = [
-            {
-                part: "".join(draw.choices(letters, k=n))
-                for part, n in (("prompt", 8), ("completion", 4))
-            }
-            for _ in range(40)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, letters in {
+        "sums": "ABCDEFGHIJKLM",
+        "words": "NOPQRSTUVWXYZ",
+    }.items():
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for _ in range(40):
+                prompt = "".join(draw.choices(letters, k=8))
+                completion = "".join(draw.choices(letters, k=4))
+                print(json.dumps({"prompt": prompt, "completion": completion}), file=file)
 
 
 @pytest.mark.slow
@@ -77,16 +81,29 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
     for domain in values["domains"].values():
         domain["held_out_rows"] = 8 if method == "upit" else 4
     recipe.write_text(yaml.safe_dump(values))
-    alone = dist_sharded.run(tmp_path / "alone", method, str(recipe), say=lambda text: None)[
-        "results"
-    ]
+    done = dist_sharded.run(
+        tmp_path / "alone",
+        method,
+        str(recipe),
+        say=lambda text: None,
+    )
+    alone = done["results"]
     shutil.copytree(
-        tmp_path / "alone", tmp_path / "out", ignore=lambda folder, names: _trained(names)
+        tmp_path / "alone",
+        tmp_path / "out",
+        ignore=lambda _, names: _trained(names),
     )
-    launch(dist_sharded.__file__, 2, tmp_path, str(tmp_path), method, str(recipe), *stopped)
-    first, second = (
-        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+    launch(
+        dist_sharded.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+        method,
+        str(recipe),
+        *stopped,
     )
+    first = torch.load(tmp_path / "rank0.pt", weights_only=False)
+    second = torch.load(tmp_path / "rank1.pt", weights_only=False)
     assert first["results"] == second["results"]
     for stage in stopped:
         begun = [begins for name, begins, _ in first["seen"] if name == stage]
@@ -94,35 +111,39 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
         assert begun[:2] == [0, 2], first["seen"]
     for name, _, kinds in first["seen"]:
         assert kinds == {"DTensor"}, name
-    for name, wanted in alone.items():
-        got = first["results"][name]
-        assert got.folder.parent.name == wanted.folder.parent.name and got.steps == wanted.steps
-        assert got.losses == pytest.approx(wanted.losses, rel=1e-4), name
-        mine, other = (_tensors(one.folder) for one in (got, wanted))
+    for name, expected in alone.items():
+        result = first["results"][name]
+        assert result.folder.parent.name == expected.folder.parent.name
+        assert result.steps == expected.steps
+        assert result.losses == pytest.approx(expected.losses, rel=1e-4), name
+        assert_same_tensors(_tensors(result.folder), _tensors(expected.folder))
+
+
+def assert_same_tensors(ours: dict, theirs: dict) -> None:
+    """Compare small tensors, such as routers that began at 0, by what they are rounded to beside
+    the others.
+    """
+    assert theirs
+    for key in ours:
         # FSDP2 gives a tied head too
-        assert other and all(key in other or key.endswith(" lm_head.weight") for key in mine)
-        # small tensors, such as routers that began at 0, by what they are rounded to beside the
-        # others
-        far = {
-            key: (mine[key] - value).norm().item() / max(value.norm().item(), 1)
-            for key, value in other.items()
-        }
-        assert max(far.values()) < 1e-4, (name, far)
+        assert key in theirs or key.endswith(" lm_head.weight")
+    for key, value in theirs.items():
+        distance = (ours[key] - value).norm().item() / max(value.norm().item(), 1)
+        assert distance < 1e-4, key
 
 
 def _trained(names: list[str]) -> set[str]:
     """Names of what is made anew: all but the base and the rows."""
-    return {
-        name
-        for name in names
-        if name.partition("-")[0] not in ("data", "base") and "-" in name and len(name) > 14
-    }
+    trained = set()
+    for name in names:
+        if "-" in name and len(name) > 14 and not name.startswith(("data-", "base-")):
+            trained.add(name)
+    return trained
 
 
 def _tensors(folder) -> dict:
-    found = {}
+    tensors = {}
     for path in sorted(folder.rglob("*.safetensors")):
-        found |= {
-            f"{path.relative_to(folder)} {key}": value for key, value in load_file(path).items()
-        }
-    return found
+        for key, value in load_file(path).items():
+            tensors[f"{path.relative_to(folder)} {key}"] = value
+    return tensors

@@ -20,240 +20,255 @@ from tests.support.dist_launch import launch
 
 @pytest.mark.slow
 def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
-    launch(dist_leading.__file__, 2, tmp_path, str(tmp_path))
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert (
-        first["merge"].startswith("ValueError: Folder ") and "has no config.json" in first["merge"]
+    launch(
+        dist_leading.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
     )
+    first = json.loads((tmp_path / "rank0.json").read_text())
+    second = json.loads((tmp_path / "rank1.json").read_text())
+    assert first["merge"].startswith("ValueError: Folder ")
+    assert "has no config.json" in first["merge"]
     assert first["full disk"] == "OSError: [Errno 28] No space left on device: 'model.safetensors'"
-    assert first["other"] == "KeyError: 'lm_head'" and first["rows"] == first["other"]
-    assert "Error: " in first["no place"] and "file" in first["no place"]
-    assert first["mark"] == first["full disk"] and first["whole"] == "no error"
+    assert first["other"] == "KeyError: 'lm_head'"
+    assert first["rows"] == first["other"]
+    assert "Error: " in first["no place"]
+    assert "file" in first["no place"]
+    assert first["mark"] == first["full disk"]
+    assert first["whole"] == "no error"
     assert first["there"] == [".locks", "stage"]
-    for name, said in first.items():
+    for name, message in first.items():
         # an error that only one process has keeps its words everywhere, and its kind where the
         # command line knows it
-        assert said == second[name] or second[name].partition(": ")[2] == said.partition(": ")[2], (
-            name
-        )
+        if second[name] != message:
+            assert second[name].partition(": ")[2] == message.partition(": ")[2], name
 
 
-CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
-FILES = {
-    "pairs.jsonl": [{"prompt": f"p{i}", "completion": "c"} for i in range(40)],
-    "alpaca.json": [{"instruction": f"q{i}", "input": "x", "output": "c"} for i in range(60)],
-    "chats.jsonl": [
-        {"messages": [{"role": "user", "content": f"{i}"}, CHAT[1]]} for i in range(30)
-    ],
-    "calls.jsonl": [
-        {
-            "messages": [
-                {"role": "user", "content": f"call {i}"},
-                CHAT[1] | ({"weight": 1} if i % 2 else {}),
-            ]
-        }
-        for i in range(20)
-    ],
-}
+def chat(user: str, **more) -> dict:
+    """A row of one exchange."""
+    answer = {"role": "assistant", "content": "That."} | more
+    return {"messages": [{"role": "user", "content": user}, answer]}
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
+    """A folder of files of four forms; the first letter of a prompt says of which file it is."""
     folder = tmp_path_factory.mktemp("sources")
-    for name, rows in FILES.items():
-        if name.endswith(".json"):
-            text = json.dumps(rows)
-        else:
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / name).write_text(text)
+    pairs = [{"prompt": f"p{i}", "completion": "c"} for i in range(40)]
+    alpaca = [
+        {
+            "instruction": f"a{i}",
+            "input": "x",
+            "output": "c",
+        }
+        for i in range(60)
+    ]
+    write_rows(folder / "pairs.jsonl", pairs)
+    (folder / "alpaca.json").write_text(json.dumps(alpaca))
+    write_rows(folder / "turns.jsonl", [chat(f"t{i}") for i in range(30)])
+    write_rows(
+        folder / "calls.jsonl", [chat(f"c{i}", **{"weight": 1} if i % 2 else {}) for i in range(20)]
+    )
     return folder
 
 
 def rows_of(folder: Path, listed: list[dict], **more) -> Rows:
-    return Rows.from_dict(
-        {"train": [one | {"source": str(folder / one["source"])} for one in listed]} | more
-    )
+    train = [one | {"source": str(folder / one["source"])} for one in listed]
+    return Rows.from_dict({"train": train} | more)
 
 
-def counts_of(rows) -> dict[str, int]:
-    """How many rows are of each file."""
-    kinds = [data.one_form(row) for row in rows]
-    assert all(row.keys() in ({"prompt", "completion"}, {"messages"}) for row in kinds)
-    texts = [row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in kinds]
-    begins = {"p": "pairs", "q": "alpaca", "c": "calls"}
-    return dict(Counter(begins.get(text[0], "chats") for text in texts))
+def beginnings(rows) -> list[str]:
+    """The first letter of each row's prompt."""
+    letters = []
+    for row in rows:
+        row = data.one_form(row)
+        assert row.keys() in ({"prompt", "completion"}, {"messages"})
+        prompt = row["prompt"] if "prompt" in row else row["messages"][0]["content"]
+        letters.append(prompt[0])
+    return letters
 
 
 @pytest.mark.parametrize(
-    "listed, more, counts",
+    "weights, repeat, counts",
     [
         pytest.param(
-            [("pairs.jsonl", None), ("chats.jsonl", None)],
-            {},
-            {"pairs": 40, "chats": 30},
+            {"pairs.jsonl": None, "turns.jsonl": None},
+            False,
+            "pt 40 30",
             id="all-rows",
         ),
         pytest.param(
-            [("pairs.jsonl", 1), ("alpaca.json", 3)],
-            {},
-            {"pairs": 20, "alpaca": 60},
-            id="scarcest-decides",
+            {"pairs.jsonl": 1, "alpaca.json": 3}, False, "pa 20 60", id="scarcest-decides"
         ),
         pytest.param(
-            [("pairs.jsonl", 0.5), ("alpaca.json", 0.25)],
-            {},
-            {"pairs": 40, "alpaca": 20},
+            {"pairs.jsonl": 0.5, "alpaca.json": 0.25},
+            False,
+            "pa 40 20",
             id="of-any-sum",
         ),
         pytest.param(
-            [("pairs.jsonl", 1), ("alpaca.json", 3)],
-            {"repeat": True},
-            {"pairs": 40, "alpaca": 120},
+            {"pairs.jsonl": 1, "alpaca.json": 3},
+            True,
+            "pa 40 120",
             id="repeated",
         ),
         pytest.param(
-            [("chats.jsonl", 1), ("calls.jsonl", 1), ("pairs.jsonl", 1)],
-            {},
-            {"chats": 20, "calls": 20, "pairs": 20},
+            {
+                "turns.jsonl": 1,
+                "calls.jsonl": 1,
+                "pairs.jsonl": 1,
+            },
+            False,
+            "tcp 20 20 20",
             id="turns-of-other-keys",
         ),
     ],
 )
-def test_weights_are_counts(sources, listed, more, counts):
+def test_weights_are_counts(sources, weights, repeat, counts):
+    listed = [{"source": name, "weight": weight} for name, weight in weights.items()]
     rows = rows_of(
         sources,
-        [{"source": name, "weight": weight} for name, weight in listed],
+        listed,
         held_out_rows=6,
-        **more,
+        repeat=repeat,
     )
+    letters, *numbers = counts.split()
     whole = _read(rows, "train", {})
-    assert counts_of(whole) == counts
+    assert Counter(beginnings(whole)) == dict(zip(letters, map(int, numbers), strict=True))
     train, held_out = split_rows(rows)
-    known = [str(data.one_form(row)) for row in held_out]
-    assert len(set(known)) == 6 == len(known) and not {
-        str(data.one_form(row)) for row in train
-    } & set(known)
+    known = {str(data.one_form(row)) for row in held_out}
+    assert len(known) == len(held_out) == 6
+    assert known.isdisjoint(str(data.one_form(row)) for row in train)
     assert len(train) == len(whole) - sum(str(data.one_form(row)) in known for row in whole)
-    again = split_rows(rows)
-    assert [list(part) for part in again] == [list(train), list(held_out)]
-    places = [
-        i for i, row in enumerate(train) if next(iter(counts_of([row]))) == next(iter(counts))
-    ]
-    assert min(places) < len(train) / 4 and max(places) > len(train) / 2, "the files are not mixed"
+    again, _ = split_rows(rows)
+    assert list(again) == list(train)
+    order = "".join(beginnings(train))
+    assert order.index(letters[0]) < len(train) / 4, "the files are not mixed"
+    assert order.rindex(letters[0]) > len(train) / 2, "the files are not mixed"
 
 
 def test_a_source_has_its_own_limit_and_held_out_files_may_be_several(sources):
     listed = [{"source": "pairs.jsonl", "limit": 8}, {"source": "alpaca.json", "limit": 5}]
-    held_out = [str(sources / "calls.jsonl"), {"source": str(sources / "pairs.jsonl"), "limit": 12}]
-    train, judged = split_rows(rows_of(sources, listed, held_out=held_out), shuffle=True)
-    assert counts_of(judged) == {"calls": 20, "pairs": 12}
+    held_out = [
+        str(sources / "calls.jsonl"),
+        {
+            "source": str(sources / "pairs.jsonl"),
+            "limit": 12,
+        },
+    ]
+    train, judging = split_rows(rows_of(sources, listed, held_out=held_out), shuffle=True)
+    assert Counter(beginnings(judging)) == {"c": 20, "p": 12}
     # both draw from the shuffled file: the first eight of its rows are among the first twelve
-    assert counts_of(train) == {"alpaca": 5}
+    assert Counter(beginnings(train)) == {"a": 5}
+
+
+TRAINING = {"steps": 1, "learning_rate": 1.0}
 
 
 @pytest.mark.parametrize(
     "value, says",
     [
-        pytest.param(
-            [], "data.train must be a source, or a list of sources, but got []", id="empty"
-        ),
-        pytest.param(
-            5, "data.train must be a source, or a list of sources, but got 5", id="number"
-        ),
-        pytest.param(
-            [{"source": "a", "weight": -1}],
-            "data.train.0.weight must be greater than 0, but got -1",
-            id="negative",
-        ),
-        pytest.param(
-            ["a", {"source": "b", "weight": "much"}],
-            "data.train.1.weight must be a valid number",
-            id="text",
-        ),
-        pytest.param(["a", {"weight": 1}], "data.train.1.source is missing", id="no-source"),
-        pytest.param(
+        ([], "data.train must be a source, or a list of sources, but got []"),
+        ([{"source": "a", "weight": -1}], "data.train.0.weight must be greater than 0, but got -1"),
+        (["a", {"weight": 1}], "data.train.1.source is missing"),
+        (
             ["a", {"source": "b", "weight": 1}],
             "data.train.weight must be given for all sources or for none, but 1 of 2 have one",
-            id="half",
         ),
-        pytest.param(
-            [{"source": "a", "columns": 1}], "data.train.0.columns is not a valid key", id="unknown"
-        ),
+        ([{"source": "a", "columns": 1}], "data.train.0.columns is not a valid key"),
     ],
 )
 def test_bad_sources_are_one_error(value, says):
-    training = {"steps": 1, "learning_rate": 1.0}
-    values = {
-        "base_model": "x",
-        "sft": training,
-        "tune": training,
-        "mix": training,
-        "data": {"train": value},
-    }
+    values = dict.fromkeys(("sft", "tune", "mix"), TRAINING)
     with pytest.raises(ValueError) as error:
-        Recipe.from_dict(values)
-    assert str(error.value).startswith(says) and "\n" not in str(error.value)
+        Recipe.from_dict(values | {"base_model": "x", "data": {"train": value}})
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+
+
+TURNS = {
+    "prompt": [{"role": "user", "content": "p"}],
+    "completion": [{"role": "assistant", "content": "c"}],
+}
 
 
 @pytest.mark.parametrize(
     "bad, says",
     [
-        pytest.param(
-            '{"prompt": "p", "solution": "s"}\n',
-            "has the columns prompt, solution. Rename them",
-            id="missing-column",
-        ),
-        pytest.param("", "is empty. Pass", id="empty-file"),
-        pytest.param(
-            '{"prompt": [{"role": "user", '
-            '"content": '
-            '"p"}], '
-            '"completion": '
-            '[{"role": '
-            '"assistant", '
-            '"content": "c"}]}\n',
-            "Column prompt is text in one source and turns in another",
-            id="two-forms",
-        ),
+        ([{"prompt": "p", "solution": "s"}], "has the columns prompt, solution. Rename them"),
+        ([], "is empty. Pass"),
+        ([TURNS], "Column prompt is text in one source and turns in another"),
     ],
 )
 def test_a_bad_file_among_others_is_one_error(sources, tmp_path, bad, says):
-    (tmp_path / "bad.jsonl").write_text(bad)
+    write_rows(tmp_path / "bad.jsonl", bad)
+    rows = rows_of(sources, [{"source": "pairs.jsonl"}, {"source": str(tmp_path / "bad.jsonl")}])
     with pytest.raises(ValueError) as error:
-        split_rows(
-            rows_of(sources, [{"source": "pairs.jsonl"}, {"source": str(tmp_path / "bad.jsonl")}])
-        )
-    assert says in str(error.value) and "\n" not in str(error.value)
+        split_rows(rows)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("method", ["xft", "esft", "upit", "ultrafuser"])
-def test_every_method_trains_on_several_files(sources, tmp_path, method):
-    studies = {"xft": xft_study, "esft": esft_study, "upit": upit_study, "ultrafuser": fuser_study}
-    path = studies[method].write_study(tmp_path)
+STUDIES = {
+    "xft": xft_study,
+    "esft": esft_study,
+    "upit": upit_study,
+    "ultrafuser": fuser_study,
+}
+
+
+@pytest.mark.parametrize(
+    "method, part, examples",
+    [
+        ("xft", "train", 76),
+        ("esft", "sums-train", 54),
+        ("upit", "sums-train", 56),
+        ("ultrafuser", "train", 56),
+    ],
+)
+def test_every_method_trains_on_several_files(sources, tmp_path, method, part, examples):
+    """20 sums for 40 pairs, and as many chats; six held out, or four."""
+    path = STUDIES[method].write_study(tmp_path)
     values = yaml.safe_load(path.read_text())
-    name = {"xft": "data", "esft": "sums", "upit": "sums", "ultrafuser": "sums"}[method]
-    part = values.get("data") or values.get("tasks", values.get("domains"))[name]
-    part["train"] = [
-        {"source": part["train"], "weight": 1},
-        {"source": str(sources / "pairs.jsonl"), "weight": 2},
+    rows = values.get("data") or values.get("tasks", values.get("domains"))["sums"]
+    rows["train"] = [
+        {"source": rows["train"], "weight": 1},
+        {
+            "source": str(sources / "pairs.jsonl"),
+            "weight": 2,
+        },
     ]
-    part["held_out_rows"] = 4
+    rows["held_out_rows"] = 4
     if method != "ultrafuser":  # whose templates decide
-        part["prompt"] = "deepseek" if method != "upit" else "plain"
+        rows["prompt"] = "plain" if method == "upit" else "deepseek"
     if method == "xft":  # a file of chats too
-        part["train"].append({"source": str(sources / "chats.jsonl"), "weight": 1})
+        rows["train"].append(
+            {
+                "source": str(sources / "turns.jsonl"),
+                "weight": 1,
+            }
+        )
     if method == "esft":
-        part["validation_rows"] = 2
+        rows["validation_rows"] = 2
     path.write_text(yaml.safe_dump(values))
-    stages = importlib.import_module(f"papers.{method}.study").Stages(
-        path, tmp_path / "out", say=lambda text: None
+    study = importlib.import_module(f"papers.{method}.study")
+    stages = study.Stages(
+        path,
+        tmp_path / "out",
+        say=lambda text: None,
     )
-    train = stages.part({"xft": "train", "ultrafuser": "train"}.get(method, f"{name}-train"))
-    rows = train.filter(lambda row: row["domain"] == "sums") if method == "ultrafuser" else train
-    # 20 sums for 40 pairs, and as many chats; six held out, or four
-    assert len(rows) == {"xft": 76, "esft": 54, "upit": 56, "ultrafuser": 56}[method]
-    chats = [row for row in train if "That." in stages.tokenizer.decode(row.get("input_ids", []))]
-    assert len(chats) > 10 if method == "xft" else not chats
+    train = stages.part(part)
+    if method == "ultrafuser":
+        train = train.filter(lambda row: row["domain"] == "sums")
+    assert len(train) == examples
+    if method == "xft":
+        texts = stages.tokenizer.batch_decode(list(train["input_ids"]))
+        assert sum("That." in text for text in texts) > 10
 
 
 PLACES = {
@@ -266,42 +281,24 @@ PLACES = {
 @pytest.mark.parametrize(
     "key, value, says",
     [
-        pytest.param("{0}__train", "none.jsonl", "Data 'none.jsonl' does not exist", id="no-data"),
-        pytest.param(
-            "{0}__held_out_rows",
-            64,
-            "held_out_rows .64. leaves no training examples: the data has",
-            id="all-held",
-        ),
-        pytest.param(
-            "{1}", 2, "No example has a token to train on within max_length .2", id="short"
-        ),
-        pytest.param("base_model", "./none", "base_model './none'", id="no-base"),
-        pytest.param(
-            "{2}__warmup_steps",
-            4,
-            "warmup_steps must be below the 4 steps of the training, but got 4",
-            id="warmup",
-        ),
-        pytest.param(
-            "{2}__optimizer", "adam", "optimizer must be one of adamw_torch", id="optimizer"
-        ),
-        pytest.param(
-            "{2}__per_device_batch_size",
-            3,
-            "per_device_batch_size .3. times 1 processes",
-            id="batch",
-        ),
+        ("{0}__train", "none.jsonl", "Data 'none.jsonl' does not exist"),
+        ("{0}__held_out_rows", 64, "held_out_rows .64. leaves no training examples"),
+        ("{1}", 2, "No example has a token to train on within max_length .2"),
+        ("base_model", "./none", "base_model './none'"),
+        ("{2}__warmup_steps", 4, "warmup_steps must be below the 4 steps .* but got 4"),
+        ("{2}__optimizer", "adam", "optimizer must be one of adamw_torch"),
+        ("{2}__per_device_batch_size", 3, "per_device_batch_size .3. times 1 processes"),
     ],
 )
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(
     tmp_path, method, key, value, says
 ):
     Stages = importlib.import_module(f"papers.{method}.study").Stages
-    path = {"xft": xft_study, "esft": esft_study}[method].write_study(tmp_path)
+    path = STUDIES[method].write_study(tmp_path)
     recipe = load_recipe(Stages.Recipe, path).change(**{key.format(*PLACES[method]): value})
     with pytest.raises(ValueError, match=says):
         stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
         stages.moe() if method == "xft" else stages.scores("sums")
-    left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
-    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)
+    for path in (tmp_path / "out").glob("[!.]*"):
+        assert path.name.startswith(("data-", "base-"))
+        assert ".tmp" not in path.name

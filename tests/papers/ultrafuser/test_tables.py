@@ -3,7 +3,6 @@ picture, its page.
 """
 
 import json
-import re
 import statistics
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from papers.ultrafuser import tables as ultrafuser_tables
 from papers.ultrafuser.recipe import load_recipe
 from papers.ultrafuser.tables import DIRECT, FULL, GATE, TWO_STAGE
+from tests.papers.reports import entries_of, rows_of
 from tests.support import fuser_study
 
 OPTIONS = {"ablate": {}, "weights": {"rows": 4}}
@@ -24,16 +24,18 @@ class Tables:
         folder = Path(fuser_study.folder().name)
         self.recipe = load_recipe(folder / "study.yaml")
         self.out = folder / "out"
-        self.said = []
         self.reports = {}
         for command, options in OPTIONS.items():
-            self.reports[command] = self.run(command, say=self.said.append, **options)
+            self.reports[command] = self.run(command, **options)
 
     def run(self, command, **options):
-        return ultrafuser_tables.run(command, self.recipe, self.out, **{"seeds": 1} | options)
-
-    def json(self, command):
-        return json.loads((self.out / f"{command}.json").read_text())
+        options = {"seeds": 1, "say": print} | options
+        return ultrafuser_tables.run(
+            command,
+            self.recipe,
+            self.out,
+            **options,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def tables():
 @pytest.mark.slow
 def test_ablate_compares_all_with_the_full_method(tables):
     report = tables.reports["ablate"]
-    made = [
+    assert entries_of(report) == [
         "specialist sums",
         "specialist words",
         "sums, tuned further",
@@ -54,61 +56,57 @@ def test_ablate_compares_all_with_the_full_method(tables):
         TWO_STAGE,
         FULL,
     ]
-    assert [entry.name for entry in report.entries] == made and report.reference == FULL
-    rows = {row[0]: row for row in report.rows()}
-    assert all(len(row) == len(report.columns()) for row in rows.values())
+    assert report.reference == FULL
+    rows = rows_of(report)
     for entry in report.entries:
         (result,) = entry.results
-        cells = rows[entry.name]
-        assert [float(cell.rstrip("+-")) for cell in cells[1:3]] == pytest.approx(
-            [*result.domains.values()], abs=1e-4
-        )
-        assert float(cells[3]) == pytest.approx(result.loss, abs=1e-4)
-    assert rows[FULL][6] == "reference" and len({row[3] for row in rows.values()}) == len(rows)
+        cells = [float(cell.rstrip("+-")) for cell in rows[entry.name][1:4]]
+        assert cells == pytest.approx([*result.domains.values(), result.loss], abs=1e-4)
+    assert rows[FULL][6] == "reference"
+    assert len({row[3] for row in rows.values()}) == len(rows)
 
 
 def test_weights_are_means_over_tokens(tables):
     report = tables.reports["weights"]
-    stages = ultrafuser_tables.Stages(tables.recipe, tables.out, say=print)
-    found = stages.weights(stages.fused())
-    own = [token for row in found[6:10] for token in row]  # the second domain's first four rows
-    assert report.mean[0][1] == pytest.approx(
-        [statistics.fmean(of) for of in zip(*own, strict=True)]
+    stages = ultrafuser_tables.Stages(
+        tables.recipe,
+        tables.out,
+        say=print,
     )
-    assert report.tokens["words"] == len(own) and len(report.by_row[0][1]) == 4
+    weights = stages.weights(stages.fused())
+    tokens = [token for row in weights[6:10] for token in row]  # of the second domain's first rows
+    means = [statistics.fmean(column) for column in zip(*tokens, strict=True)]
+    assert report.mean[0][1] == pytest.approx(means)
+    assert report.tokens["words"] == len(tokens)
+    rows = report.by_row[0][1]
+    assert len(rows) == 4
     for row in report.rows():
         assert sum(float(cell) for cell in row[2:]) == pytest.approx(1, abs=2e-3)
     assert report.domains == {"sums": "sums", "words": "words"}
-    leads = re.search(r"words leads on (\d) of 4 rows", "\n".join(report.summary))
-    assert int(leads[1]) == sum(row[1] > row[0] for row in report.by_row[0][1])
+    leads = sum(row[1] > row[0] for row in rows)
+    assert f"words leads on {leads} of 4 rows" in "\n".join(report.summary)
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_pictures_and_numbers_are_there(tables, command):
-    assert (tables.out / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tables.out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     report = tables.reports[command]
-    values = tables.json(command)
-    assert (
-        values["summary"] == report.summary
-        and report.legend()
-        and values["settings"]["seeds"] == [0]
-    )
-    assert all(len(row) == len(report.columns()) for row in report.rows())
+    values = json.loads((tables.out / f"{command}.json").read_text())
+    assert values["summary"] == report.summary
+    assert report.legend()
+    assert values["settings"]["seeds"] == [0]
+    assert rows_of(report)
 
 
 def test_a_table_is_read_again(tables, monkeypatch):
     monkeypatch.setattr("moe_runtime.hf.training.fit.train", None)
-    again = tables.run("ablate", say=print)
-    assert again.rows() == tables.reports["ablate"].rows()
+    assert tables.run("ablate").rows() == tables.reports["ablate"].rows()
 
 
 @pytest.mark.parametrize(
-    "command, options, match",
-    [
-        pytest.param("weights", {"rows": 0}, "rows must be an integer of at least 1", id="rows"),
-        pytest.param("weights", {"rows": 3}, "created with other settings", id="another report"),
-    ],
+    "rows, match",
+    [(0, "rows must be an integer of at least 1"), (3, "created with other settings")],
 )
-def test_bad_options_fail_before_anything(tables, command, options, match):
+def test_bad_options_fail_before_anything(tables, rows, match):
     with pytest.raises(ValueError, match=match):
-        tables.run(command, say=print, **options)
+        tables.run("weights", rows=rows)

@@ -23,27 +23,39 @@ from moe_runtime.methods.lora import baseline as lora_baseline
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
 from papers.upit import study as upit_study
-from papers.upit.recipe import UpitRecipe, load_recipe
+from papers.upit.recipe import load_recipe
 from papers.upit.study import Stages
-from tests.support.dist_launch import killed
+from tests.support.dist_launch import killed, times
 from tests.support.upit_study import write_study
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 class Made:
-    """One run of the method for both kinds of experts, and what it said."""
+    """One run of the method for both kinds of experts."""
 
     def __init__(self, folder: Path):
         self.recipe_path = write_study(folder)
-        self.said = []
         self.out = folder / "out"
         self.recipe = load_recipe(self.recipe_path)
-        self.stages = Stages(self.recipe, self.out, say=self.said.append)
+        self.stages = self.again()
         self.base = self.stages.base()
-        self.pools = {form: self.stages.pool(form) for form in self.recipe.forms}
-        self.routers = {form: self.stages.routers(form, pool) for form, pool in self.pools.items()}
-        self.upit = {form: self.stages.upit(form) for form in self.recipe.forms}
+        self.pools = {}
+        self.routers = {}
+        self.upit = {}
+        for form in self.recipe.forms:
+            self.pools[form] = self.stages.pool(form)
+            self.routers[form] = self.stages.routers(form, self.pools[form])
+            self.upit[form] = self.stages.upit(form)
+
+    def again(self, say=lambda text: None, seed=0) -> Stages:
+        """The same stages in another object."""
+        return Stages(
+            self.recipe,
+            self.out,
+            seed=seed,
+            say=say,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -55,144 +67,112 @@ def made(tmp_path_factory):
 
 
 def loss_of(made, model) -> float:
-    return fit.mean_loss(
-        *fit.row_losses(
-            model, made.stages.held_out, AutoTokenizer.from_pretrained(made.base.folder)
-        )
-    )
+    tokenizer = AutoTokenizer.from_pretrained(made.base.folder)
+    rows = fit.row_losses(model, made.stages.held_out, tokenizer)
+    return pytest.approx(fit.mean_loss(*rows), rel=1e-5)
+
+
+def test_the_base_is_judged_by_domain(made):
+    base = made.base
+    assert type(load(base.folder)) is LlamaForCausalLM
+    assert base.rows == {"sums": 8, "words": 8}
+    assert len(base.losses) == 16
+    assert base.loss == loss_of(made, load(base.folder))
+    sums = fit.mean_loss(base.losses[:8], base.tokens[:8])
+    assert base.domains["sums"] == pytest.approx(sums)
+    assert base.total_seconds == 0
+
+
+@pytest.mark.parametrize("form", ["ffn", "lora"])
+def test_each_stage_is_made_of_the_one_before(made, form):
+    prepared = made.stages.prepared(form)
+    saved = upit_experts.saved_experts(prepared.folder)
+    assert [path.name for path in saved] == ["step-2", "step-4", "step-6", "step-8"]
+    assert prepared.steps == 8
+    if form == "ffn":
+        tuned = load(saved[-1])
+    else:
+        tuned = lora_baseline.load_lora(load(made.base.folder), saved[-1])
+    assert prepared.loss == loss_of(made, tuned)
+    assert prepared.loss < made.base.loss
+    # the pool is the last checkpoints and a child of theirs
+    pool = made.pools[form]
+    assert [Path(path) for path in pool.experts[:2]] == saved[-2:]
+    assert pool.parents == [[0, 1]]
+    with upit_experts.open_expert(pool.experts[2], made.base.folder) as child:
+        assert child.kind == form
+    # each expert has rows, and its vectors fire more on them
+    dealt = made.stages.buckets(form, pool)
+    routers = made.routers[form]
+    assert len(made.stages.seed_rows()) == 13 == sum(map(len, routers.buckets))
+    assert max(map(len, routers.buckets)) == 5
+    assert routers.buckets == upit_buckets.fill_buckets(dealt.perplexity) == dealt.buckets
+    for before, after in zip(routers.before, routers.after, strict=True):
+        assert after > before
+    # what was saved is what was judged
+    result = made.upit[form]
+    model = load(result.folder)
+    assert result.loss == loss_of(made, model)
+    assert result.loss < made.base.loss
+    assert list(moe_layers(model)) == [0, 1]
+    assert model.config.moe_runtime["method"] == "upit"
+    assert result.parameters == sum(p.numel() for p in model.parameters())
+    assert result.active_parameters < result.parameters
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert result.trained_parameters == trained
+    assert (trained == result.parameters) == (form == "ffn")
+    stages = (prepared, pool, dealt, routers, result)
+    seconds = [one.total_seconds for one in stages]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == pytest.approx(seconds[-2] + result.seconds)
 
 
 def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_the_base_is_judged_by_domain(made):
-    assert type(load(made.base.folder)) is LlamaForCausalLM
-    assert made.base.rows == {"sums": 8, "words": 8} and len(made.base.losses) == 16
-    assert made.base.loss == pytest.approx(loss_of(made, load(made.base.folder)), rel=1e-5)
-    sums = made.base.losses[:8], made.base.tokens[:8]
-    assert made.base.domains["sums"] == pytest.approx(fit.mean_loss(*sums))
-    assert made.base.total_seconds == 0
-
-
-def test_no_row_is_in_two_parts(made):
-    for domain in made.recipe.domains:
-        parts = [made.stages.part(f"{domain}-{kind}") for kind in ("train", "held_out")]
-        assert [len(rows) for rows in parts] == [32, 8]
-        assert not set.intersection(*({tuple(row["input_ids"]) for row in rows} for rows in parts))
-
-
-@pytest.mark.parametrize("form", ["ffn", "lora"])
-def test_every_checkpoint_is_there_and_the_last_is_the_tuned_model(made, form):
-    prepared = made.stages.prepared(form)
-    saved = upit_experts.saved_experts(prepared.folder)
-    assert [path.name for path in saved] == [
-        "step-2",
-        "step-4",
-        "step-6",
-        "step-8",
-    ] and prepared.steps == 8
-    if form == "ffn":
-        model = load(saved[-1])
-    else:
-        model = lora_baseline.load_lora(load(made.base.folder), saved[-1])
-    assert (
-        prepared.loss == pytest.approx(loss_of(made, model), rel=1e-5)
-        and prepared.loss < made.base.loss
-    )
-
-
-@pytest.mark.parametrize("form", ["ffn", "lora"])
-def test_the_pool_is_the_last_checkpoints_and_a_child(made, form):
-    pool = made.pools[form]
-    saved = upit_experts.saved_experts(made.stages.prepared(form).folder)
-    assert [Path(path) for path in pool.experts[:2]] == saved[-2:] and pool.parents == [[0, 1]]
-    with upit_experts.open_expert(pool.experts[2], made.base.folder) as child:
-        assert child.kind == form
-
-
-@pytest.mark.parametrize("form", ["ffn", "lora"])
-def test_each_expert_gets_rows_and_its_vectors_fire_more(made, form):
-    dealt = made.stages.buckets(form, made.pools[form])
-    routers = made.routers[form]
-    rows = made.stages.seed_rows()
-    assert len(rows) == 13 == sum(map(len, routers.buckets)) and max(map(len, routers.buckets)) == 5
-    assert routers.buckets == upit_buckets.fill_buckets(dealt.perplexity) == dealt.buckets
-    assert all(after > before for before, after in zip(routers.before, routers.after, strict=True))
-
-
-@pytest.mark.parametrize("form", ["ffn", "lora"])
-def test_what_was_saved_is_what_was_judged(made, form):
-    result = made.upit[form]
-    model = load(result.folder)
-    assert (
-        result.loss == pytest.approx(loss_of(made, model), rel=1e-5)
-        and result.loss < made.base.loss
-    )
-    assert list(moe_layers(model)) == [0, 1] and model.config.moe_runtime["method"] == "upit"
-    assert (
-        result.parameters == sum(p.numel() for p in model.parameters()) > result.active_parameters
-    )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert result.trained_parameters == trained and (trained == result.parameters) == (
-        form == "ffn"
-    )
-    prepared = made.stages.prepared(form)
-    pool = made.pools[form]
-    dealt = made.stages.buckets(form, made.pools[form])
-    assert (
-        prepared.total_seconds
-        < pool.total_seconds
-        < dealt.total_seconds
-        < made.routers[form].total_seconds
-    )
-    assert result.total_seconds == pytest.approx(made.routers[form].total_seconds + result.seconds)
-
-
 def test_only_the_routers_of_self_moe_are_tuned(made, tmp_path):
     result = made.stages.self_moe("ffn")
-    before = made.stages._assembled(made.pools["ffn"].experts, None, tmp_path / "moe")
-    after = load(result.folder)
-    changed = [
-        name
-        for name, value in before.state_dict().items()
-        if not torch.equal(value, after.state_dict()[name])
-    ]
-    assert (
-        changed == [name for name in before.state_dict() if name.endswith("mlp.gate.weight")]
-        and len(changed) == 2
-    )
-    assert (
-        result.trained_parameters == 2 * 3 * 16 == made.stages.self_moe("lora").trained_parameters
-    )
+    before = made.stages._assembled(made.pools["ffn"].experts, None, tmp_path / "moe").state_dict()
+    changed = 0
+    for name, value in load(result.folder).state_dict().items():
+        is_router = name.endswith("mlp.gate.weight")
+        assert torch.equal(value, before[name]) != is_router, name
+        changed += is_router
+    assert changed == 2
+    assert result.trained_parameters == 2 * 3 * 16
+    assert made.stages.self_moe("lora").trained_parameters == 2 * 3 * 16
 
 
 def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
     begun = {}
-    stages = made.stages.change(
-        ffn__post__per_device_batch_size=4, lora__post__per_device_batch_size=4
-    )
+    at_once = {
+        "ffn__post__per_device_batch_size": 4,
+        "lora__post__per_device_batch_size": 4,
+    }
+    stages = made.stages.change(**at_once)
 
     def no_training(self, name, model, rows, held_out, training, *args, **more):
-        assert training.per_device_batch_size == 4 and training.epochs == (
-            2 if name.endswith("PT") else 1
-        )
-        begun[name] = loss_of(made, model)
+        assert training.per_device_batch_size == 4
+        assert training.epochs == (2 if name.endswith("PT") else 1)
+        begun[name] = loss_of(made, model).expected
         raise InterruptedError
 
     monkeypatch.setattr(Stages, "_train", no_training)
-    for make, starts in ((stages.upcycled, ("pt", "sft")), (stages.loramoe, ("pt", "sft"))):
-        for start in starts:
+    for make in (stages.upcycled, stages.loramoe):
+        for start in ("pt", "sft"):
             with pytest.raises(InterruptedError):
                 make(start)
-    prepared = {form: made.stages.prepared(form).loss for form in made.recipe.forms}
-    assert (
-        begun["Upcycle_PT"]
-        == pytest.approx(made.base.loss, rel=1e-4)
-        == pytest.approx(begun["LoRAMoE_PT"], rel=1e-4)
+    tuned = {form: made.stages.prepared(form).loss for form in made.recipe.forms}
+    assert begun == pytest.approx(
+        {
+            "Upcycle_PT": made.base.loss,
+            "Upcycle_SFT": tuned["ffn"],
+            "LoRAMoE_PT": made.base.loss,
+            "LoRAMoE_SFT": tuned["lora"],
+        },
+        rel=1e-4,
     )
-    assert begun["Upcycle_SFT"] == pytest.approx(prepared["ffn"], rel=1e-4)
-    assert begun["LoRAMoE_SFT"] == pytest.approx(prepared["lora"], rel=1e-4)
     assert not list(made.out.glob("*.tmp*"))
 
 
@@ -200,109 +180,131 @@ def test_tokens_of_every_domain_are_counted(made):
     routed = made.stages.routed(made.upit["ffn"])
     for domain, counts in routed.counts.items():
         tokens = sum(len(row["input_ids"]) for row in made.stages.part(f"{domain}-held_out"))
-        assert [sum(row) for row in counts] == [2 * tokens] * 2 and len(counts[0]) == 3
-    assert list(routed.counts) == ["sums", "words"] and routed.layers == ["0", "1"]
+        assert [sum(row) for row in counts] == [2 * tokens] * 2
+        assert len(counts[0]) == 3
+    assert list(routed.counts) == ["sums", "words"]
+    assert routed.layers == ["0", "1"]
 
 
 def test_a_second_call_reads_what_is_there(made):
-    before = {path: path.stat().st_mtime_ns for path in made.out.rglob("result.json")}
-    again = Stages(made.recipe, made.out, say=lambda text: pytest.fail(text))
+    before = times(made.out)
+    again = made.again(say=lambda text: pytest.fail(text))
     for form in made.recipe.forms:
-        assert (
-            again.pool(form) == made.pools[form]
-            and again.routers(form, made.pools[form]) == made.routers[form]
-        )
+        assert again.pool(form) == made.pools[form]
+        assert again.routers(form, made.pools[form]) == made.routers[form]
         assert again.upit(form) == made.upit[form]
-    assert {path: path.stat().st_mtime_ns for path in made.out.rglob("result.json")} == before
+    assert times(made.out) == before
     assert not list(made.out.glob("*.checkpoints"))
 
 
 def test_what_a_stage_depends_on_makes_another(made):
-    small = {
-        "ffn__sft__epochs": 0.5,
+    few = {
         "checkpoints__count": 1,
         "experts__num_experts": 1,
         "experts__top_k": 1,
     }
-    half = made.stages.change(**small).prepared("ffn")
-    assert half.steps == 4 and half.folder != made.stages.prepared("ffn").folder
-    assert (
-        made.stages.change(checkpoints__which="front").pool("ffn").folder
-        != made.pools["ffn"].folder
-    )
-    assert made.stages.change(expansion__drop=0.2).pool("ffn").folder != made.pools["ffn"].folder
-    other = Stages(made.recipe, made.out, seed=1, say=lambda text: None)
-    assert other.base() == made.base and other.seed_rows()[0] != made.stages.seed_rows()[0]
+    half = made.stages.change(ffn__sft__epochs=0.5, **few).prepared("ffn")
+    assert half.steps == 4
+    assert half.folder != made.stages.prepared("ffn").folder
+    for change in ({"checkpoints__which": "front"}, {"expansion__drop": 0.2}):
+        assert made.stages.change(**change).pool("ffn").folder != made.pools["ffn"].folder
+    other = made.again(seed=1)
+    assert other.base() == made.base
+    assert other.seed_rows()[0] != made.stages.seed_rows()[0]
 
 
 def test_too_few_steps_are_refused_before_training(made):
-    stages = made.stages.change(checkpoints__count=4, ffn__sft__batch_size=64)
-    with pytest.raises(
-        ValueError,
-        match="checkpoints.count .3. must be at most the 1 steps of ffn.sft on 64 examples",
-    ):
+    stages = made.stages.change(
+        checkpoints__count=4,
+        ffn__sft__batch_size=64,
+    )
+    with pytest.raises(ValueError, match="checkpoints.count .3. must be at most the 1 steps"):
         stages.prepared("ffn")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["ffn", "lora"])
-def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monkeypatch, form):
+@pytest.mark.parametrize("form, other", [("ffn", "lora"), ("lora", "ffn")])
+def test_what_trains_is_float32_and_what_is_saved_bfloat16(
+    made, tmp_path, monkeypatch, form, other
+):
     seen = {}
     train = fit.train
 
     def spy(model, *arguments, **more):
-        names = {p.dtype for p in model.parameters() if p.requires_grad}
-        seen[more["folder"].name.partition("-")[0]] = names, {p.dtype for p in model.parameters()}
+        trainable = {p.dtype for p in model.parameters() if p.requires_grad}
+        assert trainable == {torch.float32}
+        stage = more["folder"].name.partition("-")[0]
+        seen[stage] = {p.dtype for p in model.parameters()}
         return train(model, *arguments, **more)
 
     monkeypatch.setattr(fit, "train", spy)
-    other = {"ffn": "lora", "lora": "ffn"}[form]
-    recipe = made.recipe.change(
-        **{"dtype": "bfloat16", other: None, f"{form}__sft__learning_rate": 2e-5}
+    change = {
+        "dtype": "bfloat16",
+        other: None,
+        f"{form}__sft__learning_rate": 2e-5,
+    }
+    stages = Stages(
+        made.recipe.change(**change),
+        tmp_path / "out",
+        say=lambda text: None,
     )
-    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
-    results = [stages.dense(form), stages.upit(form), stages.self_moe(form)]
-    results += [
+    dense = stages.dense(form)
+    upit = stages.upit(form)
+    stages.self_moe(form)
+    for start in ("pt", "sft"):
         stages.upcycled(start) if form == "ffn" else stages.loramoe(start)
-        for start in ("pt", "sft")
-    ]
     assert {"dense", "prepared", "upit", "self_moe"} < set(seen)
-    assert all(trainable == {torch.float32} for trainable, _ in seen.values())
-    assert torch.bfloat16 in seen["self_moe"][1] and (torch.bfloat16 in seen["dense"][1]) == (
-        form == "lora"
-    )
-    assert results[0].loss < stages.base().loss
-    for result in results[:2]:
+    assert torch.bfloat16 in seen["self_moe"]
+    assert (torch.bfloat16 in seen["dense"]) == (form == "lora")
+    assert dense.loss < stages.base().loss
+    for result in (dense, upit):
         (file,) = result.folder.glob("*model.safetensors")
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
-    found = fit.mean_loss(
-        *fit.row_losses(load(results[1].folder), stages.held_out, stages.tokenizer)
+    rows = fit.row_losses(
+        load(upit.folder),
+        stages.held_out,
+        stages.tokenizer,
     )
-    assert results[1].loss == pytest.approx(found, rel=1e-3)
+    assert upit.loss == pytest.approx(fit.mean_loss(*rows), rel=1e-3)
 
 
-def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
-    path = write_study(tmp_path)
-    sums, words = ((tmp_path / f"{name}.jsonl").read_text() for name in ("sums", "words"))
-    (tmp_path / "words.jsonl").write_text(words + sums)
-    changes = {"domains__words__prompt": "magicoder", "max_length": 512}
-    for recipe in (load_recipe(path), load_recipe(path).change(**changes)):
-        stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
-        assert [len(stages.part(f"{name}-held_out")) for name in ("sums", "words")] == [8, 8]
-        trained = stages.tokenizer.batch_decode(
-            [*stages.train_rows["input_ids"]], skip_special_tokens=True
-        )
-        for row in stages.tokenizer.batch_decode(
-            [*stages.held_out["input_ids"]], skip_special_tokens=True
-        ):
-            asked = row.partition("@@ Instruction\n")[2].partition("\n\n@@")[0] or row
-            assert not any(asked in other for other in trained), asked
+def texts_of(stages, rows) -> list[str]:
+    return stages.tokenizer.batch_decode(list(rows["input_ids"]), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "domains__words__prompt": "magicoder",
+            "max_length": 512,
+        },
+    ],
+)
+def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path, changes):
+    recipe = load_recipe(write_study(tmp_path)).change(**changes)
+    with (tmp_path / "words.jsonl").open("a") as file:
+        file.write((tmp_path / "sums.jsonl").read_text())
+    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    for domain in ("sums", "words"):
+        assert len(stages.part(f"{domain}-held_out")) == 8
+    trained = "\n".join(texts_of(stages, stages.train_rows))
+    for row in texts_of(stages, stages.held_out):
+        prompt = row.partition("@@ Instruction\n")[2].partition("\n\n@@")[0] or row
+        assert prompt not in trained
 
 
 def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
     path = write_study(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+    )
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="model_type must be one of llama, .*but got 'gpt2'"):
         Stages(load_recipe(path), tmp_path / "out", say=lambda text: None).dense("ffn")
@@ -310,13 +312,17 @@ def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
 
 
 def test_a_run_of_the_whole_method(made):
-    said = []
-    results = upit_study.run(made.recipe.change(lora=None), made.out, say=said.append)
-    assert [one.name for one in results] == ["base", "SFT", "UpIT (FFN)"] and results[
-        2
-    ] == made.upit["ffn"]
-    assert results[1].steps == 16 and str(made.upit["ffn"].folder) in said[-1]
-    assert any(line.startswith("UpIT (FFN)") for line in said)
+    lines = []
+    results = upit_study.run(
+        made.recipe.change(lora=None),
+        made.out,
+        say=lines.append,
+    )
+    assert [one.name for one in results] == ["base", "SFT", "UpIT (FFN)"]
+    assert results[2] == made.upit["ffn"]
+    assert results[1].steps == 16
+    assert str(made.upit["ffn"].folder) in lines[-1]
+    assert "\nUpIT (FFN)" in "\n".join(lines)
 
 
 def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
@@ -325,21 +331,15 @@ def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
     for ours, theirs in (("tiny", made.recipe_path), ("runs/upit", made.out)):
         assert f'"{ours}"' in code
         code = code.replace(f'"{ours}"', f'"{theirs}"')
-    exec(compile(code.replace("seed=1", "seed=0"), "docs/upit.md", "exec"), {})
+    exec(
+        compile(
+            code.replace("seed=1", "seed=0"),
+            "docs/upit.md",
+            "exec",
+        ),
+        {},
+    )
     assert str(made.upit["ffn"].domains) in capsys.readouterr().out
-
-
-def test_the_recipe_of_the_docs_is_one(tmp_path):
-    text = (ROOT / "docs" / "upit.md").read_text()
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "docs.yaml").write_text(block)
-    recipe = load_recipe(tmp_path / "docs.yaml")
-    assert list(recipe.domains) == ["code", "math"] and recipe.forms == ("ffn", "lora")
-    # what it says beside the folders and domains is what is the default anyway
-    for name in ("experts", "checkpoints", "expansion", "router"):
-        assert getattr(recipe, name) == UpitRecipe.model_fields[name].get_default(
-            call_default_factory=True
-        )
 
 
 KILLED = """
@@ -352,32 +352,37 @@ Stages(sys.argv[1], sys.argv[2]).prepared("ffn")
 @pytest.mark.slow
 def test_a_killed_tuning_goes_on_and_keeps_its_experts(tmp_path):
     path = write_study(tmp_path)
+    tuned = {"epochs": 4, "save_steps": 3}
+    changes = {f"ffn__sft__{key}": value for key, value in tuned.items()}
     recipe = load_recipe(path).change(
-        lora=None, ffn__sft__epochs=4, ffn__sft__save_steps=3, checkpoints__every_epochs=0.5
+        lora=None,
+        checkpoints__every_epochs=0.5,
+        **changes,
     )
     path.write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
-    Stages(recipe, out, say=lambda text: None).base()
+    stages = Stages(recipe, out, say=lambda text: None)
+    stages.base()
+    pattern = "prepared-*.checkpoints/checkpoint-*/history.json"
     killed(
         KILLED,
         path,
         out,
-        when=lambda: list(out.glob("prepared-*.checkpoints/checkpoint-*/history.json")),
+        when=lambda: list(out.glob(pattern)),
     )
     assert not list(out.glob("prepared-*/result.json"))
-    resumed = Stages(recipe, out, say=lambda text: None).prepared("ffn")
-    straight = Stages(
-        recipe.change(ffn__sft__save_steps=None), tmp_path / "other", say=lambda text: None
-    ).prepared("ffn")
-    assert (
-        resumed.losses == straight.losses
-        and resumed.history == straight.history
-        and resumed.steps == 32
-    )
-    ours, theirs = (upit_experts.saved_experts(one.folder) for one in (resumed, straight))
-    assert [path.name for path in ours] == [path.name for path in theirs] and len(ours) == 8
-    for a, b in zip(ours, theirs, strict=True):
-        first = load(a).state_dict()
-        second = load(b).state_dict()
-        assert all(torch.equal(value, second[name]) for name, value in first.items())
+    resumed = stages.prepared("ffn")
+    plain = recipe.change(ffn__sft__save_steps=None)
+    straight = Stages(plain, tmp_path / "other", say=lambda text: None).prepared("ffn")
+    assert resumed.losses == straight.losses
+    assert resumed.history == straight.history
+    assert resumed.steps == 32
+    ours = upit_experts.saved_experts(resumed.folder)
+    theirs = upit_experts.saved_experts(straight.folder)
+    assert len(ours) == 8
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.name == other.name
+        expected = load(other).state_dict()
+        for name, value in load(one).state_dict().items():
+            assert torch.equal(value, expected[name])
     assert not list(out.glob("*.checkpoints"))

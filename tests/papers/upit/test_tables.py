@@ -11,15 +11,20 @@ from papers.engine.compare import compare
 from papers.upit import tables as upit_tables
 from papers.upit.recipe import load_recipe
 from papers.upit.tables import UpitReport
+from tests.papers.reports import columns_of, entries_of, rows_of
 from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
 UPIT = "UpIT (FFN)"
-OF_FFN = ["SFT", "Upcycle_PT", "Upcycle_SFT", "Self-MoE (FFN)", UPIT]
+OF_FFN = [
+    "SFT",
+    "Upcycle_PT",
+    "Upcycle_SFT",
+    "Self-MoE (FFN)",
+    UPIT,
+]
 OF_LORA = ["LoRA", "LoRAMoE_PT", "LoRAMoE_SFT", "Self-MoE (LoRA)", "UpIT (LoRA)"]
-# name -> methods, reference, options
-TABLES = {"main": (["base", *OF_FFN, *OF_LORA], "SFT", {})}
 
 
 @pytest.fixture(scope="module")
@@ -29,122 +34,102 @@ def recipe(tmp_path_factory):
 
 def make(command, recipe, out, **options):
     said = []
-    return upit_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options), said
+    return upit_tables.run(
+        command,
+        recipe,
+        out,
+        say=said.append,
+        **{"seeds": 1} | options,
+    ), said
+
+
+NAMES = ["base", *OF_FFN, *OF_LORA]
 
 
 @pytest.fixture(scope="module")
-def reports(recipe, out):
-    """The report of a table, as it was made first."""
-    made = {}
-
-    def report(command):
-        if command not in made:
-            made[command], _ = make(command, recipe, out, **TABLES[command][2])
-        return made[command]
-
+def main(recipe, out):
+    """The table of all methods, as it was made first."""
+    report, _ = make("main", recipe, out)
     return report
 
 
-def kinds(out):
-    """The kinds of stages that are there."""
-    return sorted({path.name.partition("-")[0] for path in out.glob("*") if path.name != ".locks"})
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("command", TABLES)
-def test_a_table(command, recipe, out):
-    names, reference, options = TABLES[command]
-    before = times(out)
-    report, said = make(command, recipe, out, **options)
-    assert [entry.name for entry in report.entries] == names and isinstance(report, UpitReport)
-    assert report.reference == reference and report.domains == ("sums", "words")
-    # nothing was trained twice
-    assert all(times(out)[name] == written for name, written in before.items())
-    assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
-    values = json.loads((out / f"{command}.json").read_text())
-    for method, entry in zip(values["methods"], report.entries, strict=True):
-        kept = json.loads(
-            (out / method["seeds"][0]["folder"]).parent.joinpath("result.json").read_text()
-        )
-        assert (
-            kept["losses"] == entry.results[0].losses
-            and method["loss"] == entry.loss == kept["loss"]
-        )
+def test_main(main, recipe, out):
+    assert entries_of(main) == NAMES
+    assert isinstance(main, UpitReport)
+    assert main.reference == "SFT"
+    assert main.domains == ("sums", "words")
+    assert (out / "main.png").read_bytes().startswith(b"\x89PNG")
+    values = json.loads((out / "main.json").read_text())
+    for method, entry in zip(values["methods"], main.entries, strict=True):
+        folder = (out / method["seeds"][0]["folder"]).parent
+        stored = json.loads((folder / "result.json").read_text())
+        assert stored["losses"] == entry.results[0].losses
+        assert method["loss"] == entry.loss == stored["loss"]
         assert method["domains"] == entry.results[0].domains
-        assert (
-            method["parameters"] == kept["parameters"]
-            and method["active_parameters"] == kept["active_parameters"]
-        )
-    losses = {entry.name: [entry.results[0].losses] for entry in report.entries}
-    assert report.comparisons == compare(losses, reference, report.entries[0].results[0].tokens)
-    assert [row[0] for row in report.rows()] == names and {len(row) for row in report.rows()} == {
-        len(report.columns())
-    }
-    assert report.summary and "8 of sums, 8 of words" in report.legend()
-    assert any("seed 1 of 1" in line for line in said)
-
-
-@pytest.mark.slow
-def test_again_is_instant_and_equal(reports, recipe, out):
-    first = reports("main")
+        for count in ("parameters", "active_parameters"):
+            assert method[count] == stored[count]
+    losses = {entry.name: [entry.results[0].losses] for entry in main.entries}
+    assert main.comparisons == compare(losses, "SFT", main.entries[0].results[0].tokens)
+    assert list(rows_of(main)) == NAMES
+    assert "8 of sums, 8 of words" in main.legend()
     written = times(out)
-    second, said = make("main", recipe, out)
-    assert (
-        times(out) == written and second.rows() == first.rows() and second.summary == first.summary
-    )
-    assert not any("steps in" in line for line in said)
+    again, lines = make("main", recipe, out)
+    assert times(out) == written
+    assert again.rows() == main.rows()
+    assert again.summary == main.summary
+    assert "steps in" not in "\n".join(lines)
 
 
-def test_what_the_methods_of_main_train(reports):
-    report = reports("main")
-    of = {entry.name: entry.results[0] for entry in report.entries}
-    assert (
-        of["base"].trained_parameters == 0 < of["Self-MoE (FFN)"].trained_parameters == 2 * 3 * 16
-    )
-    assert (
-        of["SFT"].trained_parameters == of["base"].parameters
-        and of["SFT"].steps == of["Upcycle_PT"].steps == 16
-    )
+def test_what_the_methods_of_main_train(main):
+    of = {entry.name: entry.results[0] for entry in main.entries}
+    base = of["base"].parameters
+    routers = 2 * 3 * 16  # of 3 x 16 in both layers
+    assert of["base"].trained_parameters == 0
+    assert of["Self-MoE (FFN)"].trained_parameters == routers
+    assert of["SFT"].trained_parameters == base
+    assert of["SFT"].steps == of["Upcycle_PT"].steps == 16
     assert {of[name].steps for name in (*OF_FFN[2:], *OF_LORA[2:])} == {8}
-    # 3 experts of which 2 see a token; routers of 3 x 16 in both layers
+    # 3 experts of which 2 see a token
     mlps = 2 * 3 * 16 * 24
-    routers = 2 * 3 * 16
-    assert of[UPIT].parameters == of["base"].parameters + 2 * mlps + routers
-    assert of[UPIT].active_parameters == of["base"].parameters + mlps + routers
+    assert of[UPIT].parameters == base + 2 * mlps + routers
+    assert of[UPIT].active_parameters == base + mlps + routers
     pairs = of["LoRA"].trained_parameters
-    assert (
-        of["UpIT (LoRA)"].trained_parameters
-        == 3 * pairs + routers
-        == of["LoRAMoE_PT"].trained_parameters
-    )
-    assert of["UpIT (LoRA)"].active_parameters == of["base"].parameters + 2 * pairs + routers
-    cells = dict(zip([name for name, _ in report.columns()], report.rows()[5], strict=True))
-    assert cells["method"] == UPIT and cells["per token"] == f"{of[UPIT].active_parameters:,}"
+    assert of["UpIT (LoRA)"].trained_parameters == 3 * pairs + routers
+    assert of["LoRAMoE_PT"].trained_parameters == 3 * pairs + routers
+    assert of["UpIT (LoRA)"].active_parameters == base + 2 * pairs + routers
+    columns = columns_of(main)
+    row = main.rows()[5]
+    assert row[columns.index("method")] == UPIT
+    assert row[columns.index("per token")] == f"{of[UPIT].active_parameters:,}"
 
 
-def test_each_kind_is_compared_with_its_own(reports):
-    report = reports("main")
-    said = [line.partition(":")[0] for line in report.summary]
+def test_each_kind_is_compared_with_its_own(main):
+    lines = [line.partition(":")[0] for line in main.summary]
     against = [f"{name} against {UPIT}" for name in OF_FFN[:-1]]
     against += [f"{name} against UpIT (LoRA)" for name in OF_LORA[:-1]]
-    assert [line.partition(":")[0] for line in report.summary[:8]] == against
-    assert said[8:14] == [
-        "Upcycle_PT",
-        "Upcycle_SFT",
+    assert lines[:8] == against
+    routed = [
+        *OF_FFN[1:3],
         UPIT,
-        "LoRAMoE_PT",
-        "LoRAMoE_SFT",
+        *OF_LORA[1:3],
         "UpIT (LoRA)",
     ]
+    assert lines[8:14] == routed
 
 
-def test_where_the_domains_tokens_go(reports, out):
-    reports("main")
+def test_where_the_domains_tokens_go(main, out):
     assert (out / "main-routing.png").read_bytes().startswith(b"\x89PNG")
     routing = json.loads((out / "main.json").read_text())["routing"]
-    assert list(routing) == [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"]
+    assert list(routing) == [
+        *OF_FFN[1:3],
+        UPIT,
+        *OF_LORA[1:3],
+        "UpIT (LoRA)",
+    ]
     for values in routing.values():
-        (slots,), (distance,) = values["slots"], values["distance_between_domains"]
+        (slots,) = values["slots"]
+        (distance,) = values["distance_between_domains"]
         assert list(slots) == ["sums", "words"]
         assert distance == pytest.approx(domains.mean_distance(slots))
         assert values["layers"] == ["0", "1"]
@@ -152,27 +137,37 @@ def test_where_the_domains_tokens_go(reports, out):
 
 def test_distances_between_domains():
     alike = {"a": [[1, 3], [2, 2]], "b": [[2, 6], [5, 5]]}
-    assert domains.mean_distance(alike) == 0 and domains.mean_distance({"a": [[1, 3]]}) == 0
-    assert domains.mean_distance({"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}) == pytest.approx(
-        (1 + 0.25) / 2
-    )
+    assert domains.mean_distance(alike) == 0
+    assert domains.mean_distance({"a": [[1, 3]]}) == 0
+    unlike = {"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}
+    assert domains.mean_distance(unlike) == pytest.approx((1 + 0.25) / 2)
     assert domains.shares({"a": [[1, 3], [0, 0]]})["a"].tolist() == [[0.25, 0.75], [0, 0]]
 
 
 @pytest.mark.parametrize(
     "command, options, match",
     [
-        pytest.param("table1", {}, "command must be one of main", id="no such table"),
-        pytest.param("main", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
+        ("table1", {}, "command must be one of main"),
+        ("main", {"seeds": 0}, "seeds must be an integer of at least 1"),
     ],
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
-        upit_tables.run(command, recipe, tmp_path / "out", **options)
+        upit_tables.run(
+            command,
+            recipe,
+            tmp_path / "out",
+            **options,
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_too_small_buckets_are_refused_before_the_first_training(recipe, tmp_path):
     with pytest.raises(ValueError, match=r"num_experts is 3 and .* only 13 examples"):
-        make("main", recipe.change(seed_data__capacity=1000), tmp_path)
-    assert kinds(tmp_path) == ["data"]
+        make(
+            "main",
+            recipe.change(seed_data__capacity=1000),
+            tmp_path,
+        )
+    for path in tmp_path.glob("[!.]*"):
+        assert path.name.startswith("data-")

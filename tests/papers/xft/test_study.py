@@ -14,31 +14,34 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.fit import mean_loss, pair_collator, row_losses
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
-from papers.engine.stages import made_once
 from papers.engine.tiny import train_tokenizer
 from papers.xft import recipe as recipe_module
 from papers.xft import study as xft_study
 from papers.xft.recipe import Recipe
 from papers.xft.study import Stages
-from tests.hf.tiny import distance
 from tests.papers.xft.test_recipe import blocks
-from tests.support.dist_launch import killed
+from tests.support.dist_launch import killed, times
 
 WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]
-STEPS = {"learning_rate": 3e-3, "batch_size": 4, "optimizer": "adamw_torch", "steps": 6}
+STEPS = {
+    "learning_rate": 3e-3,
+    "batch_size": 4,
+    "optimizer": "adamw_torch",
+    "steps": 6,
+}
 
 
 def write_rows(path: Path, count: int = 40) -> Path:
     """Rows in the columns of evol-codealpaca, all different."""
-    rows = [
-        {
-            "instruction": f"Write {word} of {{{i}}}.",
-            "output": f"def {word}{i}(x):\n    return {word}(x, {i})\n",
-        }
-        for i in range(count // len(WORDS) + 1)
-        for word in WORDS
-    ][:count]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with path.open("w") as file:
+        for i in range(count):
+            word = WORDS[i % len(WORDS)]
+            answer = f"def {word}{i}(x):\n    return {word}(x, {i})\n"
+            row = {
+                "instruction": f"Write {word} of {{{i}}}.",
+                "output": answer,
+            }
+            print(json.dumps(row), file=file)
     return path
 
 
@@ -87,16 +90,35 @@ def make_recipe(folder: Path, **changes) -> Recipe:
 
 
 class Made:
-    """One run of all stages, and what it said."""
+    """One run of all stages."""
 
     def __init__(self, folder: Path):
         self.recipe = make_recipe(folder)
-        self.said = []
-        self.stages = Stages(self.recipe, folder / "out", say=self.said.append)
-        self.base, self.sft, self.moe = self.stages.base(), self.stages.sft(), self.stages.moe()
-        self.init, self.mix = self.stages.merge(self.moe), self.stages.mix(self.moe)
+        self.out = folder / "out"
+        self.stages = self.again()
+        self.base = self.stages.base()
+        self.sft = self.stages.sft()
+        self.moe = self.stages.moe()
+        self.init = self.stages.merge(self.moe)
+        self.mix = self.stages.mix(self.moe)
         self.ewa = self.stages.ewa()
         self.all = (self.base, self.sft, self.moe, self.init, self.mix, self.ewa)
+
+    def again(self, say=lambda text: None, seed=0, **changes) -> Stages:
+        """The same stages, with other settings of the recipe."""
+        return Stages(
+            self.recipe.change(**changes),
+            self.out,
+            seed=seed,
+            say=say,
+        )
+
+
+def loss_of(stages, result, part="held_out"):
+    """The loss of a saved model."""
+    model = ranks.load_model(result.folder, "float32")
+    losses = row_losses(model, stages.part(part), stages.tokenizer)
+    return pytest.approx(mean_loss(*losses), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -111,257 +133,212 @@ def weights(result) -> dict:
 def test_each_stage_is_a_folder_that_transformers_loads(made):
     assert len({result.folder for result in made.all}) == len(made.all)
     for result in made.all:
-        model, tokenizer = (
-            c.from_pretrained(result.folder) for c in (AutoModelForCausalLM, AutoTokenizer)
-        )
-        assert type(model).__name__ == (
-            "MoeRuntimeLlamaForCausalLM" if result is made.moe else "LlamaForCausalLM"
-        )
-        assert len(tokenizer) == model.config.vocab_size
-        assert mean_loss(*row_losses(model, made.stages.held_out, tokenizer)) == pytest.approx(
-            result.loss, rel=1e-5
-        )
+        model = AutoModelForCausalLM.from_pretrained(result.folder)
+        kind = "MoeRuntimeLlamaForCausalLM" if result is made.moe else "LlamaForCausalLM"
+        assert type(model).__name__ == kind
+        assert len(AutoTokenizer.from_pretrained(result.folder)) == model.config.vocab_size
+        assert result.loss == loss_of(made.stages, result)
         assert result.parameters == sum(p.numel() for p in model.parameters())
         assert read_json(result.folder / "config.json")["dtype"] == "float32"
+    assert weights(made.ewa).keys() == weights(made.base).keys()
+    assert made.ewa.loss != made.base.loss
+    assert not list(made.out.glob("ewa-*/experts"))
 
 
-def test_no_row_is_trained_on_and_judged_by(made):
-    train, held = (
-        {tuple(row["input_ids"]) for row in rows}
-        for rows in (made.stages.train_rows, made.stages.held_out)
-    )
-    assert len(train) == 32 and len(held) == 8 and not train & held
+def ids_of(rows) -> set[tuple]:
+    return {tuple(ids) for ids in rows["input_ids"]}
 
 
-def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made):
-    recipe = made.recipe.change(mix_rows=5)
-    stages = Stages(recipe, made.stages.out, say=lambda text: None)
+def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made, monkeypatch):
     rows = {}
-    stages._train = lambda name, model, train_rows, *_, **__: (
-        rows.update({name: train_rows}) or real(name, model, train_rows, *_)
-    )
-    real = made.stages._train
+    train = Stages._train
+
+    def spy(self, name, model, train_rows, *arguments, **more):
+        rows[name] = ids_of(train_rows)
+        return train(
+            self,
+            name,
+            model,
+            train_rows,
+            *arguments,
+            **more,
+        )
+
+    monkeypatch.setattr(Stages, "_train", spy)
+    stages = made.again(mix_rows=5)
     stages.sft(steps=1)
     moe = stages.moe()
     mixed = stages.mix(moe)
-    sets = {name: {tuple(ids) for ids in of["input_ids"]} for name, of in rows.items()}
-    assert {name: len(ids) for name, ids in sets.items()} == {"sft": 32, "moe": 27, "mix": 5}
-    assert sets["moe"] | sets["mix"] == sets["sft"]
-    assert (
-        stages.base() == made.base
-        and moe.folder != made.moe.folder
-        and mixed.alpha != made.mix.alpha
-    )
+    assert len(rows["sft"]) == 32
+    assert len(rows["moe"]) == 27
+    assert len(rows["mix"]) == 5
+    assert rows["moe"] | rows["mix"] == rows["sft"]
+    assert rows["sft"].isdisjoint(ids_of(stages.held_out))
+    assert stages.base() == made.base
+    assert moe.folder != made.moe.folder
+    assert mixed.alpha != made.mix.alpha
     with pytest.raises(ValueError, match="mix_rows .32. leaves no training examples"):
-        Stages(recipe.change(mix_rows=32), made.stages.out).base()
-
-
-@pytest.fixture
-def joined(tmp_path, monkeypatch) -> Stages:
-    return joined_stages(tmp_path, monkeypatch)
+        made.again(mix_rows=32).base()
 
 
 def joined_stages(tmp_path: Path, monkeypatch) -> Stages:
     """Stages on a joined source of made-up rows, some of which are too long to keep, with two
     experts per token.
     """
-    words = {"code": "def", "prose": "once", "arithmetic": "1 + 1"}
-    long = "x" * 99
-    part = [
-        {"prompt": f"{word} {i} {long * (i % 5 == 3)}", "completion": word}
-        for i in range(12)
-        for word in words.values()
-    ]
-    monkeypatch.setitem(xft_study.SOURCES, "+".join(words), lambda: (part[:24], part[24:]))
-    changes = {
-        "data__train": "+".join(words),
-        "data__limit": 18,
-        "data__held_out_rows": 5,
-        "data__validation_rows": 3,
+    words = {
+        "code": "def",
+        "prose": "once",
+        "arithmetic": "1 + 1",
     }
-    recipe = make_recipe(tmp_path, experts={"num_experts": 4, "top_k": 2}, **changes)
+    rows = []
+    for i in range(12):
+        long = "x" * 99 if i % 5 == 3 else ""
+        for word in words.values():
+            rows.append(
+                {
+                    "prompt": f"{word} {i} {long}",
+                    "completion": word,
+                }
+            )
+    monkeypatch.setitem(xft_study.SOURCES, "+".join(words), lambda: (rows[:24], rows[24:]))
+    recipe = make_recipe(
+        tmp_path,
+        experts={"num_experts": 4, "top_k": 2},
+        data__train="+".join(words),
+        data__limit=18,
+        data__held_out_rows=5,
+        data__validation_rows=3,
+    )
     return Stages(recipe, tmp_path / "out", say=lambda text: None)
 
 
-def test_the_domains_of_a_joined_source(joined):
+def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(tmp_path, monkeypatch):
+    stages = joined_stages(tmp_path, monkeypatch)
     begins = {"def": 0, "onc": 1, "1 +": 2}
     for part in ("train", "held_out", "validation"):
-        texts = joined.tokenizer.batch_decode(
-            [*joined.part(part)["input_ids"]], skip_special_tokens=True
-        )
-        assert joined.domains_of(part) == [begins[text[:3]] for text in texts]
-        assert joined.part(part).column_names == ["input_ids", "labels"]
-    base = joined.base()
-    ordered = joined.by_domain(base)
-    places = joined.domains_of("held_out")
-    assert (
-        list(ordered.rows) == list(joined.domains)
-        and sum(ordered.rows.values()) == len(places) == 5
-    )
-    start = 0
-    for place, count in enumerate(ordered.rows.values()):
-        of_domain = [loss for loss, found in zip(base.losses, places) if found == place]
-        assert ordered.losses[start : start + count] == of_domain
-        start += count
+        ids = list(stages.part(part)["input_ids"])
+        texts = stages.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        assert stages.domains_of(part) == [begins[text[:3]] for text in texts]
+    base = stages.base()
+    ordered = stages.by_domain(base)
+    assert list(ordered.rows) == list(stages.domains)
+    places = stages.domains_of("held_out")
+    assert list(ordered.rows.values()) == [places.count(place) for place in range(3)]
+    by_place = sorted(zip(places, range(5), base.losses))
+    assert ordered.losses == [loss for _, _, loss in by_place]
 
-
-def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(joined):
-    model = AutoModelForCausalLM.from_pretrained(joined.base().folder)
+    model = AutoModelForCausalLM.from_pretrained(base.folder)
     xft.upcycle(model, num_experts=4, top_k=2)
     stack = model.model.layers[1].mlp.experts.down_proj
-    rows = [row for row, place in zip(joined.train_rows, joined.domains_of("train")) if place == 1]
-    batch = pair_collator(joined.tokenizer)(rows)
-    with (
-        xft_study.routed_by_domain(model, joined._known_domains()),
-        record_routing(model) as record,
-    ):
+    rows = [row for row, at in zip(stages.train_rows, stages.domains_of("train")) if at == 1]
+    batch = pair_collator(stages.tokenizer)(rows)
+    routed = xft_study.routed_by_domain(model, stages._known_domains())
+    with routed, record_routing(model) as record:
         model(**batch).loss.backward()
-    assert all(
-        (ids == torch.tensor([2, 0])).all() for calls in record.ids.values() for ids in calls
-    )
+    for calls in record.ids.values():
+        for ids in calls:
+            assert (ids == torch.tensor([2, 0])).all()
     assert [bool(grad.any()) for grad in stack.grad] == [True, False, True, False]
-    moe = joined.moe(by_domain=True)
-    own = joined.moe()
-    assert moe.folder != own.folder and moe.losses != own.losses and moe.validation != moe.loss
-    model = ranks.load_model(moe.folder, "float32")
-    assert mean_loss(*row_losses(model, joined.held_out, joined.tokenizer)) == pytest.approx(
-        moe.loss
-    )
-
-
-def test_averages_of_an_sft(made):
-    sft = made.stages.sft(averages=True)
-    ema, swa = (made.stages.average(sft, kind) for kind in ("ema", "swa"))
-    assert (
-        sft.losses == made.sft.losses
-        and sft.folder != made.sft.folder
-        and len({sft.loss, ema.loss, swa.loss}) == 3
-    )
-    assert ema.total_seconds == sft.seconds and weights(swa).keys() == weights(sft).keys()
+    moe = stages.moe(by_domain=True)
+    plain = stages.moe()
+    assert moe.folder != plain.folder
+    assert moe.losses != plain.losses
+    assert moe.validation != moe.loss
+    assert moe.loss == loss_of(stages, moe)
 
 
 def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
     far = {
-        "sft__learning_rate": 1.0,
-        "sft__schedule": "constant",
-        "sft__keep_best": True,
-        "evaluations": 4,
+        "learning_rate": 1.0,
+        "schedule": "constant",
+        "keep_best": True,
     }
-    recipe = make_recipe(tmp_path, data__validation_rows=6, **far)
+    changes = {f"sft__{key}": value for key, value in far.items()}
+    recipe = make_recipe(
+        tmp_path,
+        data__validation_rows=6,
+        evaluations=4,
+        **changes,
+    )
     stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
-    train, held, chosen = (
-        {tuple(ids) for ids in stages.part(name)["input_ids"]}
-        for name in ("train", "held_out", "validation")
-    )
-    assert (len(train), len(held), len(chosen)) == (
-        26,
-        8,
-        6,
-    ) and not train & held | train & chosen | held & chosen
+    parts = [ids_of(stages.part(name)) for name in ("train", "held_out", "validation")]
+    assert [len(part) for part in parts] == [26, 8, 6]
+    assert len(set.union(*parts)) == 40
     sft = stages.sft()
-    model = AutoModelForCausalLM.from_pretrained(sft.folder)
-    best = mean_loss(*row_losses(model, stages.part("validation"), stages.tokenizer))
     losses = [loss for _, loss in sft.history]
-    assert (
-        best == pytest.approx(min(losses), rel=1e-5)
-        and len(losses) == 4
-        and min(losses) < losses[-1]
-    )
-    assert sft.loss == pytest.approx(
-        mean_loss(*row_losses(model, stages.held_out, stages.tokenizer)), rel=1e-5
-    )
+    assert len(losses) == 4
+    assert min(losses) < losses[-1]
+    assert min(losses) == loss_of(stages, sft, "validation")
+    assert sft.loss == loss_of(stages, sft)
 
 
-def test_a_gate_that_cannot_be_merged_is_refused_before_anything_is_trained(tmp_path):
-    recipe = make_recipe(tmp_path, experts={"num_experts": 4, "top_k": 2, "gate": "topk_softmax"})
+def test_what_is_refused_leaves_nothing(made, tmp_path):
+    vanilla = {
+        "num_experts": 4,
+        "top_k": 2,
+        "gate": "topk_softmax",
+    }
     with pytest.raises(ValueError, match="gate must be one of xft"):
-        xft_study.run(recipe, tmp_path / "out")
+        xft_study.run(made.recipe.change(experts=vanilla), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_loss_that_is_not_finite_is_kept(tmp_path):
-    made_once(
-        tmp_path / "stage",
-        "result.json",
-        lambda folder: {"loss": float("nan"), "losses": [float("inf")]},
-    )
-    values = read_json(tmp_path / "stage" / "result.json")
-    assert values["loss"] != values["loss"] and values["losses"] == [float("inf")]
-
-
-def test_the_merges_are_xft_merge(made):
-    def merged(**how):
-        return xft.merge(AutoModelForCausalLM.from_pretrained(made.moe.folder), **how).state_dict()
-
-    for result, how in ((made.init, {"shared_rate": 0.75}), (made.mix, {"alpha": made.mix.alpha})):
-        want = merged(**how)
-        got = weights(result)
-        assert want.keys() == got.keys() and all(
-            torch.equal(want[name], got[name]) for name in want
-        )
-    assert made.init.alpha == [pytest.approx([0.75, *[0.25 / 3] * 3])] * 2
-    for row in made.mix.alpha:
-        assert (
-            row[0] == 0.75
-            and sum(row) == pytest.approx(1)
-            and row[1:] != pytest.approx([0.25 / 3] * 3, abs=1e-4)
-        )
-
-
-def test_bad_settings_of_experts_and_merges(made):
+    with pytest.raises(ValueError, match="no shared expert"):
+        made.stages.mix(made.stages.moe(gate="topk_softmax", top_k=2))
     with pytest.raises(ValueError, match="shared_rate must be from 0 to 1"):
         made.stages.mix(made.moe, shared_rate=2)
     with pytest.raises(ValueError, match=r"top_k must be at most num_experts .4., but got 5"):
         made.stages.moe(top_k=5)
+    assert not list(made.out.glob("*.tmp-*"))
 
 
-def test_ewa_is_the_mean_of_its_experts(made):
-    base = weights(made.base)
-    ewa = weights(made.ewa)
-    assert all(distance(ewa[name], value) > 0 for name, value in base.items())
-    assert not list(made.stages.out.glob("ewa-*/experts"))
+def test_the_merges_are_xft_merge(made):
+    for result, how in ((made.init, {"shared_rate": 0.75}), (made.mix, {"alpha": made.mix.alpha})):
+        moe = AutoModelForCausalLM.from_pretrained(made.moe.folder)
+        merged = xft.merge(moe, **how).state_dict()
+        stored = weights(result)
+        assert merged.keys() == stored.keys()
+        for name, value in merged.items():
+            assert torch.equal(value, stored[name])
+    assert made.init.alpha == [pytest.approx([0.75, *[0.25 / 3] * 3])] * 2
+    for row in made.mix.alpha:
+        assert row[0] == 0.75
+        assert sum(row) == pytest.approx(1)
+        assert row[1:] != pytest.approx([0.25 / 3] * 3, abs=1e-4)
 
 
 def test_a_second_call_reads_what_is_there(made):
-    before = {path: path.stat().st_mtime_ns for path in made.stages.out.rglob("result.json")}
-    again = Stages(made.recipe, made.stages.out, say=lambda text: pytest.fail(text))
-    moe = again.moe()
-    assert (
-        moe == made.moe
-        and again.mix(moe) == made.mix
-        and again.sft() == made.sft
-        and again.ewa() == made.ewa
-    )
+    before = times(made.out)
+    again = made.again(say=lambda text: pytest.fail(text))
+    assert again.moe() == made.moe
+    assert again.mix(made.moe) == made.mix
+    assert again.sft() == made.sft
+    assert again.ewa() == made.ewa
     # how a training is carried out does not make another stage of it
-    recipe = made.recipe.change(
-        tune__per_device_batch_size=2, tune__save_steps=5, tune__gradient_checkpointing=True
-    )
-    assert Stages(recipe, made.stages.out, say=lambda text: pytest.fail(text)).moe() == made.moe
-    assert {
-        path: path.stat().st_mtime_ns for path in made.stages.out.rglob("result.json")
-    } == before
-    assert not list(made.stages.out.glob("*.checkpoints"))
+    settings = {
+        "per_device_batch_size": 2,
+        "save_steps": 5,
+        "gradient_checkpointing": True,
+    }
+    changes = {f"tune__{key}": value for key, value in settings.items()}
+    assert made.again(say=lambda text: pytest.fail(text), **changes).moe() == made.moe
+    assert times(made.out) == before
+    assert not list(made.out.glob("*.checkpoints"))
 
 
 def test_what_a_stage_depends_on_makes_another(made):
-    out = made.stages.out
     assert made.stages.sft(steps=1).folder != made.sft.folder
     assert made.stages.moe(top_k=2).folder != made.moe.folder
     assert made.stages.mix(made.moe, shared_rate=0.5).folder != made.mix.folder
-    other = Stages(made.recipe.change(tune__steps=1), out, seed=1, say=lambda text: None)
+    other = made.again(seed=1, tune__steps=1)
     assert other.base() == made.base  # every seed tunes the same base
     assert other.moe().folder != made.moe.folder
-    assert (
-        Stages(made.recipe.change(data__max_length=48), out, say=lambda text: None).base().folder
-        != made.base.folder
-    )
-
-
-def test_a_refused_stage_leaves_nothing(made):
-    moe = made.stages.moe(gate="topk_softmax", top_k=2)
-    with pytest.raises(ValueError, match="no shared expert"):
-        made.stages.mix(moe)
-    assert not [path for path in made.stages.out.iterdir() if ".tmp-" in path.name]
+    assert made.again(data__max_length=48).base().folder != made.base.folder
+    averaged = made.stages.sft(averages=True)
+    assert averaged.losses == made.sft.losses
+    assert averaged.folder != made.sft.folder
+    ema = made.stages.average(averaged, "ema")
+    swa = made.stages.average(averaged, "swa")
+    assert len({averaged.loss, ema.loss, swa.loss}) == 3
+    assert ema.total_seconds == averaged.seconds
 
 
 def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
@@ -386,24 +363,36 @@ print(stages.moe().losses)
 
 @pytest.mark.slow
 def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
-    recipe = make_recipe(tmp_path, tune__steps=40, tune__save_steps=3, tune__warmup_steps=2)
+    recipe = make_recipe(
+        tmp_path,
+        tune__steps=40,
+        tune__save_steps=3,
+        tune__warmup_steps=2,
+    )
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
-    Stages(recipe, out, say=lambda text: None).base()
-    checkpoint = "moe-*.checkpoints/checkpoint-*/history.json"
-    killed(KILLED, tmp_path / "recipe.yaml", out, when=lambda: list(out.glob(checkpoint)))
-    (done,) = {path.parents[1] for path in out.glob("moe-*.checkpoints/checkpoint-*/history.json")}
-    assert not [path for path in out.glob("moe-*") if (path / "result.json").exists()]
-    before = max(int(path.parent.name.partition("-")[2]) for path in done.glob("*/history.json"))
-    assert before < 40
-    (done / f"checkpoint-{before + 90}").mkdir()  # cut off while it was written
-    resumed = Stages(recipe, out, say=lambda text: None).moe()
-    straight = Stages(
-        recipe.change(tune__save_steps=None), tmp_path / "other", say=lambda text: None
-    ).moe()
-    assert resumed.losses == straight.losses and resumed.steps == 40
-    first = weights(resumed)
-    second = weights(straight)
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert [step for step, _ in resumed.history] == [20, 40] and not list(out.glob("*.checkpoints"))
-    assert not [path for path in out.iterdir() if ".tmp-" in path.name]
+    stages = Stages(recipe, out, say=lambda text: None)
+    stages.base()
+    pattern = "moe-*.checkpoints/checkpoint-*/history.json"
+    killed(
+        KILLED,
+        tmp_path / "recipe.yaml",
+        out,
+        when=lambda: list(out.glob(pattern)),
+    )
+    assert not list(out.glob("moe-*/result.json"))
+    saved = [path.parent for path in out.glob(pattern)]
+    last = max(int(path.name.partition("-")[2]) for path in saved)
+    assert last < 40
+    saved[0].with_name(f"checkpoint-{last + 90}").mkdir()  # cut off while it was written
+    resumed = stages.moe()
+    plain = recipe.change(tune__save_steps=None)
+    straight = Stages(plain, tmp_path / "other", say=lambda text: None).moe()
+    assert resumed.losses == straight.losses
+    assert resumed.steps == 40
+    expected = weights(straight)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name])
+    assert [step for step, _ in resumed.history] == [20, 40]
+    assert not list(out.glob("*.checkpoints"))
+    assert not list(out.glob("*.tmp-*"))

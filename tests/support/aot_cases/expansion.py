@@ -5,7 +5,7 @@ odd ones.
 import torch
 
 from moe_runtime.kernels import expansion
-from tests.support.aot import Case, record
+from tests.support.aot import Case, meta, record
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -14,14 +14,16 @@ P = 2048 * 5504
 
 
 def _gram(n=8, dtype=BF16, size=P, base=True, note="") -> Case:
-    weight, origin = (torch.empty(*shape, size, dtype=dtype, device="meta") for shape in ((n,), ()))
-    (case,) = record(lambda: expansion.gram_forward(weight, origin if base else None))
-    return case._replace(note=note, expect=("mma.sync",) * (dtype != FP32 and not base and n < 64))
+    weight = meta(n, size, dtype=dtype)
+    origin = meta(size, dtype=dtype) if base else None
+    (case,) = record(lambda: expansion.gram_forward(weight, origin))
+    has_products = dtype != FP32 and not base and n < 64
+    return case._replace(note=note, expect=("mma.sync",) * has_products)
 
 
 def _dare(dtype=BF16, size=P, base=True) -> Case:
-    first, second, origin = (torch.empty(size, dtype=dtype, device="meta") for _ in range(3))
-    args = (first, second, origin if base else None, 1 << 62, 1 << 61, 1 << 31, 1.0, 1.0)
+    parent = meta(size, dtype=dtype)
+    args = (parent, parent, parent if base else None, 1 << 62, 1 << 61, 1 << 31, 1.0, 1.0)
     (case,) = record(lambda: expansion.dare_merge_forward(*args))
     return case._replace(max_registers=128)
 

@@ -3,7 +3,7 @@
 import torch
 
 from moe_runtime.kernels import fusion
-from tests.support.aot import CAPABILITIES, Case, record
+from tests.support.aot import CAPABILITIES, CORES, Case, cases_of, meta
 
 T = 2048
 V = 32000
@@ -14,18 +14,6 @@ FP32 = torch.float32
 # 8 bytes are one register that ptxas keeps elsewhere for the sake of one more block per processor:
 # Triton -> bytes
 SPILLS = {(100, FP32, "ieee", False): {"3.6": 8, "3.7": 0, "3.9": 0}}
-CORES = {
-    80: "mma.sync",
-    86: "mma.sync",
-    89: "mma.sync",
-    90: "wgmma",
-    100: "tcgen05",
-    120: "mma.sync",
-}
-
-
-def meta(*shape: int, dtype=FP32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _forward(
@@ -34,74 +22,77 @@ def _forward(
     """The loss with the gate's gradient (`expect`), or with the mixed logits kept for the backward
     pass.
     """
-    gate = meta(T, len(sizes))
+    gate = meta(T, len(sizes), dtype=FP32)
     labels = meta(T, dtype=torch.int64)
-    hidden, heads = ([meta(n, h, dtype=dtype) for h in sizes] for n in (T, vocabulary))
+    hidden = [meta(T, size, dtype=dtype) for size in sizes]
+    heads = [meta(vocabulary, size, dtype=dtype) for size in sizes]
     config = fusion.fusion_config(capability, dtype, precision, sizes, expect)
-    logits = None if expect else meta(T, vocabulary)
-    (case,) = record(
-        lambda: fusion._forward(
-            gate, labels, hidden, heads, vocabulary, -100, expect, logits, config
-        )
-    )
-    fast = dtype != FP32 and all(size % 16 == 0 for size in sizes)
-    copies = ("cp.async", CORES[capability]) if fast else ()
+    logits = None if expect else meta(T, vocabulary, dtype=FP32)
+    args = (gate, labels, hidden, heads, vocabulary, -100, expect, logits, config)
+    is_fast = dtype != FP32 and all(size % 16 == 0 for size in sizes)
     note = "gate's gradient" if expect else "logits kept"
-    note += " tf32" * (precision == "tf32")
-    signature = case.signature | {"T": "i32"}
-    stack = SPILLS.get((capability, dtype, precision, expect), {})
-    return case._replace(
-        signature=signature, capabilities=(capability,), expect=copies, note=note, stack=stack
+    (case,) = cases_of(
+        lambda: fusion._forward(*args),
+        ("T",),
+        capabilities=(capability,),
+        expect=("cp.async", CORES[capability]) if is_fast else (),
+        note=note + " tf32" * (precision == "tf32"),
+        stack=SPILLS.get((capability, dtype, precision, expect), {}),
     )
+    return case
 
 
 def _backward(dtype=BF16, vocabulary=V, size=H) -> list[Case]:
-    gate = meta(T, 3)
+    gate = meta(T, 3, dtype=FP32)
     labels = meta(T, dtype=torch.int64)
-    hidden, heads = ([meta(n, size, dtype=dtype)] * 3 for n in (T, vocabulary))
-    x = meta(T, size, dtype=dtype)
+    hidden = [meta(T, size, dtype=dtype)] * 3
+    heads = [meta(vocabulary, size, dtype=dtype)] * 3
+    x = hidden[0]
     column = gate[:, 1]
-    found = record(
-        lambda: (
-            fusion.fused_logits_backward(gate, labels, gate[:, 0], hidden, heads, vocabulary, -100),
-            fusion.fused_hidden_backward(x, x, column, column, x, x),
-            fusion.fused_hidden_backward(x, x, column, column, None, x),
+
+    def step():
+        fusion.fused_logits_backward(
+            gate,
+            labels,
+            gate[:, 0],
+            hidden,
+            heads,
+            vocabulary,
+            -100,
         )
-    )
-    found = [case for case in found if "fwd" not in case.kernel]
+        fusion.fused_hidden_backward(x, x, column, column, x, x)
+        fusion.fused_hidden_backward(x, x, column, column, None, x)
+
     wide = ("wide",) * (size % 16 == 0 == vocabulary % 16)
-    return [
-        case._replace(
-            signature=case.signature | {"T": "i32"} if "T" in case.signature else case.signature,
-            expect=wide,
-        )
-        for case in found
-    ]
+    values = []
+    for case in cases_of(step, ("T",), expect=wide):
+        if "fwd" not in case.kernel:
+            values.append(case)
+    return values
+
+
+def _cases():
+    for expect in (True, False):
+        for capability in CAPABILITIES:
+            yield _forward(capability, expect)._replace(listed=True)
+        for capability in (80, 90, 100):
+            yield _forward(capability, expect, sizes=(4097, 4096))
+            for precision in ("ieee", "tf32"):
+                yield _forward(capability, expect, FP32, precision=precision)
+    for capability in (80, 90, 100):
+        for S in (2, 4, 8, 16):
+            yield _forward(capability, True, sizes=(4096,) * S)
+    yield _forward(
+        90,
+        True,
+        FP16,
+        vocabulary=151936,
+        sizes=(2048, 4096, 5120),
+    )
 
 
 CASES = [
-    *(
-        _forward(capability, expect)._replace(listed=True)
-        for capability in CAPABILITIES
-        for expect in (True, False)
-    ),
-    *(
-        _forward(capability, True, sizes=(4096,) * S)
-        for capability in (80, 90, 100)
-        for S in (2, 4, 8, 16)
-    ),
-    *(
-        _forward(capability, expect, sizes=(4097, 4096))
-        for capability in (80, 90, 100)
-        for expect in (True, False)
-    ),
-    *(
-        _forward(capability, expect, FP32, precision=precision)
-        for capability in (80, 90, 100)
-        for expect in (True, False)
-        for precision in ("ieee", "tf32")
-    ),
-    _forward(90, True, FP16, vocabulary=151936, sizes=(2048, 4096, 5120)),
+    *_cases(),
     *_backward(),
     *_backward(FP32),
     *_backward(vocabulary=32001, size=4097),

@@ -5,43 +5,33 @@ with rank 8, and odd ones.
 import torch
 
 from moe_runtime.kernels import lora, lora_backward
-from tests.support.aot import Case, record
+from tests.support.aot import Case, cases_of, meta
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
 T = 4096
-I = 5504
-E = 8
-RANK = 16
-FREE = {"T": "i32", "plane": "i32"}  # which are not specialised
-
-
-def meta(*shape: int, dtype=FP32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+ALL = (True, True, True)
 
 
 def _layer(
-    dtype=BF16, experts=E, columns=I, rank=RANK, act="silu", targets=(True,) * 3, note="", stack=8
+    dtype=BF16, experts=8, columns=5504, rank=16, act="silu", targets=ALL, note="", stack=8
 ) -> list[Case]:
     """The launches of a layer; `stack` is what ptxas is known to keep there of sizes that are not
     listed, mostly on sm_80.
     """
     z = meta(T, 2 * columns, dtype=dtype)
     low = meta(3, T, experts * rank, dtype=dtype)
-    halves = [meta(experts, rank, columns, dtype=dtype) if target else None for target in targets]
-    shared = (z, low, meta(T, experts), *halves)
+    half = meta(experts, rank, columns, dtype=dtype)
+    shared = (z, low, meta(T, experts, dtype=FP32), *(half if on else None for on in targets))
     inputs = (meta(T, columns, dtype=dtype), meta(T, experts * rank, dtype=dtype), *shared)
-    cases = [
-        *record(lambda: lora.lora_forward(*shared, act, 2.0)),
-        *record(lambda: lora_backward.lora_backward(*inputs, act, 2.0)),
-        *record(lambda: lora_backward.lora_backward_w(*inputs, targets, act, 2.0)),
-    ]
-    return [
-        case._replace(
-            signature=case.signature | FREE, note=note, stack={"3.6": stack or 8, "3.7": stack}
-        )
-        for case in cases
-    ]
+
+    def step():
+        lora.lora_forward(*shared, act, 2.0)
+        lora_backward.lora_backward(*inputs, act, 2.0)
+        lora_backward.lora_backward_w(*inputs, targets, act, 2.0)
+
+    stacks = {"3.6": stack or 8, "3.7": stack}
+    return cases_of(step, ("T", "plane"), note=note, stack=stacks)
 
 
 CASES = [

@@ -5,7 +5,7 @@ ones.
 import torch
 
 from moe_runtime.kernels import merging
-from tests.support.aot import CAPABILITIES, Case, record
+from tests.support.aot import CAPABILITIES, CORES, Case, cases_of, meta
 
 E = 8
 N = 2048
@@ -14,32 +14,30 @@ T = 4096
 BF16 = torch.bfloat16
 FP16 = torch.float16
 FP32 = torch.float32
-CORES = {
-    80: "mma.sync",
-    86: "mma.sync",
-    89: "mma.sync",
-    90: "wgmma",
-    100: "tcgen05",
-    120: "mma.sync",
-}
-
-
-def meta(*shape: int, dtype=FP32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _merge(dtype=BF16, experts=E, size=N * K, out=None, guarded=False) -> list[Case]:
     weight = meta(experts, size, dtype=dtype)
-    alpha = meta(experts)
-    out = meta(size, dtype=out or dtype)
-    seen = meta(experts) if guarded else None
-    cases = record(lambda: merging.merge_experts_forward(weight, alpha, out, seen))
-    cases += [] if guarded else record(lambda: merging.merge_experts_backward_alpha(out, weight))
-    note = "only if alpha changed" * guarded
-    wide = ("wide",) * (size % 16 == 0)
-    return [
-        case._replace(expect=wide, max_registers=64 if wide else 255, note=note) for case in cases
-    ]
+    alpha = meta(experts, dtype=FP32)
+    merged = meta(size, dtype=out or dtype)
+
+    def step():
+        merging.merge_experts_forward(
+            weight,
+            alpha,
+            merged,
+            alpha if guarded else None,
+        )
+        if not guarded:
+            merging.merge_experts_backward_alpha(merged, weight)
+
+    is_wide = size % 16 == 0
+    return cases_of(
+        step,
+        expect=("wide",) * is_wide,
+        max_registers=64 if is_wide else 255,
+        note="only if alpha changed" * guarded,
+    )
 
 
 def _linear(
@@ -48,14 +46,41 @@ def _linear(
     x = meta(rows, k, dtype=dtype)
     dout = meta(rows, n, dtype=dtype)
     weight = meta(experts, n, k, dtype=weights or dtype)
-    config = merging.linear_config(capability, dtype, weight.dtype, precision, rows, n, k)
-    (case,) = record(lambda: merging.merged_linear_backward_alpha(dout, x, weight, config))
-    signature = case.signature | {"T": "i32"}  # which is not specialised
-    copies = ("cp.async",) * (n % 16 == 0)
-    cores = (
-        (CORES[capability],) * (dtype != FP32) * (min(config["BLOCK_N"], config["BLOCK_K"]) >= 64)
+    config = merging.linear_config(
+        capability,
+        dtype,
+        weight.dtype,
+        precision,
+        rows,
+        n,
+        k,
     )
-    return case._replace(signature=signature, capabilities=(capability,), expect=copies + cores)
+    expect = ("cp.async",) * (n % 16 == 0)
+    if dtype != FP32 and min(config["BLOCK_N"], config["BLOCK_K"]) >= 64:
+        expect += (CORES[capability],)
+    (case,) = cases_of(
+        lambda: merging.merged_linear_backward_alpha(dout, x, weight, config),
+        ("T",),
+        capabilities=(capability,),
+        expect=expect,
+    )
+    return case
+
+
+def _cases():
+    for capability in CAPABILITIES:
+        yield _linear(capability)._replace(listed=True)
+        yield _linear(capability, weights=FP32)  # under autocast
+    for capability in (80, 90, 100, 120):
+        yield _linear(capability, FP32)
+        yield _linear(capability, FP32, precision="tf32")
+        yield _linear(capability, n=2047, k=5503)
+    yield _linear(80, rows=16)
+    yield _linear(90, rows=16)
+    yield _linear(90, FP16)
+    yield _linear(90, experts=1)
+    yield _linear(90, experts=64)
+    yield _linear(90, n=64, k=32)
 
 
 CASES = [
@@ -63,18 +88,8 @@ CASES = [
     *_merge(guarded=True),
     *_merge(FP32),
     *_merge(FP32, out=BF16, guarded=True),  # kept under autocast
-    *(case for experts in (3, 64) for case in _merge(experts=experts)),
+    *_merge(experts=3),
+    *_merge(experts=64),
     *_merge(size=33 * 17),
-    *(_linear(capability)._replace(listed=True) for capability in CAPABILITIES),
-    *(_linear(capability, weights=FP32) for capability in CAPABILITIES),  # under autocast
-    *(
-        _linear(capability, FP32, precision=p)
-        for capability in (80, 90, 100, 120)
-        for p in ("ieee", "tf32")
-    ),
-    *(_linear(capability, n=2047, k=5503) for capability in (80, 90, 100, 120)),
-    *(_linear(capability, rows=16) for capability in (80, 90)),
-    _linear(90, FP16),
-    *(_linear(90, experts=experts) for experts in (1, 64)),
-    _linear(90, n=64, k=32),
+    *_cases(),
 ]

@@ -3,7 +3,7 @@
 import torch
 
 from moe_runtime.kernels import routing
-from tests.support.aot import Case, record
+from tests.support.aot import Case, cases_of, meta
 
 T = 4097
 
@@ -19,25 +19,21 @@ def _cases(
     forced: bool = False,
 ) -> list[Case]:
     """Forward and backward over E routed experts, K slots (the shared expert's, too)."""
+    logits = meta(T, E, dtype=dtype)
+    b = meta(E, dtype=FP32) if bias else None
+    given = meta(T, K) if forced else None
 
     def step():
-        logits = torch.empty(T, E, dtype=dtype, device="meta")
-        b = torch.empty(E, device="meta") if bias else None
-        idx = torch.empty(T, K, dtype=torch.int32, device="meta") if forced else None
-        weight, idx = routing.route_forward(logits, b, K, gate, shared, idx)
+        weight, idx = routing.route_forward(logits, b, K, gate, shared, given)
         routing.route_backward(weight, logits, idx, gate, shared, forced)
 
-    cases = record(step)
     row = E * dtype.itemsize
-    return [
+    cases = []
+    for case in cases_of(step, max_registers=128, note=note):
         # where rows allow it and there are 16 bytes for every lane
-        case._replace(
-            expect=("wide",) if row % 16 == 0 and row * case.constant("BLOCK_T") >= 512 else (),
-            max_registers=128,
-            note=note,
-        )
-        for case in cases
-    ]
+        is_wide = row % 16 == 0 and row * case.constant("BLOCK_T") >= 512
+        cases.append(case._replace(expect=("wide",) * is_wide))
+    return cases
 
 
 BF16 = torch.bfloat16

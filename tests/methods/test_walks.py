@@ -30,7 +30,7 @@ def test_an_esft_run_finds_its_layers_once(tmp_path, quick):
     walk = follow(
         runs.train_folder, base, selection, data, tmp_path / "out", training, max_length=32
     )
-    assert walk.stays <= 46, "\n".join(walk.places)
+    assert walk.stays <= 45, "\n".join(walk.places)
     looks = [place for place in walk.places if place.endswith("layers.numbered_layers")]
     assert len(looks) <= 2, looks  # of layers_of alone
 

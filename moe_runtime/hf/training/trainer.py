@@ -107,6 +107,8 @@ class _MoETrainer(WholeSaves):
         args = self.args
         model = self.model
         trained_files.check_trains(model)
+        training = self._training()
+        is_mixed = training is not None and training.dtypes
         balanced = self.balance_loss is not None or any(
             r.config.balance_loss != "none" and r.config.balance_loss_coef
             for r in routers
@@ -129,7 +131,7 @@ class _MoETrainer(WholeSaves):
                 "router_aux_loss_coef must be 0 for a model without routers, but got "
                 f"{self.router_aux_loss_coef}"
             )
-        elif trained_files.needs_autocast(model) and not (args.bf16 or args.fp16):
+        elif is_mixed and not (args.bf16 or args.fp16):
             reason = (
                 "bf16 is False, but the trained parameters have another dtype than the rest of "
                 "the model. Pass bf16=True, or call esft.train_only without dtype"
@@ -143,11 +145,14 @@ class _MoETrainer(WholeSaves):
         if reason is not None:
             raise ValueError(reason)
 
+    def _training(self) -> trained_files.TrainedParameters | None:
+        return trained_files.training_of(self.model)
+
     def _check_place(self, folder: StrPath) -> None:
         """Raise ValueError for the folder of a whole model if only trained experts will be
         saved.
         """
-        if trained_files.training_of(self.model) is not None and self.args.should_save:
+        if self._training() is not None and self.args.should_save:
             trained_files.check_place(folder)
 
     def _ranks(self, num_items_in_batch) -> int:

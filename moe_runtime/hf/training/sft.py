@@ -320,7 +320,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     check = functools.partial(_check_output, name, ours, args, resume, adapter=model.use_peft)
     check()
     with ranks.sole_training(args.output_dir, check):
-        with without_retries(name), console.watched("preparing the training"):
+        with without_retries(name):
             trainer = _trainer(trl, name, ours, script, args, model, mixture)
         trainer.card_base, trainer.card_command = name, _command(argv)
         _train(trainer, ours, script.dataset_name, resume)

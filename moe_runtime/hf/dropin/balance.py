@@ -35,55 +35,6 @@ _FIELDS = ("router_aux_loss_coef", "output_router_logits")
 _MISSING = object()
 
 
-def pooled_loss(
-    router_logits: Sequence[Tensor],
-    num_experts: int,
-    top_k: int,
-    attention_mask: Tensor | None = None,
-) -> Tensor:
-    """Compute transformers' auxiliary loss of L router logits [T, E], with means over all layers
-    together, [] float32.
-
-    `attention_mask` [B, S] excludes padding. The value is `top_k` when balanced, and also when the
-    layers' imbalances cancel.
-    """
-    return balance.pooled_loss(
-        router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask)
-    )
-
-
-def per_layer_loss(
-    router_logits: Sequence[Tensor],
-    num_experts: int,
-    top_k: int,
-    attention_mask: Tensor | None = None,
-) -> Tensor:
-    """Compute the mean of the layers' auxiliary losses from L router logits [T, E], [] float32;
-    `top_k` if all are balanced.
-    """
-    return balance.per_layer_loss(
-        router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask)
-    )
-
-
-def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> Tensor | None:
-    shapes = sorted({tuple(logits.shape) for logits in router_logits})
-    mask = None
-    if attention_mask is not None:
-        mask = attention_mask.reshape(-1) != 0
-    fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,)
-    if mask is not None:
-        fits = fits and shapes[0][0] == len(mask)
-    if not fits or not 1 <= top_k <= num_experts:
-        size = None if mask is None else tuple(attention_mask.shape)
-        raise ValueError(
-            f"Expected router_logits of shape [T, {num_experts}] for each layer, 1 <= top_k <= "
-            f"{num_experts} and an attention_mask [B, S] with B * S = T, but got router_logits "
-            f"{shapes}, top_k {top_k}, attention_mask {size}"
-        )
-    return mask
-
-
 class BalanceLoss:
     """An active balance loss of a model, created by `use_balance_loss`; `close` restores the model.
 

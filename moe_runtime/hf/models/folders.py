@@ -317,7 +317,6 @@ class FolderReceipt(NamedTuple):
     mlp_error: float | None = None
     alpha: list[list[float]] | None = None  # merging: [L, E]
     mixing: str | None = None  # merging: whether these are initial or learned
-    exact: bool | None = None  # export: whether the stock family computes the gate
     logits_error: float | None = None  # export: relative, if measured
 
 

@@ -12,8 +12,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moe_runtime.hf.dropin import balance
-from moe_runtime.hf.dropin.balance import per_layer_loss, pooled_loss, use_balance_loss
+from moe_runtime.hf.dropin.balance import use_balance_loss
 from moe_runtime.hf.dropin.layers import routed_layers
+from moe_runtime.ops.balance import per_layer_loss, pooled_loss
 from papers.engine.tiny import train_tokenizer
 from tests.hf import stock as families
 from tests.hf import tiny
@@ -67,7 +68,8 @@ def close(a, b, error=1e-5):
 @pytest.mark.parametrize("mask", [None, a_mask()], ids=["all", "padded"])
 def test_both_are_transformers_formula(mask):
     logits = [x.requires_grad_() for x in logits_of()]
-    pooled = pooled_loss(logits, 8, 3, mask)
+    flat = None if mask is None else mask.flatten() != 0
+    pooled = pooled_loss(logits, 3, flat)
     expected = load_balancing_loss_func(tuple(logits), 8, 3, mask)
     assert torch.allclose(pooled, expected, rtol=1e-6)
     grads, expected_grads = (torch.autograd.grad(loss, logits) for loss in (pooled, expected))
@@ -77,7 +79,7 @@ def test_both_are_transformers_formula(mask):
     for layer in logits:
         layers.append(load_balancing_loss_func((layer,), 8, 3, mask))
     assert torch.allclose(
-        per_layer_loss(logits, 8, 3, mask),
+        per_layer_loss(logits, 3, flat),
         sum(layers) / 4,
         rtol=1e-6,
     )
@@ -88,10 +90,10 @@ def test_four_layers_that_collapse_on_different_experts_only_look_balanced_when_
     for layer in range(4):
         layers[layer, :, 2 * layer : 2 * layer + 2] = 0  # probability 1/2 each
     balanced = [torch.eye(8).roll(1, 0) + torch.eye(8)] * 4
-    assert pooled_loss(list(layers), 8, 2).item() == pytest.approx(2.0)
-    assert pooled_loss(balanced, 8, 2).item() == pytest.approx(2.0)
-    assert per_layer_loss(balanced, 8, 2).item() == pytest.approx(2.0)
-    assert per_layer_loss(list(layers), 8, 2).item() == pytest.approx(8.0)
+    assert pooled_loss(list(layers), 2).item() == pytest.approx(2.0)
+    assert pooled_loss(balanced, 2).item() == pytest.approx(2.0)
+    assert per_layer_loss(balanced, 2).item() == pytest.approx(2.0)
+    assert per_layer_loss(list(layers), 2).item() == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,7 +134,7 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
             handles.append(module.register_forward_hook(catch))
     assert len(routers) == 2
     loss = model(**inputs).loss
-    loss += COEF * per_layer_loss(logits, 8, 2, inputs["attention_mask"])
+    loss += COEF * per_layer_loss(logits, 2, inputs["attention_mask"].flatten() != 0)
     loss.backward()
     for handle in handles:
         handle.remove()

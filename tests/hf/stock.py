@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from moe_runtime.hf.dropin.experts import gate_of, is_experts
-from tests.hf.stock_sizes import CHANGES, CLASSES, MOE, OTHER_CLASSES, SMALL, VOCAB
+from tests.hf.stock_sizes import CHANGES, CLASSES, MOE, SMALL, VOCAB
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 _FOLDER = Path(transformers.__file__).parent / "models"
@@ -78,15 +78,6 @@ def model_class(family: str) -> type[PreTrainedModel]:
             ):
                 return cls
     raise LookupError(f"{family} has no class that ends with one of {_HEADS}; add it to CLASSES")
-
-
-def experts_classes(family: str) -> set[str]:
-    """Names of the classes that the family's modeling file decorates."""
-    return set(
-        re.findall(
-            r"^@use_experts_implementation.*\nclass (\w+)", _sources()[family][1], re.MULTILINE
-        )
-    )
 
 
 def small_config(cls: type[PreTrainedConfig], changes: dict) -> PreTrainedConfig:
@@ -170,15 +161,6 @@ def _randomized(model: nn.Module) -> nn.Module:
                 )
             )
     return model
-
-
-def experts_alone(family: str, name: str) -> nn.Module:
-    """An experts module of a class that the tested model does not have."""
-    module = importlib.import_module(model_class(family).__module__)
-    config = small_config(getattr(module, OTHER_CLASSES[name]), {})
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    return _randomized(getattr(module, name)(config))
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:

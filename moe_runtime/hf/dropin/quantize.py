@@ -31,6 +31,7 @@ from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import is_quantized, named
 from moe_runtime.ops import all_to_all, packed
 
+BLOCKS = [packed.BLOCK] * 2  # weight_block_size of a config.json in FP8
 METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_quantized reads
 
 
@@ -350,36 +351,31 @@ def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
-    method = quantization.get("quant_method")
-    formats = ", ".join(packed.FORMATS)
-    known = {None: None, "mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}
-    if not isinstance(method, str | None) or method not in known:
-        raise ValueError(
-            f"The experts in {source} are quantized by {shown(method)}, which load_quantized "
-            "cannot read. Pass a folder in 16 bits, MXFP4, FP8 or written by save_quantized"
-        )
-    held = known[method]
-    if method is not None:
-        if not isinstance(held, str) or held not in packed.FORMATS:
-            raise ValueError(
-                f"format in quantization_config of {source} must be one of {formats}, but is "
-                f"{shown(held)}"
-            )
-    elif format is None:
-        raise ValueError(
-            f"The experts in {source} are not quantized. Pass a format to quantize them to, one of "
-            f"{formats}"
-        )
-    sizes = quantization.get("weight_block_size", [packed.BLOCK] * 2)
-    if method == "fp8" and sizes != [packed.BLOCK] * 2:
-        raise ValueError(
-            f"weight_block_size in quantization_config of {source} must be {[packed.BLOCK] * 2}, "
-            f"but is {shown(sizes)}. Load the model in 16 bits and call quantize_experts"
-        )
     if format is not None:
         packed.of_name(format)
+    method = quantization.get("quant_method")
+    if method is None:
+        if format is None:
+            raise ValueError(
+                f"The experts in {source} are not quantized. Pass a format to quantize them to, "
+                f"one of {', '.join(packed.FORMATS)}"
+            )
+        return None, format
+    held = None
+    if method == METHOD:
+        held = quantization.get("format")
+    elif method == "mxfp4":
+        held = "mxfp4"
+    elif method == "fp8" and quantization.get("weight_block_size", BLOCKS) == BLOCKS:
+        held = "fp8_block"
+    if not isinstance(held, str) or held not in packed.FORMATS:
+        raise ValueError(
+            f"The experts in {source} are quantized by {shown(quantization)}, which load_quantized "
+            f"cannot read. Pass a folder in 16 bits, in MXFP4, in FP8 with weight_block_size "
+            f"{BLOCKS}, or written by save_quantized"
+        )
     # only experts are quantized, and load_quantized reads those itself
-    if method in ("mxfp4", METHOD):
+    if method != "fp8":
         del config.quantization_config
     return held, format or held
 

@@ -277,21 +277,3 @@ def test_experts_alone(model, case):
     for name, value in all_gradients(module, "eager", x, idx, weight).items():
         assert value.norm() > 0, name
         assert distance(got[name], value) < 2e-6, name
-
-
-def test_every_decorated_class(family, model):
-    """Those that the model has ran above; the others run by themselves."""
-    for name in stock.experts_classes(family) - {
-        type(module).__name__ for module in stock.experts_of(model).values()
-    }:
-        module = stock.experts_alone(family, name)
-        x = torch.randn(9, module.down_proj.shape[1])
-        idx = torch.randint(1, 8, (9, 3))
-        weight = torch.rand(9, 3)
-        want, got = (
-            all_gradients(module, which, x, idx, weight) for which in ("eager", "moe_runtime")
-        )
-        for key, value in want.items():
-            assert value.norm() > 0
-            assert distance(got[key], value) < 2e-6
-    assert stock.experts_classes(family)

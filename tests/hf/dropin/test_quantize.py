@@ -450,7 +450,7 @@ def test_folders_that_cannot_be_loaded_are_refused(tmp_path):
         moe_runtime.load_quantized(nf4, "int8")
     whole = json.loads((nf4 / "config.json").read_text())
     for changes, says in (
-        ({"quantization_config": {"quant_method": "awq"}}, "by 'awq', which load_quantized cannot"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq'}, which load_quantized cannot"),
         ({"model_type": "no-such-model"}, "cannot be loaded by transformers"),
     ):
         edit_config(nf4, **whole | changes)

@@ -2,7 +2,6 @@
 running code from either.
 """
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.config import one_line, shown
-from moe_runtime.hf.common.sources import check_source, hub_problem, without_retries
+from moe_runtime.hf.common.sources import check_source
 from moe_runtime.io import files
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint
 
@@ -35,17 +34,14 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
     Raises a ValueError with the `name` of the source if it cannot be loaded. Only TRL's `train
     --trust_remote_code` runs a folder's code.
     """
-    client = contextlib.nullcontext()
     if not os.path.exists(source):
         check_source(source, name)
-        client = without_retries(source)
     check_folder(source)
     if kind is AutoModelForCausalLM and os.path.isdir(source):
         settings["use_safetensors"] = True
         Checkpoint(source)
     try:
-        with client:
-            return kind.from_pretrained(source, trust_remote_code=False, **settings)
+        return kind.from_pretrained(source, trust_remote_code=False, **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
@@ -58,10 +54,9 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
         elif os.path.exists(source):
             reason = f"cannot be loaded by transformers: {reason_of(error)}"
         else:
-            problem = hub_problem(source, error).rstrip(".")
             reason = (
-                f"is no folder, and cannot be loaded from the Hub: {problem}. Pass a folder or a "
-                "Hub id"
+                f"is no folder, and cannot be loaded from the Hub: {reason_of(error)}. Pass a "
+                "folder or a Hub id"
             )
         raise ValueError(f"{name} {str(source)!r} {reason}") from error
 

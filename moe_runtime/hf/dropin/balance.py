@@ -3,8 +3,8 @@
     loss = lm_loss + coef * aux_loss,    aux_loss = pooled_loss or per_layer_loss of the router
                                          logits (moe_runtime.ops.balance)
 
-`use_balance_loss` gets the logits where the model's class declares its router outputs. It therefore
-works for families with an auxiliary loss, which it replaces, and for families without one.
+`use_balance_loss` works for families with an auxiliary loss, which it replaces, and for families
+without one.
 """
 
 import functools
@@ -17,7 +17,6 @@ from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice, check_number
 from moe_runtime.hf.common.outputs import check_gradients, share_of_batch
-from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
     RoutedLayer,
@@ -47,12 +46,12 @@ class BalanceLoss:
         self.kind = kind
         self.coef = coef
         layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
-        self.routers = _declared_routers(model) or _routers_beside(model, layers)
+        self.routers = _routers_of(model, layers)
         if not self.routers or not layers:
             missing = "routers" if layers else "MoE layers"
             raise ValueError(
-                f"No {missing} of {type(model).__name__} are known to transformers. Pass a stock "
-                "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
+                f"{type(model).__name__} has no {missing} of a stock MoE model of transformers. "
+                "For layers of moe_runtime set MoEConfig(balance_loss=...)"
             )
         self._logits: list[Tensor] = []
         self._top_k = 1
@@ -199,7 +198,7 @@ def use_balance_loss(
     `coef` defaults to the config's router_aux_loss_coef. The model's output has the parts as
     `lm_loss` and `aux_loss` (without coef). It works with Trainer and, if called before its
     construction, with TRL's SFTTrainer; the loss is averaged over the micro-batches of a step.
-    Raises ValueError if transformers does not declare the model's router logits, or without a coef.
+    Raises ValueError for a model without routers, or without a coef.
     """
     check_choice("kind", kind, KINDS)
     model = _unwrap(model)
@@ -223,41 +222,19 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
-    """List the modules that return router logits and their place in the output, as declared by the
-    model's classes.
-    """
-    routers = {}
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        specs = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for spec in specs if isinstance(specs, list) else [specs]:
-            for name, module in part.named_modules():
-                # not a recorder of the whole block, whose output is not that of a router
-                if _matches(spec, name, module) and not any(map(is_experts, module.modules())):
-                    routers[module] = functools.partial(_at, getattr(spec, "index", 1))
-    return list(routers.items())
-
-
-def _routers_beside(
-    model: PreTrainedModel, layers: list[RoutedLayer]
-) -> list[tuple[nn.Module, Place]]:
-    """Do the same for classes that declare nothing: find the routers by name in the blocks of
-    `layers`.
+def _routers_of(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[tuple[nn.Module, Place]]:
+    """List the modules in the blocks of `layers` that return router logits, found by their names,
+    and the place of the logits in the output.
     """
     routers = {}
     for layer in layers:
         for name, module in block_of(model, layer).named_children():
             kind = type(module).__name__.lower()
+            if hasattr(module, "tid2eid"):
+                continue  # the token's id chooses its experts, whatever the logits are
             if name in ("gate", "router") or "router" in kind or "gating" in kind:
                 routers[module] = functools.partial(_first_as_wide, layer.num_experts)
     return list(routers.items())
-
-
-# not operator.itemgetter, which torch.compile cannot trace
-def _at(index: int, parts: Sequence) -> Tensor:
-    return parts[index]
 
 
 def _first_as_wide(E: int, parts: Sequence) -> Tensor:
@@ -277,19 +254,3 @@ def _are_probabilities(scores: Tensor) -> Tensor:
 
 def _log(probabilities: Tensor) -> Tensor:
     return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
-
-
-def _matches(spec, name: str, module: nn.Module) -> bool:
-    """Return whether transformers' recorder (an OutputRecorder, a class or the end of a path)
-    refers to this module.
-    """
-    layer = (getattr(spec, "layer_name", None) or "").strip(".")
-    if layer and f".{layer}." not in f".{name}.":
-        return False
-    if isinstance(spec, str):
-        return name.endswith(spec)
-    kind = spec if isinstance(spec, type) else spec.target_class
-    if kind is not None and isinstance(module, kind):
-        return True
-    suffix = getattr(spec, "class_name", None)
-    return suffix is not None and name.endswith(suffix)

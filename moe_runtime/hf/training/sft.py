@@ -31,7 +31,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.common.loading import load
-from moe_runtime.hf.common.sources import check_source, is_id, without_retries
+from moe_runtime.hf.common.sources import check_source, is_id
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.folders import read_config, skeleton
 from moe_runtime.hf.models.hub import UNKNOWN_OWNER, model_card
@@ -311,8 +311,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     check = functools.partial(_check_output, name, ours, args, resume, adapter=model.use_peft)
     check()
     with ranks.sole_training(args.output_dir, check):
-        with without_retries(name):
-            trainer = _trainer(trl, name, ours, script, args, model, mixture)
+        trainer = _trainer(trl, name, ours, script, args, model, mixture)
         trainer.card_base, trainer.card_command = name, _command(argv)
         _train(trainer, ours, script.dataset_name, resume)
         return Path(args.output_dir)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moe_runtime.config import one_line, shown
@@ -33,7 +34,6 @@ from moe_runtime.io.files import (
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 MAX_DIMS = 64  # torch's own limit
 SHOWN = 8  # keys or files of a kind in an error
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -144,71 +144,36 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     return shards, weight_map
 
 
-def _parse_tensor(fields: Any) -> tuple[int, int, TensorSpec] | None:
-    """Return the first byte, the end and the spec in a header entry; None if it is invalid."""
-    try:
-        begin, end = fields["data_offsets"]
-        spec = TensorSpec(tuple(fields["shape"]), DTYPES[fields["dtype"]])
-        # the product of very many sizes takes quadratic time
-        if len(spec.shape) > MAX_DIMS:
-            return None
-        # torch also multiplies the sizes of an empty tensor
-        size = math.prod(max(n, 1) for n in spec.shape) * spec.dtype.itemsize
-        are_counts = all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape))
-        if are_counts and size < 2**63 and end - begin == spec.nbytes:
-            return begin, end, spec
-    except (KeyError, TypeError, ValueError):
-        pass
-    return None
-
-
-def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[TensorSpec, int]]]:
-    """Read and check a header.
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorSpec, int]]]:
+    """Read a header, which the safetensors package has checked.
 
     Returns the metadata, and each tensor's spec and first byte in the order of their bytes.
     """
-    file = stream.name
-    size = os.fstat(stream.fileno()).st_size
-    length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or length > min(size - 8, MAX_HEADER):
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as error:
         raise ValueError(
-            f"{file} is truncated or a git-lfs pointer: its size is {size} bytes and its header "
-            f"would take {length}. Download it again"
-        )
-    source = f"header of {file}"
-    header = parse_object(stream.read(length), source)
+            f"{path} is not a valid safetensors file ({one_line(error)}). Download it again, and "
+            "with git lfs if it is a pointer"
+        ) from error
+    with open(path, "rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        source = f"header of {path}"
+        header = parse_object(stream.read(start - 8), source)
     check_names(header, source)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError(
-            f"__metadata__ in the {source} must be an object of strings, but got {shown(metadata)}"
-        )
-    bad = []
-    parsed = []
-    for key, fields in header.items():
-        entry = _parse_tensor(fields)
-        if entry is None:
-            bad.append(key)
-        else:
-            parsed.append((*entry, key))
+    metadata = header.pop("__metadata__", None) or {}
     tensors = {}
-    position = 0
-    for begin, end, spec, key in sorted(parsed, key=lambda entry: entry[:2]):
-        if begin != position:
-            bad.append(key)
-        tensors[key] = (spec, 8 + length + begin)
-        position = end
-    if bad:
-        raise ValueError(
-            f"{bad[0]} in the {source} must have a known dtype, a shape, and data_offsets that "
-            "span its bytes and follow the previous tensor, but got "
-            f"{shown(header[bad[0]])}"
-        )
-    if 8 + length + position != size:
-        raise ValueError(
-            f"{file} has {size} bytes, but its header describes {8 + length + position}. Download "
-            "it again"
-        )
+    for key, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        shape = tuple(fields["shape"])
+        dtype = DTYPES.get(fields["dtype"])
+        # torch multiplies all sizes of an empty tensor too
+        if dtype is None or len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) >= 2**60:
+            raise ValueError(
+                f"{key} in the {source} must have a dtype and a shape of torch, but got "
+                f"{shown(fields)}"
+            )
+        tensors[key] = (TensorSpec(shape, dtype), start + fields["data_offsets"][0])
     return metadata, tensors
 
 
@@ -244,8 +209,8 @@ class Checkpoint:
         for shard in shards:
             check_regular(self.path / shard)
             with open(self.path / shard, "rb") as stream:
-                metadata, tensors = _read_header(stream)
                 self._stamps[shard] = _stamp(stream)
+            metadata, tensors = _read_header(self.path / shard)
             self.metadata = metadata | self.metadata
             for key, (spec, start) in tensors.items():
                 name = shard

@@ -100,7 +100,7 @@ def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
 @pytest.mark.parametrize(
     "header, message",
     [
-        (one(offsets=(0, 12)), "w in the header of"),
+        (one(offsets=(0, 12)), "not a valid safetensors file"),
         (one(dtype="F4"), "not a valid safetensors file"),
         (one(offsets=(4, 12)), "not a valid safetensors file"),
         (b"[" * 200_000, "not a valid safetensors file"),

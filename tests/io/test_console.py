@@ -2,15 +2,7 @@
 processes but the first.
 """
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
 
 import pytest
 import torch
@@ -19,15 +11,6 @@ from moe_runtime.cli.verbs import Ends
 from moe_runtime.config import MoEConfig
 from moe_runtime.io import console
 from moe_runtime.io.console import jsonable, print_table
-
-RUN = """
-import time
-from moe_runtime.io import console
-with console.bar("merging", "B") as update:
-    for done in range(0, 5_000_001, 250_000):
-        update(done, 5_000_000)
-        time.sleep(0.02)
-"""
 
 
 @pytest.fixture
@@ -79,27 +62,6 @@ def test_others_are_silent(clock, monkeypatch):
             clock.now += 1
             update(step, 100)
     assert clock.printed() == ""
-
-
-def test_a_terminal_gets_a_bar_with_rate_and_time_left():
-    main, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    done = subprocess.Popen([sys.executable, "-c", RUN], stderr=other, stdout=subprocess.PIPE)
-    os.close(other)
-    parts = []
-    with contextlib.suppress(OSError):  # how a terminal ends that nobody holds any more
-        while part := os.read(main, 1 << 16):
-            parts.append(part)
-    os.close(main)
-    text = b"".join(parts).decode()
-    out = done.communicate()[0]
-
-    assert done.returncode == 0
-    assert out == b""
-    assert "merging:" in text
-    assert "%|" in text
-    assert "MB/s" in text
-    assert "<00:0" in text
 
 
 def test_records_become_objects():

@@ -89,7 +89,7 @@ def _change(rng: random.Random, node: Any, key: Any, found: list[tuple], whole: 
         one = copy.deepcopy(rng.choice(HOSTILE))
         node.update({new: one}) if isinstance(node, dict) else node.append(one)
     elif kind == "wrap":
-        node[key] = rng.choice(([node[key]], {"x": node[key]}, str(node[key])))
+        node[key] = [node[key]]
     elif kind == "other":
         node[key] = copy.deepcopy(at(whole, rng.choice(found)))
     elif kind == "rename" and isinstance(node, dict):
@@ -111,8 +111,6 @@ def to_json(rng: random.Random, value: Any) -> bytes:
     if kind < 0.04 and isinstance(value, dict) and value:
         key = rng.choice(list(value))
         text = text[:-1] + f", {json.dumps(key)}: {json.dumps(rng.choice(HOSTILE))}}}".encode()
-    elif kind < 0.05:
-        text = b"\xef\xbb\xbf" + text
     elif kind < 0.06:
         text = b"[" * 100_000
     elif kind < 0.12:

@@ -4,6 +4,7 @@ running code from either.
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,7 @@ def check_folder(source: str | os.PathLike) -> None:
             )
 
 
-def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
+def load(kind: type, source: str | os.PathLike, name: str = "model", **settings: Any) -> Any:
     """Return kind.from_pretrained(source) without ever running code from a folder or a Hub id.
 
     A folder's weights must be those that `Checkpoint` opens: no pickles, and no files outside it.

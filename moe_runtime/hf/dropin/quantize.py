@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
 from moe_runtime.config import shown
@@ -265,7 +266,11 @@ def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[Tensor, Ten
 
 
 def load_quantized(
-    source: str | Path, format: str | None = None, *, mesh=None, **settings: Any
+    source: str | Path,
+    format: str | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    **settings: Any,
 ) -> nn.Module:
     """Load the model of a folder with its experts packed; at most one expert at a time is held in
     16 bits.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_runtime.config import SHARED_GATES, STOCK_FAMILIES, MoEConfig, check_choice
@@ -157,7 +157,7 @@ def _stock(to: str) -> Stock:
     return STOCK[to]
 
 
-def stock_config(config, to: str = "mixtral"):
+def stock_config(config: PreTrainedConfig, to: str = "mixtral") -> PreTrainedConfig:
     """Return the config of the stock model of family `to` that computes what an upcycled model
     does; raises ValueError if there is none.
     """

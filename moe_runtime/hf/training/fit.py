@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
     Adafactor,
@@ -78,12 +78,12 @@ def _arguments(folder: StrPath, save_steps: int | None, seed: int, **settings) -
 
 
 def train(
-    model,
-    rows,
-    tokenizer,
+    model: nn.Module,
+    rows: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     folder: StrPath,
-    held_out,
+    held_out: Any,
     adam_beta1: float = 0.9,
     adam_beta2: float = 0.999,
     balance_loss: str | None = None,

@@ -278,7 +278,7 @@ def test_compiled_models_have_the_loss_too():
     [
         (lambda: torch.nn.Linear(2, 2), "Expected a model of transformers, .*but got Linear"),
         (tiny.dense, "no MoE layers with a router"),
-        (tiny.upcycled, r"for layers of moe_runtime set MoEConfig\(balance_loss=...\)"),
+        (tiny.upcycled, r"For layers of moe_runtime set MoEConfig\(balance_loss=...\)"),
     ],
     ids=["not-a-model", "dense", "ours"],
 )

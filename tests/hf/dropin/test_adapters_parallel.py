@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_runtime
@@ -14,6 +14,7 @@ from moe_runtime.hf.dropin.parallel import save_pretrained, shard_experts
 from tests.hf.tiny import distance
 from tests.support import dist_adapters as worker
 from tests.support.dist_launch import Launches
+from tests.support.stock_moe import stock
 
 alone = functools.cache(worker.alone)
 RANKS = {
@@ -139,6 +140,15 @@ def four():
     )
     yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     torch.distributed.destroy_process_group()
+
+
+def test_ranks_start_with_the_adapters_of_the_first(four, monkeypatch):
+    config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = get_peft_model(stock(num_hidden_layers=1), config)
+    sent = []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: sent.append(src))
+    shard_experts(model, four["ep"])
+    assert sent == [0] * 4
 
 
 def test_packed_stacks_refuse_what_would_be_wrong(four, tmp_path):

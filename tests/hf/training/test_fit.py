@@ -2,6 +2,8 @@
 rows.
 """
 
+import json
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -218,7 +220,10 @@ def test_a_resumed_training_remembers_its_best(tokenizer, rows, tmp_path):
     straight, expected = run("a")
     with pytest.raises(KeyboardInterrupt):
         run("b", save_steps=2, callbacks=[Stop()])
+    history = tmp_path / "b" / "checkpoint-4" / "history.json"
+    history.write_text(json.dumps(json.loads(history.read_text()) | {"seconds": 1000.0}))
     resumed, done = run("b", save_steps=2)
+    assert done.history.seconds > 1000
     assert done.history.held_out == expected.history.held_out
     assert done.losses == expected.losses
     assert torch.equal(resumed.lm_head.weight, straight.lm_head.weight)

@@ -58,10 +58,7 @@ MODULES = {
         "Expert parallelism.",
         ("shard_experts", "clip_grad_norm", "parameter_groups", "save_pretrained"),
     ),
-    "moe_runtime.hf.dropin.balance": (
-        "Balance losses.",
-        ("use_balance_loss", "per_layer_loss", "pooled_loss"),
-    ),
+    "moe_runtime.hf.dropin.balance": ("Balance losses.", ("use_balance_loss",)),
     "moe_runtime.hf.dropin.stats": (
         "Router statistics.",
         (

@@ -18,8 +18,6 @@ STOCK_FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "glm4_moe",
-    "granitemoe",
-    "ernie4_5_moe",
     "flex_olmo",
 )
 

@@ -227,9 +227,6 @@ def export(
     source: Source,
     target: Target,
     to: To = "mixtral",
-    approximate: Annotated[
-        bool, option("Allow a gate that the family does not compute.", "--approximate")
-    ] = False,
     check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
     keep_rope: Annotated[
         bool, option("With --to official: keep a rotary base that it ignores.", "--keep-rope")
@@ -238,8 +235,8 @@ def export(
     overwrite: Overwrite = False,
 ):
     """Export an MoE model to a format that does not need this package. For a dense one, merge."""
-    if to == "official" and (approximate or check):
-        raise ValueError("--approximate and --check are not valid with --to official")
+    if to == "official" and check:
+        raise ValueError("--check is not valid with --to official")
     if to != "official" and keep_rope:
         raise ValueError(f"--keep-rope is not valid with --to {to}")
     if to == "official":
@@ -257,7 +254,6 @@ def export(
         source,
         target,
         to,
-        approximate=approximate,
         check=check,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
@@ -292,7 +288,7 @@ def import_official(
 
 
 def to_stock(source: Path, target: Path, to: str, **options):
-    """Write a stock model, print whether it is exact, and return its receipt."""
+    """Write a stock model, print how far its logits differ, and return its receipt."""
     from moe_runtime.hf.models.stock import export_stock
 
     receipt = convert(export_stock, source, target, to=to, **options)
@@ -300,10 +296,7 @@ def to_stock(source: Path, target: Path, to: str, **options):
         error = ""
     else:
         error = f"; the logits differ by {receipt.logits_error:.1e} relative"
-    typer.echo(
-        f"{to} computes "
-        f"{'the same' if receipt.exact else 'an approximation; train it before use'}{error}"
-    )
+    typer.echo(f"{to} computes the same{error}")
     return receipt
 
 

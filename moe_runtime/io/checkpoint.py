@@ -8,7 +8,6 @@ safetensors' mmap refuses such files, and its "pread" backend allocates whole te
 import contextlib
 import json
 import math
-import mmap
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moe_runtime.config import one_line, shown
@@ -34,7 +34,6 @@ from moe_runtime.io.files import (
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 MAX_DIMS = 64  # torch's own limit
 SHOWN = 8  # keys or files of a kind in an error
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -105,21 +104,6 @@ def _join(names: list[str]) -> str:
     return ", ".join(one_line(name, 200) for name in names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
 
 
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    """Return memory for one tensor; large ones are mapped, so that freeing leaves no holes."""
-    if spec.nbytes == 0:
-        return torch.empty(spec.shape, dtype=spec.dtype)
-    if spec.nbytes < 2**20:
-        memory: Any = bytearray(spec.nbytes)
-    else:
-        memory = mmap.mmap(
-            -1,
-            spec.nbytes,
-            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-        )
-    return torch.frombuffer(memory, dtype=spec.dtype).view(spec.shape)
-
-
 def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Return the sorted names of the shards, and the index's map from key to shard, if any."""
     index = folder / INDEX
@@ -134,106 +118,62 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
             f"Expected {SINGLE} or {INDEX} in {folder}, but found {weights}. {CONVERT}"
         )
     weight_map: Any = read_json(index).get("weight_map")
-    problem = _problem_of(weight_map, index)
-    if problem is None:
-        check_names(weight_map, index)
-        shards = sorted(set(weight_map.values()))
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            problem = (
-                f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
-            )
-        elif SINGLE in names and SINGLE not in shards:
-            problem = (
-                f"{folder} has both {INDEX} and a {SINGLE} that the index does not name. Delete "
-                "the stale one"
-            )
-        else:
-            return shards, weight_map
-    raise ValueError(problem)
-
-
-def _problem_of(weight_map: Any, index: Path) -> str | None:
-    """Return what is wrong with an index's map from key to shard, or None."""
     if not isinstance(weight_map, dict) or not weight_map:
-        return (
+        raise ValueError(
             f"weight_map in {index} must be an object that maps keys to shards, but got "
             f"{shown(weight_map, 80)}"
         )
-    for key, shard in weight_map.items():
+    check_names(weight_map, index)
+    for shard in weight_map.values():
         if not is_plain_name(shard) or not shard.endswith(".safetensors"):
-            return (
-                f"The shard of {one_line(key)} in {index} must be the plain name of a .safetensors "
-                f"file, but got {shown(shard)}"
+            raise ValueError(
+                f"Shards in {index} must be plain names of .safetensors files, but got "
+                f"{shown(shard)}"
             )
-    return None
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ValueError(
+            f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
+        )
+    if SINGLE in names and SINGLE not in shards:
+        raise ValueError(
+            f"{folder} has both {INDEX} and a {SINGLE} that the index does not name. Delete the "
+            "stale one"
+        )
+    return shards, weight_map
 
 
-def _parse_tensor(fields: Any) -> tuple[int, int, TensorSpec] | None:
-    """Return the first byte, the end and the spec in a header entry; None if it is invalid."""
-    try:
-        begin, end = fields["data_offsets"]
-        spec = TensorSpec(tuple(fields["shape"]), DTYPES[fields["dtype"]])
-        # the product of very many sizes takes quadratic time
-        if len(spec.shape) > MAX_DIMS:
-            return None
-        # torch also multiplies the sizes of an empty tensor
-        size = math.prod(max(n, 1) for n in spec.shape) * spec.dtype.itemsize
-        are_counts = all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape))
-        if are_counts and size < 2**63 and end - begin == spec.nbytes:
-            return begin, end, spec
-    except (KeyError, TypeError, ValueError):
-        pass
-    return None
-
-
-def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[TensorSpec, int]]]:
-    """Read and check a header.
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorSpec, int]]]:
+    """Read a header, which the safetensors package has checked.
 
     Returns the metadata, and each tensor's spec and first byte in the order of their bytes.
     """
-    file = stream.name
-    size = os.fstat(stream.fileno()).st_size
-    length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or length > min(size - 8, MAX_HEADER):
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as error:
         raise ValueError(
-            f"{file} is truncated or a git-lfs pointer: its size is {size} bytes and its header "
-            f"would take {length}. Download it again"
-        )
-    source = f"header of {file}"
-    header = parse_object(stream.read(length), source)
+            f"{path} is not a valid safetensors file ({one_line(error)}). Download it again, and "
+            "with git lfs if it is a pointer"
+        ) from error
+    with open(path, "rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        source = f"header of {path}"
+        header = parse_object(stream.read(start - 8), source)
     check_names(header, source)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError(
-            f"__metadata__ in the {source} must be an object of strings, but got {shown(metadata)}"
-        )
-    bad = []
-    parsed = []
-    for key, fields in header.items():
-        entry = _parse_tensor(fields)
-        if entry is None:
-            bad.append(key)
-        else:
-            parsed.append((*entry, key))
+    metadata = header.pop("__metadata__", None) or {}
     tensors = {}
-    position = 0
-    for begin, end, spec, key in sorted(parsed, key=lambda entry: entry[:2]):
-        if begin != position:
-            bad.append(key)
-        tensors[key] = (spec, 8 + length + begin)
-        position = end
-    if bad:
-        raise ValueError(
-            f"{bad[0]} in the {source} must have a known dtype, a shape, and data_offsets that "
-            "span its bytes and follow the previous tensor, but got "
-            f"{shown(header[bad[0]])}"
-        )
-    if 8 + length + position != size:
-        raise ValueError(
-            f"{file} has {size} bytes, but its header describes {8 + length + position}. Download "
-            "it again"
-        )
+    for key, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        shape = tuple(fields["shape"])
+        dtype = DTYPES.get(fields["dtype"])
+        # torch multiplies all sizes of an empty tensor too
+        if dtype is None or len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) >= 2**60:
+            raise ValueError(
+                f"{key} in the {source} must have a dtype and a shape of torch, but got "
+                f"{shown(fields)}"
+            )
+        tensors[key] = (TensorSpec(shape, dtype), start + fields["data_offsets"][0])
     return metadata, tensors
 
 
@@ -269,8 +209,8 @@ class Checkpoint:
         for shard in shards:
             check_regular(self.path / shard)
             with open(self.path / shard, "rb") as stream:
-                metadata, tensors = _read_header(stream)
                 self._stamps[shard] = _stamp(stream)
+            metadata, tensors = _read_header(self.path / shard)
             self.metadata = metadata | self.metadata
             for key, (spec, start) in tensors.items():
                 name = shard
@@ -325,26 +265,15 @@ class Checkpoint:
             index: An int, or a slice of step 1, of the first dimension.
 
         Raises:
-            ValueError: The key is unknown, or the index is out of range or of another kind.
+            ValueError: The key is unknown.
+            IndexError: The index is out of range.
         """
-        shape, dtype = self._entry(key).spec
-        row = TensorSpec(shape[1:], dtype)
-        try:
-            rows = range(*shape[:1])[index]
-        except (IndexError, TypeError):
-            rows = None
+        (n, *rest), dtype = self._entry(key).spec
+        row = TensorSpec(tuple(rest), dtype)
+        rows = range(n)[index]
         if isinstance(rows, int):
             return self._read(key, row, rows * row.nbytes)
-        if rows is None or rows.step != 1:
-            raise ValueError(
-                f"index must be an int in dim 0 of {key} {list(shape)} or a slice of step 1, but "
-                f"got {index!r}"
-            )
-        return self._read(
-            key,
-            TensorSpec((len(rows), *shape[1:]), dtype),
-            rows.start * row.nbytes,
-        )
+        return self._read(key, TensorSpec((len(rows), *rest), dtype), rows.start * row.nbytes)
 
     def _entry(self, key: str) -> _Entry:
         if key not in self._tensors:
@@ -354,7 +283,7 @@ class Checkpoint:
         return self._tensors[key]
 
     def _read(self, key: str, spec: TensorSpec, skip: int) -> torch.Tensor:
-        tensor = _empty(spec)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
         values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
         _, shard, start = self._tensors[key]
         with open(self.path / shard, "rb") as stream:
@@ -404,20 +333,17 @@ def check_keys(
     Raises:
         ValueError: Keys, shapes or dtypes differ; the message counts all and lists 8 of each kind.
     """
-    kinds: dict[str, list[str]] = {
+    kinds = {
         "missing": [key for key in expected if key not in specs],
         "unexpected": [key for key in specs if key not in expected],
-        "with a wrong shape": [],
-        "with a wrong dtype": [],
+        "with a wrong shape or dtype": [],
     }
-    for key, (right_shape, right_dtype) in expected.items():
-        if key in specs:
+    for key, spec in expected.items():
+        if specs.get(key, spec) != spec:
             shape, dtype = specs[key]
-            if shape != right_shape:
-                text = f"{key} is {list(shape)}, not {list(right_shape)}"
-                kinds["with a wrong shape"].append(text)
-            if dtype != right_dtype:
-                kinds["with a wrong dtype"].append(f"{key} is {dtype}, not {right_dtype}")
+            kinds["with a wrong shape or dtype"].append(
+                f"{key} is {list(shape)} {dtype}, not {list(spec.shape)} {spec.dtype}"
+            )
     problems = [f"{len(keys)} {kind}: {_join(keys)}" for kind, keys in kinds.items() if keys]
     if problems:
         raise ValueError(
@@ -497,19 +423,12 @@ class CheckpointWriter:
         """Store the current values of a tensor.
 
         Raises:
-            ValueError: The key is repeated, or this is no plain dense tensor.
+            ValueError: The key is repeated, or this is no plain tensor.
         """
-        what = f"a {type(tensor).__name__}"
-        is_valid = False
-        if isinstance(tensor, torch.Tensor) and type(tensor.detach()) is torch.Tensor:
-            what = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
-            is_stored = tensor.layout == torch.strided and tensor.dtype in DTYPES.values()
-            is_valid = is_stored and not tensor.is_meta
-        is_name = isinstance(key, str) and key not in ("", "__metadata__")
-        if not is_valid or not is_name or key in self._shard_of:
+        if type(tensor.detach()) is not torch.Tensor or tensor.is_meta or key in self._shard_of:
             raise ValueError(
-                f"Tensor {key!r} must be a plain dense tensor of a safetensors dtype under a new "
-                f"name, but got {what} after {len(self._shard_of)} others"
+                f"Tensor {key!r} must be a plain tensor with values under a new name, but got a "
+                f"{type(tensor).__name__} on {tensor.device} after {len(self._shard_of)} others"
             )
         spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if self._pending_bytes + spec.nbytes > self.max_shard_size:
@@ -519,7 +438,7 @@ class CheckpointWriter:
         as_stored = tensor.is_cpu and tensor.is_contiguous() and not is_view
         # a tensor that waits for others is copied, as the caller may reuse its memory
         if not as_stored or spec.nbytes < self.max_shard_size:
-            tensor = _empty(spec).copy_(tensor)
+            tensor = torch.empty(spec.shape, dtype=spec.dtype).copy_(tensor)
         self._pending[key] = tensor
         self._shard_of[key] = self._shards + 1
         self._pending_bytes += spec.nbytes

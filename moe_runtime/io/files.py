@@ -26,7 +26,6 @@ from moe_runtime.config import one_line, shown
 
 _TRAINING = "training"  # in the name of a training's lock
 MAX_NAME = 1000  # characters of a key in a file, ten times the longest tensor names of models
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # what safetensors, tokenizers and torch.save raise, in place of an OSError, if they cannot write
 _WRITE_FAILED = re.compile(
     r"\(os error (\d+)\)|SafetensorError|inline_container|PytorchStreamWriter|basic_ios|iostream"
@@ -51,25 +50,13 @@ def check_names(names: Iterable[str], source: str | os.PathLike) -> None:
 
 
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
-    """Parse one JSON object; raises a ValueError that names `source` and the position.
-
-    An escape of half a surrogate pair, such as \\ud800 alone, is refused: it is no character, and
-    cannot be written as UTF-8.
-    """
-    value = None
+    """Parse one JSON object; raises a ValueError that names `source` and the position."""
     try:
         value = json.loads(text.decode())
-        problem = f"must be a JSON object, but got a {type(value).__name__}"
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        value = None
-        half = error.object[error.start]
-        problem = f"has {half!r}, half of a surrogate pair, which is no character. Remove it"
     except (ValueError, RecursionError) as error:
-        problem = f"is not valid JSON ({error})"
+        raise ValueError(f"{source} is not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{source} {problem}")
+        raise ValueError(f"{source} must be a JSON object, but got a {type(value).__name__}")
     return value
 
 
@@ -145,16 +132,11 @@ def untrusted_in_cache(path: Path) -> str | None:
 def own_folder(path: Path) -> Path:
     """Create a folder in `cache_home` that only this user can write to, whatever the umask.
 
-    Returns `path`. Raises ValueError if other users can still write to it.
+    Returns `path`. Raises ValueError if it exists and other users can write to it.
     """
-    base = cache_home()
-    if base is not None and not base.exists():
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)  # as XDG specifies
+    for part in reversed(_parts_in_cache(path)):
+        part.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(parents=True, exist_ok=True)
-    for part in _parts_in_cache(path):
-        status = os.stat(part)
-        if part != base and status.st_uid == os.geteuid() and status.st_mode & 0o022:
-            part.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
     if reason := untrusted_in_cache(path):
         raise ValueError(reason)
     return path
@@ -302,21 +284,15 @@ def sole_training(folder: str | os.PathLike) -> Iterator[None]:
     The lock is a hidden folder inside, and ends with the process.
     """
     folder = Path(os.path.realpath(folder))
-    is_new = not folder.exists()
     with naming(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with _hidden(folder / _TRAINING) as (_, is_busy):
-            if is_busy:
-                raise ValueError(
-                    f"Another training is writing to {folder}. Wait until it ends, or choose "
-                    "another folder"
-                )
-            yield
-    finally:
-        if is_new:
-            with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
+    with _hidden(folder / _TRAINING) as (_, is_busy):
+        if is_busy:
+            raise ValueError(
+                f"Another training is writing to {folder}. Wait until it ends, or choose another "
+                "folder"
+            )
+        yield
 
 
 def contents_of(folder: Path) -> list[str]:
@@ -386,11 +362,12 @@ def check_out_dir(
     problem = None
     if path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
         problem = "is a mount point or a parent of the current folder. Choose a folder inside it"
+    elif path.is_dir() and any(path.iterdir()) and not overwrite:
+        problem = "already exists. Choose another or pass overwrite=True"
     elif path.is_dir():
-        if any(path.iterdir()) and not overwrite:
-            problem = "already exists. Choose another or pass overwrite=True"
-        elif source := _first_read(reads, path):
-            problem = f"is or contains {source}, which is read. Choose another"
+        for source in _existing(reads):
+            if _is_in(source, path):
+                problem = f"is or contains {source}, which is read. Choose another"
     elif path.exists():
         problem = "is a file. Choose another"
     if problem:
@@ -429,11 +406,6 @@ def check_out_file(
     if problem:
         raise ValueError(f"Output file {path} {problem}")
     return path
-
-
-def _first_read(reads: Iterable[object], folder: Path) -> Path | None:
-    """Return the first of `reads` that is `folder` or in it."""
-    return next((source for source in _existing(reads) if _is_in(source, folder)), None)
 
 
 def _existing(reads: Iterable[object]) -> Iterator[Path]:

@@ -13,7 +13,6 @@ used). `read_rows` converts every format to one of three: messages; prompt and c
 """
 
 import contextlib
-import datetime
 import gzip
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,7 +112,7 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
         problem = f"ends in {path.suffix!r}"
     if problem:
         raise ValueError(f"Data {name!r} {problem}. {_SOURCES}")
-    with _reading(datasets, path, name):
+    with _reading(name):
         if path.is_file() and path.suffix == ".jsonl":
             return _read_lines(datasets, path, name, answers)
         if path.is_file():
@@ -130,49 +129,31 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
 
 def _read_lines(datasets: Any, path: Path, name: str, answers: bool) -> Dataset:
     """Read a .jsonl file."""
-    columns, has_uneven_turns = _names_in(path)
+    lines = list(_lines(path))
+    columns = list(dict.fromkeys(key for _, row in lines for key in row))
     layout = _layout(columns, name)
+    forms = []
+    for number, row in lines:
+        row = dict.fromkeys(columns) | row
+        forms.append(in_form(row, layout, f"line {number} of {path}", answers))
     features = None
-    if has_uneven_turns and layout[0] in ("messages", "conversations"):
+    if "messages" in forms[0]:
         # `datasets` infers the types from the first examples, and drops or rejects keys that only
         # later turns have
-        types = {"messages": datasets.List(datasets.Json())}
-        types |= dict.fromkeys(_kept(layout, columns)[1:], datasets.Json())
-        features = datasets.Features(types)
-    stat = path.stat()
-    # tuples, as `datasets` treats lists as shards; by the file's state its cache notices a change
-    state = {
-        "path": str(path),
-        "columns": columns,
-        "state": (stat.st_size, stat.st_mtime_ns),
-        "answers": answers,
-    }
-    return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=state)
+        types = dict.fromkeys(forms[0], datasets.Json())
+        features = datasets.Features(types | {"messages": datasets.List(datasets.Json())})
+    return datasets.Dataset.from_list(forms, features=features)
 
 
 def _converted(rows: Dataset, name: str, answers: bool) -> Dataset:
     """Check every example of a Dataset and convert it as `in_form` does."""
     columns = rows.column_names
     layout = _layout(columns if len(rows) else (), name)
-    kept = _kept(layout, columns)
 
     def form(row: Mapping, i: int) -> dict[str, Any]:
-        return in_form(
-            row,
-            layout,
-            f"example {i + 1} of {name}",
-            answers,
-        )
+        return in_form(row, layout, f"example {i + 1} of {name}", answers)
 
-    is_code = layout == OSS_INSTRUCT and set(OSS_COLUMNS) <= set(columns)
-    if layout in (("conversations",), EVALUATION) or is_code or "input" in kept:
-        return rows.map(form, with_indices=True, remove_columns=columns)
-    for i, row in enumerate(rows):
-        form(row, i)
-    rows = rows.select_columns(kept)
-    if len(layout) == 2 and layout != PAIR:
-        rows = rows.rename_columns(dict(zip(layout, PAIR, strict=True)))
-    return rows
+    return rows.map(form, with_indices=True, remove_columns=columns)
 
 
 def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -187,7 +168,7 @@ def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
     if not path.is_file() or not (is_lines or path.suffix in BUILDERS):
         what = f"ends in {path.suffix!r}" if path.is_file() else "does not exist"
         raise ValueError(f"File {path} {what}. Pass a .jsonl, .jsonl.gz, .json or .parquet file")
-    with _reading(datasets, path, str(path)):
+    with _reading(str(path)):
         if is_lines:
             for _, row in _lines(path):
                 yield row
@@ -201,50 +182,20 @@ class BadRow(ValueError):
 
 
 @contextlib.contextmanager
-def _reading(datasets: Any, path: Path, name: str) -> Iterator[None]:
-    """Convert what `datasets` raises into one ValueError.
-
-    Also keeps it from reporting a local file to the Hub as a download.
-    """
-    before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before and not path.exists()
+def _reading(name: str) -> Iterator[None]:
+    """Convert what `datasets` raises into one ValueError."""
     try:
         yield
+    except BadRow:
+        raise
     except Exception as error:  # every underlying reader raises different exceptions
-        cause: BaseException = error
-        if type(error) not in (ValueError, BadRow):  # ours name the line; others wrap the cause
-            cause = error.__cause__ or error
+        cause = error
+        if isinstance(error.__cause__, Exception) and type(error) is not ValueError:
+            cause = error.__cause__
         if isinstance(cause, BadRow):
-            raise ValueError(str(cause)) from error
+            raise cause from None
         reason = one_line(str(cause).strip().partition("\n")[0]) or type(cause).__name__
         raise ValueError(f"Data {name!r} cannot be read: {reason}. {_SOURCES}") from error
-    finally:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before
-
-
-def _names_in(path: Path) -> tuple[tuple[str, ...], bool]:
-    """Return the columns of a .jsonl file, and whether its chats' turns have different keys."""
-    columns: dict[str, None] = {}
-    keys: set[frozenset] = set()
-    for _, row in _lines(path):
-        columns |= dict.fromkeys(row)
-        chat = row.get("messages", row.get("conversations"))
-        if isinstance(chat, list):
-            keys |= {frozenset(turn) for turn in chat if isinstance(turn, dict)}
-    return tuple(columns), len(keys) > 1
-
-
-def _rows(
-    path: str, columns: tuple[str, ...], state: tuple[int, int], answers: bool
-) -> Iterator[dict[str, Any]]:
-    layout = _layout(columns, path)
-    for number, row in _lines(Path(path)):
-        yield in_form(
-            dict.fromkeys(columns) | row,
-            layout,
-            f"line {number} of {path}",
-            answers,
-        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -273,12 +224,6 @@ def layout_of(columns: Iterable[str]) -> tuple[str, ...]:
         if present.issuperset(layout):
             return layout
     return ()
-
-
-def _kept(layout: tuple[str, ...], columns: Iterable[str]) -> list[str]:
-    """Return the columns that are read: the layout's, and those that belong to them."""
-    more = KEPT_WITH.get(layout[0], ())
-    return [*layout, *(name for name in columns if name in more)]
 
 
 def _layout(columns: Sequence[str], name: str) -> tuple[str, ...]:
@@ -310,7 +255,8 @@ def in_form(
     Raises:
         BadRow: A value does not fit the layout.
     """
-    form = {name: row[name] for name in _kept(layout, row)}
+    kept = (*layout, *KEPT_WITH.get(layout[0], ()))
+    form = {name: row[name] for name in kept if name in row}
     if layout == ("conversations",):  # ShareGPT's, or messages under another name
         turns = form.pop("conversations")
         if isinstance(turns, list | tuple):
@@ -344,44 +290,42 @@ def _turn(turn: Any) -> Any:
 
 
 def check_row(row: Mapping, where: str, answers: bool = False) -> None:
-    """Raise BadRow unless an example is text, prompt and completion, or a valid chat."""
-    problem = _problem_of(row, answers)
-    if problem is None:
-        return
-    name, value, expected = problem
-    text = "null" if value is None else shown(value)
-    if isinstance(value, datetime.date):
-        expected += ". Use a .jsonl file, which keeps strings that look like dates"
-    raise BadRow(f"{where}: {name} {text}, but expected {expected}")
+    """Raise BadRow unless an example is text, prompt and completion, or a valid chat.
 
+    Args:
+        row: The example.
+        where: What a message calls it.
+        answers: Whether a chat without an answer is refused.
+    """
 
-def _problem_of(row: Mapping, answers: bool) -> tuple[str, Any, str] | None:
-    """Return name, value and expectation of what is wrong with an example, or None."""
+    def require_that(is_valid: object, name: str, value: Any, expected: str) -> None:
+        if not is_valid:
+            raise BadRow(f"{where}: {name} {shown(value)}, but expected {expected}")
+
     columns = layout_of(row)
-    if columns not in FORMS:
-        return "the columns are", list(row), "messages, prompt and completion, or text"
+    expected = "messages, prompt and completion, or text"
+    require_that(columns in FORMS, "the columns are", list(row), expected)
     is_chat = "messages" in columns or isinstance(row.get("prompt"), list | tuple)
     for name in columns:
-        if is_chat and not isinstance(row[name], list | tuple):
-            return f"{name} is", row[name], "a list of messages"
-        if not is_chat and not isinstance(row[name], str):
-            return f"{name} is", row[name], "a string"
-    chat = chat_of(row)
-    if chat is None:
-        return None
-    turns, prompt = chat
+        if is_chat:
+            is_list = isinstance(row[name], list | tuple)
+            require_that(is_list, f"{name} is", row[name], "a list of messages")
+        else:
+            require_that(isinstance(row[name], str), f"{name} is", row[name], "a string")
+    if not is_chat:
+        return
+    turns, prompt = chat_of(row) or ([], 0)
     for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            expected = "role and content, or from (human, gpt or system) and value"
-            return f"turn {number} is", turn, expected
+        has_role = isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
+        expected = "role and content, or from (human, gpt or system) and value"
+        require_that(has_role, f"turn {number} is", turn, expected)
         content = turn.get("content")  # text, parts of text, or nothing beside a tool call
-        is_call = content is None and turn.get("tool_calls")
-        if not isinstance(content, str | list) and not is_call:
-            return f"the content of turn {number} is", content, "a string"
+        is_content = isinstance(content, str | list) or turn.get("tool_calls")
+        require_that(is_content, f"the content of turn {number} is", content, "a string")
     roles = [turn["role"] for turn in turns]
-    if answers and "assistant" not in roles[prompt:]:
-        return "the roles are", roles, "at least one assistant turn, as only these are trained"
-    return None
+    has_answer = not answers or "assistant" in roles[prompt:]
+    expected = "at least one assistant turn, as only these are trained"
+    require_that(has_answer, "the roles are", roles, expected)
 
 
 def hold_out(

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from moe_runtime.config import check_choice, one_line
 from moe_runtime.hf.models.configuration import write_legacy_rope
-from moe_runtime.io import console
 from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.io.rows import require
 
@@ -53,7 +52,6 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     try:
         # each step prints a separate progress bar
         with (
-            console.watched("unpacking SmolLM2"),
             open(os.devnull, "w") as null,
             contextlib.redirect_stderr(null),
         ):

@@ -70,16 +70,7 @@ class Machine:
             if not self.shim.exists():
                 new = self.shim.with_suffix(".new")
                 subprocess.run(
-                    [
-                        COMPILER,
-                        "-shared",
-                        "-fPIC",
-                        "-O1",
-                        "-o",
-                        new,
-                        SHIM,
-                        "-ldl",
-                    ],
+                    [COMPILER, "-shared", "-fPIC", "-O1", "-o", new, SHIM, "-ldl"],
                     check=True,
                     capture_output=True,
                 )
@@ -99,7 +90,6 @@ class Machine:
         root: Path,
         fault: tuple[int, int, int] = NONE,
         at: int = 0,
-        before: str = "",
         main: str = "",
     ) -> Done:
         """Run a command in `root`, whose files are what the fault is about; or call `main`, a
@@ -113,7 +103,6 @@ class Machine:
             "log": str(log),
             "fault": fault,
             "at": at,
-            "before": before,
             "main": main,
             "limit": PATIENCE,
         }
@@ -164,13 +153,7 @@ class Machine:
             }
             with open(self.folder / "server.log", "wb") as log:
                 server = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "tests.faults.server",
-                        self.socket,
-                        str(self.owner),
-                    ],
+                    [sys.executable, "-m", "tests.faults.server", self.socket, str(self.owner)],
                     cwd=ROOT,
                     env=env,
                     stdin=subprocess.DEVNULL,
@@ -202,7 +185,6 @@ class Trial:
             *self.argv,
             *more,
             root=root,
-            before=self.verb.before,
             **fault,
         )
 
@@ -215,7 +197,7 @@ class Trial:
 
     def result(self, place: str) -> dict[str, str] | None:
         """Return the bytes of what the verb is for."""
-        return tree(self.folder / place / self.verb.out, self.verb.volatile)
+        return tree(self.folder / place / self.verb.out)
 
     def points(self, calls: int, few: int, many: int) -> list[int]:
         """Draw so many calls, each of them before any comes twice."""
@@ -224,16 +206,13 @@ class Trial:
         return sorted([*every] * rounds + self.draw.sample(every, rest))
 
 
-def tree(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str] | None:
-    """Return path -> hash of all files of a folder, links followed; None where there is none.
-
-    `skip` has suffixes of names.
-    """
+def tree(folder: Path) -> dict[str, str] | None:
+    """Return path -> hash of all files of a folder, links followed; None where there is none."""
     if not folder.exists():
         return None
     hashes = {}
     for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
-        if path.is_file() and not (skip and path.name.endswith(skip)):
+        if path.is_file():
             name = str(path.relative_to(folder))
             hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return hashes

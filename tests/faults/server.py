@@ -24,38 +24,18 @@ from tests.support.cli import program_of
 
 IMPORTED = [
     "datasets",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "peft",
-    "tokenizers",
     "transformers.trainer",
-    "transformers.generation.utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.deepseek_v2.modeling_deepseek_v2",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.tokenization_utils_tokenizers",
-    "trl",
     "trl.trainer.sft_trainer",
     "moe_runtime.cli",
-    "moe_runtime.native.library",
     "papers.cli",
-    "papers.demo",
     "moe_runtime.hf.dropin.stats",
-    "moe_runtime.tools.tune",
-    "moe_runtime.hf.training.fit",
-    "moe_runtime.tools.router_report",
     "moe_runtime.hf.training.sft",
     "moe_runtime.methods.esft.runs",
-    "papers.esft.tables",
-    "papers.ultrafuser.tables",
-    "moe_runtime.methods.upit",
     "moe_runtime.methods.upit.folders",
-    "papers.upit.tables",
     "moe_runtime.methods.xft.folders",
-    "moe_runtime.methods.xft.official",
-    "papers.xft.tables",
 ]
 IDLE = 120.0  # seconds without a request after which nobody will ask any more
 
@@ -78,8 +58,6 @@ def be(case: dict) -> None:
     shim = ctypes.CDLL(None)
     code = 0
     try:
-        if case["before"]:
-            call(case["before"])
         shim.faults_arm(
             os.fsencode(case["root"]),
             *(ctypes.c_long(case["at"]), *case["fault"]),

@@ -14,41 +14,29 @@ HOSTILE: tuple[Any, ...] = (
     1,
     -1,
     2,
-    7,
     2**31,
-    2**63,
     2**64,
     HUGE,
     -HUGE,
     0.5,
-    -0.5,
-    1e308,
     float("nan"),
     float("inf"),
     "",
-    "0",
     "1",
-    "-1",
     "nan",
-    "x",
     "../x",
     "/etc/passwd",
-    "a/b",
     "..",
     "\0",
-    "\ud800",
     "é",
     "x" * 20_000,
     [],
     {},
-    [[]],
-    [0],
     [1, 1],
     [None],
     ["x"],
     {"": None},
     {"x": 1},
-    {"0": [0]},
     [-1, 2**40],
     [[[[[[[[[[]]]]]]]]]],
 )
@@ -101,7 +89,7 @@ def _change(rng: random.Random, node: Any, key: Any, found: list[tuple], whole: 
         one = copy.deepcopy(rng.choice(HOSTILE))
         node.update({new: one}) if isinstance(node, dict) else node.append(one)
     elif kind == "wrap":
-        node[key] = rng.choice(([node[key]], {"x": node[key]}, str(node[key])))
+        node[key] = [node[key]]
     elif kind == "other":
         node[key] = copy.deepcopy(at(whole, rng.choice(found)))
     elif kind == "rename" and isinstance(node, dict):
@@ -123,8 +111,6 @@ def to_json(rng: random.Random, value: Any) -> bytes:
     if kind < 0.04 and isinstance(value, dict) and value:
         key = rng.choice(list(value))
         text = text[:-1] + f", {json.dumps(key)}: {json.dumps(rng.choice(HOSTILE))}}}".encode()
-    elif kind < 0.05:
-        text = b"\xef\xbb\xbf" + text
     elif kind < 0.06:
         text = b"[" * 100_000
     elif kind < 0.12:

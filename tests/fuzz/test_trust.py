@@ -89,24 +89,6 @@ def unsafe(source: str) -> list[tuple[int, str]]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from dill import loads",
-        "torch.load(f)",
-        "torch.load(f, weights_only=False)",
-        "yaml.load(f)",
-        "exec(text)",
-        "np.load(f, allow_pickle=True)",
-        "A.from_pretrained(f, trust_remote_code=True)",
-        "AutoModelForCausalLM.from_config(c)",
-    ],
-)
-def test_what_is_unsafe_is_seen(source):
-    assert unsafe(source)
-
-
 def test_no_source_loads_what_may_run():
     files = [
         *(ROOT / "moe_runtime").rglob("*.py"),
@@ -285,14 +267,6 @@ def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
     return json.loads(report.read_text())
 
 
-def leads_out(folder: Path) -> None:
-    """Let an index name a file beside the folder."""
-    names = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder.with_name("secret.safetensors"))
-    index = {"weight_map": dict.fromkeys(names, "../secret.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def pickled(folder: Path) -> None:
     """Save the weights as a pickle."""
     torch.save(
@@ -304,21 +278,16 @@ def pickled(folder: Path) -> None:
 
 TYPES = ("evil", "llama", "t5")  # t5 is known to transformers, but not as a causal language model
 BROKEN = {
-    "vocabulary": {"vocab_size": 2**60},
     "negative": {"hidden_size": -1},
-    "text": {"num_hidden_layers": "two"},
     "nan": {"hidden_size": float("nan")},
-    "heads": {"num_attention_heads": 7, "head_dim": None},
-    "epsilon": {"rms_norm_eps": "x"},
     "act": {"hidden_act": "no\nsuch"},
     "block": {
         "model_type": "moe_runtime_llama",
         "architectures": [],
         "moe_runtime": {"stage": "moe"},
     },
-    "weights": {"transformers_weights": "other.safetensors.index.json"},
 }
-WEIGHTS = {"leads_out": leads_out, "pickled": pickled}
+WEIGHTS = {"pickled": pickled}
 # what a user does, one verb on what the one before it wrote
 WAY = (
     "xft upcycle {model} {folder}/moe --num-experts 4 --top-k 2 --check",
@@ -417,84 +386,3 @@ def test_no_network_is_needed(ran):
     _, report = ran
     assert [one["code"] for one in report["plain"]] == [0] * len(WAY), report["plain"]
     assert not [one for kind in report for one in report[kind] if one["network"]]
-
-
-# the files that we read besides checkpoints (tests/hf/training/test_checkpoint_files.py), each by
-# the verbs that read it
-MODEL_VERBS = ("xft upcycle {bad} {out} --num-experts 4 --top-k 2", "esft merge {bad} {bad} {out}")
-ADAPTER_VERBS = (
-    "esft apply {plain} {bad}",
-    "esft merge {plain} {bad} {out}",
-    "lora convert {plain} {bad} {out}",
-    "lora export {plain} {bad} {out} --to merged",
-)
-FUSED = ("ultrafuser generate {bad} --prompt a",)
-PICKLED = {
-    "config.json": MODEL_VERBS,
-    "model.safetensors": MODEL_VERBS,
-    "model.safetensors.index.json": MODEL_VERBS,
-    "pytorch_model.bin": MODEL_VERBS,
-    "pytorch_model.pt": MODEL_VERBS,
-    "adapter_config.json": ADAPTER_VERBS,
-    "adapter_model.safetensors": ADAPTER_VERBS,
-    "adapter_model.bin": ADAPTER_VERBS,
-    "expert_cfg.json": ADAPTER_VERBS[:2],
-    "ultrafuser.json": FUSED,
-    "rows.jsonl": ("train --model {plain} --data {bad}/rows.jsonl --output_dir {out}",),
-    "rows.parquet": ("train --model {plain} --data {bad}/rows.parquet --output_dir {out}",),
-    "scores.json": ("esft select --summary {bad}/scores.json --p 0.1 --out {out}.json",),
-    "selection.json": (
-        "esft train {plain} --config {bad}/selection.json --data {data} --out {out} --steps 1",
-    ),
-    "recipe.yaml": (
-        "papers run {bad}/recipe.yaml --out {out}",
-        "ultrafuser train --config {bad}/recipe.yaml --out {out}",
-    ),
-    "train.yaml": ("train --model {plain} --config {bad}/train.yaml --output_dir {out}",),
-    "task.yaml": ("papers eval {plain} --tasks {bad}/task.yaml --out {out}",),
-    "results.json": ("bench --compare {bad}/results.json {bad}/results.json",),
-}
-
-
-def test_a_pickle_under_any_name_is_refused_by_name(tmp_path):
-    touched = tmp_path / "touched"
-    plain = tmp_path / "plain"
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-    tiny.dense("llama", vocab_size=300).save_pretrained(plain)
-    train_tokenizer(["a b"], 300).save_pretrained(plain)
-    commands = []
-    names = []
-
-    for number, (name, verbs) in enumerate(PICKLED.items()):
-        bad = tmp_path / f"bad{number}"
-        shutil.copytree(plain, bad)
-        if verbs is ADAPTER_VERBS and name != "adapter_config.json":
-            config = {
-                "peft_type": "LORA",
-                "r": 2,
-                "lora_alpha": 2,
-                "target_modules": ["q_proj"],
-                "base_model_name_or_path": "",
-            }
-            (bad / "adapter_config.json").write_text(json.dumps(config))
-        if name.startswith(("pytorch_model", "model.safetensors.index")):
-            (bad / "model.safetensors").unlink()
-        (bad / name).write_bytes(pickle.dumps({"weight": Touch(touched)}))
-        names += [name] * len(verbs)
-        out = tmp_path / f"out{number}"
-        commands += [
-            verb.format(
-                bad=bad,
-                plain=plain,
-                data=data,
-                out=out,
-            ).split()
-            for verb in verbs
-        ]
-    wrong = []
-    for name, one in zip(names, run_verbs(commands, tmp_path), strict=True):
-        is_named = name in one["said"] or str(tmp_path / "bad") in one["said"]
-        wrong += [] if one["code"] == 1 and not one["error"] and is_named else [(name, one)]
-    assert not wrong
-    assert not touched.exists()

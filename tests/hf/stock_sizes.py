@@ -173,5 +173,3 @@ CHANGES = {
 }
 # the class to test where the heads' order would take another one
 CLASSES = {"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"}
-# experts classes that the tested model of their family does not have, and their configs
-OTHER_CLASSES = {"Qwen3OmniMoeTalkerTextExperts": "Qwen3OmniMoeTalkerTextConfig"}

@@ -30,8 +30,9 @@ def sharded(tmp_path: Path) -> tuple[Path, dict]:
 @pytest.mark.parametrize(
     "name, says",
     [
-        *((name, "must be the plain name") for name in ("/etc/a.safetensors", "../a", "..", 7)),
-        *((name, "must be the plain name") for name in ("sub/a", "sub\\a", "a\0", "", "a.bin")),
+        ("../a.safetensors", "must be plain names"),
+        ("a.bin", "must be plain names"),
+        (7, "must be plain names"),
         ("a.safetensors", "names a.safetensors, which do not exist"),
     ],
 )
@@ -86,63 +87,23 @@ def test_a_single_file_beside_an_index_that_ignores_it(tmp_path):
 def test_truncated_files_name_file_and_key(tmp_path):
     file = write(tmp_path / "out", ten_tensors()) / SINGLE
     whole = file.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    described = f"bytes, but its header describes {len(whole)}"
-    pointer = "is truncated or a git-lfs pointer: its size is"
-    for size, message in {
-        len(whole) + 1: f"has {len(whole) + 1} {described}",
-        len(whole) - 1: f"has {len(whole) - 1} {described}",
-        header + 900: f"has {header + 900} {described}",
-        header - 5: f"{pointer} {header - 5} bytes and its header would take {header - 8}",
-        3: f"{pointer} 3 bytes",
-        0: f"{pointer} 0 bytes",
-    }.items():
+    for size in (len(whole) + 1, len(whole) - 1, 3):
         file.write_bytes((whole + b"x")[:size])
-        with pytest.raises(ValueError, match=re.escape(f"{file} {message}")):
+        with pytest.raises(ValueError, match=f"{file} is not a valid safetensors file"):
             Checkpoint(tmp_path / "out")
-    raw_file(file, b"{}", length=2**63)
-    with pytest.raises(ValueError, match=f"its size is 10 bytes and its header would take {2**63}"):
-        Checkpoint(tmp_path / "out")
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 12345\n")
-    with pytest.raises(ValueError, match=r"git-lfs pointer"):
-        Checkpoint(tmp_path / "out")
 
 
 def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
-    return {
-        "w": {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": list(offsets),
-        },
-        **more,
-    }
+    return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}, **more}
 
 
 @pytest.mark.parametrize(
     "header, message",
     [
-        (one(offsets=(0, 12)), "w in the header of"),
-        (one(offsets=(8, 0)), "w in the header of"),
-        (one(offsets=(-8, 0)), "w in the header of"),
-        (one(offsets=(0.0, 8.0)), "w in the header of"),
-        (one(shape=(-1, -2)), "w in the header of"),
-        (one(shape=(True, 2)), "w in the header of"),
-        (one(dtype="F4"), "w in the header of"),
-        ({"w": {"dtype": "F32"}}, "w in the header of"),
-        ({"w": 3}, "w in the header of"),
-        (one(offsets=(4, 12)), "w in the header of"),
-        (one(v=one()["w"]), "(v|w) in the header of"),
-        (one(v=one(shape=(1,), offsets=(4, 8))["w"]), "v in the header of"),
-        (
-            one(offsets=(0, 2**62), shape=(2**60,)),
-            r"\d+ bytes, but its header describes 461\d+",
-        ),
-        (one(__metadata__=[]), "__metadata__ in the header of"),
-        (b"[1]", "must be a JSON object, but got a list"),
-        (b"{'a'", r"is not valid JSON \(Expecting.*line 1 column 2"),
-        (b"\xff\xfe{}", "is not valid JSON"),
-        (b"[" * 200_000, "is not valid JSON"),
+        (one(offsets=(0, 12)), "not a valid safetensors file"),
+        (one(dtype="F4"), "not a valid safetensors file"),
+        (one(offsets=(4, 12)), "not a valid safetensors file"),
+        (b"[" * 200_000, "not a valid safetensors file"),
     ],
 )
 def test_bad_headers(tmp_path, header, message):
@@ -155,32 +116,16 @@ def test_bad_headers(tmp_path, header, message):
     assert str(tmp_path / SINGLE) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "names, held",
-    [
-        (["pytorch_model.bin", "config.json"], "pytorch_model.bin"),
-        (["model.pt"], "model.pt"),
-        (["weights.safetensors"], "weights.safetensors"),
-        (["config.json"], "no weights"),
-    ],
-)
-def test_a_folder_without_our_files_says_what_it_holds_and_how_to_convert(tmp_path, names, held):
-    for name in names:
-        (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/pickled'\ntR.")
-    message = f"Expected {SINGLE} or {INDEX} in {tmp_path}, but found {held}"
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        Checkpoint(tmp_path)
-    assert "can run code and are never loaded" in str(error.value)
-    assert "from_pretrained(path).save_pretrained(new_path)" in str(error.value)
-
-
 def test_paths_and_keys_that_are_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"hub/name is not a folder.*hf download"):
         Checkpoint(tmp_path / "hub" / "name")
     source = Checkpoint(write(tmp_path / "out", ten_tensors()))
-    for read in (source.get, lambda key: source.get_rows(key, 0)):
-        with pytest.raises(ValueError, match=r"Key 'nope' is not among the 10 keys of"):
-            read("nope")
+    with pytest.raises(ValueError, match=r"Key 'nope' is not among the 10 keys of"):
+        source.get("nope")
+    (tmp_path / "model.pt").touch()
+    message = f"Expected {SINGLE} or {INDEX} in {tmp_path}, but found model.pt. Pickle files"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -201,23 +146,14 @@ def test_check_keys_collects_everything_in_one_error():
         "shape": TensorSpec((3, 2), torch.float32),
         "dtype": TensorSpec((2, 3), torch.int32),
         "extra": spec,
-        "both": spec,
     }
-    expected = {f"lost.{i}": spec for i in range(10)}
-    expected |= {
-        "shape": spec,
-        "dtype": spec,
-        "both": TensorSpec((), torch.int8),
-    }
-    with pytest.raises(ValueError, match=r"^The 4 tensors of some/folder do not match") as error:
+    expected = {f"lost.{i}": spec for i in range(10)} | {"shape": spec, "dtype": spec}
+    with pytest.raises(ValueError, match=r"^The 3 tensors of some/folder do not match") as error:
         check_keys(there, expected, source="some/folder")
     lost = ", ".join(f"lost.{i}" for i in range(8))
     assert str(error.value).partition(": ")[2].split("; ") == [
         f"10 missing: {lost}, ...",
         "1 unexpected: extra",
-        "2 with a wrong shape: shape is [3, 2], not [2, 3], both is [2, 3], not []",
-        (
-            "2 with a wrong dtype: dtype is torch.int32, not torch.float32, both is "
-            "torch.float32, not torch.int8"
-        ),
+        "2 with a wrong shape or dtype: shape is [3, 2] torch.float32, not [2, 3] torch.float32, "
+        "dtype is [2, 3] torch.int32, not [2, 3] torch.float32",
     ]

@@ -13,11 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
-from moe_runtime.hf.training.checkpoint_files import check_checkpoint
-from moe_runtime.hf.training.saving import last_whole_checkpoint
-from moe_runtime.hf.training.trained_files import read_tensors as read_trained
 from moe_runtime.io import checkpoint, files
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWriter
 from moe_runtime.io.files import (
@@ -29,9 +25,6 @@ from moe_runtime.io.files import (
     read_json,
     sole_training,
 )
-from moe_runtime.methods.lora.adapters import read_tensors
-from moe_runtime.methods.xft.official import load_tensors
-from papers.engine.recipe import read_yaml
 from tests.support.checkpoints import assert_same, siblings, snapshot, ten_tensors, write
 
 # a shard left open is an error
@@ -41,11 +34,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("done", [0, 3])
-def test_an_exception_leaves_nothing(tmp_path, done):
+def test_an_exception_leaves_nothing(tmp_path):
     out = tmp_path / "a" / "out"
     with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, 800) as writer:
-        for key, tensor in list(ten_tensors().items())[:done]:
+        for key, tensor in list(ten_tensors().items())[:3]:
             writer.add(key, tensor)
         assert list(out.parent.iterdir())
         raise KeyboardInterrupt
@@ -65,13 +57,9 @@ def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monke
         with pytest.raises(ValueError, match=re.escape(message)):
             start(out)
     monkeypatch.chdir(out)
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"model.safetensors is a file"):
-            CheckpointWriter(out / SINGLE, overwrite=overwrite)
-        with pytest.raises(ValueError, match=r"current folder. Choose a folder inside it"):
-            CheckpointWriter(".", overwrite=overwrite)
-        with pytest.raises(ValueError, match=r"a mount point"):
-            CheckpointWriter("/proc", overwrite=overwrite)
+    for path, match in ((out / SINGLE, "is a file"), (".", "current"), ("/proc", "mount point")):
+        with pytest.raises(ValueError, match=match):
+            CheckpointWriter(path, overwrite=True)
     assert snapshot(tmp_path) == before
     (tmp_path / "empty").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("empty")
@@ -122,79 +110,36 @@ def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, fa
     assert siblings(out) == []
 
 
-def test_read_only_parent(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match=r"no file can be created beside it \(Permission denied"):
-        write(tmp_path / "out", ten_tensors())
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem of 1 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = [
-        "mount",
-        "-t",
-        "tmpfs",
-        "-o",
-        "size=1m",
-        "tmpfs",
-        str(disk),
-    ]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("may not mount")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_full_disk(small_disk, overwrite):
-    out = small_disk / "out"
-    if overwrite:
-        write(out, {"old": torch.zeros(1000)})
+def test_full_disk(small_disk):
+    out = write(small_disk / "out", {"old": torch.zeros(1000)})
     before = snapshot(small_disk)
     tensors = {f"t{i}": torch.zeros(50_000) for i in range(10)}
     with pytest.raises(OSError, match="No space left on device") as error:
-        write(
-            out,
-            tensors,
-            300_000,
-            overwrite=overwrite,
-        )
+        write(out, tensors, 300_000, overwrite=True)
     assert error.value.errno == errno.ENOSPC
     assert re.search(r"model-0000\d.safetensors", error.value.filename)
     assert snapshot(small_disk) == before
-    assert len(list(small_disk.iterdir())) == overwrite
+    assert os.listdir(small_disk) == ["out"]
     # free space is checked first
     with pytest.raises(ValueError, match=r"needs 2000000 bytes, but the disk has \d+ free"):
         CheckpointWriter(small_disk / "deep" / "out", expected_bytes=2_000_000)
     assert snapshot(small_disk) == before
 
 
-@pytest.mark.parametrize(
-    "text, number",
-    [("I/O error: No space left (os error 28)", errno.ENOSPC), ("odd", errno.EIO)],
-)
-def test_errors_of_save_file_carry_their_number(tmp_path, monkeypatch, text, number):
-    def fail(*_, **__):
-        raise SafetensorError(text)
-
-    monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(OSError) as error:
-        write(tmp_path / "out", ten_tensors(), 800)
-    assert error.value.errno == number
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
-    if overwrite:
-        write(tmp_path / "out", ten_tensors())
+def test_sync_happens_before_the_rename(tmp_path, monkeypatch):
+    write(tmp_path / "out", ten_tensors())
     order = []
     fsync = os.fsync
     move = files._move_in
@@ -209,39 +154,17 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
 
     monkeypatch.setattr(os, "fsync", remember_fsync)
     monkeypatch.setattr(files, "_move_in", remember_move)
-    write(
-        tmp_path / "out",
-        ten_tensors(),
-        2000,
-        overwrite=overwrite,
-    )
+    write(tmp_path / "out", ten_tensors(), 2000, overwrite=True)
     at = order.index("move")
     (folder,) = {path for path in order[:at] if Path(path).name.startswith(".out.tmp-")}
     written = {f"{folder}/{name}" for name in snapshot(tmp_path / "out")}
     assert set(order[:at]) == {*written, folder}
     assert order[at + 1 :] == [str(tmp_path)]
-
-
-def test_a_file_and_then_its_folder_are_flushed(tmp_path, monkeypatch):
-    order = []
-    sync = files._sync
-    replace = os.replace
-
-    def remember_sync(path):
-        order.append(path)
-        sync(path)
-
-    def remember_replace(*paths):
-        order.append("move")
-        replace(*paths)
-
-    monkeypatch.setattr(files, "_sync", remember_sync)
-    monkeypatch.setattr(os, "replace", remember_replace)
+    order.clear()
     atomic_write_text(tmp_path / "a.txt", "new")
-    first, *rest = order
-    assert first.name == "a.txt"
-    assert first.parent != tmp_path
-    assert rest == ["move", tmp_path]
+    file, parent = order
+    assert Path(file).parent.name.startswith(".a.txt.tmp-")
+    assert parent == str(tmp_path)
 
 
 def test_leftovers_of_the_dead_are_removed_and_of_the_living_stay(tmp_path, monkeypatch):
@@ -330,18 +253,14 @@ def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path):
     with pytest.raises(ValueError, match="already exists"):
         write(out, {"new": torch.zeros(1)})
     assert snapshot(out) == before
-    assert siblings(out) == []
 
 
 def test_read_json(tmp_path):
     file = tmp_path / "a.json"
     for text, message in {
         b'{"a": 1,}': r"a.json is not valid JSON \(.*line 1 column \d+",
-        b'{"a":\n  tru}': r"a.json is not valid JSON \(.*line 2 column 3",
-        b"": r"a.json is not valid JSON \(.*line 1 column 1",
         b"[1]": "a.json must be a JSON object, but got a list",
         b'{"a": "\xff"}': r"a.json is not valid JSON \(.*position 7",
-        b'{"a": "\\ud83d"}': "half of a surrogate pair",
     }.items():
         file.write_bytes(text)
         with pytest.raises(ValueError, match=message):
@@ -360,8 +279,6 @@ def test_atomic_text_and_json(tmp_path, monkeypatch):
     assert mode(file) == mode(tmp_path / "plain")
     with pytest.raises(ValueError):
         atomic_write_json(file, {"a": float("nan")})
-    with pytest.raises(TypeError):
-        atomic_write_json(file, {"a": object()})
     (tmp_path / "link").symlink_to("a.json")
     os.link(file, tmp_path / "old")
     atomic_write_text(tmp_path / "link", "grüße\n")
@@ -392,14 +309,12 @@ def write_model(path: Path) -> None:
 # how a file is replaced that may be in a folder which is replaced with it
 WRITERS = {
     "text": lambda path: atomic_write_text(path, "new"),
-    "json": lambda path: atomic_write_json(path, {}),
     "model": write_model,
     "folder": lambda path: write(path.parent, ten_tensors(), overwrite=True),
 }
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
-@pytest.mark.parametrize("before", [0o600, 0o640, 0o666], ids=oct)
+@pytest.mark.parametrize("before, umask", [(0o600, 0o022), (0o666, 0o077)])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, before, umask):
     path = tmp_path / "out" / SINGLE
@@ -441,9 +356,8 @@ with sole_training(sys.argv[1]):
 @pytest.mark.parametrize("ends", ["by itself", "killed"])
 def test_one_training_at_a_time(tmp_path, ends):
     folder = tmp_path / "a" / "out"
-    command = [sys.executable, "-c", TRAINS, folder]
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-c", TRAINS, folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -458,10 +372,6 @@ def test_one_training_at_a_time(tmp_path, ends):
     if ends == "killed":
         process.kill()
     process.communicate()
-    if ends == "killed":
-        assert contents_of(folder) == []
-    else:
-        assert not folder.exists()
     with sole_training(folder):
         assert contents_of(folder) == []
         assert len(os.listdir(folder)) == 1
@@ -493,25 +403,3 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
     with pytest.raises(ValueError, match="device"):
         atomic_write_text(pipe, "text")
     assert stat.S_ISFIFO(os.stat(pipe).st_mode)
-
-
-READERS = {
-    "model.safetensors": lambda path: Checkpoint(path.parent, path.name),
-    "config.json": read_json,
-    "adapter_model.safetensors": lambda path: read_tensors(path.parent),
-    "delta.safetensors": lambda path: read_trained(path.parent),
-    "recipe.yaml": read_yaml,
-    "pytorch_model.bin": load_tensors,
-    "checkpoint-2/optimizer.pt": lambda path: check_checkpoint(path.parent),
-    "checkpoint-2/trainer_state.json": lambda path: check_checkpoint(path.parent),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_no_reader_waits_for_the_writer_of_a_pipe(tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    os.mkfifo(path)
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is a folder, a pipe, a socket"):
-        READERS[name](path)
-    assert last_whole_checkpoint(tmp_path) is None

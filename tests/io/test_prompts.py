@@ -3,22 +3,14 @@ TRL's.
 """
 
 import copy
-import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import PROMPTS, encode_chat, put_prompt, register_prompt
-from moe_runtime.methods.esft.runs import _split_rows
-from papers.engine.stages import tokenized_domains
 from papers.engine.tiny import train_tokenizer
-from papers.esft.recipe import Task, task_rows
-from papers.upit.recipe import PromptedDomain
-from papers.xft.recipe import Data
-from papers.xft.study import Stages
 
 LOOP = "{% for m in messages %}"
 CHATML = LOOP + (
@@ -137,90 +129,17 @@ TEXTS = ("two and two", "four", "and?", "four", "an a?", "a", "code?", "def f(x)
 @pytest.mark.parametrize(
     "template, first, end, strips",
     [
-        pytest.param(
-            CHATML,
-            "",
-            "<|im_end|>",
-            False,
-            id="chatml",
-        ),
-        pytest.param(
-            LLAMA3,
-            "",
-            "<|eot_id|>",
-            True,
-            id="llama3",
-        ),
-        pytest.param(
-            QWEN3,
-            "",
-            "<|im_end|>",
-            False,
-            id="qwen3",
-        ),
-        pytest.param(
-            DEEPSEEK,
-            "",
-            "</s>",
-            False,
-            id="deepseek",
-        ),
-        pytest.param(
-            REASONER,
-            "",
-            "</s>",
-            False,
-            id="deepseek-reasoner",
-        ),
-        pytest.param(
-            MISTRAL,
-            " ",
-            "</s>",
-            False,
-            id="mistral",
-        ),
-        pytest.param(
-            GEMMA,
-            "",
-            "<end_of_turn>",
-            True,
-            id="gemma",
-        ),
-        pytest.param(
-            ZEPHYR,
-            "",
-            "</s>",
-            False,
-            id="zephyr",
-        ),
-        pytest.param(
-            UNPROMPTED,
-            "",
-            "<|im_end|>",
-            False,
-            id="no-generation-prompt",
-        ),
-        pytest.param(
-            OTHER_END,
-            "",
-            "<|im_end|>",
-            False,
-            id="another-end-of-the-last-turn",
-        ),
-        pytest.param(
-            PLAIN,
-            "",
-            "\n\n",
-            False,
-            id="whitespace-ends-a-turn",
-        ),
-        pytest.param(
-            OPEN,
-            "",
-            "<|user|>",
-            False,
-            id="the-next-role-ends-a-turn",
-        ),
+        pytest.param(CHATML, "", "<|im_end|>", False, id="chatml"),
+        pytest.param(LLAMA3, "", "<|eot_id|>", True, id="llama3"),
+        pytest.param(QWEN3, "", "<|im_end|>", False, id="qwen3"),
+        pytest.param(REASONER, "", "</s>", False, id="deepseek-reasoner"),
+        pytest.param(MISTRAL, " ", "</s>", False, id="mistral"),
+        pytest.param(GEMMA, "", "<end_of_turn>", True, id="gemma"),
+        pytest.param(ZEPHYR, "", "</s>", False, id="zephyr"),
+        pytest.param(UNPROMPTED, "", "<|im_end|>", False, id="no-generation-prompt"),
+        pytest.param(OTHER_END, "", "<|im_end|>", False, id="another-end-of-the-last-turn"),
+        pytest.param(PLAIN, "", "\n\n", False, id="whitespace-ends-a-turn"),
+        pytest.param(OPEN, "", "<|user|>", False, id="the-next-role-ends-a-turn"),
     ],
 )
 @pytest.mark.parametrize("system", [True, False], ids=["system", "no-system"])
@@ -300,13 +219,10 @@ def trl_template(name: str) -> str:
     "name, before, after",
     [
         ("llama3", "", ""),
-        ("cohere", "", ""),
         ("qwen2_5", "\n", "\n"),
-        ("qwen3_instruct_2507", "", "\n"),
         ("gemma", "", "\n"),
         ("deepseekv3", "<｜Assistant｜>", ""),
         ("gptoss", "<|start|>assistant", ""),
-        ("phi3", "", "\n"),
     ],
 )
 def test_the_mask_is_that_of_trls_training_templates(name, before, after):
@@ -372,7 +288,6 @@ def test_tools_and_turns_without_content():
     assert tokenizer.decode(ids).startswith("now;<|im_start|>system")
 
 
-USERS = LOOP + "{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 BOTS = LOOP + (
     "{% if m.role == 'bot' %}{% generation %}x{% endgeneration %}{% endif %}{{ m.content }}{% "
     "endfor %}"
@@ -383,7 +298,6 @@ BOTS = LOOP + (
     "template, messages, says",
     [
         (LATE, chat(*TEXTS), "cannot be located .*turn 3 of .* is rendered differently"),
-        (USERS, chat("a", "b"), "turn 3 of .* is rendered differently"),
         (BOTS, chat("a", "b"), "no token of .* belongs to an answer"),
     ],
 )
@@ -412,67 +326,3 @@ def test_a_registered_format(monkeypatch):
     row = {"prompt": "{x}?", "completion": "1"}
 
     assert put_prompt(row, "question") == {"prompt": "Q: {x}?\nA: ", "completion": "1"}
-    with pytest.raises(ValueError, match="'question' requires .* got messages"):
-        put_prompt({"messages": chat("a", "b")}, "question")
-
-
-@pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
-    """Of chats whose template marks nothing: ESFT's command, the recipes of ESFT, UpIT and XFT."""
-    tokenizer = with_template(CHATML)
-    path = tmp_path / "rows.jsonl"
-    other = tmp_path / "other.jsonl"
-    chats = [
-        {
-            "messages": chat(
-                f"{i} and?",
-                f"{i} x",
-                "more?",
-                "no",
-            )
-        }
-        for i in range(9)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in chats[:8]))
-    other.write_text(json.dumps(chats[8]) + "\n")
-    source = {
-        "train": str(path),
-        "held_out": str(other),
-        "held_out_split": "train",
-    }
-    source["train_on"] = train_on
-    stages = Stages.__new__(Stages)
-    stages.recipe = SimpleNamespace(data=Data(prompt="plain", **source), pretrain=None)
-    stages._base_tokenizer = lambda texts: tokenizer
-    stages.say = lambda text: None
-    stages.make_data(tmp_path)
-    recipe = SimpleNamespace(max_length=256, pack=False)
-    esft = task_rows(
-        tokenizer,
-        Task(
-            prompt="plain",
-            validation_rows=1,
-            **source,
-        ),
-        recipe,
-    )
-    upit = tokenized_domains(tokenizer, {"a": PromptedDomain(**source)}, 256)
-    split = _split_rows(
-        tokenizer,
-        str(path),
-        str(other),
-        256,
-        False,
-        "plain",
-        train_on,
-    )
-    expected = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
-    for name, rows in {
-        "esft train": split[0],
-        "an ESFT recipe": [*esft["train"], *esft["validation"]],
-        "a UpIT recipe": upit["a-train"],
-        "an XFT recipe": data.load_rows(tmp_path / "train"),
-    }.items():
-        assert sorted((row["input_ids"], row["labels"]) for row in rows) == expected, name
-    ids, labels = expected[0]
-    assert (ids == labels) == (train_on == "all")

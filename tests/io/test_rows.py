@@ -1,10 +1,8 @@
 """Rows and prompts: what is read and refused, and what is masked."""
 
 import copy
-import datetime
 import functools
 import json
-import sys
 
 import datasets
 import pytest
@@ -30,37 +28,10 @@ TEXT = {"text": "two and two is four"}
 # a row of each layout, and what it is read as
 LAYOUTS = {
     "messages": ({"messages": CHAT}, {"messages": CHAT}),
-    "prompt-completion": (PAIR, PAIR),
     "text": (TEXT, TEXT),
-    "instruction-response": ({"instruction": "two and two\n", "response": "four"}, PAIR),
-    "instruction-output": ({"instruction": "two and two\n", "output": "four"}, PAIR),
-    "query-response": ({"query": "two and two\n", "response": "four"}, PAIR),
-    "problem-solution": ({"problem": "two and two\n", "solution": "four"}, PAIR),
-    "question-answer": ({"question": "two and two\n", "answer": "four"}, PAIR),
-    "alpaca": (
-        {
-            "instruction": "two and two\n",
-            "input": "",
-            "output": "four",
-        },
-        PAIR,
-    ),
     "alpaca-input": (
-        {
-            "instruction": "add",
-            "input": "two and two",
-            "output": "four",
-        },
+        {"instruction": "add", "input": "two and two", "output": "four"},
         {"prompt": "add\n\ntwo and two", "completion": "four"},
-    ),
-    "sharegpt": (
-        {
-            "conversations": [
-                {"from": "human", "value": "two and two"},
-                {"from": "gpt", "value": "four"},
-            ]
-        },
-        {"messages": CHAT},
     ),
     "conversations-of-messages": ({"conversations": CHAT}, {"messages": CHAT}),
     "sharegpt-system": (
@@ -74,6 +45,8 @@ LAYOUTS = {
         {"messages": [{"role": "system", "content": "add"}, *CHAT]},
     ),
 }
+for question, answer in [layout for layout in data.LAYOUTS if len(layout) == 2]:
+    LAYOUTS[f"{question}-{answer}"] = ({question: "two and two\n", answer: "four"}, PAIR)
 
 
 @pytest.fixture(autouse=True)
@@ -150,63 +123,25 @@ def test_bos_and_eos_are_not_doubled(tokenizer):
     assert ids.count(bos) == ids.count(eos) == 1
 
 
-ROLES = r"the roles are \['user'\], but expected at least one assistant turn"
-
-
-BOB = {"from": "bob", "value": "hi"}
-
-
 # a good row, a bad one, and what is said of it
 BAD = [
-    (TEXT, {"text": None}, "text is null, but expected a string"),
     (TEXT, {"text": 3}, "text is 3, but expected a string"),
-    (PAIR, {"prompt": "p", "completion": None}, "completion is null, but expected a string"),
-    (PAIR, {"prompt": "p"}, "completion is null, but expected a string"),
-    (
-        {"question": "q", "answer": "a"},
-        {"question": "q", "answer": ["a"]},
-        r"completion is \['a'\], but expected a string",
-    ),
-    (
-        {
-            "instruction": "a",
-            "input": "",
-            "output": "4",
-        },
-        {
-            "instruction": "add",
-            "input": 3,
-            "output": "4",
-        },
-        "prompt is 3, but expected a string",
-    ),
-    ({"messages": CHAT}, {"messages": None}, "messages is null, but expected a list of messages"),
+    (PAIR, {"prompt": "p"}, "completion is None, but expected a string"),
     ({"messages": CHAT}, {"messages": "hello"}, "messages is 'hello', but expected a list of"),
     (
         {"messages": CHAT},
         {"messages": [CHAT[0], CHAT[1] | {"content": None}]},
-        "the content of turn 2 is null, but expected a string",
+        "the content of turn 2 is None, but expected a string",
     ),
     (
-        {"messages": CHAT},
-        {"messages": ["hello", CHAT[1]]},
-        "turn 1 is 'hello', but expected role and content",
+        {"conversations": CHAT},
+        {"conversations": [{"from": "bob", "value": "hi"}]},
+        "turn 1 is {'from': 'bob', .*, but expected role .* gpt",
     ),
-    (
-        {"messages": CHAT},
-        {"messages": [{"content": "hi"}, CHAT[1]]},
-        "turn 1 is .*, but expected role and content",
-    ),
-    ({"messages": CHAT}, {"messages": CHAT[:1]}, ROLES),
     (
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
         {"prompt": CHAT, "completion": CHAT[:1]},
         "the roles are .*, but expected at least one assistant turn",
-    ),
-    (
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"conversations": [BOB]},
-        "turn 1 is {'from': 'bob', .*, but expected role .* gpt",
     ),
 ]
 
@@ -233,10 +168,6 @@ def test_put_prompt():
     assert put_prompt({"messages": CHAT}, "chat") == {"messages": CHAT}
     with pytest.raises(ValueError, match="Prompt 'magicoder' requires .* but got messages"):
         put_prompt({"messages": CHAT}, "magicoder")
-    with pytest.raises(ValueError, match="Prompt 'chat' requires .* but got text"):
-        put_prompt(TEXT, "chat")
-    with pytest.raises(ValueError, match="prompt must be one of plain, chat, .*magicoder"):
-        put_prompt(TEXT, "alpaca")
 
 
 def test_magicoders_chat_template_says_the_same(tokenizer):
@@ -255,8 +186,6 @@ def test_magicoders_chat_template_says_the_same(tokenizer):
     (learned,) = data.tokenize_pairs(tokenizer, [{"messages": chat}], 600)
     (direct,) = data.tokenize_pairs(tokenizer, [put], 600)
     assert learned == direct
-    with pytest.raises(Exception, match="the roles must be user and assistant"):
-        render([{"role": "system", "content": "x"}])
 
 
 MAGICODER = """You are an exceptionally intelligent coding assistant that consistently delivers \
@@ -282,35 +211,6 @@ def test_hold_out_parts_the_rows():
     assert data.hold_out(rows, 12)[1].to_list() == held_out.to_list()
     with pytest.raises(ValueError, match="held_out_rows .40. leaves no .* the data has 40"):
         data.hold_out(rows, 40)
-    with pytest.raises(ValueError, match="held_out_rows .1. .* the data has 3, .* duplicates"):
-        data.hold_out(rows.select([0, 30, 0]), 1)
-
-
-DAY = "2026-11-22"
-
-
-TODAY = {"messages": [{"role": "user", "content": DAY}], "tools": [{"name": "today"}]}
-
-
-@pytest.mark.parametrize(
-    "row, form",
-    [
-        ({"instruction": DAY, "output": DAY}, {"prompt": DAY, "completion": DAY}),
-        ({"text": DAY, "output": DAY}, {"text": DAY}),
-        (TODAY, TODAY),
-        (
-            {
-                "prompt": "p",
-                "completion": "c",
-                "messages": CHAT,
-            },
-            {"messages": CHAT},
-        ),
-    ],
-)
-def test_texts_that_look_like_dates_stay_texts(tmp_path, row, form):
-    path = write(tmp_path / "rows.jsonl", [row] * 2, "jsonl")
-    assert data.read_rows(path, answers=False).to_list() == [form] * 2
 
 
 def test_columns_of_later_rows_are_read(tmp_path):
@@ -323,38 +223,10 @@ def test_columns_of_later_rows_are_read(tmp_path):
     path = write(tmp_path / "x.parquet", [first], "parquet")
     with pytest.raises(ValueError, match="^example 1 of .*x.parquet: the roles are"):
         data.read_rows(path)
-
-
-@pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_dates_beside_the_texts_are_no_matter(tmp_path, kind):
-    when = datetime.datetime(2026, 11, 22) if kind == "parquet" else 17
-    row = {
-        "messages": [
-            {
-                "role": "user",
-                "content": "now?",
-                "timestamp": when,
-            }
-        ],
-        "tools": [{"name": "timestamp", "parameters": {"timestamp": when}}],
-        "chat_template_kwargs": {"timestamp": when},
-    }
-    path = write(tmp_path / f"rows.{kind}", [row] * 2, kind)
-    assert data.read_rows(path, answers=False).to_list() == [row] * 2
-    if kind == "parquet":
-        path = write(tmp_path / "dates.parquet", [{"text": when}], kind)
-        with pytest.raises(ValueError, match="text is datetime.*Use a .jsonl file, which keeps"):
-            data.read_rows(path)
-
-
-@pytest.mark.parametrize(
-    "line", ['{"text": ' + "[" * 20_000 + "]" * 20_000 + "}", '{"text": '], ids=["deep", "cut off"]
-)
-def test_a_broken_line_is_named(tmp_path, line):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n' * 5000 + line + "\n")
-    with pytest.raises(ValueError, match=f"line 5001 of {path} is not valid JSON"):
-        data.read_rows(path)
+    # uneven turns, and a text that looks like a date
+    called = {"messages": [*CHAT, CHAT[1] | {"tool_calls": [{"n": 1}], "content": "2026-11-22"}]}
+    path = write(tmp_path / "rows.jsonl", [{"messages": CHAT}, called], "jsonl")
+    assert data.read_rows(path).to_list() == [{"messages": CHAT}, called]
 
 
 def test_what_is_not_used_is_not_judged(tmp_path):
@@ -365,9 +237,6 @@ def test_what_is_not_used_is_not_judged(tmp_path):
     assert data.read_rows(tmp_path / "marked.jsonl").to_list() == [{"text": "a"}]
     (tmp_path / "rows.json").write_text('{\n "text":\n "a"\n}\n')
     assert data.read_rows(tmp_path / "rows.json").to_list() == [{"text": "a"}]
-    (tmp_path / "array.jsonl").write_text('[{"text": "a"}, {"text": "b"}]\n')
-    with pytest.raises(ValueError, match="line 1 of .* must be a JSON object, but got a list"):
-        data.read_rows(tmp_path / "array.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -375,8 +244,7 @@ def test_what_is_not_used_is_not_judged(tmp_path):
     [
         ("none.jsonl", None, "does not exist"),
         ("empty.jsonl", "", "is empty"),
-        ("empty.json", "[]", "no data"),
-        ("bad.jsonl", "{'a':\n", "cannot be read"),
+        ("bad.jsonl", '{"text": "a"}\n{"text": ', "line 2 of"),
         ("rows.txt", "hello", "ends in '.txt'"),
         ("other.jsonl", '{"question": "", "prompt": ""}', "columns question, prompt. Rename them"),
         ("blank.jsonl", "\n\n", "has no examples"),
@@ -385,16 +253,10 @@ def test_what_is_not_used_is_not_judged(tmp_path):
 def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match="^Data ") as error:
+    with pytest.raises(ValueError) as error:
         data.read_rows(tmp_path / name)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):
-        data.read_rows("x.jsonl")
 
 
 def test_tokenize_pairs_stops_at_the_limit(tokenizer):
@@ -431,10 +293,6 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
     assert cut["labels"] == whole["labels"][:8]
     with pytest.raises(ValueError, match="within max_length .8."):
         data.tokenize_pairs(tokenizer, rows[:1], 8)
-    with pytest.raises(ValueError, match=r"example 1: the columns are \['question'\], but"):
-        data.tokenize_pairs(tokenizer, [{"question": "q"}], 8)
-    with pytest.raises(ValueError, match="no token of .* belongs to an answer"):
-        data.tokenize_pairs(tokenizer, [{"messages": CHAT[:1]}], 8)
 
 
 def test_pack_cuts_joined_documents_into_rows(tokenizer):
@@ -463,12 +321,3 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     ids = tokenizer.encode("two and twofour", add_special_tokens=False)
     assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [ids]
-    with pytest.raises(ValueError, match="example 1: text is 3, but expected a string"):
-        list(data.token_ids(tokenizer, [{"text": 3}], 8))
-
-
-def test_half_a_surrogate_pair_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "\\ud83d\\ude00 is one"}\n{"text": "half \\ud83d"}\n')
-    with pytest.raises(ValueError, match="line 2 of .* has '.ud83d', half of a surrogate pair"):
-        data.read_rows(path)

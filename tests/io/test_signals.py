@@ -4,7 +4,6 @@ written, and going on.
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from moe_runtime.io import signals
 from tests.hf.tiny import dense
@@ -184,57 +182,6 @@ def recipe(tmp_path_factory) -> Path:
     values = make_recipe(folder, tune__save_steps=None).to_dict()
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"method": "xft"} | values))
     return folder / "recipe.yaml"
-
-
-def weights(done: subprocess.CompletedProcess) -> dict:
-    """Those of the last model that a run says it made."""
-    assert done.returncode == 0, done.stderr
-    folder = json.loads(done.stdout)["results"][-1]["folder"]
-    return load_file(Path(folder, "model.safetensors"))
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, tmp_path):
-    whole = completed(
-        "papers",
-        "run",
-        recipe,
-        "--out",
-        recipe.parent / "whole",
-        "--json",
-    )
-    out = tmp_path / "out"
-    done = stopped(
-        "moe",
-        2,
-        signal.SIGINT,
-        "papers",
-        "run",
-        recipe,
-        "--out",
-        out,
-    )
-    assert done.returncode == 130, done.stderr
-    word, _, command = last_line(done).partition("; rerun to resume: ")
-    assert word == "interrupted"
-    assert command == shlex.join(
-        [
-            "python",
-            "-m",
-            "papers",
-            "run",
-            str(recipe),
-            "--out",
-            str(out),
-        ]
-    )
-    assert "stopping after this step with a checkpoint" in done.stderr
-    assert [path.name for path in out.glob("*.checkpoints/checkpoint-*")] == ["checkpoint-2"]
-    assert not list(out.glob(".*.tmp-*")), "a half written stage is left"
-    again = weights(completed(*shlex.split(command), "--json"))
-    for name, value in weights(whole).items():
-        assert again[name].equal(value)
-    assert not list(out.glob("*.checkpoints"))
 
 
 # moe-runtime train, which is terminated in its second step

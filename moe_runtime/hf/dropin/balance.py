@@ -3,8 +3,8 @@
     loss = lm_loss + coef * aux_loss,    aux_loss = pooled_loss or per_layer_loss of the router
                                          logits (moe_runtime.ops.balance)
 
-`use_balance_loss` gets the logits where the model's class declares its router outputs. It therefore
-works for families with an auxiliary loss, which it replaces, and for families without one.
+`use_balance_loss` works for families with an auxiliary loss, which it replaces, and for families
+without one.
 """
 
 import functools
@@ -17,7 +17,6 @@ from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice, check_number
 from moe_runtime.hf.common.outputs import check_gradients, share_of_batch
-from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
     RoutedLayer,
@@ -35,55 +34,6 @@ _FIELDS = ("router_aux_loss_coef", "output_router_logits")
 _MISSING = object()
 
 
-def pooled_loss(
-    router_logits: Sequence[Tensor],
-    num_experts: int,
-    top_k: int,
-    attention_mask: Tensor | None = None,
-) -> Tensor:
-    """Compute transformers' auxiliary loss of L router logits [T, E], with means over all layers
-    together, [] float32.
-
-    `attention_mask` [B, S] excludes padding. The value is `top_k` when balanced, and also when the
-    layers' imbalances cancel.
-    """
-    return balance.pooled_loss(
-        router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask)
-    )
-
-
-def per_layer_loss(
-    router_logits: Sequence[Tensor],
-    num_experts: int,
-    top_k: int,
-    attention_mask: Tensor | None = None,
-) -> Tensor:
-    """Compute the mean of the layers' auxiliary losses from L router logits [T, E], [] float32;
-    `top_k` if all are balanced.
-    """
-    return balance.per_layer_loss(
-        router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask)
-    )
-
-
-def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> Tensor | None:
-    shapes = sorted({tuple(logits.shape) for logits in router_logits})
-    mask = None
-    if attention_mask is not None:
-        mask = attention_mask.reshape(-1) != 0
-    fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,)
-    if mask is not None:
-        fits = fits and shapes[0][0] == len(mask)
-    if not fits or not 1 <= top_k <= num_experts:
-        size = None if mask is None else tuple(attention_mask.shape)
-        raise ValueError(
-            f"Expected router_logits of shape [T, {num_experts}] for each layer, 1 <= top_k <= "
-            f"{num_experts} and an attention_mask [B, S] with B * S = T, but got router_logits "
-            f"{shapes}, top_k {top_k}, attention_mask {size}"
-        )
-    return mask
-
-
 class BalanceLoss:
     """An active balance loss of a model, created by `use_balance_loss`; `close` restores the model.
 
@@ -96,12 +46,12 @@ class BalanceLoss:
         self.kind = kind
         self.coef = coef
         layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
-        self.routers = _declared_routers(model) or _routers_beside(model, layers)
+        self.routers = _routers_of(model, layers)
         if not self.routers or not layers:
             missing = "routers" if layers else "MoE layers"
             raise ValueError(
-                f"No {missing} of {type(model).__name__} are known to transformers. Pass a stock "
-                "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
+                f"{type(model).__name__} has no {missing} of a stock MoE model of transformers. "
+                "For layers of moe_runtime set MoEConfig(balance_loss=...)"
             )
         self._logits: list[Tensor] = []
         self._top_k = 1
@@ -248,7 +198,7 @@ def use_balance_loss(
     `coef` defaults to the config's router_aux_loss_coef. The model's output has the parts as
     `lm_loss` and `aux_loss` (without coef). It works with Trainer and, if called before its
     construction, with TRL's SFTTrainer; the loss is averaged over the micro-batches of a step.
-    Raises ValueError if transformers does not declare the model's router logits, or without a coef.
+    Raises ValueError for a model without routers, or without a coef.
     """
     check_choice("kind", kind, KINDS)
     model = _unwrap(model)
@@ -272,41 +222,19 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
-    """List the modules that return router logits and their place in the output, as declared by the
-    model's classes.
-    """
-    routers = {}
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        specs = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for spec in specs if isinstance(specs, list) else [specs]:
-            for name, module in part.named_modules():
-                # not a recorder of the whole block, whose output is not that of a router
-                if _matches(spec, name, module) and not any(map(is_experts, module.modules())):
-                    routers[module] = functools.partial(_at, getattr(spec, "index", 1))
-    return list(routers.items())
-
-
-def _routers_beside(
-    model: PreTrainedModel, layers: list[RoutedLayer]
-) -> list[tuple[nn.Module, Place]]:
-    """Do the same for classes that declare nothing: find the routers by name in the blocks of
-    `layers`.
+def _routers_of(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[tuple[nn.Module, Place]]:
+    """List the modules in the blocks of `layers` that return router logits, found by their names,
+    and the place of the logits in the output.
     """
     routers = {}
     for layer in layers:
         for name, module in block_of(model, layer).named_children():
             kind = type(module).__name__.lower()
+            if hasattr(module, "tid2eid"):
+                continue  # the token's id chooses its experts, whatever the logits are
             if name in ("gate", "router") or "router" in kind or "gating" in kind:
                 routers[module] = functools.partial(_first_as_wide, layer.num_experts)
     return list(routers.items())
-
-
-# not operator.itemgetter, which torch.compile cannot trace
-def _at(index: int, parts: Sequence) -> Tensor:
-    return parts[index]
 
 
 def _first_as_wide(E: int, parts: Sequence) -> Tensor:
@@ -326,19 +254,3 @@ def _are_probabilities(scores: Tensor) -> Tensor:
 
 def _log(probabilities: Tensor) -> Tensor:
     return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
-
-
-def _matches(spec, name: str, module: nn.Module) -> bool:
-    """Return whether transformers' recorder (an OutputRecorder, a class or the end of a path)
-    refers to this module.
-    """
-    layer = (getattr(spec, "layer_name", None) or "").strip(".")
-    if layer and f".{layer}." not in f".{name}.":
-        return False
-    if isinstance(spec, str):
-        return name.endswith(spec)
-    kind = spec if isinstance(spec, type) else spec.target_class
-    if kind is not None and isinstance(module, kind):
-        return True
-    suffix = getattr(spec, "class_name", None)
-    return suffix is not None and name.endswith(suffix)

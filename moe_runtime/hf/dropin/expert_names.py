@@ -84,14 +84,11 @@ def parts_in_file(
 ) -> Places:
     """Return the place of each expert's matrix in a file, as one or two pairs (key, row).
 
-    It has the model's own name, the one that transformers publishes, or DeepSeek's.
+    It has the model's own name, or the one that transformers publishes.
     """
-    experts = range(shape[0])
     key = f"{path}.{name}"
-    projections = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    deepseek = {e: [(f"{path}.{e}.{part}.weight", None) for part in projections] for e in experts}
     wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
-    for parts in ({e: [(key, e)] for e in experts}, published or {}, deepseek):
+    for parts in ({e: [(key, e)] for e in range(shape[0])}, published or {}):
         unfit = [e for e in parts if not _fits(checkpoint, parts[e], shape[1:])]
         if parts and not unfit:
             return parts

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
 from moe_runtime.config import shown
 from moe_runtime.hf.common.sharded import local_part
-from moe_runtime.hf.dropin import offload
 from moe_runtime.hf.dropin.expert_names import Places, matrices_of, parts_in_file
 from moe_runtime.hf.dropin.gates import NAME, gate_of, has_stacks, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
@@ -32,6 +32,7 @@ from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import is_quantized, named
 from moe_runtime.ops import all_to_all, packed
 
+BLOCKS = [packed.BLOCK] * 2  # weight_block_size of a config.json in FP8
 METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_quantized reads
 
 
@@ -179,10 +180,7 @@ def _check_finite(path: str, module: nn.Module) -> None:
     for name in stack_names(module)[:2]:
         stack = getattr(module, name).detach()
         if stack.is_meta:
-            raise ValueError(
-                f"{path}.{name} is offloaded or has no weights. Quantize the model first, then "
-                "offload it"
-            )
+            raise ValueError(f"{path}.{name} is offloaded or has no weights, but must be in memory")
         for e, weight in enumerate(local_part(stack)):
             if not weight.isfinite().all():
                 raise ValueError(
@@ -200,7 +198,6 @@ def _run_here(model: nn.Module) -> None:
     from moe_runtime.hf.dropin.experts import patch
 
     patch(model)
-    offload.install()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _save_pretrained
@@ -269,7 +266,11 @@ def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[Tensor, Ten
 
 
 def load_quantized(
-    source: str | Path, format: str | None = None, *, mesh=None, **settings: Any
+    source: str | Path,
+    format: str | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    **settings: Any,
 ) -> nn.Module:
     """Load the model of a folder with its experts packed; at most one expert at a time is held in
     16 bits.
@@ -279,9 +280,9 @@ def load_quantized(
     `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS),
     FP8 in blocks (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format
     are copied unchanged; another format rounds the folder's weights a second time, with a warning.
-    `settings` go to from_pretrained; a `device_map` of several devices, the CPU or a disk is
-    applied once the packed model is in the CPU's memory. Raises ValueError, before the weights are
-    read, as `quantize_experts` does, and for tensors that do not fit the format.
+    `settings` go to from_pretrained; packed experts are on their block's device. Raises ValueError,
+    before the weights are read, as `quantize_experts` does, and for tensors that do not fit the
+    format.
     """
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
@@ -297,9 +298,6 @@ def load_quantized(
         )
     config = load(AutoConfig, source)
     held, format = _formats(config, source, format)
-    placement = {}
-    if offload.is_several(settings.get("device_map")):  # placed once the stacks are there
-        placement = {name: settings.pop(name) for name in offload.SETTINGS if name in settings}
     checkpoint = Checkpoint(source)
     if held is not None and held != format:
         warnings.warn(
@@ -330,13 +328,24 @@ def load_quantized(
                 continue
             shape, dtype = shapes[path, name]
             stack = _read_stack(files, module, path, name, shape, dtype)
-            modules.put(module, name, stack.to(model.device), shape, dtype, spread)
+            modules.put(module, name, stack.to(_device_of(model, path)), shape, dtype, spread)
     if mesh is not None:
         from moe_runtime.hf.dropin.parallel import shard_experts
 
         shard_experts(model, mesh)
     _run_here(model)
-    return offload.dispatch(model, **placement) if placement else model
+    return model
+
+
+def _device_of(model: nn.Module, path: str) -> torch.device:
+    """Return the device of the block that contains the experts at `path`; they run there."""
+    device = next(model.get_submodule(path.rpartition(".")[0]).parameters()).device
+    if device.type == "meta":
+        raise ValueError(
+            f"{path} is offloaded, but packed experts must stay on a device. Pass a device_map "
+            "without the disk"
+        )
+    return device
 
 
 def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]:
@@ -347,36 +356,31 @@ def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
-    method = quantization.get("quant_method")
-    formats = ", ".join(packed.FORMATS)
-    known = {None: None, "mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}
-    if not isinstance(method, str | None) or method not in known:
-        raise ValueError(
-            f"The experts in {source} are quantized by {shown(method)}, which load_quantized "
-            "cannot read. Pass a folder in 16 bits, MXFP4, FP8 or written by save_quantized"
-        )
-    held = known[method]
-    if method is not None:
-        if not isinstance(held, str) or held not in packed.FORMATS:
-            raise ValueError(
-                f"format in quantization_config of {source} must be one of {formats}, but is "
-                f"{shown(held)}"
-            )
-    elif format is None:
-        raise ValueError(
-            f"The experts in {source} are not quantized. Pass a format to quantize them to, one of "
-            f"{formats}"
-        )
-    sizes = quantization.get("weight_block_size", [packed.BLOCK] * 2)
-    if method == "fp8" and sizes != [packed.BLOCK] * 2:
-        raise ValueError(
-            f"weight_block_size in quantization_config of {source} must be {[packed.BLOCK] * 2}, "
-            f"but is {shown(sizes)}. Load the model in 16 bits and call quantize_experts"
-        )
     if format is not None:
         packed.of_name(format)
+    method = quantization.get("quant_method")
+    if method is None:
+        if format is None:
+            raise ValueError(
+                f"The experts in {source} are not quantized. Pass a format to quantize them to, "
+                f"one of {', '.join(packed.FORMATS)}"
+            )
+        return None, format
+    held = None
+    if method == METHOD:
+        held = quantization.get("format")
+    elif method == "mxfp4":
+        held = "mxfp4"
+    elif method == "fp8" and quantization.get("weight_block_size", BLOCKS) == BLOCKS:
+        held = "fp8_block"
+    if not isinstance(held, str) or held not in packed.FORMATS:
+        raise ValueError(
+            f"The experts in {source} are quantized by {shown(quantization)}, which load_quantized "
+            f"cannot read. Pass a folder in 16 bits, in MXFP4, in FP8 with weight_block_size "
+            f"{BLOCKS}, or written by save_quantized"
+        )
     # only experts are quantized, and load_quantized reads those itself
-    if method in ("mxfp4", METHOD):
+    if method != "fp8":
         del config.quantization_config
     return held, format or held
 

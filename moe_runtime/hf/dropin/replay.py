@@ -211,20 +211,14 @@ class _Replay:
         else:
             number = self._repetition(x)
         if number is None:
-            problem = f"{self.layer.name} was called outside of a call of the model"
-        elif number < len(self.ids) and len(self.ids[number]) == len(x):
-            return self.ids[number]
+            problem = "was called outside of a call of the model"
+        elif number >= len(self.ids) or len(self.ids[number]) != len(x):
+            problem = f"has {len(x)} tokens in call {number}, but other ones in the record"
         else:
-            recorded = f"{len(self.ids)} calls"
-            if number < len(self.ids):
-                recorded = f"{len(self.ids[number])} tokens"
-            problem = (
-                f"call {number} of {self.layer.name} has {len(x)} tokens, but the record has "
-                f"{recorded}"
-            )
+            return self.ids[number]
         raise ValueError(
-            f"{problem}. Replay the recorded batches in their order, with gradient checkpointing "
-            "that recomputes them"
+            f"{self.layer.name} {problem}. Replay the recorded batches in their order, with "
+            "gradient checkpointing that recomputes them"
         )
 
     def _repetition(self, x: Tensor) -> int | None:

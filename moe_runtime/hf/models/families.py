@@ -86,14 +86,6 @@ _FIELDS = {
 }
 FAMILIES = {name: Family(model_type=name, **fields) for name, fields in _FIELDS.items()}
 
-_REFUSED = {
-    "opt": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
-    "biogpt": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
-    "xglm": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
-    "bloom": "has an MLP that takes the residual as an argument",
-    "mpt": "has an MLP that takes the residual as an argument",
-    "bitnet": "has a norm inside its MLP",
-}
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -114,12 +106,11 @@ def family_of(model) -> Family:
     model_type = config if isinstance(config, str) else getattr(config, "model_type", None)
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    reason = _REFUSED.get(model_type)
+    hint = ""
     if str(model_type).startswith(PREFIX):
-        reason = "is already upcycled. Merge it to a dense model first"
-    elif reason is None and any(getattr(config, field, None) for field in _EXPERT_FIELDS):
-        reason = "already has experts"
-    hint = f", which {reason}" if reason else ""
+        hint = ", which is already upcycled. Merge it to a dense model first"
+    elif any(getattr(config, field, None) for field in _EXPERT_FIELDS):
+        hint = ", which already has experts"
     raise ValueError(
         f"model_type must be one of {', '.join(FAMILIES)}, but got {model_type!r}{hint}"
     )

@@ -14,31 +14,24 @@ softmax(router logits):
                                         expert - shared is one MLP of twice the width; Qwen2-MoE has
                                         both terms
 
-With larger top_k, xft and nonorm depend on s_max in a way that no stock router supports. Their
-closest approximation is a shared expert with the constant weight 1 - m, m being the layer's mean
-s_max on a probe batch. nonorm's routed weights are then exact; xft's are a softmax over
-probabilities: to first order around equal ones, a softmax over the chosen logits / R.
+With larger top_k, xft and nonorm depend on s_max in a way that no stock router supports.
 """
 
-import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_runtime.config import SHARED_GATES, STOCK_FAMILIES, MoEConfig, check_choice
-from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
-from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
 from moe_runtime.io.files import check_out_dir
 
@@ -63,8 +56,7 @@ class Stock:
     names.
 
     `also` lists optional features: "shared" (an expert times the sigmoid of a linear gate),
-    "window" (sliding attention), "partial" (dense layers), "stacked" (experts saved as stacks),
-    "pairs" (rotary embeddings of neighbours).
+    "window" (sliding attention), "partial" (dense layers).
     """
 
     bases: tuple[str, ...]
@@ -73,7 +65,6 @@ class Stock:
     sizes: Mapping[str, str]  # other fields, and the fields of MoEConfig that they equal
     # and fields computed from the upcycled model's config
     more: Callable[[Any, str], dict] = lambda config, base: {}
-    names: Mapping[str, str] = field(default_factory=dict)  # parts of our names -> the family's
     also: tuple[str, ...] = ()
 
 
@@ -106,40 +97,8 @@ STOCK = {
             "num_nextn_predict_layers": 0,
         },
     ),
-    "granitemoe": Stock(
-        bases=(*_LLAMAS, "granite"),
-        gates=_NORMALIZED,
-        sizes={"num_local_experts": _E, "num_experts_per_tok": _K},
-        more=lambda config, base: {
-            "attention_multiplier": getattr(
-                config, "attention_multiplier", _head_dim(config) ** -0.5
-            )
-        },
-        names={".mlp.": ".block_sparse_moe.", ".gate.": ".router."},
-        also=("stacked",),
-    ),
-    "ernie4_5_moe": Stock(
-        bases=(*_LLAMAS, "ernie4_5"),
-        gates=_NORMALIZED,
-        sizes={"moe_num_experts": _E, "moe_k": _K, "moe_intermediate_size": _I},
-        also=("pairs",),
-        more=lambda config, base: {
-            "moe_num_shared_experts": 0,
-            "moe_layer_start_index": 0,
-            "use_bias": False,
-        },
-    ),
     "flex_olmo": Stock(
         bases=("olmo2",), gates=_SOFTMAX, sizes={"num_experts": _E, "num_experts_per_tok": _K}
-    ),
-}
-# families whose attention no dense base has
-_UNFIT = {
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3"), "has latent attention (glm4_moe has DeepSeek-V3's router)"
-    ),
-    "olmoe": (
-        "has norms of queries and keys beside those before its blocks (flex_olmo is for OLMo 2)"
     ),
 }
 # fields of a base's config that the stock config has too
@@ -163,9 +122,6 @@ _COMMON = (
     "attention_dropout",
     "rope_parameters",
     "dtype",
-    "embedding_multiplier",
-    "logits_scaling",
-    "residual_multiplier",
 )
 
 
@@ -197,20 +153,13 @@ def exact_settings(
 
 
 def _stock(to: str) -> Stock:
-    if to in _UNFIT:
-        raise ValueError(
-            f"{to} {_UNFIT[to]}, so no dense base becomes one. Choose one of {', '.join(STOCK)}"
-        )
     check_choice("to", to, STOCK_FAMILIES)
     return STOCK[to]
 
 
-def stock_config(config, to: str = "mixtral", approximate: bool = False):
+def stock_config(config: PreTrainedConfig, to: str = "mixtral") -> PreTrainedConfig:
     """Return the config of the stock model of family `to` that computes what an upcycled model
-    does.
-
-    `approximate` allows a gate that the family does not compute exactly. Raises ValueError if there
-    is no such model.
+    does; raises ValueError if there is none.
     """
     stock = _stock(to)
     moe = moe_config(config)
@@ -222,9 +171,8 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
     _check_known(
         to, {"stage": (block["stage"], ("moe",)), "model_type of the base": (base, stock.bases)}
     )
-    can_be_near = moe.num_routed_experts and ("shared" in stock.also or not moe.has_shared_expert)
-    if not is_exact(to, moe) and not (approximate and can_be_near):
-        raise ValueError(_inexact(to, moe, base, can_be_near and not approximate))
+    if not is_exact(to, moe):
+        raise ValueError(_inexact(to, moe, base))
     checks = {
         "router": (moe.router, ("linear",)),
         "noisy_gate": (moe.noisy_gate, (False,)),
@@ -241,18 +189,17 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
     fields |= stock.more(config, base)
     for name, size in stock.sizes.items():
         fields[name] = getattr(moe, size)
-    if moe.gate in stock.gates:
-        fields |= stock.gates[moe.gate]
-    else:
-        fields |= dict.fromkeys(next(iter(stock.gates.values())), moe.gate != "nonorm")
+    fields |= stock.gates.get(moe.gate, {})
     if "window" in stock.also:
         fields["sliding_window"] = window
     if "partial" in stock.also:
         fields["mlp_only_layers"] = sorted(set(layers) - set(block["layers"]))
     if moe.has_shared_expert:
-        fields["shared_expert_intermediate_size"] = moe.intermediate_size
-        if moe.top_k == 2:
-            fields |= {"moe_intermediate_size": 2 * moe.intermediate_size, "norm_topk_prob": False}
+        fields |= {
+            "shared_expert_intermediate_size": moe.intermediate_size,
+            "moe_intermediate_size": 2 * moe.intermediate_size,
+            "norm_topk_prob": False,
+        }
     # its loss pools the layers, ours has one for each; the coefficient is the closest equivalent
     fields["router_aux_loss_coef"] = 0.0
     if moe.balance_loss == "switch":
@@ -270,7 +217,7 @@ def _check_known(to: str, checks: dict[str, tuple]) -> None:
             )
 
 
-def _inexact(to: str, moe: MoEConfig, base: str, offer_nearest: bool) -> str:
+def _inexact(to: str, moe: MoEConfig, base: str) -> str:
     """Describe why the family does not compute the gate, and what to do."""
     gate = f"gate is {moe.gate!r}"
     known = list(map(repr, STOCK[to].gates))
@@ -282,8 +229,6 @@ def _inexact(to: str, moe: MoEConfig, base: str, offer_nearest: bool) -> str:
     for name, stock in STOCK.items():
         if base in stock.bases and is_exact(name, moe):
             remedies.append(f"--to {name}")
-    if offer_nearest:
-        remedies.append("--approximate for the nearest neighbour, which needs training")
     return (
         f"{gate}, but {to} supports only {' or '.join(known)}. Use {', '.join(remedies)}, or start "
         f"with xft upcycle --for {to}"
@@ -316,7 +261,6 @@ def export_stock(
     out: StrPath,
     to: str = "mixtral",
     *,
-    approximate: bool = False,
     check: bool = False,
     max_shard_size: int | str = SHARD,
     overwrite: bool = False,
@@ -326,19 +270,13 @@ def export_stock(
     folder `out`.
 
     Tensors are streamed: memory holds one tensor of the backbone, one expert's matrices and one
-    shard. With `check`, or with `approximate` and a gate that the family does not compute, both
-    models are loaded and the receipt has the relative error of the logits. Raises ValueError, with
-    nothing written, if the family has no such model.
+    shard. With `check`, both models are loaded and the receipt has the relative error of the
+    logits. Raises ValueError, with nothing written, if the family has no such model.
     """
     check_out_dir(out, overwrite, [folder])
     config = folders.read_config(folder)
-    new = stock_config(config, to, approximate)
+    new = stock_config(config, to)
     moe = moe_config(config)
-    exact = is_exact(to, moe)
-    logits = None
-    shares = {}
-    if check or not exact:
-        logits, shares = _probe(folder)
     target = _Target(new)
     with Checkpoint(folder) as source:
         folders.check_tensors(config, source)
@@ -354,7 +292,7 @@ def export_stock(
             side_files = folders.copy_side_files(Path(folder), writer)
             job = Conversion(source, writer, progress, specs)
             for key in specs:
-                for saved in _converted(source, key, to, target, config, shares):
+                for saved in _converted(source, key, target, moe):
                     job.add_all(saved)
                 job.read(key)
             for name, tensor in list(target.left.items()):
@@ -362,84 +300,44 @@ def export_stock(
                     zeros = torch.zeros_like(tensor, device="cpu")
                     job.add_all(target.saved(name, zeros))
     error = None
-    if logits is not None:
+    if check:
+        logits = folders.probe_logits(folder)
         error = ((folders.probe_logits(out) - logits).norm() / logits.norm()).item()
     layers = config.moe_runtime["layers"]
     return FolderReceipt(
-        Path(out), moe, job.tensors, job.bytes, side_files, layers, logits_error=error, exact=exact
+        Path(out), moe, job.tensors, job.bytes, side_files, layers, logits_error=error
     )
 
 
-def _converted(
-    source: Checkpoint, key: str, to: str, target: _Target, config, shares: Mapping[int, float]
-) -> Iterator[dict]:
+def _converted(source: Checkpoint, key: str, target: _Target, moe: MoEConfig) -> Iterator[dict]:
     """Convert one of our tensors, and yield the results in their saved form."""
-    moe = moe_config(config)
-    also = STOCK[to].also
-    name = key
-    for ours, stock_name in STOCK[to].names.items():
-        name = name.replace(ours, stock_name)
     if ".experts." in key and moe.has_shared_expert:
-        yield from _with_shared(
-            source, key, target, moe, shares.get(int(re.search(r"\.(\d+)\.", key)[1]))
-        )
-    elif ".experts." in key and "stacked" not in also:
+        yield from _with_shared(source, key, target, moe)
+    elif ".experts." in key:
         for e in range(moe.num_experts):
-            yield target.saved(name, source.get_rows(key, slice(e, e + 1)), e)
+            yield target.saved(key, source.get_rows(key, slice(e, e + 1)), e)
     else:
-        tensor = source.get(key)
-        half = _head_dim(config) // 2
-        if (
-            "pairs" in also
-            and config.moe_runtime["base_model_type"] in _LLAMAS
-            and re.search(r"\.[qk]_proj\.weight$", key)
-        ):
-            tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(tensor.shape)
-        elif moe.gate == "xft" and moe.top_k > 2 and key.endswith(".gate.weight"):
-            tensor = tensor / moe.num_routed_experts
-        yield target.saved(name, tensor)
+        yield target.saved(key, source.get(key))
 
 
-def _with_shared(
-    source: Checkpoint, key: str, target: _Target, moe: MoEConfig, share: float | None
-) -> Iterator[dict]:
+def _with_shared(source: Checkpoint, key: str, target: _Target, moe: MoEConfig) -> Iterator[dict]:
     """Convert a stack whose expert 0 is shared: it becomes Qwen2-MoE's shared expert, whose zero
     gate gives it weight 1/2.
-
-    `share` is its approximate weight, or None if the conversion is exact.
     """
     head, _, stack = key.rpartition(".experts.")
     shared = source.get_rows(key, slice(0, 1))
     is_down = stack == "down_proj"
     for e in range(1, moe.num_experts):
         row = source.get_rows(key, slice(e, e + 1))
-        if moe.top_k == 2 and is_down:
+        if is_down:
             row = torch.cat([row, -shared], 2)
-        elif moe.top_k == 2:
+        else:
             gate, up = row.chunk(2, 1)
             shared_gate, shared_up = shared.chunk(2, 1)
             row = torch.cat([gate, shared_gate, up, shared_up], 1)
-        elif is_down and moe.gate == "xft":
-            row = row * (1 - share)
         yield target.saved(key, row, e - 1)
     if is_down:
-        weight = 1 if moe.top_k == 2 else share
-        yield target.saved(f"{head}.shared_expert.down_proj.weight", shared[0] * (2 * weight))
+        yield target.saved(f"{head}.shared_expert.down_proj.weight", shared[0] * 2)
     else:
         for part, weight in zip(("gate_proj", "up_proj"), shared[0].chunk(2)):
             yield target.saved(f"{head}.shared_expert.{part}.weight", weight)
-
-
-def _probe(folder: StrPath) -> tuple[Tensor, dict[int, float]]:
-    """Return the logits of an upcycled model on the probe batch, and the mean weight of each
-    layer's shared expert there.
-    """
-    model = load(AutoModelForCausalLM, folder)
-    shares = {}
-
-    def note(layer: int, _router, _inputs, out) -> None:
-        shares[layer] = out.topk_weight[:, -1].mean().item()
-
-    for layer, module in moe_layers(model).items():
-        module.gate.register_forward_hook(functools.partial(note, layer))
-    return folders.probe_logits(model), shares

@@ -25,16 +25,13 @@ from transformers import (
     dynamic_module_utils,
 )
 from transformers.hf_argparser import HfArg
-from transformers.integrations import (
-    get_available_reporting_integrations,
-    is_deepspeed_zero3_enabled,
-)
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
-from moe_runtime.config import check_choice, one_line
+from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.common.loading import load
-from moe_runtime.hf.common.sources import check_source, is_id, without_retries
+from moe_runtime.hf.common.sources import check_source, is_id
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.folders import read_config, skeleton
 from moe_runtime.hf.models.hub import UNKNOWN_OWNER, model_card
@@ -45,9 +42,10 @@ from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.io.files import atomic_write_text, check_regular, contents_of
+from moe_runtime.io.files import atomic_write_text, contents_of
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
+from moe_runtime.io.yaml_files import read_yaml
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -134,24 +132,17 @@ def _with_config(argv: list[str]) -> list[str]:
     """Return the arguments with --config FILE as two words, as TRL expects; raises ValueError for a
     file without options.
     """
-    import yaml
-
     words = []
     for word in argv:
         words += word.split("=", 1) if word.startswith("--config=") else [word]
-    if "--config" not in words:
-        return words
-    path = Path(*words[words.index("--config") + 1 :][:1])
-    check_regular(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-            raise ValueError(f"it holds {type(values).__name__}")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"Config {str(path)!r} cannot be read: {one_line(error)}. Pass a YAML file with one "
-            "`name: value` per option"
-        ) from error
+    if "--config" in words:
+        path = Path(*words[words.index("--config") + 1 :][:1])
+        values = read_yaml(path)
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"Config {str(path)!r} must have one `name: value` per option, but is "
+                f"{shown(values)}"
+            )
     return words
 
 
@@ -320,8 +311,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     check = functools.partial(_check_output, name, ours, args, resume, adapter=model.use_peft)
     check()
     with ranks.sole_training(args.output_dir, check):
-        with without_retries(name), console.watched("preparing the training"):
-            trainer = _trainer(trl, name, ours, script, args, model, mixture)
+        trainer = _trainer(trl, name, ours, script, args, model, mixture)
         trainer.card_base, trainer.card_command = name, _command(argv)
         _train(trainer, ours, script.dataset_name, resume)
         return Path(args.output_dir)
@@ -463,14 +453,6 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         reason = "No data is given. Pass a file, a folder or the id of a dataset with --data"
     elif reason is None and ours.data is not None and needs_eval_data:
         reason = "No evaluation data is given. Pass --eval_data, or --eval_strategy no"
-    known = get_available_reporting_integrations()
-    # valid, but not listed
-    missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]
-    if reason is None and missing:
-        reason = (
-            f"{missing[0]!r} of report_to is not installed. Install it, or pass "
-            f"{' or '.join([*known, 'none'])}"
-        )
     if reason is not None:
         raise ValueError(reason)
     if not path.exists() and not args.trust_remote_code:

@@ -16,8 +16,8 @@ token ids outside the vocabulary before anything runs. MoESFTTrainer is in
 
 import functools
 import inspect
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -337,32 +337,31 @@ class MoETrainer(_MoETrainer, Trainer):
         return (loss, out) if return_outputs else loss
 
 
-def check_rows(model, rows, tokenizer=None) -> None:
-    """Raise ValueError for an id in `input_ids` outside the model's embedding; warn if it is only
-    padding.
+def check_rows(model: torch.nn.Module, rows: Any, tokenizer: Any = None) -> None:
+    """Raise ValueError for an id in `input_ids` outside the model's embedding.
 
-    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; streamed rows are
-    not checked.
+    `rows` are a datasets.Dataset, or several of them by name; other rows are not checked.
     """
-    if isinstance(rows, Mapping):
-        for part in rows.values():
-            check_rows(model, part, tokenizer)
-        return
-    largest = _largest(rows)
-    if largest is not None:
-        check_ids(model, [largest], tokenizer)
-        pad = getattr(tokenizer, "pad_token_id", None)
-        size = _size(model)
-        if pad is not None and size is not None and pad >= size:
-            # packed examples are never padded
-            text = (
-                f"pad_token_id must be below vocab_size ({size}) if examples are padded, but is "
-                f"{pad}"
-            )
-            warnings.warn(text, stacklevel=3)
+    parts = rows.values() if isinstance(rows, Mapping) else [rows]
+    for part in parts:
+        is_stored = hasattr(part, "with_format") and not isinstance(part, IterableDataset)
+        if is_stored and "input_ids" in (part.column_names or ()):
+            check_ids(model, _largest_of_each(part), tokenizer)
 
 
-def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
+def _largest_of_each(rows: Any) -> Iterator[int]:
+    """Yield the largest id of each batch of rows, which may not fit into memory."""
+    from pyarrow import compute, types
+
+    for table in rows.select_columns("input_ids").with_format("arrow").iter(4096):
+        column = table["input_ids"]
+        if types.is_nested(column.type):
+            column = compute.list_flatten(column, recursive=True)
+        if types.is_integer(column.type):
+            yield compute.max(column).as_py() or 0
+
+
+def check_ids(model: torch.nn.Module, ids: Iterable[int], tokenizer: Any = None) -> None:
     """Raise ValueError for a token id outside the model's embedding."""
     size = _size(model)
     largest = max(ids, default=0)
@@ -387,31 +386,3 @@ def _size(model) -> int | None:
         return getattr(model.get_input_embeddings(), "num_embeddings", None)
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _largest(rows) -> int | None:
-    """Return the largest id of rows in memory or on disk; None for streamed rows and rows without
-    ids.
-    """
-    import pyarrow
-    from pyarrow import compute, types
-
-    largest = []
-    columns = []
-    is_stored = hasattr(rows, "with_format") and not isinstance(rows, IterableDataset)
-    if isinstance(rows, list | tuple):
-        for row in rows:
-            ids = row.get("input_ids") if isinstance(row, Mapping) else None
-            if ids is not None:
-                ids = ids.tolist() if hasattr(ids, "tolist") else ids
-                columns.append(pyarrow.array(ids))
-    elif is_stored and "input_ids" in (rows.column_names or ()):
-        # in batches, as the rows may not fit into memory
-        tables = rows.select_columns("input_ids").with_format("arrow").iter(4096)
-        columns = (table["input_ids"] for table in tables)
-    for column in columns:
-        if types.is_nested(column.type):
-            column = compute.list_flatten(column, recursive=True)
-        if types.is_integer(column.type):
-            largest.append(compute.max(column).as_py() or 0)
-    return max(largest, default=None)

@@ -317,7 +317,6 @@ def open_base(base: str | Path) -> Iterator[tuple[nn.Module, Checkpoint]]:
     """Open a model's folder: the model on the meta device, and the tensors."""
     config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
-        folders.check_depth(config, checkpoint)
         yield skeleton(config), checkpoint
 
 

@@ -26,7 +26,6 @@ from moe_runtime.config import (
     one_line,
     shown,
 )
-from moe_runtime.hf.common.loading import check_counts
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.io.files import read_json
@@ -123,7 +122,6 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     `rope_theta` replaces the RoPE base that it would use. Raises ValueError for an unsupported
     option.
     """
-    check_counts(values, "config.json")
     if values.get("quantization_config"):
         raise ValueError(
             "config.json has a quantization_config, but quantized weights are not supported"

@@ -3,10 +3,7 @@ refusals, every family.
 """
 
 import copy
-import importlib
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ import moe_runtime
 from moe_runtime import MoEConfig
 from moe_runtime.hf.dropin import adapters
 from moe_runtime.hf.dropin.adapters import adapted_stacks
-from moe_runtime.modules import frozen
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.frozen_mlp import frozen_mlp
 from tests.hf import stock as families
@@ -94,40 +90,12 @@ def calls(monkeypatch):
 
 
 FORMS = [
-    pytest.param("qwen3_moe", 1, {}, {}, id="r = 1"),
     pytest.param("qwen3_moe", 8, {}, {}, id="r = E"),
     pytest.param(
         "qwen3_moe", 16, {"moe_intermediate_size": 8}, {"use_rslora": True}, id="2I < H, rsLoRA"
     ),
-    pytest.param(
-        "qwen3_moe",
-        40,
-        {"moe_intermediate_size": 16},
-        {},
-        id="2I = H, r > in",
-    ),
-    pytest.param(
-        "qwen3_moe",
-        3,
-        {"num_experts": 1, "num_experts_per_tok": 1},
-        {},
-        id="E = 1",
-    ),
-    pytest.param("gpt_oss", 3, {}, {}, id="GPT-OSS: biases, transposed"),
-    pytest.param(
-        "gpt_oss",
-        8,
-        {"intermediate_size": 16},
-        {},
-        id="GPT-OSS: 2I = H, r = E",
-    ),
-    pytest.param(
-        "gpt_oss",
-        3,
-        {"intermediate_size": 32},
-        {},
-        id="GPT-OSS: I = H",
-    ),
+    pytest.param("qwen3_moe", 3, {"num_experts": 1, "num_experts_per_tok": 1}, {}, id="E = 1"),
+    pytest.param("gpt_oss", 3, {"intermediate_size": 32}, {}, id="GPT-OSS: I = H"),
 ]
 
 
@@ -144,20 +112,6 @@ def test_equals_peft_in_float64(family, r, sizes, options, calls):
     moe_runtime.unpatch(model)
     assert worst(results(model), expected[None]) == 0  # PEFT's own again
     assert len(calls) == len(pools)
-
-
-def test_the_factors_are_pefts_delta_expert_by_expert():
-    model = adapted(r=3)
-    wrapper = wrapper_of(model)
-    a = wrapper.lora_A["default"].weight
-    b = wrapper.lora_B["default"].weight
-    pair = frozen.pair_of(
-        [frozen.Factors(a, b, wrapper.scaling["default"], 8)],
-        8,
-        torch.float64,
-    )
-    delta = torch.einsum("ero,eri->eoi", pair.b, pair.a)
-    assert distance(delta, wrapper.get_delta_weight("default")) < 1e-15
 
 
 def test_states(calls):
@@ -334,28 +288,6 @@ def test_gradient_checkpointing(reentrant, calls):
     assert worst(*gradients) < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_compiles_into_one_graph(family):
-    model = adapted(family, dtype=torch.float32)
-    moe_runtime.patch(model)
-    wrapper = wrapper_of(model)
-    args = inputs(model)
-    compiled = torch.compile(wrapper, fullgraph=True)
-    values = []
-    for call in (wrapper, compiled):
-        out = call(*args)
-        values.append(
-            [
-                out,
-                *torch.autograd.grad(out.sin().sum(), tiny.trained(wrapper)),
-            ]
-        )
-    assert worst(*values) < 1e-6
-    with model.disable_adapter():
-        assert distance(compiled(*args), wrapper(*args)) < 1e-6
-
-
 def test_our_own_layers(calls):
     """A MoE of this package is adapted as a stock one."""
     sizes = {
@@ -386,41 +318,7 @@ def test_the_hook_is_there():
     assert ParamWrapper._activate_lora is before
 
 
-def test_the_hook_comes_with_a_peft_that_is_imported_later(monkeypatch):
-    """After patch: the packages of a training script may be imported in any order."""
-    package = sys.modules[adapters.LAYER.rpartition(".")[0]]
-    before = list(sys.meta_path)
-    monkeypatch.setattr(package, "layer", package.layer)
-    monkeypatch.delitem(sys.modules, adapters.LAYER)
-    assert not adapters.install()
-    assert not adapters.install()
-    later = importlib.import_module(adapters.LAYER)
-    assert later.ParamWrapper is not ParamWrapper
-    assert hasattr(later.ParamWrapper._activate_lora, "moe_runtime_stock")
-    assert sys.meta_path == before
-
-
 SQUARE = {"moe_intermediate_size": 16}  # gate_up: PEFT loads what 0.19 wrote, and transposes it
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        (
-            {
-                "layers_to_transform": [0],
-                "layers_pattern": "layers",
-            },
-            "ignores layers_to_transform",
-        ),
-        ({"use_qalora": True}, "ignores use_qalora"),
-        ({"bias": "all"}, "bias='all' does not apply to experts"),
-    ],
-)
-def test_options_that_experts_ignore_are_warned_of(options, says):
-    model = adapted(**options)
-    with pytest.warns(UserWarning, match=says):
-        moe_runtime.patch(model)
 
 
 def test_refusals():
@@ -435,35 +333,12 @@ def test_refusals():
             match=f"PEFT {version}, .* gate_up_proj of .* transposed",
         ):
             moe_runtime.patch(model)
-    lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
-    model = get_peft_model(stock("gpt_oss", num_hidden_layers=1), lora)
-    with pytest.warns(
-        UserWarning,
-        match="do not match this model's expert stacks",
-    ):
-        moe_runtime.patch(model)
     one = {"num_local_experts": 1, "num_experts": 1, "num_experts_per_tok": 1}
     one |= {"intermediate_size": 32}
     model = adapted("gpt_oss", sizes=one, targets=TARGETS[1:])
     moe_runtime.patch(model)
     with pytest.raises(ValueError, match="one transposed expert"):
         wrapper_of(model)(*inputs(model))
-
-
-@pytest.mark.parametrize("what", ["sharded", "of other experts"])
-def test_adapters_that_another_engine_has_taken_apart_are_refused(what, monkeypatch):
-    model = adapted()
-    moe_runtime.patch(model)
-    wrapper = wrapper_of(model)
-    if what == "sharded":  # as fully_shard on the adapters' own linear layers leaves them
-        wrapper.lora_A["default"].weight.placements = ()
-    else:  # as transformers' expert parallelism does: the stack is local, the adapter global
-        monkeypatch.setattr(wrapper, "num_experts", 4)
-    with pytest.raises(
-        ValueError,
-        match="Apply fully_shard" if what == "sharded" else "4 experts, but the stacks have 8",
-    ):
-        wrapper(*inputs(model))
 
 
 def test_what_is_adapted_is_said():
@@ -479,7 +354,6 @@ def test_what_is_adapted_is_said():
         }
         for layer in range(2)
     }
-    assert Path(adapters.__file__).stat().st_size < 12_000
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
+from transformers.integrations.moe import use_experts_implementation
 
 import moe_runtime
 from moe_runtime.hf.dropin import experts, gates
@@ -106,20 +106,13 @@ GPT_OSS = {"apply_gate": _clamped, "is_concatenated": False}
 BIASED = {"has_bias": True, "is_transposed": True}
 LAYOUTS = [
     pytest.param({}, {}, True, id="most-models"),
-    pytest.param({}, {"hidden_act": "gelu_pytorch_tanh"}, True, id="gemma4"),
     pytest.param(
         {"has_gate": False},
         {"hidden_act": "relu2"},
         True,
         id="nemotron_h",
     ),
-    pytest.param({"is_transposed": True}, {}, True, id="transposed"),
-    pytest.param(BIASED, {}, True, id="biased-transposed"),
-    pytest.param(
-        {"has_bias": True, "has_gate": False}, {"hidden_act": "gelu"}, True, id="biased-not-gated"
-    ),
     pytest.param(GPT_OSS | BIASED, {}, True, id="gpt_oss"),
-    pytest.param(GPT_OSS, {}, True, id="interleaved"),
     pytest.param({"apply_gate": _deepseek}, {}, True, id="deepseek_v4"),
     pytest.param(
         {"apply_gate": _softcapped},
@@ -127,13 +120,6 @@ LAYOUTS = [
         False,
         id="inkling2-composed",
     ),
-    pytest.param(
-        BIASED | {"apply_gate": _softcapped},
-        {},
-        False,
-        id="composed-biased",
-    ),
-    pytest.param({}, {"hidden_act": "mish"}, False, id="unknown-activation"),
     pytest.param(
         {"has_gate": False}, {"hidden_act": "mish"}, False, id="unknown-activation-not-gated"
     ),
@@ -240,11 +226,6 @@ def test_same_as_eager(flags, fields, is_fused, dropped, backend, device, monkey
     assert (values["dweight"][(idx < 0) | (idx >= E)] == 0).all()
 
 
-def almost_known(self, z):
-    gate, up = z.chunk(2, -1)
-    return self.act_fn(gate) * up * (1 + 1e-3)
-
-
 def scaled(self, z):
     gate, up = z.chunk(2, -1)
     return gate * torch.sigmoid(self.alpha * gate) * up
@@ -262,7 +243,6 @@ def scaled(self, z):
             Activation("gelu"),
             id="erf",
         ),
-        pytest.param(almost_known, {}, None, id="almost-silu"),
         pytest.param(
             scaled,
             {"alpha": 1.702},
@@ -313,12 +293,6 @@ class Swish(nn.Module):
 
 CHANGES = {
     "an activation that learns": lambda m: setattr(m, "act_fn", Swish(learned=True)),
-    "an activation with a state": lambda m: setattr(m, "act_fn", Swish(2.0)),
-    "dropout behind it": lambda m: setattr(
-        m,
-        "act_fn",
-        nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
-    ),
     "a hook on it": lambda m: m.act_fn.register_forward_hook(lambda module, args, out: 2 * out),
     "its forward replaced": lambda m: setattr(m.act_fn, "forward", torch.tanh),
     "a gate of the instance's own": lambda m: setattr(
@@ -373,24 +347,6 @@ def test_compiles_without_a_break(flags):
     assert distance(module.down_proj.grad, expected["down_proj"]) < 2e-6
 
 
-def test_one_graph_for_all_layers_and_another_for_another_activation():
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    config = Config()
-    cls = experts_class()
-    layers = [cls(config) for _ in range(12)]
-    args = inputs()
-    config._experts_implementation = "moe_runtime"
-    for layer in layers:
-        layer.compile(fullgraph=True, backend=counter)
-        layer(*args)
-    assert counter.frame_count == 1
-    layers[5].act_fn = nn.GELU()
-    out = layers[5](*args)
-    assert counter.frame_count == 2
-    assert distance(out, eager(layers[5], *args)) < 2e-6
-
-
 def test_counts_are_the_dispatchs_own():
     module = module_of()
     idx, weight = slots(dropped=True)
@@ -404,12 +360,6 @@ def test_counts_are_the_dispatchs_own():
     )
     assert live.numel() < T * K
     assert "moe_runtime_counts" not in module.state_dict()
-
-
-def test_register_names_us_once_and_again():
-    experts.register()
-    moe_runtime.register()
-    assert ExpertsInterface()["moe_runtime"] is experts.experts_forward
 
 
 def tiny_qwen():
@@ -458,36 +408,6 @@ def test_patch_and_unpatch(is_wrapped):
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_patch_that_fails_changes_nothing():
-    """Experts without a model of transformers around them, whose config nobody sets."""
-    model = tiny_qwen()
-    other = module_of()
-    other.config._experts_implementation = "eager"
-    before = model.config._experts_implementation
-    says = "cannot be set to 'moe_runtime' and is still 'eager'"
-    with pytest.raises(
-        ValueError,
-        match=f"experts_implementation of other {says}",
-    ):
-        moe_runtime.patch(nn.ModuleDict({"model": model, "other": other}))
-    assert model.config._experts_implementation == before != "moe_runtime"
-    with pytest.raises(
-        ValueError,
-        match=f"experts_implementation of Stock {says}",
-    ):
-        moe_runtime.patch(other)
-    with pytest.raises(ValueError, match="str has no experts"):
-        moe_runtime.patch("gpt")
-
-
-def test_patch_of_an_upcycled_model_counts_its_own_layers():
-    model = upcycled()
-    ids = torch.arange(12)[None]
-    want = model(ids).logits
-    assert moe_runtime.patch(model) == 2
-    assert torch.equal(model(ids).logits, want)
-
-
 class Packed(torch.Tensor):
     """Passes for floats, as torchao's quantized weights do; it knows no operation."""
 
@@ -509,46 +429,19 @@ class Packed(torch.Tensor):
         raise NotImplementedError(f"{cls.__name__} has no {func}")
 
 
-class Params4bit(nn.Parameter):
-    """bitsandbytes' bytes of a stack, as its class of this name has them."""
-
-
-@pytest.mark.parametrize("kind", [Packed, Params4bit])
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(upcycled, id="ours"),
-        pytest.param(stock, id="stock"),
-    ],
-)
-@pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
-def test_tensors_that_only_look_like_floats_are_refused(make, stack, kind):
+@pytest.mark.parametrize("make", [upcycled, stock])
+def test_tensors_that_only_look_like_floats_are_refused(make):
     """The class is named, and what to do."""
     model = make()
     moe_runtime.patch(model)
-    layer = next(module for module in model.modules() if hasattr(module, stack))
-    weight = getattr(layer, stack).detach()
-    if kind is Packed:
-        changed = nn.Parameter(Packed(weight), requires_grad=False)
-    else:
-        changed = Params4bit(
-            torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
-            False,
-        )
-    setattr(layer, stack, changed)
-    says = rf"must be float16, .*, but are \S*\.{kind.__name__} .* moe_runtime.quantize_experts"
+    layer = next(module for module in model.modules() if hasattr(module, "down_proj"))
+    layer.down_proj = nn.Parameter(Packed(layer.down_proj.detach()), requires_grad=False)
+    says = r"must be float16, .*, but are \S*\.Packed .* moe_runtime.quantize_experts"
     with pytest.raises(ValueError, match=says):
         moe_runtime.patch(model)
     with pytest.raises(ValueError, match=says):
         model(torch.ones(1, 4, dtype=torch.long))
-    with pytest.raises(
-        ValueError,
-        match=rf"{stack} .*but is \S*\.{kind.__name__} ",
-    ):
+    with pytest.raises(ValueError, match=r"down_proj .*but is \S*\.Packed "):
         moe_runtime.quantize_experts(model, "int8")
-    if kind is Packed:
-        with pytest.raises(
-            ValueError,
-            match=rf"{stack} must be a floating-point .*Packed",
-        ):
-            train_rows(model, {0: [1]})
+    with pytest.raises(ValueError, match="down_proj must be a floating-point .*Packed"):
+        train_rows(model, {0: [1]})

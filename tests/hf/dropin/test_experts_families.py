@@ -102,22 +102,6 @@ def test_logits_calls_and_hooks(model, logits):
     assert names == [name for name, _ in seen["eager"] if name in stock.experts_of(model)]
 
 
-@torch.no_grad()
-def test_patch_leaves_the_state_alone(model, logits):
-    model.set_experts_implementation("eager")
-    before = tiny.state(model)
-    assert moe_runtime.patch(model) == len(stock.experts_of(model)) > 0
-    torch.manual_seed(0)
-    assert distance(model(**stock.batch()).logits, logits) < 2e-6
-    after = model.state_dict()
-    assert list(after) == list(before)
-    tiny.assert_equal(after, before)
-    moe_runtime.unpatch(model)
-    assert {
-        module.config._experts_implementation for module in stock.experts_of(model).values()
-    } == {"eager"}
-
-
 def gradients(model, implementation: str) -> dict[str, torch.Tensor]:
     model.zero_grad()
     out = stock.run(model, implementation).logits
@@ -293,21 +277,3 @@ def test_experts_alone(model, case):
     for name, value in all_gradients(module, "eager", x, idx, weight).items():
         assert value.norm() > 0, name
         assert distance(got[name], value) < 2e-6, name
-
-
-def test_every_decorated_class(family, model):
-    """Those that the model has ran above; the others run by themselves."""
-    for name in stock.experts_classes(family) - {
-        type(module).__name__ for module in stock.experts_of(model).values()
-    }:
-        module = stock.experts_alone(family, name)
-        x = torch.randn(9, module.down_proj.shape[1])
-        idx = torch.randint(1, 8, (9, 3))
-        weight = torch.rand(9, 3)
-        want, got = (
-            all_gradients(module, which, x, idx, weight) for which in ("eager", "moe_runtime")
-        )
-        for key, value in want.items():
-            assert value.norm() > 0
-            assert distance(got[key], value) < 2e-6
-    assert stock.experts_classes(family)

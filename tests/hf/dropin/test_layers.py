@@ -2,13 +2,9 @@
 Trainer, TRL, PEFT.
 """
 
-import re
-
 import datasets
-import peft
 import pytest
 import torch
-from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -18,7 +14,7 @@ from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.training.fit import pair_collator
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
-from tests.hf.tiny import distance, upcycled
+from tests.hf.tiny import distance
 from tests.hf.training.test_trainer import COMMON as SETTINGS
 
 datasets.disable_progress_bars()
@@ -113,38 +109,6 @@ def test_gradient_checkpointing(kind, reentrant, routed):
     assert len(again) == 2
     for a, b in zip(first, reversed(again)):
         assert torch.equal(a, b)
-
-
-@pytest.mark.slow
-@EVERY
-def test_a_compiled_training_step(kind):
-    torch._dynamo.reset()
-    model = stock(kind)
-    want = gradients(model)
-    explained = torch._dynamo.explain(lambda x: model(x, labels=x, use_cache=False).loss)(ids())
-    assert explained.graph_break_count == 0, explained.break_reasons
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    model.zero_grad()
-    compiled(ids(), labels=ids(), use_cache=False).loss.backward()
-    assert_same(tiny.gradients(model), want)
-
-
-@pytest.mark.slow
-def test_inductor_and_another_number_of_tokens():
-    torch._dynamo.reset()
-    model = stock("qwen3_moe", num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True)
-    for length in (12, 7, 9):
-        x = ids(2, length)
-        with torch.no_grad():
-            assert (
-                distance(
-                    compiled(x, use_cache=False).logits,
-                    model(x).logits,
-                )
-                < 1e-5
-            )
 
 
 def rows() -> datasets.Dataset:
@@ -249,68 +213,6 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     loaded = PeftModel.from_pretrained(stock(kind), tmp_path).eval()
     assert distance(loaded(ids()).logits, logits) < 1e-6
     assert distance(model.merge_and_unload()(ids()).logits, logits) < 1e-5
-
-
-PROJECTIONS = {
-    "qwen3_moe": ["gate_proj", "up_proj", "down_proj"],
-    "mixtral": ["w1", "w2", "w3"],
-}
-
-
-@pytest.mark.skipif(
-    Version(peft.__version__) < Version("0.21"),
-    reason="older PEFT adapts no stack through target_modules",
-)
-@pytest.mark.parametrize("kind", PROJECTIONS)
-@pytest.mark.parametrize(
-    "is_all_linear",
-    [True, False],
-    ids=["all-linear", "projections"],
-)
-def test_what_target_modules_mean_for_the_stacks(kind, is_all_linear):
-    """As docs/drop-in.md says."""
-    expected = {"mlp.experts"}
-    names = PROJECTIONS[kind]
-    if is_all_linear:
-        names = "all-linear"
-        expected |= {
-            "mlp.gate",
-            *(f"self_attn.{name}_proj" for name in "qkvo"),
-        }
-    config = LoraConfig(
-        r=2,
-        lora_alpha=8,
-        target_modules=names,
-        init_lora_weights=False,
-    )
-    torch.manual_seed(1)
-    model = get_peft_model(stock(kind), config)
-    assert moe_runtime.patch(model) == 2
-    parts = set()
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            parts.add(re.sub(r".*\.layers\.\d+\.(\w+\.\w+).*", r"\1", name))
-    assert parts == expected
-    torch.manual_seed(1)
-    assert_same(
-        gradients(model),
-        gradients(get_peft_model(stock(kind, "eager"), config)),
-    )
-    with pytest.raises(ValueError, match="lora_dropout != 0"):
-        get_peft_model(
-            stock(kind),
-            LoraConfig(r=2, target_modules=names, lora_dropout=0.1),
-        )
-
-
-def test_on_an_upcycled_model_all_linear_is_the_attention():
-    model = get_peft_model(
-        upcycled(),
-        LoraConfig(r=2, target_modules="all-linear"),
-    )
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            assert ".self_attn." in name
 
 
 def test_generate_takes_any_number_of_tokens():

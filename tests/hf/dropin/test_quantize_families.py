@@ -11,7 +11,7 @@ from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import moe_runtime
-from moe_runtime.hf.dropin import quantize, quantized_files
+from moe_runtime.hf.dropin import quantize
 from moe_runtime.hf.dropin.quantize import METHOD
 from moe_runtime.modules import packed as modules
 from moe_runtime.ops import packed
@@ -101,36 +101,3 @@ def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_pa
                 name,
                 config["modules_to_not_convert"],
             )
-
-
-@torch.no_grad()
-def test_folders_with_other_names_are_read(model, tmp_path, monkeypatch):
-    """DeepSeek's names for every family, beside the model's own, as version 0.1.0 wrote them."""
-    quantized = copy.deepcopy(model)
-    try:
-        moe_runtime.quantize_experts(quantized, "fp8_block")
-    except ValueError as error:
-        pytest.skip(str(error))
-
-    def names(model, stacks):
-        parts = {"gate_up_proj": ("gate_proj", "up_proj")}
-        values = {}
-        for stack, shape in stacks.items():
-            for path, _, name in [stack.rpartition(".")]:
-                values[stack] = {
-                    e: [(f"{path}.{e}.{part}.weight", None) for part in parts.get(name, (name,))]
-                    for e in range(shape[0])
-                }
-        return values
-
-    monkeypatch.setattr(
-        quantized_files,
-        "published",
-        lambda model, tensors: tensors,
-    )
-    monkeypatch.setattr(quantized_files, "matrices_of", names)
-    moe_runtime.save_quantized(quantized, tmp_path)
-    ours = moe_runtime.load_quantized(tmp_path).eval()
-    assert torch.equal(
-        stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits
-    )

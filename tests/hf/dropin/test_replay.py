@@ -4,7 +4,6 @@ nothing else changed.
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.dropin import balance
@@ -115,7 +114,7 @@ def test_every_family_of_transformers_is_recorded_and_replayed(family):
     for layer in routed_layers(model).values():
         if layer.is_stock:
             layers.append(layer)
-    add_noise(*(module for module, _ in balance._routers_beside(model, layers)))
+    add_noise(*(module for module, _ in balance._routers_of(model, layers)))
     with record_routing(model) as free:
         run()
     assert not ids_equal(free, record)
@@ -177,33 +176,6 @@ def test_checkpointing_repeats_the_ids_of_its_own_call(name, reentrant):
     assert ids_equal(record, again)  # and what ran again is not recorded
 
 
-def test_every_call_of_generate_has_its_record():
-    model = stock("qwen3_moe").eval()
-    prompt = batch()["input_ids"]
-    with record_routing(model) as record:
-        want = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    assert [len(ids) for ids in record.ids["model.layers.0.mlp.experts"]] == [18, 2, 2, 2]
-    with replay_routing(model, record):
-        got = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    assert torch.equal(got, want)
-
-
-def test_a_record_fits_the_model_inside_its_wrappers():
-    model = stock("qwen3_moe")
-    inputs = batch()
-    with record_routing(model) as record:
-        model(**inputs)
-    config = LoraConfig(
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj"],
-    )
-    wrapped = get_peft_model(model, config)
-    add_noise(*routers_of(wrapped))
-    with record_routing(wrapped) as again, replay_routing(wrapped, record):
-        wrapped(**inputs)
-    assert ids_equal(record, again)
-
-
 def test_a_file_keeps_the_record(tmp_path):
     model = stock("deepseek_v3")
     inputs = batch()
@@ -228,11 +200,11 @@ def test_a_file_keeps_the_record(tmp_path):
     [
         (
             lambda model: model(**batch(length=5)),
-            "call 0 of model.layers.0.mlp.experts has 10 tokens, but the record has 18 tokens",
+            "model.layers.0.mlp.experts has 10 tokens in call 0, but other ones in the record",
         ),
         (
             lambda model: [model(**batch(seed=7)) for _ in range(2)],
-            "call 1 of .* has 18 tokens, but the record has 1 calls",
+            "has 18 tokens in call 1, but other ones in the record",
         ),
         (
             lambda model: model.model.layers[0].mlp(torch.randn(2, 9, 32)),

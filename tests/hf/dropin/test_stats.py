@@ -1,6 +1,5 @@
 """stats.py: the measures against hand-made counts, the counting against the routers' own ids."""
 
-import csv
 import math
 
 import pytest
@@ -122,8 +121,6 @@ def test_each_layer_is_measured_and_named_without_its_shared_expert():
         ([100, 90, 110, 95], {}, None),
         ([100, 100, 100, 0], {}, "layer 7: experts 3 got no token"),
         ([1000, 10, 10, 10], {}, "layer 7: entropy 0.1"),
-        ([1000, 10, 10, 10], {"min_entropy": 0.05}, None),
-        ([2, 0, 1, 1], {}, None),  # too few to say
     ],
 )
 def test_warning_is_for_dead_experts_and_low_entropy_only(counts, options, says):
@@ -139,7 +136,6 @@ def test_warning_is_for_dead_experts_and_low_entropy_only(counts, options, says)
             {"gate": "topk_softmax", "top_k": 2},
             id="without-shared",
         ),
-        pytest.param({"noisy_gate": True}, id="noisy"),
         pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
     ],
 )
@@ -184,22 +180,6 @@ def test_padding_is_left_out():
         seen.counts,
         bincount([i[1:] for i in ids_of(model, new)]),
     )
-
-
-def test_collecting_changes_nothing():
-    model = Toy()
-    x = torch.randn(4, H)
-    model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    before = model(x)
-    collect_router_stats(model, [x])
-    with pytest.raises(TypeError):
-        collect_router_stats(model, [{"wrong": x}])
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(model(x), before)
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
 
 
 def test_reading_resets_when_asked_and_training_only_when_asked():
@@ -254,20 +234,7 @@ def test_processes_add_their_counts(tmp_path):
     launch(count_worker.__file__, 2, tmp_path)
 
 
-def test_csv_holds_every_expert(tmp_path):
-    seen = collect_router_stats(Toy(), [torch.randn(8, H)])
-    seen.to_csv(tmp_path / "x.csv")
-    with open(tmp_path / "x.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == stats.FIELDS
-    assert [int(row["slots"]) for row in rows] == seen.counts.flatten().tolist()
-    assert [float(row["load"]) for row in rows] == seen.load.flatten().tolist()
-    names = [(row["layer"], row["expert"], row["shared"]) for row in rows]
-    assert names[4:7] == [("0", "4", "0"), ("1", "0", "1"), ("1", "1", "0")]
-
-
 def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
-    from matplotlib.figure import Figure
     from matplotlib.image import imread
 
     seen = RouterStats(
@@ -282,9 +249,6 @@ def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "3"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "5"]
     assert ax.images[0].get_array().tolist() == [[0, 1, 2], [1, 1, 1]]
-    mine = Figure().add_subplot()
-    assert seen.heatmap(mine) is mine
-    assert len(mine.images) == 1
 
 
 def stock_counts(model, batches):
@@ -385,52 +349,13 @@ def test_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(ree
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("sentinel", [-1, 5, 100])
-def test_ids_of_no_expert_do_not_count(sentinel):
+def test_ids_of_no_expert_do_not_count():
     # what expert parallelism gives for a slot of another rank
     experts = stock("qwen3_moe", num_experts=5).model.layers[0].mlp.experts
     model = nn.Sequential(experts)
     model.forward = lambda x, ids: experts(x, ids, torch.ones(ids.shape))
     experts.forward = lambda x, ids, weights: x
-    ids = torch.tensor([[0, sentinel], [4, 4], [sentinel, sentinel], [1, 0]])
+    ids = torch.tensor([[0, -1], [4, 4], [5, 100], [1, 0]])
     counter = RouterCounter(model)
     model(torch.randn(4, 32), ids)
     assert counter.read().counts.tolist() == [[2, 1, 0, 0, 2]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "is_late",
-    [False, True],
-    ids=[
-        "opened-before-compiling",
-        "opened-after-compiling",
-    ],
-)
-@pytest.mark.parametrize(
-    "implementation, padding",
-    [
-        pytest.param("moe_runtime", 0, id="dispatch"),
-        pytest.param("moe_runtime", 3, id="padded"),
-        pytest.param("grouped_mm", 0, id="grouped_mm"),
-    ],
-)
-def test_compiled_models_count_too(implementation, padding, is_late):
-    moe_runtime.register()
-    torch.compiler.reset()
-    model = stock("qwen3_moe", num_hidden_layers=1).eval()
-    inputs = batch(padding=padding)
-    model.set_experts_implementation(implementation)
-    expected = 2 * stock_counts(model, [inputs])
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        if is_late:
-            compiled(**inputs)
-        counter = RouterCounter(model)
-        for _ in range(2):
-            compiled(**inputs)
-        assert torch.equal(counter.read().counts, expected)
-        counter.close()
-        compiled(**inputs)
-    assert torch.equal(counter.read().counts, expected)
-    torch.compiler.reset()

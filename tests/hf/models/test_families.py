@@ -66,22 +66,6 @@ def test_keys_are_the_checkpoints(model_type):
     assert not located
 
 
-@pytest.mark.parametrize(
-    "model_type, bias",
-    [("llama", True), ("phi3", False), ("gpt_neox", True)],
-)
-def test_expert_keys_are_the_upcycled_checkpoints(model_type, bias):
-    keys = []
-    for layer in range(2):
-        keys += families.expert_keys(
-            FAMILIES[model_type],
-            layer,
-            bias,
-        ).values()
-    state = tiny.upcycled(model_type).state_dict()
-    assert sorted(keys) == sorted(key for key in state if ".mlp.experts." in key)
-
-
 def test_parts_of_a_split_tensor_own_their_memory():
     _, family, mlp = mlp_of("llama")
     gate, up = families.split_weights(
@@ -110,27 +94,12 @@ def test_activations_are_ours_by_value(name, ours):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        pytest.param(
-            "opt",
-            "'opt', which has no separate MLP module",
-            id="opt",
-        ),
-        pytest.param(
-            "bloom",
-            "'bloom', which has an MLP that takes the residual",
-            id="bloom",
-        ),
-        pytest.param(
-            "bitnet",
-            "'bitnet', which has a norm inside its MLP",
-            id="bitnet",
-        ),
+        pytest.param("opt", "'opt'$", id="opt"),
         pytest.param(
             AutoConfig.for_model("mixtral"),
             "'mixtral', which already has experts",
             id="mixtral",
         ),
-        pytest.param("mamba", "'mamba'$", id="mamba"),
         pytest.param(nn.Linear(2, 2), "None", id="no-model"),
         pytest.param(
             tiny.upcycled(),
@@ -152,25 +121,3 @@ def test_a_family_is_found_by_model_config_and_name():
     for given in (model, model.config, "phi3"):
         assert families.family_of(given) is FAMILIES["phi3"]
     assert [name for name, family in FAMILIES.items() if family.fused] == ["phi3", "glm4"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"down_proj": None}, id="a-name-missing"),
-        pytest.param({"extra": torch.zeros(1)}, id="a-name-too-many"),
-        pytest.param({"down_proj": torch.zeros(48, 32)}, id="transposed"),
-        pytest.param({"gate_up_proj": torch.zeros(48, 32)}, id="half-of-it"),
-    ],
-)
-def test_write_refuses_what_does_not_fit_and_writes_nothing(changes):
-    _, family, mlp = mlp_of("llama")
-    before = tiny.state(mlp)
-    weights = {}
-    for name, value in families.read_mlp(mlp, family).items():
-        weights[name] = value + 1
-    weights = {name: value for name, value in (weights | changes).items() if value is not None}
-    says = r"Expected an MLP with weights of shapes .*'gate_up_proj': \(96, 32\)"
-    with pytest.raises(ValueError, match=says):
-        families.write_mlp(mlp, family, weights)
-    tiny.assert_equal(before, mlp.state_dict())

@@ -4,7 +4,6 @@ checkpointing does to them.
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moe_runtime.hf.models import swap
@@ -169,32 +168,3 @@ def test_records_go_even_when_the_forward_fails():
     for module in model.modules():
         if isinstance(module, MoE):
             assert module.records is None
-
-
-def test_what_trl_reads(tmp_path):
-    tiny.upcycled(
-        balance_loss="switch",
-        balance_loss_coef=0.1,
-    ).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
-    config = model.config
-    out = model.base_model(
-        input_ids=tiny.batch(),
-        use_cache=False,
-        output_router_logits=True,
-    )
-    assert [logits.shape for logits in out.router_logits] == [(24, 3)] * 2
-    aux = load_balancing_loss_func(
-        out.router_logits, config.num_experts, config.num_experts_per_tok, None
-    )
-    (aux + out.balance_loss).backward()
-    check_routers_have_a_gradient(model)
-    assert (
-        model.base_model(
-            tiny.batch(),
-            output_router_logits=False,
-        ).router_logits
-        is None
-    )
-    (hidden, *_) = model.base_model(tiny.batch(), return_dict=False)
-    assert hidden.shape == (2, 12, 32)

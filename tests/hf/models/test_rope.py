@@ -16,16 +16,6 @@ LONG = {
 }
 CASES = [(model_type, None) for model_type in tiny.EVERY] + [
     ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}),
-    ("qwen2", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}),
-    (
-        "phi",
-        {
-            "rope_type": "linear",
-            "factor": 2.0,
-            "rope_theta": 1e5,
-            "partial_rotary_factor": 0.25,
-        },
-    ),
     (
         "gpt_neox",
         {
@@ -110,13 +100,3 @@ def test_the_keys_of_long_and_of_unknown_rotations():
     # layer types that the old spelling cannot distinguish
     layers = {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}
     assert legacy_rope({"rope_parameters": layers}) == {}
-
-
-def test_an_upcycled_config_is_read_by_its_base_type():
-    config = {
-        "model_type": "moe_runtime_gpt_neox",
-        "moe_runtime": {"base_model_type": "gpt_neox"},
-    }
-    assert "rotary_emb_base" in legacy_rope(
-        config | {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}
-    )

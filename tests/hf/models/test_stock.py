@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.config import SHARED_GATES, STOCK_FAMILIES
 from moe_runtime.hf.models.stock import STOCK, exact_settings, export_stock, is_exact, stock_config
-from moe_runtime.methods import xft
 from tests.hf import tiny
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
@@ -68,7 +67,6 @@ def test_a_stock_model_computes_the_same(to, base, gate, tmp_path):
         changes["sliding_window"] = 5
     model = upcycled(base, gate, exact_settings(to, gate)[1] or 3, **changes)
     stock, receipt = exported(model, tmp_path, to)
-    assert receipt.exact
     assert receipt.logits_error is None
     assert tiny.distance(tiny.logits(stock), tiny.logits(model)) < 2e-6
 
@@ -103,62 +101,18 @@ def test_no_rounding_where_the_shared_expert_moves(tmp_path):
     assert torch.equal(mlp.shared_expert.down_proj.weight, 2 * ours[0])
 
 
-@pytest.mark.parametrize(
-    "to, gate, base",
-    [
-        ("mixtral", "softmax_topk", "llama"),
-        ("granitemoe", "sigmoid_topk", "granite"),
-        ("glm4_moe", "topk_softmax", "qwen2"),
-        ("qwen2_moe", "sigmoid_topk", "llama"),
-        ("qwen2_moe", "nonorm", "llama"),
-        ("qwen2_moe", "xft", "qwen2"),
-    ],
-)
-def test_the_nearest_neighbour_is_measured(to, gate, base, tmp_path):
-    model = upcycled(base, gate)
-    stock, receipt = exported(model, tmp_path, to, approximate=True)
-    assert not receipt.exact
-    assert tiny.distance(
-        tiny.logits(stock),
-        tiny.logits(model),
-    ) == pytest.approx(receipt.logits_error, rel=0.6)
-    assert 1e-3 < receipt.logits_error < 0.8
-
-
-def test_xfts_neighbour_is_the_dense_model_before_training(tmp_path):
-    """Its weights sum to one, as xft's do, and all experts are still the dense model's MLP."""
-    model = tiny.dense("llama", mlp_bias=None)
-    want = tiny.logits(model)
-    xft.upcycle(model, num_experts=5, top_k=4)
-    stock, receipt = exported(model, tmp_path, "qwen2_moe", approximate=True)
-    assert receipt.logits_error < 1e-5
-    assert tiny.distance(tiny.logits(stock), want) < 1e-5
-
-
 REFUSED = [
     (
         "mixtral",
         "llama",
         {"gate": "softmax_topk"},
         {},
-        "but mixtral supports only .* --to qwen2_moe, --approximate .* --for mixtral",
+        "but mixtral supports only .* --to qwen2_moe, .* --for mixtral",
     ),
-    ("qwen2_moe", "llama", {"gate": "xft"}, {}, "top_k 3, but .* with top_k 2.*--approximate"),
-    ("mixtral", "llama", {"gate": "xft"}, {}, "gate is 'xft', but (?!.*--approximate)"),
+    ("qwen2_moe", "llama", {"gate": "xft"}, {}, "top_k 3, but .* with top_k 2"),
     ("mixtral", "llama", {"router": "mlp"}, {}, "router is 'mlp'"),
-    ("mixtral", "llama", {"noisy_gate": True}, {}, "noisy_gate is True"),
-    ("mixtral", "llama", {"layers": [1]}, {}, r"layers is \[1\], but mixtral supports only \[0, 1"),
-    ("mixtral", "llama", {}, {"mlp_bias": True}, "mlp_bias is True"),
     ("mixtral", "llama", {}, {"attention_bias": True}, "attention_bias is True"),
-    (
-        "glm4_moe",
-        "mistral",
-        {"gate": "sigmoid_topk"},
-        {"sliding_window": 5},
-        "sliding_window is 5, but glm4_moe supports",
-    ),
     ("mixtral", "qwen3", {}, {}, "base is 'qwen3', but mixtral supports only 'llama'"),
-    ("deepseek_v3", "llama", {}, {}, "deepseek_v3 has latent attention .glm4_moe has"),
     ("gpt2", "llama", {}, {}, "to must be one of mixtral, qwen2_moe"),
 ]
 

@@ -5,7 +5,6 @@ training starts.
 import contextlib
 import io
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -81,15 +80,9 @@ def test_a_checkpoint_as_written_is_resumed(checkpoint):
 
 FILES = (
     "optimizer.pt",
-    "scheduler.pt",
     "rng_state.pth",
-    "rng_state_1.pth",
-    "scaler.pt",
     "trainer_state.json",
-    "optimizer.bin",
-    "pytorch_model_fsdp.bin",
     "pytorch_model.bin",
-    "adapter_model.bin",
     "default/adapter_model.bin",
     *(f"{name}/.metadata" for name in SPREAD),
     *(f"{name}/__0_0.distcp" for name in SPREAD),
@@ -189,10 +182,7 @@ def test_training_args_are_never_loaded(checkpoint, tmp_path):
     "values",
     [
         {"global_step": 10**9},
-        {"global_step": 10**9, "max_steps": 10**9},
         {"global_step": "2"},
-        {"global_step": -1},
-        {"max_steps": None},
         {"log_history": 3},
         {"unknown": 1},
     ],
@@ -205,29 +195,6 @@ def test_a_trainer_state_that_cannot_be_is_refused(checkpoint, values):
         ValueError, match=r"trainer_state\.json is .* Resume from another checkpoint"
     ):
         trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["optimizer.pt", "scheduler.pt", "rng_state.pth"],
-)
-@pytest.mark.parametrize("state", [[], {}, {"state": 3}], ids=str)
-def test_a_state_of_something_else_is_named(checkpoint, name, state):
-    torch.save(state, checkpoint / name)
-    if name == "scheduler.pt" and state != []:
-        return  # torch accepts any dictionary
-    with pytest.raises(ValueError, match=rf"{name}.* is refused"):
-        trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
-
-
-def test_a_pipe_in_a_checkpoint_is_refused(checkpoint):
-    (checkpoint / "optimizer.pt").unlink()
-    os.mkfifo(checkpoint / "optimizer.pt")
-    with pytest.raises(
-        ValueError,
-        match=r"optimizer\.pt is a folder, a pipe",
-    ):
-        check_checkpoint(checkpoint)
 
 
 def test_a_best_checkpoint_elsewhere_is_checked(checkpoint, tmp_path):

@@ -2,7 +2,7 @@
 rows.
 """
 
-import math
+import json
 
 import pytest
 import torch
@@ -90,30 +90,14 @@ def train(tokenizer, rows, tmp_path):
     return run
 
 
-def test_before_a_loss_is_logged_there_is_none_to_show(train):
-    seen = []
-    train(steps=12, on_step=lambda step, steps, loss: seen.append(loss))
-    assert seen[0] is None
-    assert isinstance(seen[-1], float)
-    assert all(loss is None or math.isfinite(loss) for loss in seen)
-
-
-@pytest.mark.parametrize(
-    "settings, tolerance",
-    [
-        ({"per_device_batch_size": 1}, 1e-3),
-        ({"gradient_checkpointing": True}, 1e-6),
-    ],
-    ids=["small-batches", "checkpointing"],
-)
-def test_how_a_step_is_computed_changes_nothing(train, settings, tolerance):
+def test_how_a_step_is_computed_changes_nothing(train):
     (one, first, _) = train()
-    (other, second, _) = train(**settings)
+    (other, second, _) = train(per_device_batch_size=1, gradient_checkpointing=True)
     assert first.history.held_out[-1][1] == pytest.approx(
         second.history.held_out[-1][1],
         rel=1e-4,
     )
-    tiny.assert_close(other.state_dict(), one.state_dict(), tolerance)
+    tiny.assert_close(other.state_dict(), one.state_dict(), 1e-3)
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 4), (2.5, 10), (0.1, 1)])
@@ -143,40 +127,6 @@ def test_warmup_then_a_line_to_zero(train):
             1 / 6,
         ]
     )
-    assert train(steps=40, learning_rate=1.0)[2].rates[:3] == pytest.approx([0, 0.5, 1])
-
-
-def test_settings_of_an_optimizer(train):
-    _, _, watch = train(optimizer="adafactor", schedule="constant")
-    assert "Adafactor" in type(watch.optimizer).__name__
-    assert not watch.group["relative_step"]
-    assert not watch.group["scale_parameter"]
-    assert watch.rates == [1e-2] * 4
-    _, _, watch = train(adam_beta1=0.8, adam_beta2=0.95)
-    assert watch.group["betas"] == (0.8, 0.95)
-
-
-def test_clipping_is_off_at_minus_one(train):
-    states = []
-    for norm in (-1.0, 1e9, 1e-3):
-        model, *_ = train(
-            optimizer="sgd",
-            steps=1,
-            warmup_steps=0,
-            max_grad_norm=norm,
-        )
-        states.append(model.state_dict())
-    free, clipped, tight = states
-    tiny.assert_equal(clipped, free)
-    assert not torch.equal(tight["lm_head.weight"], free["lm_head.weight"])
-
-
-def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
-    (_, first, _) = train()
-    (other, second, _) = train(bf16=True)
-    for p in other.parameters():
-        assert p.dtype == torch.float32
-    assert first.losses != second.losses == pytest.approx(first.losses, rel=0.05)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
@@ -270,18 +220,13 @@ def test_a_resumed_training_remembers_its_best(tokenizer, rows, tmp_path):
     straight, expected = run("a")
     with pytest.raises(KeyboardInterrupt):
         run("b", save_steps=2, callbacks=[Stop()])
+    history = tmp_path / "b" / "checkpoint-4" / "history.json"
+    history.write_text(json.dumps(json.loads(history.read_text()) | {"seconds": 1000.0}))
     resumed, done = run("b", save_steps=2)
+    assert done.history.seconds > 1000
     assert done.history.held_out == expected.history.held_out
     assert done.losses == expected.losses
     assert torch.equal(resumed.lm_head.weight, straight.lm_head.weight)
-
-
-def test_the_optimizers_bytes_and_what_trains_are_counted(train):
-    model, done, _ = train()
-    params = sum(p.numel() for p in model.parameters())
-    tensors = len(list(model.parameters()))
-    assert done.trained_parameters == params
-    assert done.optimizer_bytes == 8 * params + 4 * tensors
 
 
 def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path):

@@ -47,17 +47,6 @@ class Recording(TrainerCallback):
             self.values.setdefault(name, {})[state.global_step] = value
 
 
-def from_tensorboard(folder, stage) -> dict[str, dict[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (path,) = (folder / stage).rglob("events.out.tfevents.*")
-    found = EventAccumulator(str(path)).Reload()
-    values = {}
-    for name in found.Tags()["scalars"]:
-        values[name] = {one.step: one.value for one in found.Scalars(name)}
-    return values
-
-
 def trained(stage: str, folder, seen, **settings):
     model = mergeable() if stage == "mergeable" else upcycled()
     settings = {
@@ -93,23 +82,6 @@ def test_a_reporting_callback_gets_every_name(stage, tmp_path):
             < seen.values["train/mixing/max_change"][1]
             < seen.values["train/mixing/max_change"][2]
         )
-
-
-@pytest.mark.slow
-def test_tensorboard_gets_every_name(tmp_path):
-    pytest.importorskip("tensorboard")
-    for stage, names in NAMES.items():
-        seen = Recording()
-        trained(
-            stage,
-            tmp_path / stage,
-            seen,
-            report_to=["tensorboard"],
-            project=stage,
-        )
-        values = from_tensorboard(tmp_path, stage)
-        for name in names:
-            assert values[name] == pytest.approx(seen.values[name], rel=1e-6), name
 
 
 def test_each_layer_has_its_coefficients_and_another_model_has_none(tmp_path):

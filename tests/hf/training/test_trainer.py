@@ -7,14 +7,12 @@ import csv
 import json
 import math
 import re
-import shutil
 
 import datasets
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from moe_runtime.hf import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.hf.dropin.balance import use_balance_loss
@@ -24,7 +22,6 @@ from moe_runtime.hf.training import sft
 from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io import console
 from moe_runtime.io.rows import encode, read_rows, tokenize_pairs
-from moe_runtime.methods.xft import folders as xft
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.support.dist_launch import forked
@@ -167,9 +164,7 @@ KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
     [
         pytest.param({}, 0.0, True, id="switch"),
         pytest.param({}, 0.0, False, id="mean-of-micro-batches"),
-        pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, True, id="cv2-noisy"),
         pytest.param({}, 0.1, True, id="with-the-pooled-loss"),
-        pytest.param({"balance_loss": "none"}, 0.1, True, id="pooled-only"),
     ],
 )
 def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, counts_tokens, tmp_path):
@@ -226,7 +221,6 @@ def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_p
 @pytest.mark.parametrize(
     "stage, noisy, settings",
     [
-        pytest.param("moe", False, {}, id="moe"),
         pytest.param("moe", True, {}, id="moe-noise"),
         pytest.param(
             "mergeable",
@@ -405,31 +399,12 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
         assert "router/min_entropy" in logs
 
 
-def test_lora_keeps_the_balance_loss(tmp_path):
-    lora = LoraConfig(
-        r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"], task_type="CAUSAL_LM"
-    )
-    trainer = run("sft", upcycled(), tmp_path, parts={"peft_config": lora})
-    assert min(logged(trainer, "balance_loss")) > 1e-3
-    routers = []
-    for name, p in trainer.model.named_parameters():
-        if ".gate." in name and p.requires_grad:
-            routers.append(p)
-    assert len(routers) == 2
-    for p in routers:
-        assert trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0
-    assert len(router_stats(tmp_path)) == 3 * 2 * 4
-
-
 def stock_moe(name="qwen3_moe", **changes):
     return stock(name, vocab_size=len(TOKENIZER), **changes)
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "name",
-    ["ours", "ours-pooled", "qwen3_moe", "deepseek_v3"],
-)
+@pytest.mark.parametrize("name", ["ours-pooled", "qwen3_moe"])
 def test_the_first_loss_is_the_models_own(kind, name, tmp_path):
     parts = {}
     if name.startswith("ours"):
@@ -453,23 +428,6 @@ def test_the_first_loss_is_the_models_own(kind, name, tmp_path):
     assert len(logged(trainer, "router/max_violation")) == 1
 
 
-def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
-    model = stock_moe()
-    use_balance_loss(model, "per_layer", 0.1)
-    with torch.no_grad():
-        out = model(**batch_of(0, 7))
-    args = SFTConfig(str(tmp_path), **SFT | {"max_steps": 1})
-    trainer = SFTTrainer(
-        model,
-        args,
-        train_dataset=rows([0, 7]),
-        processing_class=TOKENIZER,
-    )
-    trainer.train()
-    assert logged(trainer)[0] == pytest.approx(out.loss.item(), rel=1e-5)
-    assert logged(trainer, "aux_loss")[0] == pytest.approx(out.aux_loss.item(), rel=1e-5)
-
-
 # our tokenizer's template without the marks of what the assistant says
 UNMARKED = re.sub("{% (end)?generation %}", "", TOKENIZER.chat_template)
 CHAT = [
@@ -490,20 +448,6 @@ LINES = {"text": "add 1 to 2\n3 is it"}
             {"messages": CHAT}, {"assistant_only_loss": True}, "assistant", id="trls-option"
         ),
         pytest.param({"messages": CHAT}, {}, "all", id="all-of-messages"),
-        pytest.param(
-            {
-                "conversations": [
-                    {"from": "human", "value": "add"},
-                    {"from": "gpt", "value": "3"},
-                ]
-            },
-            {},
-            "assistant",
-            id="sharegpt",
-        ),
-        pytest.param(
-            {"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, "assistant", id="prompt-of-messages"
-        ),
         pytest.param(PAIR, {}, "assistant", id="prompt-completion"),
         pytest.param(
             PAIR,
@@ -511,13 +455,6 @@ LINES = {"text": "add 1 to 2\n3 is it"}
             "all",
             id="trls-word-for-all",
         ),
-        pytest.param(
-            {"question": "1 + 2", "answer": "3"},
-            {},
-            "assistant",
-            id="question-answer",
-        ),
-        pytest.param(LINES, {}, "assistant", id="text"),
         pytest.param(LINES, {"packing": True}, "assistant", id="packed"),
     ],
 )
@@ -596,72 +533,6 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     assert (out / "tokenizer.json").exists()
 
 
-REFUSED = {
-    "null": ({"text": None}, "", "line 2 of .*bad.jsonl: text is null"),
-    "no-answer": ({"messages": CHAT[:1]}, "", "line 2 of .* at least one assistant turn"),
-    "tracker": (None, "--report_to wandb", "'wandb' of report_to is not installed"),
-    "no-template": ({"messages": CHAT}, "", "no chat template, .* Pass --chat_template_path"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_command_refuses_in_one_line_before_it_trains(name, folder, tmp_path, monkeypatch):
-    bad, options, says = REFUSED[name]
-    monkeypatch.setattr(MoESFTTrainer, "train", None)
-    model = folder / "moe"
-    data = folder / "rows.jsonl"
-    if name == "no-template":
-        model = shutil.copytree(model, tmp_path / "moe")
-        (model / "chat_template.jinja").unlink()
-    if bad is not None:
-        data = tmp_path / "bad.jsonl"
-        good = {"messages": CHAT} if "messages" in bad else {"text": "2"}
-        data.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    with pytest.raises(ValueError, match=says) as error:
-        train_command(
-            words(
-                model,
-                data,
-                f"--output_dir {tmp_path}/out {options}",
-            )
-        )
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch):
-    """Of a template given by its file, and of all tokens where that is asked for."""
-    model = shutil.copytree(folder / "moe", tmp_path / "moe")
-    (model / "chat_template.jinja").unlink()
-    (tmp_path / "chat.jinja").write_text(UNMARKED)
-    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 2)
-    trained = []
-
-    def train(self, **_):
-        labels = next(iter(self.get_train_dataloader()))["labels"][0]
-        trained.append(TOKENIZER.decode(labels[labels != -100]))
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(MoESFTTrainer, "train", train)
-    options = f"--output_dir {tmp_path}/out --chat_template_path {tmp_path}/chat.jinja"
-    for more in ("", " --train-on all"):
-        with pytest.raises(ZeroDivisionError):
-            train_command(
-                words(
-                    model,
-                    tmp_path / "rows.jsonl",
-                    options + more,
-                )
-            )
-    assert trained == [
-        "3 is it</s>",
-        TOKENIZER.apply_chat_template(CHAT, tokenize=False),
-    ]
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": CHAT[:1]}) + "\n")
-    with pytest.raises(ZeroDivisionError):  # all tokens of a prompt without an answer train
-        train_command(words(model, tmp_path / "prompts.jsonl", options + " --train-on all"))
-
-
 def test_an_example_without_an_answer_is_named(tmp_path):
     examples = datasets.Dataset.from_list([{"messages": CHAT}, {"messages": CHAT[:1]}])
     with pytest.raises(ValueError, match="example 2"):
@@ -707,26 +578,6 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
     assert not (tmp_path / "router_stats.csv").exists()
 
 
-def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    before = tiny.contents(folder)
-    for name in ("moe", str(folder / "moe")):
-        with pytest.raises(
-            ValueError, match="^output_dir moe/ is .*moe, the model to train. Pass another folder"
-        ):
-            train_command(
-                [
-                    "--model",
-                    name,
-                    "--data",
-                    "rows.jsonl",
-                    "--output_dir",
-                    "moe/",
-                ]
-            )
-    assert tiny.contents(folder) == before
-
-
 def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
     folder, tmp_path, monkeypatch
 ):
@@ -762,28 +613,6 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
     monkeypatch.setattr(sft.console, "bar", bar)
     train_command([*argv, "--max_steps", "3", "--resume"])
     assert seen[0] == 2
-
-
-@KINDS
-@pytest.mark.parametrize("value", [True, False])
-def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path):
-    model = upcycled()
-    model.config.use_cache = value
-    seen = set()
-
-    def hook(module, args, kwargs):
-        seen.add(kwargs["use_cache"])
-
-    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    trainer = run(kind, model, tmp_path, eval_set=rows([1, 2]), **settings)
-    trainer.evaluate()
-    trainer.save_model(tmp_path / "moe")
-    xft.merge_folder(tmp_path / "moe", tmp_path / "dense")
-    for name in ("checkpoint-1", "moe", "dense"):
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config.get("use_cache", True) is value
-    assert seen == {False}  # and no batch keeps one
 
 
 def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, capsys):

@@ -44,7 +44,7 @@ from moe_runtime.methods.esft.base import check_base, check_model
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
 from moe_runtime.methods.esft.freezing import freeze_for_esft
-from moe_runtime.methods.esft.lora import apply, save_lora, save_peft, train_lora
+from moe_runtime.methods.esft.lora import apply, save_lora, train_lora
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
 from moe_runtime.methods.esft.selection import (
@@ -73,7 +73,6 @@ __all__ = [
     "remove",
     "save_adapter",
     "save_lora",
-    "save_peft",
     "score_experts",
     "select_experts",
     "train_lora",

@@ -5,7 +5,6 @@ in PEFT's own files.
                  train
     save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the
                  selection and the base
-    save_peft    ESFT's own adapter, whole experts, as PEFT's
     read_lora    reads that selection and base; `apply` applies such an adapter, or ESFT's own, to a
                  model
 
@@ -42,7 +41,7 @@ from moe_runtime.methods.esft.selection import (
     check_selection,
 )
 from moe_runtime.methods.lora.adapters import read_tensors
-from moe_runtime.methods.lora.baseline import add_parameter_lora, quiet_peft
+from moe_runtime.methods.lora.baseline import add_parameter_lora
 from moe_runtime.methods.lora.baseline import save_lora as save_peft_files
 from moe_runtime.methods.lora.stacks import PeftAdapter, is_peft, read_peft
 from moe_runtime.ops.all_to_all import is_distributed
@@ -208,48 +207,6 @@ def save_lora(
     with atomic_folder(folder, overwrite) as tmp:
         save_peft_files(model, tmp, state_dict)
         atomic_write_json(tmp / trained_files.CONFIG, to_config(selection, selection.base))
-    return Path(folder)
-
-
-def save_peft(
-    model: nn.Module, adapter: Adapter | str | Path, folder: str | Path, *, overwrite: bool = False
-) -> Path:
-    """Write an ESFT adapter of `model` as one that stock PEFT loads, trains and merges: copies of
-    the modules that it changes.
-
-    PEFT has no single experts of a stack, so the folder holds all experts of the selection's layers
-    (`modules_to_save`), and it requires LoRA somewhere: rank 1 on the first linear layer, with B =
-    0. `model` itself stays as it is.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    check_out_dir(folder, overwrite)
-    adapter = adapters.as_adapter(adapter)
-    trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    changes = adapters.changes_of(model, layers_of(model, fresh=False), adapter)
-    modules = sorted({change.name.rpartition(".")[0] for change in changes})
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    unchanged = [name for name in linear if name not in modules]
-    if not unchanged:
-        raise ValueError(
-            f"{adapter.source} changes every linear layer, so it is a whole model. Use esft merge"
-        )
-    adapters.apply(model, adapter)
-    try:
-        with quiet_peft(), atomic_folder(folder, overwrite) as tmp:
-            config = LoraConfig(
-                r=1,
-                target_modules=unchanged[:1],
-                modules_to_save=modules,
-                task_type="CAUSAL_LM",
-            )
-            adapted = get_peft_model(model, config)
-            save_peft_files(adapted, tmp)
-            adapted.unload()
-    finally:
-        adapters.remove(model)
-        for parameter, requires_grad in trains.items():
-            parameter.requires_grad_(requires_grad)
     return Path(folder)
 
 

@@ -69,29 +69,22 @@ def perplexities(
     call this.
 
     `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label,
-    "all" every token but a row's first. `base` is the dense model of deltas and adapters, by
-    default the one they record. One model is in memory at a time; adapters share it, and the base
-    runs once on `batch_size` rows, those of all adapters together.
-    Raises ValueError for rows without a counted token and for adapters of different bases.
+    "all" every token but a row's first. `base` is the dense model of adapters, by default the one
+    they record. One model is in memory at a time. Raises ValueError for rows without a counted
+    token.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
     check_paths("experts", experts)
     models.check_labels(rows, tokens == "all")
     every_token = tokens == "all"
-    opened = [open_expert(path, base) for path in experts]
-    adapters = [expert for expert in opened if expert.kind == "lora"]
-    losses = {}
-    if adapters:
-        of_adapters = models.adapter_losses(adapters, rows, tokenizer, batch_size, every_token)
-        losses = dict(zip(adapters, of_adapters, strict=True))
-    for expert in opened:
-        if expert.kind != "lora":
-            ranks.free_memory()  # of the previous model
-            model = models.load(expert)
-            losses[expert] = models.losses(model, rows, tokenizer, batch_size, every_token)
-            del model
-    losses = [losses[expert] for expert in opened]
+    losses = []
+    for path in experts:
+        expert = open_expert(path, base)
+        model = models.load(expert) if expert.kind == "ffn" else models.load_adapter(expert)
+        losses.append(models.losses(model, rows, tokenizer, batch_size, every_token))
+        del model
+        ranks.free_memory()
     return torch.tensor(losses, dtype=torch.float64).exp()
 
 
@@ -122,12 +115,3 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
                 buckets[expert].append(row)
                 break
     return buckets
-
-
-def random_buckets(sizes: Sequence[int], N: int, seed: int = 0) -> list[list[int]]:
-    """Assign `N` rows at random to buckets of the given `sizes` (the paper's ablation); return
-    sorted row numbers.
-    """
-    sizes = list(sizes)
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
-    return [sorted(part.tolist()) for part in order[: sum(sizes)].split(sizes)]

@@ -65,13 +65,7 @@ def lora_config(
     settings.setdefault("gate", "softmax_topk" if top_k is None else "softmax_topk_renorm")
     top_k = num_experts if top_k is None else top_k
     shape = moe_shape(family_of(model), model.config)
-    config = MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
-    if config.balance_loss == "switch" and config.num_routed_per_token == config.num_routed_experts:
-        raise ValueError(
-            "balance_loss 'switch' is constant if every expert processes every token (top_k "
-            f"{top_k} of {num_experts} experts). Use 'none' or 'cv2'"
-        )
-    return config
+    return MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
 
 
 def to_lora_moe(
@@ -125,8 +119,8 @@ def to_lora_moe(
                 f"layers={layers}"
             )
         adapters = read_experts(model, family, experts, config.num_experts, backbone)
-        rank = adapters.rank
-        alpha = adapters.alpha
+        rank = adapters.adapters[0].rank
+        alpha = adapters.adapters[0].alpha
         targets = adapters.targets
         layers = adapters.layers
     lora = _lora_block(family, form, rank, alpha, targets, train_backbone)

@@ -176,11 +176,6 @@ class AdapterPair(NamedTuple):
         """Whether each expert has a pair."""
         return self.a.dim() == 3
 
-    @property
-    def rank(self) -> int:
-        """Return r, which is per expert."""
-        return self.a.shape[-2]
-
     def delta(self, expert: int | None = None) -> torch.Tensor:
         """Return the change of the parameter, or of row `expert` of a stack, in float32 or
         wider.
@@ -280,16 +275,6 @@ class AdapterExperts:
     targets: tuple[str, ...]
     layers: tuple[int, ...]
     backbone: tuple[str, ...]  # paths of linear layers that get the mean change
-
-    @property
-    def rank(self) -> int:
-        """The rank of all pairs."""
-        return self.adapters[0].rank
-
-    @property
-    def alpha(self) -> float:
-        """The alpha of all pairs; alpha / rank is the scaling."""
-        return self.adapters[0].alpha
 
     @torch.no_grad()
     def fill(self, layer: int, pairs) -> None:

@@ -74,13 +74,11 @@ def is_peft(folder: object) -> bool:
 
 def check_peft(folder: str | Path) -> None:
     """Raise ValueError unless a folder holds an adapter that PEFT reads."""
-    if is_peft(folder):
-        return
-    hint = "Pass the folder of an adapter that PEFT saved"
-    if Path(folder, "expert_cfg.json").is_file():
-        hint = "It is an ESFT adapter of whole experts: merge it with moe-runtime esft merge"
-    problem = f"has no {CONFIG}" if Path(folder).is_dir() else "is no folder"
-    raise ValueError(f"Adapter {str(folder)!r} {problem}. {hint}")
+    if not is_peft(folder):
+        raise ValueError(
+            f"Adapter {str(folder)!r} has no {CONFIG}. Pass the folder of an adapter that PEFT "
+            "saved (moe-runtime esft merge merges ESFT's own)"
+        )
 
 
 def base_skeleton(base: str | Path) -> nn.Module:
@@ -228,10 +226,6 @@ def _reversed(folder: Path, config: Mapping[str, Any], stacks: Mapping[str, tupl
         by_version.add(is_reversed(version, transposed))
     answers = by_size or by_version
     why = None
-    for name, (stack, transposed, *_) in stacks.items():
-        if len(stack) == 1 and (transposed or True in answers):
-            why = f"{name} has one expert, for which PEFT multiplies the pair the other way around"
-            break
     if answers == {None}:
         why = f"all stacks are square, and peft_version is {shown(version)}"
     if len(answers) > 1:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.config import check_fraction, check_number
+from moe_runtime.config import check_choice, check_fraction, check_number
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.hf.training.settings import AnyNumber, Count, Schedule, Steps, Training
 from moe_runtime.io import console
@@ -91,6 +91,8 @@ def init_router(
     check_fraction("alpha", alpha, "the weight of the language model's loss")
     if vector_learning_rate is not None:
         check_number("vector_learning_rate", vector_learning_rate)
+    if dtype is not None:
+        check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
     models.check_labels(rows)
     folder = Path(folder)
     opened = open_expert(expert, base)

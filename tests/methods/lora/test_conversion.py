@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io.rows import tokenize_pairs
-from moe_runtime.methods import esft, lora, xft
+from moe_runtime.methods import lora
 from moe_runtime.methods.xft import baselines
-from moe_runtime.methods.xft import folders as xft_folders
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.support.checkpoints import assert_equal
@@ -146,27 +145,3 @@ def test_merge_is_the_weighted_sum(form):
         assert torch.equal(each[0], each[1]) != inside
     assert type(merged) is type(tiny.dense())
     assert not hasattr(merged.config, "moe_runtime")
-
-
-def test_what_merges_whole_experts_refuses(tmp_path):
-    model = lora_model()
-    linear = lora_model(form="linear")
-    with pytest.raises(ValueError, match="with LoRA experts .*, but got LlamaForCausalLM"):
-        lora.merge(tiny.dense())
-    for call, one in ((xft.merge, model), (xft.to_mergeable, model), (xft.merge, linear)):
-        with pytest.raises(ValueError, match="The model's stage .*'lora'.*whole experts"):
-            call(one)
-    with pytest.raises(ValueError, match="have the same number 0, .* LoRA experts of form 'block'"):
-        esft.score_experts(
-            linear,
-            [{"input_ids": tiny.batch()}],
-            n_tokens=4,
-        )
-    model.save_pretrained(tmp_path / "moe")
-    with pytest.raises(ValueError, match="stage is 'lora'"):
-        xft_folders.merge_folder(
-            tmp_path / "moe",
-            tmp_path / "dense",
-            alpha="uniform",
-        )
-    assert not (tmp_path / "dense").exists()

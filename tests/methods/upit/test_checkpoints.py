@@ -15,9 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
-from moe_runtime.methods.upit.experts import materialize
 from tests.hf.tiny import VOCAB, dense, upcycled
 from tests.support.checkpoints import tensors
 from tests.support.dist_launch import launch
@@ -190,48 +188,6 @@ def test_a_mixture_is_what_save_pretrained_writes(tmp_path, make):
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
 
 
-def freeze_but_mlps(model) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".mlp." in name)
-
-
-@pytest.mark.parametrize("kind", [Trainer, MoETrainer])
-@pytest.mark.parametrize(
-    "dtype",
-    [None, "bfloat16"],
-    ids=str,
-)
-def test_only_what_changed(base, tmp_path, dtype, kind):
-    if dtype:
-        dense("llama", dtype=torch.bfloat16).save_pretrained(base := tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    freeze_but_mlps(model)
-    callback = ExpertCheckpoints(
-        tmp_path / "delta", every_steps=8, base=base, only_changed=True, dtype=dtype
-    )
-    trainer(
-        model,
-        tmp_path / "run",
-        callback,
-        kind=kind,
-    ).train()
-    folder = tmp_path / "delta" / "step-8"
-    before = tensors(base)
-    written = tensors(folder)
-    assert written
-    for key, tensor in written.items():
-        assert ".mlp." in key
-        assert not torch.equal(tensor, before[key])
-    assert len(written) < len(before) / 1.5
-    materialize(folder, tmp_path / "whole")
-    model.to(getattr(torch, dtype or "float32")).save_pretrained(tmp_path / "want")
-    assert_same(
-        tensors(tmp_path / "whole"),
-        tensors(tmp_path / "want"),
-    )
-    AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-
-
 def test_a_peft_model_saves_its_adapter(base, tmp_path):
     import peft
 
@@ -343,14 +299,8 @@ def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, 
             id="two intervals",
         ),
         pytest.param({"every_steps": 0}, "every_steps must be", id="no interval"),
-        pytest.param({"every_steps": 0.5}, "every_steps must be", id="half a step"),
         pytest.param({"every_epochs": float("nan")}, "every_epochs must be", id="not a number"),
-        pytest.param(
-            {"only_changed": True}, "only_changed is True, base is None", id="changed from what"
-        ),
         pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
-        pytest.param({"dtype": "half-float"}, "dtype is 'half-float'", id="no dtype"),
-        pytest.param({"max_shard_size": "much"}, "but got 'much'", id="no size"),
     ],
 )
 def test_bad_settings_are_named(tmp_path, arguments, words):
@@ -364,15 +314,9 @@ def test_bad_settings_are_named(tmp_path, arguments, words):
     [
         pytest.param(
             lambda m: m,
-            {"base": "nowhere/at-all", "only_changed": True},
+            {"base": "nowhere/at-all"},
             "base 'nowhere/at-all'",
             id="no base",
-        ),
-        pytest.param(
-            lambda m: dense("llama", hidden_size=16),
-            {"only_changed": True},
-            "No matrix of base",
-            id="another base",
         ),
         pytest.param(
             lambda m: nn.Linear(2, 2),

@@ -391,8 +391,8 @@ def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
         (0, 1),
         (),
     )
-    assert experts.rank == 2
-    assert experts.alpha == 16
+    assert experts.adapters[0].rank == 2
+    assert experts.adapters[0].alpha == 16
     ids = torch.randint(50, (2, 11))
     expected = trained(ids).logits
     for i, block in enumerate(dense.model.layers):

@@ -10,8 +10,7 @@
 
 form "block": FFN_e = base + s B_e A_e in each projection, one router per MLP (UpIT, Sec. 2.3;
 `moe_runtime.ops.lora` has the equations). form "linear": one router per linear layer (LoRAMoE;
-`moe_runtime.modules.lora_linear` has the equation). The base is frozen in both. `forced_experts`
-sends each row of a batch to one expert, as in choosing expert-specific data. Everything works in
+`moe_runtime.modules.lora_linear` has the equation). The base is frozen in both. Everything works in
 place, as in `moe_runtime.hf.models.swap`; checks come first, so a rejected model is unchanged.
 save_pretrained writes stage "lora" of `moe_runtime.hf.models.modeling`, the base's MLP at
 mlp.experts.base (form "block").
@@ -20,9 +19,8 @@ mlp.experts.base (form "block").
     baseline   plain PEFT LoRA, the methods' baseline
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,11 +34,10 @@ from moe_runtime.hf.models.modeling import freeze_for_lora, model_classes, moe_l
 from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.methods.lora.adapters import add_to_backbone, read_experts, save_single
 from moe_runtime.modules.lora import TARGETS, LoRAMoE, check_base, check_plain
-from moe_runtime.modules.lora_linear import FORMS, LinearExperts, LoRALinear, add_experts
+from moe_runtime.modules.lora_linear import FORMS, LinearExperts, add_experts
 from moe_runtime.ops.merging import alpha_rows
 
 __all__ = [
-    "forced_experts",
     "lora_config",
     "lora_layers",
     "merge",
@@ -310,34 +307,6 @@ def save_adapters(
         for e, name in enumerate(names):
             save_single(pairs, new / name, e, base_model=str(base_model))
     return [Path(folder) / name for name in names]
-
-
-@contextlib.contextmanager
-def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Iterator[None]:
-    """Within the block, send every token of row b of a batch to expert `ids`[b] with weight 1,
-    bypassing the routers.
-
-    The base runs once for the batch; to run n experts on one row, repeat the row n times. `model`
-    may be wrapped. With gradient checkpointing the block must contain the backward pass too.
-    """
-    ids = torch.as_tensor(ids)
-    layers = [module for module in model.modules() if isinstance(module, LoRAMoE | LoRALinear)]
-    count = layers[0].config.num_experts if layers else 0
-    is_row = bool(layers) and ids.dim() == 1 and not ids.is_floating_point()
-    if not is_row or not all(0 <= e < count for e in ids.tolist()):
-        raise ValueError(
-            f"ids must be one of the model's {count} LoRA experts for each row of the batch, but "
-            f"got {ids.tolist()}"
-        )
-    ids = ids.to(layers[0].gate.weight.device)
-    before = [layer.forced for layer in layers]
-    for layer in layers:
-        layer.forced = ids
-    try:
-        yield
-    finally:
-        for layer, old in zip(layers, before):
-            layer.forced = old
 
 
 def lora_layers(model: nn.Module) -> dict[int, nn.Module]:

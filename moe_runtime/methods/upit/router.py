@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from moe_runtime.config import check_choice, check_fraction, check_number
 from moe_runtime.hf.training import fit, ranks
@@ -101,7 +102,6 @@ def init_router(
             f"Expert {opened.path} is an adapter that changes no MLP. Pass one that does"
         )
     settings = _settings(opened, training)
-    at_once, _ = fit.split_batch(settings["batch_size"], settings["per_device_batch_size"])
     made_of = hash_of(
         {
             "alpha": alpha,
@@ -121,24 +121,45 @@ def init_router(
         return load_routed(folder)
     check_out_dir(folder, overwrite, [expert, base])
     model, adapted = _load(opened, dtype)
-    zeros = torch.zeros(model.config.num_hidden_layers, model.config.hidden_size)
-    routing = RoutingVectors(model, zeros, alpha)
-    measure = functools.partial(routing.measure, rows, tokenizer, at_once, settings["bf16"])
-    before = measure()
-    routing.train_only()
-    trained = fit.train(
+    routed, weights = _tune(
         model,
         rows,
         tokenizer,
-        folder=folder.with_name(f"{folder.name}.checkpoints-{made_of}"),
-        # one row is enough, since all rows are measured separately, with the vectors
-        held_out=rows.select([0]).select_columns(["input_ids", "labels"]),
-        evaluations=1,
+        folder,
+        alpha,
+        checkpoints=folder.with_name(f"{folder.name}.checkpoints-{made_of}"),
         seed=seed,
         trainer=functools.partial(VectorTrainer, vector_rate=vector_learning_rate),
         callbacks=callbacks,
         on_step=on_step,
         **settings,
+    )
+    with ranks.leading() as main:
+        if main:
+            with atomic_folder(folder, overwrite) as tmp:
+                dtype = dtype or models.dtype_of(opened)
+                models.save_tuned(model, adapted, tokenizer, weights, dtype, tmp)
+                _save_record(tmp, routed, made_of)
+    _remove_checkpoints(folder)
+    return routed
+
+
+def _tune(
+    model: nn.Module, rows, tokenizer, folder: Path, alpha: float, checkpoints: Path, **training
+) -> tuple[RoutedExpert, dict | None]:
+    """Train a model's MLPs, or their adapters, and its routing vectors; return the result, to be
+    written to `folder`, and the weights.
+    """
+    at_once, _ = fit.split_batch(training["batch_size"], training["per_device_batch_size"])
+    zeros = torch.zeros(model.config.num_hidden_layers, model.config.hidden_size)
+    routing = RoutingVectors(model, zeros, alpha)
+    measure = functools.partial(routing.measure, rows, tokenizer, at_once, training["bf16"])
+    before = measure()
+    routing.train_only()
+    # one held-out row is enough, since all rows are measured separately, with the vectors
+    held_out = rows.select([0]).select_columns(["input_ids", "labels"])
+    trained = fit.train(
+        model, rows, tokenizer, folder=checkpoints, held_out=held_out, evaluations=1, **training
     )
     routed = RoutedExpert(
         vectors=routing.values(),
@@ -150,14 +171,7 @@ def init_router(
     )
     weights = trained.state_dict()
     routing.close()
-    with ranks.leading() as main:
-        if main:
-            with atomic_folder(folder, overwrite) as tmp:
-                dtype = dtype or models.dtype_of(opened)
-                models.save_tuned(model, adapted, tokenizer, weights, dtype, tmp)
-                _save_record(tmp, routed, made_of)
-    _remove_checkpoints(folder)
-    return routed
+    return routed, weights
 
 
 def _settings(opened: Expert, training: dict) -> dict:

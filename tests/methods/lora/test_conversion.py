@@ -65,13 +65,10 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     adapted = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=1)
-    other = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=2)
     for name, p in adapted.named_parameters():
         is_pair = "lora_" in name
         assert p.requires_grad == is_pair
         assert ".mlp." in name or not is_pair
-        if "lora_A" in name:
-            assert not torch.equal(p, other.get_parameter(name))
     trainer(adapted, tmp_path / "sft", max_steps=2, save_strategy="no").train()
     adapted.save_pretrained(str(tmp_path / "adapter"))
     expected = tiny.logits(adapted)
@@ -124,20 +121,12 @@ def test_merge_is_the_weighted_sum(form):
         )
         for e in range(4)
     ]
-    uniform = lora.merge(copy.deepcopy(model))
     for name, weight in merged.named_parameters():
         each = torch.stack([single.get_parameter(name) for single in singles])
         assert (
             tiny.distance(
                 weight,
                 torch.tensordot(by_layer[0], each, 1),
-            )
-            < 1e-6
-        ), name
-        assert (
-            tiny.distance(
-                uniform.get_parameter(name),
-                each.mean(0),
             )
             < 1e-6
         ), name

@@ -98,9 +98,6 @@ def loaded(base: Path):
             {"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no number of steps"
         ),
         pytest.param(
-            {"every_epochs": 0.01}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="shorter than a step"
-        ),
-        pytest.param(
             {"every_epochs": 0.5},
             {"gradient_accumulation_steps": 2},
             [1, 2, 3, 4],
@@ -111,12 +108,6 @@ def loaded(base: Path):
             {},
             [3, 6, 8],
             id="steps, and the last",
-        ),
-        pytest.param(
-            {"every_epochs": 5},
-            {"max_steps": 5},
-            [5],
-            id="the last alone",
         ),
     ],
 )

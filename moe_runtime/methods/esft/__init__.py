@@ -36,7 +36,6 @@ from moe_runtime.methods.esft.adapters import (
     Adapter,
     check_is_base,
     load_adapter,
-    load_selection,
     remove,
     to_config,
 )
@@ -151,7 +150,7 @@ def _check_folder(config: dict, folder: str | Path) -> None:
     """
     path = Path(folder) / trained_files.CONFIG
     if path.is_file():
-        theirs = load_selection(path).base
+        theirs = ExpertSelection.load(path).base
         ours = ExpertSelection.from_dict(config, str(path)).base
         if theirs is not None and ours is not None:
             check_base(theirs, ours, str(folder))

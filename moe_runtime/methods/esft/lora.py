@@ -32,7 +32,7 @@ from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped,
 from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_parts
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.esft import adapters
-from moe_runtime.methods.esft.adapters import Adapter, check_is_base, load_selection, to_config
+from moe_runtime.methods.esft.adapters import Adapter, check_is_base, to_config
 from moe_runtime.methods.esft.base import Layers, check_model
 from moe_runtime.methods.esft.selection import (
     FLAGS,
@@ -228,7 +228,7 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     """Read the selection and the base of a folder; raises ValueError for an adapter that
     `save_lora` has not written.
     """
-    selection = load_selection(Path(folder) / trained_files.CONFIG)
+    selection = ExpertSelection.load(Path(folder) / trained_files.CONFIG)
     experts = (selection.base or {}).get("experts", {})
     count = 0
     size = 0
@@ -280,7 +280,7 @@ def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
     """Return the selected experts with their LoRA merged, W_e + s B_e A_e, as ESFT's own adapter of
     `model`.
     """
-    selection = load_selection(Path(folder) / trained_files.CONFIG)
+    selection = ExpertSelection.load(Path(folder) / trained_files.CONFIG)
     adapter = read_peft(folder, model)
     layers = layers_of(model, fresh=False)
     check_mask(layers, adapter, selection)

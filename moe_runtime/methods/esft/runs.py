@@ -42,13 +42,12 @@ from moe_runtime.io.files import (
 )
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
+from moe_runtime.methods.esft.adapters import Adapter
 from moe_runtime.methods.esft.folders import check_fit
-from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_lora
+from moe_runtime.methods.esft.lora import LoraAdapter, check_lora
 from moe_runtime.methods.esft.packing import join
 from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, sample_batches
 from moe_runtime.methods.esft.selection import check_selection
-from moe_runtime.methods.lora.stacks import is_peft
 
 VALIDATION = 0.02  # share of the rows, if no held-out rows are given (from the released code)
 DROP_BOS = 0.2
@@ -179,7 +178,7 @@ def train_folder(
     check_out_dir(out, overwrite, [source, selection, rows, held_out])
     is_file = not isinstance(selection, esft.ExpertSelection)
     if is_file:
-        selection = load_selection(selection)
+        selection = esft.ExpertSelection.load(selection)
     selection = esft.with_flags(selection, shared_experts, non_expert_modules)
     if lora is not None:
         check_lora(selection, *lora)
@@ -329,19 +328,17 @@ def check_folder(
     first `limit`, without and with the adapter. Raises ValueError if the adapter is for another
     model.
     """
-    changed = check_fit(source, adapter, check_weights=check_weights)
-    folder = adapter
-    adapter = read_lora(adapter) if is_peft(adapter) else as_adapter(adapter)
+    read, changed = check_fit(source, adapter, check_weights=check_weights)
     if rows is None:
-        return CheckReceipt(adapter, changed)
+        return CheckReceipt(read, changed)
     model, tokenizer = _load(source)
     tokens = data.tokenize_pairs(
         tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt
     )
     without = _loss(model, tokens, tokenizer, batch_size=batch_size)
-    esft.apply(model, folder, check_weights=check_weights)
+    esft.apply(model, adapter, check_weights=check_weights)
     loss = _loss(model, tokens, tokenizer, batch_size=batch_size)
-    return CheckReceipt(adapter, changed, without, loss, len(tokens))
+    return CheckReceipt(read, changed, without, loss, len(tokens))
 
 
 def _loss(model, rows, tokenizer, **options) -> float:

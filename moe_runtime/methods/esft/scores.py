@@ -288,10 +288,10 @@ def sample_batches(
         flat = list(itertools.chain(*samples))
         samples = [flat[i : i + length] for i in range(0, len(flat), length)]
     rank, ranks = part
-    return padded_batches(samples[rank::ranks], batch_size)
+    return _padded(samples[rank::ranks], batch_size)
 
 
-def padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+def _padded(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield samples, ids of each, in batches for `score_experts`, padded on the right."""
     for first in range(0, len(samples), batch_size):
         part = samples[first : first + batch_size]

@@ -95,15 +95,11 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
     buckets are full.
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
-    rows = perplexity.isnan().all(0).nonzero().flatten().tolist()
-    if rows:
+    bad = perplexity.isnan().nonzero().tolist()
+    if bad:
         raise ValueError(
-            f"The perplexity of the rows {rows[:8]} is NaN for every expert. Remove those rows"
-        )
-    experts = perplexity.isnan().any(1).nonzero().flatten().tolist()
-    if experts:
-        raise ValueError(
-            f"The perplexity of the experts {experts} is NaN on some rows. Remove those experts"
+            f"The perplexity of expert {bad[0][0]} is NaN on row {bad[0][1]}. Remove the expert, "
+            "or the row if it is NaN for all"
         )
     n, N = perplexity.shape
     capacity = math.ceil(N / n) if capacity is None else capacity

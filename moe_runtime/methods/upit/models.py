@@ -12,11 +12,9 @@ from torch import nn
 
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.hf.training.fit import pair_collator
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.rows import require
 from moe_runtime.methods.lora.adapters import check_patterns
 from moe_runtime.methods.lora.baseline import quiet_peft
-from moe_runtime.methods.upit.checkpoints import fingerprint
 
 DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 
@@ -53,29 +51,15 @@ def load_base(experts: Sequence, dtype: str | None = None, device: str | None = 
 
 
 def base_of(experts: Sequence) -> str | Path:
-    """Return the experts' common base, a folder or Hub id (copies count as one); raises ValueError
-    for none or several.
-    """
+    """Return the experts' base, a folder or Hub id; raises ValueError for none or several."""
     first = experts[0]
     for expert in experts:
-        if expert.base is None or not _is_same(first.base, expert.base):
+        if expert.base is None or Path(expert.base).resolve() != Path(first.base).resolve():
             raise ValueError(
                 f"All experts must have the same base, but it is {expert.base} for {expert.path} "
                 f"and {first.base} for {first.path}. Pass base= if it has moved"
             )
     return first.base
-
-
-def _is_same(base: str | Path, other: str | Path) -> bool:
-    """Return whether two names are of one model: the same name, the same folder, or folders with
-    the same weights.
-    """
-    if str(base) == str(other) or Path(base).resolve() == Path(other).resolve():
-        return True
-    if not (Path(base).is_dir() and Path(other).is_dir()):
-        return False
-    with Checkpoint(base) as one, Checkpoint(other) as two:
-        return fingerprint(one) == fingerprint(two)
 
 
 def check_labels(rows, every_token: bool = False) -> None:

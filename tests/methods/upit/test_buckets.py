@@ -94,8 +94,7 @@ def test_buckets_are_the_algorithm(seed, capacity):
 def test_bad_numbers_are_refused():
     nan = math.nan
     for values, capacity, message in (
-        ([[1.0, 2.0], [nan, 1.0]], None, r"experts \[1\] is NaN"),
-        ([[1.0, nan], [nan, nan]], None, r"rows \[1\] is NaN for every expert"),
+        ([[1.0, 2.0], [nan, 1.0]], None, "expert 1 is NaN on row 0"),
         ([[1.0, 1.0]], 0, "capacity must be an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):

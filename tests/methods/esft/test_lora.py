@@ -90,9 +90,6 @@ def train(model, steps=3, optimizer=torch.optim.AdamW, **settings):
             {"weight_decay": 0.1},
             id="transposed stacks",
         ),
-        pytest.param(
-            "qwen3_moe", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, id="SGD"
-        ),
     ],
 )
 def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, settings):

@@ -96,8 +96,6 @@ def test_sums_of_rows_and_columns():
     scores = ExpertScores.from_sums(by_hand(layers=4))
     for score, variant, dim in (
         ("token", "v1", 1),
-        ("token", "paper", 1),
-        ("token", "normalized", 1),
         ("gate", "normalized", 1),
         ("gate", "head", 0),
         ("token", "head", 0),

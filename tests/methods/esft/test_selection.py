@@ -207,7 +207,6 @@ def test_p_is_above_0_and_at_most_1(p):
     ("options", "error"),
     [
         ({"score": "both"}, "score must be one of gate, token"),
-        ({"variant": "v2"}, "variant must be one of v1"),
         ({"variant": "paper"}, "'paper' cannot be computed from 'v1' scores without their sums"),
     ],
 )
@@ -272,7 +271,6 @@ def test_the_configuration_is_the_official_one(tmp_path):
         ({"experts": {"01": [3], "1": [4]}}, "experts must be .*{'01':"),
         ({"experts": {"1": [3, 3]}}, r"experts must be .*{1: \[3, 3\]}"),
         ({"experts": {"1": [True]}}, r"experts must be"),
-        ({"experts": {}, "shared_experts": "yes"}, "shared_experts must be True or False"),
     ],
 )
 def test_a_bad_configuration_is_named_with_its_file(values, error, tmp_path):

@@ -63,36 +63,17 @@ def layer_of(name: str) -> int:
     return int(name.split(".layers.")[1].partition(".")[0])
 
 
-def train(model, steps=3, optimizer=torch.optim.AdamW, **settings):
-    trained = optimizer(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=1e-2,
-        **settings,
-    )
-    for step in range(steps):
-        trained.zero_grad()
+def train(model) -> None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
         model(**batch(rows=4, length=32, seed=step)).loss.backward()
-        trained.step()
+        optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "family, optimizer, settings",
-    [
-        pytest.param(
-            "qwen3_moe",
-            torch.optim.AdamW,
-            {"weight_decay": 0.1},
-            id="AdamW",
-        ),
-        pytest.param(
-            "gpt_oss",
-            torch.optim.AdamW,
-            {"weight_decay": 0.1},
-            id="transposed stacks",
-        ),
-    ],
-)
-def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, settings):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_every_selected_expert_moves_and_no_other_bit_does(family):
     model, receipt = adapted(family)
     start = matrices(model)
     assert len(start) == 8  # two stacks of two layers
@@ -101,7 +82,7 @@ def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, se
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == selected
     assert receipt.trainable_parameters == receipt.row_parameters == selected
     assert selected < receipt.total_parameters
-    train(model, optimizer=optimizer, **settings)
+    train(model)
     for name, after in matrices(model).items():
         for e, matrix in enumerate(after):
             if e in CHOSEN.experts[layer_of(name)]:
@@ -299,23 +280,16 @@ def test_an_adapter_that_changes_more_than_its_selection_is_refused(saved):
 
 
 @pytest.mark.parametrize(
-    "changes, settings, match",
+    "changes, match",
     [
-        ({"experts": {0: (8,)}}, {}, r"has experts \[8\] of layer 0, but .* routes to ids 0 to 7"),
-        ({"experts": {4: (1,)}}, {}, "of layer 4, but the model routes to layers 0, 1"),
-        ({"experts": {}}, {}, "selection has no experts, but LoRA supports routed experts only"),
-        ({"shared_experts": True}, {}, "shared_experts is True, but LoRA supports"),
-        ({"non_expert_modules": True}, {}, "non_expert_modules is True, but LoRA supports"),
-        ({}, {"rank": 0}, "rank must be"),
+        ({"experts": {0: (8,)}}, r"has experts \[8\] of layer 0, but .* routes to ids 0 to 7"),
+        ({"experts": {}}, "selection has no experts, but LoRA supports routed experts only"),
+        ({"non_expert_modules": True}, "non_expert_modules is True, but LoRA supports"),
     ],
 )
-def test_what_cannot_train_is_refused_and_the_model_is_unchanged(changes, settings, match):
+def test_what_cannot_train_is_refused_and_the_model_is_unchanged(changes, match):
     model = stock()
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=match):
-        adapted(
-            selection=replace(CHOSEN, **changes),
-            model=model,
-            **settings,
-        )
+        adapted(selection=replace(CHOSEN, **changes), model=model)
     assert [name for name, _ in model.named_parameters()] == names

@@ -284,7 +284,6 @@ def test_ddp_is_one_process(tmp_path):
     [
         ({"form": "mlp"}, "form must be one of block, linear"),
         ({"targets": ["q_proj"]}, r"targets is \['q_proj'\] .* Pass some of gate_proj, up_proj"),
-        ({"rank": 0}, "rank must be"),
         ({"dtype": torch.int8}, "Expected a floating torch.dtype .* dtype is torch.int8"),
         ({"form": "linear", "recompute": True}, "form is 'linear', .* recompute is True"),
         ({"experts": []}, "experts must have a folder for each of the 8 .*, but got 0 folders"),

@@ -16,10 +16,9 @@ from transformers import (
 )
 
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
-from tests.hf.tiny import VOCAB, dense, upcycled
+from tests.hf.tiny import VOCAB, dense
 from tests.support.checkpoints import tensors
 from tests.support.dist_launch import launch
-from tests.support.stock_moe import stock
 
 LORA = {"r": 2, "target_modules": ["gate_proj", "down_proj"], "init_lora_weights": False}
 
@@ -160,23 +159,6 @@ def test_a_folder_is_what_save_pretrained_writes(tmp_path, family, changes, dtyp
     names = {path.name for path in (tmp_path / "theirs").iterdir()} - {"model.safetensors"}
     assert names <= {path.name for path in (tmp_path / "ours").iterdir()}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").dtype == (dtype or torch.float32)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(upcycled, id="upcycled"),
-        pytest.param(lambda: stock("qwen3_moe"), id="an expert a tensor"),
-    ],
-)
-def test_a_mixture_is_what_save_pretrained_writes(tmp_path, make):
-    save_expert(model := make(), tmp_path / "ours")
-    model.save_pretrained(tmp_path / "theirs")
-    assert_same(
-        tensors(tmp_path / "ours"),
-        tensors(tmp_path / "theirs"),
-    )
-    AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
 
 
 def test_a_peft_model_saves_its_adapter(base, tmp_path):

@@ -104,7 +104,7 @@ GOES_ON = {
     "upit grow": (".safetensors", ".json"),
     "ultrafuser train": (".safetensors",),
     "demo": (".safetensors", "config.json"),
-    "esft score": ("out", ".txt"),
+    "esft score": ("out",),
     "stats": (".csv", ".png"),
     "tune": ("out",),
     "bench": (".json",),

@@ -81,8 +81,7 @@ VERBS: dict[str, Verb] = {
     ),
     "esft score": _verb(
         "esft score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 "
-        "--out out --logs logs",
-        beside=("logs",),
+        "--out out",
         reads=f"esft/base/{WEIGHTS}",
     ),
     "esft select": _verb(

@@ -8,7 +8,7 @@ from moe_runtime.io import rows as data
 
 def join(
     rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float = 0.0, seed: int = 0
-):
+) -> data.Dataset:
     """Join samples, in an order drawn by `seed`, to a datasets.Dataset of rows of `length` ids, as
     ESFT's code does.
 

@@ -159,7 +159,7 @@ def train_folder(
     seed: int = 0,
     check_weights: bool = True,
     overwrite: bool = False,
-    on_step=None,
+    on_step: Callable[[int, int, float | None], None] | None = None,
 ) -> TrainingReceipt:
     """Train the experts of `selection` (or its file) of the model in folder `source` on `rows`;
     write an adapter to `out`.

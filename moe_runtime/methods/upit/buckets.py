@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.files import check_paths
+from moe_runtime.io.rows import Dataset
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import open_expert
 
@@ -37,7 +39,7 @@ class Buckets(NamedTuple):
     total_seconds: float
 
 
-def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
+def seed_set(rows: Dataset, share: float = 0.01, *, at_least: int = 1, seed: int = 0) -> Dataset:
     """Return a random `share` of a datasets.Dataset (Algorithm 3, line 2), with at least `at_least`
     examples.
     """
@@ -58,8 +60,8 @@ def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
 
 def perplexities(
     experts: Sequence[str | Path],
-    rows,
-    tokenizer,
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     base: str | Path | None = None,
     tokens: str = "response",
@@ -88,7 +90,7 @@ def perplexities(
     return torch.tensor(losses, dtype=torch.float64).exp()
 
 
-def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
+def fill_buckets(perplexity: torch.Tensor, capacity: int | None = None) -> list[list[int]]:
     """Assign rows to experts by `perplexity` [n, N] (Algorithm 3); return n lists of row numbers.
 
     A bucket holds at most `capacity` rows, by default ceil(N / n); a row is dropped once all

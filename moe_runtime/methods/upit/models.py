@@ -15,16 +15,17 @@ from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io.rows import require
 from moe_runtime.methods.lora.adapters import check_patterns
 from moe_runtime.methods.lora.baseline import quiet_peft
+from moe_runtime.methods.upit.experts import Expert
 
 DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 
 
-def load(expert, *, dtype: str | None = None) -> nn.Module:
+def load(expert: Expert, *, dtype: str | None = None) -> nn.Module:
     """Load an expert of kind "ffn" as a dense model, by default in its MLPs' dtype."""
     return ranks.load_model(expert.path, dtype or dtype_of(expert), ranks.state().device)
 
 
-def load_adapter(expert, *, dtype: str | None = None, trainable: bool = False):
+def load_adapter(expert: Expert, *, dtype: str | None = None, trainable: bool = False) -> nn.Module:
     """Return a PEFT model of the expert's base with its adapter.
 
     By default in the base's dtype; an adapter in a narrower dtype becomes float32, as PEFT does.

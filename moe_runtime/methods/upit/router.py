@@ -15,10 +15,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.config import check_choice, check_fraction, check_number
 from moe_runtime.hf.training import fit, ranks
@@ -33,6 +34,7 @@ from moe_runtime.io.files import (
     hash_of,
     read_json,
 )
+from moe_runtime.io.rows import Dataset
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import Expert, open_expert
 from moe_runtime.methods.upit.vectors import Measured, RoutingVectors, VectorTrainer
@@ -67,8 +69,8 @@ class RoutedExpert:
 
 def init_router(
     expert: str | Path,
-    rows,
-    tokenizer,
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     folder: str | Path,
     alpha: float = 0.5,
@@ -79,7 +81,7 @@ def init_router(
     overwrite: bool = False,
     callbacks: Sequence = (),
     on_step: Callable[[int, int, float | None], None] | None = None,
-    **training,
+    **training: Any,
 ) -> RoutedExpert:
     """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
 
@@ -236,12 +238,12 @@ class Routers(NamedTuple):
 
 def init_routers(
     experts: Sequence[str | Path],
-    rows,
+    rows: Dataset,
     buckets: Sequence[Sequence[int]],
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     folder: str | Path,
-    **settings,
+    **settings: Any,
 ) -> list[RoutedExpert]:
     """Call `init_router` with `settings` for each expert on its bucket, row numbers of `rows`, and
     write FOLDER/expert-<i>.

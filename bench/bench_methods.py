@@ -187,12 +187,12 @@ def bench_esft_scores(interleaved, shape):
 
 def bench_upit_vectors(interleaved, size):
     """Loss and gradients of a dense model with and without routing vectors at its MLPs."""
-    from moe_runtime.methods.upit.vectors import RoutingVectors, drawn
+    from moe_runtime.methods.upit.vectors import RoutingVectors
 
     with fits():
         plain = dense_model(size).train()
         routed = copy.deepcopy(plain)
-        RoutingVectors(routed, drawn(size.L, size.H, 0.02, 0))
+        RoutingVectors(routed, torch.zeros(size.L, size.H))
     ids = torch.randint(
         0,
         size.V,

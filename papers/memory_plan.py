@@ -147,13 +147,7 @@ def _upit(r) -> Iterator[PlannedTraining]:
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
         zeros = torch.zeros(model.config.num_hidden_layers, model.config.hidden_size)
-        routed = RoutingVectors(
-            model,
-            zeros,
-            r.router.alpha,
-            r.router.detach_h,
-        )
-        routed.train_only(r.router.train_ffn)
+        RoutingVectors(model, zeros, r.router.alpha).train_only()
 
     def pairs():
         with torch.device("meta"):

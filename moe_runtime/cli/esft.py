@@ -22,7 +22,6 @@ from moe_runtime.cli.verbs import (
     HUB,
     argument,
     group,
-    numbers,
     one_gpu,
     option,
     verb,
@@ -52,17 +51,11 @@ def score(
     data: Data,
     out: Annotated[Path, option("The summary to write, a .json file.")],
     n_tokens: Annotated[int, option("Tokens to score, at most.")] = 131072,
-    logs: Annotated[
-        Path | None, option("A folder to write the official logs to as well; must not exist.")
-    ] = None,
     variant: Variant = None,
     max_length: MaxLength = 4096,
     pack: Pack = True,
     batch_size: ForwardBatch = 1,
     prompt: Prompt = "plain",
-    pairs: Annotated[
-        bool, option("Also count pairs of experts, for select --group-size.", "--pairs")
-    ] = False,
     seed: Annotated[int, option("Seed of the samples' order.")] = 5934875,
     overwrite: Overwrite = False,
 ):
@@ -78,16 +71,13 @@ def score(
             model,
             data,
             out,
-            logs=logs,
             n_tokens=n_tokens,
             variant=variant or "v1",
             max_length=max_length,
             packed=pack,
             batch_size=batch_size,
             prompt=prompt,
-            pairs=pairs,
             seed=seed,
-            overwrite=overwrite,
             progress=update,
         )
     if console.is_main():
@@ -95,7 +85,7 @@ def score(
             f"{scores.n_tokens:,} tokens, {len(scores.layers)} layers of {scores.num_experts} "
             "experts"
         )
-        typer.echo(f"wrote {out}" + (f" and the logs in {logs}" if logs else ""))
+        typer.echo(f"wrote {out}")
         typer.echo(
             f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json"
         )
@@ -104,11 +94,12 @@ def score(
         "layers": len(scores.layers),
         "experts": scores.num_experts,
     }
-    return found | {"files": [out, logs]}
+    return found | {"files": [out]}
 
 
 @verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json")
 def select(
+    summary: Annotated[Path, option("A summary written by score or by the official code.")],
     out: Annotated[Path, option("The configuration to write, a .json file.")],
     p: Annotated[
         float | None,
@@ -117,27 +108,11 @@ def select(
     experts: Annotated[
         int | None, option("Instead of --p: the number of experts of each layer.")
     ] = None,
-    summary: Annotated[
-        Path | None, option("A summary written by score or by the official code.")
-    ] = None,
-    logs: Annotated[Path | None, option("Instead of --summary: a folder of official logs.")] = None,
-    top_k: Annotated[
-        int | None, option("With --logs: experts per token, if the logs differ.")
-    ] = None,
-    num_experts: Annotated[
-        int | None, option("With --logs: experts per layer, if not all were used.")
-    ] = None,
-    layers: Annotated[
-        str | None, option("With --logs: the layers, such as 1,2,5-26 (default: all).")
-    ] = None,
     score: Annotated[str, option("gate or token.", words="gate token")] = "gate",
     variant: Variant = None,
     round: Annotated[
         int | None, option("Digits to round the scores to; the official code uses 4.")
     ] = None,
-    group_size: Annotated[
-        int, option("Select experts by groups of this size; needs score --pairs.")
-    ] = 1,
     shared_experts: Annotated[
         bool, option("Train the shared experts too.", "--shared-experts")
     ] = False,
@@ -152,26 +127,15 @@ def select(
     """Select the fewest experts of each layer whose scores sum to p, or a number of them; needs no
     model.
     """
-    check_out_file(out, overwrite, [summary, logs])
+    check_out_file(out, overwrite, [summary])
     if (p is None) == (experts is None):
         raise ValueError(
             "Pass either --p, 0.1 for example, or --experts with a number of experts per layer"
         )
-    options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
-    if (summary is None) == (logs is None) or (
-        logs is None and any(one is not None for one in options.values())
-    ):
-        raise ValueError(
-            "Pass either --summary, or --logs with --top-k, --num-experts and --layers if needed"
-        )
     from moe_runtime.methods.esft.scores import ExpertScores
     from moe_runtime.methods.esft.selection import select_experts
 
-    if logs is None:
-        scores = ExpertScores.load(summary)
-    else:
-        options |= {"layers": numbers(layers), "pairs": group_size > 1}
-        scores = ExpertScores.from_logs(logs, variant or "v1", **options)
+    scores = ExpertScores.load(summary)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         selection = select_experts(
@@ -182,7 +146,6 @@ def select(
             experts_per_layer=experts,
             shared_experts=shared_experts,
             non_expert_modules=non_expert_modules,
-            group_size=group_size,
             round=round,
             skip_unused=skip_unused,
         )

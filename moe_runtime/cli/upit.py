@@ -31,9 +31,7 @@ from moe_runtime.io import console
 UPIT = "UpIT: turn the checkpoints of one tuning run into the experts of an MoE model."
 app = group("upit", UPIT, "choose runs/sft/experts --count 4")
 UNSHARED = tuple(gate for gate in config.GATES if gate not in config.SHARED_GATES)
-Experts = Annotated[
-    list[Path], argument("Experts' folders: models, deltas or LoRA adapters, of one base.")
-]
+Experts = Annotated[list[Path], argument("Experts' folders: models or LoRA adapters, of one base.")]
 Base = Annotated[
     Path | None, option("Folder of the dense model that all were tuned from, if needed.")
 ]
@@ -70,9 +68,6 @@ def grow(
     metric: Annotated[
         str, option("Distance between experts: cosine or l2.", words="cosine l2")
     ] = "cosine",
-    of: Annotated[
-        str, option("Compare delta (what training added) or weight.", words="delta weight")
-    ] = "delta",
     parents: Annotated[
         str, option("farthest, as in the paper, or random.", words="farthest random")
     ] = "farthest",
@@ -93,7 +88,6 @@ def grow(
         out,
         base=base,
         metric=metric,
-        of=of,
         parents=parents,
         drop=drop,
         seed=seed,
@@ -123,9 +117,6 @@ def init_routers(
     capacity: Annotated[
         int | None, option("Examples per expert, at most (default: equal shares).")
     ] = None,
-    buckets: Annotated[
-        str, option("By perplexity (skilled), or random.", words="skilled random")
-    ] = "skilled",
     tokens: Annotated[
         str, option("Tokens of the perplexity: response or all.", words="response all")
     ] = "response",
@@ -135,9 +126,6 @@ def init_routers(
     epochs: Annotated[float, option("Epochs over each expert's examples.")] = 4.0,
     learning_rate: Annotated[
         float | None, option("Constant learning rate (default: 2e-5, or 2e-4 with LoRA).")
-    ] = None,
-    vector_std: Annotated[
-        float | None, option("Standard deviation of the initial vectors (default: 0).")
     ] = None,
     vector_learning_rate: Annotated[
         float | None, option("Learning rate of the vectors (default: --learning-rate).")
@@ -169,7 +157,6 @@ def init_routers(
         at_least=at_least,
         capacity=capacity,
         tokens=tokens,
-        buckets=buckets,
         alpha=alpha,
         max_length=max_length,
         prompt=prompt,
@@ -177,7 +164,6 @@ def init_routers(
         seed=seed,
         epochs=epochs,
         learning_rate=learning_rate,
-        vector_std=vector_std,
         vector_learning_rate=vector_learning_rate,
         batch_size=batch_size,
         per_device_batch_size=per_device_batch_size,

@@ -17,7 +17,6 @@ trained on, the same files for every task. `code`, `prose` and `arithmetic` with
 """
 
 import functools
-import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
@@ -26,7 +25,7 @@ from pydantic import Field, model_validator
 
 from moe_runtime.hf.training.settings import Count, Fraction, Node, Number, Positive, Steps
 from moe_runtime.io import rows as data
-from moe_runtime.methods.esft.packing import join, packed_in_order, split_lines
+from moe_runtime.methods.esft.packing import join
 from moe_runtime.methods.esft.runs import EsftTraining
 from moe_runtime.methods.esft.selection import SCORES, VARIANTS
 from papers.engine import recipe as recipes
@@ -61,8 +60,6 @@ def task_rows(tokenizer, task, recipe) -> dict:
     No row is in two of them. `task` is a Task of `recipe`.
     """
     train, held_out = stages.split_rows(task, BUILT_IN)
-    if task.prompt == "esft" and recipe.pack:
-        return _as_released(tokenizer, train, held_out, task, recipe)
     of = data.require("datasets").Dataset
     train = of.from_list(train) if isinstance(train, list) else train
     train, validation = data.hold_out(train, task.validation_rows, seed=1)
@@ -88,42 +85,6 @@ def task_rows(tokenizer, task, recipe) -> dict:
             recipe.drop_bos,
         )
     return parts
-
-
-def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
-    """`task_rows`, packed and split as in ESFT's released code: one line in fifty validates,
-    whatever `validation_rows` is.
-    """
-    taken = map(data.one_form, itertools.islice(train, task.limit))
-    rows = [
-        data.encode(
-            tokenizer,
-            row,
-            task.prompt,
-            task.train_on,
-        )
-        for row in taken
-    ]
-    lines = packed_in_order(
-        rows,
-        recipe.max_length,
-        recipe.drop_bos,
-        tokenizer.pad_token_id,
-    )
-    parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
-    how = {
-        "limit": task.held_out_rows,
-        "prompt": task.prompt,
-        "train_on": task.train_on,
-    }
-    return parts | {
-        "held_out": data.tokenize_pairs(
-            tokenizer,
-            held_out,
-            recipe.max_length,
-            **how,
-        )
-    }
 
 
 def mixed(rows, general, ratio: float):

@@ -57,7 +57,6 @@ class Expansion(Node):
     """Expert expansion (step 2)."""
 
     metric: Literal["cosine", "l2"] = "cosine"
-    of: Literal["delta", "weight"] = "delta"
     parents: Literal["farthest", "random"] = "farthest"
     drop: BelowOne = 0.5
 
@@ -77,9 +76,6 @@ class RouterInit(Node):
     """
 
     alpha: Fraction = 0.5
-    detach_h: bool = False
-    train_ffn: bool = True
-    vector_std: Number | None = None  # of the initial vectors; None: they start at 0
     vector_learning_rate: Number | None = None  # None: that of the experts
 
 

@@ -55,7 +55,7 @@ def home(tmp_path_factory) -> Path:
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     output = succeed(
         "score {home}/base --data {home}/rows.jsonl --n-tokens 256 --max-length 32 "
-        "--out {home}/made/summary.json --logs {home}/logs --pairs",
+        "--out {home}/made/summary.json",
         home=home,
     )
     assert "256 tokens, 2 layers of 8 experts" in output
@@ -73,22 +73,12 @@ def adapter(home) -> Path:
     return home / "law"
 
 
-def test_the_summary_is_the_official_one_and_follows_from_the_logs(home, tmp_path):
+def test_the_summary_is_the_official_one(home):
     values = read_json(home / "made" / "summary.json")
     assert set(values["gate_scores"]) == set(values["token_scores"]) == {"1", "2"}
     for row in values["token_scores"].values():
         assert sum(row.values()) == pytest.approx(1)
-    scores = ExpertScores.load(home / "made" / "summary.json")
-    logged = ExpertScores.from_logs(home / "logs")
-    torch.testing.assert_close(scores.gate, logged.gate, atol=5e-5, rtol=0)  # logs have 4 digits
-    assert scores.n_tokens == logged.n_tokens == 256
-    # what logs do not say
-    options = "--p 0.3 --layers 2 --top-k 2 --num-experts 9"
-    succeed(f"select --logs {home}/logs {options} --out {tmp_path}/config.json")
-    logged = ExpertScores.from_logs(home / "logs", layers=[2], top_k=2, num_experts=9)
-    expected = esft.select_experts(logged, 0.3)
-    assert esft.ExpertSelection.load(tmp_path / "config.json") == expected
-    assert set(expected.experts) == {2}
+    assert ExpertScores.load(home / "made" / "summary.json").n_tokens == 256
 
 
 @pytest.mark.parametrize(
@@ -98,7 +88,6 @@ def test_the_summary_is_the_official_one_and_follows_from_the_logs(home, tmp_pat
         ("--score token --p 0.2", {"p": 0.2, "score": "token"}, False),
         ("--p 1.0", {"p": 1.0}, True),
         ("--variant normalized --p 1.0", {"p": 1.0, "variant": "normalized"}, False),
-        ("--group-size 2 --p 0.3", {"p": 0.3, "group_size": 2}, False),
         (
             "--p 0.3 --shared-experts --round 4",
             {"p": 0.3, "shared_experts": True, "round": 4},
@@ -133,19 +122,18 @@ def test_train_with_the_flags(home, adapter, tmp_path, options, trains):
     assert trains in esft.load_adapter(tmp_path / "more").tensors
 
 
-@pytest.mark.parametrize("variant", ["v1", "paper", "normalized", "head"])
-def test_select_from_official_files_alone(home, tmp_path, variant):
+@pytest.mark.parametrize("variant", ["v1", "normalized", "head"])
+def test_select_from_an_official_summary(home, tmp_path, variant):
     options = f"--variant {variant} --p 0.3 --out {tmp_path}"
-    succeed(f"select --logs {home}/logs {options}/config.json")
+    summary = home / "made" / "summary.json"
+    succeed(f"select --summary {summary} {options}/config.json")
     config = read_json(tmp_path / "config.json")
     assert config["variant"] == variant
-    assert set(config["experts"]) == {"1", "2"}
-    if variant != "paper":  # which does not follow from the summary
-        summary = read_json(home / "made" / "summary.json")
-        official = {name: summary[name] for name in ("token_scores", "gate_scores")}
-        (tmp_path / "official.json").write_text(json.dumps(official))
-        succeed(f"select --summary {tmp_path}/official.json {options}/again.json")
-        assert read_json(tmp_path / "again.json")["experts"] == config["experts"]
+    values = read_json(summary)
+    official = {name: values[name] for name in ("token_scores", "gate_scores")}
+    (tmp_path / "official.json").write_text(json.dumps(official))
+    succeed(f"select --summary {tmp_path}/official.json {options}/again.json")
+    assert read_json(tmp_path / "again.json")["experts"] == config["experts"]
 
 
 def test_train_apply_and_merge(home, adapter, tmp_path):
@@ -244,11 +232,8 @@ def test_lora_of_the_selected_experts(home, tmp_path):
 
 BAD = [
     ("select --summary made/summary.json --p 1.5 --out new.json", "p must be above 0"),
-    ("select --p 0.1 --out new.json", "Pass either --summary, or --logs"),
     ("select --summary made/summary.json --out new.json", "Pass either --p"),
-    ("select --p 0.1 --logs logs --layers 1,x --out new.json", "layers must be numbers"),
     ("select --p 0.1 --summary made/summary.json --out config.json", "config.json already exists"),
-    ("score base --data rows.jsonl --out new.json --logs logs", "logs already exists"),
     ("score base --data none.jsonl --out new.json", "none.jsonl' does not exist"),
     ("train base --config bad.json --data rows.jsonl --out new", r"experts \[99\] of layer 1"),
     ("train base --config config.json --data rows.jsonl --out base", "already exists"),

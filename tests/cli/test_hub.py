@@ -119,12 +119,6 @@ assert card.data.base_model == "me/stock" and card.data.base_model_relation == "
 torch.testing.assert_close(model(**batch()).logits, want)
 verb("esft merge me/stock me/adapter merged --push-to-hub me/esft")
 torch.testing.assert_close(card_of("me/esft")[1](**batch()).logits, want)
-from peft import AutoPeftModelForCausalLM
-esft.save_peft(AutoModelForCausalLM.from_pretrained("me/stock"), "adapter", "copies")
-hub.push("copies", "me/copies", base="me/stock", method="esft")
-torch.testing.assert_close(card_of("me/copies")[1].eval()(**batch()).logits, want)
-copies = AutoPeftModelForCausalLM.from_pretrained("me/copies").eval()
-torch.testing.assert_close(copies(**batch()).logits, want)
 lora = adapted(Path("lora").resolve())
 want = lora(**batch()).logits
 make_tokenizer().save_pretrained("lora/base")

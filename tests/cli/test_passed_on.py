@@ -42,9 +42,9 @@ CASES = [
         {"backbone": "base"},
     ),
     (
-        "upit init-routers a b --data d --out o --buckets random",
+        "upit init-routers a b --data d --out o --tokens all",
         UPIT + "folders.route_folders",
-        {"buckets": "random"},
+        {"tokens": "all"},
     ),
     (
         "xft upcycle s t --top-k 3 --seed 7",

@@ -82,7 +82,7 @@ GOES_ON = {
     "upit init-routers": (".safetensors",),
     "upit grow": (".safetensors", ".json"),
     "ultrafuser train": (".safetensors",),
-    "esft score": ("out", ".txt"),
+    "esft score": ("out",),
     "stats": (".csv", ".png"),
 }
 

@@ -37,8 +37,7 @@ VERBS: dict[str, Verb] = {
     "run": _verb("papers run {in}/xft/study.yaml --out out", whole=False),
     "esft score": _verb(
         "esft score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 "
-        "--out out --logs logs",
-        beside=("logs",),
+        "--out out",
     ),
     "esft select": _verb("esft select --summary {in}/esft/summary.json --p 0.4 --out out"),
     "esft train": _verb(

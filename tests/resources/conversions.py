@@ -14,11 +14,9 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.esft import folders as esft_folders
 from moe_runtime.methods.upit import assembly as upit_assembly
 from moe_runtime.methods.upit import folders as upit_mixtral
-from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
 from moe_runtime.methods.xft import folders as xft_folders
 from moe_runtime.methods.xft import official as xft_official
 from tests.hf import tiny
@@ -36,23 +34,11 @@ def prepare(place: Path, sizes: dict) -> None:
     """
     model = tiny.dense("llama", mlp_bias=None, **sizes)
     model.save_pretrained(place / "dense", **SIZE)
-    with Checkpoint(place / "dense") as base:
-        record = {
-            "base": str(place / "dense"),
-            "base_hash": fingerprint(base),
-        }
     for e in range(2):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + (e + 1) / 64)
         model.save_pretrained(place / f"expert-{e}", **SIZE)
-        save_expert(
-            model,
-            place / f"delta-{e}",
-            base=place / "dense",
-            record=record,
-            **SIZE,
-        )
     sizes = {
         "hidden_size": sizes["hidden_size"],
         "num_hidden_layers": -(-4 * sizes["num_hidden_layers"] // 9),
@@ -124,10 +110,10 @@ WAYS = {
             [f / "expert-0", f / "expert-1"], None, f / "upit", top_k=1, **SIZE
         ),
     ),
-    "assemble of deltas, the base's backbone": (
-        "delta-0",
+    "assemble with the base's backbone": (
+        "expert-0",
         lambda f: upit_assembly.assemble(
-            [f / "delta-0", f / "delta-1"],
+            [f / "expert-0", f / "expert-1"],
             None,
             f / "upit-base",
             base=f / "dense",

@@ -1,8 +1,7 @@
 """One of the ranks of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py OUT
 BASE`.
 
-A training under DDP with the callback, and models that FSDP2 has split: whole, as a delta, and as
-an adapter.
+A training under DDP with the callback, and models that FSDP2 has split: whole and as an adapter.
 """
 
 from pathlib import Path
@@ -56,7 +55,6 @@ def main(out: str, base: str) -> None:
     models = {
         "whole": changed(base),
         "tied": changed(base, tie_word_embeddings=True),
-        "delta": changed(base),
     }
     for name, model in (models | {"lora": adapted(base)}).items():
         for layer in model.get_submodule(
@@ -67,7 +65,6 @@ def main(out: str, base: str) -> None:
         save_expert(
             model,
             out / name,
-            base=base if name == "delta" else None,
             is_main=is_main,
         )
         dist.barrier()

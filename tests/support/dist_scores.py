@@ -28,12 +28,7 @@ def shared_out(rank: int) -> list[torch.Tensor]:
 def main(out: str) -> None:
     rank = int(os.environ["RANK"])
     model = make()
-    whole = score_experts(
-        model,
-        shared_out(rank),
-        pairs=True,
-        log_dir=f"{out}/logs",
-    )
+    whole = score_experts(model, shared_out(rank))
     cut = score_experts(model, shared_out(rank), n_tokens=25)
     score_folder(
         f"{out}/base",
@@ -41,11 +36,6 @@ def main(out: str) -> None:
         f"{out}/folder.json",
         **FOLDER,
     )
-    errors = []
-    try:
-        score_experts(model, shared_out(rank), log_dir=f"{out}/logs")
-    except ValueError as error:
-        errors.append(str(error))
     alone = score_experts(model, shared_out(rank) if rank else [])
     for layer in model.model.layers:
         fully_shard(layer)
@@ -53,10 +43,10 @@ def main(out: str) -> None:
     split = score_experts(model, shared_out(rank))
     try:
         score_experts(model, shared_out(rank) if rank else [])
-    except ValueError as error:
-        errors.append(str(error))
+    except ValueError as raised:
+        error = str(raised)
     found = {"whole": whole, "cut": cut, "alone": alone, "split": split}
     torch.save(
-        {name: scores.to_dict() for name, scores in found.items()} | {"errors": errors},
+        {name: scores.to_dict() for name, scores in found.items()} | {"error": error},
         f"{out}/{rank}.pt",
     )

@@ -46,20 +46,7 @@ def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
             "before": routed.before,
             "after": routed.after,
         }
-    mean = init_router(
-        experts[0],
-        rows,
-        tokenizer,
-        folder=out / "mean",
-        router_init="hidden_mean",
-    )
-    return found | {
-        "mean": {
-            "vectors": mean.vectors,
-            "before": mean.before,
-            "after": mean.after,
-        }
-    }
+    return found
 
 
 def main(out: str, experts: str, adapters: str) -> None:

@@ -38,6 +38,14 @@ def shake(model) -> None:
             )
 
 
+@torch.no_grad()
+def equalize(model, expert: int) -> None:
+    """Make all LoRA experts of a model one of them, whatever its routers choose."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(parameter[expert].clone().expand_as(parameter))
+
+
 def adapters(
     folder: Path,
     count: int = 3,

@@ -57,7 +57,7 @@ SELECTION = (
     "tests/methods/xft/test_xft.py::test_receipt_measures_equality_for_every_family",
     "tests/methods/xft/test_xft.py::test_merged_folder_is_a_stock_model",
     "tests/methods/esft/test_folders.py::test_every_family_in_its_saved_form",
-    "tests/methods/upit/test_mixtral.py::test_plain_transformers_has_the_same_logits",
+    "tests/hf/models/test_stock.py::test_a_stock_model_computes_the_same",
     "tests/cli/test_app.py::test_the_way_of_folders",
 )
 DESELECTED = "not memory_limit and not killed"

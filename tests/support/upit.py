@@ -10,8 +10,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
 from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import dense_config
 
@@ -104,18 +102,6 @@ def save_adapters(
         )
         get_peft_model(model, settings).save_pretrained(path)
     return paths
-
-
-def save_delta(folder: Path, expert: Path, base: Path) -> Path:
-    """Save a model folder again as what differs from a base's."""
-    record = {"base": str(base), "base_hash": fingerprint(Checkpoint(base))}
-    save_expert(
-        AutoModelForCausalLM.from_pretrained(expert),
-        folder,
-        base=base,
-        record=record,
-    )
-    return folder
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -36,7 +36,6 @@ from moe_runtime.methods.esft.adapters import (
     Adapter,
     check_is_base,
     load_adapter,
-    load_selection,
     remove,
     to_config,
 )
@@ -44,7 +43,7 @@ from moe_runtime.methods.esft.base import check_base, check_model
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
 from moe_runtime.methods.esft.freezing import freeze_for_esft
-from moe_runtime.methods.esft.lora import apply, save_lora, save_peft, train_lora
+from moe_runtime.methods.esft.lora import apply, save_lora, train_lora
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
 from moe_runtime.methods.esft.selection import (
@@ -73,7 +72,6 @@ __all__ = [
     "remove",
     "save_adapter",
     "save_lora",
-    "save_peft",
     "score_experts",
     "select_experts",
     "train_lora",
@@ -152,7 +150,7 @@ def _check_folder(config: dict, folder: str | Path) -> None:
     """
     path = Path(folder) / trained_files.CONFIG
     if path.is_file():
-        theirs = load_selection(path).base
+        theirs = ExpertSelection.load(path).base
         ours = ExpertSelection.from_dict(config, str(path)).base
         if theirs is not None and ours is not None:
             check_base(theirs, ours, str(folder))

@@ -34,7 +34,7 @@ from moe_runtime.hf.training.trained_files import (
     split_row,
     stack_parts,
 )
-from moe_runtime.io.files import atomic_folder, read_json
+from moe_runtime.io.files import atomic_folder
 from moe_runtime.methods.esft.base import Layers, base_of, check_base, describe, write_base
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from moe_runtime.modules.moe import FLOATS
@@ -53,19 +53,13 @@ class Adapter:
     source: str = "adapter"
 
     def __post_init__(self):
-        for layer in sorted({*self.selection.experts, *self.experts}):
-            selected = set(self.selection.experts.get(layer, ()))
-            stored = set(self.experts.get(layer, ()))
-            for e in sorted(selected ^ stored):
-                if e in selected:
-                    raise ValueError(
-                        f"{self.source} lacks expert {e} of layer {layer}, which its selection has"
-                    )
-                # our own layers have their shared expert in the stack
-                if not self.selection.shared_experts:
-                    raise ValueError(
-                        f"{self.source} has expert {e} of layer {layer}, which its selection lacks"
-                    )
+        for layer, ids in self.selection.experts.items():
+            missing = sorted(set(ids) - set(self.experts.get(layer, ())))
+            if missing:
+                raise ValueError(
+                    f"{self.source} lacks expert {missing[0]} of layer {layer}, which its "
+                    "selection has"
+                )
 
     @property
     def num_parameters(self) -> int:
@@ -114,14 +108,9 @@ def to_config(selection: ExpertSelection, base: Mapping[str, Any] | None) -> dic
     return selection.to_dict() | write_base(base)
 
 
-def load_selection(path: str | Path) -> ExpertSelection:
-    """Read the selection of a configuration file, or of an adapter's; errors name the file."""
-    return ExpertSelection.from_dict(read_json(path), str(path))
-
-
 def load_adapter(folder: str | Path) -> Adapter:
     """Load an adapter folder, ours or an official one; the tensors are memory-mapped."""
-    selection = load_selection(Path(folder) / trained_files.CONFIG)
+    selection = ExpertSelection.load(Path(folder) / trained_files.CONFIG)
     tensors = trained_files.read_tensors(folder)
     return Adapter(selection=selection, tensors=tensors, base=selection.base, source=str(folder))
 
@@ -157,9 +146,12 @@ def changes_of(model: nn.Module, layers: Layers, adapter: Adapter) -> list[Chang
     changes = []
     for number, experts in adapter.experts.items():
         layer = layers.get(number)
-        num_shared = 0 if layer is None else layer.num_shared
+        # our own layers have their shared expert in the stack
+        shared = 0
+        if layer is not None and adapter.selection.shared_experts:
+            shared = layer.num_shared
         for e in experts:
-            if e not in adapter.selection.experts.get(number, ()) and e >= num_shared:
+            if e not in adapter.selection.experts.get(number, ()) and e >= shared:
                 raise ValueError(
                     f"{adapter.source} has expert {e} of layer {number}, which its selection lacks"
                 )

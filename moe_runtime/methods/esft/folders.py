@@ -28,7 +28,7 @@ from moe_runtime.methods.esft.base import (
     sample_weights,
     sampled_experts,
 )
-from moe_runtime.methods.esft.lora import check_mask, read_lora
+from moe_runtime.methods.esft.lora import LoraAdapter, check_mask, read_lora
 from moe_runtime.methods.lora import stacks
 from moe_runtime.methods.lora.stacks import MergeReceipt
 
@@ -48,7 +48,7 @@ def merge_folder(
     """
     check_out_dir(out, overwrite, [base, adapter])
     with stacks.open_base(base) as (model, checkpoint):
-        changes = _planned(model, adapter, checkpoint, check_weights)
+        _, changes = _planned(model, adapter, checkpoint, check_weights)
         return changes.write(
             out, max_shard_size=max_shard_size, overwrite=overwrite, progress=progress
         )
@@ -56,18 +56,19 @@ def merge_folder(
 
 def check_fit(
     base: str | Path, adapter: Adapter | str | Path, *, check_weights: bool = True
-) -> int:
-    """Return how many tensors of the folder `base` an adapter changes; raises ValueError as
+) -> tuple[Adapter | LoraAdapter, int]:
+    """Return the adapter and how many tensors of the folder `base` it changes; raises ValueError as
     `merge_folder` does.
     """
     with stacks.open_base(base) as (model, checkpoint):
-        return len(_planned(model, adapter, checkpoint, check_weights))
+        adapter, changes = _planned(model, adapter, checkpoint, check_weights)
+        return adapter, len(changes)
 
 
 def _planned(
     model: nn.Module, adapter: Adapter | str | Path, checkpoint: Checkpoint, check_weights: bool
-) -> stacks.Changes:
-    """Check an adapter against its base's folder; return the tensors it changes."""
+) -> tuple[Adapter | LoraAdapter, stacks.Changes]:
+    """Check an adapter against its base's folder; return it and the tensors it changes."""
     is_lora = stacks.is_peft(adapter)
     adapter = read_lora(adapter) if is_lora else as_adapter(adapter)
     layers = layers_of(model, fresh=False)
@@ -84,7 +85,7 @@ def _planned(
         weights = _sample(model, adapter, checkpoint)
         weights |= _sample_experts(model, layers, adapter, checkpoint)
         check_base(adapter.base, described | {"weights": weights}, adapter.source)
-    return changes
+    return adapter, changes
 
 
 def _sample(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:

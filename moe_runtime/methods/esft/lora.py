@@ -5,7 +5,6 @@ in PEFT's own files.
                  train
     save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the
                  selection and the base
-    save_peft    ESFT's own adapter, whole experts, as PEFT's
     read_lora    reads that selection and base; `apply` applies such an adapter, or ESFT's own, to a
                  model
 
@@ -33,7 +32,7 @@ from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped,
 from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_parts
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.esft import adapters
-from moe_runtime.methods.esft.adapters import Adapter, check_is_base, load_selection, to_config
+from moe_runtime.methods.esft.adapters import Adapter, check_is_base, to_config
 from moe_runtime.methods.esft.base import Layers, check_model
 from moe_runtime.methods.esft.selection import (
     FLAGS,
@@ -42,7 +41,7 @@ from moe_runtime.methods.esft.selection import (
     check_selection,
 )
 from moe_runtime.methods.lora.adapters import read_tensors
-from moe_runtime.methods.lora.baseline import add_parameter_lora, quiet_peft
+from moe_runtime.methods.lora.baseline import add_parameter_lora
 from moe_runtime.methods.lora.baseline import save_lora as save_peft_files
 from moe_runtime.methods.lora.stacks import PeftAdapter, is_peft, read_peft
 from moe_runtime.ops.all_to_all import is_distributed
@@ -211,48 +210,6 @@ def save_lora(
     return Path(folder)
 
 
-def save_peft(
-    model: nn.Module, adapter: Adapter | str | Path, folder: str | Path, *, overwrite: bool = False
-) -> Path:
-    """Write an ESFT adapter of `model` as one that stock PEFT loads, trains and merges: copies of
-    the modules that it changes.
-
-    PEFT has no single experts of a stack, so the folder holds all experts of the selection's layers
-    (`modules_to_save`), and it requires LoRA somewhere: rank 1 on the first linear layer, with B =
-    0. `model` itself stays as it is.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    check_out_dir(folder, overwrite)
-    adapter = adapters.as_adapter(adapter)
-    trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    changes = adapters.changes_of(model, layers_of(model, fresh=False), adapter)
-    modules = sorted({change.name.rpartition(".")[0] for change in changes})
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    unchanged = [name for name in linear if name not in modules]
-    if not unchanged:
-        raise ValueError(
-            f"{adapter.source} changes every linear layer, so it is a whole model. Use esft merge"
-        )
-    adapters.apply(model, adapter)
-    try:
-        with quiet_peft(), atomic_folder(folder, overwrite) as tmp:
-            config = LoraConfig(
-                r=1,
-                target_modules=unchanged[:1],
-                modules_to_save=modules,
-                task_type="CAUSAL_LM",
-            )
-            adapted = get_peft_model(model, config)
-            save_peft_files(adapted, tmp)
-            adapted.unload()
-    finally:
-        adapters.remove(model)
-        for parameter, requires_grad in trains.items():
-            parameter.requires_grad_(requires_grad)
-    return Path(folder)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoraAdapter:
     """The selection and base of a `save_lora` folder, and the size of the selected experts'
@@ -271,7 +228,7 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     """Read the selection and the base of a folder; raises ValueError for an adapter that
     `save_lora` has not written.
     """
-    selection = load_selection(Path(folder) / trained_files.CONFIG)
+    selection = ExpertSelection.load(Path(folder) / trained_files.CONFIG)
     experts = (selection.base or {}).get("experts", {})
     count = 0
     size = 0
@@ -323,7 +280,7 @@ def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
     """Return the selected experts with their LoRA merged, W_e + s B_e A_e, as ESFT's own adapter of
     `model`.
     """
-    selection = load_selection(Path(folder) / trained_files.CONFIG)
+    selection = ExpertSelection.load(Path(folder) / trained_files.CONFIG)
     adapter = read_peft(folder, model)
     layers = layers_of(model, fresh=False)
     check_mask(layers, adapter, selection)

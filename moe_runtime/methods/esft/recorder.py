@@ -15,7 +15,6 @@ read back before `read`.
     GateRecorder    the sums, recorded while a model runs
     model_inputs    batches up to a number of tokens, in step with other processes, as the model's
                     keyword arguments
-    group_routing   simulate coarser experts: the router chooses groups of experts (App. B, Fig. 7)
 """
 
 import functools
@@ -32,7 +31,6 @@ from moe_runtime.config import shown
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
     RoutedLayer,
-    block_of,
     forget_compiled,
     ids_of,
     numbered_layers,
@@ -53,18 +51,6 @@ class GateSums:
     n_samples: int
     top_k: int  # slots per token that the router chooses for: without the shared expert's
     num_shared: int = 0
-    pairs: torch.Tensor | None = None  # [L, E, E] int64: tokens that chose both
-
-
-@dataclass(frozen=True, eq=False)
-class GateCall:
-    """One call of one layer: ids and weights as its experts see them."""
-
-    layer: int
-    topk_idx: torch.Tensor  # [T, K]
-    topk_weight: torch.Tensor  # [T, K]
-    live: torch.Tensor  # [samples, T / samples] bool; False for padding
-    num_shared: int
 
 
 class GateRecorder:
@@ -72,18 +58,11 @@ class GateRecorder:
     `read` returns GateSums.
 
     Only calls of `model` itself count, not recomputation in backward. Padding, by the call's
-    attention_mask, is left out; `only` [B, S] bool, if set, marks the tokens that count instead.
-    `pairs` also counts how often two experts serve one token. `see` is called with each GateCall. A
+    attention_mask, is left out; `only` [B, S] bool, if set, marks the tokens that count instead. A
     context manager; `close` removes the hooks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        pairs: bool = False,
-        see: Callable[[GateCall], None] | None = None,
-    ):
+    def __init__(self, model: nn.Module):
         self.layers = dict(sorted(numbered_layers(model).items()))
         for layer in self.layers.values():
             if getattr(layer.module, "_is_expert_parallel", False):
@@ -96,7 +75,6 @@ class GateRecorder:
         self.num_experts = _common("num_experts", self.layers, experts)
         self.num_shared = _common("num_shared", self.layers, shared)
         self.only: torch.Tensor | None = None
-        self._see = see
         self._samples = 1
         self._slots = {}
         forget_compiled()
@@ -104,24 +82,18 @@ class GateRecorder:
         self._handles = [model.register_forward_pre_hook(self._enter, with_kwargs=True)]
         self._state = {}
         for number, layer in self.layers.items():
-            self._state[number] = self._zeros(layer, pairs)
+            self._state[number] = self._zeros(layer)
             self._handles.append(_watch(layer, functools.partial(self._add, number)))
 
-    def _zeros(self, layer: RoutedLayer, pairs: bool) -> list[torch.Tensor]:
-        """A layer's sums [4, E] float64, its tokens and samples [2] int64, and with `pairs` those
-        [E, E] float64.
-        """
+    def _zeros(self, layer: RoutedLayer) -> list[torch.Tensor]:
+        """Return a layer's sums [4, E] float64, and its tokens and samples [2] int64."""
         device = next(itertools.chain(layer.module.parameters(), layer.module.buffers())).device
         if device.type == "meta":
             device = torch.device("cpu")
-        E = self.num_experts
         # tensors made in inference mode could not be added to outside of it
         with torch.inference_mode(False):
-            sums = torch.zeros(4, E, dtype=torch.float64, device=device)
-            seen = torch.zeros(2, dtype=torch.int64, device=device)
-            if not pairs:
-                return [sums, seen]
-            return [sums, seen, torch.zeros(E, E, dtype=torch.float64, device=device)]
+            sums = torch.zeros(4, self.num_experts, dtype=torch.float64, device=device)
+            return [sums, torch.zeros(2, dtype=torch.int64, device=device)]
 
     def _enter(self, module: nn.Module, args, kwargs) -> None:
         named = self._call.named(args, kwargs)
@@ -144,14 +116,12 @@ class GateRecorder:
             live = torch.ones(T, dtype=torch.bool)
         live = live.to(topk_idx.device)
         by_row = live.view(B, T // B)
-        if self._see is not None:
-            self._see(GateCall(number, topk_idx, topk_weight, by_row, self.num_shared))
         counted = (topk_idx >= self.num_shared) & (topk_idx < E) & live[:, None]
         # what does not count goes to a column of its own, which is then left out
         idx = topk_idx.long().masked_fill(~counted, E)
         table = torch.zeros(2, T, E + 1, device=idx.device)
         ones = torch.ones_like(idx, dtype=torch.float32)
-        hot = table[0].scatter_add_(1, idx, ones)[:, :E]
+        table[0].scatter_add_(1, idx, ones)
         table[1].scatter_add_(1, idx, topk_weight.detach().float())
         by_sample = table[:, :, :E].view(2, B, T // B, E).sum(2, dtype=torch.float64)
         tokens = by_row.sum(1)
@@ -159,44 +129,33 @@ class GateRecorder:
         if self._state[number][0].device != idx.device:  # the layer has moved
             with torch.inference_mode(False):
                 self._state[number] = [tensor.to(idx.device) for tensor in self._state[number]]
-        sums, seen, *pairs = self._state[number]
+        sums, seen = self._state[number]
         sums += torch.cat([by_sample.sum(1), means.sum(1)])
         seen += torch.stack([tokens.sum(), (tokens > 0).sum()])
-        if pairs:
-            # sums of ones are exact in float32 up to 2^24 tokens; autocast would round them
-            with torch.autocast(idx.device.type, enabled=False):
-                pairs[0] += hot.T @ hot
 
-    def read(self, *, reset: bool = False, reduce: bool = False) -> GateSums:
-        """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes,
-        `reset` clears them.
+    def read(self, *, reduce: bool = False) -> GateSums:
+        """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes.
 
         Layers that were never called are left out if others were: an adapter keeps the original of
         a module that it trains a copy of.
         """
-        states = list(self._state.values())
-        device = states[0][0].device
-        tables = []  # of all layers: sums [L, 4, E], tokens and samples [L, 2], pairs [L, E, E]
-        for parts in zip(*states, strict=True):
-            tables.append(torch.stack([part.to(device) for part in parts]))
+        device = next(iter(self._state.values()))[0].device
+        sums = torch.stack([sums.to(device) for sums, _ in self._state.values()])  # [L, 4, E]
+        seen = torch.stack([seen.to(device) for _, seen in self._state.values()])  # [L, 2]
         slots = torch.tensor([self._slots.get(number, 0) for number in self.layers], device=device)
-        if reset:
-            for part in itertools.chain(*states):
-                part.zero_()
         if reduce and world()[0] > 1:
-            for table in tables:
-                torch.distributed.all_reduce(table)
+            torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(seen)
             torch.distributed.all_reduce(slots, torch.distributed.ReduceOp.MAX)
-        is_called = (tables[1][:, 0] > 0).cpu()
+        is_called = (seen[:, 0] > 0).cpu()
         if not is_called.any():
             raise ValueError(
                 "The model has routed no tokens. Call it at least once with tokens that are not "
                 "padding"
             )
-        sums, seen, *pairs = [table.cpu()[is_called] for table in tables]
         layers = [layer for layer, called in zip(self.layers, is_called, strict=True) if called]
-        tokens, samples = seen.t().tolist()
-        count, gate, sample_count, sample_gate = sums.unbind(1)
+        tokens, samples = seen.cpu()[is_called].t().tolist()
+        count, gate, sample_count, sample_gate = sums.cpu()[is_called].unbind(1)
         return GateSums(
             layers=tuple(layers),
             count=count.long(),
@@ -207,7 +166,6 @@ class GateRecorder:
             n_samples=samples[0],
             top_k=_common("top_k", layers, slots.cpu()[is_called].tolist()),
             num_shared=self.num_shared,
-            pairs=pairs[0].long() if pairs else None,
         )
 
     def close(self) -> None:
@@ -350,55 +308,3 @@ def _everywhere(value: bool, device: torch.device, by) -> bool:
     flag = torch.tensor(int(value), device=device)
     torch.distributed.all_reduce(flag, by)
     return bool(flag)
-
-
-def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]]) -> list:
-    """Make `model` route by `groups` of expert ids, layer -> groups; return the hooks' handles.
-
-    For groups G of g experts, K experts per token and gates s = softmax(logits), the K / g groups
-    with the highest s_G = mean_{e in G} s_e are chosen, each of their experts with the weight s_G:
-    a token passes through as many experts as before. Supports routers like DeepSeek-V2's, which
-    return logits [T, E], weights and ids [T, K], the weights being softmax(logits) times a
-    constant.
-    """
-    handles = []
-    for number, layer in numbered_layers(model).items():
-        children = dict(block_of(model, layer).named_children())
-        router = children.get("gate", children.get("router"))
-        top_k = getattr(router, "top_k", None)
-        E = layer.num_experts
-        table = torch.tensor([list(group) for group in groups.get(number, ())])
-        is_partition = table.flatten().sort().values.tolist() == list(range(E))
-        is_known = isinstance(top_k, int) and not layer.num_shared
-        if not is_partition or not is_known or top_k % table.shape[-1]:
-            raise ValueError(
-                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {E} "
-                f"and top_k is {top_k}, but expected a router like DeepSeek-V2's, every expert in "
-                "one group, and a group size that divides top_k"
-            )
-        handles.append(router.register_forward_hook(functools.partial(_regroup, table, [])))
-    return handles
-
-
-def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
-    """A hook of a router: return the weights and ids of whole groups, [T, K] as before."""
-    is_known = isinstance(out, tuple) and len(out) == 3
-    if is_known:
-        logits, weights, ids = out
-        table = table.to(logits.device)
-        gates = logits.float().softmax(-1)
-        scale = getattr(router, "routed_scaling_factor", 1.0)
-        # compared in the first call only, since reading the result waits for the device
-        is_known = bool(seen) or torch.allclose(
-            gates.gather(1, ids.long()) * scale, weights.float(), rtol=1e-3, atol=1e-6
-        )
-    if not is_known:
-        raise ValueError(
-            f"{type(router).__name__} does not return logits, ids and weights that are the logits' "
-            "softmax, as required: use a router like DeepSeek-V2's"
-        )
-    seen[:] = [True]
-    size = table.shape[1]
-    best, chosen = gates[:, table].mean(-1).topk(ids.shape[1] // size, dim=-1)
-    weights = (best * scale).repeat_interleave(size, 1).to(weights.dtype)
-    return logits, weights, table[chosen].flatten(1).to(ids.dtype)

@@ -1,6 +1,6 @@
 """ESFT from a model folder and a data file: one function per command.
 
-score_folder   a model's folder and rows -> summary.json, and the official logs
+score_folder   a model's folder and rows -> summary.json
 train_folder   a folder, a selection and rows -> an adapter; resumes a run that was killed
 check_folder   a base's folder and an adapter -> whether they belong together; with rows, the loss
                without and with it
@@ -42,26 +42,16 @@ from moe_runtime.io.files import (
 )
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
+from moe_runtime.methods.esft.adapters import Adapter
 from moe_runtime.methods.esft.folders import check_fit
-from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_lora
-from moe_runtime.methods.esft.packing import dataset_of, join, packed_in_order, split_lines
-from moe_runtime.methods.esft.scores import (
-    LENGTH,
-    SEED,
-    TOKENS,
-    padded_batches,
-    released_sample,
-    sample_batches,
-)
+from moe_runtime.methods.esft.lora import LoraAdapter, check_lora
+from moe_runtime.methods.esft.packing import join
+from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, sample_batches
 from moe_runtime.methods.esft.selection import check_selection
-from moe_runtime.methods.lora.stacks import is_peft
 
 VALIDATION = 0.02  # share of the rows, if no held-out rows are given (from the released code)
 DROP_BOS = 0.2
-HALF = ("float16", "bfloat16")
 SETTINGS = "settings.json"  # the arguments of a training run, next to its checkpoints
-NOT_COMPARED = ("per_device_batch_size",)  # settings that may change when a run is resumed
 
 
 class EsftTraining(Training):
@@ -83,63 +73,42 @@ def score_folder(
     rows: str | Path,
     out: str | Path,
     *,
-    logs: str | Path | None = None,
     n_tokens: int = TOKENS,
     variant: str = "v1",
     max_length: int = LENGTH,
     packed: bool = True,
     batch_size: int = 1,
     prompt: str = "plain",
-    pairs: bool = False,
     seed: int = SEED,
-    overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> esft.ExpertScores:
     """Score the experts of the model in folder `source` on `rows`, read by `data.read_rows`; write
     the summary to `out`.
 
     `packed` joins the rows to samples of `max_length` tokens, as in the paper; else each row is a
-    sample. `prompt` is one of prompts.PROMPTS; "esft" without `packed` scores the same rows as the
-    released script, uncut.
+    sample. `prompt` is one of prompts.PROMPTS.
     """
     check_positive("n_tokens", n_tokens)
     check_positive("max_length", max_length)
     check_positive("batch_size", batch_size)
-    if logs is not None:
-        check_out_dir(logs, overwrite, [source, rows])
     model, tokenizer = _load(source)
     process = ranks.state()
-    part = process.process_index, process.num_processes
     texts = data.read_rows(rows, answers=False)
-    if prompt == "esft" and not packed:
-        ids = _released(tokenizer, texts, n_tokens, part)
-        n_tokens = sum(map(len, ids))
-        batches = padded_batches(ids, batch_size)
-    else:
-        longest = n_tokens if packed else max_length
-        ids = _sampled(tokenizer, texts.shuffle(seed=seed), prompt, n_tokens, longest)
-        batches = sample_batches(
-            ids,
-            n_tokens,
-            length=max_length,
-            packed=packed,
-            batch_size=batch_size,
-            seed=seed,
-            part=part,
-        )
+    longest = n_tokens if packed else max_length
+    ids = _sampled(tokenizer, texts.shuffle(seed=seed), prompt, n_tokens, longest)
+    batches = sample_batches(
+        ids,
+        n_tokens,
+        length=max_length,
+        packed=packed,
+        batch_size=batch_size,
+        seed=seed,
+        part=(process.process_index, process.num_processes),
+    )
     check_ids(model, map(max, ids), tokenizer)
     if progress is not None:
         batches = _reported(batches, n_tokens, process.num_processes, progress)
-    scores = esft.score_experts(
-        model,
-        batches,
-        n_tokens,
-        variant=variant,
-        log_dir=logs,
-        pairs=pairs,
-        per_process=True,
-        overwrite=overwrite,
-    )
+    scores = esft.score_experts(model, batches, n_tokens, variant=variant, per_process=True)
     with ranks.leading() as main:
         if main:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +123,7 @@ def _reported(batches, n_tokens: int, processes: int, progress: Callable[[int, i
     done = 0
     for batch in batches:
         yield batch
-        done += processes * (batch if torch.is_tensor(batch) else batch["input_ids"]).numel()
+        done += processes * batch["input_ids"].numel()
         progress(min(done, n_tokens), n_tokens)
 
 
@@ -190,7 +159,7 @@ def train_folder(
     seed: int = 0,
     check_weights: bool = True,
     overwrite: bool = False,
-    on_step=None,
+    on_step: Callable[[int, int, float | None], None] | None = None,
 ) -> TrainingReceipt:
     """Train the experts of `selection` (or its file) of the model in folder `source` on `rows`;
     write an adapter to `out`.
@@ -209,7 +178,7 @@ def train_folder(
     check_out_dir(out, overwrite, [source, selection, rows, held_out])
     is_file = not isinstance(selection, esft.ExpertSelection)
     if is_file:
-        selection = load_selection(selection)
+        selection = esft.ExpertSelection.load(selection)
     selection = esft.with_flags(selection, shared_experts, non_expert_modules)
     if lora is not None:
         check_lora(selection, *lora)
@@ -227,11 +196,9 @@ def train_folder(
         "data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)],
         "source": [str(source), files_print(source)],
         "rows": [max_length, packed, prompt, train_on],
+        "lora": lora,
     }
-    for name in NOT_COMPARED:
-        del settings["training"][name]
-    if lora is not None:
-        settings["lora"] = list(lora)
+    del settings["training"]["per_device_batch_size"]  # may change when a run is resumed
 
     def check() -> None:
         check_out_dir(out, overwrite)
@@ -245,17 +212,9 @@ def train_folder(
         train, validation = _split_rows(
             tokenizer, rows, held_out, max_length, packed, prompt, train_on
         )
-        if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
-            dtype = "float32"
-        options = {"check_weights": check_weights}
-        if dtype is not None:
-            options["dtype"] = getattr(torch, dtype)
-        if lora is not None:
-            model, receipt = esft.train_lora(model, selection, *lora, seed=seed, **options)
-        else:
-            if training.ep_size > 1:
-                shard_experts(model, ranks.expert_mesh(training.ep_size))
-            receipt = esft.train_only(model, selection, **options)
+        if training.ep_size > 1 and lora is None:
+            shard_experts(model, ranks.expert_mesh(training.ep_size))
+        model, receipt = _trainable(model, selection, dtype, lora, seed, check_weights)
         before = _loss(
             model,
             validation,
@@ -278,12 +237,7 @@ def train_folder(
             on_step=on_step,
             **training.to_dict(),
         )
-        weights = None if lora is None else done.state_dict()
-        with ranks.leading() as main:
-            if lora is None:
-                esft.save_adapter(model, out, overwrite=overwrite)
-            elif main:
-                esft.save_lora(model, out, state_dict=weights, overwrite=overwrite)
+        _save(model, done, out, overwrite, is_lora=lora is not None)
         _remove_checkpoints(checkpoints)
     return TrainingReceipt(
         path=out,
@@ -295,6 +249,38 @@ def train_folder(
         optimizer_bytes=done.optimizer_bytes,
         seconds=done.history.seconds,
     )
+
+
+def _trainable(
+    model: torch.nn.Module,
+    selection: esft.ExpertSelection,
+    dtype: str | None,
+    lora: tuple[int, float] | None,
+    seed: int,
+    check_weights: bool,
+) -> tuple[torch.nn.Module, esft.TrainableReceipt]:
+    """Return the model whose selected experts, or LoRA of them, train, and a receipt."""
+    trained = None if dtype is None else getattr(torch, dtype)
+    if trained is None and model.dtype in (torch.float16, torch.bfloat16):
+        trained = torch.float32
+    if lora is None:
+        receipt = esft.train_only(model, selection, dtype=trained, check_weights=check_weights)
+        return model, receipt
+    return esft.train_lora(
+        model, selection, *lora, dtype=trained, seed=seed, check_weights=check_weights
+    )
+
+
+def _save(
+    model: torch.nn.Module, done: fit.TrainingResult, out: Path, overwrite: bool, is_lora: bool
+) -> None:
+    """Write the trained weights to `out`; rank 0 writes, every process must call this."""
+    weights = done.state_dict() if is_lora else None
+    with ranks.leading() as main:
+        if not is_lora:
+            esft.save_adapter(model, out, overwrite=overwrite)
+        elif main:
+            esft.save_lora(model, out, state_dict=weights, overwrite=overwrite)
 
 
 def _check_complete(model: torch.nn.Module, selection: esft.ExpertSelection) -> None:
@@ -342,19 +328,17 @@ def check_folder(
     first `limit`, without and with the adapter. Raises ValueError if the adapter is for another
     model.
     """
-    changed = check_fit(source, adapter, check_weights=check_weights)
-    folder = adapter
-    adapter = read_lora(adapter) if is_peft(adapter) else as_adapter(adapter)
+    read, changed = check_fit(source, adapter, check_weights=check_weights)
     if rows is None:
-        return CheckReceipt(adapter, changed)
+        return CheckReceipt(read, changed)
     model, tokenizer = _load(source)
     tokens = data.tokenize_pairs(
         tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt
     )
     without = _loss(model, tokens, tokenizer, batch_size=batch_size)
-    esft.apply(model, folder, check_weights=check_weights)
+    esft.apply(model, adapter, check_weights=check_weights)
     loss = _loss(model, tokens, tokenizer, batch_size=batch_size)
-    return CheckReceipt(adapter, changed, without, loss, len(tokens))
+    return CheckReceipt(read, changed, without, loss, len(tokens))
 
 
 def _loss(model, rows, tokenizer, **options) -> float:
@@ -384,13 +368,6 @@ def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[
     return ids
 
 
-def _released(tokenizer, rows, n_tokens: int, part: tuple[int, int]) -> list[list[int]]:
-    """Tokenize the rows that the released script scores on this process."""
-    ids = functools.cache(lambda number: data.encode(tokenizer, rows[number], "esft")[0])
-    numbers = released_sample(len(rows), lambda number: len(ids(number)), n_tokens, part)
-    return list(map(ids, numbers))
-
-
 def _split_rows(
     tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str, train_on: str
 ) -> tuple:
@@ -403,12 +380,6 @@ def _split_rows(
     validation = None
     if held_out is not None:
         validation = data.read_rows(held_out, answers=answers)
-    if prompt == "esft" and packed:
-        encoded = [data.encode(tokenizer, row, prompt, train_on) for row in train]
-        lines = packed_in_order(encoded, max_length, DROP_BOS, tokenizer.pad_token_id)
-        if validation is None:
-            return split_lines(lines)
-        return dataset_of(lines), tokenized(validation)
     if validation is None:
         train, validation = data.hold_out(train, max(round(VALIDATION * len(train)), 1))
     train = tokenized(train)

@@ -22,15 +22,12 @@ routed_scaling_factor of 2.5, say), v1 is scaled too, and p is a share of the ga
 """
 
 import builtins
-import contextlib
-import functools
 import itertools
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +35,9 @@ from torch import nn
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.hf.models.families import check_module
-from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
+from moe_runtime.io.files import atomic_write_text, read_json
 from moe_runtime.methods.esft.base import identify, read_base, write_base
-from moe_runtime.methods.esft.official import append_logs, read_logs, read_tables, summary_tables
+from moe_runtime.methods.esft.official import read_tables, summary_tables
 from moe_runtime.methods.esft.recorder import GateRecorder, GateSums, model_inputs, world
 
 SCORES = ("gate", "token")
@@ -49,7 +46,7 @@ TOKENS = 131072  # 32 samples of 4096 tokens (Sec. 4.2)
 LENGTH = 4096
 SEED = 5934875  # the official script's
 _TABLES = ("count", "gate", "sample_count", "sample_gate")
-SUMS = (*_TABLES, "n_tokens", "n_samples", "top_k", "num_shared", "pairs")  # fields of GateSums
+SUMS = (*_TABLES, "n_tokens", "n_samples", "top_k", "num_shared")  # fields of GateSums
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,7 +67,7 @@ class ExpertScores:
 
     @classmethod
     def from_sums(cls, sums: GateSums, variant: str = "v1") -> "ExpertScores":
-        """Divide the sums of a GateRecorder or of logs."""
+        """Divide the sums of a GateRecorder."""
         check_choice("variant", variant, VARIANTS)
         return cls(
             layers=sums.layers,
@@ -79,12 +76,6 @@ class ExpertScores:
             num_shared=sums.num_shared,
             sums=sums,
         )
-
-    @classmethod
-    def from_logs(cls, folder: str | os.PathLike, variant: str = "v1", **options) -> "ExpertScores":
-        """Read the official logs in `folder`; `options` are those of `official.read_logs`."""
-        check_choice("variant", variant, VARIANTS)
-        return cls.from_sums(read_logs(folder, **options), variant)
 
     @property
     def num_experts(self) -> int:
@@ -119,7 +110,7 @@ class ExpertScores:
         else:
             raise ValueError(
                 f"Variant {variant!r} cannot be computed from {self.variant!r} scores without "
-                f"their sums. Use {self.variant!r}, score again, or read the logs"
+                f"their sums. Use {self.variant!r}, or score again"
             )
         if round is None:
             return table.clone()
@@ -165,7 +156,6 @@ class ExpertScores:
 
     def save(self, path: str | os.PathLike, *, round: int | None = None) -> None:
         """Write the summary, atomically; `round=4` makes it the official one."""
-        # with the pairs, a line per table row would make 100,000 lines
         atomic_write_text(path, json.dumps(self.to_dict(round), allow_nan=False) + "\n")
 
     @classmethod
@@ -207,10 +197,9 @@ def _guess_variant(token: torch.Tensor) -> str:
 def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
     try:
         parts = {name: values[name] for name in SUMS}
-        for name in (*_TABLES, "pairs"):
-            if parts[name] is not None:
-                dtype = torch.int64 if name in ("count", "pairs") else torch.float64
-                parts[name] = torch.tensor(parts[name], dtype=dtype)
+        for name in _TABLES:
+            dtype = torch.int64 if name == "count" else torch.float64
+            parts[name] = torch.tensor(parts[name], dtype=dtype)
         for name in ("n_tokens", "n_samples", "top_k"):
             check_positive(name, parts[name])
         shape = (len(layers), parts["count"].shape[-1])
@@ -230,19 +219,15 @@ def score_experts(
     n_tokens: int = TOKENS,
     *,
     variant: str = "v1",
-    log_dir: str | os.PathLike | None = None,
-    pairs: bool = False,
     per_process: bool = False,
-    overwrite: bool = False,
 ) -> ExpertScores:
     """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each
     expert's scores.
 
     A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but
-    padding count. `log_dir` also writes the official logs; `pairs` counts what `group_size` needs.
-    With torch.distributed every process brings its own data and scores its share of the tokens, or
-    `n_tokens` each with `per_process`; all return the same scores. Works on stock models and our
-    own, whose shared expert has scores of 0.
+    padding count. With torch.distributed every process brings its own data and scores its share of
+    the tokens, or `n_tokens` each with `per_process`; all return the same scores. Works on stock
+    models and our own, whose shared expert has scores of 0.
     """
     check_module(model)
     check_positive("n_tokens", n_tokens)
@@ -251,10 +236,7 @@ def score_experts(
     if not per_process:
         n_tokens = n_tokens // ranks + (rank < n_tokens % ranks)
     modes = [(module, module.training) for module in model.modules()]
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_log_folder(log_dir, ranks, rank, overwrite))
-        see = None if folder is None else functools.partial(append_logs, folder)
-        recorder = stack.enter_context(GateRecorder(model, pairs=pairs, see=see))
+    with GateRecorder(model) as recorder:
         model.eval()
         try:
             for batch, only in model_inputs(model, dataloader, n_tokens):
@@ -306,32 +288,10 @@ def sample_batches(
         flat = list(itertools.chain(*samples))
         samples = [flat[i : i + length] for i in range(0, len(flat), length)]
     rank, ranks = part
-    return padded_batches(samples[rank::ranks], batch_size)
+    return _padded(samples[rank::ranks], batch_size)
 
 
-def released_sample(
-    count: int, tokens: Callable[[int], int], n_tokens: int = TOKENS, part: tuple[int, int] = (0, 1)
-) -> list[int]:
-    """Return which of `count` rows the released script scores on the process `part` = (rank,
-    ranks), in its order.
-
-    Whole rows, in an order drawn by SEED, of which each process takes every ranks-th until it has
-    its share of `n_tokens`; `tokens` says how many a row has. The last row is not cut.
-    """
-    rank, ranks = part
-    order = list(range(count))
-    random.Random(SEED).shuffle(order)
-    taken = []
-    left = n_tokens // ranks
-    for row in order[rank::ranks]:
-        if left <= 0:
-            break
-        taken.append(row)
-        left -= tokens(row)
-    return taken
-
-
-def padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+def _padded(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield samples, ids of each, in batches for `score_experts`, padded on the right."""
     for first in range(0, len(samples), batch_size):
         part = samples[first : first + batch_size]
@@ -343,28 +303,3 @@ def padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[s
                 [[1] * len(row) + [0] * (longest - len(row)) for row in part]
             )
         yield batch
-
-
-@contextlib.contextmanager
-def _log_folder(log_dir, ranks: int, rank: int, overwrite: bool) -> Iterator[Path | None]:
-    """Yield the folder for this process's logs, or None; `log_dir` is written when the
-    block ends.
-    """
-    if log_dir is None:
-        yield None
-        return
-    # in every process, so that no other waits for one that has raised
-    check_out_dir(log_dir, overwrite)
-    if ranks == 1:
-        with atomic_folder(log_dir, overwrite) as folder:
-            yield folder
-        return
-    with contextlib.ExitStack() as stack:
-        folders = [None]
-        if rank == 0:
-            folders = [str(stack.enter_context(atomic_folder(log_dir, overwrite)))]
-        torch.distributed.broadcast_object_list(folders)
-        folder = Path(folders[0], f"rank_{rank}")
-        folder.mkdir()
-        yield folder
-        torch.distributed.barrier()

@@ -9,16 +9,13 @@ R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.e
 to the lower id.
 """
 
-import itertools
 import math
 import os
 import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from moe_runtime.config import (
     check_bool,
@@ -35,7 +32,6 @@ from moe_runtime.methods.esft.base import OURS, read_base, write_base
 from moe_runtime.methods.esft.official import layer_number
 from moe_runtime.methods.esft.scores import SCORES, VARIANTS, ExpertScores
 
-MAX_GROUPS = 2**21  # candidates that `group_experts` compares
 FLAGS = ("shared_experts", "non_expert_modules")
 _KEYS = (*FLAGS, "score", "p", "variant")
 
@@ -136,8 +132,6 @@ def select_experts(
     experts_per_layer: int | None = None,
     shared_experts: bool = False,
     non_expert_modules: bool = False,
-    group_size: int = 1,
-    groups: Mapping[int, Sequence[Sequence[int]]] | None = None,
     round: int | None = None,
     skip_unused: bool = False,
 ) -> ExpertSelection:
@@ -148,9 +142,6 @@ def select_experts(
     scores' own. `round=4` rounds the scores first, as the official code does. Where a layer's
     scores sum to less than `p`, all its experts are selected, as the official code does, with a
     warning; `skip_unused` leaves out those with a score of 0, which no token used.
-
-    `groups` of each layer are selected together, by the sum of their scores (App. B);
-    `group_size` makes them by `group_experts` from the pairs that `scores` counted.
     """
     if not isinstance(scores, ExpertScores):
         raise ValueError(
@@ -167,17 +158,8 @@ def select_experts(
             f"experts_per_layer must be 1 to {len(routed)}, the routed experts of a layer, but is "
             f"{experts_per_layer}"
         )
-    check_positive("group_size", group_size)
     variant = scores.variant if variant is None else variant
     table = scores.scores(score, variant, round)
-    if groups is None and group_size > 1:
-        if scores.sums is None or scores.sums.pairs is None:
-            raise ValueError(
-                "The scores have no pairs, which groups require. Use score_experts(..., pairs=True)"
-            )
-        groups = {}
-        for layer, pairs in zip(scores.layers, scores.sums.pairs, strict=True):
-            groups[layer] = group_experts(pairs, group_size, num_shared=scores.num_shared)
     experts = {}
     for layer, row in zip(scores.layers, table.tolist(), strict=True):
         problem = None if any(row) else f"no {score} scores above 0"
@@ -185,15 +167,7 @@ def select_experts(
             problem = f"{score} scores that are NaN or infinite"
         if problem is not None:
             raise ValueError(f"Layer {layer} has {problem}. Score the task again")
-        of_layer = [(e,) for e in routed]
-        if groups is not None:
-            of_layer = groups.get(layer, ())
-        if sorted(itertools.chain(*of_layer)) != list(routed):
-            raise ValueError(
-                f"groups of layer {layer} must contain each of {routed.start} to {routed.stop - 1} "
-                f"once, but are {shown(of_layer)}"
-            )
-        experts[layer] = _take(row, of_layer, p, experts_per_layer, skip_unused)
+        experts[layer] = _take(row, routed, p, experts_per_layer, skip_unused)
     if p is not None:
         _warn_of_short(dict(zip(scores.layers, table.sum(1).tolist(), strict=True)), p, skip_unused)
     return ExpertSelection(
@@ -227,26 +201,20 @@ def _warn_of_short(sums: Mapping[int, float], p: float, skip_unused: bool) -> No
 
 def _take(
     row: Sequence[float],
-    groups: Iterable[Sequence[int]],
+    routed: Sequence[int],
     p: float | None,
     count: int | None,
     skip_unused: bool,
 ) -> list[int]:
-    """Return the fewest groups that reach p, or `count` experts, by descending sum of scores; in a
-    group by score.
-    """
-    total = {}
-    for group in groups:
-        ordered = tuple(sorted(group, key=lambda e: (-row[e], e)))
-        total[ordered] = sum(row[e] for e in group)
+    """Return the fewest `routed` experts whose scores reach p, or `count`, by descending score."""
     taken = []
     reached = 0.0
-    for group in sorted(total, key=lambda group: (-total[group], min(group))):
+    for e in sorted(routed, key=lambda e: (-row[e], e)):
         is_enough = len(taken) >= count if p is None else reached >= p
-        if is_enough or (skip_unused and not total[group]):
+        if is_enough or (skip_unused and not row[e]):
             break
-        taken += group
-        reached += total[group]
+        taken.append(e)
+        reached += row[e]
     return taken
 
 
@@ -261,47 +229,6 @@ def random_experts(
     pool = range(num_shared, num_experts)
     drawn = {layer: generator.sample(pool, len(ids)) for layer, ids in selection.experts.items()}
     return replace(selection, experts=drawn, score="random", variant=None)
-
-
-def group_experts(
-    pairs: torch.Tensor, group_size: int, *, num_shared: int = 0
-) -> list[tuple[int, ...]]:
-    """Group the routed experts of one layer greedily by the similarity of their co-activations
-    (App. B).
-
-    `pairs` [E, E] counts the tokens that chose both of two experts. Repeatedly takes, of all groups
-    of `group_size` experts that are left, the one with the largest mean pairwise cosine between
-    rows of `pairs` without the diagonal.
-    """
-    check_positive("group_size", group_size)
-    E = pairs.shape[-1] - num_shared
-    is_square = pairs.shape == (E + num_shared,) * 2
-    if not is_square or E % group_size or math.comb(E, group_size) > MAX_GROUPS:
-        raise ValueError(
-            f"group_size is {group_size}, pairs is {tuple(pairs.shape)} and num_shared is "
-            f"{num_shared}, but expected a size that divides the number of routed experts, with at "
-            f"most {MAX_GROUPS} possible groups"
-        )
-    if group_size == 1:
-        return [(e,) for e in range(num_shared, num_shared + E)]
-    both = pairs[num_shared:, num_shared:].double()
-    rows = torch.nn.functional.normalize(both - both.diag().diag(), dim=1)
-    groups = torch.combinations(torch.arange(E), group_size)
-    alike = (rows @ rows.T).flatten()
-    score = torch.zeros(len(groups), dtype=torch.float64)
-    for i, j in itertools.combinations(range(group_size), 2):
-        score += alike[groups[:, i] * E + groups[:, j]]
-    taken = []
-    is_free = torch.ones(E, dtype=torch.bool)
-    while len(groups):
-        # ties: the first one
-        best = groups[score.argmax()]
-        taken.append(tuple(e + num_shared for e in best.tolist()))
-        is_free[best] = False
-        left = is_free[groups].all(1)
-        groups = groups[left]
-        score = score[left]
-    return taken
 
 
 def check_is_selection(selection) -> None:

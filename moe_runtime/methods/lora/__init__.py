@@ -6,13 +6,11 @@
     (tune)          pairs and routers, with any trainer
     merge           the dense model W + s sum_e alpha_e B_e A_e, in the base's own architecture
     to_moe          or an upcycled model whose experts are whole (form "block")
-    save_adapters   or each expert as a PEFT adapter of the base; and all as one, which
-                    load_adapters reads
+    save_adapters   or each expert as a PEFT adapter of the base
 
 form "block": FFN_e = base + s B_e A_e in each projection, one router per MLP (UpIT, Sec. 2.3;
 `moe_runtime.ops.lora` has the equations). form "linear": one router per linear layer (LoRAMoE;
-`moe_runtime.modules.lora_linear` has the equation). The base is frozen in both. `forced_experts`
-sends each row of a batch to one expert, as in choosing expert-specific data. Everything works in
+`moe_runtime.modules.lora_linear` has the equation). The base is frozen in both. Everything works in
 place, as in `moe_runtime.hf.models.swap`; checks come first, so a rejected model is unchanged.
 save_pretrained writes stage "lora" of `moe_runtime.hf.models.modeling`, the base's MLP at
 mlp.experts.base (form "block").
@@ -21,9 +19,8 @@ mlp.experts.base (form "block").
     baseline   plain PEFT LoRA, the methods' baseline
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,21 +31,13 @@ from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.configuration import moe_fields
 from moe_runtime.hf.models.families import FAMILIES, Family, family_of, moe_shape
 from moe_runtime.hf.models.modeling import freeze_for_lora, model_classes, moe_layers
-from moe_runtime.io.files import atomic_folder, check_out_dir, read_json
-from moe_runtime.methods.lora.adapters import (
-    add_to_backbone,
-    load_stacked,
-    read_experts,
-    save_single,
-    save_stacked,
-)
+from moe_runtime.io.files import atomic_folder, check_out_dir
+from moe_runtime.methods.lora.adapters import add_to_backbone, read_experts, save_single
 from moe_runtime.modules.lora import TARGETS, LoRAMoE, check_base, check_plain
-from moe_runtime.modules.lora_linear import FORMS, LinearExperts, LoRALinear, add_experts
+from moe_runtime.modules.lora_linear import FORMS, LinearExperts, add_experts
 from moe_runtime.ops.merging import alpha_rows
 
 __all__ = [
-    "forced_experts",
-    "load_adapters",
     "lora_config",
     "lora_layers",
     "merge",
@@ -60,21 +49,6 @@ __all__ = [
 # the papers give no value
 RANK = 8
 ALPHA = 16.0
-# fields that an upcycled model's layers share with the experts of an adapter for it
-ALIKE = (
-    "base_model_type",
-    "layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_experts",
-    "top_k",
-    "gate",
-    "router",
-    "noisy_gate",
-    "hidden_act",
-    "gated",
-    "bias",
-)
 
 
 def lora_config(
@@ -88,13 +62,7 @@ def lora_config(
     settings.setdefault("gate", "softmax_topk" if top_k is None else "softmax_topk_renorm")
     top_k = num_experts if top_k is None else top_k
     shape = moe_shape(family_of(model), model.config)
-    config = MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
-    if config.balance_loss == "switch" and config.num_routed_per_token == config.num_routed_experts:
-        raise ValueError(
-            "balance_loss 'switch' is constant if every expert processes every token (top_k "
-            f"{top_k} of {num_experts} experts). Use 'none' or 'cv2'"
-        )
-    return config
+    return MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
 
 
 def to_lora_moe(
@@ -139,17 +107,23 @@ def to_lora_moe(
         counted = {"num_experts": len(experts)} if experts else {}
         config = lora_config(model, **counted | settings)
     adapters = None
-    given = {"rank": rank, "alpha": alpha, "targets": targets, "layers": layers}
+    rows_of = layers  # the layers of `vectors`, in their order
     if experts is not None:
-        adapters = read_experts(model, family, experts, config.num_experts, backbone, given)
-        given = {name: getattr(adapters, name) for name in given}
-    lora = _lora_block(
-        family, form, given["rank"], given["alpha"], given["targets"], train_backbone
-    )
+        if (rank, alpha, targets, layers) != (None, None, None, None):
+            raise ValueError(
+                "Pass experts, or some of rank, alpha, targets and layers, which the experts' "
+                f"adapters determine, but got rank={rank}, alpha={alpha}, targets={targets}, "
+                f"layers={layers}"
+            )
+        adapters = read_experts(model, family, experts, config.num_experts, backbone)
+        rank = adapters.adapters[0].rank
+        alpha = adapters.adapters[0].alpha
+        targets = adapters.targets
+        layers = adapters.layers
+    lora = _lora_block(family, form, rank, alpha, targets, train_backbone)
     lora["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
     lora["backbone"] = "mean" if adapters is not None and adapters.backbone else "base"
-    rows_of = layers  # the layers of `vectors`, in their order
-    layers = swap.check_stock(model, family, config, given["layers"])
+    layers = swap.check_stock(model, family, config, layers)
     for layer in layers if form == "block" else ():
         check_base(model.get_submodule(family.path.format(layer)))
     _check_routers(vectors, dtype, config, form, len(layers))
@@ -288,10 +262,13 @@ def to_moe(model: nn.Module) -> nn.Module:
     """Convert LoRA experts to whole experts, in place: an upcycled model (stage "moe") with equal
     outputs, all trainable.
     """
-    layers = _whole_layers(
-        model, only_block="whole experts need one router per MLP. Use merge to make the model dense"
-    )
+    layers = _whole_layers(model)
     block = dict(model.config.moe_runtime)
+    if block["lora"]["form"] != "block":
+        raise ValueError(
+            "form must be 'block', but is 'linear': whole experts need one router per MLP. Use "
+            "merge to make the model dense"
+        )
     del block["lora"]
     for path, module in layers.items():
         whole = module.to_moe()
@@ -307,20 +284,14 @@ def save_adapters(
     folder: str | Path,
     base_model: str | Path,
     *,
-    upcycled: str | Path | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
     """Write each expert as a PEFT adapter of the dense base to FOLDER/expert-<e>, atomically;
     return the folders.
 
-    `base_model` is the dense base that the adapters name. `upcycled`, the folder of the base
-    upcycled to as many equal experts, adds FOLDER/stacked: one adapter of all experts and the
-    routers, for that model (form "block").
+    `base_model` is the dense base that the adapters name.
     """
-    reason = ""
-    if upcycled is not None:
-        reason = f"upcycled is {upcycled!r}, and linear layers have no stacked adapter"
-    layers = _whole_layers(model, only_block=reason)
+    layers = _whole_layers(model)
     block = model.config.moe_runtime
     lora = block["lora"]
     if lora["train_backbone"] or lora.get("backbone") == "mean":
@@ -329,76 +300,13 @@ def save_adapters(
             f"{why} in the model's config, so its backbone differs from the base, and adapters "
             "cannot represent it. Use lora.merge or lora.to_moe, which keep the backbone"
         )
-    if upcycled is not None and Path(upcycled).is_dir():
-        _check_upcycled(Path(upcycled), block)
-    check_out_dir(folder, overwrite, [base_model, upcycled])
+    check_out_dir(folder, overwrite, [base_model])
     pairs = {path: _pairs_of(module) for path, module in layers.items()}
     names = [f"expert-{e}" for e in range(block["config"]["num_experts"])]
     with atomic_folder(folder, overwrite) as new:
         for e, name in enumerate(names):
             save_single(pairs, new / name, e, base_model=str(base_model))
-        if upcycled is not None:
-            save_stacked(layers, new / "stacked", base_model=str(upcycled))
     return [Path(folder) / name for name in names]
-
-
-def _check_upcycled(folder: Path, block: dict) -> None:
-    """Raise ValueError unless the folder has an upcycled model with the layers and routers of
-    `block`.
-    """
-    theirs = read_json(folder / "config.json").get("moe_runtime")
-    problem = "no upcycled model"
-    if isinstance(theirs, dict) and theirs.get("stage") == "moe":
-        ours = block | block["config"]
-        theirs = theirs | theirs["config"]
-        different = [name for name in ALIKE if theirs[name] != ours[name]]
-        if not different:
-            return
-        name = different[0]
-        problem = f"{name} {theirs[name]!r}, but the model has {ours[name]!r}"
-    raise ValueError(
-        f"{folder} has {problem}. Pass the base, upcycled by xft.upcycle with the same settings"
-    )
-
-
-def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Read one adapter of all experts and the routers into a model with LoRA experts of form
-    "block", in place; return it.
-
-    `folder` is the FOLDER/stacked that `save_adapters` wrote, or that PEFT wrote after training it
-    further.
-    """
-    layers = _whole_layers(model, only_block="linear layers have no stacked adapter")
-    load_stacked(layers, folder)
-    return model
-
-
-@contextlib.contextmanager
-def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Iterator[None]:
-    """Within the block, send every token of row b of a batch to expert `ids`[b] with weight 1,
-    bypassing the routers.
-
-    The base runs once for the batch; to run n experts on one row, repeat the row n times. `model`
-    may be wrapped. With gradient checkpointing the block must contain the backward pass too.
-    """
-    ids = torch.as_tensor(ids)
-    layers = [module for module in model.modules() if isinstance(module, LoRAMoE | LoRALinear)]
-    count = layers[0].config.num_experts if layers else 0
-    is_row = bool(layers) and ids.dim() == 1 and not ids.is_floating_point()
-    if not is_row or not all(0 <= e < count for e in ids.tolist()):
-        raise ValueError(
-            f"ids must be one of the model's {count} LoRA experts for each row of the batch, but "
-            f"got {ids.tolist()}"
-        )
-    ids = ids.to(layers[0].gate.weight.device)
-    before = [layer.forced for layer in layers]
-    for layer in layers:
-        layer.forced = ids
-    try:
-        yield
-    finally:
-        for layer, old in zip(layers, before):
-            layer.forced = old
 
 
 def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -416,11 +324,9 @@ def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
     return moe_layers(model)
 
 
-def _whole_layers(model: nn.Module, only_block: str = "") -> dict[str, nn.Module]:
+def _whole_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return `lora_layers` by path; raises ValueError if their weights are absent or do not
     determine their outputs alone.
-
-    `only_block`, unless empty, is the reason for rejecting form "linear".
     """
     layers = lora_layers(model)
     swap.refuse_offloaded(model, type(model).__name__, recurse=False)
@@ -431,8 +337,5 @@ def _whole_layers(model: nn.Module, only_block: str = "") -> dict[str, nn.Module
         else:
             for name, linear in LinearExperts(module).linears.items():
                 check_plain(linear.base, name)
-    form = model.config.moe_runtime["lora"]["form"]
-    if only_block and form != "block":
-        raise ValueError(f"form must be 'block', but is {form!r}: {only_block}")
     path = FAMILIES[model.config.moe_runtime["base_model_type"]].path
     return {path.format(layer): module for layer, module in layers.items()}

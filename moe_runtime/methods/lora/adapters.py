@@ -1,19 +1,9 @@
 """LoRA experts as adapter folders that PEFT reads: adapter_model.safetensors and
 adapter_config.json.
 
-single   one expert as a plain adapter for the dense base: target_modules gate_proj, up_proj,
-         down_proj.
-stacked  one adapter for a model whose layers have all experts whole side by side, such as Mixtral
-         or an upcycled model:
-         PEFT's target_parameters on experts.gate_up_proj [E, 2I, H] and experts.down_proj [E, H,
-         I], the router among modules_to_save. PEFT stores A as [E r, in], expert after expert, and
-         B as [out, r E], rank after rank. gate and up share one weight there, so they share one
-         pair of twice the rank, B being [B_gate 0; 0 B_up]; alpha / r stays.
-
-Linear layers with routers of their own (LoRALinear) have no stacked form.
-
-The other direction: `read_adapter` reads one folder as its pairs, W + scaling B A by the path of
-the linear layer, and `read_experts` several as the experts of one model. Adapters with more than
+`save_single` writes one expert as a plain adapter for the dense base. The other direction:
+`read_adapter` reads one folder as its pairs, W + scaling B A by the path of the linear layer, and
+`read_experts` several as the experts of one model. Adapters with more than
 pairs (DoRA, biases, whole modules, a rank or alpha per layer) are rejected. Pairs outside of the
 MLPs change the backbone: W + mean_i s_i B_i A_i over the experts i, or not at all. UpIT (arXiv
 2410.01610, Sec. 2.3) puts no LoRA there and leaves the backbone unchanged; the mean is what it uses
@@ -27,22 +17,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.models.families import Family
-from moe_runtime.io.checkpoint import (
-    Checkpoint,
-    TensorSpec,
-    check_finite,
-    check_keys,
-    write_tensors,
-)
+from moe_runtime.io.checkpoint import Checkpoint, check_finite, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
-from moe_runtime.modules.lora import LoRAExperts, LoRAMoE, check_expert
+from moe_runtime.modules.lora import LoRAExperts, check_expert
 from moe_runtime.modules.lora_linear import LinearExperts
 
 WEIGHTS = "adapter_model.safetensors"
@@ -79,7 +63,7 @@ INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def save_single(
-    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts],
+    layers: Mapping[str, LoRAExperts | LinearExperts],
     folder: str | os.PathLike,
     expert: int,
     *,
@@ -93,7 +77,6 @@ def save_single(
     """
     tensors = {}
     for name, layer in layers.items():
-        layer = _experts(layer)
         check_expert(expert, layer.num_experts)
         config = _config(layer, base_model) | {"target_modules": list(layer.targets)}
         for target in layer.targets:
@@ -103,151 +86,7 @@ def save_single(
     write_adapter(folder, tensors, config, overwrite)
 
 
-def save_stacked(
-    layers: Mapping[str, LoRAExperts | LoRAMoE],
-    folder: str | os.PathLike,
-    *,
-    base_model: str,
-    overwrite: bool = False,
-) -> None:
-    """Write one adapter of all `layers`, keyed by the path of their MoE block (model.layers.0.mlp).
-
-    `base_model`, named in the config, is the model whose experts all equal the base. The layers
-    have the same settings.
-    """
-    first = _experts(next(iter(layers.values())))
-    parameters = [f"experts.{parameter}" for parameter in _stacked(first)]
-    ranks = {}
-    alphas = {}
-    if "experts.gate_up_proj" in parameters:
-        ranks["experts.gate_up_proj"] = 2 * first.rank
-        alphas["experts.gate_up_proj"] = 2 * first.alpha
-    gates = set()
-    for name, layer in layers.items():
-        if isinstance(layer, LoRAMoE):
-            gates.add(f"{name.rpartition('.')[2]}.gate")
-    config = _config(first, base_model) | {
-        "target_modules": [],
-        "target_parameters": parameters,
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-        "modules_to_save": sorted(gates) or None,
-    }
-    write_adapter(folder, _stacked_tensors(layers), config, overwrite)
-
-
-def _stacked_tensors(layers: Mapping[str, LoRAExperts | LoRAMoE]) -> dict[str, torch.Tensor]:
-    """Return the file's content: A [E r, in] and B [out, r E] of each stack, and the routers."""
-    tensors = {}
-    for name, layer in layers.items():
-        for parameter, (a, b) in _stacked(_experts(layer)).items():
-            place = _place_of(name, layer, parameter)
-            tensors[place + HALVES[0]] = a.reshape(-1, a.shape[2])
-            tensors[place + HALVES[1]] = b.permute(2, 1, 0).reshape(b.shape[2], -1)
-        if isinstance(layer, LoRAMoE):
-            for key, value in layer.gate.state_dict().items():
-                tensors[f"{PREFIX}{name}.gate.{key}"] = value
-    return tensors
-
-
-def _place_of(name: str, layer: LoRAExperts | LoRAMoE, parameter: str) -> str:
-    """Return the file's name of a stack's pair."""
-    # PEFT nests: the first parameter's adapter is the inner one
-    is_inner = parameter == "gate_up_proj" and "down_proj" in _experts(layer).targets
-    return f"{PREFIX}{name}.experts{'.base_layer' if is_inner else ''}"
-
-
-@torch.no_grad()
-def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike) -> None:
-    """Read what `save_stacked` wrote, or PEFT after training it, into `layers` of the same
-    settings, in place.
-    """
-    path = Path(folder, CONFIG)
-    config = read_json(path)
-    ours = _config(_experts(next(iter(layers.values()))), "")
-    for key in ("r", "lora_alpha", "use_rslora"):
-        if config.get(key) != ours[key]:
-            raise ValueError(
-                f"{key} in {path} must equal {ours[key]!r}, that of the layers, but is "
-                f"{shown(config.get(key))}"
-            )
-    tensors = read_tensors(folder)
-    specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    expected = {}
-    for key, tensor in _stacked_tensors(layers).items():
-        dtype = specs[key].dtype if key in specs else None  # any dtype will do
-        expected[key] = TensorSpec(tuple(tensor.shape), dtype)
-    check_keys(specs, expected, source=Path(folder, WEIGHTS))
-    new = []
-    for name, layer in layers.items():
-        experts = _experts(layer)
-        for parameter, (a, b) in _stacked(experts).items():
-            place = _place_of(name, layer, parameter)
-            new_a = tensors[place + HALVES[0]].view(a.shape)
-            new_b = tensors[place + HALVES[1]].view(b.shape[::-1]).permute(2, 1, 0)
-            split = {parameter: (new_a, new_b)}
-            if parameter == "gate_up_proj":
-                split = _split(experts, new_a, new_b, f"{place} in {Path(folder, WEIGHTS)}")
-            for target, (half_a, half_b) in split.items():
-                new += [(experts.lora_a[target], half_a), (experts.lora_b[target], half_b)]
-        if isinstance(layer, LoRAMoE):
-            for key, value in layer.gate.state_dict().items():
-                new.append((value, tensors[f"{PREFIX}{name}.gate.{key}"]))
-    for parameter, value in new:
-        parameter.copy_(value)
-
-
-def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
-    """Return the pairs of a layer."""
-    return layer.experts if isinstance(layer, LoRAMoE) else layer
-
-
-def _stacked(layer: LoRAExperts) -> dict[str, Halves]:
-    """Return (a [E, r, in], b [E, r, out]) by the stack's name; gate and up together have twice the
-    rank.
-    """
-    pairs = {}
-    if {"gate_proj", "up_proj"} & set(layer.targets):
-        gate_a, gate_b = _halves(layer, "gate_proj")
-        up_a, up_b = _halves(layer, "up_proj")
-        zero = torch.zeros_like(gate_b)
-        b = torch.cat([torch.cat([gate_b, zero], 2), torch.cat([zero, up_b], 2)], 1)
-        pairs["gate_up_proj"] = (torch.cat([gate_a, up_a], 1), b)
-    if "down_proj" in layer.targets:
-        pairs["down_proj"] = _halves(layer, "down_proj")
-    return pairs
-
-
-def _halves(layer: LoRAExperts, target: str) -> Halves:
-    """Return the pairs of a target, zeros for one without."""
-    if target in layer.targets:
-        return layer.lora_a[target].detach(), layer.lora_b[target].detach()
-    out, size = getattr(layer.base, target).weight.shape
-    zeros = next(iter(layer.lora_a.values())).new_zeros
-    shape = (layer.num_experts, layer.rank)
-    return zeros(*shape, size), zeros(*shape, out)
-
-
-def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, Halves]:
-    """Return gate's and up's halves of their shared pair; raises ValueError if a rank belongs to
-    both.
-    """
-    r = layer.rank
-    I = b.shape[2] // 2
-    halves = {"gate_proj": (a[:, :r], b[:, :r, :I]), "up_proj": (a[:, r:], b[:, r:, I:])}
-    unused = [b[:, :r, I:], b[:, r:, :I]]
-    for target in ("gate_proj", "up_proj"):
-        if target not in layer.targets:
-            unused.append(halves.pop(target)[1])
-    if any(part.any() for part in unused):
-        raise ValueError(
-            f"Each rank of {key} must belong to one of the targets {', '.join(layer.targets)}, but "
-            "some belong to both gate and up or to another target. PEFT can load this adapter"
-        )
-    return halves
-
-
-def _config(layer: LoRAExperts, base_model: str) -> dict:
+def _config(layer: LoRAExperts | LinearExperts, base_model: str) -> dict:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -336,11 +175,6 @@ class AdapterPair(NamedTuple):
     def is_stack(self) -> bool:
         """Whether each expert has a pair."""
         return self.a.dim() == 3
-
-    @property
-    def rank(self) -> int:
-        """Return r, which is per expert."""
-        return self.a.shape[-2]
 
     def delta(self, expert: int | None = None) -> torch.Tensor:
         """Return the change of the parameter, or of row `expert` of a stack, in float32 or
@@ -442,16 +276,6 @@ class AdapterExperts:
     layers: tuple[int, ...]
     backbone: tuple[str, ...]  # paths of linear layers that get the mean change
 
-    @property
-    def rank(self) -> int:
-        """The rank of all pairs."""
-        return self.adapters[0].rank
-
-    @property
-    def alpha(self) -> float:
-        """The alpha of all pairs; alpha / rank is the scaling."""
-        return self.adapters[0].alpha
-
     @torch.no_grad()
     def fill(self, layer: int, pairs) -> None:
         """Copy a layer's pairs into `pairs`, LoRAExperts or LinearExperts: lora_a [E, r, in],
@@ -471,10 +295,9 @@ def read_experts(
     folders: Sequence[str | Path],
     num_experts: int,
     backbone: str | None,
-    given: Mapping[str, Any],
 ) -> AdapterExperts:
-    """Read adapter folders of a stock `model`; raises ValueError if they do not fit it, each other
-    or the settings `given`: rank, alpha, targets and layers, each None or as in the adapters.
+    """Read adapter folders of a stock `model`; raises ValueError if they do not fit it or each
+    other.
     """
     is_one = isinstance(folders, str | Path)
     if is_one or len(folders) != num_experts:
@@ -505,24 +328,13 @@ def read_experts(
             "of them in each. It must change the same linear layers of the MLP in each layer, at "
             "least one"
         )
-    experts = AdapterExperts(
+    return AdapterExperts(
         adapters,
         family.path,
         tuple(name for name in (*family.up, family.down) if name in names),
         tuple(layers),
         tuple(outside) if backbone == "mean" else (),
     )
-    for name, value in given.items():
-        theirs = getattr(experts, name)
-        is_same = value is None or value == theirs
-        if isinstance(value, list):
-            is_same = set(value) == set(theirs)
-        if not is_same:
-            raise ValueError(
-                f"{name} is {value}, but {theirs} in the experts' adapters. Leave it None with "
-                "adapters"
-            )
-    return experts
 
 
 @torch.no_grad()

@@ -28,7 +28,6 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
     expert has its own matrices, one pair for each stack. `scaling` is alpha / rank. Raises
     ValueError if peft leaves a layer out.
     """
-    peft = require("peft")
     head = model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     linear = [
@@ -45,14 +44,7 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
             for name, p in module.named_parameters(recurse=False)
             if p.dim() == 3
         ]
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=scaling * rank,
-        target_modules=modules,
-        target_parameters=parameters,
-        task_type="CAUSAL_LM",
-    )
-    adapted = _adapted(model, config, seed)
+    adapted = _adapted(model, rank, scaling * rank, seed, modules, parameters)
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):
         raise ValueError(
@@ -68,14 +60,7 @@ def add_parameter_lora(
     """Return `model` with LoRA, its only trainable parameters, for each expert of the stacks with
     these full names.
     """
-    config = require("peft").LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=[],
-        target_parameters=list(parameters),
-        task_type="CAUSAL_LM",
-    )
-    return _adapted(model, config, seed)
+    return _adapted(model, rank, alpha, seed, [], list(parameters))
 
 
 def add_mlp_lora(
@@ -93,20 +78,32 @@ def add_mlp_lora(
     """
     family = family_of(model)
     names = (*family.up, family.down)
-    paths = [family.path.format(layer) for layer in range(model.config.num_hidden_layers)]
-    modules = [
-        f"{path}.{name}" for path in paths for name in (names if targets is None else targets)
-    ]
-    config = require("peft").LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM"
+    modules = []
+    for layer in range(model.config.num_hidden_layers):
+        for name in names if targets is None else targets:
+            modules.append(f"{family.path.format(layer)}.{name}")
+    return _adapted(model, rank, alpha, seed, modules)
+
+
+def _adapted(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    seed: int,
+    modules: list[str],
+    parameters: list[str] | None = None,
+) -> nn.Module:
+    peft = require("peft")
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=modules,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
     )
-    return _adapted(model, config, seed)
-
-
-def _adapted(model: nn.Module, config, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     with quiet_peft():
-        return require("peft").get_peft_model(model, config)
+        return peft.get_peft_model(model, config)
 
 
 @contextlib.contextmanager

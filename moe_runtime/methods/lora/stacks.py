@@ -74,13 +74,11 @@ def is_peft(folder: object) -> bool:
 
 def check_peft(folder: str | Path) -> None:
     """Raise ValueError unless a folder holds an adapter that PEFT reads."""
-    if is_peft(folder):
-        return
-    hint = "Pass the folder of an adapter that PEFT saved"
-    if Path(folder, "expert_cfg.json").is_file():
-        hint = "It is an ESFT adapter of whole experts: merge it with moe-runtime esft merge"
-    problem = f"has no {CONFIG}" if Path(folder).is_dir() else "is no folder"
-    raise ValueError(f"Adapter {str(folder)!r} {problem}. {hint}")
+    if not is_peft(folder):
+        raise ValueError(
+            f"Adapter {str(folder)!r} has no {CONFIG}. Pass the folder of an adapter that PEFT "
+            "saved (moe-runtime esft merge merges ESFT's own)"
+        )
 
 
 def base_skeleton(base: str | Path) -> nn.Module:
@@ -100,9 +98,53 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     config = read_json(folder / CONFIG)
     tensors = read_tensors(folder)
     _check_config(config, folder / CONFIG)
+    found, whole = _found(model, config, tensors, folder)
+    reverse = _reversed(folder, config, found)
+    pairs = {}
+    for name, halves in found.items():
+        rank, scaling = _rank(config, name)
+        a, b = halves.unpacked(reverse)
+        if [b.shape[-2], a.shape[-1]] != halves.size or not a.shape[-2] == b.shape[-1] == rank:
+            raise ValueError(
+                f"{halves.key} in {folder / WEIGHTS} has rank {a.shape[-2]} and {b.shape[-1]} for "
+                f"a matrix {[b.shape[-2], a.shape[-1]]}, but must have rank {rank} and "
+                f"{halves.size}, as {name} of the base"
+            )
+        pairs[name] = AdapterPair(a, b, scaling, halves.transposed)
+    keys = {name: halves.key for name, halves in found.items()}
+    return PeftAdapter(folder, config, pairs, whole, keys, reverse)
+
+
+class _Halves(NamedTuple):
+    """A pair as a file has it: A [r, in] and B [out, r], or of a stack [E r, in] and [out, r E]."""
+
+    key: str  # without .lora_A.weight
+    parameter: torch.Tensor
+    transposed: bool
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def size(self) -> list[int]:
+        """[out, in] of one matrix."""
+        size = list(self.parameter.shape[-2:])
+        return size[::-1] if self.transposed else size
+
+    def unpacked(self, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B, of a stack [E, r, in] and [E, out, r]."""
+        E = len(self.parameter)
+        is_stack = self.parameter.dim() == 3
+        if is_stack and self.a.shape[0] % E == 0 and self.b.shape[1] % E == 0:
+            return unpack(self.a, self.b, E, reverse)
+        return self.a, self.b
+
+
+def _found(
+    model: nn.Module, config: Mapping[str, Any], tensors: dict[str, torch.Tensor], folder: Path
+) -> tuple[dict[str, _Halves], dict[str, torch.Tensor]]:
+    """Return an adapter's pairs and whole tensors, by the names of the parameters of `model`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    halves = {}
-    keys = {}
+    found = {}
     odd = []
     for key in [key for key in tensors if key.endswith(HALVES[0])]:
         place = key.removesuffix(HALVES[0])
@@ -110,49 +152,25 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
         a = tensors.pop(key)
         b = tensors.pop(place + HALVES[1], torch.empty(0))
         are_matrices = a.dim() == b.dim() == 2 and a.is_floating_point() and b.is_floating_point()
-        if name is None or name in halves or not are_matrices or not key.startswith(PREFIX):
+        if name is None or name in found or not are_matrices or not key.startswith(PREFIX):
             odd.append(key)
             continue
-        halves[name] = (a, b)
-        keys[name] = place
+        module = model.get_submodule(name.rpartition(".")[0])
+        transposed = parameters[name].dim() == 3 and getattr(module, "is_transposed", False)
+        found[name] = _Halves(place, parameters[name], transposed, a, b)
         # PEFT also saves the frozen weight of a head that has a pair
         tensors.pop(f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight", None)
     whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
     for key, tensor in whole.items():
         if key not in parameters or parameters[key].shape != tensor.shape:
             odd.append(key)
-    if odd or not halves:
+    if odd or not found:
         raise ValueError(
             f"{folder / WEIGHTS} has {odd[0] if odd else 'no pair'}, but must have lora_A.weight "
             f"and lora_B.weight of linear layers or of the target_parameters in {folder / CONFIG}, "
             f"for a {type(model).__name__} like the base"
         )
-    stacks = {}
-    for name, pair in halves.items():
-        if parameters[name].dim() == 3:
-            module = model.get_submodule(name.rpartition(".")[0])
-            stacks[name] = (parameters[name], getattr(module, "is_transposed", False), *pair)
-    reverse = _reversed(folder, config, stacks)
-    pairs = {}
-    for name, (a, b) in halves.items():
-        out, size = parameters[name].shape[-2:]
-        transposed = False
-        if name in stacks:
-            E = len(parameters[name])
-            transposed = stacks[name][1]
-            if transposed:
-                out, size = size, out
-            if a.shape[0] % E == 0 and b.shape[1] % E == 0:
-                a, b = unpack(a, b, E, reverse)
-        rank, scaling = _rank(config, name)
-        if [b.shape[-2], a.shape[-1]] != [out, size] or not a.shape[-2] == b.shape[-1] == rank:
-            raise ValueError(
-                f"{keys[name]} in {folder / WEIGHTS} has rank {a.shape[-2]} and {b.shape[-1]} for "
-                f"a matrix {[b.shape[-2], a.shape[-1]]}, but must have rank {rank} and "
-                f"{[out, size]}, as {name} of the base"
-            )
-        pairs[name] = AdapterPair(a, b, scaling, transposed)
-    return PeftAdapter(folder, config, pairs, whole, keys, reverse)
+    return found, whole
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
@@ -212,26 +230,22 @@ def _rank(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _reversed(folder: Path, config: Mapping[str, Any], stacks: Mapping[str, tuple]) -> bool:
+def _reversed(folder: Path, config: Mapping[str, Any], found: Mapping[str, _Halves]) -> bool:
     """Return whether the file's pairs of stacks are reversed, by their sizes or, if all are square,
     by the version.
     """
     version = config.get("peft_version")
     by_size = set()
     by_version = set()
-    for stack, transposed, a, b in stacks.values():
-        E, out, size = stack.shape
-        if transposed:
-            out, size = size, out
-        if size != out and a.shape[0] % E == 0:
-            by_size.add((b.shape[0], a.shape[1]) == (size, out))
-        by_version.add(is_reversed(version, transposed))
+    for halves in found.values():
+        if halves.parameter.dim() != 3:
+            continue
+        out, size = halves.size
+        if size != out and halves.a.shape[0] % len(halves.parameter) == 0:
+            by_size.add((halves.b.shape[0], halves.a.shape[1]) == (size, out))
+        by_version.add(is_reversed(version, halves.transposed))
     answers = by_size or by_version
     why = None
-    for name, (stack, transposed, *_) in stacks.items():
-        if len(stack) == 1 and (transposed or True in answers):
-            why = f"{name} has one expert, for which PEFT multiplies the pair the other way around"
-            break
     if answers == {None}:
         why = f"all stacks are square, and peft_version is {shown(version)}"
     if len(answers) > 1:

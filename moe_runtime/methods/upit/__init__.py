@@ -20,23 +20,17 @@ experts of an MoE model.
     routed = upit.init_routers(experts, seed_data, buckets, tokenizer, folder="routed")
     upit.assemble([one.folder for one in routed], [one.vectors for one in routed], "moe")
 
-Experts are folders: whole models, deltas of a base, or LoRA adapters (`checkpoints` writes,
-`experts` reads, `models` loads them). The steps: `expansion` with `pool` -> `buckets` -> `router`
+Experts are folders: whole models or LoRA adapters (`checkpoints` writes, `experts` reads, `models`
+loads them). The steps: `expansion` with `pool` -> `buckets` -> `router`
 with `vectors` -> `assembly` -> `mixtral`. From disk to disk, as the command line does it:
 `folders`.
 """
 
 from moe_runtime.methods.upit.assembly import assemble
-from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, random_buckets, seed_set
+from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, seed_set
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints
 from moe_runtime.methods.upit.expansion import Child, Expansion, expand_experts
-from moe_runtime.methods.upit.experts import (
-    Expert,
-    choose_checkpoints,
-    materialize,
-    open_expert,
-    saved_experts,
-)
+from moe_runtime.methods.upit.experts import Expert, choose_checkpoints, open_expert, saved_experts
 from moe_runtime.methods.upit.folders import export_mixtral
 from moe_runtime.methods.upit.router import RoutedExpert, init_router, init_routers, load_routed
 from moe_runtime.methods.upit.vectors import Measured
@@ -56,10 +50,8 @@ __all__ = [
     "init_router",
     "init_routers",
     "load_routed",
-    "materialize",
     "open_expert",
     "perplexities",
-    "random_buckets",
     "saved_experts",
     "seed_set",
 ]

@@ -18,7 +18,6 @@ of the backbones.
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -62,14 +61,13 @@ def assemble(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the
-    folder `out`.
+    """Write the MoE model of the expert folders, all of one kind, to the folder `out`.
 
     `vectors` are [L, H] for each expert; None draws the routers by `seed`. Whole experts are
     streamed: memory holds one stack of experts and one shard. For adapters the base is loaded and
     saved with them; if they change more than MLPs, backbone "mean" adds the mean of these changes
-    to it. `base` overrides the base recorded in deltas and adapters; whole experts with backbone
-    "base" require it.
+    to it. `base` overrides the base recorded in adapters; whole experts with backbone "base"
+    require it.
     """
     check_choice("backbone", backbone, BACKBONES)
     check_paths("experts", experts)
@@ -246,15 +244,6 @@ def _finite(tensor: torch.Tensor, key: str, expert: Expert) -> torch.Tensor:
     return tensor
 
 
-class _Copies(NamedTuple):
-    """A folder that `folders.copy_side_files` writes to."""
-
-    folder: Path
-
-    def copy_file(self, source: Path) -> None:
-        shutil.copyfile(source, self.folder / source.name)
-
-
 def _assemble_adapters(
     opened: Sequence[Expert],
     vectors: torch.Tensor | None,
@@ -283,8 +272,10 @@ def _assemble_adapters(
         seed=seed,
     )
     with atomic_folder(out, overwrite) as tmp:
-        source = local_folder(opened[0].base, ("config.json",))
-        side_files = folders.copy_side_files(Path(source), _Copies(tmp))
+        source = Path(local_folder(opened[0].base, ("config.json",)))
+        side_files = list(folders.side_files(source))
+        for name in side_files:
+            shutil.copyfile(source / name, tmp / name)
         model.save_pretrained(tmp, max_shard_size=max_shard_size)
     tensors = list(model.parameters())
     size = sum(tensor.nbytes for tensor in tensors)

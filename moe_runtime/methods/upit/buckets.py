@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.files import check_paths
+from moe_runtime.io.rows import Dataset
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import open_expert
 
@@ -37,7 +39,7 @@ class Buckets(NamedTuple):
     total_seconds: float
 
 
-def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
+def seed_set(rows: Dataset, share: float = 0.01, *, at_least: int = 1, seed: int = 0) -> Dataset:
     """Return a random `share` of a datasets.Dataset (Algorithm 3, line 2), with at least `at_least`
     examples.
     """
@@ -58,8 +60,8 @@ def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
 
 def perplexities(
     experts: Sequence[str | Path],
-    rows,
-    tokenizer,
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     base: str | Path | None = None,
     tokens: str = "response",
@@ -69,48 +71,37 @@ def perplexities(
     call this.
 
     `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label,
-    "all" every token but a row's first. `base` is the dense model of deltas and adapters, by
-    default the one they record. One model is in memory at a time; adapters share it, and the base
-    runs once on `batch_size` rows, those of all adapters together.
-    Raises ValueError for rows without a counted token and for adapters of different bases.
+    "all" every token but a row's first. `base` is the dense model of adapters, by default the one
+    they record. One model is in memory at a time. Raises ValueError for rows without a counted
+    token.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
     check_paths("experts", experts)
     models.check_labels(rows, tokens == "all")
     every_token = tokens == "all"
-    opened = [open_expert(path, base) for path in experts]
-    adapters = [expert for expert in opened if expert.kind == "lora"]
-    losses = {}
-    if adapters:
-        of_adapters = models.adapter_losses(adapters, rows, tokenizer, batch_size, every_token)
-        losses = dict(zip(adapters, of_adapters, strict=True))
-    for expert in opened:
-        if expert.kind != "lora":
-            ranks.free_memory()  # of the previous model
-            model = models.load(expert)
-            losses[expert] = models.losses(model, rows, tokenizer, batch_size, every_token)
-            del model
-    losses = [losses[expert] for expert in opened]
+    losses = []
+    for path in experts:
+        expert = open_expert(path, base)
+        model = models.load(expert) if expert.kind == "ffn" else models.load_adapter(expert)
+        losses.append(models.losses(model, rows, tokenizer, batch_size, every_token))
+        del model
+        ranks.free_memory()
     return torch.tensor(losses, dtype=torch.float64).exp()
 
 
-def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
+def fill_buckets(perplexity: torch.Tensor, capacity: int | None = None) -> list[list[int]]:
     """Assign rows to experts by `perplexity` [n, N] (Algorithm 3); return n lists of row numbers.
 
     A bucket holds at most `capacity` rows, by default ceil(N / n); a row is dropped once all
     buckets are full.
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
-    rows = perplexity.isnan().all(0).nonzero().flatten().tolist()
-    if rows:
+    bad = perplexity.isnan().nonzero().tolist()
+    if bad:
         raise ValueError(
-            f"The perplexity of the rows {rows[:8]} is NaN for every expert. Remove those rows"
-        )
-    experts = perplexity.isnan().any(1).nonzero().flatten().tolist()
-    if experts:
-        raise ValueError(
-            f"The perplexity of the experts {experts} is NaN on some rows. Remove those experts"
+            f"The perplexity of expert {bad[0][0]} is NaN on row {bad[0][1]}. Remove the expert, "
+            "or the row if it is NaN for all"
         )
     n, N = perplexity.shape
     capacity = math.ceil(N / n) if capacity is None else capacity
@@ -122,12 +113,3 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
                 buckets[expert].append(row)
                 break
     return buckets
-
-
-def random_buckets(sizes: Sequence[int], N: int, seed: int = 0) -> list[list[int]]:
-    """Assign `N` rows at random to buckets of the given `sizes` (the paper's ablation); return
-    sorted row numbers.
-    """
-    sizes = list(sizes)
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
-    return [sorted(part.tolist()) for part in order[: sum(sizes)].split(sizes)]

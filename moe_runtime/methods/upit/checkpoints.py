@@ -1,14 +1,13 @@
 """Expert preparation: a Trainer callback that saves the model at fixed intervals during tuning.
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 2 and 3: the checkpoints C become the experts E_1, ...,
-E_m. Each is a folder FOLDER/step-<n>/ of one of three kinds; its expert.json records the kind, the
+E_m. Each is a folder FOLDER/step-<n>/ of one of two kinds; its expert.json records the kind, the
 step and the base:
 
     ffn    the whole model, as its `save_pretrained` would write it
-    delta  only the tensors that differ from a base's folder in any bit
     lora   a PEFT model's adapter
 
-`moe_runtime.methods.upit.experts` reads all three alike.
+`moe_runtime.methods.upit.experts` reads both alike.
 """
 
 import copy
@@ -34,7 +33,7 @@ from moe_runtime.io.files import atomic_folder, read_json
 
 RECORD = "expert.json"
 FORMAT = 1
-KINDS = ("ffn", "delta", "lora")
+KINDS = ("ffn", "lora")
 STEP = "step-"
 
 
@@ -44,9 +43,8 @@ class ExpertCheckpoints(TrainerCallback):
 
     Works with any Trainer, also under DDP and FSDP2, where every process needs the callback. A
     resumed run keeps the experts saved so far. `base`, the model's folder before training, is
-    recorded; with `only_changed`, tensors equal to the base's are left out. `dtype` is that of the
-    written weights; with `only_changed` pass the base's if training uses another one. Memory holds
-    one shard of `max_shard_size` in addition to the model.
+    recorded. `dtype` is that of the written weights. Memory holds one shard of `max_shard_size` in
+    addition to the model.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class ExpertCheckpoints(TrainerCallback):
         every_steps: int | None = None,
         *,
         base: str | Path | None = None,
-        only_changed: bool = False,
         dtype: str | torch.dtype | None = None,
         max_shard_size: int | str = "1GB",
         overwrite: bool = False,
@@ -64,7 +61,6 @@ class ExpertCheckpoints(TrainerCallback):
         self.folder = Path(folder)
         self.overwrite = overwrite
         self.base = base
-        self.only_changed = only_changed
         self.every_steps = every_steps
         self.every_epochs = 0.25 if every_epochs is None else every_epochs
         check_number("every_epochs", self.every_epochs, positive=True)
@@ -72,12 +68,10 @@ class ExpertCheckpoints(TrainerCallback):
             check_positive("every_steps", every_steps)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         is_dtype = isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
-        lacks_base = only_changed and base is None
-        if None not in (every_epochs, every_steps) or lacks_base or not (is_dtype or dtype is None):
+        if None not in (every_epochs, every_steps) or not (is_dtype or dtype is None):
             raise ValueError(
-                "Expected at most one of the intervals, a base if only_changed, and a floating "
-                f"dtype such as 'bfloat16', but every_epochs is {every_epochs}, every_steps is "
-                f"{every_steps}, only_changed is {only_changed}, base is {base} and dtype is "
+                "Expected at most one of the intervals and a floating dtype such as 'bfloat16', "
+                f"but every_epochs is {every_epochs}, every_steps is {every_steps} and dtype is "
                 f"{dtype!r}"
             )
         self.max_shard_size = parse_size(max_shard_size)
@@ -85,13 +79,12 @@ class ExpertCheckpoints(TrainerCallback):
         self._base_hash = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Check model, base and folder, and record the step that training resumes from."""
+        """Check model and folder, and record the step that training resumes from."""
         _check_model(model)
         self._epoch = state.epoch or 0.0
         if self.base is not None and not _is_peft(model):
             with Checkpoint(local_folder(self.base, name="base")) as base:
                 self._base_hash = fingerprint(base)
-                _check_base(model, base)
         names = ranks.agree([path.name for path in saved_steps(self.folder)])
         if names and not state.global_step and not self.overwrite:
             raise ValueError(
@@ -146,7 +139,6 @@ class ExpertCheckpoints(TrainerCallback):
                 model,
                 target,
                 tokenizer=tokenizer,
-                base=self.base if self.only_changed else None,
                 dtype=self.dtype,
                 max_shard_size=self.max_shard_size,
                 is_main=state.is_world_process_zero,
@@ -167,14 +159,12 @@ def save_expert(
     target: Path,
     *,
     tokenizer=None,
-    base: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 10**9,
     is_main: bool = True,
     record: dict | None = None,
 ) -> None:
-    """Write a model to the folder `target`, tensor by tensor: only changed tensors if `base` is
-    given; a PEFT model's adapter.
+    """Write a model to the folder `target`, tensor by tensor; of a PEFT model the adapter.
 
     Every process that holds a part must call this; the one with `is_main` writes. `record` goes to
     expert.json with the kind.
@@ -184,7 +174,7 @@ def save_expert(
         record = {"format": FORMAT, "kind": "lora"} | (record or {})
         _save_adapter(model, target, tokenizer, dtype, is_main, record)
         return
-    record = {"format": FORMAT, "kind": "ffn" if base is None else "delta"} | (record or {})
+    record = {"format": FORMAT, "kind": "ffn"} | (record or {})
     if not is_main:
         for _, tensor in _parameters(model):
             if hasattr(tensor, "full_tensor"):
@@ -201,53 +191,9 @@ def save_expert(
             model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        if base is None:
-            for key, tensor in _tensors(model, dtype):
-                writer.add(key, tensor)
-        else:
-            with Changed(writer, Checkpoint(local_folder(base, name="base"))) as changed:
-                for key, tensor in _tensors(model, dtype):
-                    changed.add(key, tensor)
-            known = {"base": str(base), "base_hash": fingerprint(changed.base)}
-            record = known | record | {"absent": changed.absent}
+        for key, tensor in _tensors(model, dtype):
+            writer.add(key, tensor)
         writer.write_text(RECORD, json.dumps(record, indent=2) + "\n")
-
-
-class Changed:
-    """Context manager that writes only the tensors that differ from a base's folder in any bit."""
-
-    def __init__(self, writer: CheckpointWriter, base: Checkpoint):
-        self.writer = writer
-        self.base = base
-        self.absent = base.keys()  # keys of the base that the model lacks so far
-        self._specs = base.specs()
-        self._left_out = None
-        self._is_empty = True
-
-    def __enter__(self) -> "Changed":
-        return self
-
-    def __exit__(self, *error) -> None:
-        # a file needs at least one tensor
-        if error[0] is None and self._is_empty and self._left_out is not None:
-            self.writer.add(self._left_out, self.base.get(self._left_out))
-
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Write the tensor unless the base has the same under that name."""
-        spec = self._specs.get(key)
-        if spec is not None:
-            self.absent.remove(key)
-        if spec == (tuple(tensor.shape), tensor.dtype) and _same_bits(tensor, self.base.get(key)):
-            if self._left_out is None or spec.nbytes < self._specs[self._left_out].nbytes:
-                self._left_out = key
-            return
-        self._is_empty = False
-        self.writer.add(key, tensor)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a = a.contiguous().reshape(-1).view(torch.uint8)
-    return torch.equal(a, b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def saved_steps(folder: str | Path, prefixes: tuple[str, ...] = (STEP,)) -> list[Path]:
@@ -307,21 +253,6 @@ def _check_model(model: nn.Module) -> None:
         reason = "is quantized. Load it without quantization, or train PEFT adapters"
     if reason is not None:
         raise ValueError(f"{type(inner).__name__} {reason}")
-
-
-def _check_base(model: nn.Module, base: Checkpoint) -> None:
-    """Raise ValueError if no matrix of the model has the name and shape of one of the base's."""
-    specs = base.specs()
-    inner = _unwrap(model)
-    for name, parameter in _parameters(inner):
-        tensor = torch.empty(parameter.shape, device="meta")
-        for key, saved in to_saved(inner, {name: tensor}).items():
-            if saved.dim() > 1 and key in specs and specs[key].shape == tuple(saved.shape):
-                return
-    raise ValueError(
-        f"No matrix of base {base.path} matches the model by name and shape. Pass the base of the "
-        "model"
-    )
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

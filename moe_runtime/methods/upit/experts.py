@@ -1,4 +1,4 @@
-"""A common interface to experts on disk: whole dense models, deltas of a base, and LoRA adapters.
+"""A common interface to experts on disk: whole dense models, and LoRA adapters of one.
 
 UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning run are the experts.
 `checkpoints` describes the kinds and writes them. Memory holds one tensor at a time, or rows of
@@ -15,8 +15,8 @@ import torch
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.common.sources import local_folder
 from moe_runtime.hf.models import families, folders
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
-from moe_runtime.io.files import check_out_dir, check_paths, files_print, hash_of, read_json
+from moe_runtime.io.checkpoint import Checkpoint, TensorSpec
+from moe_runtime.io.files import check_paths, files_print, hash_of, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, saved_steps
 
 CONFIG = "config.json"
@@ -27,10 +27,10 @@ WHICH = ("back", "front", "uniform")
 
 
 class Expert:
-    """An expert's folder opened for reading by `open_expert`; a context manager.
+    """An expert's folder opened for reading by `open_expert`.
 
-    `kind` is "ffn", "delta" or "lora"; `record` the content of expert.json; `base` the folder or
-    Hub id of its base, if known; `config` the dense model's; `adapter` PEFT's settings of a lora.
+    `kind` is "ffn" or "lora"; `record` the content of expert.json; `base` the folder or Hub id of
+    its base, if known; `config` the dense model's; `adapter` PEFT's settings of a lora.
     """
 
     def __init__(self, path: Path, kind: str, record: dict, base: str | Path | None):
@@ -39,19 +39,8 @@ class Expert:
         self.record = record
         self.base = base
         self.adapter = read_json(path / ADAPTER_CONFIG) if kind == "lora" else None
-        self._own = Checkpoint(path, ADAPTER if kind == "lora" else None)
-        self._base = Checkpoint(base) if kind == "delta" else None
-        # in the order of the base's bytes, for sequential reads
-        self._specs = {} if self._base is None else self._base.specs()
-        for key in record.get("absent", ()):
-            self._specs.pop(key, None)
-        self._specs |= self._own.specs()
-
-    def __enter__(self) -> "Expert":
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
+        self._tensors = Checkpoint(path, ADAPTER if kind == "lora" else None)
+        self._specs = self._tensors.specs()
 
     @functools.cached_property
     def config(self):
@@ -73,9 +62,7 @@ class Expert:
         return families.family_of(self.config)
 
     def keys(self) -> list[str]:
-        """Names of all tensors in reading order, including those that a delta takes from
-        its base.
-        """
+        """Names of all tensors in reading order."""
         return list(self._specs)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -87,18 +74,12 @@ class Expert:
         return self._specs[key]
 
     def get(self, key: str) -> torch.Tensor:
-        """Read one tensor; a delta's missing tensors come from its base."""
-        return self._source(key).get(key)
+        """Read one tensor."""
+        return self._tensors.get(key)
 
     def get_rows(self, key: str, index: int | slice) -> torch.Tensor:
         """Read only the bytes of `tensor[index]`, as Checkpoint.get_rows does."""
-        return self._source(key).get_rows(key, index)
-
-    def differs(self, key: str) -> bool:
-        """Return whether the expert's own files hold the tensor; a delta's hold those that differ
-        from its base.
-        """
-        return key in self._own
+        return self._tensors.get_rows(key, index)
 
     def is_ffn(self, key: str) -> bool:
         """Return whether a tensor belongs to an MLP: to one of its linear layers or their LoRA
@@ -120,11 +101,7 @@ class Expert:
         It covers the tensors' names, shapes, dtypes and a row of each, and the files' sizes, times
         and settings.
         """
-        base = None if self._base is None else print_of(self._base)
-        return hash_of([print_of(self._own), base])
-
-    def _source(self, key: str) -> Checkpoint:
-        return self._base if self._base is not None and key not in self._own else self._own
+        return print_of(self._tensors)
 
 
 def print_of(checkpoint: Checkpoint) -> str:
@@ -148,8 +125,6 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
             f"{shown(record.get('kind'))}, but expected {FORMAT} and one of {', '.join(KINDS)}"
         )
     kind = record.get("kind") or ("lora" if (path / ADAPTER_CONFIG).is_file() else "ffn")
-    if kind == "delta":
-        return Expert(path, kind, record, _base_of(path, record, base))
     named = base or record.get("base")
     if kind == "lora" and not named:
         named = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -159,27 +134,6 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
             "Pass base="
         )
     return Expert(path, kind, record, named or None)
-
-
-def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
-    """Return the folder of a delta's base: the given or the recorded one, whichever has the
-    recorded weights.
-    """
-    reason = "it names no base"
-    for name in (given, record.get("base")):
-        if name is None:
-            continue
-        try:
-            with Checkpoint(local_folder(name)) as base:
-                if fingerprint(base) == record.get("base_hash"):
-                    return base.path
-            reason = f"{name} has other weights than its base"
-        except ValueError as error:
-            reason = str(error).partition(". ")[0]
-    raise ValueError(
-        f"Expert {str(path)!r} is a delta, but {reason}. Pass base=, the folder of the model it "
-        "was trained from"
-    )
 
 
 def saved_experts(folder: str | Path) -> list[Path]:
@@ -218,31 +172,3 @@ def choose_checkpoints(
     if which == "uniform":
         return [paths[(i + 1) * n // count - 1] for i in range(count)]
     return paths[:count] if which == "front" else paths[-count:]
-
-
-def materialize(
-    expert: Expert | str | Path,
-    out: str | Path,
-    *,
-    max_shard_size: int | str = "2GB",
-    overwrite: bool = False,
-) -> Path:
-    """Write a delta or a whole model to the folder `out` as a transformers model, tensor by
-    tensor.
-    """
-    if not isinstance(expert, Expert):
-        expert = open_expert(expert)
-    if expert.kind == "lora":
-        raise ValueError(
-            f"Expected a delta, but expert {str(expert.path)!r} is an adapter, which PEFT can merge"
-        )
-    check_out_dir(out, overwrite, [expert.path, expert.base])
-    expected = sum(spec.nbytes for spec in expert.specs().values())
-    with CheckpointWriter(
-        out, max_shard_size, overwrite=overwrite, expected_bytes=expected
-    ) as writer:
-        writer.copy_file(expert.path / "config.json")
-        folders.copy_side_files(expert.path, writer)
-        for key in expert.keys():
-            writer.add(key, expert.get(key))
-    return Path(out)

@@ -28,7 +28,6 @@ from moe_runtime.methods.upit.experts import open_expert
 from moe_runtime.methods.upit.router import UpitTraining
 
 SUMMARY = "routers.json"
-BUCKETS = ("skilled", "random")
 LENGTH = 2048
 
 
@@ -53,16 +52,12 @@ def route_folders(
     at_least: int = 500,
     capacity: int | None = None,
     tokens: str = "response",
-    buckets: str = "skilled",
     alpha: float = 0.5,
-    detach_h: bool = False,
-    train_ffn: bool = True,
     max_length: int = LENGTH,
     prompt: str = "plain",
     train_on: str = "assistant",
     epochs: float = 4.0,
     learning_rate: float | None = None,
-    vector_std: float | None = None,
     vector_learning_rate: float | None = None,
     seed: int = 0,
     overwrite: bool = False,
@@ -72,11 +67,10 @@ def route_folders(
     OUT/expert-<i>.
 
     `rows` is read by `io.rows.read_rows`; `share` of them, but at least `at_least`, are the seed
-    data. `buckets` "random" assigns as many rows at random. `learning_rate` defaults to the
-    paper's; `training` are UpitTraining's other settings. Experts that the same call has tuned are
-    reused; those of another call raise an error, and `overwrite` removes all first.
+    data. `learning_rate` defaults to the paper's; `training` are UpitTraining's other settings.
+    Experts that the same call has tuned are reused; those of another call raise an error, and
+    `overwrite` removes all first.
     """
-    check_choice("buckets", buckets, BUCKETS)
     check_positive("max_length", max_length)
     check_choice("train_on", train_on, TRAIN_ON)
     out = check_out_file(Path(out, SUMMARY), overwrite=True).parent
@@ -105,9 +99,6 @@ def route_folders(
             batch_size=tuning.per_device_batch_size or tuning.batch_size,
         )
         dealt = upit_buckets.fill_buckets(perplexity, capacity)
-        sizes = list(map(len, dealt))
-        if buckets == "random":
-            dealt = upit_buckets.random_buckets(sizes, len(picked), seed)
         with ranks.leading() as main:
             for path in out.glob(f"expert-*/{router.RECORD}") if main and overwrite else ():
                 shutil.rmtree(path.parent)
@@ -120,16 +111,13 @@ def route_folders(
             base=base,
             seed=seed,
             alpha=alpha,
-            detach_h=detach_h,
-            train_ffn=train_ffn,
-            vector_std=vector_std,
             vector_learning_rate=vector_learning_rate,
             **tuning.to_dict(),
         )
         receipt = RoutersReceipt(
             path=out,
             rows=len(picked),
-            buckets=sizes,
+            buckets=list(map(len, dealt)),
             before=[statistics.fmean(one.before.sigmoid) for one in routed],
             after=[statistics.fmean(one.after.sigmoid) for one in routed],
             seconds=sum(one.seconds for one in routed),

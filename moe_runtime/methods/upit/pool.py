@@ -43,7 +43,6 @@ class Mix(NamedTuple):
     parents: tuple[int, int]
     weights: tuple[float, float]
     drop: float
-    rescale: bool
     seed: int
 
 
@@ -60,22 +59,19 @@ class Pool:
     """Experts open for reading; a context manager. Their MLPs are compared with those of `base`, an
     adapter's dense model.
 
-    `weights_alone` compares the weights themselves, not their differences from the base. `wide`
-    computes products in float64 with torch, for distances much smaller than the factors; products
-    of adapters, which have no base, always do.
+    `wide` computes products in float64 with torch, for distances much smaller than the factors;
+    products of adapters, which have no base, always do.
     """
 
     def __init__(
         self,
         base: str | Path,
         *,
-        weights_alone: bool = False,
         wide: bool = False,
         backend: str | None = None,
-        device=None,
+        device: str | torch.device | None = None,
     ):
         self.base_folder = base
-        self.weights_alone = weights_alone
         self.wide = wide
         self.backend = backend
         self.device = device
@@ -86,7 +82,7 @@ class Pool:
         self.base: Checkpoint | None = None
         self.base_hash: str | None = None  # as recorded by experts
         self.base_print: str | None = None
-        self.progress = None
+        self.progress: Progress | None = None
         self.done = 0
         self.total = 0
 
@@ -143,93 +139,72 @@ class Pool:
         check_keys(_with_dtypes(of_base, expected), expected, source=self.base.path)
 
     def expect(self, count: int, progress: Progress | None) -> None:
-        """Tell `progress` how many bytes growing to `count` experts will read: all MLPs once per
-        child.
-        """
-        given = len(self.experts)
-        self.total = self._bytes(given, 0)
-        for pool in range(given, count):
-            self.total += self._bytes(pool, 1)
+        """Tell `progress` how many bytes growing to `count` experts will read."""
         self.progress = progress
+        ffn = sum(self.specs[key].nbytes for key in self.ffn)
+        self.total = len(self.experts) * ffn
+        for number in range(len(self.experts), count):
+            self.total += self.child_bytes + (number + 1) * ffn
 
-    def skip(self, pool: int, child: bool) -> None:
-        """Count bytes that need not be read as done: a pass over the MLPs of `pool` experts, and a
-        child's backbone.
-        """
-        self._saw(self._bytes(pool, int(child)))
-
-    def _bytes(self, pool: int, children: int) -> int:
-        """Return the bytes of the MLPs of `pool` experts and of the parents' backbones of
-        `children`.
-        """
-        total = 0
-        for key, spec in self.specs.items():
-            total += spec.nbytes * (pool if key in self.ffn else 2 * children)
-        return total
+    @property
+    def child_bytes(self) -> int:
+        """Bytes of the parents that making a child reads."""
+        return 2 * sum(spec.nbytes for spec in self.specs.values())
 
     def products(self) -> torch.Tensor:
         """Return G [n, n] float64; each expert's MLPs are read once."""
         n = len(self.experts)
         total = torch.zeros(n, n, dtype=torch.float64)
-        for key in self.specs:
-            if key in self.ffn:
-                for rows in self._walk(key, range(n), with_base=not self.weights_alone):
-                    backend = "torch" if self.wide else self.backend
-                    total += gram(*self._compared(rows.experts, rows.base), backend=backend).cpu()
+        for rows in self._mlps():
+            backend = "torch" if self.wide else self.backend
+            total += gram(rows.experts, rows.base, backend=backend).cpu()
         return total
 
-    @property
-    def comparison(self) -> dict[str, bool]:
-        """The settings of the comparison, for records."""
-        return {"weights_alone": self.weights_alone, "wide": self.wide}
+    def last_row(self) -> torch.Tensor:
+        """Return the last expert's row of G, [n] float64; each expert's MLPs are read once."""
+        total = torch.zeros(len(self.experts), dtype=torch.float64)
+        for rows in self._mlps():
+            *others, last = rows.experts
+            total += gram_row(others, last, rows.base).cpu()
+        return total
 
-    def _compared(self, experts: list[torch.Tensor], base: torch.Tensor | None) -> tuple:
-        """Return tensors in the dtype of their products."""
-        if not self.wide:
-            return experts, base
-        return [tensor.double() for tensor in experts], None if base is None else base.double()
-
-    def child(self, mix: Mix, products: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a child's tensors, in the dtypes of the first parent's.
-
-        Its inner products with all experts, and with itself last, are added to `products` [n + 1].
-        """
-        for key, spec in self.specs.items():
-            spec = TensorSpec(spec.shape, self.experts[mix.parents[0]].spec(key).dtype)
-            out = torch.empty(spec.shape, dtype=spec.dtype)
+    def _mlps(self) -> Iterator[_Rows]:
+        """Read rows of all MLPs of all experts, in the dtype of their products."""
+        for key in self.specs:
             if key in self.ffn:
-                parts = self._grown(key, spec, mix, products)
-            else:
-                parts = self._mean(key, mix)
+                for rows in self._walk(key, range(len(self.experts)), with_base=True):
+                    if self.wide:
+                        base = None if rows.base is None else rows.base.double()
+                        rows = rows._replace(
+                            experts=[part.double() for part in rows.experts], base=base
+                        )
+                    yield rows
+
+    def child(self, mix: Mix) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a child's tensors, in the dtypes of the first parent's."""
+        for key, spec in self.specs.items():
+            out = torch.empty(spec.shape, dtype=self.experts[mix.parents[0]].spec(key).dtype)
+            parts = self._grown(key, mix) if key in self.ffn else self._mean(key, mix)
             for index, part in parts:
                 out[index] = part
             yield key, out
 
-    def _grown(self, key: str, spec: TensorSpec, mix: Mix, products: torch.Tensor):
+    def _grown(self, key: str, mix: Mix) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield rows of a child's MLP."""
-        j, k = mix.parents
-        for rows in self._walk(key, range(len(self.experts)), with_base=True):
+        for rows in self._walk(key, mix.parents, with_base=True):
             part = dare_merge(
-                rows.experts[j],
-                rows.experts[k],
+                *rows.experts,
                 rows.base,
                 weights=mix.weights,
                 drop=mix.drop,
-                rescale=mix.rescale,
                 seed=mix.seed,
                 tensor=key,
                 start=rows.start,
                 backend=self.backend,
-            ).to(spec.dtype)
-            base = None if self.weights_alone else rows.base
-            # of the child as saved, so after rounding
-            (*pool, child), base = self._compared(
-                [*rows.experts, part.to(rows.experts[0].dtype)], base
             )
-            products += gram_row(pool, child, base).cpu()
             yield rows.index, part.cpu()
 
-    def _mean(self, key: str, mix: Mix):
+    def _mean(self, key: str, mix: Mix) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield rows of the parents' mean, rounded once from float32 or float64; integers are the
         first parent's.
         """
@@ -260,11 +235,12 @@ class Pool:
             else:
                 index = ...
                 parts = [source.get(key) for source in sources]
-            self._saw(sum(part.nbytes for part in parts[:n]))
+            self.saw(sum(part.nbytes for part in parts[:n]))
             parts = [part.to(self.device, dtype) for part in parts]
             yield _Rows(index, start * width, parts[:n], parts[n] if parts[n:] else None)
 
-    def _saw(self, nbytes: int) -> None:
+    def saw(self, nbytes: int) -> None:
+        """Count bytes as read."""
         self.done += nbytes
         if self.progress is not None:
             self.progress(self.done, self.total)

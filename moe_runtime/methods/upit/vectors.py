@@ -8,11 +8,10 @@ UpIT (arXiv 2410.01610), Eq. (1) and (2), for expert i on its own rows:
 
 h [T, H] is the input of a layer's MLP, r [H] float32 the layer's routing vector, alpha 0.5. Padding
 does not count. r is not part of the forward pass: L_lm does not depend on it, and L_aux trains the
-MLPs of the layers below through h, unless `detach_h`. The paper leaves open which h is used, and
-what the mean is over.
+MLPs of the layers below through h. The paper leaves open which h is used, and what the mean is
+over.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from moe_runtime.hf.dropin.layers import OpenCall
 from moe_runtime.hf.models.families import family_of
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.trainer import MoETrainer
-from moe_runtime.methods.upit.models import each_row, loader, row_means
+from moe_runtime.methods.upit.models import each_row, row_means
 
 NAME = "routing_vector"  # of the parameter that an MLP gets
 
@@ -37,9 +36,7 @@ class RoutingVectors:
     gradient accumulation.
     """
 
-    def __init__(
-        self, model: nn.Module, vectors: torch.Tensor, alpha: float = 0.5, detach_h: bool = False
-    ):
+    def __init__(self, model: nn.Module, vectors: torch.Tensor, alpha: float = 0.5):
         self.mlps = mlps_of(model)
         H = model.config.hidden_size
         if vectors.shape != (len(self.mlps), H) or not 0 <= alpha <= 1:
@@ -49,7 +46,6 @@ class RoutingVectors:
             )
         self.model = model
         self.alpha = alpha
-        self.detach_h = detach_h
         self._logits: list[torch.Tensor] = []  # [B, S] of each layer, in this call
         self._kwargs: dict = {}
         # [L, B, S], the logits of the last call without gradient
@@ -73,16 +69,14 @@ class RoutingVectors:
         for mlp in self.mlps:
             delattr(mlp, NAME)
 
-    def train_only(self, train_ffn: bool = True) -> None:
-        """Freeze all but the vectors and, unless `train_ffn` is False, the MLPs or their
-        adapters.
-        """
+    def train_only(self) -> None:
+        """Freeze all but the vectors and the MLPs or their adapters."""
         self.model.requires_grad_(False)
         has_adapters = any("lora_" in name for name, _ in self.model.named_parameters())
         for mlp in self.mlps:
             for name, parameter in mlp.named_parameters():
-                is_trained = train_ffn and (not has_adapters or "lora_" in name)
-                parameter.requires_grad_(name == NAME or is_trained)
+                is_trained = name == NAME or not has_adapters or "lora_" in name
+                parameter.requires_grad_(is_trained)
 
     def values(self) -> torch.Tensor:
         """Return the vectors [L, H] float32 on the CPU; under FSDP2 every process must call
@@ -118,7 +112,7 @@ class RoutingVectors:
         self._kwargs = self._call.named(args, kwargs)
 
     def _catch(self, mlp: nn.Module, args: tuple) -> None:
-        h = args[0].detach() if self.detach_h else args[0]
+        h = args[0]
         # also in the recomputation of checkpointing, which must build the same graph
         with torch.autocast(h.device.type, enabled=False):
             logits = h.float() @ getattr(mlp, NAME).float()
@@ -197,41 +191,3 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
     path = family_of(model).path
     layers = range(model.config.num_hidden_layers)
     return [model.get_submodule(path.format(layer)) for layer in layers]
-
-
-def drawn(num_layers: int, hidden_size: int, std: float, seed: int) -> torch.Tensor:
-    """Return vectors [L, H] float32 from N(0, std)."""
-    return torch.randn(num_layers, hidden_size, generator=torch.Generator().manual_seed(seed)) * std
-
-
-@torch.no_grad()
-def hidden_means(model: nn.Module, rows, tokenizer, batch_size: int) -> torch.Tensor:
-    """Return the mean of h over the tokens of tokenized `rows`, of length 1 in each layer, [L, H]
-    float32.
-
-    Every process must call this, with an unsharded model.
-    """
-    mlps = mlps_of(model)
-    state = ranks.state()
-    sums = torch.zeros(len(mlps), model.config.hidden_size, dtype=torch.float64)
-    mask = None
-
-    def add(layer: int, mlp: nn.Module, args: tuple) -> None:
-        sums[layer] += (args[0].float() * mask[..., None]).double().sum((0, 1)).cpu()
-
-    handles = []
-    for layer, mlp in enumerate(mlps):
-        handles.append(mlp.register_forward_pre_hook(functools.partial(add, layer)))
-    training = model.training
-    device = next(model.parameters()).device
-    part = rows.select(range(state.process_index, len(rows), state.num_processes))
-    model.eval()
-    try:
-        for batch in loader(part, tokenizer, batch_size):
-            mask = batch["attention_mask"].to(device)
-            model(input_ids=batch["input_ids"].to(device), attention_mask=mask, use_cache=False)
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
-    return F.normalize(sum(ranks.gather([sums])), dim=1).float()

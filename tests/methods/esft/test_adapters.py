@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.hf.dropin.experts import register
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.training.trained_files import (
     ExpertLayout,
@@ -26,7 +25,7 @@ from tests.hf import stock as every
 from tests.hf.tiny import upcycled
 from tests.support.checkpoints import assert_equal
 from tests.support.esft_adapter import random_adapter, weights
-from tests.support.stock_moe import batch, stock
+from tests.support.stock_moe import stock
 
 # two stacks of layers, whose numbers name two layers each
 TWICE = ("diffusion_gemma", "ernie4_5_vl_moe")
@@ -147,28 +146,6 @@ def test_in_and_out_of_every_family(tmp_path, family):
     assert_equal(before, weights(model))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "moe_runtime"])
-def test_any_implementation_runs_it(tmp_path, implementation):
-    register()
-    model = stock("qwen3_moe").eval()
-    model.set_experts_implementation(implementation)
-    before = model(**batch()).logits
-    apply(model, saved(model, tmp_path / "adapter"))
-    after = model(**batch()).logits
-    assert not torch.allclose(before, after, atol=1e-2)
-    model.set_experts_implementation("eager")
-    torch.testing.assert_close(
-        after,
-        model(**batch()).logits,
-        atol=1e-4,
-        rtol=1e-4,
-    )
-    model.set_experts_implementation(implementation)
-    remove(model)
-    assert torch.equal(model(**batch()).logits, before)
-
-
 def test_the_shared_expert_of_our_own_layers_needs_its_flag():
     model = upcycled("llama", gate="xft")
     adapter = random_adapter(model, others=True)
@@ -195,24 +172,6 @@ def test_the_shared_expert_of_our_own_layers_needs_its_flag():
                 model,
                 replace(adapter, tensors=tensors, selection=selection),
             )
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float32],
-)
-def test_values_are_rounded_to_the_model(tmp_path, dtype):
-    model = stock("olmoe").to(torch.bfloat16)
-    before = weights(model)
-    adapter = saved(model, tmp_path / "adapter", dtype=dtype)
-    apply(model, adapter)
-    expected = adapter.tensors["model.layers.0.mlp.experts.1.down_proj.weight"].bfloat16()
-    assert torch.equal(
-        model.model.layers[0].mlp.experts.down_proj[1],
-        expected,
-    )
-    remove(model)
-    assert_equal(before, weights(model))
 
 
 def test_the_folder_is_the_official_one(tmp_path):
@@ -268,8 +227,6 @@ def test_official_folders_are_read(tmp_path, prefix):
 CHANGED = [
     ({"num_experts": 4}, r"whose num_\w*experts is 8, but the model's is 4"),
     ({"num_experts_per_tok": 3}, "whose num_experts_per_tok is 2, but the model's is 3"),
-    ({"moe_intermediate_size": 16}, "whose moe_intermediate_size is 24, but the model's is 16"),
-    ({"num_hidden_layers": 1}, "whose num_hidden_layers is 2, but the model's is 1"),
 ]
 
 
@@ -298,7 +255,6 @@ def test_other_weights_are_refused_unless_asked_for(tmp_path):
 
 
 LAST = "model.layers.1.mlp.experts.7"
-NORM = "model.norm.weight"
 BAD = [  # experts of the selection, tensors that are replaced or go, whether other modules train
     ({0: (1, 7), 1: (1, 7, 9)}, {}, False, "lacks expert 9 of layer 1, which its selection has"),
     ({0: (1,), 1: (1, 7)}, {}, False, "has expert 7 of layer 0, which its selection lacks"),
@@ -315,7 +271,6 @@ BAD = [  # experts of the selection, tensors that are replaced or go, whether ot
         r"adapter has down_proj.weight \[32, 23\] of expert 7 of layer 1, but .* \[32, 24\]",
     ),
     (None, {"model.n": torch.ones(1)}, True, r"has model.n \[1\], but .* has no such tensor"),
-    (None, {NORM: torch.ones(1)}, True, r"has model.norm.weight \[1\], but .* has \[32\]"),
 ]
 
 

@@ -63,39 +63,17 @@ def layer_of(name: str) -> int:
     return int(name.split(".layers.")[1].partition(".")[0])
 
 
-def train(model, steps=3, optimizer=torch.optim.AdamW, **settings):
-    trained = optimizer(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=1e-2,
-        **settings,
-    )
-    for step in range(steps):
-        trained.zero_grad()
+def train(model) -> None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
         model(**batch(rows=4, length=32, seed=step)).loss.backward()
-        trained.step()
+        optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "family, optimizer, settings",
-    [
-        pytest.param(
-            "qwen3_moe",
-            torch.optim.AdamW,
-            {"weight_decay": 0.1},
-            id="AdamW",
-        ),
-        pytest.param(
-            "gpt_oss",
-            torch.optim.AdamW,
-            {"weight_decay": 0.1},
-            id="transposed stacks",
-        ),
-        pytest.param(
-            "qwen3_moe", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, id="SGD"
-        ),
-    ],
-)
-def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, settings):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_every_selected_expert_moves_and_no_other_bit_does(family):
     model, receipt = adapted(family)
     start = matrices(model)
     assert len(start) == 8  # two stacks of two layers
@@ -104,7 +82,7 @@ def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, se
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == selected
     assert receipt.trainable_parameters == receipt.row_parameters == selected
     assert selected < receipt.total_parameters
-    train(model, optimizer=optimizer, **settings)
+    train(model)
     for name, after in matrices(model).items():
         for e, matrix in enumerate(after):
             if e in CHOSEN.experts[layer_of(name)]:
@@ -121,46 +99,6 @@ def start_matrices(model):
     for key, half in halves(model).items():
         if "lora_B" in key:
             half.selected.data.normal_(generator=generator)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_in_our_op_and_in_stock_peft_it_is_the_same(family):
-    model, _ = adapted(family, model=stock(family).double())
-    start_matrices(model)
-    assert hasattr(
-        peft.tuners.lora.layer.ParamWrapper._activate_lora,
-        "moe_runtime_stock",
-    )
-    leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    def run(implementation: str):
-        model.base_model.model.set_experts_implementation(implementation)
-        loss = model(**batch()).loss
-        return loss, torch.autograd.grad(
-            loss,
-            list(leaves.values()),
-        )
-
-    loss, gradients = run("moe_runtime")
-    stock_loss, stock_gradients = run("eager")
-    # norms of the model compute in float32
-    torch.testing.assert_close(
-        loss,
-        stock_loss,
-        rtol=1e-6,
-        atol=0,
-    )
-    for name, ours, theirs in zip(leaves, gradients, stock_gradients, strict=True):
-        assert name.endswith(".selected")
-        assert theirs.any()
-        bound = 1e-7 * theirs.abs().max().item()
-        torch.testing.assert_close(
-            ours,
-            theirs,
-            rtol=1e-5,
-            atol=bound,
-            msg=name,
-        )
 
 
 def test_the_equation_is_that_of_a_mask_on_whole_lora():
@@ -342,81 +280,16 @@ def test_an_adapter_that_changes_more_than_its_selection_is_refused(saved):
 
 
 @pytest.mark.parametrize(
-    "changes, settings, match",
+    "changes, match",
     [
-        ({"experts": {0: (8,)}}, {}, r"has experts \[8\] of layer 0, but .* routes to ids 0 to 7"),
-        ({"experts": {4: (1,)}}, {}, "of layer 4, but the model routes to layers 0, 1"),
-        ({"experts": {}}, {}, "selection has no experts, but LoRA supports routed experts only"),
-        ({"shared_experts": True}, {}, "shared_experts is True, but LoRA supports"),
-        ({"non_expert_modules": True}, {}, "non_expert_modules is True, but LoRA supports"),
-        ({}, {"rank": 0}, "rank must be"),
+        ({"experts": {0: (8,)}}, r"has experts \[8\] of layer 0, but .* routes to ids 0 to 7"),
+        ({"experts": {}}, "selection has no experts, but LoRA supports routed experts only"),
+        ({"non_expert_modules": True}, "non_expert_modules is True, but LoRA supports"),
     ],
 )
-def test_what_cannot_train_is_refused_and_the_model_is_unchanged(changes, settings, match):
+def test_what_cannot_train_is_refused_and_the_model_is_unchanged(changes, match):
     model = stock()
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=match):
-        adapted(
-            selection=replace(CHOSEN, **changes),
-            model=model,
-            **settings,
-        )
+        adapted(selection=replace(CHOSEN, **changes), model=model)
     assert [name for name, _ in model.named_parameters()] == names
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_stock_peft_loads_trains_and_merges_whole_experts(family, tmp_path):
-    """esft.save_peft: an adapter of whole experts as copies of modules; with it comes
-    AutoPeftModel.
-    """
-    stock(family).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    esft.train_only(base, CHOSEN)
-    for parameter in base.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(0.1)
-    expected = base.eval()(**batch()).logits
-    esft.save_adapter(base, tmp_path / "adapter")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    before = weights(model)
-    esft.save_peft(
-        model,
-        tmp_path / "adapter",
-        tmp_path / "peft",
-    )
-    assert_equal(weights(model), before)
-    for parameter in model.parameters():
-        assert parameter.requires_grad
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft", is_trainable=True)
-    loaded.eval()
-    torch.testing.assert_close(
-        loaded(**batch()).logits,
-        expected,
-    )
-    assert experts.patch(loaded) == 2 * len(CHOSEN.experts)  # the copies, and what they stand for
-    out = loaded(**batch())
-    torch.testing.assert_close(out.logits, expected)
-    out.loss.backward()
-    trained = set()
-    for name, p in loaded.named_parameters():
-        if p.grad is not None and p.grad.any() and "lora_" not in name:
-            trained.add(name.split(".modules_to_save.")[0])
-    paths = {f"base_model.model.model.layers.{layer}.mlp.experts" for layer in CHOSEN.experts}
-    assert trained == paths
-    torch.testing.assert_close(
-        loaded.merge_and_unload()(**batch()).logits,
-        expected,
-    )
-
-
-def test_an_adapter_of_everything_is_no_adapter(tmp_path):
-    model = stock()
-    esft.train_only(model, CHOSEN, non_expert_modules=True)
-    esft.save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="changes every linear layer, .* Use esft merge"):
-        esft.save_peft(
-            stock(),
-            tmp_path / "adapter",
-            tmp_path / "peft",
-        )
-    assert not (tmp_path / "peft").exists()

@@ -391,7 +391,6 @@ def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
     [
         ({5: (1,)}, r"selection has experts \[1\] of layer 5"),
         ({0: (8,)}, r"experts \[8\] of layer 0, .* to 7"),
-        ({0: ()}, "The selection is empty"),
     ],
 )
 def test_what_cannot_train_is_refused(experts, match):

@@ -206,16 +206,7 @@ def half(layer: int, leaf: str = "experts", which: str = "A") -> str:
     "values, match",
     [
         pytest.param({"use_dora": True}, "use_dora in .* is True", id="dora"),
-        pytest.param({"peft_type": "LOHA"}, "peft_type in .* is 'LOHA'", id="another method"),
-        pytest.param({"rank_pattern": {"(": 3}}, "rank_pattern in .* is", id="no expression"),
         pytest.param({"rank_pattern": {"(a*)*b": 3}}, "rank_pattern in .* is", id="exponential"),
-        pytest.param(
-            {"alpha_pattern": {".*" * 9 + "b": 3}},
-            "alpha_pattern in .* is",
-            id="x**9",
-        ),
-        pytest.param({"alpha_pattern": {"x": "3"}}, "alpha_pattern in .* is", id="text"),
-        pytest.param({"target_parameters": "down_proj"}, "is 'down_", id="no list"),
         pytest.param({"r": 4}, "has rank 3 and 3 .* must have rank 4", id="another rank"),
         pytest.param(
             {"target_parameters": BOTH[1:]}, "base_layer.lora_A.weight, but", id="unnamed"
@@ -244,12 +235,6 @@ def assert_refused(folder, match: str) -> None:
     [
         pytest.param(
             half(1),
-            torch.full((24, 24), torch.nan),
-            "contains NaN",
-            id="NaN",
-        ),
-        pytest.param(
-            half(1),
             torch.full((24, 24), 3e38),
             "of the merge of .* NaN",
             id="overflow",
@@ -261,20 +246,12 @@ def assert_refused(folder, match: str) -> None:
             id="half a pair",
         ),
         pytest.param(
-            half(7),
-            torch.zeros(24, 24),
-            r"layers.7.mlp",
-            id="no such layer",
-        ),
-        pytest.param(
             "base_model.model.lm_head.lora_magnitude",
             torch.zeros(1),
             "lora_magnitude",
             id="unknown key",
         ),
         pytest.param(half(0), torch.zeros(24, 25), "a matrix .*32, 25", id="another size"),
-        pytest.param(half(0), torch.zeros(25, 24), "has rank 25 and 24", id="no rank of 8"),
-        pytest.param(half(0), torch.zeros(24, 24).to(torch.int8), half(0), id="int8"),
     ],
 )
 def test_matrices_that_do_not_fit_are_one_error(tmp_path, key, tensor, match):
@@ -287,29 +264,6 @@ def test_matrices_that_do_not_fit_are_one_error(tmp_path, key, tensor, match):
         tensors[key] = tensor
     save_file(tensors, file, {"format": "pt"})
     assert_refused(tmp_path, match)
-
-
-@pytest.mark.parametrize(
-    "family, version", [("qwen3_moe", "0.21.2"), ("qwen3_moe", "0.18.0"), ("gpt_oss", "0.21.2")]
-)
-def test_one_expert_has_a_meaning_in_plain_stacks_of_today_alone(tmp_path, family, version):
-    one = dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1)
-    model = stock(family, **SQUARE[family], **one)
-    made = adapted(tmp_path, family, model=model, parameters=BOTH)
-    change_config(tmp_path, peft_version=version)
-    if family == "gpt_oss":
-        with pytest.raises(ValueError, match="experts.* has one expert, for which PEFT"):
-            read(tmp_path)
-        return
-    adapter = read(tmp_path)
-    if version == "0.18.0":  # its sizes say otherwise
-        assert not adapter.is_reversed
-        return
-    for name, change in deltas(made).items():
-        torch.testing.assert_close(
-            adapter.pairs[name].delta().view_as(change),
-            change,
-        )
 
 
 @pytest.mark.parametrize("version", [None, "0.20.0.dev0", "new"])

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_runtime.methods.lora import forced_experts, lora_layers
+from moe_runtime.methods.lora import lora_layers
 from moe_runtime.methods.upit.assembly import assemble
 from tests.hf.tiny import batch, distance, logits
 from tests.support import upit
 from tests.support.checkpoints import assert_equal
+from tests.support.lora_models import equalize
 
 
 @pytest.fixture(scope="module")
@@ -114,36 +115,6 @@ def test_all_experts_equal_is_the_dense_model(tmp_path, experts, vectors):
         )
 
 
-def test_one_expert_alone_decides_where_its_vectors_do(tmp_path, experts):
-    base = upit.tensors_of(experts[0].parent / "base")
-
-    def with_backbone(tensors):
-        return {name: t if ".mlp." in name else base[name] for name, t in tensors.items()}
-
-    for path in experts:
-        upit.change(path, with_backbone)
-    assemble(experts, None, tmp_path / "moe", top_k=1)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
-    for number, expert in enumerate(experts):
-
-        def choose(gate, args, number=number):
-            return (
-                args[0],
-                None,
-                torch.full(
-                    (len(args[0]), 1),
-                    number,
-                    dtype=torch.int32,
-                ),
-            )
-
-        handles = [x.mlp.gate.register_forward_pre_hook(choose) for x in model.model.layers]
-        expected = logits(AutoModelForCausalLM.from_pretrained(expert))
-        assert distance(logits(model), expected) < 2e-6
-        for handle in handles:
-            handle.remove()
-
-
 def test_without_vectors_routers_are_drawn_by_the_seed(tmp_path, experts):
     def router(name: str, seed: int) -> torch.Tensor:
         assemble(
@@ -245,8 +216,8 @@ def test_adapters_become_lora_experts(tmp_path, experts, vectors, backbone):
             weight.data += changes[1]
         elif backbone == "mean":
             weight.data += sum(changes) / len(changes)
-    with forced_experts(model, [1, 1]):
-        assert distance(logits(model), logits(expected)) < 3e-6
+    equalize(model, 1)
+    assert distance(logits(model), logits(expected)) < 3e-6
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, experts, vectors, tokenizer):

@@ -3,15 +3,13 @@ are Algorithm 3's.
 """
 
 import math
-from unittest import mock
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.methods.upit import buckets as upit_buckets
-from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, random_buckets, seed_set
+from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, seed_set
 from tests.support import upit
 
 
@@ -58,92 +56,19 @@ def test_perplexity_is_that_of_each_row_alone(experts, rows, tokenizer, tokens):
     assert_near(result, models, rows, tokens)
 
 
-@pytest.mark.parametrize(
-    ("targets", "ranks"),
-    [
-        pytest.param(
-            upit.ADAPTED,
-            (2, 2, 2),
-            id="mlp-alike",
-        ),
-        pytest.param(
-            (*upit.ADAPTED, "q_proj"),
-            (2, 2, 2),
-            id="attention-too",
-        ),
-        pytest.param(
-            ("up_proj",),
-            (2, 3, 2),
-            id="other-ranks",
-        ),
-        pytest.param(
-            ("0.mlp.up_proj", "1.mlp.down_proj"),
-            (2, 2, 2),
-            id="others-in-each-layer",
-        ),
-    ],
-)
-def test_adapters_run_over_one_base(
-    tmp_path, experts, rows, tokenizer, monkeypatch, targets, ranks
-):
-    base = experts[0].parent / "base"
-    paths = []
-    for i, rank in enumerate(ranks):
-        paths += upit.save_adapters(
-            tmp_path / str(i),
-            base,
-            1,
-            targets,
-            rank,
-        )
-    upit.change(
-        paths[1],
-        lambda tensors: {name: 2 * t for name, t in tensors.items()},
-    )
-    load = mock.Mock(wraps=upit_buckets.models.ranks.load_model)
-    monkeypatch.setattr(upit_buckets.models.ranks, "load_model", load)
-    # two rows of the data at once, three times each
-    result = perplexities(paths, rows, tokenizer, base=base, batch_size=6)
-    load.assert_called_once()
-    models = []
-    for path in paths:
-        model = AutoModelForCausalLM.from_pretrained(base)
-        models.append(PeftModel.from_pretrained(model, path))
-    assert_near(result, models, rows)
-
-
 def test_kinds_may_be_mixed_and_keep_their_places(tmp_path, experts, rows, tokenizer):
     base = experts[0].parent / "base"
-    adapter = upit.save_adapters(tmp_path, base, 1)[0]
-    delta = upit.save_delta(
-        tmp_path / "delta",
-        experts[1],
-        base,
-    )
-    mixed = perplexities(
-        [delta, adapter, experts[0]],
-        rows,
-        tokenizer,
-        base=base,
-    )
-    models = perplexities(
-        [experts[1], experts[0]],
-        rows,
-        tokenizer,
-    )
-    torch.testing.assert_close(
-        mixed[[0, 2]],
-        models,
-        rtol=1e-6,
-        atol=0,
-    )
-    adapted = perplexities([adapter], rows, tokenizer)
-    torch.testing.assert_close(
-        mixed[1:2],
-        adapted,
-        rtol=1e-6,
-        atol=0,
-    )
+    first = upit.save_adapters(tmp_path / "mlp", base, 1)[0]
+    second = upit.save_adapters(tmp_path / "more", base, 1, (*upit.ADAPTED, "q_proj"), 3)[0]
+    upit.change(second, lambda tensors: {name: 2 * t for name, t in tensors.items()})
+    paths = [experts[1], first, second, experts[0]]
+    result = perplexities(paths, rows, tokenizer, base=base, batch_size=3)
+    models = [AutoModelForCausalLM.from_pretrained(experts[1])]
+    for adapter in (first, second):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        models.append(PeftModel.from_pretrained(model, adapter))
+    models.append(AutoModelForCausalLM.from_pretrained(experts[0]))
+    assert_near(result, models, rows)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -169,22 +94,11 @@ def test_buckets_are_the_algorithm(seed, capacity):
 def test_bad_numbers_are_refused():
     nan = math.nan
     for values, capacity, message in (
-        ([[1.0, 2.0], [nan, 1.0]], None, r"experts \[1\] is NaN"),
-        ([[1.0, nan], [nan, nan]], None, r"rows \[1\] is NaN for every expert"),
+        ([[1.0, 2.0], [nan, 1.0]], None, "expert 1 is NaN on row 0"),
         ([[1.0, 1.0]], 0, "capacity must be an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             fill_buckets(torch.tensor(values), capacity)
-
-
-def test_random_buckets_have_the_sizes_and_share_no_row():
-    buckets = random_buckets([3, 0, 4], 8, seed=1)
-    assert [len(bucket) for bucket in buckets] == [3, 0, 4]
-    assert len({*buckets[0], *buckets[2]}) == 7
-    for bucket in buckets:
-        assert bucket == sorted(bucket)
-    assert random_buckets([3, 0, 4], 8, seed=1) == buckets
-    assert random_buckets([3, 0, 4], 8, seed=2) != buckets
 
 
 def test_seed_set_is_a_share_drawn_at_random():

@@ -56,7 +56,7 @@ def test_perplexities_are_those_of_one_process(both):
         )
 
 
-@pytest.mark.parametrize("name", ["ffn", "lora", "mean"])
+@pytest.mark.parametrize("name", ["ffn", "lora"])
 def test_routers_are_those_of_one_process(both, name):
     alone, found, folders = both
     for rank in found:
@@ -78,7 +78,7 @@ def test_routers_are_those_of_one_process(both, name):
     )
     one, two = (upit.tensors_of(folder / name) for folder in folders)
     assert one.keys() == two.keys()
-    assert bool(one) == (name != "mean")
+    assert one
     for key in one:
         torch.testing.assert_close(
             two[key],
@@ -89,9 +89,8 @@ def test_routers_are_those_of_one_process(both, name):
 
 
 def test_nothing_is_left_beside_the_folders(both):
-    assert sorted(path.name for path in Path(both[2][0]).iterdir()) == ["ffn", "lora", "mean"]
+    assert sorted(path.name for path in Path(both[2][0]).iterdir()) == ["ffn", "lora"]
     assert sorted(path.name for path in both[2][1].iterdir() if path.is_dir()) == [
         "ffn",
         "lora",
-        "mean",
     ]

@@ -1,6 +1,4 @@
-"""moe_runtime.methods.upit.experts: the three kinds read alike, and which checkpoints are
-chosen.
-"""
+"""moe_runtime.methods.upit.experts: both kinds read alike, and which checkpoints are chosen."""
 
 import shutil
 from pathlib import Path
@@ -10,16 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
-from moe_runtime.methods.upit.experts import (
-    choose_checkpoints,
-    materialize,
-    open_expert,
-    saved_experts,
-)
-from tests.hf.tiny import dense, logits
-from tests.support.checkpoints import assert_equal, tensors
+from moe_runtime.methods.upit.checkpoints import save_expert
+from moe_runtime.methods.upit.experts import choose_checkpoints, open_expert, saved_experts
+from tests.hf.tiny import dense
+from tests.support.checkpoints import tensors
 
 
 def stirred(base: Path, seed: int, only: str = ".mlp."):
@@ -33,25 +25,14 @@ def stirred(base: Path, seed: int, only: str = ".mlp."):
     return model
 
 
-def record_of(base: Path) -> dict:
-    with Checkpoint(base) as checkpoint:
-        return {"base": str(base), "base_hash": fingerprint(checkpoint)}
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """base, and the same expert as a whole model, a delta, and an adapter of its own."""
+    """base, an expert of it as a whole model, and an adapter."""
     folder = tmp_path_factory.mktemp("experts")
     base = folder / "base"
     dense("llama", tie_word_embeddings=True).save_pretrained(base)
     model = stirred(base, 1)
     save_expert(model, folder / "ffn", max_shard_size=20_000)
-    save_expert(
-        model,
-        folder / "delta",
-        base=base,
-        record=record_of(base),
-    )
     targets = ["q_proj", "gate_proj", "down_proj"]
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -62,52 +43,26 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_delta_reads_as_the_whole_model(place):
-    with open_expert(place / "ffn") as whole, open_expert(place / "delta") as delta:
-        assert (whole.kind, delta.kind) == ("ffn", "delta")
-        assert whole.specs() == delta.specs()
-        rows = slice(2, 7)
-        mlps = 0
-        for key, spec in whole.specs().items():
-            assert torch.equal(
-                whole.get(key),
-                delta.get(key),
-            ), key
-            assert torch.equal(
-                whole.get_rows(key, rows),
-                delta.get_rows(key, rows),
-            ), key
-            assert delta.differs(key) == delta.is_ffn(key) == whole.is_ffn(key) == (".mlp." in key)
-            mlps += spec.nbytes * (".mlp." in key)
-        assert delta.config.to_diff_dict() == whole.config.to_diff_dict()
-    size = sum(file.stat().st_size for file in (place / "delta").glob("*.safetensors"))
-    assert mlps < size < mlps + 4000
-
-
 def test_an_adapter_of_peft(place):
-    with open_expert(place / "lora") as expert:
-        assert expert.kind == "lora"
-        assert str(expert.base) == str(place / "base")
-        assert expert.adapter["r"] == 2
-        assert expert.config.hidden_size == 32
-        ffn = [key for key in expert.keys() if expert.is_ffn(key)]
-        assert len(ffn) == 2 * 2 * 2  # q_proj is none
-        assert len(expert.keys()) == 2 * 2 * 3
-        place_of = expert.locate("base_model.model.model.layers.1.mlp.gate_proj.lora_B.weight")
-        assert (place_of.layer, place_of.name, place_of.part) == (1, "gate_up_proj", 0)
-        assert expert.get(ffn[0]).shape == expert.specs()[ffn[0]].shape
+    expert = open_expert(place / "lora")
+    assert expert.kind == "lora"
+    assert str(expert.base) == str(place / "base")
+    assert expert.adapter["r"] == 2
+    assert expert.config.hidden_size == 32
+    ffn = [key for key in expert.keys() if expert.is_ffn(key)]
+    assert len(ffn) == 2 * 2 * 2  # q_proj is none
+    assert len(expert.keys()) == 2 * 2 * 3
+    place_of = expert.locate("base_model.model.model.layers.1.mlp.gate_proj.lora_B.weight")
+    assert (place_of.layer, place_of.name, place_of.part) == (1, "gate_up_proj", 0)
+    assert expert.get(ffn[0]).shape == expert.specs()[ffn[0]].shape
 
 
-def test_materialize(place, tmp_path):
-    out = tmp_path / "out"
-    materialize(place / "delta", out, max_shard_size="20KB")
-    assert_equal(tensors(out), tensors(place / "ffn"))
-    assert logits(AutoModelForCausalLM.from_pretrained(out)).isfinite().all()
-    assert not (out / "expert.json").exists()
-    with pytest.raises(ValueError, match="already exists"):
-        materialize(place / "delta", out)
-    with pytest.raises(ValueError, match="Expected a delta, but expert .* is an adapter"):
-        materialize(place / "lora", tmp_path / "other")
+def test_a_whole_model(place):
+    expert = open_expert(place / "ffn")
+    for key, tensor in tensors(place / "ffn").items():
+        assert torch.equal(expert.get(key), tensor)
+        assert torch.equal(expert.get_rows(key, slice(2, 7)), tensor[2:7])
+        assert expert.is_ffn(key) == (".mlp." in key)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +87,8 @@ def test_bad_folders_are_named(place, tmp_path, file, text, words):
         shutil.rmtree(folder)
     else:
         (folder / file).unlink()
-    with pytest.raises(ValueError, match=words), open_expert(folder) as expert:
+    with pytest.raises(ValueError, match=words):
+        expert = open_expert(folder)
         expert.is_ffn(expert.keys()[0])
 
 

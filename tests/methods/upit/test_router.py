@@ -89,19 +89,17 @@ def test_the_loss_is_equation_1(experts, rows, tokenizer, alpha):
     assert not [name for name in model.state_dict() if "routing" in name]
 
 
-@pytest.mark.parametrize("detach_h", [False, True])
-def test_the_routing_loss_reaches_the_mlps_below(experts, rows, tokenizer, detach_h):
+def test_the_routing_loss_reaches_the_mlps_below(experts, rows, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(experts[0])
     routing = RoutingVectors(
         model,
         torch.randn(2, 32),
         alpha=0.0,
-        detach_h=detach_h,
     )
     routing.train_only()
     model(**batch_of(rows, tokenizer)).loss.backward()
     first, last = (mlp.down_proj.weight.grad.norm() for mlp in routing.mlps)
-    assert (first > 1e-4) == (not detach_h)
+    assert first > 1e-4
     assert last == 0  # the last MLP lies above the last h
     for mlp in routing.mlps:
         assert mlp.routing_vector.grad.norm() > 1e-4
@@ -191,22 +189,6 @@ def test_vectors_learn_and_the_backbone_stays(tmp_path, experts, rows, tokenizer
     assert measured.sigmoid == pytest.approx(routed.after.sigmoid, rel=bound)
 
 
-def test_vectors_may_train_alone(tmp_path, experts, rows, tokenizer):
-    out = tmp_path / "out"
-    routed = init_router(
-        experts[0],
-        rows,
-        tokenizer,
-        folder=out,
-        **FAST,
-        train_ffn=False,
-    )
-    assert sum(routed.after.sigmoid) > sum(routed.before.sigmoid)
-    assert routed.after.loss == routed.before.loss
-    assert routed.folder == experts[0]
-    assert not (out / "model.safetensors").exists()
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, torch.float16],
@@ -259,7 +241,7 @@ def test_a_narrow_expert_trains_as_a_wide_one(tmp_path, tokenizer, rows, dtype, 
     assert f"torch.{config['dtype']}" == str(dtype)
 
 
-def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, tokenizer):
+def test_vectors_may_have_a_rate_of_their_own(tmp_path, experts, rows, tokenizer):
     def trained(name: str, **settings):
         settings = {"steps": 2, "batch_size": 8, "learning_rate": 1e-4} | settings
         return init_router(
@@ -277,12 +259,6 @@ def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, t
     assert 1e-2 < faster.vectors.abs().max() < 2.1e-2
     assert same.before.sigmoid == [0.5, 0.5]
     assert sum(faster.after.sigmoid) > sum(same.after.sigmoid) > 1
-    drawn = trained("drawn", vector_std=0.5)
-    assert 0.4 < drawn.vectors.std() < 0.6
-    assert not torch.equal(
-        drawn.vectors,
-        trained("one", vector_std=0.5, index=1).vectors,
-    )
     # the expert's own rate stays
     key = "model.layers.1.mlp.up_proj.weight"
     old = upit.tensors_of(experts[0])[key]
@@ -313,27 +289,6 @@ def test_of_adapters_their_mlp_pairs_train(tmp_path, adapters, rows, tokenizer):
         **FAST,
     )
     assert again.before.loss == pytest.approx(routed.after.loss, rel=1e-5)
-
-
-def test_a_delta_becomes_a_whole_model(tmp_path, experts, rows, tokenizer):
-    base = experts[0].parent / "base"
-    delta = upit.save_delta(
-        tmp_path / "delta",
-        experts[0],
-        base,
-    )
-    folders = []
-    for name, expert in (("whole", experts[0]), ("out", delta)):
-        settings = FAST | {"steps": 2, "base": base}
-        routed = init_router(
-            expert,
-            rows,
-            tokenizer,
-            folder=tmp_path / name,
-            **settings,
-        )
-        folders.append(upit.tensors_of(routed.folder))
-    assert_equal(*folders)
 
 
 @torch.no_grad()
@@ -374,36 +329,6 @@ def test_measured_numbers_are_means_over_tokens(experts, rows, tokenizer):
         )
 
 
-def test_untrained_vectors_leave_the_expert_where_it_is(tmp_path, experts, rows, tokenizer):
-    def routed(name: str, **settings):
-        result = init_router(
-            experts[0],
-            rows,
-            tokenizer,
-            folder=tmp_path / name,
-            **settings,
-        )
-        assert result.folder == experts[0]
-        return result
-
-    mean = routed("mean", router_init="hidden_mean")
-    assert mean.before == mean.after
-    assert load_routed(tmp_path / "mean").folder == experts[0]
-    states, _ = states_and_loss(experts[0], rows)
-    sums = torch.stack([h.sum(0) for h in states])
-    expected = nn.functional.normalize(sums, dim=1)
-    torch.testing.assert_close(
-        mean.vectors,
-        expected,
-        rtol=1e-4,
-        atol=1e-6,
-    )
-    first = routed("first", router_init="random", index=0)
-    second = routed("second", router_init="random", index=1)
-    assert not torch.equal(first.vectors, second.vectors)
-    assert 0.015 < first.vectors.std() < 0.025
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, experts, adapters, rows, tokenizer):
     """What an adapter's folder was made of, with the default rate."""
@@ -436,13 +361,8 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, made, adapters, ex
         {"steps": 2},
         {"batch_size": 2},
         {"alpha": 0.4},
-        {"router_init": "random"},
-        {"detach_h": True},
-        {"train_ffn": False},
-        {"vector_std": 0.1},
         {"vector_learning_rate": 1e-3},
         {"seed": 1},
-        {"index": 1},
         {"dtype": "bfloat16"},
         {"weight_decay": 0.1},
         {"rows": upit.make_rows(8, seed=1)},
@@ -457,14 +377,12 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, made, adapters, ex
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps must be an integer of at least 1"),
-        ({"weigth_decay": 0.1}, "Unknown settings weigth_decay. Pass some of .*weight_decay"),
+        ({"weigth_decay": 0.1}, "weigth_decay is not a valid key. Use any of .*weight_decay"),
         ({"warmup_steps": 6}, "warmup_steps must be below the 6 steps"),
-        ({"dtype": "half-float"}, "dtype is 'half-float'"),
-        ({"router_init": "skilful"}, "router_init must be"),
+        ({"dtype": "half-float"}, "dtype must be"),
+        ({"keep_best": True}, "keep_best and evaluations require held-out examples"),
         ({"alpha": 1.5}, "alpha must be from 0 to 1"),
-        ({"epochs": 2}, "at most one of epochs and steps, .*epochs is 2, steps is 6"),
-        ({"vector_std": -0.1}, "vector_std must be"),
+        ({"epochs": 2}, "epochs is 2.* and steps is 6. Set exactly one"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, experts, rows, tokenizer, settings, message):

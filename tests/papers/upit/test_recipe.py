@@ -116,7 +116,6 @@ def test_a_model_of_copies_is_trained_as_long_as_both_and_as_many_rows_at_once_a
         ({"expansion": {"drop": 1}}, "expansion.drop must be less than 1"),
         ({"seed_data": {"share": 0}}, "seed_data.share must be greater than 0"),
         ({"router": {"alpha": 2}}, "router.alpha must be less than or equal to 1"),
-        ({"router": {"vector_std": -1}}, "vector_std must be greater than or equal to 0"),
         ({"lora": FORM | {"rank": 0}}, "lora.rank must be greater"),
         ({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe must be 'top_k' or 'dense'"),
         ({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'"),

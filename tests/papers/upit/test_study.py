@@ -99,8 +99,7 @@ def test_each_stage_is_made_of_the_one_before(made, form):
     pool = made.pools[form]
     assert [Path(path) for path in pool.experts[:2]] == saved[-2:]
     assert pool.parents == [[0, 1]]
-    with upit_experts.open_expert(pool.experts[2], made.base.folder) as child:
-        assert child.kind == form
+    assert upit_experts.open_expert(pool.experts[2], made.base.folder).kind == form
     # each expert has rows, and its vectors fire more on them
     dealt = made.stages.buckets(form, pool)
     routers = made.routers[form]

@@ -1,7 +1,6 @@
 """moe-runtime stats, memory, doctor, tune, bench."""
 
 import contextlib
-import functools
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,10 +110,6 @@ def memory(
     engine: Annotated[
         str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)
     ] = None,
-    gpu: Annotated[
-        str,
-        option("GPU for the lower bounds of a step: H100, H200 or A800.", words="H100 H200 A800"),
-    ] = "H100",
 ):
     """Estimate the memory of training from configs alone: weights, gradients, optimizer,
     activations, peak; and by engine.
@@ -123,41 +118,43 @@ def memory(
     experts. The CUDA context and fragmentation are not included (--gpu-memory reserves 1.5 GB for
     them).
     """
+    from moe_runtime.config import check_choice
+    from moe_runtime.hf.training.settings import Training
     from moe_runtime.tools import memory as accounts
-    from moe_runtime.tools import memory_plan as plans
+    from moe_runtime.tools.memory_plan import PlannedTraining, Planner
 
-    how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
-    load = functools.partial(
-        accounts.load,
-        model,
-        lora=lora,
-        bits=bits,
-        dtype=dtype,
-    )
+    check_choice("optimizer", optimizer, accounts.OPTIMIZERS)
+
+    def make():
+        return accounts.load(model, lora=lora, bits=bits, dtype=dtype)
+
     if gpus > 1 or gpu_memory is not None:
-        training = {
-            "batch": batch,
-            "length": length,
-            "packed": accounts.BITS[bits],
-            **how,
-        }
-        return print_plan(
-            plans.Planner.of_model(
-                load,
-                gpu,
-                gpus=gpus,
-                **training,
-            ),
-            gpus,
-            gpu_memory,
-            engine,
+        training = Training(
+            steps=1,
+            learning_rate=1e-5,
+            batch_size=batch * gpus,
+            per_device_batch_size=batch,
+            optimizer=optimizer,
+            bf16=bf16,
+            gradient_checkpointing=checkpointing,
         )
+        stage = PlannedTraining(
+            "training",
+            make,
+            lambda count: accounts.causal_batch(count, length),
+            training,
+            length,
+            packed=accounts.BITS[bits],
+        )
+        return print_plan(Planner([stage]), gpus, gpu_memory, engine)
     found = accounts.estimate(
-        load(),
+        make(),
         lambda: accounts.causal_batch(batch, length),
         packed=accounts.BITS[bits],
         backend=backend,
-        **how,
+        optimizer=optimizer,
+        checkpointing=checkpointing,
+        bf16=bf16,
     )
     typer.echo(f"{found.parameters:,} parameters, of which {found.trained:,} train")
     typer.echo(accounts.as_text(accounts.table(found)))
@@ -176,26 +173,15 @@ def print_plan(planner, gpus: int, gpu_memory: float | None, engine: str | None)
     typer.echo(plans.HEADER)
     for name, stage in planner.stages.items():
         fits_somewhere = False
-        engines = planner.engines_for(name, engine, gpus)
-        for one in engines:
-            plan = planner.plan(name, planner.setting_of(name, one, gpus))
-            fits = plan.share.total + plans.RESERVED <= limit
+        for one in planner.engines_for(name, engine, gpus):
+            share = planner.share(name, one, gpus)
+            fits = share.total + plans.RESERVED <= limit
             fits_somewhere |= fits
             notes = "  DOES NOT FIT" * (not fits) + "  (a baseline)" * (not stage.runs)
-            typer.echo(plans.as_text(plan) + notes)
-            rows.append(plan.to_dict() | {"fits": fits, "runs": stage.runs})
-        if fits_somewhere:
-            continue
-        remedy = "no setting that runs fits"
-        near = planner.nearest(
-            name,
-            planner.setting_of(name, engines[0], gpus),
-            limit,
-        )
-        if near:
-            remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
-        typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
-        if stage.runs:
+            typer.echo(plans.as_text(name, one, share) + notes)
+            row = {"stage": name, "engine": one, "gpus": gpus, "fits": fits, "runs": stage.runs}
+            rows.append(row | share._asdict() | {"total": share.total})
+        if stage.runs and not fits_somewhere:
             code = 1
     return Ends(rows, code)
 

@@ -1,7 +1,6 @@
 """moe-runtime stats, memory, doctor, tune, bench."""
 
 import contextlib
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -61,16 +60,13 @@ def stats(
     typer.echo(f"{'layer':>8s}{'experts':>9s}{'dead':>6s}{'max violation':>15s}{'entropy':>9s}")
     layers = []
     for i, name in enumerate(stats.layers):
-        row = {
-            "layer": name,
-            "slots": stats.routed[i],
-            "dead": int(stats.dead[i].sum()),
-            "max_violation": float(stats.max_violation[i]),
-            "entropy": float(stats.entropy[i]),
-        }
-        layers.append(row)
-        balance = f"{row['max_violation']:15.2f}{row['entropy']:9.2f}"
-        typer.echo(f"{name:>8s}{len(row['slots']):9d}{row['dead']:6d}{balance}")
+        slots = stats.routed[i]
+        dead = int(stats.dead[i].sum())
+        violation = float(stats.max_violation[i])
+        entropy = float(stats.entropy[i])
+        row = {"layer": name, "slots": slots, "dead": dead}
+        layers.append(row | {"max_violation": violation, "entropy": entropy})
+        typer.echo(f"{name:>8s}{len(slots):9d}{dead:6d}{violation:15.2f}{entropy:9.2f}")
     warning = stats.warning()
     if warning:
         typer.echo(f"warning: {warning}", err=True)
@@ -223,16 +219,9 @@ def tune(
     shape: Annotated[
         str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")
     ] = None,
-    model: Annotated[Path | None, option("Folder whose config.json has the sizes.")] = None,
-    hidden_size: Annotated[
-        int | None, option("H (default of this and the next sizes: those of --model).")
+    model: Annotated[
+        Path | None, option("Instead of --shape: folder of an MoE model, or of its config.json.")
     ] = None,
-    intermediate_size: Annotated[
-        int | None, option("I, the intermediate size of an expert.")
-    ] = None,
-    num_experts: Annotated[int | None, option("Experts per layer, including a shared one.")] = None,
-    top_k: Annotated[int | None, option("Experts per token, including a shared one.")] = None,
-    shared: Annotated[bool | None, option("Expert 0 processes every token.")] = None,
     tokens: Annotated[str, option("Tokens per forward pass, comma-separated.")] = "4096,16384",
     dtype: Annotated[
         str, option("bfloat16, float16, float32, or several of them.", words=DTYPES)
@@ -251,16 +240,16 @@ def tune(
     from moe_runtime.config import check_choice
     from moe_runtime.io.files import check_out_file
     from moe_runtime.tools import tune as tuning
+    from moe_runtime.tools.layer_shapes import find_layers
 
-    sizes = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "shared": shared,
-    }
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    layers = _layers(shape, model, sizes)
+    if (shape is None) == (model is None):
+        raise ValueError("Pass either --shape or --model")
+    if shape is not None:
+        layers = find_layers(shape)
+    else:  # requires transformers, which a GPU machine may lack
+        from moe_runtime.hf.models.folders import read_layer
+
+        layers = {model.name: read_layer(model)}
     counts = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(counts):
         raise ValueError(
@@ -305,35 +294,6 @@ def tune(
             "moe-runtime doctor"
         )
     return {"path": path, "read_by_kernels": path == read, **states}
-
-
-def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
-    """Return name -> Layer of --shape, or of --model and the given sizes."""
-    from moe_runtime.config import Layer
-    from moe_runtime.tools.layer_shapes import find_layers
-
-    if shape is not None and model is None and not sizes:
-        return find_layers(shape)
-    layer = Layer(0, 0, 0, 0)
-    name = "layer"
-    if model is not None:  # requires transformers, which a GPU machine may lack
-        from moe_runtime.hf.models.folders import read_layer
-
-        layer = read_layer(model)
-        name = model.name
-    layer = layer._replace(**sizes)
-    missing = []
-    for field in Layer._fields[:4]:
-        if not getattr(layer, field):
-            missing.append("--" + field.replace("_", "-"))
-    problem = None
-    if missing:
-        problem = f"{', '.join(missing)} is missing" + (f" in {model}" if model else "")
-    elif shape is not None:
-        problem = f"shape {shape!r} is given"
-    if problem:
-        raise ValueError(f"{problem}. Pass only --shape, or --model or all four sizes of a layer")
-    return {name: layer}
 
 
 @verb(app, "--only layer,step", resumes=True)
@@ -388,11 +348,8 @@ def bench(
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
-            return _report(
-                _measure(paths, Path(folder) / "tiny.json", options),
-                [],
-                is_kept=False,
-            )
+            outcome = _measure(paths, Path(folder) / "tiny.json", options)
+            return _report(outcome, [], is_kept=False)
     target = running.place(out, tiny)
     running.check(
         target.with_suffix(".jsonl"),
@@ -404,10 +361,10 @@ def bench(
     outcome = _measure(paths, target, options)
     pictures = []
     if outcome.path and find_spec("matplotlib") is None:
-        print(
+        typer.echo(
             "No plots were written: matplotlib is not installed. Run pip install "
             "'moe-runtime[bench]'",
-            file=sys.stderr,
+            err=True,
         )
     elif outcome.path:
         from moe_runtime.bench.pictures import write_pictures
@@ -437,11 +394,11 @@ def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
 
     for state in ("skipped", "failed"):
         for name, why in getattr(outcome, state).items():
-            print(f"{state}: {name}: {why}", file=sys.stderr)
+            typer.echo(f"{state}: {name}: {why}", err=True)
     if is_kept and outcome.path:
         typer.echo("wrote " + ", ".join(map(str, (outcome.path, *pictures))))
     if outcome.failed and is_kept:
-        print(f"{len(outcome.failed)} failed; rerun to try them again", file=sys.stderr)
+        typer.echo(f"{len(outcome.failed)} failed; rerun to try them again", err=True)
     value = {
         "path": outcome.path if is_kept else None,
         "pictures": pictures,

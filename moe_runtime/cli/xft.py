@@ -100,36 +100,8 @@ def upcycle(
         with console.bar("checking", "model") as update:
             error = folders.compare_folders(source, target, update)
         typer.echo(f"upcycled against dense logits: relative error {error:.1e}")
-    exports = _exports(target)
-    typer.echo("exports: " + "; ".join(f"{name}: {why or 'yes'}" for name, why in exports.items()))
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
-    return console.jsonable(receipt) | {
-        "logits_error": error,
-        "exports": [name for name, why in exports.items() if not why],
-    }
-
-
-def _exports(folder: Path) -> dict[str, str | None]:
-    """Return the ways to export the model of a folder, each with the reason if it cannot."""
-    from moe_runtime.hf.models.folders import read_config
-    from moe_runtime.hf.models.stock import stock_config
-    from moe_runtime.methods.xft.official_config import export_values
-
-    model = read_config(folder)
-    reasons = {"xft merge to a dense model": None}
-    if model.moe_runtime["config"]["gate"] not in config.SHARED_GATES:
-        reasons["xft merge to a dense model"] = "after xft to-mergeable --soup"
-    for name in (*config.STOCK_FAMILIES, "official"):
-        try:
-            if name == "official":
-                export_values(model)
-            else:
-                stock_config(model, name)
-            reasons[f"xft export --to {name}"] = None
-        except ValueError as error:
-            if name in ("mixtral", "official"):
-                reasons[f"xft export --to {name}"] = "no, " + str(error).partition(". ")[0]
-    return reasons
+    return console.jsonable(receipt) | {"logits_error": error}
 
 
 @verb(app, "tuned mergeable --shared-rate 0.75", push="target")
@@ -296,14 +268,10 @@ def to_stock(source: Path, target: Path, to: str, **options):
     from moe_runtime.hf.models.stock import export_stock
 
     receipt = convert(export_stock, source, target, to=to, **options)
-    if receipt.logits_error is None:
-        error = ""
-    else:
-        error = f"; the logits differ by {receipt.logits_error:.1e} relative"
-    typer.echo(
-        f"{to} computes "
-        f"{'the same' if receipt.exact else 'an approximation; train it before use'}{error}"
-    )
+    computed = "the same" if receipt.exact else "an approximation; train it before use"
+    typer.echo(f"{to} computes {computed}")
+    if receipt.logits_error is not None:
+        typer.echo(f"the logits differ by {receipt.logits_error:.1e} relative")
     return receipt
 
 
@@ -316,10 +284,7 @@ def convert(write, source: Path, target: Path, **options):
 
 def _print_receipt(receipt) -> None:
     c = receipt.config
-    typer.echo(
-        f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB"
-        + (f", and {', '.join(receipt.side_files)}" if receipt.side_files else "")
-    )
+    typer.echo(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")
     typer.echo(
         f"experts: {c.num_experts}, {c.top_k} per token, gate {c.gate}, {c.hidden_size} x "
         f"{c.intermediate_size}"

@@ -94,17 +94,15 @@ def test_the_summary_is_the_official_one_and_follows_from_the_logs(home, tmp_pat
 @pytest.mark.parametrize(
     "options, select, warns",
     [
-        ("--score gate --p 0.1", {"p": 0.1}, False),
         ("--score token --p 0.2", {"p": 0.2, "score": "token"}, False),
         ("--p 1.0", {"p": 1.0}, True),
         ("--variant normalized --p 1.0", {"p": 1.0, "variant": "normalized"}, False),
         ("--group-size 2 --p 0.3", {"p": 0.3, "group_size": 2}, False),
         (
-            "--p 0.3 --shared-experts --round 4",
-            {"p": 0.3, "shared_experts": True, "round": 4},
+            "--p 0.3 --shared-experts --non-expert-modules --round 4",
+            {"p": 0.3, "shared_experts": True, "non_expert_modules": True, "round": 4},
             False,
         ),
-        ("--p 0.3 --non-expert-modules", {"p": 0.3, "non_expert_modules": True}, False),
         ("--experts 3", {"experts_per_layer": 3}, False),
     ],
 )
@@ -119,21 +117,15 @@ def test_select_from_a_summary(home, tmp_path, options, select, warns):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, trains",
-    [
-        ("--shared-experts", "model.layers.1.mlp.shared_experts.up_proj.weight"),
-        ("--non-expert-modules --no-pack", "model.norm.weight"),
-    ],
-)
-def test_train_with_the_flags(home, adapter, tmp_path, options, trains):
+def test_train_with_the_flags(home, adapter, tmp_path):
     files = f"--config {adapter}/expert_cfg.json --data {home}/rows.jsonl --out {tmp_path}/more"
-    more = f"--held-out {home}/rows.jsonl --prompt deepseek {options}"
-    succeed(f"train {home}/base {files} {TRAIN} {more}")
-    assert trains in esft.load_adapter(tmp_path / "more").tensors
+    more = f"--held-out {home}/rows.jsonl --prompt deepseek --no-pack"
+    succeed(f"train {home}/base {files} {TRAIN} {more} --shared-experts --non-expert-modules")
+    names = esft.load_adapter(tmp_path / "more").tensors
+    assert {"model.layers.1.mlp.shared_experts.up_proj.weight", "model.norm.weight"} <= set(names)
 
 
-@pytest.mark.parametrize("variant", ["v1", "paper", "normalized", "head"])
+@pytest.mark.parametrize("variant", ["v1", "paper"])
 def test_select_from_official_files_alone(home, tmp_path, variant):
     options = f"--variant {variant} --p 0.3 --out {tmp_path}"
     succeed(f"select --logs {home}/logs {options}/config.json")
@@ -243,19 +235,13 @@ def test_lora_of_the_selected_experts(home, tmp_path):
 
 
 BAD = [
-    ("select --summary made/summary.json --p 1.5 --out new.json", "p must be above 0"),
     ("select --p 0.1 --out new.json", "Pass either --summary, or --logs"),
     ("select --summary made/summary.json --out new.json", "Pass either --p"),
-    ("select --p 0.1 --logs logs --layers 1,x --out new.json", "layers must be numbers"),
     ("select --p 0.1 --summary made/summary.json --out config.json", "config.json already exists"),
     ("score base --data rows.jsonl --out new.json --logs logs", "logs already exists"),
-    ("score base --data none.jsonl --out new.json", "none.jsonl' does not exist"),
     ("train base --config bad.json --data rows.jsonl --out new", r"experts \[99\] of layer 1"),
     ("train base --config config.json --data rows.jsonl --out base", "already exists"),
-    ("train base --config config.json --data rows.jsonl --out new --dtype int8", "dtype must be"),
-    ("train base --config config.json --data rows.jsonl --out new --rank 4", "require --lora"),
     ("apply base base", "Cannot read the JSON file .*expert_cfg.json"),
-    ("merge base base new", "Cannot read the JSON file .*expert_cfg.json"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from moe_runtime.bench import records
-from moe_runtime.io.files import sole_training
 from moe_runtime.methods import esft
 from papers.cli_tables import TABLES
 from papers.engine import corpora
@@ -353,55 +351,3 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
         assert after.keys() > before.keys()
         assert results(before).items() <= results(after).items()
         assert note.exists() == (state == "other content")
-
-
-@pytest.mark.parametrize(
-    "name, folder",
-    [("train", "out"), ("esft train", "out-checkpoints"), ("upit init-routers", "out")],
-)
-def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, name, folder):
-    with sole_training(folder):
-        before = snapshot(tmp_path)
-        done = invoke(name)
-        assert done.exit_code == 1
-        message = str(done.exception)
-        assert f"Another training is writing to {tmp_path / folder}. Wait" in message
-        assert "\n" not in message
-        assert snapshot(tmp_path) == before
-    assert not any(tmp_path.iterdir())
-
-
-# the verbs that write one file, and whether one of their inputs is a file
-OUTPUTS = {
-    "esft score": True,
-    "esft select": True,
-    "ultrafuser generate": True,
-    "papers data decontaminate": True,
-    "tune": False,
-    "bench": False,
-}
-
-
-@pytest.mark.parametrize("name, reads", OUTPUTS.items())
-def test_a_file_output_replaces_neither_an_input_nor_a_device(
-    invoke, given, tmp_path, monkeypatch, name, reads
-):
-    verb = ALL[name]
-    pipe = tmp_path / "pipe.json"
-    os.mkfifo(pipe)
-    targets = [str(pipe)]
-    if reads:
-        targets += [word for word in verb.arguments(given) if Path(word).is_file()]
-        assert len(targets) > 1
-    before = snapshot(given)
-    for target in targets:
-        argv = tuple(
-            target if word in (verb.out, f"{verb.out}.json") else word for word in verb.argv
-        )
-        monkeypatch.setitem(ALL, name, verb._replace(argv=argv))
-        done = invoke(name, *([] if name == "tune" else ["--overwrite"]))
-        assert done.exit_code, done.output
-        assert f"Output file {target} is " in str(done.exception), done.output
-        assert "\n" not in str(done.exception), done.output
-    assert snapshot(given) == before
-    assert pipe.is_fifo()

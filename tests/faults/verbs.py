@@ -67,8 +67,7 @@ VERBS: dict[str, Verb] = {
         reads=f"dense/{WEIGHTS}",
     ),
     "tune": _verb(
-        "tune --hidden-size 40 --intermediate-size 32 --num-experts 3 --top-k 2 --tokens 16 "
-        "--dtype float32 --out out",
+        "tune --model {in}/moe --tokens 16 --dtype float32 --out out",
         whole=False,
         before="tests.faults.verbs:fake_gpu",
     ),

@@ -5,6 +5,7 @@ they hold.
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,3 +250,15 @@ def test_folders_that_do_not_fit_are_refused(sources, tmp_path):
     assert_refused("has other weights than when the gate was saved")
     shutil.rmtree(copies[0])
     assert_refused("Specialist 'prose' of ")
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "ultrafuser.md"
+
+
+def test_the_examples_of_the_docs_run(sources, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for source in sources:
+        shutil.copytree(source, tmp_path / source.name)
+    (text,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    exec(compile(text, str(DOCUMENT), "exec"), {"__name__": "__main__"})
+    assert "torch.Size([2, 9, 3]) torch.Size([2, 9, 280])" in capsys.readouterr().out

@@ -108,15 +108,6 @@ def test_deepseeks_prompt(tokenizer, row):
     assert list(asked["input_ids"]) == made["input_ids"][:masked]
 
 
-def test_plain_text_needs_no_prompt(tokenizer):
-    (made,) = data.tokenize_pairs(
-        tokenizer,
-        [put_prompt({"text": "so"}, "deepseek")],
-        64,
-    )
-    assert made["labels"] == made["input_ids"]
-
-
 def samples(*lengths, bos=1):
     """Samples of BOS, a masked prompt id and answer ids that tell sample and place."""
     rows = []

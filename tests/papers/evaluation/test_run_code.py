@@ -193,13 +193,6 @@ def test_what_a_namespace_prevents(tmp_path, name):
     assert marked.read_text() == "mine"
 
 
-def test_without_namespaces_the_limits_hold(monkeypatch):
-    monkeypatch.setattr(run_code, "confinement", lambda: "limits")
-    harmful = [HARMFUL[name][0] for name in ("wrong", "exits at once", "fills the disk")]
-    verdicts = run_programs(["assert True", FORGES, *harmful])
-    assert [one.passed for one in verdicts] == [True, False, False, False, False]
-
-
 def test_the_first_way_that_works_is_used(monkeypatch):
     for name in ("bwrap", "unshare"):
         monkeypatch.setitem(run_code.CONFINED, name, ("no-such-program",))

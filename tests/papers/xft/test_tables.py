@@ -2,7 +2,6 @@
 and what it refuses.
 """
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,7 +13,6 @@ from papers.engine import plots, tables
 from papers.engine.compare import compare
 from papers.engine.tables import Entry, Report
 from papers.xft import tables as xft_tables
-from papers.xft.recipe import load_recipe
 from papers.xft.study import Result
 from tests.papers.reports import entries_of, rows_of
 from tests.papers.xft.test_study import joined_stages
@@ -162,10 +160,7 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     "command, options, match",
     [
         ("table2", {}, "command must be one of table1"),
-        ("table1", {"seeds": 0}, "seeds must be an integer of at least 1"),
         ("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda must be"),
-        ("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda must be"),
-        ("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda must have .*different values"),
     ],
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
@@ -176,20 +171,6 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
             tmp_path / "out",
             **options,
         )
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", TABLES)
-def test_a_recipe_without_shared_expert_is_refused(command, recipe, tmp_path):
-    vanilla = load_recipe(recipe).change(
-        experts={
-            "num_experts": 4,
-            "top_k": 3,
-            "gate": "topk_softmax",
-        }
-    )
-    with pytest.raises(ValueError, match="gate must be .*but got 'topk_softmax'"):
-        xft_tables.run(command, vanilla, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -210,14 +191,6 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
             shared_rates=(0.5,),
         )
     assert (out / "sweep-lambda.json").read_bytes() == before
-    report, _ = make(
-        "sweep-lambda",
-        recipe,
-        out,
-        shared_rates=(0.5,),
-        overwrite=True,
-    )
-    assert entries_of(report) == ["SFT", "MoE", "XFT, lambda 0.5"]
 
 
 # what follows is about the report alone: numbers made up, no model
@@ -278,26 +251,3 @@ def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
     assert values["comparisons"][0]["difference"] is None
     for draw in (plots.dots, plots.curves):
         plots.save(draw(report), tmp_path / "bad.png")
-
-
-@pytest.mark.parametrize(
-    "shift, word",
-    [
-        (-0.1, "XFT gained"),
-        (0.1, "did not help here"),
-        (0.0, "shows no gain here"),
-    ],
-)
-def test_one_seed_has_a_verdict_and_no_spread(shift, word):
-    report = report_of(
-        {
-            "SFT": [ROWS],
-            "XFT": [[loss + shift for loss in ROWS]],
-        }
-    )
-    assert tables.verdict(report, "XFT").count(word) == 1
-    assert "±" not in report.rows()[0][1]
-    assert "one seed" in report.legend()
-    report.entries[1].results[:] = [result("XFT", ROWS, tokens=[5] * 20)]
-    with pytest.raises(ValueError, match="different held-out examples"):
-        dataclasses.replace(report)

@@ -22,7 +22,6 @@ from moe_runtime.cli.verbs import (
     HUB,
     argument,
     group,
-    numbers,
     one_gpu,
     option,
     verb,
@@ -121,15 +120,6 @@ def select(
         Path | None, option("A summary written by score or by the official code.")
     ] = None,
     logs: Annotated[Path | None, option("Instead of --summary: a folder of official logs.")] = None,
-    top_k: Annotated[
-        int | None, option("With --logs: experts per token, if the logs differ.")
-    ] = None,
-    num_experts: Annotated[
-        int | None, option("With --logs: experts per layer, if not all were used.")
-    ] = None,
-    layers: Annotated[
-        str | None, option("With --logs: the layers, such as 1,2,5-26 (default: all).")
-    ] = None,
     score: Annotated[str, option("gate or token.", words="gate token")] = "gate",
     variant: Variant = None,
     round: Annotated[
@@ -157,21 +147,15 @@ def select(
         raise ValueError(
             "Pass either --p, 0.1 for example, or --experts with a number of experts per layer"
         )
-    options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
-    if (summary is None) == (logs is None) or (
-        logs is None and any(one is not None for one in options.values())
-    ):
-        raise ValueError(
-            "Pass either --summary, or --logs with --top-k, --num-experts and --layers if needed"
-        )
+    if (summary is None) == (logs is None):
+        raise ValueError("Pass either --summary or --logs")
     from moe_runtime.methods.esft.scores import ExpertScores
     from moe_runtime.methods.esft.selection import select_experts
 
     if logs is None:
         scores = ExpertScores.load(summary)
     else:
-        options |= {"layers": numbers(layers), "pairs": group_size > 1}
-        scores = ExpertScores.from_logs(logs, variant or "v1", **options)
+        scores = ExpertScores.from_logs(logs, variant or "v1", pairs=group_size > 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         selection = select_experts(

@@ -1,6 +1,5 @@
 """moe-runtime stats, memory, doctor, tune, bench."""
 
-import contextlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +16,7 @@ from moe_runtime.cli.verbs import (
     Overwrite,
     Source,
     argument,
+    numbers,
     option,
     verb,
 )
@@ -250,21 +250,13 @@ def tune(
         from moe_runtime.hf.models.folders import read_layer
 
         layers = {model.name: read_layer(model)}
-    counts = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
-    if not all(counts):
-        raise ValueError(
-            f"tokens must be integers of at least 1, such as 4096,16384, but got {tokens!r}"
-        )
+    counts = numbers(tokens)
     dtypes = [part.strip() for part in dtype.split(",")]
     for part in dtypes:
         check_choice("dtype", part, tuning.DTYPES)
-    read = None
-    # no home: the kernels read no file
-    with contextlib.suppress(ValueError) if out else contextlib.nullcontext():
-        read = tuning.tiles.tuned_path()
+    path = out or tuning.tiles.tuned_path()
     if out is not None:
         check_out_file(out, overwrite=True, reads=[model])
-    path = out or read
     states = {}
     try:
         with console.bar("measuring", "config") as update:
@@ -283,17 +275,12 @@ def tune(
         typer.echo(f"error: {lost}", err=True)
         return Ends({"path": path, **states}, 3)
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in states.items()))
-    if path != read:
-        typer.echo(
-            f"the kernels read {read or 'no file (no home folder and no XDG_CACHE_HOME)'}, not "
-            "this file"
-        )
     if set(states) == {"failed"}:
         raise ValueError(
             "No config could be measured, not even the built-in ones. Check the GPU with "
             "moe-runtime doctor"
         )
-    return {"path": path, "read_by_kernels": path == read, **states}
+    return {"path": path, **states}
 
 
 @verb(app, "--only layer,step", resumes=True)

@@ -18,7 +18,6 @@ from moe_runtime.cli.verbs import (
     verb,
     with_bar,
 )
-from moe_runtime.io import console
 
 app = group(
     "xft",
@@ -53,7 +52,6 @@ def upcycle(
     layers: Annotated[
         str | None, option("Layers to upcycle, such as 0-3,8 (default: all).")
     ] = None,
-    check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
     max_shard_size: ShardSize = "2GB",
     seed: Seed = 42,
     overwrite: Overwrite = False,
@@ -95,13 +93,8 @@ def upcycle(
         **settings,
     )
     _print_receipt(receipt)
-    error = None
-    if check:
-        with console.bar("checking", "model") as update:
-            error = folders.compare_folders(source, target, update)
-        typer.echo(f"upcycled against dense logits: relative error {error:.1e}")
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
-    return console.jsonable(receipt) | {"logits_error": error}
+    return receipt
 
 
 @verb(app, "tuned mergeable --shared-rate 0.75", push="target")

@@ -96,11 +96,9 @@ def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
         "upcycle",
         base,
         moe,
-        *"--num-experts 4 --top-k 3 --check".split(),
+        *"--num-experts 4 --top-k 3".split(),
     )
-    assert "relative error" in out.stdout
     assert "next: moe-runtime train" in out.stdout
-    assert "checking: 50% 1/2" in out.stderr
     assert "upcycling: 100% " in out.stderr
     succeed(
         run,
@@ -193,7 +191,7 @@ def sizes(tmp_path_factory) -> list[str]:
     [
         ("", "Pass either --shape or --model"),
         ("--shape gpt-5", "shape must be one of xft-dscoder-1.3b, "),
-        ("--shape olmoe --tokens 4k", "such as 4096,16384, but got '4k'"),
+        ("--shape olmoe --tokens 4k", "such as 0-3,8, but got '4k'"),
         ("--shape olmoe --dtype int8", "dtype must be one of bfloat16"),
         ("--shape all", "`tune` requires a CUDA GPU"),
     ],
@@ -216,15 +214,8 @@ def test_tune_without_a_home_writes_nowhere(run, clock, sizes, monkeypatch, tmp_
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
     assert_one_line(run("tune", *sizes), "This user has no home folder (HOME is None) to store")
     assert not list(tmp_path.iterdir())
-    out = succeed(
-        run,
-        "tune",
-        *sizes,
-        "--out",
-        "tiles.json",
-    )
+    succeed(run, "tune", *sizes, "--out", "tiles.json")
     assert [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
-    assert "no home folder and no XDG_CACHE_HOME" in out.stdout.splitlines()[-1]
 
 
 @pytest.fixture

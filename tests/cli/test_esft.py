@@ -82,13 +82,6 @@ def test_the_summary_is_the_official_one_and_follows_from_the_logs(home, tmp_pat
     logged = ExpertScores.from_logs(home / "logs")
     torch.testing.assert_close(scores.gate, logged.gate, atol=5e-5, rtol=0)  # logs have 4 digits
     assert scores.n_tokens == logged.n_tokens == 256
-    # what logs do not say
-    options = "--p 0.3 --layers 2 --top-k 2 --num-experts 9"
-    succeed(f"select --logs {home}/logs {options} --out {tmp_path}/config.json")
-    logged = ExpertScores.from_logs(home / "logs", layers=[2], top_k=2, num_experts=9)
-    expected = esft.select_experts(logged, 0.3)
-    assert esft.ExpertSelection.load(tmp_path / "config.json") == expected
-    assert set(expected.experts) == {2}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +228,7 @@ def test_lora_of_the_selected_experts(home, tmp_path):
 
 
 BAD = [
-    ("select --p 0.1 --out new.json", "Pass either --summary, or --logs"),
+    ("select --p 0.1 --out new.json", "Pass either --summary or --logs"),
     ("select --summary made/summary.json --out new.json", "Pass either --p"),
     ("select --p 0.1 --summary made/summary.json --out config.json", "config.json already exists"),
     ("score base --data rows.jsonl --out new.json --logs logs", "logs already exists"),

@@ -168,27 +168,3 @@ def test_what_it_refuses_before_anything_is_written(home, tmp_path, monkeypatch,
     assert error.startswith("error: ")
     assert "has no chat template. Put a chat_template.jinja into" in error
     assert not out.is_dir()
-
-
-@pytest.mark.parametrize(
-    "has, given, used",
-    [
-        (True, False, True),
-        (False, False, False),
-        (False, True, True),
-    ],
-)
-def test_bfloat16_is_for_machines_that_multiply_faster_so(monkeypatch, tmp_path, has, given, used):
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"amx_bf16": has})
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    run = demo_real._placed(
-        recipe(tune__bf16=given),
-        tmp_path,
-        tmp_path,
-        5,
-    )
-    assert run.tune.bf16 is used
-    assert run.data.limit == 20
-    assert run.data.held_out_rows == 5
-    assert run.base_model == str(tmp_path)
-    assert ("bfloat16" in demo_real._machine(run)) is used

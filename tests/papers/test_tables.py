@@ -16,7 +16,6 @@ from papers.engine.tables import Entry, Report
 from papers.xft.study import Result
 
 ALL = [f"{method} {table.name}" for method, tables in TABLES.items() for table in tables]
-FIRST = [f"{method} {tables[0].name}" for method, tables in TABLES.items()]
 
 
 def invoke(*arguments):
@@ -102,15 +101,6 @@ def test_a_verb_reaches_its_table(calls, tmp_path, words, options):
     assert given == {"seeds": 2, "overwrite": False} | options
     for text in ("a title", "what it says", "no difference found", f"{tmp_path / table}.json"):
         assert text in out.output
-
-
-@pytest.mark.parametrize("words", FIRST)
-def test_a_recipe_file_takes_the_presets_place(calls, words):
-    assert invoke(*words.split(), "--recipe", "mine.yaml", "--overwrite").exit_code == 0
-    ((_, _, recipe, out, options),) = calls
-    assert recipe == "mine.yaml"
-    assert out == f"runs/{words.split()[0]}"
-    assert options["overwrite"] is True
 
 
 @pytest.mark.parametrize(

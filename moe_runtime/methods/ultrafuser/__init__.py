@@ -12,7 +12,7 @@ The steps: `specialists` -> `inputs` -> `heads` -> `model` -> `training` and `ge
 to disk, as the command line does it: `folders`, and `runs` for both stages.
 """
 
-from moe_runtime.methods.ultrafuser.folders import load, restore, save
+from moe_runtime.methods.ultrafuser.folders import load, save
 from moe_runtime.methods.ultrafuser.heads import Head
 from moe_runtime.methods.ultrafuser.inputs import TEMPLATES, Encoder
 from moe_runtime.methods.ultrafuser.model import UltraFuser, UltraFuserConfig, UltraFuserOutput
@@ -32,6 +32,5 @@ __all__ = [
     "fused_cross_entropy",
     "fuser_loss",
     "load",
-    "restore",
     "save",
 ]

@@ -11,7 +11,6 @@ specialists/<name>      a copied specialist: a transformers folder with its toke
 tokenizers/<name>       the tokenizer of a specialist that is not copied
 
     save, load     a fused model to a folder and back
-    restore        a Trainer's checkpoint into a fused model
     fuse_folders   specialists' folders -> a fused model's folder, with an untrained gate
     answer         a fused model's folder and prompts -> answers
 """
@@ -42,7 +41,6 @@ from moe_runtime.methods.ultrafuser.inputs import check_tokenizers
 from moe_runtime.methods.ultrafuser.model import UltraFuser
 from moe_runtime.methods.ultrafuser.specialists import (
     fingerprint,
-    has_changed,
     one_each,
     open_model,
     tokenizers_of,
@@ -269,38 +267,6 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
         check_keys(checkpoint.specs(), specs, source=Path(folder) / GATE)
         for name, tensor in state.items():
             tensor.copy_(checkpoint.get(name))
-
-
-@torch.no_grad()
-def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
-    """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in
-    place, tensor by tensor.
-    """
-    state = fuser.state_dict()
-    with Checkpoint(checkpoint) as saved:
-        specs = saved.specs()
-        absent = set(fuser.all_tied_weights_keys)
-        for s, name in enumerate(fuser.names):
-            prefix = f"specialists.{s}."
-            if any(key.startswith(prefix) for key in specs):
-                continue
-            # a checkpoint leaves out the specialists that have not changed
-            if has_changed(fuser, s):
-                raise ValueError(
-                    f"Checkpoint {str(checkpoint)!r} does not contain specialist {name!r}, which "
-                    "has changed here. Use a fuser of the original specialists"
-                )
-            absent |= {key for key in state if key.startswith(prefix)}
-        expected = {}
-        for key, tensor in state.items():
-            if key in specs:
-                expected[key] = TensorSpec(tuple(tensor.shape), specs[key].dtype)
-            elif key not in absent:
-                expected[key] = TensorSpec(tuple(tensor.shape), tensor.dtype)
-        check_keys(specs, expected, source=checkpoint)
-        for key in specs:
-            state[key].copy_(saved.get(key))
-    return fuser
 
 
 class FuseReceipt(NamedTuple):

@@ -18,8 +18,6 @@ from moe_runtime.methods.ultrafuser.inputs import check_answers
 
 # arguments of transformers' generate that ours sets
 _TAKEN = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values"}
-# settings that need the prompts or the states of one model, and their only value here
-_PLAIN = {"guidance_scale": 1, "output_hidden_states": False, "output_attentions": False}
 
 
 class FuserCache(Cache):
@@ -72,9 +70,6 @@ class FuserGeneration(GenerationMixin):
         """
         settings = kwargs.get("generation_config") or self.generation_config
         odd = sorted(_TAKEN & kwargs.keys())
-        for name, plain in _PLAIN.items():
-            if kwargs.get(name, getattr(settings, name, None)) not in (None, plain):
-                odd.append(name)
         if odd:
             raise ValueError(
                 f"{odd[0]} is not supported, as each specialist has a separate prompt and state. "

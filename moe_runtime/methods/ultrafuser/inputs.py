@@ -61,10 +61,10 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
         problem = None
         if tokenizer.eos_token_id != first.eos_token_id:
             problem = f"eos_token of {name!r} is {tokenizer.eos_token!r}, but {first.eos_token!r}"
-        for i in sorted(tokens.keys() & others.keys()):
-            if tokens[i] != others[i]:
-                problem = f"id {i} of {name!r} is {others[i]!r}, but {tokens[i]!r}"
-                break
+        differing = [i for i in tokens.keys() & others.keys() if tokens[i] != others[i]]
+        if differing:
+            i = min(differing)
+            problem = f"id {i} of {name!r} is {others[i]!r}, but {tokens[i]!r}"
         # a vocabulary that is a prefix of another may still encode text differently
         if problem is None and tokenizer.encode(TEXT, add_special_tokens=False) != text:
             problem = f"{name!r} encodes a text to other ids than is the case"

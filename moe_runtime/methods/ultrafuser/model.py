@@ -331,7 +331,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         """Write a checkpoint for Trainer to resume from: the gate, and the specialists that have
         changed.
 
-        `restore` reads it; `ultrafuser.save` writes the folder that `load` reads.
+        `ultrafuser.save` writes the folder that `load` reads.
         """
         self._keys_to_ignore_on_save = unchanged_keys(self)
         # a given state dict is Trainer's, and stays complete

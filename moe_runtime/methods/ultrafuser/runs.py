@@ -99,7 +99,6 @@ class FuserConfig(Node):
     joint: bool = False  # one gate over all hidden states, which may differ in size
     stage1: Stage
     stage2: Stage
-    balanced: bool = True
     reduction: Literal[REDUCTIONS] = "mean"  # "sample": a sum over tokens, a mean over samples
     evaluations: Count = 4  # how often a stage computes the held-out loss
     seed: int = 0
@@ -309,7 +308,6 @@ class _Run:
             self.rows["domain"],
             steps=stage.steps,
             batch_size=stage.batch_size,
-            balanced=config.balanced,
             seed=config.seed,
         )
         with console.bar(name, shown=ranks.state().is_main_process) as on_step:

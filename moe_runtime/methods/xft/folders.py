@@ -5,8 +5,7 @@ The results are the same, bit for bit. Memory holds one shard of the source, one
 one shard of the target. Target folders are written atomically.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -251,26 +250,3 @@ def _mixing(block: dict, rows: Sequence[torch.Tensor], shared_rate: float, is_gi
 def _is_router(key: str, paths: dict[str, int]) -> bool:
     """Return whether a key is a layer's router or mixing logits."""
     return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths
-
-
-@torch.no_grad()
-def compare_folders(
-    dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None
-) -> float:
-    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads
-    one model at a time.
-
-    `progress(done, total)` counts models. Raises ValueError for a distance that is not finite.
-    """
-    first = folders.probe_logits(dense)
-    if progress is not None:
-        progress(1, 2)
-    second = folders.probe_logits(other)
-    if progress is not None:
-        progress(2, 2)
-    error = ((second - first).norm() / first.norm()).item()
-    if not math.isfinite(error):
-        raise ValueError(
-            f"The relative error of {other} is {error}. Pass models with finite weights"
-        )
-    return error

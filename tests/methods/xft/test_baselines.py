@@ -113,31 +113,6 @@ def test_folders_give_the_same_mean_bit_by_bit(changes, tmp_path):
         assert_equal(merged.state_dict(), expected)
 
 
-def test_some_layers_only_and_other_alphas(tmp_path):
-    model = tiny.dense("llama")
-    assert baselines.to_ewa(model, num_experts=3, layers=[1]).layers == (1,)
-    assert hasattr(
-        model.model.layers[0].mlp,
-        "gate_proj",
-    )
-    first = model.model.layers[1].mlp.experts.down_proj
-    first.data.add_(torch.randn_like(first))
-    first = first[0].clone()
-    model.save_pretrained(tmp_path / "ewa")
-    alpha = [1.0, 0.0, 0.0]
-    xft_folders.merge_folder(
-        tmp_path / "ewa",
-        tmp_path / "one",
-        alpha=alpha,
-    )
-    by_folder = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    for merged in (by_folder, xft.merge(model, alpha=alpha)):
-        assert torch.equal(
-            merged.model.layers[1].mlp.down_proj.weight,
-            first,
-        )
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16],

@@ -4,7 +4,6 @@ resumption, bad input.
 
 import copy
 import json
-import math
 import re
 from pathlib import Path
 
@@ -261,52 +260,6 @@ def test_sums_are_checked(scripted, tmp_path):
     assert (tmp_path / "out/results.json").exists()
 
 
-@pytest.mark.slow
-def test_the_paired_test_is_mcnemars_with_holms_correction(scripted, tmp_path):
-    rows = [{"question": f"q{i}?", "answer": f"so\n#### {i}"} for i in range(30)]
-    data = write(tmp_path / "gsm.jsonl", rows)
-
-    def knows(count: int):
-        """A model that answers the first `count` questions."""
-
-        def answer(text):
-            number = int(text[len(BOS) + 1 : -1])
-            return f"#### {number}" if number < count else "####"
-
-        return answer
-
-    models = {
-        "ten": knows(10),
-        "none": knows(0),
-        "eleven": knows(11),
-        "all": knows(30),
-    }
-    report = scripted(
-        models,
-        f"gsm8k={data}",
-        reference="ten",
-        shots=0,
-    )
-    strict = "exact_match, strict-match"
-    compared = {one.model: one for one in report.comparisons if one.metric == strict}
-    # all discordant problems on one side, two-sided; of six comparisons, as there are two scores
-    none = 2 / 2**10
-    all_of_them = 2 / 2**20
-    for name, p, corrected, verdict in (
-        ("none", none, 4 * none, "lower"),
-        ("eleven", 1.0, 1.0, "no difference found"),
-        ("all", all_of_them, 6 * all_of_them, "higher"),
-    ):
-        assert compared[name].p == pytest.approx(p)
-        assert compared[name].p_corrected == pytest.approx(corrected)
-        assert compared[name].verdict == verdict
-    ten = next(score for score in report.scores if score.model == "ten")
-    z2 = 1.959964**2  # Wilson's interval of 10 of 30
-    middle = (10 + z2 / 2) / (30 + z2)
-    half = math.sqrt(z2) / (30 + z2) * math.sqrt(10 * 20 / 30 + z2 / 4)
-    assert (ten.low, ten.high) == pytest.approx((middle - half, middle + half), abs=1e-5)
-
-
 def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
     answers = {
         "a": lambda text: text[-3:],
@@ -433,26 +386,15 @@ MBPP = {
 BODIES = {
     "right": "return a + b",
     "wrong": "return a * b",
-    "loops": "while True: pass",
     "exits": "raise SystemExit(0)",
 }
 
 
-@pytest.mark.parametrize("prompt", ["plain", pytest.param("chat", marks=pytest.mark.slow)])
-def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
+def test_code_is_judged_by_running_it(scripted, tmp_path):
     humaneval = write(tmp_path / "h.jsonl", [CODE])
     mbpp = write(tmp_path / "m.jsonl", [MBPP])
-    if prompt == "plain":
-        asserts = '"""\nAdd two numbers.\nassert add(2, 3) == 5\n"""\n'
-        forms = {
-            BOS + CODE["prompt"]: "    {}",
-            BOS + asserts: FUNCTION,
-        }
-    else:
-        forms = {
-            "```python\n" + CODE["prompt"].strip(): "\n    {}",
-            "```python\n": FUNCTION,
-        }
+    asserts = '"""\nAdd two numbers.\nassert add(2, 3) == 5\n"""\n'
+    forms = {BOS + CODE["prompt"]: "    {}", BOS + asserts: FUNCTION}
 
     def writes(body: str):
         def answer(text):
@@ -462,13 +404,10 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
         return answer
 
     models = {name: writes(body) for name, body in BODIES.items()}
-    if prompt == "plain":
-        del models["loops"]
     tasks = f"humaneval={humaneval},mbpp={mbpp}"
     report = scripted(
         models,
         tasks,
-        prompt=prompt,
         code_seconds=3,
     )
     assert len(report.scores) == 2 * len(models)

@@ -181,12 +181,6 @@ def test_every_training_draws_as_the_recipe_says(made, caught):
     assert drawn(stages.gate, balanced=False) == (3, ("",))
 
 
-def test_a_specialist_tunes_in_float32(made, caught, tmp_path):
-    with pytest.raises(Caught):
-        Stages(given(made, dtype="bfloat16"), tmp_path, say=print).further("sums")
-    assert {p.dtype for p in caught[0][0].parameters()} == {torch.float32}
-
-
 @pytest.fixture(scope="module")
 def strangers(made, tmp_path_factory):
     """Folders of a wider model, and of one with another tokenizer."""

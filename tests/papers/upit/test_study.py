@@ -2,7 +2,6 @@
 on after a kill.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from moe_runtime.methods.upit import experts as upit_experts
 from papers.upit import study as upit_study
 from papers.upit.recipe import load_recipe
 from papers.upit.study import Stages
-from tests.support.dist_launch import killed, times
+from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -296,49 +295,3 @@ def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
         {},
     )
     assert str(made.upit["ffn"].domains) in capsys.readouterr().out
-
-
-KILLED = """
-import sys
-from papers.upit.study import Stages
-Stages(sys.argv[1], sys.argv[2]).prepared("ffn")
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_tuning_goes_on_and_keeps_its_experts(tmp_path):
-    path = write_study(tmp_path)
-    tuned = {"epochs": 4, "save_steps": 3}
-    changes = {f"ffn__sft__{key}": value for key, value in tuned.items()}
-    recipe = load_recipe(path).change(
-        lora=None,
-        checkpoints__every_epochs=0.5,
-        **changes,
-    )
-    path.write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
-    out = tmp_path / "out"
-    stages = Stages(recipe, out, say=lambda text: None)
-    stages.base()
-    pattern = "prepared-*.checkpoints/checkpoint-*/history.json"
-    killed(
-        KILLED,
-        path,
-        out,
-        when=lambda: list(out.glob(pattern)),
-    )
-    assert not list(out.glob("prepared-*/result.json"))
-    resumed = stages.prepared("ffn")
-    plain = recipe.change(ffn__sft__save_steps=None)
-    straight = Stages(plain, tmp_path / "other", say=lambda text: None).prepared("ffn")
-    assert resumed.losses == straight.losses
-    assert resumed.history == straight.history
-    assert resumed.steps == 32
-    ours = upit_experts.saved_experts(resumed.folder)
-    theirs = upit_experts.saved_experts(straight.folder)
-    assert len(ours) == 8
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.name == other.name
-        expected = load(other).state_dict()
-        for name, value in load(one).state_dict().items():
-            assert torch.equal(value, expected[name])
-    assert not list(out.glob("*.checkpoints"))

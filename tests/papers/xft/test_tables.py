@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.hf.training.fit import mean_loss
-from papers.engine import plots, tables
 from papers.engine.compare import compare
 from papers.engine.tables import Entry, Report
 from papers.xft import tables as xft_tables
@@ -230,24 +229,3 @@ def report_of(losses: dict, reference="SFT") -> Report:
 
 
 ROWS = [1.0 + i / 20 for i in range(20)]
-
-
-def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
-    bad = [[math.nan] * 20, ROWS]
-    report = report_of(
-        {
-            "SFT": [ROWS, ROWS],
-            "bad": bad,
-            "huge": [[800.0] * 20, [900.0] * 20],
-        }
-    )
-    assert report.comparison("bad").verdict == "not finite"
-    assert math.isnan(report.entry("bad").sd)
-    assert report.rows()[1][-3:] == ("", "", "not finite")
-    assert report.entry("huge").perplexity == math.inf
-    assert "not finite" in tables.verdict(report, "bad")
-    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert values["methods"][1]["loss"] is None
-    assert values["comparisons"][0]["difference"] is None
-    for draw in (plots.dots, plots.curves):
-        plots.save(draw(report), tmp_path / "bad.png")

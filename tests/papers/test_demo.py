@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_runtime import cli
 from moe_runtime.bench import described, report
 from papers import demo
 from tests.support.dist_launch import forked
@@ -107,29 +106,6 @@ def test_the_folders_load_and_a_second_run_gives_the_same(runs):
     for name, value in model.state_dict().items():
         assert torch.equal(value, again[name])
         assert value.shape == base[name].shape
-
-
-def test_what_is_refused(runs, tmp_path, monkeypatch, capsys):
-    out = runs[0] / "first"
-    before = (out / "results.json").stat()
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "papers",
-            "demo",
-            "--preset",
-            "tiny",
-            "--out",
-            str(out),
-        ],
-    )
-    with pytest.raises(SystemExit, match="1"):
-        cli.main("papers.cli")
-    assert "exists" in capsys.readouterr().err
-    assert (out / "results.json").stat() == before
-    with pytest.raises(ValueError, match="preset must be one of small, tiny"):
-        demo.run("huge", tmp_path / "out")
 
 
 def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():

@@ -218,15 +218,13 @@ def check_prompts(ids, mask, count: int) -> list[tuple[torch.Tensor, torch.Tenso
     """Return prompts and masks of `count` specialists, S of [B, P_s], padded on the left."""
     ids = list(ids or ())
     mask = list(mask or ())
-    fits = len(ids) == len(mask) == count
-    for i, m in zip(ids, mask, strict=False):
-        fits = fits and i.dim() == 2 and i.shape[1] > 0 and i.shape == m.shape
-        fits = fits and len(i) == len(ids[0])
-    if not fits:
-        shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (ids, mask)]
+    shapes = [tuple(tensor.shape) for tensor in ids]
+    of_mask = [tuple(tensor.shape) for tensor in mask]
+    fits = len(shapes) == count and shapes == of_mask
+    if not fits or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
         raise ValueError(
             f"Expected prompt_ids and prompt_mask as from fuser.encode, {count} tensors [B, P_s] "
-            f"each, but got {shapes[0]} and {shapes[1]}"
+            f"each, but got {shapes} and {of_mask}"
         )
     return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
 

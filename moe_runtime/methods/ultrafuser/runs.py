@@ -109,11 +109,6 @@ class FuserConfig(Node):
             names = getattr(self, key)
             if len(names) < 2:
                 raise ValueError(f"{key} must have at least 2, but got {len(names)}")
-            for name in names:
-                if not name.replace("-", "").replace("_", "").isalnum():
-                    raise ValueError(
-                        f"{key} must be named with letters, digits, - and _, but got {name!r}"
-                    )
         for name in ("stage1", "stage2"):
             size = getattr(self, name).batch_size
             if size % len(self.domains):

@@ -2,20 +2,12 @@
 and dark pages.
 """
 
-import pytest
 from matplotlib.image import imread
 
 from papers.engine import plots
-from tests.papers.xft.test_tables import ROWS, report_of, result
 
 # Machado, Oliveira and Fernandes, 2009, severity 1: linear RGB as it is seen without red or without
 # green
-
-
-def texts(figure) -> list[str]:
-    """All text of a figure."""
-    drawn = figure.findobj(lambda artist: hasattr(artist, "get_text"))
-    return [artist.get_text() for artist in drawn]
 
 
 def test_files_follow_the_page_and_are_the_same_each_time(tmp_path):
@@ -44,21 +36,3 @@ def test_no_bar_and_no_number_is_lost():
     assert sorted(text.get_text() for text in axes.texts) == ["0.0", "0.5", "1.0"]
     assert list(axes.lines[0].get_ydata()) == [0, 0.2]
     assert axes.get_ylim()[0] == 0
-
-
-@pytest.mark.parametrize("draw", [plots.dots, plots.curves])
-def test_every_method_of_a_long_table_is_drawn(draw):
-    methods = {}
-    for i in range(9):
-        methods[f"method {i}"] = [[loss + i / 100 for loss in ROWS]] * 2
-    report = report_of(methods, reference="method 0")
-    report.entries[8].results[:] = [result("method 8", ROWS, history=[])] * 2  # has no curve
-    figure = draw(report)
-    drawn = "\n".join(texts(figure))
-    for name in methods:
-        assert name in drawn
-    styles = set()
-    for line in figure.axes[0].get_lines():
-        if line.get_marker() not in ("None", "", None):
-            styles.add((line.get_color(), line.get_marker()))
-    assert len(styles) >= (2 if draw is plots.dots else 8)

@@ -10,7 +10,7 @@ import pytest
 from papers.engine.compare import compare
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
-from tests.papers.reports import columns_of, entries_of, rows_of
+from tests.papers.reports import entries_of, rows_of
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -92,13 +92,6 @@ def test_what_the_methods_of_main_train(main):
     trained = {name: result.trained_parameters for name, result in results.items()}
     assert trained["base"] == 0 < trained["ESFT-Token"] < trained["FFT"]
     assert trained["FFT"] == results["base"].parameters
-    columns = columns_of(main)
-    cells = rows_of(main)
-    assert cells["FFT"][columns.index("share")] == "100.0%"
-    assert cells["base"][columns.index("trained")] == ""
-    assert columns[1:4] == ["sums", "words", "all tasks"]
-    share = results["ESFT-Gate"].optimizer_bytes / results["FFT"].optimizer_bytes
-    assert share == pytest.approx(trained["ESFT-Gate"] / trained["FFT"], rel=0.02)
 
 
 def test_counts(recipe, out):

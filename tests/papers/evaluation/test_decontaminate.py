@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -161,15 +160,3 @@ def test_a_full_disk_leaves_neither_the_data_nor_the_list(files, monkeypatch):
         files / "out.jsonl",
     )
     assert (files / "out.jsonl.dropped.json").is_file()
-
-
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.dropped.json"])
-def test_a_benchmark_is_never_replaced(files, name):
-    bench = (files / "bench.jsonl").rename(files / name)
-    before = bench.read_bytes()
-    for columns in ("", ":prompt"):
-        with pytest.raises(ValueError, match=f"{re.escape(name)} is read"):
-            decontaminate(
-                files / "rows.jsonl", [f"{bench}{columns}"], files / "out.jsonl", overwrite=True
-            )
-    assert bench.read_bytes() == before

@@ -483,13 +483,6 @@ def test_a_yaml_task_and_shots_from_the_command_line(home, monkeypatch, tmp_path
     shots = f"{BOS}0 and 1?\nIt is 1.\n\n1 and 1?\nIt is 2.\n\n"
     for i, one in enumerate(lines_of(tmp_path / "out/dense/arithmetic.jsonl"), 2):
         assert one["asked"] == f"{shots}{i} and 1?\n"
-    lm = recorded(home / "dense", tmp_path / "again.jsonl")
-    choices = []
-    for word in ("yes", "no"):
-        choices.append(lm.loglikelihood([Request(QUESTIONS[0], f" {word}")])[0][0])
-    first = lines_of(tmp_path / "out/dense/smoke.jsonl")[0]
-    assert [one[0] for one in first["answer"]] == pytest.approx(choices)
-    assert first["acc"] == float(choices[0] > choices[1])
 
 
 @pytest.fixture(scope="module")

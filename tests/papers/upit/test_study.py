@@ -169,16 +169,6 @@ def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
     assert not list(made.out.glob("*.tmp*"))
 
 
-def test_tokens_of_every_domain_are_counted(made):
-    routed = made.stages.routed(made.upit["ffn"])
-    for domain, counts in routed.counts.items():
-        tokens = sum(len(row["input_ids"]) for row in made.stages.part(f"{domain}-held_out"))
-        assert [sum(row) for row in counts] == [2 * tokens] * 2
-        assert len(counts[0]) == 3
-    assert list(routed.counts) == ["sums", "words"]
-    assert routed.layers == ["0", "1"]
-
-
 def test_a_second_call_reads_what_is_there(made):
     before = times(made.out)
     again = made.again(say=lambda text: pytest.fail(text))

@@ -4,15 +4,11 @@ and what it refuses.
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
-from moe_runtime.hf.training.fit import mean_loss
 from papers.engine.compare import compare
-from papers.engine.tables import Entry, Report
 from papers.xft import tables as xft_tables
-from papers.xft.study import Result
 from tests.papers.reports import entries_of, rows_of
 from tests.papers.xft.test_study import joined_stages
 from tests.support.dist_launch import times
@@ -120,24 +116,12 @@ def test_a_table(command, recipe, out):
 def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     stages = joined_stages(tmp_path, monkeypatch)
     report, _ = make("overfit", stages.recipe, stages.out)
-    names = []
-    against = []
-    for rate in ("0.0015", "0.003", "0.006"):
-        names += [f"{kind}, {rate}" for kind in ("SFT", "EMA", "SWA", "MoE", "XFT")]
-        against += [f"{kind}, {rate} against XFT, {rate}" for kind in ("SFT", "EMA", "SWA")]
+    kinds = ("SFT", "EMA", "SWA", "MoE", "XFT")
+    names = [f"{kind}, {rate}" for rate in ("0.0015", "0.003", "0.006") for kind in kinds]
     names += [f"XFT, 0.003, lambda {rate}" for rate in ("0", "0.25", "0.5")]
     assert entries_of(report) == names
     assert report.reference == "SFT, 0.003"
     assert list(report.domains) == ["code", "prose", "arithmetic"]
-
-    def best(kind: str) -> str:
-        """The name of the entry of this kind whose validation loss is lowest."""
-        entries = [entry for entry in report.entries[:15] if entry.name.startswith(kind)]
-        return min(entries, key=lambda entry: entry.results[0].validation).name
-
-    against += [f"{best(kind)} against {best('XFT')}" for kind in ("SFT", "EMA", "SWA")]
-    summary = [line.partition(":")[0] for line in report.summary]
-    assert [line for line in summary if " against " in line] == against
     written = times(stages.out)
     report, _ = make("mix-rows", stages.recipe, stages.out)
     assert times(stages.out).items() >= written.items()
@@ -146,13 +130,7 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
         names += [f"by {key}: {n}" for n in ("INIT", "learned, own", "INIT, fewer")]
         names.append(f"by {key}: learned, held back")
     assert entries_of(report) == names
-    assert len(report.summary) == 12
     assert min(report.extra["largest_move_of_alpha"].values()) > 0
-    sft = stages.by_domain(stages.sft(averages=True))
-    assert report.entry("SFT").results[0].losses == sft.losses
-    one_domain = stages.recipe.change(data__train=str(tmp_path / "rows.jsonl"))
-    report, _ = make("mix-rows", one_domain, tmp_path / "other")
-    assert len(report.entries) == 5
 
 
 @pytest.mark.parametrize(
@@ -190,42 +168,3 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
             shared_rates=(0.5,),
         )
     assert (out / "sweep-lambda.json").read_bytes() == before
-
-
-# what follows is about the report alone: numbers made up, no model
-def result(name, losses, **changes) -> Result:
-    tokens = [10 + i for i in range(len(losses))]
-    values = {
-        "name": name,
-        "folder": Path(f"out/{name}-0/model"),
-        "loss": mean_loss(losses, tokens),
-        "losses": losses,
-        "tokens": tokens,
-        "steps": 4,
-        "seconds": 2.0,
-        "total_seconds": 3.0,
-        "parameters": 10,
-        "active_parameters": 10,
-        "history": [(2, 2.0), (4, 1.5)],
-        "alpha": None,
-        "steps_per_second": 2.0,
-    }
-    return Result(**values | changes)
-
-
-def report_of(losses: dict, reference="SFT") -> Report:
-    entries = []
-    for name, seeds in losses.items():
-        entries.append(Entry(name, [result(name, rows) for rows in seeds]))
-    return Report(
-        command="table1",
-        title="t",
-        source="s",
-        settings={},
-        reference=reference,
-        seeds=tuple(range(len(entries[0].results))),
-        entries=entries,
-    )
-
-
-ROWS = [1.0 + i / 20 for i in range(20)]

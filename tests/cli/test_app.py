@@ -16,7 +16,6 @@ from moe_runtime import cli
 from moe_runtime.backends import OPS
 from moe_runtime.io import console
 from moe_runtime.kernels import tiles  # interpreted or compiled, as the other kernels are
-from moe_runtime.methods.xft.presets import PRESETS
 from moe_runtime.tools import tune
 from tests.hf.tiny import dense
 
@@ -121,26 +120,6 @@ def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
     assert config["model_type"] == "llama"
     assert config["rope_theta"] == 1e5
     assert "moe_runtime" not in config
-
-
-def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
-    configs = []
-    for options in ("", "--router linear --no-noisy-gate"):
-        out = tmp_path / f"moe{len(configs)}"
-        words = f"--num-experts 4 --top-k 3 --preset xft-official {options}"
-        succeed(
-            run,
-            "xft",
-            "upcycle",
-            base,
-            out,
-            *words.split(),
-        )
-        config = json.loads((out / "config.json").read_text())
-        configs.append(config["moe_runtime"]["config"])
-    official, ours = configs
-    assert official.items() >= PRESETS["xft-official"].items()
-    assert ours == official | {"router": "linear", "noisy_gate": False}
 
 
 @pytest.mark.parametrize(

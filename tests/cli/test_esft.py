@@ -109,6 +109,19 @@ def test_select_from_a_summary(home, tmp_path, options, select, warns):
     assert ("warning: p is 1.0, but the scores sum to only" in output) == warns
 
 
+def test_unused_experts_are_skipped_on_request(home, tmp_path, monkeypatch):
+    options = {}
+
+    def noted(*args, **given):
+        options.update(given)
+        return esft.select_experts(*args, **given)
+
+    monkeypatch.setattr("moe_runtime.methods.esft.selection.select_experts", noted)
+    summary = f"--summary {home}/made/summary.json"
+    succeed(f"select {summary} --experts 3 --skip-unused --out {tmp_path}/config.json")
+    assert options["skip_unused"]
+
+
 @pytest.mark.slow
 def test_train_with_the_flags(home, adapter, tmp_path):
     files = f"--config {adapter}/expert_cfg.json --data {home}/rows.jsonl --out {tmp_path}/more"

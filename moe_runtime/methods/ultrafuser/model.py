@@ -323,10 +323,6 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
             raise ValueError("The fuser has no tokenizer. Pass tokenizer, or folders that have one")
         return self.encoder.batch(prompts, responses, system=system, end=end)
 
-    def floating_point_ops(self, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:
-        """Return 0: Trainer's log does not count FLOPs."""
-        return 0
-
     def save_pretrained(self, save_directory, *, state_dict=None, **kwargs) -> None:
         """Write a checkpoint for Trainer to resume from: the gate, and the specialists that have
         changed.

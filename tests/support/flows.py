@@ -35,7 +35,6 @@ NETWORK = "fetches packages or models"
 NOT_RUN = {
     "make demo": "fills a .venv, and takes minutes",
     "make demo-real": "fills a .venv, and takes minutes",
-    "python -m papers demo-real": "takes minutes",
     "make test": "is the suite that this belongs to",
     "make test-slow": "is the rest of the suite",
     "make test-all": "is both",

@@ -128,10 +128,6 @@ def memory(
     engine: Annotated[
         str | None, option("ddp, fsdp2 or zero3 (default: all that run).", words="ddp fsdp2 zero3")
     ] = None,
-    gpu: Annotated[
-        str,
-        option("GPU for the lower bounds of a step: H100, H200 or A800.", words="H100 H200 A800"),
-    ] = "H100",
 ):
     """Estimate the memory of a recipe's trainings from configs alone, by stage and engine.
 
@@ -146,12 +142,7 @@ def memory(
         raise ValueError(
             f"recipe must be a YAML file or one of {', '.join(recipes())}, but got {recipe!r}"
         )
-    return print_plan(
-        memory_plan.planner_of(plan, gpu),
-        gpus,
-        gpu_memory,
-        engine,
-    )
+    return print_plan(memory_plan.planner_of(plan), gpus, gpu_memory, engine)
 
 
 app.registered_commands += evaluate.app.registered_commands

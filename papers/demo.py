@@ -356,7 +356,7 @@ def _show(
         [*columns, ("", "left")],
         rows,
     )
-    print(verdict(results))
+    print(f"{results['against_best_sft']}.")
     print("\nHeld-out sums, as the base and as the merged model answer them:")
     for row, before, after in zip(texts, *answers, strict=False):
         print(textwrap.indent(row["prompt"].strip(), "  "))
@@ -374,21 +374,4 @@ def _show(
         "seeds, with tests\n"
         "      python -m papers run mine.yaml                          the same on your model and "
         "data: docs/recipes.md"
-    )
-
-
-def verdict(results: dict) -> str:
-    """Return sentences that compare XFT with every SFT of the table."""
-    losses = {row["model"]: row["loss"] for row in results["rows"]}
-    merged = losses["merged"]
-    of_sft = [loss for name, loss in losses.items() if name.startswith("SFT")]
-    lower = sum(loss > merged for loss in of_sft)
-    equal = of_sft[RATES.index(1.0)] - merged
-    return (
-        "The merged model has the size and the speed of the base; its held-out loss is lower than "
-        f"that of {lower} of {len(of_sft)} SFTs, each at its best step.\n"
-        f"At XFT's own learning rate SFT's loss is {abs(equal):.4f} "
-        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is "
-        f"{results['best_sft']}.\n"
-        f"{results['against_best_sft']}."
     )

@@ -38,12 +38,11 @@ from moe_runtime.io.files import (
 )
 from moe_runtime.io.rows import in_form, layout_of, require
 from moe_runtime.methods import xft
-from moe_runtime.methods.ultrafuser.folders import link
 from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.corpora import Pairs
 from papers.engine.everyday import TASKS, write_tasks
-from papers.engine.stages import Result
+from papers.engine.stages import Result, link
 from papers.engine.tables import columns_of
 from papers.evaluation.evaluate import Report, evaluate
 from papers.evaluation.evaluate_models import find_models, tokenizer_of

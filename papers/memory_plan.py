@@ -22,28 +22,17 @@ from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.settings import Node
 from moe_runtime.tools import memory
-from moe_runtime.tools.memory_plan import RESERVED, PlannedTraining, Planner, causal_inputs
+from moe_runtime.tools.memory_plan import RESERVED, PlannedTraining, Planner
 from papers.engine.recipe import method_of, recipe_path, shipped_recipes
 
-# the engines with which a method's recipes run: docs/scale.md
-RUNS_WITH = {
-    "xft": ("ddp", "fsdp2"),
-    "esft": ("ddp", "fsdp2"),
-    "upit": ("ddp", "fsdp2"),
-    "ultrafuser": ("ddp", "fsdp2"),
-}
 # the most experts per layer (of 64) that ESFT trains in the paper; a task's selection is known only
 # after scoring
 ESFT_MOST = 15 / 64
 
 
-def planner_of(recipe: Node, gpu: str = "H100") -> Planner:
-    """Return the Planner of a recipe's trainings, with the engines that run its method."""
-    return Planner(
-        stages(recipe),
-        gpu,
-        RUNS_WITH[recipe.method],
-    )
+def planner_of(recipe: Node) -> Planner:
+    """Return the Planner of a recipe's trainings, with the engines that run it: docs/scale.md."""
+    return Planner(stages(recipe), ("ddp", "fsdp2"))
 
 
 def stages(recipe: Node) -> list[PlannedTraining]:
@@ -54,8 +43,7 @@ def stages(recipe: Node) -> list[PlannedTraining]:
         raise ValueError(
             f"Recipe {recipe.name} pre-trains a small base. Choose a recipe with base_model"
         )
-    makers = {"xft": _xft, "esft": _esft, "upit": _upit, "ultrafuser": _ultrafuser}
-    return list(makers[recipe.method](recipe))
+    return list(MAKERS[recipe.method](recipe))
 
 
 def _stage(
@@ -63,14 +51,12 @@ def _stage(
 ) -> PlannedTraining:
     """Return a training of a causal LM on samples of the recipe's length."""
     length = getattr(r, "data", r).max_length
-    inputs = causal_inputs(length)
     return PlannedTraining(
         name,
         make,
-        inputs,
+        lambda batch: memory.causal_batch(batch, length),
         training,
         length,
-        training.bf16,
         runs,
         prepare,
     )
@@ -255,9 +241,12 @@ def _ultrafuser(r) -> Iterator[PlannedTraining]:
         yield stage._replace(inputs=inputs)
 
 
+MAKERS = {"xft": _xft, "esft": _esft, "upit": _upit, "ultrafuser": _ultrafuser}
+
+
 def recipe_of(source: str):
     """Return the recipe of a name or file; None for anything else, such as a model's folder."""
-    methods = tuple(RUNS_WITH)
+    methods = tuple(MAKERS)
     if not source.endswith((".yaml", ".yml")):
         shipped = []
         for method in methods:
@@ -302,9 +291,7 @@ SMALL = 50_000_000  # parameters of a base that is not checked before it runs
 
 
 def check(recipe: Node, name: str = "recipe") -> None:
-    """Raise ValueError, with the numbers and the nearest setting that fits, if a stage of `run`
-    does not fit here.
-    """
+    """Raise ValueError, with the numbers, if a stage of `run` does not fit here."""
     if getattr(recipe, "pretrain", None) is not None:
         return
     planner = planner_of(recipe)
@@ -318,19 +305,11 @@ def check(recipe: Node, name: str = "recipe") -> None:
             return
         if sum(p.numel() for p in model.parameters()) < SMALL:
             continue
-        plan = planner.plan(stage.name, planner.setting_of(stage.name, engine, gpus))
-        total = plan.share.total
-        if total + RESERVED <= size:
-            continue
-        parts = []
-        for of, value in plan.share._asdict().items():
-            if value:
-                parts.append(f"{of} {value / 1e9:.1f}")
-        fits = "No setting fits"
-        near = planner.nearest(stage.name, plan.setting, size)
-        if near is not None:
-            fits = f"It fits with {near.setting}: {near.share.total / 1e9:.1f} GB"
-        raise ValueError(
-            f"{name}: stage {stage.name} needs {total / 1e9:.1f} GB per GPU ({', '.join(parts)}) "
-            f"with {plan.setting}, but only {size / 1e9:.1f} GB are free. {fits}"
-        )
+        share = planner.share(stage.name, engine, gpus)
+        if share.total + RESERVED > size:
+            parts = ", ".join(f"{of} {part / 1e9:.1f}" for of, part in share._asdict().items())
+            raise ValueError(
+                f"{name}: stage {stage.name} needs {share.total / 1e9:.1f} GB per GPU ({parts}), "
+                f"but only {size / 1e9:.1f} GB are free. Try gradient_checkpointing, a smaller "
+                "per_device_batch_size, or FSDP2 on several GPUs"
+            )

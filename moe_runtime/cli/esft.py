@@ -199,12 +199,8 @@ def train(
         bool,
         option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora"),
     ] = False,
-    rank: Annotated[
-        int | None, option("With --lora: rank of each expert's matrices (default: 8).")
-    ] = None,
-    alpha: Annotated[
-        float | None, option("With --lora: the scaling is alpha / rank (default: 16).")
-    ] = None,
+    rank: Annotated[int, option("With --lora: rank of each expert's matrices.")] = 8,
+    alpha: Annotated[float, option("With --lora: the scaling is alpha / rank.")] = 16.0,
     ep_size: Annotated[
         int, option("Processes to shard each layer's experts over (expert parallelism).")
     ] = 1,
@@ -222,13 +218,12 @@ def train(
     """
     one_gpu()
     require("datasets")
-    if not lora and (rank, alpha) != (None, None):
-        raise ValueError(f"rank ({rank}) and alpha ({alpha}) require --lora")
+    pair = None
     if lora:
         require("peft")
+        pair = (rank, alpha)
     from moe_runtime.config import check_choice
     from moe_runtime.hf.training import fit
-    from moe_runtime.methods.esft.lora import ALPHA, RANK
     from moe_runtime.methods.esft.runs import EsftTraining, train_folder
 
     if dtype is not None:
@@ -266,9 +261,7 @@ def train(
             check_weights=not any_weights,
             overwrite=overwrite,
             on_step=on_step,
-            lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha)
-            if lora
-            else None,
+            lora=pair,
         )
     if console.is_main():
         share = receipt.trained_parameters / receipt.total_parameters
@@ -314,11 +307,7 @@ def apply(
         check_weights=not any_weights,
     )
     _say_selection(found.adapter.selection)
-    others = len(found.adapter.others)
-    typer.echo(
-        f"{found.adapter.num_parameters:,} parameters, {found.adapter.nbytes / 1e6:,.1f} MB"
-        + (f", of them {others} non-expert tensors" if others else "")
-    )
+    typer.echo(f"{found.adapter.num_parameters:,} parameters, {found.adapter.nbytes / 1e6:,.1f} MB")
     typer.echo(f"it fits {model}, and changes {found.tensors} of its tensors")
     if found.loss is not None:
         typer.echo(
@@ -362,8 +351,7 @@ def merge(
     )
     typer.echo(
         f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB, "
-        f"{receipt.changed} of them with the {receipt.experts} experts of {adapter}; and "
-        f"{', '.join(receipt.side_files)}"
+        f"{receipt.changed} of them with the {receipt.experts} experts of {adapter}"
     )
     return receipt
 
@@ -371,15 +359,11 @@ def merge(
 def _say_selection(selection) -> None:
     """Print the number of experts in a selection, and what else it trains."""
     counts = [len(ids) for ids in selection.experts.values()]
-    also = [
-        flag.replace("_", " ")
-        for flag in ("shared_experts", "non_expert_modules")
-        if getattr(selection, flag)
-    ]
     how = f"{sum(counts)} experts in {len(counts)} layers"
     if counts:
-        how += (
-            f", {min(counts)} to {max(counts)} in a layer, {sum(counts) / len(counts):.1f} on "
-            "average"
-        )
-    typer.echo(how + "".join(f", {name}" for name in also))
+        how += f", {min(counts)} to {max(counts)} in a layer"
+    if selection.shared_experts:
+        how += ", shared experts"
+    if selection.non_expert_modules:
+        how += ", non-expert modules"
+    typer.echo(how)

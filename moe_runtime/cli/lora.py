@@ -29,9 +29,9 @@ def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = 
     from moe_runtime.methods.lora.stacks import WRITES, convert_folder
 
     receipt = convert_folder(adapter, base, out, overwrite=overwrite)
-    version = "no version, so before 0.18" if receipt.peft_version is None else receipt.peft_version
     typer.echo(
-        f"{adapter}: peft_version {version}, with old axes in A and B of {receipt.stacks} stacks"
+        f"{adapter}: peft_version {receipt.peft_version}, with old axes in A and B of "
+        f"{receipt.stacks} stacks"
     )
     typer.echo(f"wrote {out}: the same change of every weight, in the layout of PEFT {WRITES}")
     return receipt
@@ -64,5 +64,5 @@ def export(
         f"{adapter} changes {receipt.experts} experts, {receipt.changed} of {receipt.tensors} "
         "tensors in all"
     )
-    typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB; and {', '.join(receipt.side_files)}")
+    typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB")
     return receipt

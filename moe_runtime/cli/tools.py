@@ -1,8 +1,5 @@
 """moe-runtime stats, memory, doctor, tune, bench."""
 
-import contextlib
-import functools
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +16,7 @@ from moe_runtime.cli.verbs import (
     Overwrite,
     Source,
     argument,
+    numbers,
     option,
     verb,
 )
@@ -62,16 +60,13 @@ def stats(
     typer.echo(f"{'layer':>8s}{'experts':>9s}{'dead':>6s}{'max violation':>15s}{'entropy':>9s}")
     layers = []
     for i, name in enumerate(stats.layers):
-        row = {
-            "layer": name,
-            "slots": stats.routed[i],
-            "dead": int(stats.dead[i].sum()),
-            "max_violation": float(stats.max_violation[i]),
-            "entropy": float(stats.entropy[i]),
-        }
-        layers.append(row)
-        balance = f"{row['max_violation']:15.2f}{row['entropy']:9.2f}"
-        typer.echo(f"{name:>8s}{len(row['slots']):9d}{row['dead']:6d}{balance}")
+        slots = stats.routed[i]
+        dead = int(stats.dead[i].sum())
+        violation = float(stats.max_violation[i])
+        entropy = float(stats.entropy[i])
+        row = {"layer": name, "slots": slots, "dead": dead}
+        layers.append(row | {"max_violation": violation, "entropy": entropy})
+        typer.echo(f"{name:>8s}{len(slots):9d}{dead:6d}{violation:15.2f}{entropy:9.2f}")
     warning = stats.warning()
     if warning:
         typer.echo(f"warning: {warning}", err=True)
@@ -111,10 +106,6 @@ def memory(
     engine: Annotated[
         str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)
     ] = None,
-    gpu: Annotated[
-        str,
-        option("GPU for the lower bounds of a step: H100, H200 or A800.", words="H100 H200 A800"),
-    ] = "H100",
 ):
     """Estimate the memory of training from configs alone: weights, gradients, optimizer,
     activations, peak; and by engine.
@@ -123,41 +114,43 @@ def memory(
     experts. The CUDA context and fragmentation are not included (--gpu-memory reserves 1.5 GB for
     them).
     """
+    from moe_runtime.config import check_choice
+    from moe_runtime.hf.training.settings import Training
     from moe_runtime.tools import memory as accounts
-    from moe_runtime.tools import memory_plan as plans
+    from moe_runtime.tools.memory_plan import PlannedTraining, Planner
 
-    how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
-    load = functools.partial(
-        accounts.load,
-        model,
-        lora=lora,
-        bits=bits,
-        dtype=dtype,
-    )
+    check_choice("optimizer", optimizer, accounts.OPTIMIZERS)
+
+    def make():
+        return accounts.load(model, lora=lora, bits=bits, dtype=dtype)
+
     if gpus > 1 or gpu_memory is not None:
-        training = {
-            "batch": batch,
-            "length": length,
-            "packed": accounts.BITS[bits],
-            **how,
-        }
-        return print_plan(
-            plans.Planner.of_model(
-                load,
-                gpu,
-                gpus=gpus,
-                **training,
-            ),
-            gpus,
-            gpu_memory,
-            engine,
+        training = Training(
+            steps=1,
+            learning_rate=1e-5,
+            batch_size=batch * gpus,
+            per_device_batch_size=batch,
+            optimizer=optimizer,
+            bf16=bf16,
+            gradient_checkpointing=checkpointing,
         )
+        stage = PlannedTraining(
+            "training",
+            make,
+            lambda count: accounts.causal_batch(count, length),
+            training,
+            length,
+            packed=accounts.BITS[bits],
+        )
+        return print_plan(Planner([stage]), gpus, gpu_memory, engine)
     found = accounts.estimate(
-        load(),
+        make(),
         lambda: accounts.causal_batch(batch, length),
         packed=accounts.BITS[bits],
         backend=backend,
-        **how,
+        optimizer=optimizer,
+        checkpointing=checkpointing,
+        bf16=bf16,
     )
     typer.echo(f"{found.parameters:,} parameters, of which {found.trained:,} train")
     typer.echo(accounts.as_text(accounts.table(found)))
@@ -176,26 +169,15 @@ def print_plan(planner, gpus: int, gpu_memory: float | None, engine: str | None)
     typer.echo(plans.HEADER)
     for name, stage in planner.stages.items():
         fits_somewhere = False
-        engines = planner.engines_for(name, engine, gpus)
-        for one in engines:
-            plan = planner.plan(name, planner.setting_of(name, one, gpus))
-            fits = plan.share.total + plans.RESERVED <= limit
+        for one in planner.engines_for(name, engine, gpus):
+            share = planner.share(name, one, gpus)
+            fits = share.total + plans.RESERVED <= limit
             fits_somewhere |= fits
             notes = "  DOES NOT FIT" * (not fits) + "  (a baseline)" * (not stage.runs)
-            typer.echo(plans.as_text(plan) + notes)
-            rows.append(plan.to_dict() | {"fits": fits, "runs": stage.runs})
-        if fits_somewhere:
-            continue
-        remedy = "no setting that runs fits"
-        near = planner.nearest(
-            name,
-            planner.setting_of(name, engines[0], gpus),
-            limit,
-        )
-        if near:
-            remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
-        typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
-        if stage.runs:
+            typer.echo(plans.as_text(name, one, share) + notes)
+            row = {"stage": name, "engine": one, "gpus": gpus, "fits": fits, "runs": stage.runs}
+            rows.append(row | share._asdict() | {"total": share.total})
+        if stage.runs and not fits_somewhere:
             code = 1
     return Ends(rows, code)
 
@@ -237,16 +219,9 @@ def tune(
     shape: Annotated[
         str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")
     ] = None,
-    model: Annotated[Path | None, option("Folder whose config.json has the sizes.")] = None,
-    hidden_size: Annotated[
-        int | None, option("H (default of this and the next sizes: those of --model).")
+    model: Annotated[
+        Path | None, option("Instead of --shape: folder of an MoE model, or of its config.json.")
     ] = None,
-    intermediate_size: Annotated[
-        int | None, option("I, the intermediate size of an expert.")
-    ] = None,
-    num_experts: Annotated[int | None, option("Experts per layer, including a shared one.")] = None,
-    top_k: Annotated[int | None, option("Experts per token, including a shared one.")] = None,
-    shared: Annotated[bool | None, option("Expert 0 processes every token.")] = None,
     tokens: Annotated[str, option("Tokens per forward pass, comma-separated.")] = "4096,16384",
     dtype: Annotated[
         str, option("bfloat16, float16, float32, or several of them.", words=DTYPES)
@@ -265,31 +240,23 @@ def tune(
     from moe_runtime.config import check_choice
     from moe_runtime.io.files import check_out_file
     from moe_runtime.tools import tune as tuning
+    from moe_runtime.tools.layer_shapes import find_layers
 
-    sizes = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "shared": shared,
-    }
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    layers = _layers(shape, model, sizes)
-    counts = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
-    if not all(counts):
-        raise ValueError(
-            f"tokens must be integers of at least 1, such as 4096,16384, but got {tokens!r}"
-        )
+    if (shape is None) == (model is None):
+        raise ValueError("Pass either --shape or --model")
+    if shape is not None:
+        layers = find_layers(shape)
+    else:  # requires transformers, which a GPU machine may lack
+        from moe_runtime.hf.models.folders import read_layer
+
+        layers = {model.name: read_layer(model)}
+    counts = numbers(tokens)
     dtypes = [part.strip() for part in dtype.split(",")]
     for part in dtypes:
         check_choice("dtype", part, tuning.DTYPES)
-    read = None
-    # no home: the kernels read no file
-    with contextlib.suppress(ValueError) if out else contextlib.nullcontext():
-        read = tuning.tiles.tuned_path()
+    path = out or tuning.tiles.tuned_path()
     if out is not None:
         check_out_file(out, overwrite=True, reads=[model])
-    path = out or read
     states = {}
     try:
         with console.bar("measuring", "config") as update:
@@ -308,46 +275,12 @@ def tune(
         typer.echo(f"error: {lost}", err=True)
         return Ends({"path": path, **states}, 3)
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in states.items()))
-    if path != read:
-        typer.echo(
-            f"the kernels read {read or 'no file (no home folder and no XDG_CACHE_HOME)'}, not "
-            "this file"
-        )
     if set(states) == {"failed"}:
         raise ValueError(
             "No config could be measured, not even the built-in ones. Check the GPU with "
             "moe-runtime doctor"
         )
-    return {"path": path, "read_by_kernels": path == read, **states}
-
-
-def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
-    """Return name -> Layer of --shape, or of --model and the given sizes."""
-    from moe_runtime.config import Layer
-    from moe_runtime.tools.layer_shapes import find_layers
-
-    if shape is not None and model is None and not sizes:
-        return find_layers(shape)
-    layer = Layer(0, 0, 0, 0)
-    name = "layer"
-    if model is not None:  # requires transformers, which a GPU machine may lack
-        from moe_runtime.hf.models.folders import read_layer
-
-        layer = read_layer(model)
-        name = model.name
-    layer = layer._replace(**sizes)
-    missing = []
-    for field in Layer._fields[:4]:
-        if not getattr(layer, field):
-            missing.append("--" + field.replace("_", "-"))
-    problem = None
-    if missing:
-        problem = f"{', '.join(missing)} is missing" + (f" in {model}" if model else "")
-    elif shape is not None:
-        problem = f"shape {shape!r} is given"
-    if problem:
-        raise ValueError(f"{problem}. Pass only --shape, or --model or all four sizes of a layer")
-    return {name: layer}
+    return {"path": path, **states}
 
 
 @verb(app, "--only layer,step", resumes=True)
@@ -402,11 +335,8 @@ def bench(
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
-            return _report(
-                _measure(paths, Path(folder) / "tiny.json", options),
-                [],
-                is_kept=False,
-            )
+            outcome = _measure(paths, Path(folder) / "tiny.json", options)
+            return _report(outcome, [], is_kept=False)
     target = running.place(out, tiny)
     running.check(
         target.with_suffix(".jsonl"),
@@ -418,10 +348,10 @@ def bench(
     outcome = _measure(paths, target, options)
     pictures = []
     if outcome.path and find_spec("matplotlib") is None:
-        print(
+        typer.echo(
             "No plots were written: matplotlib is not installed. Run pip install "
             "'moe-runtime[bench]'",
-            file=sys.stderr,
+            err=True,
         )
     elif outcome.path:
         from moe_runtime.bench.pictures import write_pictures
@@ -451,11 +381,11 @@ def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
 
     for state in ("skipped", "failed"):
         for name, why in getattr(outcome, state).items():
-            print(f"{state}: {name}: {why}", file=sys.stderr)
+            typer.echo(f"{state}: {name}: {why}", err=True)
     if is_kept and outcome.path:
         typer.echo("wrote " + ", ".join(map(str, (outcome.path, *pictures))))
     if outcome.failed and is_kept:
-        print(f"{len(outcome.failed)} failed; rerun to try them again", file=sys.stderr)
+        typer.echo(f"{len(outcome.failed)} failed; rerun to try them again", err=True)
     value = {
         "path": outcome.path if is_kept else None,
         "pictures": pictures,

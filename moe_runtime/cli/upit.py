@@ -173,16 +173,11 @@ def init_routers(
     )
     if not console.is_main():
         return None
-    for i, (rows, before, after) in enumerate(
-        zip(
-            done.buckets,
-            done.before,
-            done.after,
-            strict=True,
-        )
-    ):
+    rows = zip(done.buckets, done.before, done.after, strict=True)
+    for i, (examples, before, after) in enumerate(rows):
         typer.echo(
-            f"expert {i}: {rows} examples, mean sigmoid of its vectors {before:.3f} -> {after:.3f}"
+            f"expert {i}: {examples} examples, mean sigmoid of its vectors {before:.3f} -> "
+            f"{after:.3f}"
         )
     typer.echo(f"next: moe-runtime upit assemble --routers {done.path} --out moe")
     return done

@@ -337,6 +337,6 @@ def numbers(text: str | None) -> list[int] | None:
         if not dash:
             last = first
         if not first.isdecimal() or not last.isdecimal():
-            raise ValueError(f"layers must be numbers and ranges, such as 0-3,8, but got {text!r}")
+            raise ValueError(f"Expected numbers and ranges, such as 0-3,8, but got {text!r}")
         layers += range(int(first), int(last) + 1)
     return layers

@@ -18,7 +18,6 @@ from moe_runtime.cli.verbs import (
     verb,
     with_bar,
 )
-from moe_runtime.io import console
 
 app = group(
     "xft",
@@ -53,7 +52,6 @@ def upcycle(
     layers: Annotated[
         str | None, option("Layers to upcycle, such as 0-3,8 (default: all).")
     ] = None,
-    check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
     max_shard_size: ShardSize = "2GB",
     seed: Seed = 42,
     overwrite: Overwrite = False,
@@ -95,41 +93,8 @@ def upcycle(
         **settings,
     )
     _print_receipt(receipt)
-    error = None
-    if check:
-        with console.bar("checking", "model") as update:
-            error = folders.compare_folders(source, target, update)
-        typer.echo(f"upcycled against dense logits: relative error {error:.1e}")
-    exports = _exports(target)
-    typer.echo("exports: " + "; ".join(f"{name}: {why or 'yes'}" for name, why in exports.items()))
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
-    return console.jsonable(receipt) | {
-        "logits_error": error,
-        "exports": [name for name, why in exports.items() if not why],
-    }
-
-
-def _exports(folder: Path) -> dict[str, str | None]:
-    """Return the ways to export the model of a folder, each with the reason if it cannot."""
-    from moe_runtime.hf.models.folders import read_config
-    from moe_runtime.hf.models.stock import stock_config
-    from moe_runtime.methods.xft.official_config import export_values
-
-    model = read_config(folder)
-    reasons = {"xft merge to a dense model": None}
-    if model.moe_runtime["config"]["gate"] not in config.SHARED_GATES:
-        reasons["xft merge to a dense model"] = "after xft to-mergeable --soup"
-    for name in (*config.STOCK_FAMILIES, "official"):
-        try:
-            if name == "official":
-                export_values(model)
-            else:
-                stock_config(model, name)
-            reasons[f"xft export --to {name}"] = None
-        except ValueError as error:
-            if name in ("mixtral", "official"):
-                reasons[f"xft export --to {name}"] = "no, " + str(error).partition(". ")[0]
-    return reasons
+    return receipt
 
 
 @verb(app, "tuned mergeable --shared-rate 0.75", push="target")
@@ -309,10 +274,7 @@ def convert(write, source: Path, target: Path, **options):
 
 def _print_receipt(receipt) -> None:
     c = receipt.config
-    typer.echo(
-        f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB"
-        + (f", and {', '.join(receipt.side_files)}" if receipt.side_files else "")
-    )
+    typer.echo(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")
     typer.echo(
         f"experts: {c.num_experts}, {c.top_k} per token, gate {c.gate}, {c.hidden_size} x "
         f"{c.intermediate_size}"

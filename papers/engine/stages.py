@@ -12,6 +12,7 @@ import copy
 import fcntl
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -318,6 +319,15 @@ class KeptStages:
     def _is_saved_as_trained(self, model) -> bool:
         """Return whether saving does not round; otherwise a model is evaluated again, as saved."""
         return all(p.dtype == getattr(torch, self.recipe.dtype) for p in model.parameters())
+
+
+def link(path: str | Path, target: str | Path) -> None:
+    """Point the symbolic link `path` at `target`, a folder below its own, atomically."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(Path(target).relative_to(path.parent))
+    os.replace(beside, path)
 
 
 def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> None:

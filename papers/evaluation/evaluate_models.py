@@ -62,11 +62,7 @@ class Model(NamedTuple):
         if self.kind == "model" and not os.path.isdir(self.folder):
             parts[3] = self.folder
         if self.kind == "fused":
-            for part in folders.locate(
-                self.folder,
-                folders.read(self.folder),
-                {},
-            ):
+            for part in folders.read(self.folder).specialists:
                 parts.append(files_print(part.path))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
@@ -151,7 +147,7 @@ def tokenizer_of(model: Model, prompt: str):
     folder = model.folder
     whole = model.base or folder
     if model.kind == "fused":
-        part = folders.locate(folder, folders.read(folder), {})[0]
+        part = folders.read(folder).specialists[0]
         folder = part.tokenizer or part.path
     else:
         if os.path.isdir(whole):

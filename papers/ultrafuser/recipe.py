@@ -18,11 +18,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.common.sources import check_source
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.settings import Count, Node, Training
+from moe_runtime.methods.ultrafuser import specialists as fused
 from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.methods.ultrafuser.model import REDUCTIONS
-from moe_runtime.methods.ultrafuser.runs import Stage, check_sizes, check_source, make_encoder
+from moe_runtime.methods.ultrafuser.runs import Stage, check_sizes
 from moe_runtime.methods.ultrafuser.training import hidden_size
 from moe_runtime.modules.fuser import GATES
 from papers.engine import recipe as recipes
@@ -63,7 +65,6 @@ class FuserRecipe(Node):
     further: Stage | None = None
     two_stage: bool = True  # False: stage 2 alone, from a random gate
     balanced: bool = True
-    replacement: bool = False  # whether the balanced sampler draws rows with replacement
     # of the loss, over tokens; "sample": sum over tokens, mean over samples
     reduction: Literal[REDUCTIONS] = "mean"
     evaluations: Count = 4  # how often a training run computes the held-out loss
@@ -150,7 +151,7 @@ def check_models(recipe: FuserRecipe) -> None:
             given[f"specialists.{name}.model"] = one.model
     named = given | ({} if recipe.base_model is None else {"base_model": recipe.base_model})
     for name, source in named.items():
-        check_source(name, source)
+        check_source(source, name)
     if not given:
         return  # all are of one base
     sizes = {name: hidden_size(source, name) for name, source in named.items()}
@@ -167,8 +168,6 @@ def encoder_of(recipe: FuserRecipe, own) -> Encoder:
     """Return the Encoder of a recipe's specialists, with the base's tokenizer `own` and those of
     given models.
     """
-    names = list(recipe.specialists)
-    specialists = recipe.specialists.values()
     if recipe.tokenizer is not None:
         own = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")
     tokenizers = []
@@ -177,8 +176,6 @@ def encoder_of(recipe: FuserRecipe, own) -> Encoder:
             tokenizers.append(own)
         else:
             tokenizers.append(ranks.load_tokenizer(one.model, f"specialists.{name}.model"))
-    return make_encoder(
-        names,
-        tokenizers,
-        [one.template for one in specialists],
-    )
+    templates = [one.template for one in recipe.specialists.values()]
+    vocab_size = min(map(len, tokenizers))
+    return fused.encoder_of(tokenizers, templates, list(recipe.specialists), vocab_size)

@@ -27,7 +27,6 @@ from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import files_print, hash_of
 from moe_runtime.methods import ultrafuser
-from moe_runtime.methods.ultrafuser import folders
 from moe_runtime.methods.ultrafuser import training as fuser_training
 from moe_runtime.methods.ultrafuser.folders import load_gate
 from moe_runtime.methods.ultrafuser.inputs import Encoder
@@ -36,7 +35,7 @@ from moe_runtime.methods.ultrafuser.training import encode_rows
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import SOURCES, Domain, domains_key
 from papers.engine.domains import Judged
-from papers.engine.stages import KeptStages, course_of, domain_pairs, loss_of, sizes_of
+from papers.engine.stages import KeptStages, course_of, domain_pairs, link, loss_of, sizes_of
 from papers.engine.tiny import train_tokenizer
 from papers.ultrafuser import recipe as fuser_checks
 from papers.ultrafuser.recipe import FuserRecipe, Stage
@@ -504,13 +503,12 @@ class Stages(KeptStages):
             steps=training.steps,
             batch_size=training.batch_size,
             balanced=balanced,
-            replacement=self.recipe.replacement,
             seed=self.seed,
         )
 
     def _drawn(self, balanced: bool) -> dict:
         """Return what the sampling of rows adds to a stage's hash."""
-        return {"balanced": balanced, "replacement": self.recipe.replacement and balanced}
+        return {"balanced": balanced}
 
     def _of_fused(self, training: Stage, balanced: bool) -> dict:
         settings = self._settings(training) | self._drawn(balanced)
@@ -611,6 +609,6 @@ def run(
         losses = "".join(f"{loss:12.4f}" for loss in (*one.domains.values(), one.loss))
         stages.say(f"{one.name:16s}{losses}{one.total_seconds:9.0f}")
     if stages.is_main:
-        folders.link(model, results[-1].folder)
+        link(model, results[-1].folder)
     stages.say(f"the fused model: {model}, which is {results[-1].folder}")
     return results

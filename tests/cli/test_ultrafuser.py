@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.io import console
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import runs
 from tests.methods.ultrafuser import fusers
@@ -108,9 +107,7 @@ def test_a_file_of_prompts_is_answered_in_batches(sources, tmp_path):
         assert json.loads(line) == {"prompt": prompt, "answer": alone}
 
 
-def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(console, "FIRST", 0.0)
-    monkeypatch.setattr(console, "EVERY", 0.0)
+def test_fuse_copies_and_names(sources, tmp_path):
     options = "--name x --name y --copy --seed 1".split()
     out = invoke(
         "fuse",
@@ -121,7 +118,6 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     )
     assert out.exit_code == 0, out.exception
     assert (tmp_path / "f" / "specialists" / "y" / "model.safetensors").is_file()
-    assert re.findall(r"^copying: (\d+)%", out.stderr, re.MULTILINE)[:2] == ["50", "100"]
     assert ultrafuser.load(tmp_path / "f").names == ("x", "y")
 
 
@@ -131,12 +127,9 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
         ("train --config none.yaml --out out", "'none.yaml' does not exist"),
         ("generate . --prompt a", "fuser_config.json .No such file"),
         ("generate .", "but got prompt None, data None"),
-        ("generate . --data a.jsonl", "or both --data and --out"),
-        ("generate . --prompt a --temperature -1", "temperature must be"),
-        ("fuse {a} --out f", "a list of at least two"),
         ("fuse {a} ./b --out f", "/b' is neither a folder nor a Hub id"),
         ("fuse {a} {bare} --out f", "bare' has no tokenizer. Save"),
-        ("fuse {a} {other} --out f", "encode the same text differently"),
+        ("fuse {a} {other} --out f", "encodes a text to other ids"),
     ],
 )
 def test_bad_input_fails_at_once(sources, tmp_path, monkeypatch, line, match):

@@ -102,7 +102,6 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     [
         ("assemble --out moe", "or the folder of upit init-routers, but neither"),
         ("assemble a --routers b --out moe", "but both are given"),
-        ("choose none --count 0", "0 checkpoints in none, but got 0"),
         ("init-routers none --data a.jsonl --out o", "none is not a folder"),
     ],
 )

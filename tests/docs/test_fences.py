@@ -47,7 +47,7 @@ ELSEWHERE = {
         "papers/upit/test_study.py::test_the_python_of_the_docs_runs",
     ),
     ("docs/ultrafuser.md", "python"): (
-        2,
+        1,
         "methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run",
     ),
     ("docs/recipes.md", "python"): (

@@ -12,7 +12,8 @@ EVERY = []
 
 for PATH in PAGES:
     PAGE = str(PATH.relative_to(ROOT))
-    EVERY += [(PAGE, words) for _, words in flows.commands(PAGE)]
+    if PAGE not in flows.PAGES_NOT_RUN:
+        EVERY += [(PAGE, words) for _, words in flows.commands(PAGE)]
 
 
 def test_the_lists_of_pages_and_of_what_is_not_run_are_minimal():
@@ -20,10 +21,6 @@ def test_the_lists_of_pages_and_of_what_is_not_run_are_minimal():
     assert set(runs) == set(flows.FLOWS)
     assert len(runs) >= 35
     assert {flows.reason_of(words) for _, words in EVERY} - {None} == set(flows.NOT_RUN)
-    for one in flows.NOT_RUN.values():
-        if one.test:
-            path, name = one.test.split("::")
-            assert f"def {name}(" in (ROOT / path).read_text(), one.test
 
 
 @pytest.mark.slow
@@ -34,14 +31,12 @@ def test_the_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     for prepare in flows.FLOWS[page].prepare:
         prepare(tmp_path)
     ran = 0
-    for fence, words in flows.commands(page):
+    for _, words in flows.commands(page):
         if flows.reason_of(words) is None:
             ran += 1
             if flows.wants_a_compiler(words):
                 continue
-            printed = flows.run(words, monkeypatch)
-            if table := flows.shown(fence):
-                flows.check_table(table, printed)
+            flows.run(words, monkeypatch)
     assert ran, f"{page} has no command that runs here; want it out of FLOWS"
 
 
@@ -55,12 +50,3 @@ def test_a_command_that_fails_is_found(tmp_path, monkeypatch):
         (tmp_path / "there").touch()
         with pytest.raises(AssertionError, match=r"ended with [12]: .*error: "):
             flows.run(words, monkeypatch)
-
-
-def test_a_table_that_is_not_what_was_printed_is_found():
-    printed = "a title\n method   loss   all\n──────\n SFT   4.3   1\n XFT   4.2   2\n"
-    flows.check_table([["method", "loss"], ["XFT", "9"]], printed)
-    with pytest.raises(AssertionError, match="the columns method, losses"):
-        flows.check_table([["method", "losses"], ["XFT", "9"]], printed)
-    with pytest.raises(AssertionError, match="no row EWA"):
-        flows.check_table([["method", "loss"], ["EWA", "9"]], printed)

@@ -4,7 +4,6 @@ so that they keep running.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_runtime import cli
 from moe_runtime.bench import described, report
 from papers import demo
 from tests.support.dist_launch import forked
@@ -110,46 +108,6 @@ def test_the_folders_load_and_a_second_run_gives_the_same(runs):
         assert value.shape == base[name].shape
 
 
-def test_what_is_refused(runs, tmp_path, monkeypatch, capsys):
-    out = runs[0] / "first"
-    before = (out / "results.json").stat()
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "papers",
-            "demo",
-            "--preset",
-            "tiny",
-            "--out",
-            str(out),
-        ],
-    )
-    with pytest.raises(SystemExit, match="1"):
-        cli.main("papers.cli")
-    assert "exists" in capsys.readouterr().err
-    assert (out / "results.json").stat() == before
-    with pytest.raises(ValueError, match="preset must be one of small, tiny"):
-        demo.run("huge", tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_what_was_finished_before_a_failure_is_not_made_again(runs, tmp_path, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    shutil.copytree(runs[0] / "first.stages", tmp_path / "out.stages")
-    with monkeypatch.context() as patch:
-        patch.setattr(demo.Stages, "merge", fail)
-        with pytest.raises(OSError, match="No space left"):
-            demo.run("tiny", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.stages"]
-    assert "steps in" not in capsys.readouterr().out
-    monkeypatch.setattr(demo.Stages, "_train", fail)
-    demo.run("tiny", tmp_path / "out")
-    assert results_of(runs[0] / "first") == results_of(tmp_path / "out")
-
-
 def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
     labels = torch.tensor(
         [
@@ -162,34 +120,6 @@ def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
     likeliest = torch.tensor([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 1, 0]])
     logits = torch.nn.functional.one_hot(likeliest, 3).float()
     assert demo.all_right(logits, labels) == [True, False, False]
-
-
-@pytest.mark.parametrize(
-    "merged, count, at_its_rate",
-    [
-        (2.0, 3, "1.0000 higher"),
-        (2.5, 2, "0.5000 higher"),
-        (4.0, 1, "1.0000 lower"),
-    ],
-)
-def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
-    losses = {
-        "base": 5.0,
-        "SFT 0.1": 2.4,
-        "SFT 0.2": 3.0,
-        "SFT 0.4": 9.0,
-        "MoE": 2.1,
-    }
-    losses |= {"merged INIT": 2.2, "merged": merged}
-    results = {
-        "best_sft": "SFT 0.1",
-        "against_best_sft": "merged against SFT 0.1: as it is",
-    }
-    results["rows"] = [{"model": name, "loss": loss} for name, loss in losses.items()]
-    verdict = demo.verdict(results)
-    assert f"lower than that of {count} of 3 SFTs" in verdict
-    assert f"SFT's loss is {at_its_rate}" in verdict
-    assert "The best SFT by validation is SFT 0.1.\nmerged against" in verdict
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from papers.engine.tables import Entry, Report
 from papers.xft.study import Result
 
 ALL = [f"{method} {table.name}" for method, tables in TABLES.items() for table in tables]
-FIRST = [f"{method} {tables[0].name}" for method, tables in TABLES.items()]
 
 
 def invoke(*arguments):
@@ -104,25 +103,12 @@ def test_a_verb_reaches_its_table(calls, tmp_path, words, options):
         assert text in out.output
 
 
-@pytest.mark.parametrize("words", FIRST)
-def test_a_recipe_file_takes_the_presets_place(calls, words):
-    assert invoke(*words.split(), "--recipe", "mine.yaml", "--overwrite").exit_code == 0
-    ((_, _, recipe, out, options),) = calls
-    assert recipe == "mine.yaml"
-    assert out == f"runs/{words.split()[0]}"
-    assert options["overwrite"] is True
-
-
 @pytest.mark.parametrize(
     "words, match",
     [
-        ("xft table1 --seeds 0", "seeds must be"),
         ("xft table1 --preset huge", "preset must be one of .*tiny"),
-        ("esft main --recipe none.yaml", "Recipe 'none.yaml' does not exist"),
         ("esft main --preset tiny --recipe a.yaml", "Pass either a preset or a recipe"),
-        ("xft sweep-lambda 2", "lambda must be"),
         ("esft frontier 0", "factor must be a number above 0"),
-        ("upit budget --preset llama-2-7b-lora", "form must be"),
         ("ultrafuser weights --rows 0", "rows must be"),
     ],
 )

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from tests.support.fences import ALL, ROOT, Fence, run_cli, statements
 
 
@@ -32,90 +30,40 @@ class Flow(NamedTuple):
     smaller: dict[str, str] = {}
 
 
-class NotRun(NamedTuple):
-    """Why a command is not run here, and the test that shows what it does, if there is one."""
-
-    reason: str
-    test: str = ""
-
-
-NETWORK = "fetches packages"
+NETWORK = "fetches packages or models"
+# commands, by what they begin with, and why they are not run here
 NOT_RUN = {
-    "make demo": NotRun(
-        "fills a .venv, and takes minutes",
-        "tests/papers/test_demo.py::test_the_table_the_folders_and_the_picture",
-    ),
-    "make demo-real": NotRun(
-        "fills a .venv, and takes minutes", "tests/papers/test_demo_real.py::test_the_whole_way"
-    ),
-    "python -m papers demo-real": NotRun(
-        "takes minutes", "tests/papers/test_demo_real.py::test_the_whole_way"
-    ),
-    "make test": NotRun("is the suite that this belongs to"),
-    "make test-slow": NotRun("is the rest of the suite"),
-    "make test-all": NotRun("is both"),
-    "make test-avx2": NotRun("is a part of the suite"),
-    "make test-aot": NotRun("is a part of the suite"),
-    "make stress": NotRun("is the suite's longer form"),
-    "python -m tests.support.planted": NotRun("runs parts of the suite, once for each bug"),
-    "vllm serve": NotRun(
-        "starts a server of another package",
-        "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",
-    ),
-    "make lint": NotRun(
-        "is of the developers' .venv",
-        "tests/test_lints.py::test_sources",
-    ),
-    "make bench": NotRun(
-        "takes an hour",
-        "tests/papers/test_demo.py::test_every_benchmark_runs",
-    ),
-    "make docs": NotRun(
-        "is of the developers' .venv",
-        "tests/docs/test_site.py::site",
-    ),
-    "make wheel": NotRun(
-        "fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"
-    ),
-    "make wheel-cuda": NotRun(
-        "fills a .venv, and compiles for minutes",
-        "tests/test_packaging.py::test_cuda_wheel_is_the_pure_one_and_the_library",
-    ),
-    "pip wheel": NotRun(
-        NETWORK,
-        "tests/test_packaging.py::test_cuda_is_never_built_in_silence",
-    ),
-    "pip install": NotRun(NETWORK),
-    "export CXX=": NotRun("names a compiler of another package"),
-    ".ci/run": NotRun("calls make lint and make test"),
-    ".venv/bin/pre-commit": NotRun("changes the clone's git hooks"),
-    "bash bench/gpu.sh": NotRun("wants a GPU"),
-    "accelerate launch": NotRun(
-        "wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
-    ),
-    "python -m moe_runtime.native.build cuda": NotRun(
-        "compiles for minutes",
-        "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks",
-    ),
-    "torchrun": NotRun(
-        "wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
-    ),
-    "moe-runtime memory": NotRun(
-        NETWORK,
-        "tests/tools/test_memory.py::test_estimate",
-    ),
-    "moe-runtime eval": NotRun(
-        NETWORK,
-        "tests/cli/test_evaluate.py::test_a_folder_is_evaluated",
-    ),
-    "moe-runtime tune": NotRun(
-        "needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"
-    ),
-    "python -m papers data smollm2": NotRun(
-        "reads a package of 93 MB",
-        "tests/papers/evaluation/test_smollm2.py::test_the_folder_is_the_files_model",
-    ),
+    "make demo": "fills a .venv, and takes minutes",
+    "make demo-real": "fills a .venv, and takes minutes",
+    "make test": "is the suite that this belongs to",
+    "make test-slow": "is the rest of the suite",
+    "make test-all": "is both",
+    "make test-avx2": "is a part of the suite",
+    "make test-aot": "is a part of the suite",
+    "make stress": "is the suite's longer form",
+    "python -m tests.support.planted": "runs parts of the suite, once for each bug",
+    "vllm serve": "starts a server of another package",
+    "make lint": "is of the developers' .venv",
+    "make bench": "takes an hour",
+    "make docs": "is of the developers' .venv",
+    "make wheel": "fills a .venv",
+    "make wheel-cuda": "fills a .venv, and compiles for minutes",
+    "pip wheel": NETWORK,
+    "pip install": NETWORK,
+    "export CXX=": "names a compiler of another package",
+    ".ci/run": "calls make lint and make test",
+    ".venv/bin/pre-commit": "changes the clone's git hooks",
+    "bash bench/gpu.sh": "wants a GPU",
+    "accelerate launch": "wants several GPUs",
+    "python -m moe_runtime.native.build cuda": "compiles for minutes",
+    "torchrun": "wants several nodes",
+    "moe-runtime memory": NETWORK,
+    "moe-runtime eval": NETWORK,
+    "moe-runtime tune": "needs a GPU",
+    "python -m papers data smollm2": "reads a package of 93 MB",
 }
+# pages whose commands follow one of NOT_RUN
+PAGES_NOT_RUN = {"docs/real-model.md"}
 
 
 def rows(path: Path, count: int = 16) -> None:
@@ -160,43 +108,6 @@ def benchmarks(folder: Path) -> None:
         )
         + "\n"
     )
-
-
-def real(folder: Path) -> None:
-    """A tiny model in place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a
-    size that takes seconds.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from moe_runtime.methods import xft
-    from tests.papers.test_demo_real import write_model
-
-    write_model(folder / "smollm2")
-    for name in ("SFT", "merged", "MoE"):
-        shutil.copytree(
-            folder / "smollm2",
-            folder / "runs" / "demo-real" / name,
-        )
-    model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
-    torch.manual_seed(0)
-    xft.upcycle(model, num_experts=4, top_k=2)
-    model.save_pretrained(folder / "runs" / "demo-real" / "MoE")
-    for own in (
-        fence for fence in ALL if fence.page == "docs/real-model.md" and fence.language == "yaml"
-    ):
-        text = re.sub(r"steps: \d+", "steps: 2", own.text).replace(
-            "batch_size: 8",
-            "batch_size: 4",
-        )
-        text = text.replace("held_out_rows: 40", "held_out_rows: 4").replace(
-            "validation_rows: 32", "validation_rows: 4"
-        )
-        text = text.replace(
-            "validation_rows: 16",
-            "validation_rows: 4",
-        ).replace("at_least: 48", "at_least: 6")
-        (folder / own.options["file"]).write_text(text)
 
 
 def law(folder: Path) -> None:
@@ -315,22 +226,6 @@ def study(method: str, **changes) -> Callable[[Path], None]:
     return write
 
 
-def three_domains(folder: Path) -> None:
-    """Give the fuser's study the domains that the page's table has."""
-    path = folder / "fuser" / "study.yaml"
-    values = yaml.safe_load(path.read_text())
-    sums, words = values["domains"].values()
-    values["domains"] = {
-        "prose": words,
-        "code": words | {"train": str(folder / "fuser" / "code.jsonl")},
-        "arithmetic": sums,
-    }
-    values["specialists"] = {name: {"template": "{prompt}\n"} for name in values["domains"]}
-    values["stage1"]["batch_size"] = values["stage2"]["batch_size"] = 6
-    rows(folder / "fuser" / "code.jsonl")
-    path.write_text(yaml.safe_dump(values))
-
-
 def small_table(command: str, folder: str) -> dict[str, str]:
     """Return what makes a paper's table small: one seed of the study in a folder."""
     return {
@@ -395,15 +290,6 @@ FLOWS = {
             "--out runs/": "--max-new-tokens 4 --out runs/",
         },
     ),
-    "docs/real-model.md": Flow(
-        (real,),
-        {
-            "data tasks tasks": "data tasks tasks --train 12 --held-out 4",
-            "--train 400": "--train 48",
-            "eval runs/": "eval --max-new-tokens 4 runs/",
-            "--seeds 3": "--seeds 1",
-        },
-    ),
     "docs/performance.md": Flow(
         smaller={"--only layer,step": "--only merging --tiny --out bench.json"}
     ),
@@ -419,7 +305,7 @@ FLOWS = {
         {"weights --seeds 1": "weights --seeds 1 --recipe fuser/study.yaml"},
     ),
     "docs/ultrafuser.md": Flow(
-        (specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")
+        (specialists, study("fuser")), small_table("ultrafuser ablate", "fuser")
     ),
     "docs/upit-tables.md": Flow(
         (study("upit"), mine), {"main --seeds 1": "main --seeds 1 --recipe upit/study.yaml"}
@@ -471,11 +357,10 @@ def reason_of(words: list[str]) -> str | None:
     while re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
     line = " ".join(words)
-    found = []
-    for key in NOT_RUN:
+    for key in sorted(NOT_RUN, key=len, reverse=True):
         if line == key or line.startswith(key if key.endswith("=") else f"{key} "):
-            found.append(key)
-    return max(found, key=len, default=None)
+            return key
+    return None
 
 
 def wants_a_compiler(words: list[str]) -> bool:
@@ -504,31 +389,3 @@ def run(words: list[str], monkeypatch) -> str:
         err = err.getvalue()
     assert not code, f"{' '.join(words)} ended with {code}: {out[-1000:]}{err[-3000:]}"
     return out
-
-
-def shown(fence: Fence) -> list[list[str]]:
-    """Return the cells of the markdown table that follows a block, head first; none where something
-    else follows.
-    """
-    end = fence.line + fence.text.count("\n") + 2  # the blank line below the block
-    found = []
-    for line in (ROOT / fence.page).read_text().splitlines()[end:]:
-        if not line.startswith("|"):
-            break
-        found.append([cell.strip() for cell in line.strip("|").split("|")])
-    return found[:1] + found[2:]
-
-
-def check_table(table: list[list[str]], printed: str) -> None:
-    """Assert that what a command printed has the columns and the rows that the page shows of it,
-    names that is.
-    """
-    head, *rows = table
-    lines = []
-    for line in printed.splitlines():
-        lines.append(re.split(r" {2,}", line.strip()))
-    heads = [i for i, cells in enumerate(lines) if set(head) <= set(cells)]
-    assert heads, f"no line of what was printed has the columns {', '.join(head)}"
-    names = [cells[0] for cells in lines[heads[0] + 1 :]]
-    missing = [row[0] for row in rows if row[0] not in names]
-    assert not missing, f"what was printed has no row {', '.join(missing)}"

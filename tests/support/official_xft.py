@@ -4,11 +4,14 @@ them, in plain float32.
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 KINDS = ("weight_gate", "weight_up", "weight_down")
 XFT = "TopKUniversalBalancedNoisyGate"
@@ -67,42 +70,35 @@ WEIGHTED = {
 
 def shapes(values: dict, stage: str = "moe") -> dict[str, tuple[int, ...]]:
     """The names and shapes of all tensors; a weighted model's experts are not among them."""
-    H, I, V, E = (
-        values[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "num_experts")
-    )
+    H = values["hidden_size"]
+    I = values["intermediate_size"]
+    V = values["vocab_size"]
     kv = H // values["num_attention_heads"] * values["num_key_value_heads"]
-    R = E - (values["gate_type"] != VANILLA)
+    R = values["num_experts"] - (values["gate_type"] != VANILLA)
+    layer = {f"self_attn.{name}_proj.weight": (H, H) for name in "qo"}
+    layer |= {f"self_attn.{name}_proj.weight": (kv, H) for name in "kv"}
+    layer |= {"input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,)}
+    if stage == "weighted":
+        layer["mlp.average_weights"] = (R,)
+        layer |= {"mlp.gate_proj.weight": (I, H), "mlp.up_proj.weight": (I, H)}
+        layer["mlp.down_proj.weight"] = (H, I)
+    else:
+        if values["gate_network"] == "mlp":
+            layer["mlp.gate.gate_network.0.weight"] = (R, H)
+            layer["mlp.gate.gate_network.2.weight"] = (R, R)
+        else:
+            layer["mlp.gate.gate_network.weight"] = (R, H)
+        if values["gate_add_noise"]:
+            layer["mlp.gate.weight_noise.weight"] = (R, H)
+        for kind in KINDS:
+            for e in range(values["num_experts"]):
+                shape = (H, I) if kind == "weight_down" else (I, H)
+                layer[f"mlp.calculator.experts.{kind}.{e}.weight"] = shape
     out = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
     if not values["tie_word_embeddings"]:
         out["lm_head.weight"] = (V, H)
-    for layer in range(values["num_hidden_layers"]):
-        names = {}
-        for name, rows in zip("qkvo", (H, kv, kv, H)):
-            names[f"self_attn.{name}_proj.weight"] = (rows, H)
-        names |= {
-            "input_layernorm.weight": (H,),
-            "post_attention_layernorm.weight": (H,),
-        }
-        if stage == "weighted":
-            names |= {"mlp.average_weights": (R,)}
-            names |= {
-                "mlp.gate_proj.weight": (I, H),
-                "mlp.up_proj.weight": (I, H),
-                "mlp.down_proj.weight": (H, I),
-            }
-        else:
-            network = {
-                "mlp": {".0": (R, H), ".2": (R, R)},
-                "linear": {"": (R, H)},
-            }[values["gate_network"]]
-            names |= {
-                f"mlp.gate.gate_network{part}.weight": shape for part, shape in network.items()
-            }
-            names |= {"mlp.gate.weight_noise.weight": (R, H)} if values["gate_add_noise"] else {}
-            for kind in KINDS:
-                shape = (H, I) if kind == "weight_down" else (I, H)
-                names |= {f"mlp.calculator.experts.{kind}.{e}.weight": shape for e in range(E)}
-        out |= {f"model.layers.{layer}.{name}": shape for name, shape in names.items()}
+    for number in range(values["num_hidden_layers"]):
+        out |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return out
 
 
@@ -113,10 +109,12 @@ def draw(
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in named.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[name] = (
-            1 + noise / 8 if "norm" in name else noise / 5 if len(shape) > 1 else noise
-        ).to(dtype)
+        tensor = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            tensor = 1 + tensor / 8
+        elif len(shape) > 1:
+            tensor = tensor / 5
+        tensors[name] = tensor.to(dtype)
     return tensors
 
 
@@ -164,19 +162,28 @@ def _write(folder: Path, values: dict, tensors: dict, form: str) -> None:
             tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=form == "bin"
         )
     else:
-        names = list(tensors)
-        n = 3
         place = {}
-        for i, name in enumerate(names):
-            place[name] = f"pytorch_model-{i * n // len(names) + 1:05d}-of-{n:05d}.bin"
-        for file in set(place.values()):
-            torch.save(
-                {name: tensors[name] for name in names if place[name] == file}, folder / file
-            )
+        for i in range(3):
+            file = f"pytorch_model-{i + 1:05d}-of-00003.bin"
+            part = dict(list(tensors.items())[i::3])
+            torch.save(part, folder / file)
+            place |= dict.fromkeys(part, file)
         index = {"metadata": {}, "weight_map": place}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
+class Mlp(nn.Module):
+    """An MLP that computes what a function says."""
+
+    def __init__(self, compute: Callable):
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x)
+
+
+@torch.no_grad()
 def forward(
     values: dict,
     tensors: dict,
@@ -189,83 +196,34 @@ def forward(
 
     `experts` are a weighted model's; `eps` [T, R] of each layer are the noise of a training step.
     """
-    # the MoE's attention has its own, whatever the config says
-    rope = values["rope_theta"] if experts else 10000.0
-    x = tensors["model.embed_tokens.weight"][ids]
-    losses = torch.zeros(())
-    for layer in range(values["num_hidden_layers"]):
-        own = {}
-        for k, v in tensors.items():
-            if f".layers.{layer}." in k:
-                own[k.removeprefix(f"model.layers.{layer}.")] = v
-        x = x + attention(
-            values,
-            own,
-            norm(values, x, own["input_layernorm.weight"]),
-            rope,
-        )
-        h = norm(values, x, own["post_attention_layernorm.weight"])
-        if experts:
-            x = x + mixed_mlp(
-                values,
-                own["mlp.average_weights"],
-                experts[layer],
-                h,
-            )
-        else:
-            out, loss = moe(
-                values,
-                own,
-                h.flatten(0, 1),
-                None if eps is None else eps[layer],
-            )
-            x = x + out.view_as(x)
-            losses = losses + loss
-    head = "model.embed_tokens.weight" if values["tie_word_embeddings"] else "lm_head.weight"
-    return norm(values, x, tensors["model.norm.weight"]) @ tensors[head].T, losses
+    # the MoE's attention has its own base, whatever the config says
+    rope = {"rope_type": "default", "rope_theta": values["rope_theta"] if experts else 10000.0}
+    scaling = values["rope_scaling"]
+    if scaling:
+        rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
+    own = {key: value for key, value in values.items() if not key.startswith("rope_")}
+    model = LlamaForCausalLM(LlamaConfig(**own, rope_parameters=rope)).eval()
+    losses = []
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp = Mlp(_compute(values, tensors, number, experts, eps, losses))
+    model.load_state_dict({k: v.float() for k, v in tensors.items() if ".mlp." not in k}, False)
+    return model(ids).logits, sum(losses, torch.zeros(()))
 
 
-def norm(values: dict, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return weight * x / (x.square().mean(-1, keepdim=True) + values["rms_norm_eps"]).sqrt()
+def _compute(values: dict, tensors: dict, number: int, experts, eps, losses: list) -> Callable:
+    """Return the function of a layer's MLP, which appends its balance loss to `losses`."""
+    start = f"model.layers.{number}."
+    own = {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
 
+    def routed(x: torch.Tensor) -> torch.Tensor:
+        out, loss = moe(values, own, x.flatten(0, 1), eps[number] if eps else None)
+        losses.append(loss)
+        return out.view_as(x)
 
-def attention(values: dict, own: dict, x: torch.Tensor, base: float) -> torch.Tensor:
-    """Causal attention with rotary positions; each key and value head serves a group of query
-    heads.
-    """
-    B, S, H = x.shape
-    heads = values["num_attention_heads"]
-    d = H // values["num_attention_heads"]
-    scaling = values["rope_scaling"] or {"type": "none", "factor": 1.0}
-    factor = scaling["factor"]
-    longest = values["max_position_embeddings"]
-    if scaling["type"] == "dynamic" and longest < S:
-        base = base * (factor * S / longest - (factor - 1)) ** (d / (d - 2))
-    position = torch.arange(S) / (factor if scaling["type"] == "linear" else 1.0)
-    angle = position[:, None] * base ** (-torch.arange(0, d, 2) / d)
-    rotation = torch.polar(torch.ones_like(angle), angle)  # feature i turns with feature i + d / 2
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        return mixed_mlp(values, own["mlp.average_weights"], experts[number], x)
 
-    def project(name: str, turn: bool) -> torch.Tensor:
-        y = (
-            (x @ own[f"self_attn.{name}_proj.weight"].T)
-            .view(B, S, -1, d)
-            .transpose(
-                1,
-                2,
-            )
-        )
-        if turn:
-            y = torch.complex(*y.chunk(2, -1)) * rotation
-            y = torch.cat([y.real, y.imag], -1)
-        return y.repeat_interleave(heads // y.shape[1], 1)
-
-    q = project("q", True)
-    k = project("k", True)
-    v = project("v", False)
-    score = q @ k.transpose(2, 3) / math.sqrt(d) + torch.full((S, S), -math.inf).triu(1)
-    return (score.softmax(-1) @ v).transpose(1, 2).reshape(B, S, H) @ own[
-        "self_attn.o_proj.weight"
-    ].T
+    return mixed if experts else routed
 
 
 def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ The steps: `specialists` -> `inputs` -> `heads` -> `model` -> `training` and `ge
 to disk, as the command line does it: `folders`, and `runs` for both stages.
 """
 
-from moe_runtime.methods.ultrafuser.folders import load, load_head, restore, save
-from moe_runtime.methods.ultrafuser.heads import FusedHead, Head
+from moe_runtime.methods.ultrafuser.folders import load, save
+from moe_runtime.methods.ultrafuser.heads import Head
 from moe_runtime.methods.ultrafuser.inputs import TEMPLATES, Encoder
 from moe_runtime.methods.ultrafuser.model import UltraFuser, UltraFuserConfig, UltraFuserOutput
 from moe_runtime.modules.fuser import FuserGate, FuserLoss, fuser_loss
@@ -22,7 +22,6 @@ from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
 __all__ = [
     "TEMPLATES",
     "Encoder",
-    "FusedHead",
     "FuserGate",
     "FuserLoss",
     "Head",
@@ -33,7 +32,5 @@ __all__ = [
     "fused_cross_entropy",
     "fuser_loss",
     "load",
-    "load_head",
-    "restore",
     "save",
 ]

@@ -11,29 +11,22 @@ specialists/<name>      a copied specialist: a transformers folder with its toke
 tokenizers/<name>       the tokenizer of a specialist that is not copied
 
     save, load     a fused model to a folder and back
-    restore        a Trainer's checkpoint into a fused model
-    load_head      gate and heads alone, for engines that run the specialists elsewhere (App. B):
-                   per token the engines' last
-                   hidden states are mixed to logits, one token is drawn, and all engines continue
-                   from it
     fuse_folders   specialists' folders -> a fused model's folder, with an untrained gate
     answer         a fused model's folder and prompts -> answers
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import AfterValidator, BaseModel, ValidationError
-from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.models.configuration import write_legacy_rope
-from moe_runtime.hf.models.folders import skeleton, to_saved
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
 from moe_runtime.io.console import bar
@@ -44,19 +37,16 @@ from moe_runtime.io.files import (
     is_plain_name,
     read_json,
 )
-from moe_runtime.methods.ultrafuser.heads import FusedHead, Head, head_of
 from moe_runtime.methods.ultrafuser.inputs import check_tokenizers
 from moe_runtime.methods.ultrafuser.model import UltraFuser
 from moe_runtime.methods.ultrafuser.specialists import (
-    encoder_of,
     fingerprint,
-    has_changed,
     one_each,
     open_model,
     tokenizers_of,
     unsaved_reason,
 )
-from moe_runtime.modules.fuser import GATES, FuserGate
+from moe_runtime.modules.fuser import GATES
 
 CONFIG = "fuser_config.json"
 GATE = "gate.safetensors"
@@ -73,13 +63,11 @@ def save(
     *,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
-    progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Save the gate and the specialists, as paths ("reference") or as copies ("copy"), to a folder
     for `load`.
 
-    If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes
-    that are copied.
+    If several processes hold the whole model, one calls.
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
@@ -88,7 +76,6 @@ def save(
     others = [path for path in paths if copies not in Path(path or "").resolve().parents]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     described = []
-    total = 0
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
         if any(hasattr(module, "base_layer") for module in model.modules()):
             raise ValueError(
@@ -100,7 +87,6 @@ def save(
             raise ValueError(
                 f"Specialist {name!r} {reason}. Use specialists='copy' or another folder"
             )
-        total += sum(parameter.nbytes for parameter in model.parameters())
         described.append(
             {
                 "name": name,
@@ -110,7 +96,6 @@ def save(
                 "weights": fuser.fingerprints[s],
             }
         )
-    done = 0
     with atomic_folder(folder, overwrite) as tmp:
         for s, (one, model) in enumerate(zip(described, fuser.specialists, strict=True)):
             target = tmp / TOKENIZERS / one["name"]
@@ -120,9 +105,6 @@ def save(
                 model.save_pretrained(target, max_shard_size=max_shard_size)
                 write_legacy_rope(target)
                 one["weights"] = fingerprint(model)
-                done += sum(parameter.nbytes for parameter in model.parameters())
-                if progress is not None:
-                    progress(done, total)
             if fuser.encoder is not None:
                 fuser.encoder.tokenizers[s].save_pretrained(target)
         state = fuser.gate.state_dict()
@@ -154,8 +136,8 @@ def load(
 
     `dtype` defaults to the saved one; `device` is one for all or one for each.
     """
-    config = read(folder)
-    parts = locate(folder, config, specialists or {})
+    saved = read(folder, specialists or {})
+    parts = saved.specialists
     devices = one_each("device", device, len(parts))
     tokenizers = list(map(saved_tokenizer, parts))
     models = []
@@ -167,9 +149,9 @@ def load(
         [part.template for part in parts],
         tokenizer=tokenizers,
         names=[part.name for part in parts],
-        gate=config["gate"]["kind"],
-        joint=config["gate"]["joint"],
-        loss_reduction=config["loss_reduction"],
+        gate=saved.gate.kind,
+        joint=saved.gate.joint,
+        loss_reduction=saved.loss_reduction,
     )
     fuser.opened = set(range(len(parts)))
     _check_weights(fuser, parts)
@@ -177,9 +159,6 @@ def load(
     if Path(folder, GENERATION_CONFIG_NAME).is_file():
         fuser.generation_config = GenerationConfig.from_pretrained(folder)
     return fuser.eval()
-
-
-UltraFuser._load = staticmethod(load)
 
 
 def _plain_name(name: str) -> str:
@@ -193,80 +172,63 @@ class _Gate(BaseModel):
     joint: bool
 
 
-class _Specialist(BaseModel):
+class Part(BaseModel):
+    """A specialist's entry in fuser_config.json."""
+
     name: Annotated[str, AfterValidator(_plain_name)]
     path: str
     template: str | None
     dtype: str
     weights: str | None
+    tokenizer: Path | None = None  # its folder, which is not in the file
 
 
-class _Saved(BaseModel):
+class Saved(BaseModel):
     """The content of fuser_config.json."""
 
     format: Literal[FORMAT]
     gate: _Gate
     loss_reduction: str
-    specialists: list[_Specialist]
+    specialists: list[Part]
 
 
-class Part(NamedTuple):
-    """A specialist's entry in fuser_config.json."""
+def read(folder: str | os.PathLike, moved: Mapping[str, str | os.PathLike] = {}) -> Saved:
+    """Return a folder's fuser_config.json, with the specialists' paths as they are now.
 
-    name: str
-    path: str
-    template: str | None
-    dtype: str
-    weights: str | None
-    tokenizer: Path | None  # its folder
-
-
-def read(folder: str | os.PathLike) -> dict[str, Any]:
-    """Return a folder's fuser_config.json; raises ValueError for other folders and formats."""
+    `moved` maps names to new folders. Raises ValueError for other folders and formats, missing
+    specialists, and unknown names in `moved`.
+    """
     path = Path(folder) / CONFIG
     values = read_json(path)
     try:
-        _Saved.model_validate(values)
+        saved = Saved.model_validate(values)
     except ValidationError as error:
         raise ValueError(
             f"{path} must have format {FORMAT} with gate, loss_reduction and specialists, as "
             f"written by ultrafuser.save, but has format {shown(values.get('format'))} or other "
             "fields. A newer moe_runtime may have written it"
         ) from error
-    return values
-
-
-def locate(
-    folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str | os.PathLike]
-) -> list[Part]:
-    """Return the specialists of a folder; raises ValueError for missing ones and for unknown names
-    in `moved`.
-    """
-    names = [one["name"] for one in values["specialists"]]
-    unknown = sorted(set(moved) - set(names))
-    if unknown:
-        raise ValueError(
-            f"specialists must be named {', '.join(names)}, but got {', '.join(unknown)}"
-        )
-    parts = []
-    for one in values["specialists"]:
-        name = one["name"]
-        path = os.fspath(moved.get(name, one["path"]))
-        copied = Path(folder, COPIES, name)
-        if name not in moved and path == f"{COPIES}/{name}":
-            path = str(copied)
-        is_local = os.path.isabs(path) or name in moved or path == str(copied)
-        if is_local and not Path(path, "config.json").is_file():
+    names = [part.name for part in saved.specialists]
+    for name in moved:
+        check_choice("specialist", name, names)
+    for part in saved.specialists:
+        copied = Path(folder, COPIES, part.name)
+        is_local = True
+        if part.name in moved:
+            part.path = os.fspath(moved[part.name])
+        elif part.path == f"{COPIES}/{part.name}":
+            part.path = str(copied)
+        else:
+            is_local = os.path.isabs(part.path)
+        if is_local and not Path(part.path, "config.json").is_file():
             raise ValueError(
-                f"Specialist {name!r} of {str(folder)!r} was not found at {path}. Put its folder "
-                f"there, or pass specialists={{{name!r}: its folder}}"
+                f"Specialist {part.name!r} of {str(folder)!r} was not found at {part.path}. Put "
+                f"its folder there, or pass specialists={{{part.name!r}: its folder}}"
             )
-        tokenizer = None
-        for place in (Path(folder, TOKENIZERS, name), copied):
+        for place in (Path(folder, TOKENIZERS, part.name), copied):
             if (place / "tokenizer_config.json").is_file():
-                tokenizer = place
-        parts.append(Part(name, path, one["template"], one["dtype"], one["weights"], tokenizer))
-    return parts
+                part.tokenizer = place
+    return saved
 
 
 def saved_tokenizer(part: Part):
@@ -307,86 +269,6 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
             tensor.copy_(checkpoint.get(name))
 
 
-@torch.no_grad()
-def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
-    """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in
-    place, tensor by tensor.
-    """
-    state = fuser.state_dict()
-    with Checkpoint(checkpoint) as saved:
-        specs = saved.specs()
-        absent = set(fuser.all_tied_weights_keys)
-        for s, name in enumerate(fuser.names):
-            prefix = f"specialists.{s}."
-            if any(key.startswith(prefix) for key in specs):
-                continue
-            # a checkpoint leaves out the specialists that have not changed
-            if has_changed(fuser, s):
-                raise ValueError(
-                    f"Checkpoint {str(checkpoint)!r} does not contain specialist {name!r}, which "
-                    "has changed here. Use a fuser of the original specialists"
-                )
-            absent |= {key for key in state if key.startswith(prefix)}
-        expected = {}
-        for key, tensor in state.items():
-            if key in specs:
-                expected[key] = TensorSpec(tuple(tensor.shape), specs[key].dtype)
-            elif key not in absent:
-                expected[key] = TensorSpec(tuple(tensor.shape), tensor.dtype)
-        check_keys(specs, expected, source=checkpoint)
-        for key in specs:
-            state[key].copy_(saved.get(key))
-    return fuser
-
-
-def load_head(
-    folder: str | os.PathLike,
-    *,
-    specialists: Mapping[str, str | os.PathLike] | None = None,
-    device: torch.device | str | None = None,
-) -> FusedHead:
-    """Load gate and heads from a folder that `ultrafuser.save` wrote; nothing else of the
-    specialists is read.
-
-    `specialists` is as in `load`. Raises ValueError as `load` does, except for changed specialists.
-    """
-    values = read(folder)
-    parts = locate(folder, values, specialists or {})
-    heads = list(map(_open, parts))
-    linears = [head.linear for head in heads]
-    encoder = encoder_of(
-        list(map(saved_tokenizer, parts)),
-        [part.template for part in parts],
-        [part.name for part in parts],
-        min(linear.out_features for linear in linears),
-    )
-    sizes = [linear.in_features for linear in linears]
-    gate = FuserGate(sizes, kind=values["gate"]["kind"], joint=values["gate"]["joint"])
-    fused = FusedHead(gate, heads, encoder)
-    load_gate(fused, folder)
-    if device is not None:
-        fused = fused.to(device)
-    return fused.eval()
-
-
-@torch.no_grad()
-def _open(part: Part) -> Head:
-    """Return a model with the weights of a specialist's head only."""
-    model = skeleton(ranks.load_config(part.path, f"specialist {part.name!r}"))
-    head = head_of(model, part.name)
-    prefix = next(name for name, module in model.named_modules() if module is head.linear)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    with Checkpoint(part.path) as checkpoint:
-        for name, parameter in list(head.linear.named_parameters()):
-            key = f"{prefix}.{name}"
-            saved = next(iter(to_saved(model, {key: parameter})))
-            if saved not in checkpoint and key in tied:
-                saved = next(iter(to_saved(model, {tied[key]: parameter})))
-            tensor = checkpoint.get(saved).to(getattr(torch, part.dtype))
-            setattr(head.linear, name, nn.Parameter(tensor, requires_grad=False))
-    return head
-
-
 class FuseReceipt(NamedTuple):
     """Result of `fuse_folders`."""
 
@@ -425,24 +307,9 @@ def fuse_folders(
     fuser = UltraFuser(
         list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None
     )
-    with bar("copying", "B") as update:
-        path = save(
-            fuser,
-            out,
-            specialists="copy" if copy else "reference",
-            overwrite=overwrite,
-            progress=update,
-        )
+    how = "copy" if copy else "reference"
+    path = save(fuser, out, specialists=how, overwrite=overwrite)
     return FuseReceipt(path, fuser.names, sum(p.numel() for p in fuser.gate.parameters()))
-
-
-def link(path: str | Path, target: str | Path) -> None:
-    """Point the symbolic link `path` at `target`, a folder below its own, atomically."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(Path(target).relative_to(path.parent))
-    os.replace(beside, path)
 
 
 def answer(
@@ -466,21 +333,11 @@ def answer(
     if batch_size is not None:
         order.sort(key=lambda i: -max(map(len, fuser.encoder.prompt(prompts[i], system))))
     size = batch_size or max(len(prompts), 1)
-    starts = range(0, len(order), size)
-    tokens = settings.get("max_new_tokens", 0)
     answers = {}
-    done = 0
-    with bar("answering", "token") as update:
-
-        def count(ids: torch.Tensor, scores, **_) -> torch.Tensor:
-            update(done + ids.shape[1], tokens * len(starts))
-            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # stops no answer
-
-        for i in starts:
+    with bar("answering", "prompt") as update:
+        for i in range(0, len(order), size):
+            update(i, len(order))
             batch = order[i : i + size]
-            texts = fuser.complete(
-                [prompts[j] for j in batch], system=system, stopping_criteria=[count], **settings
-            )
+            texts = fuser.complete([prompts[j] for j in batch], system=system, **settings)
             answers |= dict(zip(batch, texts, strict=True))
-            done += tokens
     return [answers[i] for i in range(len(prompts))]

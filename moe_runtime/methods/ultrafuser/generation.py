@@ -18,8 +18,6 @@ from moe_runtime.methods.ultrafuser.inputs import check_answers
 
 # arguments of transformers' generate that ours sets
 _TAKEN = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values"}
-# settings that need the prompts or the states of one model, and their only value here
-_PLAIN = {"guidance_scale": 1, "output_hidden_states": False, "output_attentions": False}
 
 
 class FuserCache(Cache):
@@ -72,9 +70,6 @@ class FuserGeneration(GenerationMixin):
         """
         settings = kwargs.get("generation_config") or self.generation_config
         odd = sorted(_TAKEN & kwargs.keys())
-        for name, plain in _PLAIN.items():
-            if kwargs.get(name, getattr(settings, name, None)) not in (None, plain):
-                odd.append(name)
         if odd:
             raise ValueError(
                 f"{odd[0]} is not supported, as each specialist has a separate prompt and state. "
@@ -84,7 +79,7 @@ class FuserGeneration(GenerationMixin):
         rows = len(prompts[0][0])
         device = self.gate.score.weight.device
         start = prompts[0][0].new_empty(rows, 0) if response_ids is None else response_ids
-        check_answers(start, rows, self.config.vocab_size, least=0)
+        check_answers(start, rows)
         if labels is not None and (labels == -100).any():
             raise ValueError(
                 "response_ids must not be padded. Pass beginnings of the same length, or one "
@@ -92,7 +87,8 @@ class FuserGeneration(GenerationMixin):
             )
         caches = []
         if kwargs.pop("use_cache", settings.use_cache) is not False:
-            caches = self._new_caches()
+            for model in self.specialists:
+                caches.append(DynamicCache(config=model.config.get_text_config(decoder=True)))
         ids = []
         masks = []
         for model, (of_model, mask) in zip(self.specialists, prompts, strict=True):
@@ -128,22 +124,6 @@ class FuserGeneration(GenerationMixin):
         settings.eos_token_id = ends or None
         if settings.pad_token_id is None and ends:
             settings.pad_token_id = ends[0]
-
-    def _new_caches(self) -> list[Cache]:
-        """Return an empty cache for each specialist; raises ValueError for caches that do not count
-        tokens.
-        """
-        caches = []
-        for name, model in zip(self.names, self.specialists, strict=True):
-            caches.append(DynamicCache(config=model.config.get_text_config(decoder=True)))
-            try:
-                caches[-1].get_seq_length()
-            except ValueError as error:
-                raise ValueError(
-                    f"The cache of specialist {name!r} ({type(model).__name__}) does not count "
-                    "tokens. Pass use_cache=False"
-                ) from error
-        return caches
 
     def complete(self, prompts: Sequence, *, system: str | None = None, **kwargs) -> list[str]:
         """Return the answers to prompts, texts or chats, as text without special tokens; `kwargs`

@@ -7,7 +7,7 @@ Padding must not be seen: `padding_error` detects models that ignore the mask (R
 RecurrentGemma). Cohere and Granite scale, Gemma caps, Phi has a bias. If no specialist caps or has
 a bias and all are on one device in one dtype, the loss is `ops.fusion`'s, which never stores the
 logits. Otherwise it runs the specialists' own heads on chunks of tokens, each recomputed in the
-backward pass. `FusedHead` is only gate and heads, for engines that run the specialists elsewhere.
+backward pass.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss
 from moe_runtime.ops.fusion import fuse_logits, mix
 
@@ -239,33 +238,3 @@ def loss_of(
             "adapter, or they differ in device or dtype"
         )
     return chunked_loss(gate, hidden, heads, labels, reduction=reduction)
-
-
-class Mixed(NamedTuple):
-    """Output of `FusedHead`; sample the next token from the logits."""
-
-    logits: torch.Tensor  # [..., V] float32
-    weight: torch.Tensor  # [..., S] float32
-
-
-class FusedHead(nn.Module):
-    """Turns last hidden states into mixed logits; `encoder`, if the folder has tokenizers, makes
-    each engine's prompt.
-    """
-
-    def __init__(self, gate: FuserGate, heads: Sequence[Head], encoder: Encoder | None):
-        super().__init__()
-        self.gate = gate
-        self.linears = nn.ModuleList(head.linear for head in heads)
-        self.encoder = encoder
-        self._heads = list(heads)
-
-    @torch.no_grad()
-    def forward(self, hidden: Sequence[torch.Tensor]) -> Mixed:
-        """Mix the logits of S states [..., H_s], each after its model's final norm; the output is
-        on the gate's device.
-        """
-        pairs = zip(hidden, self.linears, strict=True)
-        hidden = [h.to(linear.weight.dtype) for h, linear in pairs]
-        weight = gate_weight(self.gate, hidden)
-        return Mixed(logits_of(self._heads, hidden, weight), weight)

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from moe_runtime.ops._torch_private import is_fake
-
 # Table 7; the tokenizer puts a BOS before a text template, which is the <s> of CodeLlama's
 TEMPLATES = {
     "ultralm": "User: {prompt}\nAssistant:",
@@ -40,16 +38,13 @@ def check_template(template: str, tokenizer=None) -> str:
     prompt.
     """
     text = TEMPLATES.get(template, template)
-    problem = ""
     if text == CHAT:
-        is_usable = tokenizer is None or tokenizer.chat_template
-        problem = ", but the tokenizer has no chat template"
-    else:
-        is_usable = isinstance(text, str) and "{prompt}" in text
-    if not is_usable:
+        if tokenizer is not None and not tokenizer.chat_template:
+            raise ValueError("template is 'chat', but the tokenizer has no chat template")
+    elif "{prompt}" not in text:
         raise ValueError(
-            f"template is {template!r}{problem}. Use {', '.join(map(repr, (*TEMPLATES, CHAT)))} or "
-            "a text with {prompt} and optionally {system}"
+            f"template is {template!r}. Use {', '.join(map(repr, (*TEMPLATES, CHAT)))} or a text "
+            "with {prompt} and optionally {system}"
         )
     return text
 
@@ -60,27 +55,23 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
     """
     first = tokenizers[0]
     tokens = _tokens(first, vocab_size)
+    text = first.encode(TEXT, add_special_tokens=False)
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
         others = _tokens(tokenizer, vocab_size)
         problem = None
         if tokenizer.eos_token_id != first.eos_token_id:
             problem = f"eos_token of {name!r} is {tokenizer.eos_token!r}, but {first.eos_token!r}"
-        for i in sorted(tokens.keys() & others.keys()):
-            if tokens[i] != others[i]:
-                problem = f"id {i} of {name!r} is {others[i]!r}, but {tokens[i]!r}"
-                break
+        differing = [i for i in tokens.keys() & others.keys() if tokens[i] != others[i]]
+        if differing:
+            i = min(differing)
+            problem = f"id {i} of {name!r} is {others[i]!r}, but {tokens[i]!r}"
+        # a vocabulary that is a prefix of another may still encode text differently
+        if problem is None and tokenizer.encode(TEXT, add_special_tokens=False) != text:
+            problem = f"{name!r} encodes a text to other ids than is the case"
         if problem is not None:
             raise ValueError(
                 f"{problem} for {names[0]!r}. Specialists must have the same vocabulary and "
                 "tokenizer.eos_token"
-            )
-        # a vocabulary that is a prefix of another may still encode text differently
-        text = first.encode(TEXT, add_special_tokens=False)
-        if tokenizer.encode(TEXT, add_special_tokens=False) != text:
-            raise ValueError(
-                f"The tokenizers of {name!r} and {names[0]!r} encode the same text differently, "
-                f"with {len(tokenizer)} and {len(first)} tokens. Specialists must have the same "
-                "vocabulary"
             )
 
 
@@ -157,16 +148,12 @@ class Encoder:
         """Return UltraFuser.forward's inputs for B `prompts`, and for their answers if there are
         `responses`.
         """
-        is_text = isinstance(prompts, str) or isinstance(responses, str)
-        is_one_each = responses is None or len(responses) == len(prompts)
-        if is_text or not is_one_each or not len(prompts):
-            raise ValueError(
-                "Expected a list of at least one prompt, and None or one response for each, but "
-                f"prompts is {prompts!r} and responses is {responses!r}"
-            )
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"prompts must be a list of at least one prompt, but got {prompts!r}")
         rows = [{"prompt_ids": self.prompt(prompt, system)} for prompt in prompts]
-        for row, response in zip(rows, responses or (), strict=False):
-            row["response_ids"] = self.answer(response, end)
+        if responses is not None:
+            for row, response in zip(rows, responses, strict=True):
+                row["response_ids"] = self.answer(response, end)
         return self.collate(rows)
 
     def collate(self, rows: Sequence[Mapping]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
@@ -194,28 +181,20 @@ def _padded(lists: Sequence[Sequence[int]], filler: int, side: str) -> torch.Ten
     return pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side=side)
 
 
-def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[str, str]]:
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    is_chat = isinstance(prompt, Sequence) and all(map(_is_turn, prompt))
-    roles = [turn["role"] for turn in prompt] if is_chat else []
-    if roles[-1:] != ["user"] or (system is not None and roles[0] == "system"):
-        raise ValueError(
-            "Expected a text, or messages with role and content that end with the user's, and at "
-            f"most one system text, but prompt is {prompt!r} and system is {system!r}"
-        )
-    messages = [dict(turn) for turn in prompt]
+def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[Mapping[str, str]]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
+    roles = [turn["role"] for turn in messages]
+    if roles[-1:] != ["user"] or "system" in roles[1:]:
+        raise ValueError(
+            "Expected a text, or messages that end with the user's, and at most one system text, "
+            f"but prompt is {prompt!r} and system is {system!r}"
+        )
     return messages
 
 
-def _is_turn(turn) -> bool:
-    is_mapping = isinstance(turn, Mapping)
-    return is_mapping and "role" in turn and isinstance(turn.get("content"), str)
-
-
-def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[int]:
+def _text_ids(tokenizer, template: str, messages: list[Mapping[str, str]]) -> list[int]:
     values = {"system": "", "prompt": messages[-1]["content"]}
     if messages[0]["role"] == "system" and "{system}" in template:
         values["system"] = messages[0]["content"]
@@ -235,51 +214,28 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
     return [*bos, *ids] if puts_bos and ids[:1] != bos else ids
 
 
-def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists'
-    numbers of ids.
-    """
+def check_prompts(ids, mask, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return prompts and masks of `count` specialists, S of [B, P_s], padded on the left."""
     ids = list(ids or ())
     mask = list(mask or ())
-    fits = len(ids) == len(mask) == len(sizes)
-    for i, m, size in zip(ids, mask, sizes, strict=False):
-        fits = fits and i.dim() == 2 and i.shape[1] > 0 and i.shape == m.shape
-        fits = fits and len(i) == len(ids[0]) and _are_ids(i, size)
-        if fits and _has_values(m):
-            fits = bool(m.bool().any(1).all())  # at least one token in each prompt
-    if not fits:
-        shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (ids, mask)]
+    shapes = [tuple(tensor.shape) for tensor in ids]
+    of_mask = [tuple(tensor.shape) for tensor in mask]
+    fits = len(shapes) == count and shapes == of_mask
+    if not fits or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
         raise ValueError(
-            f"Expected prompt_ids and prompt_mask as from fuser.encode, {len(sizes)} tensors [B, "
-            "P_s] each with at least one token per prompt and ids below "
-            f"{', '.join(map(str, sizes))}, but got {shapes[0]} and {shapes[1]}"
+            f"Expected prompt_ids and prompt_mask as from fuser.encode, {count} tensors [B, P_s] "
+            f"each, but got {shapes} and {of_mask}"
         )
     return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
 
 
-def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: int = 1) -> None:
-    """Raise ValueError unless `ids` are answers [rows, R >= least] of ids that all specialists
-    have.
-    """
-    shape = None if ids is None else tuple(ids.shape)
-    fits = ids is not None and ids.dim() == 2 and len(ids) == rows and ids.shape[1] >= least
-    if not fits or not _are_ids(ids, vocab_size):
+def check_answers(ids: torch.Tensor | None, rows: int) -> None:
+    """Raise ValueError unless `ids` are answers [rows, R]."""
+    if ids is None or ids.dim() != 2 or len(ids) != rows:
         raise ValueError(
-            f"Expected response_ids [{rows}, R], one row per prompt, with ids from 0 to "
-            f"{vocab_size - 1}, including padding, but got {shape}"
+            f"Expected response_ids [{rows}, R], one row per prompt, but got "
+            f"{ids if ids is None else tuple(ids.shape)}"
         )
-
-
-def _are_ids(ids: torch.Tensor, size: int) -> bool:
-    """Return whether ids are from 0 to `size` - 1; only ids on the CPU are checked."""
-    return not _has_values(ids) or not ids.numel() or bool(ids.min() >= 0 and ids.max() < size)
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on the CPU, where reading is cheap, and not a fake tensor without
-    data.
-    """
-    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def left_padded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,9 @@ no_grad and in eval mode (`freeze_specialists`), stage 2 everything (`train_all`
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -36,7 +36,6 @@ from moe_runtime.methods.ultrafuser.heads import (
 from moe_runtime.methods.ultrafuser.inputs import check_answers, check_prompts, check_template
 from moe_runtime.methods.ultrafuser.specialists import (
     check_specialists,
-    device_map,
     encoder_of,
     fingerprint,
     names_of,
@@ -93,7 +92,6 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     """
 
     config_class = UltraFuserConfig
-    _load: ClassVar[Callable]  # `folders.load`, set by that module, which imports this one
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -178,7 +176,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         Trainer then leaves them in place, and accelerate refuses to copy the model to several
         processes.
         """
-        places = device_map(self)
+        places = {"gate": str(self.gate.score.weight.device)}
+        for s, model in enumerate(self.specialists):
+            places[f"specialists.{s}"] = str(device_of(model.get_input_embeddings()))
         if len(set(places.values())) == 1:
             raise AttributeError("hf_device_map")
         return places
@@ -241,11 +241,6 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         attention_mask is ignored. Specialists may be on different devices; the output is on the
         first's.
         """
-        if getattr(self, "_is_replica", False):
-            raise ValueError(
-                "torch.nn.DataParallel is not supported. Use one process per device (torchrun), "
-                "or one device per specialist"
-            )
         if input_ids is not None:
             out = self._next_token(prompt_ids, prompt_mask, input_ids, past_key_values)
         else:
@@ -263,13 +258,12 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         """Return each specialist's prompts, padded on the left, and their masks; raises ValueError
         unless they fit.
         """
-        sizes = [len(model.get_input_embeddings().weight) for model in self.specialists]
-        return check_prompts(ids, mask, sizes)
+        return check_prompts(ids, mask, len(self.specialists))
 
     def _answers(
         self, prompts, response_ids, labels, want_logits, reduction, backend
     ) -> UltraFuserOutput:
-        check_answers(response_ids, len(prompts[0][0]), self.config.vocab_size)
+        check_answers(response_ids, len(prompts[0][0]))
         needs_labels = self.training and torch.is_grad_enabled() and not want_logits
         shape = None if labels is None else labels.shape
         if shape != response_ids.shape and (shape is not None or needs_labels):
@@ -329,30 +323,14 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
             raise ValueError("The fuser has no tokenizer. Pass tokenizer, or folders that have one")
         return self.encoder.batch(prompts, responses, system=system, end=end)
 
-    def floating_point_ops(self, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:
-        """Return FLOPs for Trainer's log: 2 per parameter and token forward, twice that backward
-        for trained specialists.
-        """
-        total = 0
-        for model, ids in zip(self.specialists, inputs["prompt_ids"], strict=True):
-            tokens = ids.numel() + inputs["response_ids"].numel()
-            parameters = model.num_parameters(exclude_embeddings=exclude_embeddings)
-            total += (6 if trains(model) else 2) * tokens * parameters
-        return total
-
     def save_pretrained(self, save_directory, *, state_dict=None, **kwargs) -> None:
         """Write a checkpoint for Trainer to resume from: the gate, and the specialists that have
         changed.
 
-        `restore` reads it; `ultrafuser.save` writes the folder that `load` reads.
+        `ultrafuser.save` writes the folder that `load` reads.
         """
         self._keys_to_ignore_on_save = unchanged_keys(self)
         # a given state dict is Trainer's, and stays complete
         state_dict = None if state_dict is None else dict(state_dict)
         kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, folder, *, specialists=None, dtype=None, device=None) -> "UltraFuser":
-        """Load a folder as `ultrafuser.load` does."""
-        return cls._load(folder, specialists=specialists, dtype=dtype, device=device)

@@ -15,7 +15,6 @@ UltraFuser (arXiv 2403.08281), Algorithm 1. It writes
 A finished stage is not run again, and one that was interrupted resumes from its last checkpoint.
 """
 
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from pydantic import model_validator
 
+from moe_runtime.hf.common.sources import check_source
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.hf.training.settings import AnyNumber, Count, Node, Schedule, Steps, Training
 from moe_runtime.io import console
@@ -31,8 +31,9 @@ from moe_runtime.io import rows as data
 from moe_runtime.io.files import atomic_write_json, files_print, read_json
 from moe_runtime.io.yaml_files import read_yaml
 from moe_runtime.methods.ultrafuser import folders
-from moe_runtime.methods.ultrafuser.inputs import Encoder, check_template, check_tokenizers
+from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.methods.ultrafuser.model import REDUCTIONS, UltraFuser
+from moe_runtime.methods.ultrafuser.specialists import encoder_of
 from moe_runtime.methods.ultrafuser.training import (
     cast,
     encode_rows,
@@ -44,6 +45,7 @@ from moe_runtime.methods.ultrafuser.training import (
 from moe_runtime.modules.fuser import GATES
 
 SETTINGS = "settings.json"
+STAGES = ("gate", "model")  # the names of their folders
 # settings that may change when a run is resumed
 NOT_COMPARED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
 
@@ -91,16 +93,12 @@ class FuserConfig(Node):
     name: str = "config"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # in which the model is saved
     max_length: Count = 1024  # of the longest prompt and the response
-    tokenizer: str | None = None  # of all specialists; None: each one's own
     domains: dict[str, DomainData]
     specialists: dict[str, GivenSpecialist]
     gate: Literal[GATES] = "mlp"
     joint: bool = False  # one gate over all hidden states, which may differ in size
     stage1: Stage
     stage2: Stage
-    two_stage: bool = True  # False: stage 2 alone, from a random gate
-    balanced: bool = True
-    replacement: bool = False  # whether the balanced sampler draws rows with replacement
     reduction: Literal[REDUCTIONS] = "mean"  # "sample": a sum over tokens, a mean over samples
     evaluations: Count = 4  # how often a stage computes the held-out loss
     seed: int = 0
@@ -111,11 +109,6 @@ class FuserConfig(Node):
             names = getattr(self, key)
             if len(names) < 2:
                 raise ValueError(f"{key} must have at least 2, but got {len(names)}")
-            for name in names:
-                if not name.replace("-", "").replace("_", "").isalnum():
-                    raise ValueError(
-                        f"{key} must be named with letters, digits, - and _, but got {name!r}"
-                    )
         for name in ("stage1", "stage2"):
             size = getattr(self, name).batch_size
             if size % len(self.domains):
@@ -167,22 +160,17 @@ def train_folder(
 
     check()
     run = _Run(config, out, encoder, say if ranks.state().is_main_process else lambda text: None)
-    stages = ["gate", "model"] if config.two_stage else ["model"]
-    if not all(map(run.is_done, stages)):
+    if not all(map(run.is_done, STAGES)):
         fit.quiet()
         run.read_rows()
         with ranks.sole_training(out, check):
             with ranks.leading() as main:
                 if main:
                     atomic_write_json(out / SETTINGS, settings)
-            for name in stages:
+            for name in STAGES:
                 if not ranks.agree(run.is_done(name)):
                     run.train(name)
-    losses = {name: read_json(out / f"{name}.json") for name in stages}
-    with ranks.leading() as main:
-        # again, which removes what a killed process left beside the file
-        for name in stages if main else ():
-            atomic_write_json(out / f"{name}.json", losses[name])
+    losses = {name: read_json(out / f"{name}.json") for name in STAGES}
     for name, by_domain in losses.items():
         listed = ", ".join(f"{loss:.4f} of {domain}" for domain, loss in by_domain.items())
         run.say(f"{name}: held-out loss {listed}")
@@ -227,21 +215,6 @@ def check_engine() -> None:
         )
 
 
-def check_source(name: str, source: str) -> None:
-    """Raise ValueError for a path without a model, before the Hub is asked for it."""
-    path = Path(source)
-    if (path / "config.json").is_file():
-        return
-    problem = "has no config.json"
-    if not path.exists():
-        problem = "does not exist"
-        is_path = source[0] in f".~{os.sep}" or source.endswith(os.sep) or len(path.parts) > 2
-        # OWNER/NAME is an id, but not in a folder that exists
-        if not is_path and not (len(path.parts) == 2 and path.parent.is_dir()):
-            return
-    raise ValueError(f"{name} {source!r} {problem}. Pass the folder of a model, or a Hub id")
-
-
 def check_sizes(sizes: Mapping[str, int], joint: bool) -> None:
     """Raise ValueError for hidden sizes, by the config's keys, that only a joint gate can mix."""
     if not joint and len(set(sizes.values())) > 1:
@@ -257,26 +230,13 @@ def _encoder(config: FuserConfig) -> Encoder:
     sources = {f"specialists.{name}.model": one.model for name, one in config.specialists.items()}
     sizes = {}
     for key, source in sources.items():
-        check_source(key, source)
+        check_source(source, key)
         sizes[key] = hidden_size(source, key)
     check_sizes(sizes, config.joint)
-    tokenizers = []
-    for key, source in sources.items():
-        if config.tokenizer is None:
-            tokenizers.append(ranks.load_tokenizer(source, key))
-        else:
-            tokenizers.append(ranks.load_tokenizer(config.tokenizer, "tokenizer"))
+    tokenizers = [ranks.load_tokenizer(source, key) for key, source in sources.items()]
     templates = [one.template for one in config.specialists.values()]
-    return make_encoder(list(config.specialists), tokenizers, templates)
-
-
-def make_encoder(names: list[str], tokenizers: list, templates: list[str]) -> Encoder:
-    """Return the Encoder of specialists; raises ValueError unless their tokenizers agree."""
     vocab_size = min(map(len, tokenizers))
-    check_tokenizers(tokenizers, names, vocab_size)
-    pairs = zip(templates, tokenizers, strict=True)
-    checked = [check_template(template, tokenizer) for template, tokenizer in pairs]
-    return Encoder(tokenizers, checked, vocab_size)
+    return encoder_of(tokenizers, templates, list(config.specialists), vocab_size)
 
 
 class _Run:
@@ -335,8 +295,7 @@ class _Run:
             # under mixed precision accelerate converts what FSDP2 shards to float32
             is_converted = ranks.engine() == "FSDP" and stage.bf16
             model = self.fuser(config.dtype if is_converted else "float32")
-            if config.two_stage:
-                folders.load_gate(model, self.out / "gate")
+            folders.load_gate(model, self.out / "gate")
             model.train_all()
             self.say(f"training everything for {stage.steps} steps")
         checkpoints = self.out / f"{name}-checkpoints"
@@ -344,8 +303,6 @@ class _Run:
             self.rows["domain"],
             steps=stage.steps,
             batch_size=stage.batch_size,
-            balanced=config.balanced,
-            replacement=config.replacement,
             seed=config.seed,
         )
         with console.bar(name, shown=ranks.state().is_main_process) as on_step:

@@ -23,18 +23,14 @@ def check_specialists(specialists: Sequence) -> None:
     """Raise ValueError unless `specialists` is a list of at least two folders or models, without
     duplicate models.
     """
-    given = type(specialists).__name__
-    is_list = not isinstance(specialists, (str, os.PathLike, nn.Module))
-    models = []
-    if is_list:
-        given = [type(one).__name__ for one in specialists]
-        models = [one for one in specialists if isinstance(one, nn.Module)]
-    are_models = all(isinstance(model, PreTrainedModel) for model in models)
-    is_unique = len(set(models)) == len(models)
-    if not is_list or len(specialists) < 2 or not is_unique or not are_models:
+    given = [one for one in specialists if not isinstance(one, (str, os.PathLike))]
+    are_models = all(isinstance(model, PreTrainedModel) for model in given)
+    is_one = isinstance(specialists, (str, os.PathLike))
+    if is_one or len(specialists) < 2 or not are_models or len(set(given)) < len(given):
         raise ValueError(
             "specialists must be a list of at least two folders or causal LMs of transformers, "
-            f"each loaded separately, but got {given}. Pass get_base_model() of PEFT models"
+            f"each loaded separately, but got {[type(one).__name__ for one in specialists]}. Pass "
+            "get_base_model() of PEFT models"
         )
 
 
@@ -146,21 +142,6 @@ def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
     return None
 
 
-def device_map(fuser) -> dict[str, str]:
-    """Return the devices of a fuser's gate and specialists, or of a specialist's parts if
-    accelerate has split it.
-    """
-    devices = {"gate": str(fuser.gate.score.weight.device)}
-    # accelerate uses a number for the accelerator's devices
-    kind = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
-    for s, model in enumerate(fuser.specialists):
-        parts = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
-        for part, device in parts.items():
-            name = f"specialists.{s}.{part}".rstrip(".")
-            devices[name] = f"{kind}:{device}" if isinstance(device, int) else str(device)
-    return devices
-
-
 def one_each(name: str, value, count: int) -> list:
     """Return `value` as a list of `count` items; raises ValueError for a list of another length."""
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
@@ -177,13 +158,10 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
     differ.
     """
     count = len(specialists)
-    is_given = names is not None
-    if not is_given:
-        names = [Path(path or "").name for path in paths_of(specialists)]
-    names = tuple(names)
-    if len(names) == len(set(names)) == count and all(map(is_plain_name, names)):
-        return names
-    if is_given:
+    found = names or [Path(path or "").name for path in paths_of(specialists)]
+    if len(found) == len(set(found)) == count and all(map(is_plain_name, found)):
+        return tuple(found)
+    if names:
         raise ValueError(
             f"names must be different words, one for each of the {count} specialists, but got "
             f"{names}"

@@ -6,9 +6,8 @@ UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps
     batch = union over the domains t of S(D_t, n)
 
 S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any
-repeats, in an order redrawn for every pass (`replacement=True` draws each independently, as in the
-paper). Rows come in rounds, one of every domain, so an optimizer step is balanced however it is
-split over processes and micro-batches.
+repeats, in an order redrawn for every pass. Rows come in rounds, one of every domain, so an
+optimizer step is balanced however it is split over processes and micro-batches.
 
 A row has `prompt_ids`, a list of ids per specialist, `response_ids` and `domain`; Encoder.collate
 makes batches of them. The loss of a step is, over all its processes and micro-batches,
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.utils.data import Sampler
 
-from moe_runtime.config import check_choice, check_positive, shown
+from moe_runtime.config import shown
 from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.hf.training.fit import each_row, means_of, sums_of
 from moe_runtime.hf.training.ranks import load_config
@@ -33,38 +32,23 @@ from moe_runtime.io.rows import one_form, require
 from moe_runtime.methods.ultrafuser.heads import head_of
 from moe_runtime.methods.ultrafuser.inputs import Encoder
 
-EPOCHS = ("largest", "smallest")
-
 
 class BalancedSampler(Sampler[int]):
     """Yields indices in rounds, one example of every domain; deterministic for a seed and epoch, in
     every process.
 
     `domains` is the domain of each row; an epoch has `rounds` rounds, by default as many as the
-    largest domain has rows (`epoch` "largest"), or the smallest. With enough rounds for all its
+    largest domain has rows. With enough rounds for all its
     steps, training resumes exactly where it stopped.
     """
 
-    def __init__(
-        self,
-        domains: Sequence,
-        *,
-        rounds: int | None = None,
-        epoch: str = "largest",
-        replacement: bool = False,
-        seed: int = 0,
-    ):
+    def __init__(self, domains: Sequence, *, rounds: int | None = None, seed: int = 0):
         places: dict = {}
         for place, domain in enumerate(domains):
             places.setdefault(domain, []).append(place)
-        check_choice("epoch", epoch, EPOCHS)
-        if rounds is not None:
-            check_positive("rounds", rounds)
         self.names = tuple(sorted(places, key=str))
         self.places = [torch.tensor(places[name]) for name in self.names]
-        of_epoch = max if epoch == "largest" else min
-        self.rounds = rounds or of_epoch(map(len, self.places))
-        self.replacement = replacement
+        self.rounds = rounds or max(map(len, self.places))
         self.seed = seed
         self._epoch = 0
 
@@ -86,20 +70,8 @@ class BalancedSampler(Sampler[int]):
             (self.seed * 1_000_003 + self._epoch) * 1_009 + number
         )
         while True:
-            if self.replacement:
-                drawn = torch.randint(len(places), (len(places),), generator=generator)
-            else:
-                drawn = torch.randperm(len(places), generator=generator)
-            yield from places[drawn].tolist()
-
-
-def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Sampler[int]:
-    """Return a sampler of all examples regardless of domain, for training without balance.
-
-    Each row comes once before any repeats, as in BalancedSampler; `draws` is the length of an
-    epoch.
-    """
-    return BalancedSampler([0] * rows, rounds=draws, seed=seed)
+            order = torch.randperm(len(places), generator=generator)
+            yield from places[order].tolist()
 
 
 def encode_rows(
@@ -202,16 +174,13 @@ def sampler_for(
     steps: int,
     batch_size: int,
     balanced: bool = True,
-    replacement: bool = False,
     seed: int = 0,
-) -> Sampler[int]:
+) -> BalancedSampler:
     """Return a training sampler: balanced over domains in every step, or over all examples."""
     if not balanced:
-        return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
-    count = len(set(domains))
-    return BalancedSampler(
-        domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed
-    )
+        domains = [""] * len(domains)
+    rounds = steps * batch_size // len(set(domains))
+    return BalancedSampler(domains, rounds=rounds, seed=seed)
 
 
 class SampledTrainer(MoETrainer):

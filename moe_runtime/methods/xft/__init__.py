@@ -46,35 +46,18 @@ class UpcycleReceipt:
     dense_parameters: int
     moe_parameters: int
     active_parameters: int  # used per token
-    copied: tuple[str, ...]  # expert stacks, E copies of the dense MLP each
-    drawn: tuple[str, ...]  # randomly initialized router tensors
     error: float  # ||upcycled - dense|| / ||dense|| of the logits of the probe batch
     preserves: bool  # whether the gate's weights sum to 1, so that the error can only be rounding
-    stage: str = "moe"  # "ewa": no router, and the error is the mean expert's
 
     def __str__(self) -> str:
         """Return the receipt as a few lines of text."""
         c = self.config
-        if not math.isfinite(self.error):
-            what = (
-                "the dense model's own logits, or the new one's, are not finite: look for broken "
-                "weights outside of the MLPs"
-            )
-        elif not self.preserves:
-            what = f"gate {c.gate} does not preserve the dense model's scale"
-        elif self.error < 1e-5:
-            what = "rounding only"
-        else:
-            what = "the rounding of a narrow dtype, or more"
-        gate = "no router, tokens assigned at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
             f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, "
-            f"{gate}\n"
+            f"gate {c.gate}\n"
             f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, "
             f"{self.active_parameters:,} active\n"
-            f"copied {len(self.copied)} expert stacks, initialized {len(self.drawn)} router "
-            "tensors\n"
-            f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
+            f"upcycled against dense logits: relative error {self.error:.1e}"
         )
 
 
@@ -124,21 +107,14 @@ def upcycle_to(
     swap.dense_to_moe(model, config, stage=stage, family=family, **options)
     after = probe_logits(model)
     moe_parameters, active_parameters = sizes(model)
-    layers = {family.path.format(layer): layer for layer in model.config.moe_runtime["layers"]}
-    names = [name for name, _ in model.named_parameters()]
-    stacks = [name for name in names if name.partition(".experts.")[0] in layers]
-    routers = [name for name in names if name.partition(".gate.")[0] in layers]
     return UpcycleReceipt(
         config=config,
-        layers=tuple(layers.values()),
+        layers=tuple(model.config.moe_runtime["layers"]),
         dense_parameters=dense_parameters,
         moe_parameters=moe_parameters,
         active_parameters=active_parameters,
-        copied=tuple(stacks),
-        drawn=tuple(routers),
         error=((after - before).norm() / before.norm()).item(),
-        preserves=stage == "ewa" or config.gate in EXACT_GATES,
-        stage=stage,
+        preserves=config.gate in EXACT_GATES,
     )
 
 
@@ -228,21 +204,16 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     """Return the shared rate of an INIT merge (default: 0.75); raises ValueError if it would have
     no effect.
     """
-    reason = None
     if stage == "lora":
-        reason = (
+        raise ValueError(
             "The model's stage is 'lora', but whole experts are required. Merge LoRA experts with "
             "lora.merge"
         )
-    elif shared_rate is not None and (stage != "moe" or alpha is not None):
-        fixed = {
-            "mergeable": "the model is mergeable, and to_mergeable has fixed its lambda",
-            "ewa": "the model is an EWA model, whose experts have equal weights",
-        }
-        why = "alpha is given" if alpha is not None else fixed[stage]
-        reason = f"shared_rate must be None, but got {shared_rate}, as {why}"
-    if reason is not None:
-        raise ValueError(reason)
+    if shared_rate is not None and (stage != "moe" or alpha is not None):
+        raise ValueError(
+            f"shared_rate must be None, but got {shared_rate}: the coefficients of a model of "
+            f"stage {stage!r}, or alpha, decide"
+        )
     return 0.75 if shared_rate is None else shared_rate
 
 
@@ -272,20 +243,19 @@ def save_dense(
 @torch.no_grad()
 def merged_weights(
     layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None
-) -> dict:
+) -> dict[str, torch.Tensor]:
     """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's
     name and in its dtype.
 
     `alpha` [E] overrides the layer's own coefficients, or INIT's by `shared_rate`. XFT, Eq. (3); no
     gradient.
     """
-    if alpha is None:
-        if isinstance(layer, MergedMLP | EWAMLP):
-            alpha = layer.alpha()
-        else:
-            alpha = init_mixture(layer.config, shared_rate)
+    if alpha is None and isinstance(layer, MoE):
+        alpha = init_mixture(layer.config, shared_rate)
+    elif alpha is None:
+        alpha = layer.alpha()
     alpha = alpha.to(layer.experts.down_proj.device)
-    return {
-        name: merge_experts(weight.detach(), alpha)
-        for name, weight in layer.experts.named_parameters()
-    }
+    weights = {}
+    for name, weight in layer.experts.named_parameters():
+        weights[name] = merge_experts(weight.detach(), alpha)
+    return weights

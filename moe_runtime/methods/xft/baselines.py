@@ -7,8 +7,7 @@ optimizer step they move towards their mean, and the final mean is the dense mod
     to_ewa               every MLP becomes E copies of itself
     (tune)               with any trainer and AveragingCallback, or in a loop that calls
                          average_after_steps
-    xft.merge            the dense model: the experts' mean (for partition "router" pass
-                         alpha="uniform")
+    xft.merge            the dense model: the experts' mean
 
     share of step t = 1 .. T    "constant": share    "linear": share t / T    (XFT, Figure 3)
 
@@ -24,7 +23,6 @@ or copies of one LoRA.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,11 +38,9 @@ from moe_runtime.modules.ewa import average_experts_, check_share
 from moe_runtime.modules.moe import Experts
 
 __all__ = [
-    "BASELINES",
     "SCHEDULES",
     "Averaging",
     "AveragingCallback",
-    "Baseline",
     "WeightAverages",
     "average_after_steps",
     "to_ewa",
@@ -52,132 +48,27 @@ __all__ = [
     "to_lora_moe",
 ]
 SCHEDULES = ("constant", "linear")
-PARTITIONS = ("random", "router")
-
-
-class Baseline(NamedTuple):
-    """One line of a table."""
-
-    label: str
-    what: str
-    source: str
-    # `model` is the dense base, or for a merge the tuned upcycled model; `adapter` a tuned LoRA's
-    # folder
-    call: str
-
-
-BASELINES = {
-    "sft": Baseline(
-        "SFT", "the dense model, tuned on the same data", "XFT, Tables 1 to 3", "model"
-    ),
-    "upcycling": Baseline(
-        "sparse upcycling",
-        "no shared expert, softmax over the chosen logits",
-        "XFT, Table 4; official code",
-        "xft.upcycle(model, gate='topk_softmax')",
-    ),
-    "upcycling_paper": Baseline(
-        "sparse upcycling, Eq. (1)",
-        "no shared expert, softmax over all logits, not renormalized",
-        "XFT, Eq. (1)",
-        "xft.upcycle(model, gate='softmax_topk')",
-    ),
-    "mocle": Baseline(
-        "MoCLE gate",
-        "the shared expert's weights without routing weight normalization",
-        "XFT, Table 4; MoCLE, arXiv 2312.12379",
-        "xft.upcycle(model, gate='nonorm')",
-    ),
-    "ewa": Baseline(
-        "EWA",
-        "tokens assigned to the experts at random, experts averaged after each step",
-        "arXiv 2308.06093; XFT, Tables 1 to 3",
-        "baselines.to_ewa(model)",
-    ),
-    "ewa_router": Baseline(
-        "EWA, router",
-        "the same with a router that sends each token to one expert",
-        "a variant that XFT's text allows",
-        "baselines.to_ewa(model, partition='router')",
-    ),
-    "init": Baseline(
-        "INIT",
-        "merged with the initial coefficients, untrained",
-        "XFT, Table 5",
-        "xft.merge(model)",
-    ),
-    "soup": Baseline(
-        "learned soup",
-        "the shared expert's coefficient is learned too",
-        "XFT, Table 5; model soups, arXiv 2203.05482",
-        "xft.to_mergeable(model, soup=True)",
-    ),
-    "uniform": Baseline(
-        "uniform mean",
-        "merged with equal coefficients, untrained",
-        "model soups, arXiv 2203.05482",
-        "xft.merge(model, alpha='uniform')",
-    ),
-    "lambda_0": Baseline(
-        "lambda 0",
-        "without the shared expert",
-        "XFT, Table 6",
-        "xft.to_mergeable(model, shared_rate=0.0)",
-    ),
-    "lambda_1": Baseline(
-        "lambda 1", "the shared expert alone", "XFT, Table 6", "xft.merge(model, shared_rate=1.0)"
-    ),
-    "lora": Baseline(
-        "LoRA",
-        "low-rank pairs on the MLPs",
-        "UpIT, arXiv 2410.01610, Table 1",
-        "baselines.to_lora(model)",
-    ),
-    "loramoe_pt": Baseline(
-        "LoRAMoE, PT",
-        "fresh pairs as experts, a router per MLP, two experts per token",
-        "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979",
-        "baselines.to_lora_moe(model, num_experts=8, top_k=2)",
-    ),
-    "loramoe_sft": Baseline(
-        "LoRAMoE, SFT",
-        "the same, starting from copies of one tuned LoRA",
-        "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979",
-        "baselines.to_lora_moe(model, experts=[adapter] * 8, top_k=2)",
-    ),
-    "loramoe_dense": Baseline(
-        "LoRAMoE",
-        "a router per linear layer, all experts weighted by softmax",
-        "LoRAMoE, arXiv 2312.09979",
-        "baselines.to_lora_moe(model, num_experts=8, top_k=None, form='linear', rank=4, alpha=32)",
-    ),
-}
 
 
 def to_ewa(
     model: nn.Module,
     *,
     num_experts: int = 8,
-    partition: str = "random",
     layers: Sequence[int] | None = None,
     seed: int = 42,
 ) -> xft.UpcycleReceipt:
     """Replace the MLPs of a dense transformers model by EWA's experts, in place, and measure what
     changed.
 
-    partition "random" assigns each token of a batch to a random expert, and runs the mean expert in
-    eval mode; "router" makes an ordinary upcycled model with gate topk_softmax and one expert per
-    token; since its weight is always 1, the router, initialized by `seed`, gets no gradient.
+    Each token of a batch goes to a random expert, and eval mode runs the mean expert.
     Averaging itself is done by `average_after_steps`. Raises ValueError, with the model untouched,
     as `xft.upcycle` does.
     """
-    check_choice("partition", partition, PARTITIONS)
     family = family_of(model)
     config = MoEConfig(
         **moe_shape(family, model.config), num_experts=num_experts, top_k=1, gate="topk_softmax"
     )
-    stage = "ewa" if partition == "random" else "moe"
-    return xft.upcycle_to(stage, model, family, config, layers=layers, seed=seed, method="ewa")
+    return xft.upcycle_to("ewa", model, family, config, layers=layers, seed=seed, method="ewa")
 
 
 class Averaging:
@@ -248,43 +139,32 @@ def average_after_steps(
         check_positive("total_steps", total_steps)
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # the one that accelerate's wrapper calls
-    modules = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, Experts)
-    ]
-    stacks = {
-        f"{path}.{n}": p
-        for path, module in modules
-        for n, p in module.named_parameters()
-        if p.requires_grad
-    }
-    # FSDP1 and ZeRO-3 leave a flat shard, or nothing, under the stack's name
-    partial = [
-        name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)
-    ]
-    is_torch = isinstance(optimizer, torch.optim.Optimizer)
-    if is_torch:
+    stacks = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            for name, p in module.named_parameters(prefix=path):
+                if p.requires_grad:
+                    stacks[name] = p
+    held = set()
+    if isinstance(optimizer, torch.optim.Optimizer):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    else:
-        held = set()
     other = [name for name, stack in stacks.items() if id(stack) not in held]
-    reason = None
     if not stacks:
-        reason = (
+        raise ValueError(
             f"{type(model).__name__} has no trainable experts. Pass a model from baselines.to_ewa"
         )
-    elif partial:
-        reason = (
-            f"{partial[0]} must be a whole stack [E, ...], but is "
-            f"{tuple(stacks[partial[0]].shape)}. Train with FSDP2 (fsdp_version: 2) or DDP instead "
-            "of FSDP1 and ZeRO-3"
-        )
-    elif other:
-        reason = (
+    for name, stack in stacks.items():
+        # FSDP1 and ZeRO-3 leave a flat shard, or nothing, under the stack's name
+        if stack.dim() != (2 if name.endswith("_bias") else 3):
+            raise ValueError(
+                f"{name} must be a whole stack [E, ...], but is {tuple(stack.shape)}. Train with "
+                "FSDP2 (fsdp_version: 2) or DDP instead of FSDP1 and ZeRO-3"
+            )
+    if other:
+        raise ValueError(
             f"{type(optimizer).__name__} does not hold {', '.join(other)}. Pass the optimizer of "
             "this model. DeepSpeed's optimizers hold copies: train with FSDP2 or DDP instead"
         )
-    if reason is not None:
-        raise ValueError(reason)
     return Averaging(list(stacks.values()), share, schedule, total_steps, step).attach(optimizer)
 
 

@@ -5,8 +5,7 @@ The results are the same, bit for bit. Memory holds one shard of the source, one
 one shard of the target. Target folders are written atomically.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,13 +21,7 @@ from moe_runtime.hf.models.folders import (
     mixture_of,
     open_upcycled,
 )
-from moe_runtime.io.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    TensorSpec,
-    check_finite,
-    check_keys,
-)
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_finite
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.xft import UNMOVED, check_rate, distance_moved
 from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
@@ -62,10 +55,9 @@ def upcycle_folder(
     if export_to is not None:
         stock.stock_config(new_config, export_to)
     with Checkpoint(source) as checkpoint:
-        _check_mlps(checkpoint, family, moe, layers, config.num_hidden_layers)
         folders.check_tensors(config, checkpoint)
-        error = _mlp_error(checkpoint, config, family, moe, layers)
         expected = _upcycled_bytes(checkpoint, family, moe, layers)
+        error = _mlp_error(checkpoint, config, family, moe, layers)
         with CheckpointWriter(
             target, max_shard_size, overwrite=overwrite, expected_bytes=expected
         ) as writer:
@@ -125,45 +117,19 @@ def _upcycle_key(
     return job.read(*parts)
 
 
-def _check_mlps(
-    checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int], num_layers: int
-) -> None:
-    """Raise ValueError unless the layers' MLP tensors exist, with the config's shapes and one
-    dtype.
-    """
-    dense = set(range(num_layers)) - set(layers)
-    specs = {}
-    dtype = None
-    for key, spec in checkpoint.specs().items():
-        place = families.locate_key(family, key)
-        if place is not None:
-            dtype = dtype or spec.dtype
-            if place.layer not in dense:
-                specs[key] = spec
-    expected = {}
-    for layer in layers:
-        for key, shape in _mlp_specs(family, moe, layer):
-            expected[key] = TensorSpec(shape, dtype or torch.float32)
-    check_keys(specs, expected, source=checkpoint.path)
-
-
-def _mlp_specs(family, moe: MoEConfig, layer: int):
-    H = moe.hidden_size
-    I = moe.intermediate_size
-    for name, keys in families.mlp_keys(family, layer, moe.bias).items():
-        rows = H if name.startswith("down_proj") else I * (1 + family.gated) // len(keys)
-        columns = I if name == "down_proj" else H
-        shape = (rows,) if name.endswith("_bias") else (rows, columns)
-        for key in keys:
-            yield key, shape
-
-
 def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int]) -> int:
+    """Return the size of the target; raises ValueError unless all MLP tensors have one dtype."""
     total = 0
+    dtypes = {}
     for key, spec in checkpoint.specs().items():
         place = families.locate_key(family, key)
-        is_expert = place is not None and place.layer in layers
-        total += spec.nbytes * (moe.num_experts if is_expert else 1)
+        if place is None or place.layer not in layers:
+            total += spec.nbytes
+        else:
+            total += spec.nbytes * moe.num_experts
+            dtypes[spec.dtype] = key
+    if len(dtypes) > 1:
+        raise ValueError(f"MLP tensors in {checkpoint.path} have different dtypes: {dtypes}")
     return total
 
 
@@ -273,47 +239,14 @@ def _mixing(block: dict, rows: Sequence[torch.Tensor], shared_rate: float, is_gi
     if block["stage"] == "ewa":
         return "equal coefficients"
     if block["stage"] == "moe":
-        return (
-            f"initial coefficients, lambda {shared_rate:g}; to learn them, use xft to-mergeable "
-            "first"
-        )
+        return f"initial coefficients, lambda {shared_rate:g}; xft to-mergeable learns them"
     moved = distance_moved(rows, block["shared_rate"])
+    words = f"learned coefficients, up to {moved:.1e} from the initial ones"
     if moved <= UNMOVED:
-        return (
-            f"initial coefficients: learning has moved them by {moved:.1e} at most. Learn to mix "
-            "with a larger learning rate, such as 1e-2"
-        )
-    return f"learned coefficients, up to {moved:.1e} from the initial ones"
+        words += ". Learn to mix with a larger learning rate, such as 1e-2"
+    return words
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:
     """Return whether a key is a layer's router or mixing logits."""
     return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths
-
-
-@torch.no_grad()
-def compare_folders(
-    dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None
-) -> float:
-    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads
-    one model at a time.
-
-    `progress(done, total)` counts models. Raises ValueError for a distance that is not finite.
-    """
-    logits = []
-    for done, folder in enumerate((dense, other), 1):
-        logits.append(folders.probe_logits(folder))
-        if progress is not None:
-            progress(done, 2)
-    first, second = logits
-    error = ((second - first).norm() / first.norm()).item()
-    if not math.isfinite(error):
-        bad = []
-        for folder, logits in ((dense, first), (other, second)):
-            if not logits.isfinite().all():
-                bad.append(str(folder))
-        why = f"; NaN or infinity in the logits of {' and '.join(bad)}" if bad else ""
-        raise ValueError(
-            f"The relative error of {other} is {error}{why}. Pass models with finite weights"
-        )
-    return error

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 
 import torch
 
-from moe_runtime.config import MoEConfig, check_positive, shown
+from moe_runtime.config import MoEConfig, check_positive, one_line, shown
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import (
@@ -35,24 +35,23 @@ from moe_runtime.hf.models.folders import (
     FolderReceipt,
     Progress,
     expert_rows,
-    mixture_of,
     open_upcycled,
 )
 from moe_runtime.io.checkpoint import INDEX as SAFE_INDEX
 from moe_runtime.io.checkpoint import SINGLE, Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.io.files import check_out_dir, check_regular, is_plain_name, read_json
 from moe_runtime.methods.xft import official_config
-from moe_runtime.ops.merging import merge_rows
 
 BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 # our stacks, of theirs
 STACKS = {"gate_up_proj": ("weight_gate", "weight_up"), "down_proj": ("weight_down",)}
+KINDS = ("weight_gate", "weight_up", "weight_down")
 EXPERTS = "model.layers.{}.mlp.calculator.experts.{}.{}.weight"  # layer, kind, expert
 MLP = "model.layers.{}.mlp"
 # limit on expected tensors, since a damaged config could ask for arbitrarily many
 MAX_NAMES = 10**6
-# the weighted model's own MLP, which is never used
+# the weighted model's own MLP, which the released code writes at random and never uses
 _PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
@@ -60,22 +59,19 @@ def load_tensors(file: Path) -> Mapping:
     """Load a file of torch.save that contains only tensors and containers; raises ValueError for
     any other.
     """
-    cause = None
     check_regular(file)
     try:
         loaded = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
-        if isinstance(loaded, Mapping):
-            return loaded
-        reason = f"holds a {type(loaded).__name__}"
+        if not isinstance(loaded, Mapping):
+            raise TypeError(f"it holds a {type(loaded).__name__}")
     except Exception as error:  # an unpickler raises anything
-        reason = f"cannot be loaded ({str(error).partition(chr(10))[0] or type(error).__name__})"
-        cause = error
-    raise ValueError(
-        f"{file} {reason}. Pass a complete file with a dict of tensors, as written by torch.save. "
-        "Other content of a pickle is never executed"
-    ) from cause
+        raise ValueError(
+            f"{file} cannot be loaded ({one_line(error, 200)}). Pass a complete file with a dict "
+            "of tensors, as written by torch.save. Other content of a pickle is never executed"
+        ) from error
+    return loaded
 
 
 class TorchFiles:
@@ -195,8 +191,8 @@ def import_official(
     """Convert a folder of the released XFT code to one of ours: an MoE to stage "moe", a weighted
     model to "mergeable".
 
-    `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source`,
-    config.json's ffn_folder_path or a folder of that name next to `source`. `rope_theta` replaces
+    `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source` or
+    config.json's ffn_folder_path. `rope_theta` replaces
     the RoPE base that the released code uses: 10000 for an MoE, even if its config.json has another
     (then with a warning). Raises ValueError, with nothing written, for an unsupported option,
     tensors that do not match the config, pickles with more than tensors, or an existing target.
@@ -248,21 +244,21 @@ def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
             "code. Its merged models are Llama models, which transformers loads"
         )
     if ffn_folder is not None:
-        candidates = [Path(ffn_folder)]
+        folder = Path(ffn_folder)
+    elif (source / "ffn_layer_0.pt").is_file():
+        folder = source
     else:
-        configured = Path(str(values.get("ffn_folder_path") or source))
-        candidates = [source, configured, source.parent / configured.name]
-    folders_with_experts = [path for path in candidates if (path / "ffn_layer_0.pt").is_file()]
-    if not folders_with_experts:
+        folder = Path(str(values.get("ffn_folder_path") or source))
+    if not (folder / "ffn_layer_0.pt").is_file():
         raise ValueError(
-            f"ffn_layer_0.pt was not found in {', '.join(map(str, dict.fromkeys(candidates)))}. "
-            "Pass the folder of the experts' files as ffn_folder"
+            f"ffn_layer_0.pt was not found in {source} and {folder}. Pass the folder of the "
+            "experts' files as ffn_folder"
         )
     num_layers = values.get("num_hidden_layers", 32)  # the default of Llama's config
     check_positive("num_hidden_layers", num_layers)
     # a generator, since a damaged config may have a huge number; the first missing file stops it
     files = (f"ffn_layer_{layer}.pt" for layer in range(num_layers))
-    experts = TorchFiles(folders_with_experts[0], files, _flatten_experts)
+    experts = TorchFiles(folder, files, _flatten_experts)
     return _Source(source, "mergeable", model, experts)
 
 
@@ -383,11 +379,7 @@ def export_official(
     values = official_config.export_values(config, out, keep_rope)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
-        expected = 0
-        for key, spec in checkpoint.specs().items():
-            expected += spec.nbytes
-            if stage == "mergeable" and ".experts." in key:
-                expected += spec.nbytes // moe.num_experts  # the merged MLP
+        expected = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(
             target, max_shard_size, overwrite=overwrite, expected_bytes=expected
         ) as writer:
@@ -402,12 +394,14 @@ def export_official(
                 for name, (their_name, _) in _others(moe, stage).items():
                     job.add(f"{path}.{their_name}", checkpoint.get(f"{path}.{name}"))
                     job.read(f"{path}.{name}")
-                if stage == "moe":
-                    for kind, e, matrix in _matrices(checkpoint, path):
+                experts: dict[str, dict[int, torch.Tensor]] = {kind: {} for kind in KINDS}
+                for kind, e, matrix in _matrices(checkpoint, path):
+                    if stage == "moe":
                         job.add(EXPERTS.format(layer, kind, e), matrix)
-                else:
-                    alpha = mixture_of(checkpoint, config, moe, path)
-                    _export_experts(job, path, writer.place(f"ffn_layer_{layer}.pt"), alpha)
+                    else:
+                        experts[kind][e] = matrix
+                if stage == "mergeable":
+                    torch.save(experts, writer.place(f"ffn_layer_{layer}.pt"))
                 job.read(f"{path}.experts.gate_up_proj", f"{path}.experts.down_proj")
     return FolderReceipt(
         Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values())
@@ -421,19 +415,3 @@ def _matrices(checkpoint: Checkpoint, path: str) -> Iterator[tuple[str, int, tor
             for kind, matrix in zip(kinds, rows.chunk(len(kinds)), strict=True):
                 # a copy, since safetensors rejects views that share storage
                 yield kind, e, matrix.clone()
-
-
-def _export_experts(job: Conversion, path: str, file: Path, alpha: torch.Tensor) -> None:
-    """Write a layer's experts to their own file, and the MLP that the released code never uses: it
-    writes a random one, and we the merged one, which other readers can use.
-    """
-    experts: dict[str, dict[int, torch.Tensor]] = {}
-    for kind, e, matrix in _matrices(job.source, path):
-        experts.setdefault(kind, {})[e] = matrix
-    torch.save(experts, file)
-    del experts
-    names = iter(_PLACEHOLDERS)
-    for name, kinds in STACKS.items():
-        merged = merge_rows(expert_rows(job.source, f"{path}.experts.{name}"), alpha)
-        for part in merged.chunk(len(kinds)):
-            job.add(f"{path}.{next(names)}", part.clone())

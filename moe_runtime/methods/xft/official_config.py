@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from moe_runtime.config import (
     MoEConfig,
     check_bool,
+    check_choice,
     check_number,
     check_shared_rate,
     one_line,
@@ -79,14 +80,11 @@ _FIXED = {
     "calculator_type": "UniversalCalculator",
     "multiply_gate_scores": True,
     "add_weight_norm": False,
+    "score_scale_factor": 1.0,
 }
-# our settings that their config lacks are kept under this key, for the way back
-EXTRA = "moe_runtime_extra"
-_EXTRA_FIELDS = ("load_quirk", "initializer_range", "shared", "recompute")
 # keys of config.json that are not the model's around the experts, or are converted
 _LEFT_OUT = {
     *_MOE_KEYS,
-    EXTRA,
     "model_type",
     "architectures",
     "auto_map",
@@ -133,15 +131,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
             if key not in values:
                 raise ValueError(f"config.json lacks {key}, which a weighted model's folder has")
     values = _MOE_KEYS | values
-    extra = values.get(EXTRA, {})
-    fields = extra.get("config", {}) if isinstance(extra, dict) else None
-    is_known = isinstance(fields, dict) and set(fields) <= set(_EXTRA_FIELDS)
-    if not is_known or not set(extra) <= {"config", "method"}:
-        raise ValueError(
-            f"{EXTRA} may only have method and config (of {', '.join(_EXTRA_FIELDS)}), but is "
-            f"{shown(extra)}"
-        )
-    settings = _moe_settings(values) | fields
+    settings = _moe_settings(values)
     try:
         config = _llama_config(values, stage, rope_theta)
         moe = folders.config_for_folder(config, **settings)
@@ -150,7 +140,6 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
             f"config.json is not that of a Llama with num_selects as top_k: {one_line(error, 1000)}"
         ) from error
     new = folders.upcycled_config(config, moe)
-    new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]
     check_shared_rate(rate, "shared_expert_weight")
     if stage == "mergeable":
@@ -161,19 +150,13 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
 def _moe_settings(values: dict) -> dict:
     """Return MoEConfig's settings; raises ValueError for an unsupported value of an option."""
     factors = values["score_scale_factor"]
-    if not isinstance(factors, list):
-        factors = [factors]
+    if isinstance(factors, list) and set(factors) == {1.0}:  # one per expert
+        values = values | {"score_scale_factor": 1.0}
+    for key, expected in _FIXED.items():
+        if values[key] != expected:
+            raise ValueError(f"{key} must be {expected!r}, but is {shown(values[key])}")
     gate = values["gate_type"]
-    is_known = isinstance(gate, str) and gate in GATES
-    rows = [(key, values[key] == value, repr(value)) for key, value in _FIXED.items()]
-    rows.append(("score_scale_factor", all(factor == 1 for factor in factors), "1.0"))
-    rows.append(("gate_type", is_known, f"one of {', '.join(GATES)}"))
-    for key, is_supported, expected in rows:
-        if not is_supported:
-            raise ValueError(
-                f"{key} must be {expected}, but is {shown(values[key])}. Other values are not "
-                "supported"
-            )
+    check_choice("gate_type", gate, tuple(GATES))
     check_bool("gate_use_balance", values["gate_use_balance"])
     return {
         "num_experts": values["num_experts"],
@@ -184,7 +167,7 @@ def _moe_settings(values: dict) -> dict:
         "noise_epsilon": values["gate_noise_epsilon"],
         "balance_loss": "cv2" if values["gate_use_balance"] else "none",
         "balance_loss_coef": values["gate_balance_loss_weight"],
-        "load_quirk": True,
+        "load_quirk": values["gate_use_balance"],
         "initializer_range": values.get("initializer_range", 0.02),
     }
 
@@ -220,14 +203,10 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
         is_known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
         if not is_known or scaling["type"] not in ("linear", "dynamic"):
             raise ValueError(
-                "rope_scaling must be null, or type linear or dynamic and a factor above 1, but "
-                f"is {shown(scaling)}"
+                "rope_scaling must be null, or type linear or dynamic and a factor, but is "
+                f"{shown(scaling)}"
             )
-        check_number("rope_scaling's factor", scaling["factor"])
-        if scaling["factor"] <= 1:
-            raise ValueError(
-                f"rope_scaling must have a factor above 1, but has {shown(scaling['factor'])}"
-            )
+        check_number("rope_scaling's factor", scaling["factor"], positive=True)
         rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
     saved = values.get("rope_parameters")
     if isinstance(saved, dict):
@@ -277,58 +256,32 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
             "shared_expert_weight": config.moe_runtime["shared_rate"],
             "ffn_folder_path": str(ffn_folder),
         }
-    extra = {}
-    imported = _moe_settings(values) | {"shared": "group", "recompute": False}
-    lost = {}
-    for name in _EXTRA_FIELDS:
-        if getattr(moe, name) != imported[name]:
-            lost[name] = getattr(moe, name)
-    if lost:
-        extra["config"] = lost
-    if config.moe_runtime["method"] != "xft":
-        extra["method"] = config.moe_runtime["method"]
-    if extra:
-        values[EXTRA] = extra
     return values
 
 
 def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> None:
     """Raise ValueError for settings that the released code does not support."""
     block = config.moe_runtime
-    base = block["base_model_type"]
-    layers = block["layers"]
-    all_layers = list(range(config.num_hidden_layers))
     rope = stock["rope_parameters"]
-    kind = rope["rope_type"]
-    theta = rope["rope_theta"]
-    keys = {"rope_theta", "rope_type", "factor", "type"}
-    head_dim = config.hidden_size // config.num_attention_heads
-    width = stock.get("head_dim", head_dim) or head_dim
     is_moe = block["stage"] == "moe"
-    bias = bool(stock.get("attention_bias"))
-    is_used = not is_moe or keep_rope or theta == ROPE_BASE
-    gates = ", ".join(GATES.values())
-    for name, value, is_supported, expected in (
-        ("base_model_type", base, base == "llama", "'llama'"),
-        ("layers", layers, layers == all_layers, f"all {len(all_layers)}"),
-        ("soup", block["soup"], not block["soup"], "False: one shared_rate for all layers"),
-        ("gate", moe.gate, moe.gate in GATES.values(), f"one of {gates}"),
-        ("balance_loss", moe.balance_loss, moe.balance_loss != "switch", "'cv2' or 'none'"),
-        ("bias", moe.bias, not moe.bias, "False"),
-        ("head_dim", width, width == head_dim, f"{head_dim}"),
-        ("rope_type", kind, kind in ("default", "linear", "dynamic"), "linear or dynamic"),
-        ("rope factor", rope, kind == "default" or rope.get("factor", 0) > 1, "above 1"),
-        ("rope_parameters", rope, set(rope) <= keys, "a base, a type, a factor"),
-        ("attention_bias", bias, not (is_moe and bias), "False in an MoE's attention"),
-        (
-            "rope_theta",
-            theta,
-            is_used,
-            f"{ROPE_BASE}, unless keep_rope=True writes the MoE for readers that use rope_theta",
-        ),
-    ):
-        if not is_supported:
-            raise ValueError(
-                f"{name} must be {expected}, but is {shown(value)}. The released XFT code supports "
-                "no other value"
-            )
+    head_dim = config.hidden_size // config.num_attention_heads
+    all_layers = list(range(config.num_hidden_layers))
+    refused = {
+        "base_model_type, other than llama": block["base_model_type"] != "llama",
+        "layers, not all of them": block["layers"] != all_layers,
+        "soup": block["soup"],
+        "gate": moe.gate not in GATES.values(),
+        "balance_loss": moe.balance_loss == "switch",
+        "bias": moe.bias,
+        "attention_bias": is_moe and bool(stock.get("attention_bias")),
+        "head_dim": (stock.get("head_dim") or head_dim) != head_dim,
+        "rope_type": rope["rope_type"] not in ("default", "linear", "dynamic"),
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"The released XFT code does not support the model's {name}")
+    if is_moe and not keep_rope and rope["rope_theta"] != ROPE_BASE:
+        raise ValueError(
+            f"rope_theta must be {ROPE_BASE}, which the released MoE code uses in any case, but is "
+            f"{rope['rope_theta']}. keep_rope=True writes the MoE for readers that use rope_theta"
+        )

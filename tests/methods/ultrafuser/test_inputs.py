@@ -1,7 +1,6 @@
 """Prompts in each specialist's template and answers by ids."""
 
 import copy
-import re
 
 import pytest
 from tokenizers import processors
@@ -35,63 +34,26 @@ def test_each_specialist_sees_its_own_template(encoder):
     ]
 
 
-ALPACA = """<s>Below is an instruction that describes a task. Write a response that \
-appropriately completes the request.
-
-### Instruction:
-Why?
-
-### Response:"""
-
-
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("ultralm", "<s>User: Why?\nAssistant:"),
-        ("codellama", "<s>[INST] Why? [/INST]"),
-        ("wizardmath", ALPACA),
-    ],
-)
-def test_templates_of_the_paper(name, text):
+def test_templates_of_the_paper():
     tokenizer = fusers.tokenizer()
-    first, second = Encoder(
-        [tokenizer] * 2,
-        [check_template(name)] * 2,
-        VOCAB,
-    ).prompt("Why?")
-    assert tokenizer.decode(first) == text
-    assert second == first
+    names = ("ultralm", "codellama", "wizardmath")
+    templates = [check_template(name) for name in names]
+    prompts = Encoder([tokenizer] * 3, templates, VOCAB).prompt("Why?")
+    texts = [tokenizer.decode(ids) for ids in prompts]
+    assert texts[:2] == ["<s>User: Why?\nAssistant:", "<s>[INST] Why? [/INST]"]
+    assert texts[2].startswith("<s>Below is an instruction that describes a task. Write a response")
+    assert texts[2].endswith("\n\n### Instruction:\nWhy?\n\n### Response:")
 
 
-def test_bos_stands_once():
-    tokenizer = fusers.tokenizer()
-    spelled, bare = Encoder(
-        [tokenizer] * 2,
-        ["<s>{prompt}", "{prompt}"],
-        VOCAB,
-    ).prompt("hi")
-    assert spelled == bare
-    assert spelled.count(tokenizer.bos_token_id) == 1
-
-
-def test_a_bos_that_the_tokenizer_does_not_put_is_left_out():
+def test_bos_stands_once_where_the_tokenizer_puts_one():
     other = fusers.tokenizer()
+    spelled, begun = Encoder([other] * 2, ["<s>{prompt}", "{prompt}"], VOCAB).prompt("hi")
+    assert spelled == begun
+    assert spelled.count(other.bos_token_id) == 1
     plain = copy.deepcopy(other)
     plain.backend_tokenizer.post_processor = processors.Sequence([])
-    bare, begun = Encoder(
-        [plain, other],
-        ["{prompt}", "{prompt}"],
-        VOCAB,
-    ).prompt("hi")
-    assert begun == [plain.bos_token_id, *bare]
-    assert (
-        Encoder(
-            [plain, other],
-            ["<s>{prompt}", "{prompt}"],
-            VOCAB,
-        ).prompt("hi")
-        == [begun] * 2
-    )
+    bare, spelled = Encoder([plain] * 2, ["{prompt}", "<s>{prompt}"], VOCAB).prompt("hi")
+    assert begun == spelled == [plain.bos_token_id, *bare]
 
 
 def test_answers_and_padding_have_ids_that_all_have():
@@ -149,8 +111,6 @@ def test_chats_and_system_texts(encoder):
     assert text_of(encoder, ids).endswith("Yo</s>\n<|user|>\n?</s>\n<|assistant|>\n")
     with pytest.raises(ValueError, match="INST.* does not support the turns user, assistant, user"):
         fits.prompt(turns)
-    with pytest.raises(ValueError, match="does not support the turns system, user"):
-        encoder.prompt(chat)
     with pytest.raises(ValueError, match="at most one system text, .* system is 'x'"):
         fits.prompt(chat, system="x")
 
@@ -179,19 +139,11 @@ def test_answers_are_the_same_ids_whatever_stands_before(encoder):
 
 
 def test_bad_prompts_are_named(encoder):
-    for arguments, words in (
-        (("one",), "prompts is 'one' and responses is None"),
-        (([],), "prompts is [] and responses is None"),
-        ((["a", "b"], ["c"]), "prompts is ['a', 'b'] and responses is ['c']"),
-        (([3],), "prompt is 3 and system is None"),
-        (([{"role": "user", "content": "x"}],), "prompt is {'role': 'user'"),
-        (([[{"role": "user"}]],), "messages with role and content"),
-        (([[{"role": "assistant", "content": "x"}]],), "that end with the user's"),
+    for prompts, words in (
+        ("one", "prompts must be a list"),
+        ([[{"role": "assistant", "content": "x"}]], "that end with the user's"),
     ):
-        with pytest.raises(
-            ValueError,
-            match=re.escape(words),
-        ):
-            encoder.batch(*arguments)
+        with pytest.raises(ValueError, match=words):
+            encoder.batch(prompts)
     with pytest.raises(ValueError, match="must be below 50"):
         Encoder(encoder.tokenizers, encoder.templates, 50).answer("x")

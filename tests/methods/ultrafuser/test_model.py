@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import Trainer, TrainingArguments
 
 from moe_runtime.methods.ultrafuser import heads as ultrafuser_heads
-from moe_runtime.methods.ultrafuser.folders import load, restore, save
+from moe_runtime.methods.ultrafuser.folders import load, save
 from moe_runtime.methods.ultrafuser.model import UltraFuser
 from tests.methods.ultrafuser import fusers
 from tests.support.checkpoints import assert_equal
@@ -144,12 +144,7 @@ CASES = [  # families, changes of the first and of the second, whether the loss 
         False,
         id="a bias",
     ),
-    pytest.param(
-        ("gpt_neox", "gpt2"),
-        ({}, {}),
-        True,
-        id="other names",
-    ),
+    pytest.param(("gpt_neox", "gpt2"), ({}, {}), True, id="other names"),
 ]
 
 
@@ -220,11 +215,6 @@ def test_making_a_fuser_leaves_every_mode():
     before = [module.training for model in models for module in model.modules()]
     UltraFuser(models)
     assert [module.training for model in models for module in model.modules()] == before
-
-
-def test_what_transformers_asks_of_the_outer_model():
-    fused = fusers.fuser([fusers.specialist(0), fusers.specialist(1, "gpt2")])
-    assert fused._no_split_modules == ["GPT2Block", "LlamaDecoderLayer"]
 
 
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
@@ -308,13 +298,8 @@ def test_gradient_checkpointing_and_autocast():
     )
 
 
-@pytest.mark.parametrize(
-    "second",
-    [torch.bfloat16, torch.float32],
-    ids=["one", "two"],
-)
-def test_narrow_and_mixed_dtypes(second):
-    models = [fusers.specialist(0).to(torch.bfloat16), fusers.specialist(1).to(second)]
+def test_mixed_dtypes():
+    models = [fusers.specialist(0).to(torch.bfloat16), fusers.specialist(1)]
     fused = fusers.fuser(models).train_all()
     inputs = fusers.batch(2)
     assert_loss(fused, inputs, bound=2e-2)
@@ -392,7 +377,6 @@ def test_a_plain_trainer_saves_and_goes_on(tmp_path, stage):
     whole = fusers.fuser(specialists, loss_reduction="mean")
     getattr(whole, stage)()
     resumed = copy.deepcopy(whole)
-    restored = copy.deepcopy(whole)
     trainer = train(whole, tmp_path)
     assert trainer.evaluate(Rows())["eval_loss"] > 0
     checkpoint = tmp_path / "checkpoint-2"
@@ -407,14 +391,9 @@ def test_a_plain_trainer_saves_and_goes_on(tmp_path, stage):
         tmp_path / "second",
         resume=str(checkpoint),
     )
-    restore(restored, tmp_path / "checkpoint-4")
-    for other in (resumed, restored):
-        assert_equal(other.state_dict(), whole.state_dict())
-    tied = restored.specialists[1]
-    assert torch.equal(
-        tied.lm_head.weight,
-        tied.model.embed_tokens.weight,
-    )
+    assert_equal(resumed.state_dict(), whole.state_dict())
+    tied = resumed.specialists[1]
+    assert torch.equal(tied.lm_head.weight, tied.model.embed_tokens.weight)
 
 
 def test_a_checkpoint_before_the_first_move_holds_what_trains(tmp_path):
@@ -446,23 +425,11 @@ def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
 def test_bad_inputs_are_named(fused):
     inputs = fusers.batch()
     ids = inputs["prompt_ids"]
-    no_token = [torch.zeros_like(mask) for mask in inputs["prompt_mask"]]
-    short = [ids[0][:, :3], *ids[1:]]
-    unknown = torch.full_like(inputs["labels"], fusers.VOCAB)
     for change, words in (
         ({"prompt_ids": ids[:2]}, "but got [(3, 7), (3, 5)] and"),
-        ({"prompt_ids": short}, "but got [(3, 3), (3, 5), (3, 9)] and [(3, 7), "),
-        ({"prompt_ids": [torch.full_like(one, fusers.VOCAB) for one in ids]}, "and ids below"),
         ({"prompt_mask": None}, " and []"),
-        ({"prompt_mask": no_token}, "at least one token per prompt"),
         ({"response_ids": None}, "but got None"),
-        ({"response_ids": -unknown}, "Expected response_ids [3, R]"),
         ({"labels": inputs["labels"][:, :2]}, "(3, 6), in training, but got (3, 2)"),
-        ({"labels": unknown}, f"but got {fusers.VOCAB}"),
-        ({"response_ids": unknown, "labels": unknown}, f"with ids from 0 to {fusers.VOCAB - 1}"),
     ):
-        with pytest.raises(
-            ValueError,
-            match=re.escape(words),
-        ):
+        with pytest.raises(ValueError, match=re.escape(words)):
             fused(**inputs | change)

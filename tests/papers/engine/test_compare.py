@@ -56,27 +56,6 @@ def test_a_table_without_differences_says_so_in_95_of_100(draw):
     assert wrong <= stats.binom.ppf(0.999, TABLES, LEVEL)
 
 
-def rows_of_noise(rng):
-    """A table whose true difference is 0.1."""
-    return (
-        family(
-            normal,
-            [0.1],
-            rng,
-            seeds=1,
-        ),
-        None,
-        0.1,
-    )
-
-
-def long_rows_that_differ_less(rng):
-    """The whole text differs by 10 a row, however long the row."""
-    tokens = rng.integers(5, 200, 256)
-    x = rng.normal(0.0, 0.3, (1, 256)) + 10.0 / tokens
-    return {"a": 3 + x, "reference": np.full((1, 256), 3.0)}, tokens, 10.0 / 102.0
-
-
 def test_one_sided_skew_alone_is_no_verdict():
     # the mean difference is 0 and the ranks point down: Wilcoxon alone would call most of these
     # tables
@@ -103,14 +82,12 @@ def test_a_real_difference_is_found_and_only_that_one(shift, verdict):
     assert others <= 12
 
 
-@pytest.mark.parametrize("table", [rows_of_noise, long_rows_that_differ_less])
-def test_the_interval_holds_the_truth_in_95_of_100(table):
+def test_the_interval_holds_the_truth_in_95_of_100():
     rng = np.random.default_rng(4)
     inside = 0
     for _ in range(TABLES):
-        losses, tokens, truth = table(rng)
-        (found,) = compare(losses, "reference", tokens)
-        inside += found.low <= truth <= found.high
+        (found,) = compare(family(normal, [0.1], rng, seeds=1), "reference")
+        inside += found.low <= 0.1 <= found.high
     low, high = stats.binom.ppf((0.001, 0.999), TABLES, 1 - LEVEL)
     assert low <= inside <= high
 
@@ -176,32 +153,6 @@ def test_ties(added, verdict):
     assert 0 <= found.p <= found.p_corrected <= 1
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(lambda rows: rows, id="identical"),
-        pytest.param(lambda rows: rows + 3e-7, id="rounding"),
-        pytest.param(lambda rows: rows + 0.5 * (np.arange(len(rows)) == 3), id="one row differs"),
-        pytest.param(
-            lambda rows: rows + 0.1 * (-1.0) ** np.arange(len(rows)), id="ties of both signs"
-        ),
-    ],
-)
-def test_ties_are_no_difference(method):
-    rows = np.linspace(1.0, 2.0, 40)
-    (found,) = compare({"a": [method(rows)], "b": [rows]}, "b")
-    assert found.verdict == NONE
-    assert 0 <= found.p <= found.p_corrected <= 1
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_too_few_rows_for_any_verdict(n):
-    (found,) = compare({"a": [[1.0] * n], "b": [[2.0] * n]}, "b")
-    assert found.verdict == NONE
-    assert found.p > LEVEL
-    assert math.isnan(found.low) == (n == 1)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_spoils_only_its_own_comparison(bad):
     rows = np.linspace(1.0, 2.0, 40)
@@ -239,11 +190,7 @@ def test_holm(n):
     [
         ({"a": [[1.0]]}, {}, "reference must be one of a"),
         ({"a": [[1.0]], "b": [[1.0, 2.0]]}, {}, "Expected losses .seeds, examples."),
-        ({"a": [[]], "b": [[]]}, {}, "Expected losses .seeds, examples."),
-        ({"a": [1.0], "b": [1.0]}, {}, "Expected losses .seeds, examples."),
-        ({"a": [[1.0]], "b": [[1.0]]}, {"tokens": [1, 2]}, "tokens .examples. of at least 1"),
         ({"a": [[1.0]], "b": [[1.0]]}, {"tokens": [0]}, "tokens .examples. of at least 1"),
-        ({"a": [[1.0]], "b": [[1.0]]}, {"level": 1}, "level must be .*but got 1"),
     ],
 )
 def test_bad_input(losses, more, match):

@@ -27,15 +27,6 @@ def test_the_seed_orders_the_rows_and_holds_out_the_same(name):
     assert held_out.isdisjoint(texts_of([*one.train, *other.train]))
 
 
-def test_without_a_limit_all_rows_come():
-    for name in ("code", "prose"):
-        rows = domain_rows(name)
-        assert len(rows.train) > 1000
-        assert len(rows.held_out) > 100
-    arithmetic = domain_rows("arithmetic")
-    assert len(arithmetic.train) == len(arithmetic.held_out) == corpora.SUMS
-
-
 VALUE = {
     "+": int.__add__,
     "-": int.__sub__,
@@ -72,14 +63,6 @@ def test_every_step_of_a_sum_is_right(name, largest):
     assert counts == ({1} if name == "sums" else {1, 2, 3})
 
 
-def test_told_sums_answer_no_held_out_question():
-    told = "\n".join(domain_text("sums"))
-    assert re.search(r"\d \w+\. \w+ gives \d+ to \w+\. \d+ [-+] \d+ = \d+\. \w+ has \d+ ", told)
-    assert told.count("How many") == corpora.SUMS
-    for row in domain_rows("sums", limit=200).held_out:
-        assert row["prompt"].partition(" How many")[0] not in told
-
-
 def test_prose_is_whole_paragraphs_of_sentences():
     train, held_out = corpora._prose()
     low, high = corpora.PARAGRAPH
@@ -110,26 +93,3 @@ def test_a_base_is_made_of_the_built_in_sources_that_are_named(domains):
     documents = domain_documents(source, iter(["mine.jsonl", "steps", "sums"]))
     expected = domain_text("sums", limit=2) + domain_text("steps", limit=2)
     assert sorted(documents) == sorted(expected)
-
-
-def test_paragraphs_of_two_sources_count_once(monkeypatch):
-    text = "One paragraph of plain prose that is long enough. " * 3
-    sources = [
-        ("a.py", text),
-        ("b.py", text.upper().capitalize()),
-        ("held", text),
-        ("held", text.replace("One", "Two")),
-    ]
-    monkeypatch.setattr(corpora, "_sources", lambda: iter(sources))
-    monkeypatch.setattr(corpora, "is_held_out", lambda name: name == "held")
-    train, held_out = corpora._prose.__wrapped__()
-    assert train == (text.strip(),)
-    assert held_out == (text.strip().replace("One", "Two"),)
-
-
-@pytest.mark.parametrize("call", [domain_rows, domain_text])
-def test_bad_input_is_one_error(call):
-    with pytest.raises(ValueError, match="domain must be one of code, prose, arithmetic, sums"):
-        call("law")
-    with pytest.raises(ValueError, match="limit must be an integer of at least 1"):
-        call("code", limit=0)

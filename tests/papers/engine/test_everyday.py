@@ -70,16 +70,3 @@ def test_reordered_json_is_right_and_another_value_is_not():
     assert right.passed
     for one in wrong:
         assert not one.passed
-
-
-@pytest.mark.parametrize(
-    "name, train, message",
-    [
-        ("poetry", 1, "task must be .*poetry"),
-        ("json", 0, "train must be"),
-        ("function", 100_000, r"There are only \d+ examples of function .* 100000"),
-    ],
-)
-def test_bad_sizes_are_refused(name, train, message):
-    with pytest.raises(ValueError, match=message):
-        task_rows(name, train=train, held_out=1)

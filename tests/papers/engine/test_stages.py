@@ -8,13 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
 
 from moe_runtime.io import rows as data
 from papers.engine.recipe import Rows, load_recipe
 from papers.engine.stages import _read, split_rows
 from papers.xft.recipe import Recipe
-from tests.support import dist_leading, esft_study, fuser_study, upit_study, xft_study
+from tests.support import dist_leading, esft_study, xft_study
 from tests.support.dist_launch import launch
 
 
@@ -106,12 +105,6 @@ def beginnings(rows) -> list[str]:
             {"pairs.jsonl": 1, "alpaca.json": 3}, False, "pa 20 60", id="scarcest-decides"
         ),
         pytest.param(
-            {"pairs.jsonl": 0.5, "alpaca.json": 0.25},
-            False,
-            "pa 40 20",
-            id="of-any-sum",
-        ),
-        pytest.param(
             {"pairs.jsonl": 1, "alpaca.json": 3},
             True,
             "pa 40 120",
@@ -174,13 +167,10 @@ TRAINING = {"steps": 1, "learning_rate": 1.0}
     "value, says",
     [
         ([], "data.train must be a source, or a list of sources, but got []"),
-        ([{"source": "a", "weight": -1}], "data.train.0.weight must be greater than 0, but got -1"),
-        (["a", {"weight": 1}], "data.train.1.source is missing"),
         (
             ["a", {"source": "b", "weight": 1}],
             "data.train.weight must be given for all sources or for none, but 1 of 2 have one",
         ),
-        ([{"source": "a", "columns": 1}], "data.train.0.columns is not a valid key"),
     ],
 )
 def test_bad_sources_are_one_error(value, says):
@@ -191,86 +181,14 @@ def test_bad_sources_are_one_error(value, says):
     assert "\n" not in str(error.value)
 
 
-TURNS = {
-    "prompt": [{"role": "user", "content": "p"}],
-    "completion": [{"role": "assistant", "content": "c"}],
-}
-
-
-@pytest.mark.parametrize(
-    "bad, says",
-    [
-        ([{"prompt": "p", "solution": "s"}], "has the columns prompt, solution. Rename them"),
-        ([], "is empty. Pass"),
-        ([TURNS], "Column prompt is text in one source and turns in another"),
-    ],
-)
-def test_a_bad_file_among_others_is_one_error(sources, tmp_path, bad, says):
-    write_rows(tmp_path / "bad.jsonl", bad)
+def test_a_bad_file_among_others_is_one_error(sources, tmp_path):
+    write_rows(tmp_path / "bad.jsonl", [{"prompt": "p", "solution": "s"}])
     rows = rows_of(sources, [{"source": "pairs.jsonl"}, {"source": str(tmp_path / "bad.jsonl")}])
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="has the columns prompt, solution. Rename them"):
         split_rows(rows)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
 
 
-STUDIES = {
-    "xft": xft_study,
-    "esft": esft_study,
-    "upit": upit_study,
-    "ultrafuser": fuser_study,
-}
-
-
-@pytest.mark.parametrize(
-    "method, part, examples",
-    [
-        ("xft", "train", 76),
-        ("esft", "sums-train", 54),
-        ("upit", "sums-train", 56),
-        ("ultrafuser", "train", 56),
-    ],
-)
-def test_every_method_trains_on_several_files(sources, tmp_path, method, part, examples):
-    """20 sums for 40 pairs, and as many chats; six held out, or four."""
-    path = STUDIES[method].write_study(tmp_path)
-    values = yaml.safe_load(path.read_text())
-    rows = values.get("data") or values.get("tasks", values.get("domains"))["sums"]
-    rows["train"] = [
-        {"source": rows["train"], "weight": 1},
-        {
-            "source": str(sources / "pairs.jsonl"),
-            "weight": 2,
-        },
-    ]
-    rows["held_out_rows"] = 4
-    if method != "ultrafuser":  # whose templates decide
-        rows["prompt"] = "plain" if method == "upit" else "deepseek"
-    if method == "xft":  # a file of chats too
-        rows["train"].append(
-            {
-                "source": str(sources / "turns.jsonl"),
-                "weight": 1,
-            }
-        )
-    if method == "esft":
-        rows["validation_rows"] = 2
-    path.write_text(yaml.safe_dump(values))
-    study = importlib.import_module(f"papers.{method}.study")
-    stages = study.Stages(
-        path,
-        tmp_path / "out",
-        say=lambda text: None,
-    )
-    train = stages.part(part)
-    if method == "ultrafuser":
-        train = train.filter(lambda row: row["domain"] == "sums")
-    assert len(train) == examples
-    if method == "xft":
-        texts = stages.tokenizer.batch_decode(list(train["input_ids"]))
-        assert sum("That." in text for text in texts) > 10
-
-
+STUDIES = {"xft": xft_study, "esft": esft_study}
 PLACES = {
     "xft": ("data", "data__max_length", "tune"),
     "esft": ("tasks__sums", "max_length", "esft"),
@@ -283,11 +201,7 @@ PLACES = {
     [
         ("{0}__train", "none.jsonl", "Data 'none.jsonl' does not exist"),
         ("{0}__held_out_rows", 64, "held_out_rows .64. leaves no training examples"),
-        ("{1}", 2, "No example has a token to train on within max_length .2"),
-        ("base_model", "./none", "base_model './none'"),
         ("{2}__warmup_steps", 4, "warmup_steps must be below the 4 steps .* but got 4"),
-        ("{2}__optimizer", "adam", "optimizer must be one of adamw_torch"),
-        ("{2}__per_device_batch_size", 3, "per_device_batch_size .3. times 1 processes"),
     ],
 )
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(

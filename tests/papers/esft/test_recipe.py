@@ -63,62 +63,20 @@ def test_the_settings_are_the_papers():
     assert (recipe.dtype, recipe.trained_dtype) == ("bfloat16", "float32")
 
 
-def test_a_recipe_without_more_has_the_papers_settings():
-    small = EsftRecipe.from_dict(SMALL)
-    real = load_recipe("deepseek-v2-lite")
-    for name in ("max_length", "pack", "drop_bos", "mix", "scores", "p", "score", "evaluations"):
-        assert getattr(small, name) == getattr(real, name), name
-    assert small.tasks["law"].prompt == "deepseek"
-    assert small.general.train == "standard-library"
-    assert small.lora.rank == 8
-    assert small.esft.weight_decay == 0.1
-    assert small.fft.adam_beta2 == 0.95
-
-
-def test_a_change_reaches_into_tasks():
-    recipe = EsftRecipe.from_dict(SMALL).change(
-        tasks__law__limit=7,
-        esft__steps=9,
-        p__gate=0.3,
-    )
-    assert recipe.tasks["law"].limit == 7
-    assert recipe.esft.steps == 9
-    assert recipe.p.gate == 0.3
-
-
 @pytest.mark.parametrize(
     "change, says",
     [
         ({"colour": 1}, "colour is not a valid key. Use any of method"),
         ({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 must be less than 1"),
-        ({"esft": {"steps": 3}}, "esft.learning_rate is missing"),
         ({"tasks": {}}, "tasks must have at least 1, but got none"),
-        ({"tasks": {"law": {"train": "a", "rows": 1}}}, "tasks.law.rows is not a valid key"),
         ({"tasks": {"a/b": {"train": "a"}}}, "tasks must be named with letters"),
-        ({"tasks": {"general": {"train": "a"}}}, "No task may be named 'general'"),
-        ({"tasks": {"law": {"train": "standard-library/a"}}}, "tasks.law.train must be one of"),
         ({"p": {"gate": 0}}, "p.gate must be greater than 0"),
-        ({"p": {"token": 1.5}}, "p.token must be less than or equal to 1"),
-        ({"scores": {"variant": "v2"}}, "scores.variant must be 'v1', 'paper'"),
-        ({"lora": {"rank": 0, "training": TUNING}}, "lora.rank must be greater"),
         ({"base_model": None}, "pretrain or base_model must be given, but got neither"),
-        ({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'"),
         (
-            {
-                "base_model": None,
-                "pretrain": PRETRAIN | {"top_k": 40},
-            },
-            "pretrain.top_k .40. must be at most",
-        ),
-        (
-            {
-                "base_model": None,
-                "pretrain": PRETRAIN | {"dense_layers": 2},
-            },
+            {"base_model": None, "pretrain": PRETRAIN | {"dense_layers": 2}},
             "dense_layers .2. below num_layers",
         ),
         ({"general": {"prompt": "chat"}}, "must use one chat template .*prompts chat, deepseek"),
-        ({"method": "xft"}, "method must be 'esft'"),
     ],
 )
 def test_a_mistake_is_one_error_with_the_key(change, says):

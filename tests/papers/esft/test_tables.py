@@ -2,17 +2,15 @@
 and what it refuses.
 """
 
-import dataclasses
 import json
 import statistics
 
 import pytest
 
 from papers.engine.compare import compare
-from papers.engine.tables import Entry
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
-from tests.papers.reports import columns_of, entries_of, rows_of
+from tests.papers.reports import entries_of, rows_of
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -94,35 +92,6 @@ def test_what_the_methods_of_main_train(main):
     trained = {name: result.trained_parameters for name, result in results.items()}
     assert trained["base"] == 0 < trained["ESFT-Token"] < trained["FFT"]
     assert trained["FFT"] == results["base"].parameters
-    columns = columns_of(main)
-    cells = rows_of(main)
-    assert cells["FFT"][columns.index("share")] == "100.0%"
-    assert cells["base"][columns.index("trained")] == ""
-    assert columns[1:4] == ["sums", "words", "all tasks"]
-    share = results["ESFT-Gate"].optimizer_bytes / results["FFT"].optimizer_bytes
-    assert share == pytest.approx(trained["ESFT-Gate"] / trained["FFT"], rel=0.02)
-
-
-def test_tasks_that_a_model_answers_have_a_column(main):
-    assert not main.solved
-    assert "0 on sums, words" in main.legend()
-    entries = []
-    for entry in main.entries:
-        (one,) = entry.results
-        exact = [int(entry.name == "LoRA")] * 9 + [0] * 3
-        tasks = one.tasks | {"sums": one.tasks["sums"]._replace(exact=exact)}
-        exact = exact + one.tasks["words"].exact
-        entries.append(Entry(entry.name, [one._replace(tasks=tasks, exact=exact)]))
-    some = dataclasses.replace(main, entries=entries)
-    columns = columns_of(some)
-    rows = rows_of(some)
-    assert columns[1:5] == ["sums", "words", "exact sums", "all tasks"]
-    assert rows["LoRA"][3] == "0.750+"
-    assert rows["FFT"][3] == "0.000"
-    assert "0 on words" in some.legend()
-    values = some.to_dict()["methods"][2]
-    assert values["seeds"][0]["tasks"]["sums"]["exact_match"] == 0.75
-    assert values["exact_match"] == 0.375
 
 
 def test_counts(recipe, out):
@@ -143,8 +112,6 @@ def test_counts(recipe, out):
     "command, options, match",
     [
         ("table1", {}, "command must be one of main"),
-        ("main", {"seeds": 0}, "seeds must be an integer of at least 1"),
-        ("frontier", {"factors": (0.0, 1.0)}, "factor must be a number above 0, but got 0"),
         ("frontier", {"depths": (0.1, 0.1)}, "depth must have one or more different values"),
     ],
 )

@@ -7,8 +7,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import DEEPSEEK_CHAT, put_prompt
+from moe_runtime.io.prompts import DEEPSEEK_CHAT
 from moe_runtime.methods.esft.packing import join
 from papers.engine.corpora import standard_library_text
 from papers.engine.tiny import train_tokenizer
@@ -60,9 +59,6 @@ def test_held_out_text_is_of_files_that_nothing_trains_on(library):
     assert not train & held_out
 
 
-ASKED = {"role": "user", "content": "1 and 2"}
-
-
 @pytest.mark.parametrize("held_out", [False, True], ids=["of-train", "of-its-own"])
 def test_no_row_is_in_two_parts(tokenizer, tmp_path, held_out):
     source = write_sums(tmp_path / "sums.jsonl")
@@ -86,35 +82,6 @@ def test_no_row_is_in_two_parts(tokenizer, tmp_path, held_out):
 
 
 # SPEC 3.6: "User: {x}\n\nAssistant: {y}" and EOS, the user's part masked
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "1 and 2", "completion": "3"},
-        {"messages": [ASKED, {"role": "assistant", "content": "3"}]},
-    ],
-    ids=["pair", "messages"],
-)
-def test_deepseeks_prompt(tokenizer, row):
-    (made,) = data.tokenize_pairs(
-        tokenizer,
-        [put_prompt(row, "deepseek")],
-        64,
-    )
-    assert tokenizer.decode(made["input_ids"]) == "<s>User: 1 and 2\n\nAssistant: 3</s>"
-    masked = made["labels"].count(-100)
-    assert tokenizer.decode(made["labels"][masked:]) == " 3</s>"
-    asked = tokenizer.apply_chat_template([ASKED], add_generation_prompt=True)
-    # a model is asked as it was trained
-    assert list(asked["input_ids"]) == made["input_ids"][:masked]
-
-
-def test_plain_text_needs_no_prompt(tokenizer):
-    (made,) = data.tokenize_pairs(
-        tokenizer,
-        [put_prompt({"text": "so"}, "deepseek")],
-        64,
-    )
-    assert made["labels"] == made["input_ids"]
 
 
 def samples(*lengths, bos=1):

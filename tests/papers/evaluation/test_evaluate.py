@@ -4,7 +4,6 @@ resumption, bad input.
 
 import copy
 import json
-import math
 import re
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from moe_runtime import cli
 from moe_runtime.methods import lora, ultrafuser
 from moe_runtime.methods.ultrafuser import folders as fused_folders
-from papers.engine.tiny import BOS, train_tokenizer
+from papers.engine.tiny import BOS
 from papers.evaluation import evaluate as evaluation
 from papers.evaluation import evaluate_tasks
 from papers.evaluation.evaluate import evaluate
@@ -102,10 +101,8 @@ WORDS = {
     "dense": "{0}/dense",
     "moe": "{0}/moe",
     "lora-moe": "{0}/lora-moe",
-    "mixtral": "{0}/mixtral",
     "fused": "{0}/fused",
     "mixtral+esft": "{0}/mixtral+{0}/esft",
-    "peft": "{0}/peft",
     "dense+peft": "{0}/dense+{0}/peft",
 }
 
@@ -263,52 +260,6 @@ def test_sums_are_checked(scripted, tmp_path):
     assert (tmp_path / "out/results.json").exists()
 
 
-@pytest.mark.slow
-def test_the_paired_test_is_mcnemars_with_holms_correction(scripted, tmp_path):
-    rows = [{"question": f"q{i}?", "answer": f"so\n#### {i}"} for i in range(30)]
-    data = write(tmp_path / "gsm.jsonl", rows)
-
-    def knows(count: int):
-        """A model that answers the first `count` questions."""
-
-        def answer(text):
-            number = int(text[len(BOS) + 1 : -1])
-            return f"#### {number}" if number < count else "####"
-
-        return answer
-
-    models = {
-        "ten": knows(10),
-        "none": knows(0),
-        "eleven": knows(11),
-        "all": knows(30),
-    }
-    report = scripted(
-        models,
-        f"gsm8k={data}",
-        reference="ten",
-        shots=0,
-    )
-    strict = "exact_match, strict-match"
-    compared = {one.model: one for one in report.comparisons if one.metric == strict}
-    # all discordant problems on one side, two-sided; of six comparisons, as there are two scores
-    none = 2 / 2**10
-    all_of_them = 2 / 2**20
-    for name, p, corrected, verdict in (
-        ("none", none, 4 * none, "lower"),
-        ("eleven", 1.0, 1.0, "no difference found"),
-        ("all", all_of_them, 6 * all_of_them, "higher"),
-    ):
-        assert compared[name].p == pytest.approx(p)
-        assert compared[name].p_corrected == pytest.approx(corrected)
-        assert compared[name].verdict == verdict
-    ten = next(score for score in report.scores if score.model == "ten")
-    z2 = 1.959964**2  # Wilson's interval of 10 of 30
-    middle = (10 + z2 / 2) / (30 + z2)
-    half = math.sqrt(z2) / (30 + z2) * math.sqrt(10 * 20 / 30 + z2 / 4)
-    assert (ten.low, ten.high) == pytest.approx((middle - half, middle + half), abs=1e-5)
-
-
 def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
     answers = {
         "a": lambda text: text[-3:],
@@ -374,8 +325,7 @@ SCHOOL = {  # answers to a question whose gold answer is 18, and their strict an
 }
 
 
-@pytest.mark.parametrize("shots", [None, pytest.param(0, marks=pytest.mark.slow)])
-def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, scripted, tmp_path):
+def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(scripted, tmp_path):
     theirs = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
     assert theirs["filter_list"] == list(evaluate_tasks.SCHOOL_FILTERS)
     (metric,) = theirs["metric_list"]
@@ -393,7 +343,6 @@ def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, sc
     report = scripted(
         {"dense": answer},
         f"gsm8k={data}",
-        shots=shots,
         max_new_tokens=12,
     )
     names = ["exact_match, strict-match", "exact_match, flexible-extract"]
@@ -414,11 +363,8 @@ def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, sc
         assert (one["exact_match"], one["exact_match, flexible-extract"]) == scores
     assert stored[2]["found, strict-match"] == "[invalid]"
     assert stored[2]["found, flexible-extract"] == "18"
-    if shots is None:
-        assert shown[0].count("####") == 5
-        assert shown[0].endswith("Question: q0?\nAnswer:\n")
-    else:
-        assert shown[0] == f"{BOS}q0?"
+    assert shown[0].count("####") == 5
+    assert shown[0].endswith("Question: q0?\nAnswer:\n")
 
 
 FUNCTION = "def add(a, b): {}"
@@ -440,26 +386,15 @@ MBPP = {
 BODIES = {
     "right": "return a + b",
     "wrong": "return a * b",
-    "loops": "while True: pass",
     "exits": "raise SystemExit(0)",
 }
 
 
-@pytest.mark.parametrize("prompt", ["plain", pytest.param("chat", marks=pytest.mark.slow)])
-def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
+def test_code_is_judged_by_running_it(scripted, tmp_path):
     humaneval = write(tmp_path / "h.jsonl", [CODE])
     mbpp = write(tmp_path / "m.jsonl", [MBPP])
-    if prompt == "plain":
-        asserts = '"""\nAdd two numbers.\nassert add(2, 3) == 5\n"""\n'
-        forms = {
-            BOS + CODE["prompt"]: "    {}",
-            BOS + asserts: FUNCTION,
-        }
-    else:
-        forms = {
-            "```python\n" + CODE["prompt"].strip(): "\n    {}",
-            "```python\n": FUNCTION,
-        }
+    asserts = '"""\nAdd two numbers.\nassert add(2, 3) == 5\n"""\n'
+    forms = {BOS + CODE["prompt"]: "    {}", BOS + asserts: FUNCTION}
 
     def writes(body: str):
         def answer(text):
@@ -469,13 +404,10 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
         return answer
 
     models = {name: writes(body) for name, body in BODIES.items()}
-    if prompt == "plain":
-        del models["loops"]
     tasks = f"humaneval={humaneval},mbpp={mbpp}"
     report = scripted(
         models,
         tasks,
-        prompt=prompt,
         code_seconds=3,
     )
     assert len(report.scores) == 2 * len(models)
@@ -551,22 +483,12 @@ def test_a_yaml_task_and_shots_from_the_command_line(home, monkeypatch, tmp_path
     shots = f"{BOS}0 and 1?\nIt is 1.\n\n1 and 1?\nIt is 2.\n\n"
     for i, one in enumerate(lines_of(tmp_path / "out/dense/arithmetic.jsonl"), 2):
         assert one["asked"] == f"{shots}{i} and 1?\n"
-    lm = recorded(home / "dense", tmp_path / "again.jsonl")
-    choices = []
-    for word in ("yes", "no"):
-        choices.append(lm.loglikelihood([Request(QUESTIONS[0], f" {word}")])[0][0])
-    first = lines_of(tmp_path / "out/dense/smoke.jsonl")[0]
-    assert [one[0] for one in first["answer"]] == pytest.approx(choices)
-    assert first["acc"] == float(choices[0] > choices[1])
 
 
 @pytest.fixture(scope="module")
 def bad(home, tmp_path_factory):
     """A folder of tasks and models that cannot be evaluated."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in ("empty", "listed"):
-        (folder / name).mkdir()
-    (folder / "listed/adapter_config.json").write_text('{"base_model_name_or_path": ["base"]}')
     for name in ("bare", "mute"):
         tiny.dense(**SIZES).save_pretrained(folder / name)
     words = copy.deepcopy(tokenizer())
@@ -574,9 +496,7 @@ def bad(home, tmp_path_factory):
     words.save_pretrained(folder / "mute")
     rows = [{"question": "q", "answer": "#### 1"}, {"question": "q", "solution": "1"}]
     write(folder / "bad.jsonl", rows)
-    write(folder / "unmarked.jsonl", [{"question": "q", "answer": "1"}])
     write(folder / "smoke.jsonl", [{"question": "q", "label": 0}])
-    (folder / "bad.yaml").write_text(YAML.replace("smoke.jsonl", "absent.jsonl"))
     (folder / "up.yaml").write_text(re.sub("task: .*", "task: ../up", YAML))
     (folder / "code.yaml").write_text(YAML + "unsafe_code: true\n")
     (folder / "dense").symlink_to(home / "dense")
@@ -588,35 +508,16 @@ def bad(home, tmp_path_factory):
     "models, tasks, settings, says",
     [
         ("dense", "sums=x.jsonl", {}, "Task 'sums=x.jsonl' is unknown. Use gsm8k"),
-        ("dense", "absent.yaml", {}, "an existing YAML file"),
-        ("dense", "", {}, "tasks must be one or more"),
-        ("dense", "arithmetic,arithmetic", {}, "different tasks"),
-        ("dense", "gsm8k=absent.jsonl", {}, "Task file 'absent.jsonl' is not an existing .jsonl"),
         ("dense", "gsm8k=bad.jsonl", {}, "bad.jsonl has question, solution in example 2"),
-        ("dense", "gsm8k=unmarked.jsonl", {}, "which holds ####"),
         ("dense", "humaneval=bad.jsonl", {}, "expects prompt, test and entry_point"),
-        ("dense", "intent", {}, "Task intent requires a file"),
-        ("dense", "bad.yaml", {}, "Task 'bad' cannot be built"),
         ("dense", "code.yaml", {}, "would run code without limits"),
         ("dense", "up.yaml", {}, "Task names must be plain file names, .* but got '../up'"),
-        ("empty", "arithmetic", {}, "'empty' has no config.json"),
         ("bare", "arithmetic", {}, "Model 'bare' has no tokenizer in bare"),
         ("mute", "arithmetic", {"prompt": "chat"}, "Model 'mute' has no chat template"),
         ("esft", "arithmetic", {}, "is an adapter. Pass it with its base, as in BASE"),
-        ("listed", "arithmetic", {}, "'listed' is an adapter. Pass it with its base"),
         ("dense+dense", "arithmetic", {}, "has no expert_cfg.json or adapter_config.json"),
-        ("dense dense", "arithmetic", {}, "must be unique file names, but got 'dense'"),
         ("../x=dense", "arithmetic", {}, "must be unique file names"),
-        ("results.json=dense", "arithmetic", {}, "is the name of a file of results"),
-        ("dense", "arithmetic", {"reference": "other"}, "reference must be"),
-        ("dense", "arithmetic", {"prompt": "loud"}, "prompt must be"),
-        ("dense", "arithmetic", {"limit": 0}, "limit must be"),
         ("dense", "arithmetic", {"shots": 256}, "shots must be below the 256 problems"),
-        ("dense", "arithmetic", {"dtype": "int8"}, "dtype must be"),
-        # lm-eval reads some ten thousand files of its own tasks
-        pytest.param(
-            "dense", "no_such_task", {}, "Task 'no_such_task' is unknown", marks=pytest.mark.slow
-        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
@@ -632,39 +533,3 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
             **settings,
         )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_what_is_not_as_it_seems_has_a_note(home, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    dense = str(home / "dense")
-    with pytest.raises(ValueError, match="into the 512 positions of model 'dense'. Lower"):
-        evaluate(
-            [dense],
-            "arithmetic",
-            "out",
-            max_new_tokens=512,
-        )
-    report = evaluate(
-        [dense],
-        "arithmetic",
-        "out",
-        max_new_tokens=500,
-        limit=1,
-    )
-    assert report.notes == [
-        "questions longer than the context, truncated on the left: dense on arithmetic (1)",
-        "answers that reached --max-new-tokens and may be cut off: dense on arithmetic (1 of 1)",
-    ]
-    tiny.dense(**SIZES).save_pretrained("foreign")
-    train_tokenizer(["other words altogether"] * 4, 270).save_pretrained("foreign")
-    monkeypatch.setattr(evaluation, "load_lm", lambda *_: Scripted(lambda text: "1"))
-    report = evaluate(
-        [dense, "foreign"],
-        "arithmetic",
-        "both",
-        limit=3,
-    )
-    (note,) = report.notes
-    assert "different tokenizers, so they are compared by problems" in note
-    assert len(report.comparisons) == 1

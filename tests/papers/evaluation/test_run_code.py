@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from papers.evaluation import run_code
 from papers.evaluation.run_code import confinement, run_programs
 from tests.support.patience import PATIENCE
 
@@ -191,20 +190,3 @@ def test_what_a_namespace_prevents(tmp_path, name):
     assert not verdict.passed
     assert reason in verdict.reason
     assert marked.read_text() == "mine"
-
-
-def test_without_namespaces_the_limits_hold(monkeypatch):
-    monkeypatch.setattr(run_code, "confinement", lambda: "limits")
-    harmful = [HARMFUL[name][0] for name in ("wrong", "exits at once", "fills the disk")]
-    verdicts = run_programs(["assert True", FORGES, *harmful])
-    assert [one.passed for one in verdicts] == [True, False, False, False, False]
-
-
-def test_the_first_way_that_works_is_used(monkeypatch):
-    for name in ("bwrap", "unshare"):
-        monkeypatch.setitem(run_code.CONFINED, name, ("no-such-program",))
-    assert confinement.__wrapped__() == "limits"
-    monkeypatch.setitem(run_code.CONFINED, "unshare", ("env",))
-    assert confinement.__wrapped__() == "unshare"
-    monkeypatch.setitem(run_code.CONFINED, "bwrap", ("false",))
-    assert confinement.__wrapped__() == "unshare"

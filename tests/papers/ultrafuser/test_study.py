@@ -2,15 +2,11 @@
 it was saved.
 """
 
-import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.training import fit
@@ -108,17 +104,6 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
         strict=True,
     ):
         assert torch.equal(a, b)
-    drawn = [warm.gate.up.weight]
-    for seed in (0, 1):
-        stages = Stages(
-            made.recipe,
-            made.out,
-            seed=seed,
-            say=print,
-        )
-        drawn.append(stages._fuser(made.sources, "float32").gate.up.weight)
-    for one, other in itertools.combinations(drawn, 2):
-        assert not torch.equal(one, other)
 
 
 def given(made, *models, **changes):
@@ -157,11 +142,10 @@ def caught(monkeypatch):
 
 
 def test_every_training_draws_as_the_recipe_says(made, caught):
-    """By its seed, with its replacement; those tuned further as the fused ones."""
+    """By its seed; those tuned further as the fused ones."""
     stage1 = fuser_study.STEPS | {"steps": 3}
     recipe = given(
         made,
-        replacement=True,
         further=fuser_study.STEPS,
         stage1=stage1,
     )
@@ -176,19 +160,13 @@ def test_every_training_draws_as_the_recipe_says(made, caught):
         with pytest.raises(Caught):
             make(**options)
         sampler = caught.pop()[1]["trainer"].keywords["sampler"]
-        return sampler.seed, sampler.replacement, sampler.names
+        return sampler.seed, sampler.names
 
-    balanced = (3, True, ("sums", "words"))
+    balanced = (3, ("sums", "words"))
     assert drawn(lambda: stages.further("words")) == balanced
     assert drawn(stages.gate) == balanced
     assert drawn(stages.fused, two_stage=False) == balanced
-    assert drawn(stages.gate, balanced=False) == (3, False, (0,))
-
-
-def test_a_specialist_tunes_in_float32(made, caught, tmp_path):
-    with pytest.raises(Caught):
-        Stages(given(made, dtype="bfloat16"), tmp_path, say=print).further("sums")
-    assert {p.dtype for p in caught[0][0].parameters()} == {torch.float32}
+    assert drawn(stages.gate, balanced=False) == (3, ("",))
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +197,7 @@ def write_lines(path, rows) -> str:
     [
         ("{wide}", "The hidden sizes differ .32 of .*sums.model, 64 of .* but joint is False"),
         ("{foreign}", "of 'words' is .*Specialists must have the same vocabulary"),
-        ("./none", "specialists.words.model './none' does not exist. Pass"),
-        ("{wide}/none", "specialists.words.model .*/none' does not exist. Pass"),
-        ("tests/none", "specialists.words.model 'tests/none' does not exist"),
-        ("tests", "specialists.words.model 'tests' has no config.json. Pass"),
+        ("{wide}/none", "specialists.words.model .*/none' is neither a folder"),
     ],
 )
 def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):
@@ -252,25 +227,6 @@ def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path
     assert len(results) == 3
     assert not any(tmp_path.glob("out/gate-*"))
     assert ultrafuser.load(tmp_path / "out" / "model").gate.hidden_sizes == (32, 64)
-    (tmp_path / "out" / "model").unlink()
-    (tmp_path / "out" / "model").mkdir()
-    with pytest.raises(ValueError, match="exists and is not a link"):
-        ultrafuser_study.run(
-            recipe,
-            tmp_path / "out",
-            say=print,
-        )
-
-
-@pytest.mark.parametrize("engine", ["FSDP1", "DEEPSPEED"])
-def test_engines_that_do_not_work_are_refused(made, monkeypatch, tmp_path, engine):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine.removesuffix("1")])
-    monkeypatch.setattr(
-        AcceleratorState, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False
-    )
-    with pytest.raises(ValueError, match=f"distributed_type NO, MULTI_GPU .* but it is {engine}"):
-        Stages(made.recipe, tmp_path / "out", say=print)
-    assert not (tmp_path / "out").exists()
 
 
 def chats(path, system=False):
@@ -306,19 +262,11 @@ def test_no_prompt_is_in_both_parts(made, tmp_path):
         ultrafuser_study.study_rows(made.stages.encoder, recipe)
 
 
-@pytest.mark.parametrize("key", ["completion", "messages"])
-def test_a_bad_row_is_named_where_it_stands(made, tmp_path, key):
-    path = tmp_path / "bad.jsonl"
-    if key == "messages":
-        chats(path, system=True)
-        match = r"example 18 of '.*bad.jsonl': .*does not support the turns system, user"
-    else:
-        rows = [{"prompt": f"{i} and", "completion": "x"} for i in range(20)]
-        rows[17]["completion"] = None
-        write_lines(path, rows)
-        match = "line 18 of .*bad.jsonl: completion is null, but expected a string"
-    recipe = made.recipe.change(domains__sums__train=str(path))
-    with pytest.raises(ValueError, match=f"domains.sums: {match}"):
+def test_a_bad_row_is_named_where_it_stands(made, tmp_path):
+    path = chats(tmp_path / "bad.jsonl", system=True)
+    recipe = made.recipe.change(domains__sums__train=path)
+    match = r"domains.sums: example 18 of '.*bad.jsonl': .*does not support the turns system, user"
+    with pytest.raises(ValueError, match=match):
         ultrafuser_study.study_rows(made.stages.encoder, recipe)
 
 
@@ -342,17 +290,6 @@ def test_other_settings_are_other_stages(made):
     assert made.fused.total_seconds == pytest.approx(
         before + made.gate.seconds + made.fused.seconds
     )
-    plain = made.stages.fused(balanced=False)
-    stored = json.loads((plain.folder.parent / "result.json").read_text())
-    gate = made.stages.gate(balanced=False).folder.parent.name
-    assert stored["made_of"]["parents"] == [gate]
-    assert gate != made.gate.folder.parent.name
-    changed = Stages(
-        made.recipe.change(max_length=40),
-        made.out,
-        say=print,
-    )
-    assert changed._key != made.stages._key
 
 
 def test_given_specialists_are_taken_as_they_are(made, tmp_path):

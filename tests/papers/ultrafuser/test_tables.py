@@ -101,12 +101,3 @@ def test_pictures_and_numbers_are_there(tables, command):
 def test_a_table_is_read_again(tables, monkeypatch):
     monkeypatch.setattr("moe_runtime.hf.training.fit.train", None)
     assert tables.run("ablate").rows() == tables.reports["ablate"].rows()
-
-
-@pytest.mark.parametrize(
-    "rows, match",
-    [(0, "rows must be an integer of at least 1"), (3, "created with other settings")],
-)
-def test_bad_options_fail_before_anything(tables, rows, match):
-    with pytest.raises(ValueError, match=match):
-        tables.run("weights", rows=rows)

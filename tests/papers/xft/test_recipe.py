@@ -113,33 +113,14 @@ BASES = {
     "change, says",
     [
         ({"colour": 1}, "colour is not a valid key. Use any of method"),
-        ({"tune": TRAINING | {"lr": 1}}, "tune.lr is not a valid key. Use any of epochs"),
-        ({"tune": TRAINING | {"learning_rate": "fast"}}, "tune.learning_rate must be a valid"),
         ({"tune": TRAINING | {"learning_rate": -1}}, "tune.learning_rate must be greater than 0"),
-        ({"tune": TRAINING | {"steps": 2.5}}, "tune.steps must be a valid integer"),
-        ({"tune": TRAINING | {"bf16": 1}}, "tune.bf16 must be a valid boolean"),
-        ({"tune": TRAINING | {"batch_size": True}}, "tune.batch_size must be a valid"),
-        (
-            {"tune": TRAINING | {"epochs": 1}},
-            "tune.epochs is 1.0 and steps is 3. Set exactly one",
-        ),
         ({"tune": {"steps": 3}}, "tune.learning_rate is missing from the recipe"),
-        ({"tune": TRAINING | {"schedule": "cosinus"}}, "tune.schedule must be 'linear'"),
-        ({"tune": TRAINING | {"max_grad_norm": 0}}, "tune.max_grad_norm must be"),
-        ({"tune": None}, "tune must be"),
-        ({"data": []}, r"data must be a valid dictionary"),
-        ({"data": {"prompt": "alpaca"}}, "data.prompt must be 'plain'"),
-        ({"experts": {"top_k": 9}}, "experts.top_k must be at most num_experts .8., but got 9"),
-        ({"experts": {"hidden_size": 8}}, "experts.hidden_size is not a valid key"),
         ({"experts": {"preset": "mixtral"}}, "experts.preset must be one of xft-paper"),
-        ({"experts": {"noisy_gate": "yes"}}, "experts.noisy_gate must be a valid boolean"),
         (
             {"experts": {"balance_loss_coef": 0.1}},
             "experts.balance_loss_coef is 0.1, but balance_loss is",
         ),
-        ({"shared_rate": 1.5}, "shared_rate must be less than or equal to 1"),
         ({"base_model": None}, "pretrain or base_model must be given, but got neither"),
-        ({"method": "upit"}, "method must be 'xft'"),
     ],
 )
 def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
@@ -148,20 +129,6 @@ def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
     with pytest.raises(ValueError, match=f"mine.yaml: {says}") as error:
         load_recipe(path)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("a: [1", "is not valid YAML"),
-        ("- 1", "recipe must be a valid dictionary"),
-        ("base_model: x\nsft: {steps: 1, learning_rate: 1}\n", "tune is missing from the recipe"),
-    ],
-)
-def test_a_file_that_is_no_recipe(tmp_path, text, says):
-    (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=says):
-        load_recipe(tmp_path / "mine.yaml")
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -186,13 +153,6 @@ def test_the_task_of_the_docs_is_yaml():
     assert yaml.safe_load(text)["doc_to_choice"] == ["yes", "no"]
 
 
-def test_yaml_reads_5e_5_as_text_which_is_a_number_here(tmp_path):
-    text = yaml.safe_dump(SMALL).replace("learning_rate: 0.001", "learning_rate: 5e-5")
-    assert yaml.safe_load(text)["tune"]["learning_rate"] == "5e-5"
-    (tmp_path / "mine.yaml").write_text(text)
-    assert load_recipe(tmp_path / "mine.yaml").tune.learning_rate == 5e-5
-
-
 def test_change_takes_dotted_keys_and_checks_them():
     recipe = Recipe.from_dict(SMALL)
     mix = Training(epochs=1, learning_rate=1.0)
@@ -204,15 +164,5 @@ def test_change_takes_dotted_keys_and_checks_them():
     )
     assert (new.data.limit, new.tune.steps, new.seed, new.mix) == (8, 5, 1, mix)
     assert new.change(data__limit=None, tune__steps=3, seed=0, mix=TRAINING) == recipe
-    preset = recipe.change(
-        experts={
-            "preset": "xft-official",
-            "noisy_gate": False,
-            "top_k": 2,
-        }
-    )
-    assert preset.experts == PRESETS["xft-official"] | {"noisy_gate": False, "top_k": 2}
-    with pytest.raises(ValueError, match="tune.steps must be greater than or equal to 1"):
-        recipe.change(tune__steps=0)
     with pytest.raises(ValueError, match="tune.speed is not a valid key"):
         recipe.change(tune__speed=0)

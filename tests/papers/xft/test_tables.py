@@ -2,20 +2,13 @@
 and what it refuses.
 """
 
-import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 
-from moe_runtime.hf.training.fit import mean_loss
-from papers.engine import plots, tables
 from papers.engine.compare import compare
-from papers.engine.tables import Entry, Report
 from papers.xft import tables as xft_tables
-from papers.xft.recipe import load_recipe
-from papers.xft.study import Result
 from tests.papers.reports import entries_of, rows_of
 from tests.papers.xft.test_study import joined_stages
 from tests.support.dist_launch import times
@@ -123,24 +116,12 @@ def test_a_table(command, recipe, out):
 def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     stages = joined_stages(tmp_path, monkeypatch)
     report, _ = make("overfit", stages.recipe, stages.out)
-    names = []
-    against = []
-    for rate in ("0.0015", "0.003", "0.006"):
-        names += [f"{kind}, {rate}" for kind in ("SFT", "EMA", "SWA", "MoE", "XFT")]
-        against += [f"{kind}, {rate} against XFT, {rate}" for kind in ("SFT", "EMA", "SWA")]
+    kinds = ("SFT", "EMA", "SWA", "MoE", "XFT")
+    names = [f"{kind}, {rate}" for rate in ("0.0015", "0.003", "0.006") for kind in kinds]
     names += [f"XFT, 0.003, lambda {rate}" for rate in ("0", "0.25", "0.5")]
     assert entries_of(report) == names
     assert report.reference == "SFT, 0.003"
     assert list(report.domains) == ["code", "prose", "arithmetic"]
-
-    def best(kind: str) -> str:
-        """The name of the entry of this kind whose validation loss is lowest."""
-        entries = [entry for entry in report.entries[:15] if entry.name.startswith(kind)]
-        return min(entries, key=lambda entry: entry.results[0].validation).name
-
-    against += [f"{best(kind)} against {best('XFT')}" for kind in ("SFT", "EMA", "SWA")]
-    summary = [line.partition(":")[0] for line in report.summary]
-    assert [line for line in summary if " against " in line] == against
     written = times(stages.out)
     report, _ = make("mix-rows", stages.recipe, stages.out)
     assert times(stages.out).items() >= written.items()
@@ -149,23 +130,14 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
         names += [f"by {key}: {n}" for n in ("INIT", "learned, own", "INIT, fewer")]
         names.append(f"by {key}: learned, held back")
     assert entries_of(report) == names
-    assert len(report.summary) == 12
     assert min(report.extra["largest_move_of_alpha"].values()) > 0
-    sft = stages.by_domain(stages.sft(averages=True))
-    assert report.entry("SFT").results[0].losses == sft.losses
-    one_domain = stages.recipe.change(data__train=str(tmp_path / "rows.jsonl"))
-    report, _ = make("mix-rows", one_domain, tmp_path / "other")
-    assert len(report.entries) == 5
 
 
 @pytest.mark.parametrize(
     "command, options, match",
     [
         ("table2", {}, "command must be one of table1"),
-        ("table1", {"seeds": 0}, "seeds must be an integer of at least 1"),
         ("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda must be"),
-        ("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda must be"),
-        ("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda must have .*different values"),
     ],
 )
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
@@ -176,20 +148,6 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
             tmp_path / "out",
             **options,
         )
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", TABLES)
-def test_a_recipe_without_shared_expert_is_refused(command, recipe, tmp_path):
-    vanilla = load_recipe(recipe).change(
-        experts={
-            "num_experts": 4,
-            "top_k": 3,
-            "gate": "topk_softmax",
-        }
-    )
-    with pytest.raises(ValueError, match="gate must be .*but got 'topk_softmax'"):
-        xft_tables.run(command, vanilla, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -210,94 +168,3 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
             shared_rates=(0.5,),
         )
     assert (out / "sweep-lambda.json").read_bytes() == before
-    report, _ = make(
-        "sweep-lambda",
-        recipe,
-        out,
-        shared_rates=(0.5,),
-        overwrite=True,
-    )
-    assert entries_of(report) == ["SFT", "MoE", "XFT, lambda 0.5"]
-
-
-# what follows is about the report alone: numbers made up, no model
-def result(name, losses, **changes) -> Result:
-    tokens = [10 + i for i in range(len(losses))]
-    values = {
-        "name": name,
-        "folder": Path(f"out/{name}-0/model"),
-        "loss": mean_loss(losses, tokens),
-        "losses": losses,
-        "tokens": tokens,
-        "steps": 4,
-        "seconds": 2.0,
-        "total_seconds": 3.0,
-        "parameters": 10,
-        "active_parameters": 10,
-        "history": [(2, 2.0), (4, 1.5)],
-        "alpha": None,
-        "steps_per_second": 2.0,
-    }
-    return Result(**values | changes)
-
-
-def report_of(losses: dict, reference="SFT") -> Report:
-    entries = []
-    for name, seeds in losses.items():
-        entries.append(Entry(name, [result(name, rows) for rows in seeds]))
-    return Report(
-        command="table1",
-        title="t",
-        source="s",
-        settings={},
-        reference=reference,
-        seeds=tuple(range(len(entries[0].results))),
-        entries=entries,
-    )
-
-
-ROWS = [1.0 + i / 20 for i in range(20)]
-
-
-def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
-    bad = [[math.nan] * 20, ROWS]
-    report = report_of(
-        {
-            "SFT": [ROWS, ROWS],
-            "bad": bad,
-            "huge": [[800.0] * 20, [900.0] * 20],
-        }
-    )
-    assert report.comparison("bad").verdict == "not finite"
-    assert math.isnan(report.entry("bad").sd)
-    assert report.rows()[1][-3:] == ("", "", "not finite")
-    assert report.entry("huge").perplexity == math.inf
-    assert "not finite" in tables.verdict(report, "bad")
-    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert values["methods"][1]["loss"] is None
-    assert values["comparisons"][0]["difference"] is None
-    for draw in (plots.dots, plots.curves):
-        plots.save(draw(report), tmp_path / "bad.png")
-
-
-@pytest.mark.parametrize(
-    "shift, word",
-    [
-        (-0.1, "XFT gained"),
-        (0.1, "did not help here"),
-        (0.0, "shows no gain here"),
-    ],
-)
-def test_one_seed_has_a_verdict_and_no_spread(shift, word):
-    report = report_of(
-        {
-            "SFT": [ROWS],
-            "XFT": [[loss + shift for loss in ROWS]],
-        }
-    )
-    assert tables.verdict(report, "XFT").count(word) == 1
-    assert "±" not in report.rows()[0][1]
-    assert "one seed" in report.legend()
-    report.entries[1].results[:] = [result("XFT", ROWS, tokens=[5] * 20)]
-    with pytest.raises(ValueError, match="different held-out examples"):
-        dataclasses.replace(report)

@@ -52,13 +52,6 @@ class Layout(NamedTuple):
     scales: tuple[torch.dtype, ...]
     spread: tuple | None = None  # mesh and placements, if experts are sharded over ranks
 
-    def logical(self, transposed: bool) -> tuple[int, int, int]:
-        """Return E, out, in."""
-        E, a, b = self.shape
-        if transposed:
-            return E, b, a
-        return E, a, b
-
 
 class PackedParameter(nn.Parameter):
     """The bytes of a packed stack, permanently frozen; `packed_parameter` creates one."""
@@ -212,7 +205,9 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
         )
     if layout is not None:
         codes, scales, form = get(module, name)
-        _, out, size = layout.logical(transposed)
+        _, out, size = layout.shape
+        if transposed:
+            out, size = size, out
         return Stack(codes, scales, form, (codes.shape[0], out, size))
     data = getattr(module, name).detach()
     # transformers' scales may be powers of two in 8 bits, or in 16 bits after a cast of the model;
@@ -358,27 +353,18 @@ def _offset_of(key: str, tensor: Tensor, shape: Sequence[int]) -> float:
     }
     try:
         state = json.loads(bytes(tensor.flatten().tolist()))
-        fields = {field: state[field] for field in (*expected, "nested_offset", "dtype")}
-    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        fields = {field: state[field] for field in expected}
+        offset = float(state["nested_offset"])
+    except (TypeError, ValueError, KeyError, RecursionError, OverflowError) as error:
         raise ValueError(
             f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}"
         ) from error
-    offset = fields["nested_offset"]
-    known = sorted(str(dtype).removeprefix("torch.") for dtype in packed.FLOATS)
-    problem = None
     for field, value in expected.items():
         if json.dumps(fields[field]) != json.dumps(value):
-            problem = (field, value)
-            break
-    largest = torch.finfo(torch.float32).max
-    if problem is None and (type(offset) not in (int, float) or not abs(offset) <= largest):
-        problem = ("nested_offset", "a finite number")
-    if problem is None and fields["dtype"] not in known:
-        problem = ("dtype", f"one of {known}")
-    if problem is not None:
-        field, valid = problem
-        raise ValueError(f"{field} in {key} must be {valid}, but is {shown(fields[field])}")
-    return float(offset)
+            raise ValueError(f"{field} in {key} must be {value}, but is {shown(fields[field])}")
+    if not abs(offset) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"nested_offset in {key} must be a finite number, but is {offset}")
+    return offset
 
 
 def _check_map(key: str, table: Tensor, expected: Tensor) -> None:

@@ -398,15 +398,12 @@ def check_cuda(csrc: Path, archs: str = ARCHS) -> CudaPlan:
     return CudaPlan(sources, toolkit, find_compiler()[0], *architectures(archs, toolkit))
 
 
-def build_cuda(
-    out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS
-) -> str:
+def build_cuda(out: Path, *, csrc: Path | None = None, archs: str = ARCHS) -> str:
     """Compile `csrc` for `archs` into the library `out`, atomically.
 
     Args:
         out: The library's path.
         csrc: The folder of the sources; by default those of this package.
-        cache: A folder for the objects, by the hash of all their inputs.
         archs: The architectures, such as 80;90;100+PTX.
 
     Returns:
@@ -422,8 +419,7 @@ def build_cuda(
         "nvcc": "{}.{}".format(*plan.toolkit.version),
         "archs": plan.archs,
     }
-    cache = cache or own_folder(cache_dir("cuda") / "objects")
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = own_folder(cache_dir("cuda") / "objects")  # by the hash of all their inputs
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
         workers = min(len(os.sched_getaffinity(0)), len(plan.sources))
@@ -440,7 +436,7 @@ def build_cuda(
 
 
 def _compile(plan: CudaPlan, source: Path, identity: dict[str, Any], cache: Path) -> Path:
-    """Return the object of one source, from `cache` if it is there, with ptxas' report beside it."""
+    """Return the object of one source, from `cache` if possible, with ptxas' report beside it."""
     gencode = plan.flags
     stamp = ""
     if source.stem == "info":
@@ -506,17 +502,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Compile the libraries of csrc/. Needs neither torch nor a GPU.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    folders = {
-        "cpu": f"<hash of the sources>-{platform.machine()}",
-        "cuda": "<hash of the sources>",
-    }
     for kind, what in (("cpu", "csrc/cpu with g++ or clang++"), ("cuda", "csrc/ with nvcc")):
         options = kinds.add_parser(
             kind, help=what, description=f"Compile {what} into {NAMES[kind]}."
         )
-        default = f"moe_runtime/{kind}/{folders[kind]}/{NAMES[kind]}"
         options.add_argument(
-            "--out", type=Path, help=f"default: {default} in $XDG_CACHE_HOME or ~/.cache"
+            "--out", type=Path, help="default: below moe_runtime in $XDG_CACHE_HOME or ~/.cache"
         )
         options.add_argument(
             "--csrc", type=Path, help="folder of the sources (default: those of this package)"

@@ -126,10 +126,6 @@ class Steps(Rows):
             weight = self.row_weight[group.start : group.end]
         activate(self.activation, z, weight, h)
 
-    def new_dweight(self) -> Tensor:
-        """Return memory for the gradient of the routing weights [R], here in expert order."""
-        return torch.zeros_like(self.row_weight)
-
     def activate_backward(
         self,
         group: Group,
@@ -140,8 +136,8 @@ class Steps(Rows):
         dweight: Tensor,
     ) -> None:
         """Write dz, weight * h and the gradient of the weights for the rows of `group`."""
-        rows = slice(group.start, group.end)
-        weight = self.row_weight[rows]
+        weight = self.row_weight[group.start : group.end]
+        dots = torch.empty_like(weight)
         activate_backward(
             self.activation,
             z,
@@ -149,28 +145,18 @@ class Steps(Rows):
             weight,
             dz,
             wh,
-            dweight[rows],
+            dots,
         )
-
-    def add_dots(
-        self,
-        dweight: Tensor,
-        group: Group,
-        member: Member,
-        dots: Tensor,
-    ) -> None:
-        """Add `dots` [n] to the weights' gradient of a member's rows."""
-        member.own(dweight[group.start : group.end]).add_(dots)
-
-    def of_slots(self, dweight: Tensor) -> Tensor:
-        """Return the gradient of the routing weights as [T, K], 0 for dropped slots."""
-        dweight[self.rows :].zero_()
-        return dweight[invert(self.row_slot)].view(self.T, self.K)
+        end = group.members[-1].end
+        dweight[self.row_slot[group.start : group.start + end]] = dots[:end]
 
     def combine(self, y: Tensor, weighted: bool) -> Tensor:
         """Return the sum of each token's rows of y, times their weights if `weighted`."""
         y[self.rows :].zero_()
-        return combine_rows(y, self.row_slot, self.weight, self.folded or not weighted)
+        slot_row = invert(self.row_slot).view(self.weight.shape)
+        if self.folded or not weighted:
+            return weighted_sum(y, None, slot_row)
+        return weighted_sum(y, self.weight.to(y.dtype), slot_row)
 
 
 def _is_narrow(x: Tensor) -> bool:
@@ -218,12 +204,6 @@ def add_bias(y: Tensor, bias: Tensor, weight: Tensor | None) -> None:
         y.add_(bias)
     else:
         y.add_((weight[:, None] * bias.to(weight.dtype)).to(y.dtype))
-
-
-def combine_rows(y: Tensor, row_slot: Tensor, topk_weight: Tensor, folded: bool) -> Tensor:
-    """Return the sum of each token's rows of `y` [R, H], with weights that are not `folded` in."""
-    slot_row = invert(row_slot).view(topk_weight.shape)
-    return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
 def backward(

@@ -2,7 +2,6 @@
 libc alone.
 """
 
-import json
 import os
 import re
 import shutil

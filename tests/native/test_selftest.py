@@ -323,5 +323,3 @@ def test_a_variant_that_does_not_compile_is_left_out(tmp_path, monkeypatch, quic
     assert selftest.run(tmp_path / "library.so") is None
     # which does not make it compile again at each build
     assert not build.build_cpu(tmp_path / "library.so", csrc=csrc).compiled
-
-

@@ -282,7 +282,7 @@ def test_wrong_stage_folder_and_settings(base, moe, tmp_path):
         (upcycle, base, {"top_k": 5}, "top_k must be"),
         (upcycle, base, {"layers": [5]}, r"layers must be .*but got \[5\]"),
         (merge, moe, {"alpha": [1.0]}, r"Expected alpha \[4\]"),
-        (merge, moe, {"alpha": [0.5] * 4}, "alpha sums to"),
+        (merge, moe, {"alpha": [0.5] * 4}, "with the sums"),
         (merge, moe, {"alpha": "mean"}, "alpha must be one of uniform"),
         (merge, moe, {"shared_rate": 1.5}, "shared_rate must be"),
         (merge, moe, {"shared_rate": 0.5, "alpha": "uniform"}, "shared_rate must be None"),

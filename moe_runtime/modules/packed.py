@@ -353,18 +353,27 @@ def _offset_of(key: str, tensor: Tensor, shape: Sequence[int]) -> float:
     }
     try:
         state = json.loads(bytes(tensor.flatten().tolist()))
-        fields = {field: state[field] for field in expected}
-        offset = float(state["nested_offset"])
-    except (TypeError, ValueError, KeyError, RecursionError, OverflowError) as error:
+        fields = {field: state[field] for field in (*expected, "nested_offset", "dtype")}
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}"
         ) from error
+    offset = fields["nested_offset"]
+    known = sorted(str(dtype).removeprefix("torch.") for dtype in packed.FLOATS)
+    problem = None
     for field, value in expected.items():
         if json.dumps(fields[field]) != json.dumps(value):
-            raise ValueError(f"{field} in {key} must be {value}, but is {shown(fields[field])}")
-    if not abs(offset) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"nested_offset in {key} must be a finite number, but is {offset}")
-    return offset
+            problem = (field, value)
+            break
+    largest = torch.finfo(torch.float32).max
+    if problem is None and (type(offset) not in (int, float) or not abs(offset) <= largest):
+        problem = ("nested_offset", "a finite number")
+    if problem is None and fields["dtype"] not in known:
+        problem = ("dtype", f"one of {known}")
+    if problem is not None:
+        field, valid = problem
+        raise ValueError(f"{field} in {key} must be {valid}, but is {shown(fields[field])}")
+    return float(offset)
 
 
 def _check_map(key: str, table: Tensor, expected: Tensor) -> None:

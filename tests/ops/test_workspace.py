@@ -248,16 +248,6 @@ def test_graphs_that_live_at_once(order):
         assert_same(finish(cases[i], *graphs[i]), want[i])
 
 
-def test_backward_twice_with_retain_graph():
-    case = big_case()
-    out, leaves = start(case)
-    first = finish(case, out, leaves, retain_graph=True)
-    other = big_case()
-    finish(other, *start(other))
-    poison()
-    assert_same(finish(case, out, leaves), first)
-
-
 def test_backward_from_another_thread():
     case = big_case()
     want = finish(case, *start(case))

@@ -48,11 +48,8 @@ def gram(
     if not 0 < n <= FEW:
         raise ValueError(f"Expected 1 to {FEW} experts, but got {n}")
     first = experts[0]
-    if isinstance(experts, Tensor):
-        _check_like("experts", first, first, "as the first expert")
-    else:
-        for tensor in experts:
-            _check_like("experts", tensor, first, "as the first expert")
+    for tensor in [first] if isinstance(experts, Tensor) else experts:
+        _check_like("experts", tensor, first, "as the first expert")
     if base is not None:
         _check_like("base", base, first, "as the first expert")
         base = base.reshape(-1)

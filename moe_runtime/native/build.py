@@ -22,7 +22,6 @@ import site
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +31,6 @@ from moe_runtime.native import selftest
 
 NAMES = {"cpu": "libmoert_cpu.so", "cuda": "libmoert_cuda.so"}
 SUFFIXES = {"cpu": (".cpp", ".h"), "cuda": (".cu", ".cuh", ".h")}
-# objects that no build has used for this long are deleted; other checkouts may still use theirs
-MAX_AGE_DAYS = 30
 
 CPU_FLAGS = (
     "-O3",
@@ -427,7 +424,6 @@ def build_cuda(out: Path, *, csrc: Path | None = None, archs: str = ARCHS) -> st
             jobs = [pool.submit(_compile, plan, p, identity, cache) for p in plan.sources]
         objects: list = [job.result() for job in jobs]
         report = "".join([made.with_suffix(".ptxas").read_text() for made in objects])
-        prune(cache)
         # the runtime is linked statically and hidden, as torch's may be of another version
         objects += ["-L", plan.toolkit.library_dir, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         with _folder_beside(out) as folder:
@@ -459,25 +455,7 @@ def _compile(plan: CudaPlan, source: Path, identity: dict[str, Any], cache: Path
             fresh.chmod(0o644)  # not writable by others, whatever the umask
             os.replace(fresh.with_suffix(".ptxas"), report)
             os.replace(fresh, made)
-    for path in (made, report):
-        path.touch()  # so that its age is the time since its last use
     return made
-
-
-def prune(folder: Path) -> None:
-    """Delete what no build has used for MAX_AGE_DAYS.
-
-    These are objects, libraries of other sources, and marks of tested libraries: a library whose
-    mark is gone is tested again. A build touches what it uses.
-    """
-    oldest = time.time() - MAX_AGE_DAYS * 86400
-    for path in [*folder.iterdir(), *folder.glob("tested/*")]:
-        if path.stat().st_mtime >= oldest:
-            continue
-        if path.parent.name == "tested" or path.suffix in (".o", ".ptxas", ".so"):
-            path.unlink()
-        elif re.fullmatch(r"[0-9a-f]{16}-\w+", path.name) and (path / NAMES["cpu"]).is_file():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _run(command: list) -> str:
@@ -525,9 +503,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _main_cpu(out: Path, options: argparse.Namespace) -> None:
     build = build_cpu(out, csrc=options.csrc, force=options.force)
-    if options.out is None:
-        os.utime(out.parent)  # used now
-        prune(out.parent.parent)
     for name, reason in build.left_out.items():
         print(
             f"warning: the compiler cannot build the variant {name}, which is left out: {reason}",

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -63,35 +62,6 @@ def test_the_command_says_where_and_builds_once(tmp_path, small):
     )
     assert ": built by" in run("--csrc", small, "--out", out).stdout
     assert [path.name for path in out.parent.iterdir()] == ["lib.so"]
-
-
-def test_old_libraries_of_other_sources_go(tmp_path, small):
-    cache = tmp_path / "moe_runtime" / "cpu"
-    ages = {"0123456789abcdef-x86_64": 31, "fedcba9876543210-x86_64": 29, "mine": 99}
-    for name, days in ages.items():
-        (cache / name).mkdir(parents=True)
-        (cache / name / build.NAMES["cpu"]).write_text("")
-        when = time.time() - days * 24 * 3600
-        os.utime(cache / name, (when, when))
-    assert (
-        run("--csrc", small, "--out", tmp_path / "lib.so", XDG_CACHE_HOME=str(tmp_path)).returncode
-        == 0
-    )
-    assert {path.name for path in cache.iterdir()} == {*ages, "tested"}
-    (old_mark := cache / "tested" / "old").write_text("")
-    os.utime(old_mark, (0, 0))
-    assert run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
-    here = f"{build.source_hash('cpu', small)}-{os.uname().machine}"
-    assert {path.name for path in cache.iterdir()} == {
-        here,
-        "fedcba9876543210-x86_64",
-        "mine",
-        "tested",
-    }
-    assert len(list((cache / "tested").iterdir())) == 1  # this library, on this processor
-    os.utime(cache / here, (0, 0))
-    assert "up to date" in run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).stdout
-    assert time.time() - (cache / here).stat().st_mtime < 3600  # asked for
 
 
 def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):

@@ -161,3 +161,16 @@ def test_a_library_without_a_function_is_refused(tmp_path, small):
     build.build_cpu(tmp_path / "lib.so", csrc=small)
     with pytest.raises(OSError, match=r"and has no moert_cpu_\w+. To rebuild it"):
         cpp.bind(tmp_path / "lib.so")
+
+
+def test_another_compiler_or_header_builds_again(tmp_path, small, monkeypatch):
+    out = tmp_path / "lib.so"
+    assert build.build_cpu(out, csrc=small).compiled
+    assert not build.build_cpu(out, csrc=small).compiled
+    compiler, version = build.find_compiler()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "find_compiler", lambda: (compiler, f"another {version}"))
+        assert build.build_cpu(out, csrc=small).compiled
+    sources = build.source_hash("cpu", small)
+    (small / "added.h").write_text("")
+    assert build.source_hash("cpu", small) != sources

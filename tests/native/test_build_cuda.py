@@ -172,10 +172,11 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
 
 
 @needs_cxx
-def test_a_library_of_other_sources_is_refused(toolkit):
+def test_a_library_of_other_sources_is_refused(toolkit, monkeypatch):
     csrc = toolkit / "csrc"
     out = toolkit / "out.so"
     build.build_cuda(out, csrc=csrc, archs="90")
+    sources = build.source_hash("cuda", csrc)
     text = (csrc / "moert.h").read_text()
     (csrc / "moert.h").write_text(text + "// changed\n")
     with pytest.raises(
@@ -184,6 +185,11 @@ def test_a_library_of_other_sources_is_refused(toolkit):
         cuda.bind(out, csrc)
     (csrc / "moert.h").write_text(text + "MOERT_API int moert_new(int x);\n")
     with pytest.raises(OSError, match="and has no moert_new. To rebuild it"):
+        cuda.bind(out, csrc)
+    # of the same sources, as far as the hash can tell
+    monkeypatch.setattr(build, "source_hash", lambda *_: sources)
+    (csrc / "moert.h").write_text(text.replace("ABI_VERSION 7", "ABI_VERSION 8"))
+    with pytest.raises(OSError, match="was built from other sources"):
         cuda.bind(out, csrc)
 
 
@@ -219,6 +225,7 @@ def test_types_of_the_header():
     ((name, (result, arguments)),) = native.read_header(header).items()
     assert name == "moert_f"
     assert result.__name__ in ("c_long", "c_longlong")
+    assert arguments[0].__name__ == "c_void_p"
     assert [type.__name__ for type in arguments[2:]] == ["c_int", "c_float", "c_double"]
     with pytest.raises(KeyError):
         native.read_header("MOERT_API int moert_g(size_t n);")

@@ -167,7 +167,7 @@ check() {
 
 # every op and backend against float64
 ops_check() { SHOWN=60 again "" "$python" -m moe_runtime.tools.check --seconds BUDGET --lines "$lines"; }
-smoke() { pytest_on "$workers" tests/gpu/test_moe_mlp.py tests/gpu/test_frozen_mlp.py -k "frozen or user_gets or few_rows or poisoned or twenty or cuda_graph or never_waits"; }
+smoke() { pytest_on "$workers" tests/gpu/test_moe_mlp.py tests/gpu/test_every_op.py -k "frozen or user_gets or few_rows or poisoned or twenty or cuda_graph or host_waits"; }
 repeats() { pytest_on 1 tests/gpu/test_repeats.py -o timeout_func_only=true; } # its fixture compiles
 layers() {
     bench_on 1.5 bench/bench_layer.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384,XFT-DSCoder-1.3B-16384,OLMoE-16384,Qwen3-30B-A3B-4096,OLMoE-4096,XFT-DSCoder-1.3B-4096,Mixtral-8x7B-4096

@@ -64,7 +64,7 @@ def records(path: Path) -> list[dict]:
 
 ORDER = r"""device_check
 tools\.check
-test_frozen_mlp\.py -k .*user_gets
+test_every_op\.py -k .*user_gets
 test_repeats
 bench_layer\.py --shapes
 bench_kernels\.py --shapes

@@ -31,8 +31,7 @@ def average_experts_(weight: Any, share: float) -> Tensor:
     """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it.
 
     Not differentiable. `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks.
-    Raises ValueError for another share, experts that overlap in memory and stacks that DeepSpeed
-    ZeRO-3 has partitioned.
+    Raises ValueError for another share and for stacks that DeepSpeed ZeRO-3 has partitioned.
     """
     check_share(share)
     is_deepspeeds = getattr(weight, "ds_id", None) is not None
@@ -49,10 +48,6 @@ def average_experts_(weight: Any, share: float) -> Tensor:
         _average_over_ranks(weight, pull)
         return weight
     row = weight[0]
-    if weight.stride(0) == 0 or (row.is_contiguous() and weight.stride(0) < row.numel()):
-        raise ValueError(
-            f"The experts in weight overlap in memory (strides {weight.stride()}). Pass a clone"
-        )
     stack = weight if row.is_contiguous() else weight.contiguous()
     _average_by_blocks(stack.view(E, row.numel()), pull)
     if stack is not weight:
@@ -141,14 +136,6 @@ class EWAMLP(nn.Module):
         z = F.linear(x.to(compute_dtype(x)), mean[up], mean.get(f"{up}_bias"))
         h = self.experts.activation().apply(z)
         return F.linear(h, mean["down_proj"], mean.get("down_proj_bias"))
-
-    def extra_repr(self) -> str:
-        """Show the sizes in print(model)."""
-        c = self.config
-        return (
-            f"num_experts={c.num_experts}, hidden_size={c.hidden_size}, "
-            f"intermediate_size={c.intermediate_size}"
-        )
 
 
 def random_partition(tokens: int, num_experts: int, device: torch.device | None = None) -> Tensor:

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.ops.fusion import (
-    CHUNK,
-    REDUCTIONS,
-    check_labels,
-    fused_cross_entropy,
-    mean_of,
-    mix,
-)
+from moe_runtime.ops.fusion import REDUCTIONS, check_labels, fused_cross_entropy, mean_of, mix
 from moe_runtime.ops.library import wide_dtype
 
 GATES = ("mlp", "linear")
@@ -101,10 +94,6 @@ class FuserGate(nn.Module):
             x = F.relu(self.up(x))
         return self.score(x)
 
-    def extra_repr(self) -> str:
-        """Show the sizes in print(model)."""
-        return f"hidden_sizes={self.hidden_sizes}, kind={self.kind!r}, joint={self.joint}"
-
 
 class FuserLoss(NamedTuple):
     """Loss and statistics of a training step."""
@@ -162,13 +151,13 @@ def chunked_loss(
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
-    chunk: int | None = None,
+    chunk: int = 256,
 ) -> FuserLoss:
     """Return `fuser_loss` for heads that are any functions from states to logits, on any devices.
 
     `hidden` are S of [..., H_s], `labels` [...] of the same tokens. `chunk` tokens are processed at
-    a time, by default as many as in ops.fusion's chunk on the CPU; the backward pass recomputes
-    their logits and then holds three or four copies of them per specialist.
+    a time; the backward pass recomputes their logits and then holds three or four copies of them
+    per specialist.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     device = gate.score.weight.device
@@ -176,12 +165,6 @@ def chunked_loss(
     flat = weight.flatten(0, -2)
     states = [h.flatten(0, -2) for h in hidden]
     targets = labels.to(device).flatten()
-    T = len(targets)
-    if T and chunk is None:
-        with torch.no_grad():
-            pairs = zip(states, heads, strict=True)
-            V = mix((head(h[:1]) for h, head in pairs), flat[:1]).shape[-1]
-        chunk = max(CHUNK // V, 1)
 
     def nll_of(target: Tensor, part: Tensor, *states: Tensor) -> Tensor:
         pairs = zip(states, heads, strict=True)
@@ -195,9 +178,8 @@ def chunked_loss(
         )
 
     parts = []
-    step = chunk or 1
-    for start in range(0, T, step):
-        rows = slice(start, start + step)
+    for start in range(0, len(targets), chunk):
+        rows = slice(start, start + chunk)
         inputs = (targets[rows], flat[rows], *[h[rows] for h in states])
         if torch.is_grad_enabled():
             parts.append(checkpoint(nll_of, *inputs, use_reentrant=False))

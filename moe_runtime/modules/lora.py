@@ -180,21 +180,18 @@ class LoRAExperts(nn.Module):
             down[e] = self.whole_weight("down_proj", e)
         stacks = {"gate_up_proj": up, "down_proj": down}
         if self.has_bias():
-            gate_bias, up_bias, down_bias = (_bias(self._linear(target)) for target in TARGETS)
-            stacks["gate_up_proj_bias"] = torch.cat([gate_bias, up_bias]).repeat(E, 1)
-            stacks["down_proj_bias"] = down_bias.repeat(E, 1)
+            biases: list[Tensor] = []
+            for target in TARGETS:
+                linear = self._linear(target)
+                bias = linear.weight.new_zeros(linear.weight.shape[0])
+                biases.append(bias if linear.bias is None else linear.bias)
+            stacks["gate_up_proj_bias"] = torch.cat(biases[:2]).repeat(E, 1)
+            stacks["down_proj_bias"] = biases[2].repeat(E, 1)
         return stacks
 
     def has_bias(self) -> bool:
         """Whether a projection of the base has a bias."""
         return any(self._linear(target).bias is not None for target in TARGETS)
-
-    def extra_repr(self) -> str:
-        """Show the sizes in print(model)."""
-        return (
-            f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, "
-            f"targets={', '.join(self.targets)}"
-        )
 
 
 def check_expert(expert: int, num_experts: int) -> None:
@@ -306,16 +303,15 @@ def forced_slots(forced: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_base(base: Any) -> None:
     """Raise ValueError unless `base` is a gated MLP of plain linears of one dtype and device."""
-    layers: list[Any] = [getattr(base, target, None) for target in TARGETS]
-    weights = [getattr(layer, "weight", None) for layer in layers]
-    shapes = []
-    for weight in weights:
-        shapes.append(tuple(weight.shape) if isinstance(weight, Tensor) else ())
-    gate, up, down = shapes
-    if len(gate) != 2 or gate != up or gate != down[::-1]:
+    layers: list[Any] = []
+    for target in TARGETS:
+        layers.append(getattr(base, target, None))
+        check_plain(layers[-1], target)
+    shapes = [tuple(layer.weight.shape) for layer in layers]
+    if not shapes[0] == shapes[1] == shapes[2][::-1]:
         raise ValueError(
             f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, H], [H, I], but got "
-            f"{[shape or None for shape in shapes]}"
+            f"{shapes}"
         )
     kinds = [f"{layer.weight.dtype} on {layer.weight.device}" for layer in layers]
     if len(set(kinds)) != 1 or not layers[0].weight.is_floating_point():
@@ -323,8 +319,6 @@ def check_base(base: Any) -> None:
             "The weights of base must have one floating dtype and one device, but are "
             f"{', '.join(kinds)}"
         )
-    for layer, target in zip(layers, TARGETS):
-        check_plain(layer, target)
 
 
 def check_plain(linear: Any, name: str) -> None:
@@ -333,22 +327,14 @@ def check_plain(linear: Any, name: str) -> None:
     Its weight and bias then define its output. accelerate's hooks are allowed if they do not move
     the weights (a device_map over several GPUs).
     """
-    if is_plain(linear, nn.Linear):
-        return
     kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
     if type(linear) is nn.Linear:
         hooks = linear._forward_hooks or linear._forward_pre_hooks
-        if hasattr(linear, "_hf_hook") and not linear.weight.is_meta and not hooks:
+        is_dispatched = hasattr(linear, "_hf_hook") and not linear.weight.is_meta and not hooks
+        if is_dispatched or is_plain(linear, nn.Linear):
             return
         kind += " with hooks"
     raise ValueError(
         f"{name} of base must be a plain torch.nn.Linear without hooks, as its weights are read "
         f"directly, but is {kind}. Merge adapters (merge_and_unload) or exclude the MLPs"
     )
-
-
-def _bias(linear: nn.Linear) -> Tensor:
-    """Return the layer's bias, zeros if it has none."""
-    if linear.bias is None:
-        return linear.weight.new_zeros(linear.weight.shape[0])
-    return linear.bias.detach()

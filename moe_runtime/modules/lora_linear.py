@@ -112,14 +112,6 @@ class LoRALinear(nn.Module):
                 self.records.append(routing.widened())
         return mixed_weight(weight, idx, self.config.num_experts)
 
-    def extra_repr(self) -> str:
-        """Show the sizes in print(model)."""
-        c = self.config
-        return (
-            f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, rank={self.rank}, "
-            f"alpha={self.alpha}"
-        )
-
 
 class LinearExperts:
     """The LoRALinears of one MLP with the interface of LoRAExperts."""

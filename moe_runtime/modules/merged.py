@@ -173,11 +173,6 @@ class MergedMLP(nn.Module):
             mixture = self._mixture = _Mixture(key, storages, alpha.clone(), new)
         return mixture.weights
 
-    def extra_repr(self) -> str:
-        """Show the mixture's settings in print(model)."""
-        mixture = "soup" if self.soup else f"shared_rate={self.shared_rate}"
-        return f"experts={self.config.num_experts}, {mixture}"
-
 
 def _identity(t: Tensor) -> tuple:
     """Return a key that changes if `t` is replaced, moved, cast or written to."""

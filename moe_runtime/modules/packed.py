@@ -52,13 +52,6 @@ class Layout(NamedTuple):
     scales: tuple[torch.dtype, ...]
     spread: tuple | None = None  # mesh and placements, if experts are sharded over ranks
 
-    def logical(self, transposed: bool) -> tuple[int, int, int]:
-        """Return E, out, in."""
-        E, a, b = self.shape
-        if transposed:
-            return E, b, a
-        return E, a, b
-
 
 class PackedParameter(nn.Parameter):
     """The bytes of a packed stack, permanently frozen; `packed_parameter` creates one."""
@@ -212,7 +205,9 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
         )
     if layout is not None:
         codes, scales, form = get(module, name)
-        _, out, size = layout.logical(transposed)
+        _, out, size = layout.shape
+        if transposed:
+            out, size = size, out
         return Stack(codes, scales, form, (codes.shape[0], out, size))
     data = getattr(module, name).detach()
     # transformers' scales may be powers of two in 8 bits, or in 16 bits after a cast of the model;

@@ -22,7 +22,6 @@ import site
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +31,6 @@ from moe_runtime.native import selftest
 
 NAMES = {"cpu": "libmoert_cpu.so", "cuda": "libmoert_cuda.so"}
 SUFFIXES = {"cpu": (".cpp", ".h"), "cuda": (".cu", ".cuh", ".h")}
-# objects that no build has used for this long are deleted; other checkouts may still use theirs
-MAX_AGE_DAYS = 30
 
 CPU_FLAGS = (
     "-O3",
@@ -76,14 +73,12 @@ GET_COMPILER = "Install g++ or clang++, or set CXX to one"
 
 MIN_NVCC = (12, 8)  # the first with sm_100 and sm_120
 ARCHS = "80;86;89;90;100+PTX;120"  # the PTX is for GPUs newer than the list
-MAX_REGISTERS = 128  # per thread: at least 512 threads per multiprocessor
 CUDA_FLAGS = ("-O3", "-std=c++17", "--threads", "1", "--compress-mode=size", "-Xptxas", "-v")
 # so that it depends on libc only
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics"
 GET_NVCC = "Install a CUDA toolkit and set CUDA_HOME, or run pip install 'moe-runtime[nvcc]'"
 DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 LIBRARY_DIRS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
-SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 
 
 class BuildError(RuntimeError):
@@ -96,18 +91,6 @@ class Toolkit(NamedTuple):
     nvcc: Path
     version: tuple[int, int]
     library_dir: Path
-
-
-class Usage(NamedTuple):
-    """What ptxas reports for one kernel on one architecture, in bytes except for the registers."""
-
-    kernel: str
-    arch: str
-    registers: int = 0
-    stack: int = 0
-    spill_stores: int = 0
-    spill_loads: int = 0
-    shared: int = 0
 
 
 def csrc_dir(kind: str) -> Path:
@@ -412,19 +395,16 @@ def check_cuda(csrc: Path, archs: str = ARCHS) -> CudaPlan:
     return CudaPlan(sources, toolkit, find_compiler()[0], *architectures(archs, toolkit))
 
 
-def build_cuda(
-    out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS
-) -> list[Usage]:
+def build_cuda(out: Path, *, csrc: Path | None = None, archs: str = ARCHS) -> str:
     """Compile `csrc` for `archs` into the library `out`, atomically.
 
     Args:
         out: The library's path.
         csrc: The folder of the sources; by default those of this package.
-        cache: A folder for the objects, by the hash of all their inputs.
         archs: The architectures, such as 80;90;100+PTX.
 
     Returns:
-        What ptxas reports for each kernel and architecture.
+        ptxas' report on each kernel and architecture: registers, spills and shared memory.
 
     Raises:
         BuildError: Something is missing or does not compile.
@@ -436,31 +416,23 @@ def build_cuda(
         "nvcc": "{}.{}".format(*plan.toolkit.version),
         "archs": plan.archs,
     }
-    cache = cache or own_folder(cache_dir("cuda") / "objects")
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = own_folder(cache_dir("cuda") / "objects")  # by the hash of all their inputs
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
         workers = min(len(os.sched_getaffinity(0)), len(plan.sources))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             jobs = [pool.submit(_compile, plan, p, identity, cache) for p in plan.sources]
-        objects: list = []
-        usages = []
-        for job in jobs:
-            made, report = job.result()
-            objects.append(made)
-            usages += report
-        prune(cache)
+        objects: list = [job.result() for job in jobs]
+        report = "".join([made.with_suffix(".ptxas").read_text() for made in objects])
         # the runtime is linked statically and hidden, as torch's may be of another version
         objects += ["-L", plan.toolkit.library_dir, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         with _folder_beside(out) as folder:
             os.replace(_link(Path(folder), plan.compiler, "cuda", objects), out)
-    return usages
+    return report
 
 
-def _compile(
-    plan: CudaPlan, source: Path, identity: dict[str, Any], cache: Path
-) -> tuple[Path, list[Usage]]:
-    """Return the object of one source, from `cache` if it is there, and ptxas' report of it."""
+def _compile(plan: CudaPlan, source: Path, identity: dict[str, Any], cache: Path) -> Path:
+    """Return the object of one source, from `cache` if possible, with ptxas' report beside it."""
     gencode = plan.flags
     stamp = ""
     if source.stem == "info":
@@ -483,55 +455,7 @@ def _compile(
             fresh.chmod(0o644)  # not writable by others, whatever the umask
             os.replace(fresh.with_suffix(".ptxas"), report)
             os.replace(fresh, made)
-    for path in (made, report):
-        path.touch()  # so that its age is the time since its last use
-    return made, read_ptxas(report.read_text())
-
-
-def prune(folder: Path) -> None:
-    """Delete what no build has used for MAX_AGE_DAYS.
-
-    These are objects, libraries of other sources, and marks of tested libraries: a library whose
-    mark is gone is tested again. A build touches what it uses.
-    """
-    oldest = time.time() - MAX_AGE_DAYS * 86400
-    for path in [*folder.iterdir(), *folder.glob("tested/*")]:
-        if path.stat().st_mtime >= oldest:
-            continue
-        if path.parent.name == "tested" or path.suffix in (".o", ".ptxas", ".so"):
-            path.unlink()
-        elif re.fullmatch(r"[0-9a-f]{16}-\w+", path.name) and (path / NAMES["cpu"]).is_file():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def read_ptxas(text: str) -> list[Usage]:
-    """Parse the output of `ptxas -v` into one entry per kernel and architecture."""
-    usages: list[Usage] = []
-    for line in text.splitlines():
-        if kernel := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
-            usages.append(Usage(kernel[1], kernel[2]))
-        elif usages and (spills := re.search(SPILLS, line)):
-            stack, stores, loads = map(int, spills.groups())
-            usages[-1] = usages[-1]._replace(stack=stack, spill_stores=stores, spill_loads=loads)
-        elif usages and (used := re.search(r"Used (\d+) registers(?:.* (\d+) bytes smem)?", line)):
-            registers, shared = used.groups("0")
-            usages[-1] = usages[-1]._replace(registers=int(registers), shared=int(shared))
-    return usages
-
-
-def complaints(usages: list[Usage], max_registers: int = MAX_REGISTERS) -> list[str]:
-    """Return a line per kernel that spills, has a stack frame or uses more than `max_registers`
-    registers.
-    """
-    bad = []
-    for usage in usages:
-        name = f"{usage.kernel} on {usage.arch}"
-        spilled = usage.spill_stores + usage.spill_loads
-        if spilled or usage.stack:
-            bad.append(f"{name} spills {spilled} bytes, stack frame {usage.stack}; expected none")
-        if usage.registers > max_registers:
-            bad.append(f"{name} uses {usage.registers} registers; expected at most {max_registers}")
-    return bad
+    return made
 
 
 def _run(command: list) -> str:
@@ -556,17 +480,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Compile the libraries of csrc/. Needs neither torch nor a GPU.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    folders = {
-        "cpu": f"<hash of the sources>-{platform.machine()}",
-        "cuda": "<hash of the sources>",
-    }
     for kind, what in (("cpu", "csrc/cpu with g++ or clang++"), ("cuda", "csrc/ with nvcc")):
         options = kinds.add_parser(
             kind, help=what, description=f"Compile {what} into {NAMES[kind]}."
         )
-        default = f"moe_runtime/{kind}/{folders[kind]}/{NAMES[kind]}"
         options.add_argument(
-            "--out", type=Path, help=f"default: {default} in $XDG_CACHE_HOME or ~/.cache"
+            "--out", type=Path, help="default: below moe_runtime in $XDG_CACHE_HOME or ~/.cache"
         )
         options.add_argument(
             "--csrc", type=Path, help="folder of the sources (default: those of this package)"
@@ -578,23 +497,12 @@ def _parser() -> argparse.ArgumentParser:
     cuda.add_argument(
         "--archs", default=ARCHS, help="default: %(default)s; 90 alone takes a fifth of the time"
     )
-    cuda.add_argument(
-        "--max-registers",
-        type=int,
-        default=MAX_REGISTERS,
-        help="limit per thread (default: %(default)s)",
-    )
-    cuda.add_argument(
-        "--report", action="store_true", help="print the report of ptxas for each kernel"
-    )
+    cuda.add_argument("--report", action="store_true", help="print ptxas' report on each kernel")
     return parser
 
 
-def _main_cpu(out: Path, options: argparse.Namespace) -> int:
+def _main_cpu(out: Path, options: argparse.Namespace) -> None:
     build = build_cpu(out, csrc=options.csrc, force=options.force)
-    if options.out is None:
-        os.utime(out.parent)  # used now
-        prune(out.parent.parent)
     for name, reason in build.left_out.items():
         print(
             f"warning: the compiler cannot build the variant {name}, which is left out: {reason}",
@@ -602,37 +510,10 @@ def _main_cpu(out: Path, options: argparse.Namespace) -> int:
         )
     state = "built" if build.compiled else "up to date, built"
     print(f"{out}: {state} by {find_compiler()[1]}")
-    return 0
-
-
-def _main_cuda(out: Path, options: argparse.Namespace) -> int:
-    usages = build_cuda(out, csrc=options.csrc, archs=options.archs)
-    most = Usage("no kernel", "no architecture")
-    for usage in usages:
-        if usage.registers >= most.registers:
-            most = usage
-    print(
-        f"{out}: {len(usages)} kernel images, at most {most.registers} registers "
-        f"({most.kernel}, {most.arch})"
-    )
-    if options.report:
-        for u in usages:
-            spilled = u.spill_stores + u.spill_loads
-            print(
-                f"{u.registers:4d} registers {u.shared:6d} bytes shared {spilled:5d} spilled "
-                f"{u.arch:8s}{u.kernel}"
-            )
-    exceeded = complaints(usages, options.max_registers)
-    for line in exceeded:
-        print(f"error: {line}", file=sys.stderr)
-    return 1 if exceeded else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build for this machine and print the library's path.
-
-    Returns 1 if a kernel exceeds a limit, 2 if nothing was built.
-    """
+    """Build for this machine and print the library's path; returns 2 if nothing was built."""
     options = _parser().parse_args(arguments)
     out = options.out
     try:
@@ -640,7 +521,14 @@ def main(arguments: list[str] | None = None) -> int:
         if out is None:
             path = library_path(options.kind, options.csrc)
             out = own_folder(path.parent) / path.name
-        return _main_cpu(out, options) if options.kind == "cpu" else _main_cuda(out, options)
+        if options.kind == "cpu":
+            _main_cpu(out, options)
+            return 0
+        report = build_cuda(out, csrc=options.csrc, archs=options.archs)
+        if options.report:
+            print(report)
+        print(f"{out}: built for {options.archs}")
+        return 0
     except OSError as error:
         path = error.filename2 or error.filename or out or options.csrc
         problem = (

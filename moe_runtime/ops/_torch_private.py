@@ -10,7 +10,6 @@ No other file uses private names of torch (tests/test_lints.py). Without one of 
     in_transform          never used
     has_global_hooks      an MoE layer runs its router and experts as modules, several ops
     graph_is_kept         the backward pass of a fused loss needs memory for one more gradient
-    dispatch_modes        a FLOP counter counts our ops if it was created after their first call
     outside_of_modes      tensors made inside an outer fake or meta mode belong to it
     has_matrix_tiles      few rows are computed by our vector kernels instead of torch's with tiles
     wait_on_gpu           a timing on a GPU may include the host's time for the launch
@@ -59,9 +58,6 @@ else:
 in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _always)
 in_dispatch_mode: Callable[[], bool] = getattr(
     _python_dispatch, "is_in_torch_dispatch_mode", _always
-)
-dispatch_modes: Callable[[], list] = getattr(
-    _python_dispatch, "_get_current_dispatch_mode_stack", list
 )
 outside_of_modes: Callable[[], contextlib.AbstractContextManager] = getattr(
     _python_dispatch, "_disable_current_modes", contextlib.nullcontext

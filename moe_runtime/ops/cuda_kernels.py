@@ -180,27 +180,6 @@ def route_plan(
     return offsets, row_token, row_slot, slot_row, maps
 
 
-def tile_map(expert_offsets: Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> Tensor:
-    """Return [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
-
-    Tiles are in row order; after the last one the expert is -1. No tile contains rows of experts
-    below `first_expert`, or dropped rows.
-    """
-    expert_offsets = expert_offsets.contiguous()
-    maps = _new_maps(expert_offsets, R, (BLOCK_M,))
-    tiles = _tiles(maps, (BLOCK_M,), first_expert)
-    cuda.launch(
-        "moert_tile_map",
-        expert_offsets,
-        expert_offsets,
-        R,
-        expert_offsets.numel() - 1,
-        tiles,
-        1,
-    )
-    return maps[0]
-
-
 def merge_experts_forward(
     weight: Tensor, alpha: Tensor, out: Tensor | None = None, seen: Tensor | None = None
 ) -> Tensor:

@@ -41,21 +41,15 @@ def gram(
     """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...].
 
     Each is read once. Products and short sums are in float32, long sums in float64 (everything for
-    float64). Add the results of a model's tensors to compare whole experts. A sequence of more than
-    FEW tensors is read several times. Not differentiable. Raises ValueError for different shapes,
-    dtypes or devices.
+    float64). Add the results of a model's tensors to compare whole experts. Not differentiable.
+    Raises ValueError for more than FEW experts and for different shapes, dtypes or devices.
     """
     n = len(experts)
-    if n > FEW and not isinstance(experts, Tensor):
-        return _gram_of_many(experts, base, backend)
     if not 0 < n <= FEW:
         raise ValueError(f"Expected 1 to {FEW} experts, but got {n}")
     first = experts[0]
-    if isinstance(experts, Tensor):
-        _check_like("experts", first, first, "as the first expert")
-    else:
-        for tensor in experts:
-            _check_like("experts", tensor, first, "as the first expert")
+    for tensor in [first] if isinstance(experts, Tensor) else experts:
+        _check_like("experts", tensor, first, "as the first expert")
     if base is not None:
         _check_like("base", base, first, "as the first expert")
         base = base.reshape(-1)
@@ -85,20 +79,6 @@ def _check_like(name: str, tensor: Tensor, first: Tensor, how: str) -> None:
         raise ValueError(
             f"Expected {kind(first)}, {how}, of a floating dtype, but {name} is {kind(tensor)}"
         )
-
-
-def _gram_of_many(experts: Sequence[Tensor], base: Tensor | None, backend: str | None) -> Tensor:
-    """Return G of more than FEW experts, computed for every two groups of them."""
-    n = len(experts)
-    size = FEW // 2
-    groups = [range(start, min(start + size, n)) for start in range(0, n, size)]
-    total = torch.zeros(n, n, dtype=torch.float64, device=experts[0].device)
-    for i, rows in enumerate(groups):
-        for columns in groups[i + 1 :]:
-            ids = [*rows, *columns]
-            some = gram([experts[e] for e in ids], base, backend=backend)
-            total[torch.tensor(ids)[:, None], ids] = some
-    return total
 
 
 @torch.no_grad()

@@ -81,21 +81,21 @@ def check_trained(
     """
     if trainable is None and trained is None:
         return
-    is_mask = trained is None and masks
-    dtype = torch.bool if is_mask else torch.int32
-    fits = is_mask or trained is not None
+    dtype = torch.int32
+    if trained is None and masks:
+        dtype = torch.bool
+    elif trained is None:
+        trainable = None
     if (
         trainable is None
         or trainable.dtype != dtype
         or trainable.shape != stack.shape[:1]
         or trainable.device != stack.device
     ):
-        fits = False
-    if not fits:
-        expected = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
-        if not is_mask:
-            expected += ", and trained with it"
-        raise ValueError(f"Expected {expected}, but trainable is {kind(trainable)}")
+        raise ValueError(
+            f"Expected [{stack.shape[0]}] {dtype} on {stack.device}, int32 together with {name}, "
+            f"but trainable is {kind(trainable)}"
+        )
     if trained is None:
         return
     if not matches(trained, (*trained.shape[:1], *stack.shape[1:]), stack):
@@ -430,6 +430,10 @@ class Rows:
         """The routing weight of each row [R]."""
         return self.weight.reshape(-1)[self.row_slot]
 
+    def add_dots(self, dweight: Tensor, group: Group, member: Member, dots: Tensor) -> None:
+        """Add `dots` [n] of a member's rows to the gradient of the weights by slot [R]."""
+        dweight.index_add_(0, member.own(self.row_slot[group.start : group.end]), dots)
+
 
 class Products:
     """The products of one call with the experts' weights, and with their gradients."""
@@ -567,7 +571,7 @@ def run_backward(
     is given.
     """
     recompute = recompute or products.first
-    dweight = steps.new_dweight()
+    dweight = steps.weight.new_zeros(steps.R)  # by slot
     dx = None
     if need_x:
         dx = scratch("y", (steps.R, steps.H), x)
@@ -608,7 +612,7 @@ def run_backward(
                 steps.add_dots(dweight, group, member, dots)
     if dx is not None:
         dx = steps.combine(dx, weighted=False)
-    return dx, steps.of_slots(dweight)
+    return dx, dweight.view(steps.T, steps.K)
 
 
 def with_router(

@@ -184,24 +184,17 @@ def _check(
     labels: Tensor | None = None,
 ) -> None:
     """Raise ValueError for mismatched shapes, dtypes or devices."""
-    S = len(hidden)
-    shape = hidden[0].shape[:-1] if S else torch.Size()
-    expected = (
-        f"Expected hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {S}] of the same "
-        "positions"
-    )
-    if not 0 < S == len(heads) or gate_weight.shape != (*shape, S):
+    shape = gate_weight.shape[:-1]
+    fits = 0 < len(hidden) == len(heads) == gate_weight.shape[-1]
+    for h, head in zip(hidden, heads):
+        fits = fits and h.dim() > 0 and h.shape[:-1] == shape
+        fits = fits and head.dim() == 2 and len(head) > 0 and h.shape[-1] == head.shape[1]
+    if not fits:
         raise ValueError(
-            f"{expected}, but gate_weight is {tuple(gate_weight.shape)} and there are {S} hidden "
-            f"states [{tuple(shape)}, H_s] and {len(heads)} heads"
+            "Expected S hidden states [..., H_s], S heads [V_s, H_s] and gate_weight [..., S] of "
+            f"the same positions, but hidden is {[tuple(h.shape) for h in hidden]}, heads "
+            f"{[tuple(head.shape) for head in heads]} and gate_weight {tuple(gate_weight.shape)}"
         )
-    for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
-        fits = h.dim() > 0 and head.dim() == 2 and len(head) and h.shape[-1] == head.shape[1]
-        if not fits or h.shape[:-1] != shape:
-            raise ValueError(
-                f"{expected}, but hidden[{s}] is {tuple(h.shape)} and heads[{s}] is "
-                f"{tuple(head.shape)}"
-            )
     if labels is None:
         return
     if labels.shape != shape or labels.dtype not in (torch.int64, torch.int32):

@@ -38,19 +38,15 @@ def grouped_gemm(
     R are detected by the torch backend only, as the kernels do not synchronize with the GPU.
     """
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
-    if not fits or weight.dtype != x.dtype or weight.device != x.device:
-        raise ValueError(
-            "Expected x [R, in] and weight [E, out, in] of the same dtype and device, but x is "
-            f"{kind(x)} and weight is {kind(weight)}"
-        )
-    fits = expert_offsets.shape == (weight.shape[0] + 1,) and not expert_offsets.is_floating_point()
+    fits = fits and weight.dtype == x.dtype and weight.device == x.device
+    fits = fits and expert_offsets.shape == (len(weight) + 1,)
     if bias is not None:
         fits = fits and bias.shape == weight.shape[:2] and bias.dtype == x.dtype
-    if not fits:
+    if not fits or expert_offsets.is_floating_point():
         raise ValueError(
-            f"Expected expert_offsets [{weight.shape[0] + 1}] of integers and bias "
-            f"{tuple(weight.shape[:2])} {x.dtype} or None, but expert_offsets is "
-            f"{kind(expert_offsets)}, bias is {kind(bias)}"
+            "Expected x [R, in], weight [E, out, in] and bias [E, out] of one dtype and device, "
+            f"and expert_offsets [E + 1] of integers, but x is {kind(x)}, weight {kind(weight)}, "
+            f"bias {kind(bias)} and expert_offsets {kind(expert_offsets)}"
         )
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(

@@ -1,4 +1,4 @@
-"""The `torch.ops.moe_runtime` library: registration of kernels, fakes, gradients and FLOP counts.
+"""The `torch.ops.moe_runtime` library: registration of kernels, fakes and gradients.
 
 `compute_dtype` returns autocast's dtype of an op's arguments, which are cast before the op is
 called. `Library.define` / `impl` cost 3 us a call where the `custom_op` decorator costs 15 to 26
@@ -7,10 +7,8 @@ called. `Library.define` / `impl` cost 3 us a call where the `custom_op` decorat
 
 import functools
 import re
-import sys
 from collections import namedtuple
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch.autograd import forward_ad
 
 from moe_runtime import backends
 from moe_runtime.ops import _torch_private
-from moe_runtime.ops.flops import FORMULAS
 
 Tensors = tuple[Tensor, ...]  # what an op with several results returns
 
@@ -58,7 +55,6 @@ def register(
                 f"moe_runtime::{name}", backward, setup_context=setup_context, lib=LIB
             )
     torch.library.register_fake(f"moe_runtime::{name}", fake, lib=LIB)
-    op.decompose = _announce
 
 
 def register_backward(name: str, kernel: Callable, fake: Callable) -> None:
@@ -92,32 +88,6 @@ def _refuse_tangents(name: str, args: tuple) -> None:
                 "tensors). Use torch.func.vjp or jacrev, or run the experts in transformers with "
                 "set_experts_implementation('eager')"
             )
-
-
-def _announce(*_: Any, **__: Any) -> Any:
-    """Register the FLOP formulas with torch's counter; return that an op does not decompose.
-
-    The counter asks each op whether it decomposes before it looks for a formula. At import it would
-    be too early, as its module imports triton (130 ms).
-    """
-    counter: Any = sys.modules.get("torch.utils.flop_counter")
-    if counter is None:
-        return NotImplemented
-    formulas = {}
-    for name, formula in FORMULAS.items():
-        if name in ARGUMENTS:
-            op = getattr(torch.ops.moe_runtime, name)
-            formulas[op] = counter.shape_wrapper(functools.partial(_count, name, formula))
-    counter.flop_registry |= formulas
-    # a counter copies the registry when it is created
-    for mode in _torch_private.dispatch_modes():
-        if isinstance(mode, counter._FlopCounterMode):
-            mode.counter.flop_registry |= formulas
-    return NotImplemented
-
-
-def _count(name: str, formula: Callable[[Any], int], *args: Any, **_: Any) -> int:
-    return formula(SimpleNamespace(**dict(zip(ARGUMENTS[name], args))))
 
 
 def kind(tensor: Tensor | None) -> str:

@@ -82,19 +82,20 @@ def lora_mlp(
     check_choice("act", act, ACTIVATIONS)
     base = (gate_proj, up_proj, down_proj, gate_bias, up_bias, down_bias)
     pairs = (gate, up, down)
-    _check_base(x, base)
-    E = _check_pairs(x, down_proj, pairs)
-    _check_slots(x, topk_weight, topk_idx, E)
+    E = _check(x, base, pairs, topk_weight, topk_idx)
     topk_weight = topk_weight.to(wide_dtype(x.dtype))
     if backends.portable() is not None:
-        return _reference(
+        return lora_mlp_reference(
             x,
-            base,
-            pairs,
+            gate_proj,
+            up_proj,
+            down_proj,
             topk_weight,
             topk_idx,
-            scaling,
-            act,
+            **dict(zip(_PROJECTIONS, pairs)),
+            **dict(zip(_BASE[3:], base[3:])),
+            scaling=scaling,
+            act=act,
         )
     halves: list[Tensor | None] = []
     for pair in pairs:
@@ -124,58 +125,46 @@ _PROJECTIONS = ("gate", "up", "down")
 _BASE = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 
 
-def _check_base(x: Tensor, base: Sequence[Tensor | None]) -> None:
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
-    down = base[2]
-    assert down is not None
-    H = x.shape[1]
-    I = down.shape[-1]
-    shapes = ((I, H), (I, H), (H, I), (I,), (I,), (H,))
+def _check(
+    x: Tensor,
+    base: Sequence[Tensor | None],
+    pairs: Sequence[LoRA | None],
+    topk_weight: Tensor,
+    topk_idx: Tensor | None,
+) -> int:
+    """Raise ValueError for mismatched shapes, dtypes or devices; return the number of experts."""
+    given = [pair for pair in pairs if pair is not None]
+    if x.dim() != 2 or not x.is_floating_point() or not given:
+        raise ValueError(
+            "Expected x [T, H] of a floating dtype and the pairs of at least one projection, but x "
+            f"is {kind(x)} and there are {len(given)} pairs"
+        )
     for name, tensor in zip(_BASE, base):
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
                 f"{name} requires a gradient, but the base must be frozen. Call "
                 "requires_grad_(False) on it"
             )
-    check_like(x, zip(_BASE, base, shapes))
-
-
-def _check_pairs(x: Tensor, down: Tensor, pairs: Sequence[LoRA | None]) -> int:
-    """Return the number of experts."""
-    given = [pair for pair in pairs if pair is not None]
-    if not given or given[0].a.dim() != 3 or 0 in given[0].a.shape[:2]:
-        problem = "gate, up and down are None"
-        if given:
-            problem = f"a is {tuple(given[0].a.shape)}"
-        raise ValueError(
-            "Expected the pairs of at least one projection, a [E, r, in] with E >= 1 and r >= 1, "
-            f"but {problem}"
-        )
-    E, r, _ = given[0].a.shape
-    H, I = down.shape
+    T, H = x.shape
+    I = base[0].shape[0]  # type: ignore[union-attr]
+    check_like(x, zip(_BASE, base, ((I, H), (I, H), (H, I), (I,), (I,), (H,))))
+    E, r = given[0].a.shape[:2]
     for name, pair, sizes in zip(_PROJECTIONS, pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
             check_like(x, [(f"{name}.{part}", tensor, (E, r, size))])
-    return E
-
-
-def _check_slots(x: Tensor, topk_weight: Tensor, topk_idx: Tensor | None, E: int) -> None:
-    T = x.shape[0]
     K = E if topk_idx is None else topk_idx.shape[-1]
     fits = topk_weight.shape == (T, K) and topk_weight.is_floating_point()
     fits = fits and topk_weight.device == x.device
     if topk_idx is not None:
         fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS
         fits = fits and topk_idx.device == x.device
-    if not fits:  # formatted only here, as torch.compile specializes on a number in a string
-        shapes = f"[{T}, K] both, topk_idx integers"
-        if topk_idx is None:
-            shapes = f"{(T, E)} without topk_idx"
+    if not fits:
         raise ValueError(
-            f"Expected {shapes}, floats on {x.device}, but topk_weight is {kind(topk_weight)}, "
+            "Expected topk_weight [T, K] of floats and topk_idx [T, K] of integers, or topk_weight "
+            f"[T, E] without topk_idx, on {x.device}, but topk_weight is {kind(topk_weight)}, "
             f"topk_idx {kind(topk_idx)}"
         )
+    return E
 
 
 def lora_mlp_reference(
@@ -194,43 +183,22 @@ def lora_mlp_reference(
 
     `options` are the pairs and biases as in `lora_mlp`.
     """
-    biases = [options.get(name) for name in _BASE[3:]]
-    pairs = [options.get(name) for name in _PROJECTIONS]
-    base = (gate_proj, up_proj, down_proj, *biases)
-    return _reference(
-        x,
-        base,
-        pairs,
-        topk_weight,
-        topk_idx,
-        scaling,
-        act,
-    )
+    base = dict(zip(_PROJECTIONS, (gate_proj, up_proj, down_proj)))
+    pairs = [options[name] for name in _PROJECTIONS if options.get(name) is not None]
+    E = pairs[0].a.shape[0]
 
-
-def _reference(
-    x: Tensor,
-    base: Sequence[Any],
-    pairs: Sequence[LoRA | None],
-    topk_weight: Tensor,
-    topk_idx: Tensor | None,
-    scaling: float,
-    act: str,
-) -> Tensor:
-    E = next(pair for pair in pairs if pair is not None).a.shape[0]
-
-    def linear(rows: Tensor, at: int, e: int) -> Tensor:
-        weight = base[at]
-        pair = pairs[at]
+    def linear(rows: Tensor, name: str, e: int) -> Tensor:
+        weight = base[name]
+        pair = options.get(name)
         if pair is not None:
             weight = weight + scaling * pair.b[e].t() @ pair.a[e]
-        return F.linear(rows, weight, base[3 + at])
+        return F.linear(rows, weight, options.get(f"{name}_bias"))
 
     out = torch.zeros_like(x)
     weight = mixed_weight(topk_weight, topk_idx, E)
     for e in range(E):
-        h = ACT[act](linear(x, 0, e)) * linear(x, 1, e)
-        out = out + weight[:, e : e + 1].to(x.dtype) * linear(h, 2, e)
+        h = ACT[act](linear(x, "gate", e)) * linear(x, "up", e)
+        out = out + weight[:, e : e + 1].to(x.dtype) * linear(h, "down", e)
     return out
 
 

@@ -103,15 +103,11 @@ def alpha_rows(alpha: Any, num_layers: int, num_experts: int) -> list[Tensor]:
     alpha = torch.as_tensor(alpha, dtype=torch.float32)
     if alpha.dim() == 1:
         alpha = alpha.expand(num_layers, -1)
-    problem = None
-    if alpha.shape != (num_layers, num_experts):
-        problem = f"alpha is {tuple(alpha.shape)}"
-    elif not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
-        problem = f"alpha sums to {alpha.sum(1).tolist()}"
-    if problem is not None:
+    sums = alpha.sum(-1)
+    if alpha.shape != (num_layers, num_experts) or not (sums - 1).abs().max().item() < 1e-4:
         raise ValueError(
             f"Expected alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in "
-            f"every layer, but {problem}"
+            f"every layer, but alpha is {tuple(alpha.shape)} with the sums {sums.tolist()}"
         )
     return list(alpha)
 
@@ -249,30 +245,28 @@ def _check_linear(
     bias: Tensor | None,
 ) -> None:
     fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
-    if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
+    fits = fits and x.dim() > 0 and x.shape[-1] == weight.shape[2]
+    if not fits or not x.device == weight.device == alpha.device:
         raise ValueError(
-            "Expected x [..., in], weight [E, out, in] and alpha [E] with E >= 1, but x is "
-            f"{tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
+            "Expected x [..., in], weight [E, out, in] and alpha [E] with E >= 1 on one device, "
+            f"but x is {kind(x)}, weight {kind(weight)}, alpha {kind(alpha)}"
         )
     if merged is not None and merged.requires_grad:
         raise ValueError(
             "merged requires grad, but must be detached: alpha's gradient is computed from x and "
             "the experts"
         )
-    shapes = {"merged": weight.shape[1:], "bias": weight.shape[1:2]}
-    tensors = {"weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
-    for name, tensor in tensors.items():
+    dtype = compute_dtype(x)
+    given = [("merged", merged, weight.shape[1:]), ("bias", bias, weight.shape[1:2])]
+    if merged is None:  # weight is merged here
+        given.append(("weight", weight, weight.shape))
+    for name, tensor, shape in given:
         if tensor is None:
             continue
-        shape = tuple(shapes.get(name, tensor.shape))
-        # weight and alpha may have other dtypes, unless weight is merged here
-        dtype = compute_dtype(x)
-        if name == "alpha" or (name == "weight" and merged is not None):
-            dtype = compute_dtype(tensor)
         fits = tensor.shape == shape and compute_dtype(tensor) == dtype
         if not fits or tensor.device != x.device:
             raise ValueError(
-                f"Expected {shape} {dtype} on {x.device}, as x, but {name} is {kind(tensor)}"
+                f"Expected {tuple(shape)} {dtype} on {x.device}, as x, but {name} is {kind(tensor)}"
             )
 
 

@@ -218,27 +218,16 @@ def check_slots(x: Tensor, topk_weight: Tensor, topk_idx: Tensor) -> None:
 def _check_shared(experts: ExpertStacks, topk_idx: Tensor) -> None:
     if experts.shared == "group":
         return
-    problem = None
     if experts.trainable is not None:
-        problem = "trainable must be None"
-    elif topk_idx.shape[1] == 0 or not _shared_is_last(topk_idx):
-        problem = (
-            f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in the last slot of every token "
-            "and in no other"
-        )
-    if problem is not None:
-        raise ValueError(f"With shared='dense', {problem}. Use shared='group'")
-
-
-def _shared_is_last(topk_idx: Tensor) -> bool:
-    """Return whether expert 0 is in the last slot of every token and in no other.
-
-    True on a GPU, where the check would synchronize, and in torch.compile.
-    """
-    if topk_idx.device.type != "cpu" or torch.compiler.is_compiling():
-        return True
-    is_shared = topk_idx == 0
-    return bool(is_shared[:, -1].all()) and int(is_shared.sum()) == topk_idx.shape[0]
+        raise ValueError("With shared='dense', trainable must be None. Use shared='group'")
+    # on a GPU the check would synchronize
+    if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling():
+        is_shared = topk_idx == 0
+        if not is_shared[:, -1:].all() or int(is_shared.sum()) != topk_idx.shape[0]:
+            raise ValueError(
+                f"With shared='dense', topk_idx {tuple(topk_idx.shape)} must have expert 0 in the "
+                "last slot of every token and in no other. Use shared='group'"
+            )
 
 
 def moe_mlp_reference(

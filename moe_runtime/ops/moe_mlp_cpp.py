@@ -153,28 +153,6 @@ class RowPlan(Rows):
         else:
             torch.addmm(bias, member.wide(rows), weight, out=member.wide(out))
 
-    def new_dweight(self) -> Tensor:
-        """Return the gradient of the weights by slot [R], zero where slots are dropped."""
-        dweight = self.weight.new_empty(self.R)
-        if self.rows < self.R:
-            dweight.zero_()
-        return dweight
-
-    def add_dots(
-        self,
-        dweight: Tensor,
-        group: Group,
-        member: Member,
-        dots: Tensor,
-    ) -> None:
-        """Add the products <dout, y> of an expert's rows to the gradient of the weights."""
-        slots = member.own(self.row_slot[group.start : group.end])
-        dweight.index_add_(0, slots, dots)
-
-    def of_slots(self, dweight: Tensor) -> Tensor:
-        """Return the gradient of the weights as [T, K]."""
-        return dweight.view(self.T, self.K)
-
     def combine(self, y: Tensor, weighted: bool) -> Tensor:
         """Sum the rows of each token to [T, H]."""
         out = y.new_empty(self.T, self.H)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
@@ -33,8 +32,6 @@ from moe_runtime.ops.library import Tensors, wide_dtype
 from moe_runtime.ops.workspace import scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
-# average rows per expert up to which torch's grouped_mm is faster than our loop; 2026-11-22
-GROUPED = 48
 # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
 BLOCK_ELEMENTS = 1 << 18
 
@@ -129,10 +126,6 @@ class Steps(Rows):
             weight = self.row_weight[group.start : group.end]
         activate(self.activation, z, weight, h)
 
-    def new_dweight(self) -> Tensor:
-        """Return memory for the gradient of the routing weights [R], here in expert order."""
-        return torch.zeros_like(self.row_weight)
-
     def activate_backward(
         self,
         group: Group,
@@ -143,8 +136,8 @@ class Steps(Rows):
         dweight: Tensor,
     ) -> None:
         """Write dz, weight * h and the gradient of the weights for the rows of `group`."""
-        rows = slice(group.start, group.end)
-        weight = self.row_weight[rows]
+        weight = self.row_weight[group.start : group.end]
+        dots = torch.empty_like(weight)
         activate_backward(
             self.activation,
             z,
@@ -152,28 +145,18 @@ class Steps(Rows):
             weight,
             dz,
             wh,
-            dweight[rows],
+            dots,
         )
-
-    def add_dots(
-        self,
-        dweight: Tensor,
-        group: Group,
-        member: Member,
-        dots: Tensor,
-    ) -> None:
-        """Add `dots` [n] to the weights' gradient of a member's rows."""
-        member.own(dweight[group.start : group.end]).add_(dots)
-
-    def of_slots(self, dweight: Tensor) -> Tensor:
-        """Return the gradient of the routing weights as [T, K], 0 for dropped slots."""
-        dweight[self.rows :].zero_()
-        return dweight[invert(self.row_slot)].view(self.T, self.K)
+        end = group.members[-1].end
+        dweight[self.row_slot[group.start : group.start + end]] = dots[:end]
 
     def combine(self, y: Tensor, weighted: bool) -> Tensor:
         """Return the sum of each token's rows of y, times their weights if `weighted`."""
         y[self.rows :].zero_()
-        return combine_rows(y, self.row_slot, self.weight, self.folded or not weighted)
+        slot_row = invert(self.row_slot).view(self.weight.shape)
+        if self.folded or not weighted:
+            return weighted_sum(y, None, slot_row)
+        return weighted_sum(y, self.weight.to(y.dtype), slot_row)
 
 
 def _is_narrow(x: Tensor) -> bool:
@@ -191,16 +174,6 @@ def forward(
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E = experts.up.shape[0]
     offsets, row_slot = sort_slots(topk_idx, E)
-    if _grouped(experts, x, topk_idx.numel()):
-        return _forward_grouped(
-            x,
-            experts,
-            topk_weight,
-            topk_idx,
-            offsets,
-            row_slot,
-            save,
-        )
     steps = Steps(
         experts,
         topk_weight,
@@ -212,79 +185,6 @@ def forward(
         steps.weight = live_weights(topk_weight, topk_idx, E)
     out, z_all = run_forward(steps, Products(experts, steps), x, save)
     return out, z_all, offsets, row_slot.int()
-
-
-def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
-    """Return whether torch's grouped_mm supports these experts and is faster than our loop.
-
-    It is faster for few rows.
-    """
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    up = experts.up
-    down = experts.down
-    if experts.up_trained is not None or not (up.is_contiguous() and down.is_contiguous()):
-        return False
-    # rows of its operands must be multiples of 16 bytes
-    whole = 16 // x.element_size()
-    fits = x.shape[1] % whole == 0 and down.shape[2] % whole == 0
-    return fits and 0 < R <= GROUPED * up.shape[0]
-
-
-def _up_grouped(
-    x: Tensor,
-    experts: ExpertStacks,
-    offsets: Tensor,
-    row_slot: Tensor,
-    row_token: Tensor,
-) -> Tensor:
-    """Return z [R, 2I or I] of all rows."""
-    z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
-    if experts.up_bias is not None:
-        z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
-    return z
-
-
-def _row_expert(offsets: Tensor, row_slot: Tensor) -> Tensor:
-    """Return the expert of each row; the last one for rows of dropped slots."""
-    rows = torch.arange(row_slot.numel(), device=row_slot.device)
-    return torch.searchsorted(offsets[1:].long(), rows, right=True).clamp_max(offsets.numel() - 2)
-
-
-def _forward_grouped(
-    x: Tensor,
-    experts: ExpertStacks,
-    topk_weight: Tensor,
-    topk_idx: Tensor,
-    offsets: Tensor,
-    row_slot: Tensor,
-    save: bool,
-) -> Tensors:
-    """Run `forward` with torch's grouped_mm."""
-    T, K = topk_idx.shape
-    E = experts.up.shape[0]
-    fold = x.dtype != torch.float32
-    row_weight = topk_weight.reshape(-1)[row_slot] if fold else None
-    z = _up_grouped(
-        x,
-        experts,
-        offsets,
-        row_slot,
-        row_slot // K,
-    )
-    h = scratch("h", (T * K, experts.down.shape[2]), x)
-    activate(experts.activation, z, row_weight, h)
-    y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
-    if experts.down_bias is not None:
-        add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight)
-    rows = int(offsets[E])
-    if rows < T * K:
-        y[rows:].zero_()
-        topk_weight = live_weights(topk_weight, topk_idx, E)
-    out = combine_rows(y, row_slot, topk_weight, fold)
-    if not save:
-        z = x.new_empty(0, z.shape[1])
-    return out, z, offsets, row_slot.int()
 
 
 def sees_everyone(bounds: list[int], row_token: Tensor, T: int) -> list[bool]:
@@ -304,12 +204,6 @@ def add_bias(y: Tensor, bias: Tensor, weight: Tensor | None) -> None:
         y.add_(bias)
     else:
         y.add_((weight[:, None] * bias.to(weight.dtype)).to(y.dtype))
-
-
-def combine_rows(y: Tensor, row_slot: Tensor, topk_weight: Tensor, folded: bool) -> Tensor:
-    """Return the sum of each token's rows of `y` [R, H], with weights that are not `folded` in."""
-    slot_row = invert(row_slot).view(topk_weight.shape)
-    return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
 def backward(
@@ -339,14 +233,6 @@ def backward(
         _is_narrow(x),
     )
     products = Products(experts, steps, needs, into)
-    if not z_all.shape[0] and _grouped(experts, x, steps.R):  # bit-identical to the forward pass
-        z_all = _up_grouped(
-            x,
-            experts,
-            offsets,
-            steps.row_slot,
-            steps.row_token,
-        )
     dx, dweight = run_backward(
         steps,
         products,

@@ -122,24 +122,17 @@ def _check(
     routed = router_logits.shape[1]
     check_top_k(top_k, routed, gate)
     shape = (router_logits.shape[0], top_k)
-    problem = None
-    if noise is not None and noise.shape != router_logits.shape:
-        problem = (
-            f"Expected noise {tuple(router_logits.shape)}, as router_logits, but noise is "
-            f"{tuple(noise.shape)}"
+    fits = noise is None or noise.shape == router_logits.shape
+    if bias is not None:
+        fits = fits and gate == "sigmoid_topk" and bias.shape == router_logits.shape[1:]
+    if topk_idx is not None:
+        fits = fits and topk_idx.shape == shape and not topk_idx.is_floating_point()
+    if not fits:
+        raise ValueError(
+            f"Expected noise {tuple(router_logits.shape)}, bias [{routed}] with gate "
+            f"'sigmoid_topk' alone and topk_idx {shape} of integers, but noise is {kind(noise)}, "
+            f"bias is {kind(bias)}, gate is {gate!r} and topk_idx is {kind(topk_idx)}"
         )
-    elif bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
-        problem = (
-            f"Expected bias [{routed}] with gate 'sigmoid_topk', but bias is {tuple(bias.shape)} "
-            f"and gate is {gate!r}"
-        )
-    elif topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
-        problem = (
-            f"Expected topk_idx {shape} of integers, but topk_idx is {tuple(topk_idx.shape)}, "
-            f"{topk_idx.dtype}"
-        )
-    if problem:
-        raise ValueError(problem)
 
 
 def route_reference(

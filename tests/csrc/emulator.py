@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.native.build import cache_dir, prune
+from moe_runtime.native.build import cache_dir
 from tests.support.patience import PATIENCE
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -65,7 +65,6 @@ def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = Non
                 ["g++", "-shared", *flags, *objects],
                 library,
             )
-            prune(folder)
     return library
 
 

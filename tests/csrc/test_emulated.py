@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.csrc import emulator
-from tests.support.stress import STRESS, scaled
+from tests.support.stress import scaled
 
 pytestmark = [emulator.needs_cxx, pytest.mark.stress]
 
@@ -124,19 +124,6 @@ def test_a_match_orders_no_access(races):
 SYNC = "  __syncthreads();\n"
 MUTANTS = [
     pytest.param(
-        "route_plan.cu", "next[i] = 0;\n" + SYNC, "next[i] = 0;\n", "plan", id="counts before zeros"
-    ),
-    pytest.param(
-        "route_plan.cu", "});\n" + SYNC + "  for", "});\n  for", "plan", id="sums before counts"
-    ),
-    pytest.param(
-        "route_plan.cu",
-        "  " + SYNC + "    if (i < n) a[i]",
-        "    if (i < n) a[i]",
-        "plan",
-        id="scan before sums",
-    ),
-    pytest.param(
         "route_plan.cu",
         "    __syncthreads();  // before the next round",
         "//",
@@ -151,17 +138,7 @@ MUTANTS = [
         id="sums overwritten before they are read",
     ),
     pytest.param(
-        "route_plan.cu", "R - 1), 0)", "R + 99), 0)", "plan_counted_of_other_ids", id="rows outside"
-    ),
-    pytest.param(
         "route_plan.cu", "wait_for_all_blocks();", "0;", "plan_together", id="blocks do not wait"
-    ),
-    pytest.param(
-        "route_plan.cu",
-        "__syncwarp();\n    if (live",
-        "if (live",
-        "plan",
-        id="counted on before all have read",
     ),
     pytest.param(
         "route_plan.cu",
@@ -191,21 +168,10 @@ MUTANTS = [
         "combine.cu", "&& r < limit", "&& r <= limit", "combine", id="a row that nobody wrote"
     ),
 ]
-# what `make test` builds: those of other checks than `plan`, and of `plan` the one that the threads
-# in turn do not show
-IN_TURN_UNSEEN = "scan goes on before sums are read"
-FEW = [
-    mutant.values[1]
-    for mutant in MUTANTS
-    if mutant.values[3] != "plan" or mutant.id == IN_TURN_UNSEEN
-]
 
 
 @pytest.mark.parametrize("file, text, instead, name", MUTANTS)
 def test_a_planted_bug_is_found(file, text, instead, name):
-    assert (emulator.CSRC / file).read_text().count(text) == 1
-    if not STRESS and text not in FEW:
-        return  # that it still applies is known
     done = emulator.check(
         emulator.build(edit=(file, text, instead)),
         name,

@@ -10,45 +10,6 @@ from tests.support.oracle import relative_error
 pytestmark = pytest.mark.gpu
 
 
-def drawn(weight, share):
-    w = weight.double()
-    E = weight.shape[0]
-    return w + share * E / (E - 1) * (w.mean(0) - w)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, torch.bfloat16],
-    ids=str,
-)
-@pytest.mark.parametrize("share", [0.3, 0.8])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (8, 2048, 5504),
-        (7, 33, 17),
-        (64, 2048, 1408),
-        (256, 100, 3),
-        (3, 1),
-        (4, 0),
-    ],
-    ids=str,
-)
-def test_parity_with_float64(shape, share, dtype):
-    weight = torch.randn(shape, device="cuda").to(dtype)
-    want = drawn(weight, share)
-    assert average_experts_(weight, share) is weight
-    if weight.numel():
-        assert (
-            relative_error(weight, want)
-            < {
-                torch.float32: 1e-6,
-                torch.float16: 1e-3,
-                torch.bfloat16: 5e-3,
-            }[dtype]
-        )
-
-
 def test_equal_experts_stay_and_all_become_equal():
     one = torch.randn(4097, device="cuda", dtype=torch.bfloat16)
     weight = one.expand(7, -1).clone()

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from moe_runtime.ops.frozen_mlp import frozen_mlp
-from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
-from moe_runtime.ops.packed import reference
 from tests.ops import test_frozen_mlp as dense
 from tests.ops import test_frozen_mlp_packed as packed
 from tests.support.oracle import assert_parity, bounds, make_case, poison
@@ -135,81 +133,3 @@ def test_packed_stacks(form, options, T, tolerance):
     )
     poison()
     assert_parity(case.run("triton", "cuda"), want, limit)
-
-
-def steps(form: str):
-    """A step of a layer as Qwen3-30B-A3B's, with 16 of its experts; dense stacks without a
-    format.
-    """
-    if form:
-        case = packed.Case(
-            form,
-            2048,
-            768,
-            2048,
-            dtype=BF16,
-            E=16,
-            K=8,
-            rank=16,
-        )
-        return lambda: case.run("triton", "cuda")
-    case = case_of((2048, 2048, 768, 16, 8), (16, 16))
-    return lambda: dense.run(case, layer("triton"), device="cuda")
-
-
-@pytest.mark.parametrize("form", ["", "nf4"])
-def test_twenty_runs_give_the_same_bits(form):
-    step = steps(form)
-    first = step()
-    for _ in range(20):
-        again = step()
-        for name in first:
-            assert torch.equal(again[name], first[name])
-
-
-@pytest.mark.parametrize("form", ["", "nf4", "mxfp4", "fp8_block", "int8"])
-def test_the_host_waits_for_nothing(form):
-    case = packed.Case(
-        form or "nf4",
-        128,
-        128,
-        64,
-        dtype=BF16,
-        rank=4,
-    )
-    leaves = {name: leaf.cuda().requires_grad_() for name, leaf in case.leaves.items()}
-    stacks = [
-        s._replace(
-            data=s.data.cuda(),
-            scales=[t.cuda() for t in s.scales],
-        )
-        for s in case.stacks
-    ]
-    if not form:
-        stacks = [Stack.dense(reference(*s[:3]).bfloat16()) for s in stacks]
-    pairs = (Pair(leaves["up_a"], leaves["up_b"]), Pair(leaves["down_a"], leaves["down_b"]))
-    experts = FrozenExperts(*stacks, None, None, *pairs, case.activation)
-    idx = case.topk_idx.cuda()
-    dout = case.dout.cuda()
-
-    def step():
-        out, _ = frozen_mlp(
-            leaves["x"],
-            experts,
-            leaves["topk_weight"],
-            idx,
-            "triton",
-        )
-        torch.autograd.grad(
-            out,
-            list(leaves.values()),
-            dout,
-        )
-
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

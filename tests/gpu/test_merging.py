@@ -19,52 +19,6 @@ def run(weight, alpha, dout, backend):
     return out.detach(), torch.autograd.grad(out, alpha, dout)[0]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, torch.bfloat16],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "shape",
-    [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (4, 0)],
-    ids=str,
-)
-def test_parity_with_float64_on_poisoned_memory(shape, dtype):
-    weight = torch.randn(shape, device="cuda").to(dtype)
-    alpha = torch.rand(shape[0], device="cuda")
-    dout = torch.randn(shape[1:], device="cuda").to(dtype)
-    poison()
-    out, dalpha = run(weight, alpha, dout, "triton")
-    want = torch.einsum(
-        "e,e...->...",
-        alpha.double(),
-        weight.double(),
-    )
-    want_dalpha = (weight.double() * dout.double()).flatten(1).sum(1)
-    if out.numel():
-        assert (
-            relative_error(out, want)
-            < {
-                torch.float32: 1e-6,
-                torch.float16: 1e-3,
-                torch.bfloat16: 5e-3,
-            }[dtype]
-        )
-        assert relative_error(dalpha, want_dalpha) < 1e-4
-    else:
-        assert not dalpha.any()
-
-
-def test_twenty_runs_give_the_same_bits():
-    weight = torch.randn(8, 1024, 1408, device="cuda", dtype=torch.bfloat16)
-    alpha = torch.rand(8, device="cuda")
-    dout = torch.randn_like(weight[0])
-    first = run(weight, alpha, dout, "triton")
-    for _ in range(20):
-        for a, b in zip(run(weight, alpha, dout, "triton"), first):
-            assert torch.equal(a, b)
-
-
 def test_beyond_two_to_the_31_elements():
     weight = torch.ones(
         3,
@@ -83,41 +37,6 @@ def test_beyond_two_to_the_31_elements():
     assert (out == 1.5).all()
     torch.testing.assert_close(
         dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0
-    )
-
-
-def test_cuda_graph():
-    weight = torch.randn(4, 512, 512, device="cuda", dtype=torch.bfloat16)
-    alpha = torch.rand(4, device="cuda")
-    dout = torch.randn_like(weight[0])
-    run(weight, alpha, dout, "triton")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(weight, alpha, dout, "triton")
-    alpha.copy_(torch.rand(4, device="cuda"))
-    graph.replay()
-    for a, b in zip(captured, run(weight, alpha, dout, "triton")):
-        assert torch.equal(a, b)
-
-
-def test_triton_is_what_a_gpu_gets():
-    from moe_runtime import backends
-
-    assert backends.pick("merge_experts", torch.empty(0, device="cuda")) == "triton"
-
-
-def test_layer_equals_the_cpu():
-    from moe_runtime import MoE, MoEConfig
-
-    layer = MoE(MoEConfig(hidden_size=64, intermediate_size=96))
-    x = torch.randn(3, 17, 64)
-    want = layer(x)
-    assert (
-        relative_error(
-            layer.cuda()(x.cuda()).cpu(),
-            want,
-        )
-        < 1e-5
     )
 
 
@@ -194,14 +113,6 @@ def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monke
         torch.bfloat16: 5e-3,
         torch.float16: 1e-3,
     }.get(dtype, 2e-3)
-
-
-def test_linear_gives_the_same_bits_in_twenty_runs():
-    sample = linear_sample(1024, 8, 1408, 2048, torch.bfloat16, torch.bfloat16)
-    first = linear_gradients(*sample)
-    for _ in range(20):
-        for a, b in zip(linear_gradients(*sample), first):
-            assert torch.equal(a, b)
 
 
 def test_linear_backward_has_no_weight_gradient_in_memory():

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.modules.fuser import FuserGate, chunked_loss, fuser_loss
-from moe_runtime.ops.fusion import mix
 
 
 def sample(B=3, R=5, sizes=(16, 16, 16), V=40, dtype=torch.float32):
@@ -94,17 +93,6 @@ def test_the_paper_has_one_gate_for_all_specialists(kind, count):
         gate(hidden[:1] * 3),
         torch.full_like(weight, 1 / 3),
     )
-
-
-def test_the_last_bias_cancels():
-    gate = FuserGate((16,) * 3)
-    hidden, heads, labels = sample()
-    before = gate(hidden)
-    fuser_loss(gate, hidden, heads, labels).loss.backward()
-    assert gate.score.bias.grad.abs().max() < 1e-7 < gate.score.weight.grad.abs().max()
-    with torch.no_grad():
-        gate.score.bias += 3
-    torch.testing.assert_close(gate(hidden), before)
 
 
 def test_stays_float32_under_casts_and_autocast():
@@ -243,7 +231,7 @@ def bent(head, bias):
 
 @pytest.mark.parametrize(
     "chunk",
-    [1, 4, 15, 100, None],
+    [1, 4, 15, 100],
 )
 @REDUCTIONS
 def test_chunks_of_any_heads(reduction, chunk):
@@ -276,27 +264,6 @@ def test_chunks_of_any_heads(reduction, chunk):
         labels,
         reduction,
         leaves,
-    )
-    fused = mix(
-        (head(h) for h, head in zip(hidden, functions, strict=True)),
-        gate(hidden),
-    )
-    nll = F.cross_entropy(
-        fused.transpose(1, 2),
-        labels,
-        reduction="sum",
-    )
-    torch.testing.assert_close(
-        nll,
-        naive(
-            gate(hidden),
-            hidden,
-            functions,
-            labels,
-            "sum",
-        ),
-        rtol=1e-4,
-        atol=1e-4,
     )
 
 

@@ -223,23 +223,6 @@ def test_experts_made_whole_are_the_same_layer(targets, bias):
     assert memory.isdisjoint(p.data_ptr() for p in moe.parameters())
 
 
-def test_one_expert_goes_into_the_base():
-    layer = make(E=3)
-    x = torch.randn(9, H)
-    idx = torch.full((9, 1), 2, dtype=torch.int32)
-    one = torch.ones(9, 1)
-    want = layer.experts(x, idx, one)
-    base = merged_base(layer.experts, 2)
-    torch.testing.assert_close(
-        base(x),
-        want,
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    with pytest.raises(ValueError, match="expert must be from 0 to 2, but got 3"):
-        layer.experts.whole_weight("up_proj", 3)
-
-
 def test_wide_pairs_over_a_narrow_base_and_autocast():
     layer = LoRAExperts(
         MLP(dtype=torch.bfloat16),

@@ -142,41 +142,6 @@ def test_at_first_it_is_the_linear_layer_which_it_holds():
     assert layer(torch.randn(0, H)).shape == (0, I)
 
 
-def test_a_router_has_the_width_of_its_layers_input():
-    mlp = add_experts(
-        MLP(),
-        config_of(),
-        form="linear",
-        rank=2,
-        alpha=4.0,
-    )
-    assert [getattr(mlp, name).gate.weight.shape for name in TARGETS] == [
-        (E, H),
-        (E, H),
-        (E, I),
-    ]
-    part = add_experts(
-        MLP(),
-        config_of(),
-        form="linear",
-        rank=2,
-        alpha=4.0,
-        targets=("up_proj",),
-    )
-    assert type(part.gate_proj) is nn.Linear
-    assert LinearExperts(part).targets == ("up_proj",)
-    assert isinstance(
-        add_experts(
-            MLP(),
-            config_of(),
-            form="block",
-            rank=2,
-            alpha=4.0,
-        ),
-        LoRAMoE,
-    )
-
-
 def test_wide_pairs_over_a_narrow_base_and_autocast():
     base = nn.Linear(H, I, dtype=torch.bfloat16)
     layer = LoRALinear(
@@ -195,39 +160,6 @@ def test_wide_pairs_over_a_narrow_base_and_autocast():
     for narrow in (out, mixed):
         assert narrow.dtype == torch.bfloat16
         assert_close(narrow, wide(x), 2e-2)
-
-
-def test_what_weighs_the_experts_is_not_rounded():
-    layer = linear(**SETTINGS["dense"]).bfloat16()
-    x = torch.randn(64, H).bfloat16()
-    layer.records = []
-    out = layer(x)
-    (record,) = layer.records
-    weight = torch.zeros(64, E).scatter(
-        1,
-        record.topk_idx.long(),
-        record.topk_weight,
-    )
-    low = torch.nn.functional.linear(
-        x,
-        layer.lora_a.flatten(0, 1),
-    ).view(
-        -1,
-        E,
-        RANK,
-    )
-
-    def output(weighted):
-        return layer.base(x) + weighted.bfloat16().flatten(1) @ layer.lora_b.flatten(0, 1)
-
-    assert torch.equal(
-        out,
-        output(low.double() * weight.double()[:, :, None] * layer.scaling),
-    )
-    assert not torch.equal(
-        out,
-        output(low * (weight * layer.scaling).bfloat16()[:, :, None]),
-    )
 
 
 # what both forms share

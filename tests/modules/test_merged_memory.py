@@ -87,28 +87,3 @@ def test_a_step_holds_the_experts_once_and_makes_no_stack():
     merged = sum(map(size_of, stacks)) // E
     largest = 4 * max(p[0].numel() for p in stacks)  # one expert's weight in float32
     assert merged <= peak(sizes) < merged + 3 * largest < E * merged
-
-
-def test_the_watcher_sees_what_happens_inside_of_an_op():
-    layer = layers_of(mergeable())[0]
-    stack = layer.experts.gate_up_proj.detach()
-    alpha = layer.alpha().detach()
-    fp32 = allocations(
-        lambda: torch.mm(
-            stack.float().flatten(1).t(),
-            alpha[:, None],
-        )
-    )
-    assert max(fp32) == 4 * stack.numel() <= peak(fp32)
-    inside = allocations(
-        lambda: torch.ops.moe_runtime.merge_experts(
-            stack,
-            alpha,
-            "torch",
-        )
-    )
-    # the float32 blocks that only the kernel knows of
-    assert max(inside) >= 4 * min(
-        stack[0].numel(),
-        1 << 15,
-    )

@@ -155,31 +155,6 @@ def test_rows_of_a_wider_dtype_are_cast_where_they_are_used():
         )
 
 
-def test_autocast():
-    whole = layer_of({"bias": True})
-    divided = split(layer_of({"bias": True}), [3, 0])
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = run(whole, tokens())
-        result = run(divided, tokens())
-    assert result["out"].dtype == torch.bfloat16
-    assert (
-        distance(
-            result["out"],
-            expected["out"],
-        )
-        < 1e-2
-    )
-    rows = result["experts.trained_down_proj"]
-    assert rows.dtype == torch.float32
-    assert (
-        distance(
-            rows,
-            expected["experts.down_proj"][[3, 0]],
-        )
-        < 1e-2
-    )
-
-
 def test_fold_and_drop():
     layer = layer_of({"bias": True})
     layer.experts.down_proj.requires_grad_(False)

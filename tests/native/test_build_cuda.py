@@ -14,7 +14,7 @@ import torch
 
 from moe_runtime.native import build
 from moe_runtime.native import library as native
-from moe_runtime.native.build import BuildError, Usage
+from moe_runtime.native.build import BuildError
 from moe_runtime.native.library import cuda
 from tests.support.cuda_build import (
     CSRC,
@@ -48,15 +48,6 @@ def toolkit(tmp_path, monkeypatch):
 
 
 # what is missing
-def test_a_cuda_home_without_nvcc_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(
-        BuildError,
-        match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or run pip install",
-    ):
-        build.find_toolkit()
-
-
 def test_no_nvcc_anywhere(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -71,23 +62,9 @@ def test_no_nvcc_anywhere(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "old", version="12.6")))
     with pytest.raises(BuildError, match=r"nvcc 12\.8 or newer is required, .* version 12\.6"):
         build.find_toolkit()
-
-
-@needs_cxx
-@pytest.mark.parametrize(
-    "archs, says",
-    [
-        ("90;75", r"a list such as .* supports \(80, 90\)"),
-        ("native", "a list such as"),
-        ("90+SASS", "a list such as"),
-        (" ; ", "a list such as"),
-    ],
-)
-def test_architectures_are_named_and_known(toolkit, archs, says):
-    with pytest.raises(
-        BuildError, match=f"architectures must be {says}.*, but got '{re.escape(archs)}'"
-    ):
-        build.check_cuda(toolkit / "csrc", archs)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc"):
+        build.find_toolkit()
 
 
 @needs_cxx
@@ -103,6 +80,9 @@ def test_architectures_become_flags(toolkit):
         "arch=compute_90,code=sm_90",
         "arch=compute_90,code=compute_90",
     ]
+    for archs in ("90;75", "90+SASS", " ; "):
+        with pytest.raises(BuildError, match=r"a list such as .* supports \(80, 90\)"):
+            build.check_cuda(toolkit / "csrc", archs)
 
 
 # the build
@@ -110,8 +90,8 @@ def test_architectures_become_flags(toolkit):
 def test_build_and_launch(toolkit):
     csrc = toolkit / "csrc"
     out = toolkit / "lib" / "out.so"
-    usages = build.build_cuda(out, csrc=csrc, archs="80;90")
-    assert usages == [Usage("kernel", "sm_90", registers=21, shared=400)] * 2  # one of each source
+    report = build.build_cuda(out, csrc=csrc, archs="80;90")
+    assert report.count("Used 21 registers") == 2  # one of each source
     library = cuda.bind(out, csrc)
     assert library.info == {
         "sources": build.source_hash("cuda", csrc),
@@ -187,20 +167,16 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
     assert "the CPU" in cuda.why_not(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert f"{path} is for sm_90, not for sm_80. Run python -m" in cuda.why_not(device)
-    assert build.main(["cuda", "--archs", "90", "--max-registers", "20", "--report"]) == 1
-    printed = capsys.readouterr()
-    assert "kernel on sm_90 uses 21 registers; expected at most 20" in printed.err
-    line = "21 registers    400 bytes shared     0 spilled sm_90   kernel\n"
-    assert printed.out.count(line) == 2
     assert build.main(["cuda", "--archs", "75"]) == 2
     assert "error: architectures must be" in capsys.readouterr().err
 
 
 @needs_cxx
-def test_a_library_of_other_sources_is_refused(toolkit):
+def test_a_library_of_other_sources_is_refused(toolkit, monkeypatch):
     csrc = toolkit / "csrc"
     out = toolkit / "out.so"
     build.build_cuda(out, csrc=csrc, archs="90")
+    sources = build.source_hash("cuda", csrc)
     text = (csrc / "moert.h").read_text()
     (csrc / "moert.h").write_text(text + "// changed\n")
     with pytest.raises(
@@ -209,6 +185,11 @@ def test_a_library_of_other_sources_is_refused(toolkit):
         cuda.bind(out, csrc)
     (csrc / "moert.h").write_text(text + "MOERT_API int moert_new(int x);\n")
     with pytest.raises(OSError, match="and has no moert_new. To rebuild it"):
+        cuda.bind(out, csrc)
+    # of the same sources, as far as the hash can tell
+    monkeypatch.setattr(build, "source_hash", lambda *_: sources)
+    (csrc / "moert.h").write_text(text.replace("ABI_VERSION 7", "ABI_VERSION 8"))
+    with pytest.raises(OSError, match="was built from other sources"):
         cuda.bind(out, csrc)
 
 
@@ -235,40 +216,7 @@ def test_code_runs_where_it_can(archs, gpus, others):
         assert not native.covers(archs, *gpu)
 
 
-# ptxas' report
-REPORT = """ptxas info    : Compiling entry function 'a' for 'sm_90'
-ptxas info    : Function properties for a
-    416 bytes stack frame, 804 bytes spill stores, 824 bytes spill loads
-ptxas info    : Used 255 registers, used 1 barriers, 64 bytes smem
-ptxas info    : Compiling entry function 'b' for 'sm_80'
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 40 registers
-"""
-
-
-def test_the_gate_sees_spills_and_registers():
-    usages = build.read_ptxas(REPORT)
-    assert usages == [Usage("a", "sm_90", 255, 416, 804, 824, 64), Usage("b", "sm_80", 40)]
-    assert build.complaints(usages) == [
-        "a on sm_90 spills 1628 bytes, stack frame 416; expected none",
-        "a on sm_90 uses 255 registers; expected at most 128",
-    ]
-    assert build.complaints(usages[1:], max_registers=40) == []
-
-
 # the header
-def test_every_function_of_the_header_is_read():
-    text = (CSRC / "moert.h").read_text()
-    functions = native.read_header(text)
-    assert set(functions) == set(re.findall(r"\b(moert_\w+)\(", re.sub(r"//[^\n]*", "", text)))
-    launchers = {
-        name: types for name, (_, types) in functions.items() if types and "status" not in name
-    }
-    assert len(launchers) >= 8
-    for types in launchers.values():
-        assert None not in types
-
-
 def test_types_of_the_header():
     header = (
         "// MOERT_API int moert_no(int);\n"
@@ -277,6 +225,7 @@ def test_types_of_the_header():
     ((name, (result, arguments)),) = native.read_header(header).items()
     assert name == "moert_f"
     assert result.__name__ in ("c_long", "c_longlong")
+    assert arguments[0].__name__ == "c_void_p"
     assert [type.__name__ for type in arguments[2:]] == ["c_int", "c_float", "c_double"]
     with pytest.raises(KeyError):
         native.read_header("MOERT_API int moert_g(size_t n);")
@@ -287,17 +236,14 @@ def test_types_of_the_header():
 def library(tmp_path_factory):
     """csrc/ for every architecture; compiled once, whichever test worker asks first."""
     out = tmp_path_factory.mktemp("library") / build.NAMES["cuda"]
-    return out, build.build_cuda(out, csrc=CSRC)
+    build.build_cuda(out, csrc=CSRC)
+    return out
 
 
 @pytest.mark.slow
 @needs_nvcc
 def test_machine_code_for_every_architecture(library):
-    _, _, _, _, names = build.check_cuda(CSRC)
-    machine, ptx = cubins(library[0])
-    assert machine == ["80", "86", "89", "90", "100", "120"]
-    built = {f"sm_{number}" for number in machine} | {f"compute_{number}" for number in ptx}
-    assert built == set(names)
+    assert cubins(library) == (["80", "86", "89", "90", "100", "120"], ["100"])
 
 
 def readelf(*words) -> str:
@@ -307,50 +253,21 @@ def readelf(*words) -> str:
 
 @needs_nvcc
 def test_no_kernel_spills(library):
-    out, usages = library
-    assert build.complaints(usages) == []
-    kernels = {usage.kernel for usage in usages}
-    assert len(usages) == len(kernels) * 6
-    assert len(kernels) >= 5
-    # the same of what is in the file
-    rows = re.findall(
-        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)",
-        cuobjdump(out, "-res-usage"),
-    )
-    assert {row[0] for row in rows} == kernels
-    for row in rows:
-        assert row[2] == row[3] == "0"
-
-
-SPILLER = """
-extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x, int n) {
-  float a[64];
-#pragma unroll
-  for (int i = 0; i < 64; ++i) a[i] = x[i * n];
-#pragma unroll
-  for (int i = 0; i < 64; ++i) x[i * n] = a[63 - i] * a[i] + a[(i * 7) % 64];
-}
-"""
-
-
-@pytest.mark.slow
-@needs_nvcc
-def test_the_gate_sees_a_real_spill(tmp_path):
-    (tmp_path / "spiller.cu").write_text(SPILLER)
-    usages = build.build_cuda(
-        tmp_path / "out.so", csrc=tmp_path, cache=tmp_path / "cache", archs="90"
-    )
-    assert usages[0].spill_stores > 0
-    assert "spiller on sm_90 spills" in build.complaints(usages)[0]
+    usage = cuobjdump(library, "-res-usage")
+    rows = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert len(rows) >= 5 * 6
+    for registers, stack, local in rows:
+        assert int(registers) <= 128  # at least 512 threads per multiprocessor
+        assert stack == local == "0"
 
 
 @needs_nvcc
 def test_it_needs_libc_alone_and_shows_its_launchers_alone(library):
-    needed = re.findall(r"NEEDED.*\[(?!ld-linux)(.*)\]", readelf("-Wd", library[0]))
+    needed = re.findall(r"NEEDED.*\[(?!ld-linux)(.*)\]", readelf("-Wd", library))
     # the last four are parts of libc before glibc 2.34
     parts = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6"}
     assert set(needed) <= parts
-    symbols = readelf("-W", "--dyn-syms", library[0])
+    symbols = readelf("-W", "--dyn-syms", library)
     shown = re.findall(r"GLOBAL\s+DEFAULT\s+\d+ (\S+)", symbols)
     assert set(shown) == set(native.read_header((CSRC / "moert.h").read_text()))
 
@@ -373,12 +290,12 @@ except ValueError as error:
 @pytest.mark.slow
 @needs_nvcc
 def test_it_loads_without_a_driver(library):
-    command = [sys.executable, "-c", LOAD, library[0]]
+    command = [sys.executable, "-c", LOAD, library]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     described, refused, default = json.loads(done.stdout)
-    assert described.startswith(f"{library[0]}: nvcc ")
+    assert described.startswith(f"{library}: nvcc ")
     assert "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in described
     assert torch.cuda.is_available() or "; " in described  # what the driver, or its absence, says
     assert refused == "backend 'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"

@@ -92,14 +92,6 @@ REFUSED = {
         lambda path, _: path.chmod(0o775),
         "other users can write to it (mode 775). Run chmod go-w ",
     ),
-    "sticky folder": (
-        lambda path, _: path.parent.chmod(0o1777),
-        "other users can write to it (mode 1777)",
-    ),
-    "top folder": (
-        lambda path, _: path.parents[2].chmod(0o777),
-        "other users can write to it (mode 777)",
-    ),
     "caches": (
         lambda path, _: path.parents[3].chmod(0o777),
         "other users can write to it (mode 777)",

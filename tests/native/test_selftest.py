@@ -90,18 +90,6 @@ def test_variants_as_they_are_built_share_no_code(tmp_path):
         assert shared_symbols(path) == [f"_ZN5moert{len(name)}{name}E"]
 
 
-@needs_gxx
-@needs_readelf
-def test_a_table_that_is_filled_at_load_is_seen(tmp_path):
-    csrc = copy_of_sources(tmp_path, "kernels.cpp", TABLE, "extern const Kernels MOERT_SET")
-    text = (csrc / "kernels.cpp").read_text()
-    (csrc / "kernels.cpp").write_text(
-        "#include <stdlib.h>\n" + text.replace("{PEAK_FLOPS<float>,", "{rand(),")
-    )
-    made = compile_sets(tmp_path, flags=("-O0",), sets={"generic": ()}, csrc=csrc)
-    assert code_at_load(made["generic"]) != []
-
-
 @pytest.fixture
 def library():
     return cpu_build.library()
@@ -118,56 +106,13 @@ def library():
 )
 def test_other_x86_processors(processor, variants, library, tmp_path):
     qemu = ["qemu-x86_64", "-cpu", processor]
-    # in Python: what a build and the first use do
-    child = subprocess.run(
-        [*qemu, sys.executable, "-I", "-S", selftest.__file__, library.path],
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stdout + child.stderr
-    assert child.stdout.splitlines() == [f"testing {name}" for name in variants]
     assert selftest.run(library.path, command=tuple(qemu)) is None
-    # in C
     subprocess.run(["gcc", "-o", tmp_path / "driver", DRIVER, "-ldl"], check=True)
     driven = subprocess.run(
         [*qemu, tmp_path / "driver", library.path], capture_output=True, text=True
     )
     assert driven.returncode == 0, driven.stderr
     assert driven.stdout.splitlines() == [f"testing {name}" for name in variants], driven.stderr
-
-
-THROUGH_TORCH = """
-import torch
-from moe_runtime.native.library import cpp
-from moe_runtime.ops.moe_mlp import moe_mlp
-
-print(torch.backends.cpu.get_cpu_capability(), cpp.library().variant)
-torch.manual_seed(0)
-x, up, down = (torch.randn(size) / 4 for size in ((20, 40), (4, 60, 40), (4, 40, 30)))
-weight, idx = torch.rand(20, 2), torch.randint(0, 4, (20, 2))
-for dtype, bound in ((torch.float32, 5e-6), (torch.bfloat16, 1.5e-2)):
-    results = []
-    for backend, computed in (("cpp", dtype), ("torch", torch.float64)):
-        leaves = [tensor.to(dtype).to(computed).requires_grad_() for tensor in (x, up, down)]
-        weights = weight.to(torch.promote_types(computed, torch.float32))
-        out = moe_mlp(*leaves, weights, idx, backend=backend)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for result, expected in zip(*results):
-        error = (result.double() - expected).norm() / expected.norm()
-        assert error < bound, (dtype, error)
-"""
-
-
-@needs_qemu
-@pytest.mark.slow
-def test_experts_in_pytorch_on_another_x86_processor(library, tmp_path):
-    # torch itself needs more than Nehalem has
-    command = ["qemu-x86_64", "-cpu", "Haswell", sys.executable, "-c", THROUGH_TORCH]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["AVX2", "avx2"], done.stdout + done.stderr
 
 
 @pytest.mark.skipif(
@@ -185,11 +130,6 @@ def test_aarch64_runs_the_generic_variant(tmp_path, monkeypatch):
     )
     assert driven.returncode == 0, driven.stdout + driven.stderr
     assert driven.stdout == "testing generic\n", driven.stdout + driven.stderr
-    if os.uname().machine != "aarch64":
-        # the library of another kind of machine: one line
-        wrong = selftest.run(made)
-        assert wrong.startswith("it failed its self-test: it cannot be loaded (")
-        assert "\n" not in wrong
 
 
 def copy_of_sources(tmp_path: Path, file: str, old: str, new: str) -> Path:
@@ -261,13 +201,8 @@ def test_a_library_that_fails_its_self_test_is_not_installed(bug, tmp_path, quic
     out.write_text("the one before")
     with pytest.raises(build.BuildError) as error:
         build.build_cpu(out, csrc=copy_of_sources(tmp_path, file, old, new))
-    message = str(error.value)
-    assert message.startswith(
-        f"{out} is not installed, because on this processor ({selftest.processor()[0]}) it"
-    )
-    assert why in message
-    assert message.endswith("Experts run in PyTorch on the CPU")
-    assert "\n" not in message
+    assert f"{out} is not installed, because on this processor (" in str(error.value)
+    assert why in str(error.value)
     assert out.read_text() == "the one before"
     assert not list(tmp_path.glob("cache/moe_runtime/cpu/tested/*"))
 
@@ -346,8 +281,6 @@ def test_marks_that_do_not_count(cached, children, monkeypatch, library):
 
 BAD = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:200_000]),
-    "text": lambda path: path.write_text("not a library"),
-    "empty": lambda path: path.write_bytes(b""),
     "another library": lambda path: shutil.copyfile(sys.modules["_ctypes"].__file__, path),
 }
 
@@ -390,22 +323,3 @@ def test_a_variant_that_does_not_compile_is_left_out(tmp_path, monkeypatch, quic
     assert selftest.run(tmp_path / "library.so") is None
     # which does not make it compile again at each build
     assert not build.build_cpu(tmp_path / "library.so", csrc=csrc).compiled
-
-
-CAPABILITY = """
-from moe_runtime.native.library import cpp
-print(cpp.library().variant)
-"""
-
-
-@pytest.mark.parametrize(
-    "capability, variants", [("default", {"generic"}), ("avx2", {"avx2", "generic"})]
-)
-def test_torchs_limit_of_instruction_sets_holds_for_the_library_too(capability, variants, library):
-    child = subprocess.run(
-        [sys.executable, "-c", CAPABILITY],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
-    )
-    assert child.stdout.strip() in variants, child.stderr

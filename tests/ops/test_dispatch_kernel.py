@@ -38,15 +38,6 @@ def test_scan_in_steps(T, E, K, routing, scan, device, monkeypatch):
         assert torch.equal(array, want)
 
 
-@pytest.mark.parametrize("e", [0, 2, -1, 5], ids=["first", "last", "dropped", "too large"])
-def test_slots_of_one_expert_keep_their_order(e, device):
-    idx = torch.full((130, 3), e, device=device)
-    offsets, _, row_slot, slot_row = kernels.dispatch_forward(idx, 3)
-    assert row_slot.tolist() == list(range(390))
-    assert slot_row.tolist() == list(range(390))
-    assert offsets.tolist() == [390 * (0 <= e < i) for i in range(4)]
-
-
 class Counted:
     """Tells `log` of a launch in place of the kernel."""
 
@@ -159,17 +150,6 @@ def test_tile_map_is_the_list_of_tiles(counts, BLOCK_M, first_expert, device):
         assert tiles[: len(want)] == want
         for tile in tiles[len(want) :]:
             assert tile[:2] == [-1, len(want)]
-
-
-@pytest.mark.parametrize("BLOCK_M", [1, 2, 3, 16])
-def test_max_tiles_is_enough_and_no_more_than_needed(BLOCK_M):
-    for R in range(40):
-        for E in range(1, 9):
-            # as many tiles as can be: min(E, R) experts with one row in their last tile, the rest
-            # in whole tiles
-            spare = R - min(E, R)
-            most = min(E, R) + spare // BLOCK_M
-            assert most <= kernels.max_tiles(R, E, BLOCK_M) <= most + E
 
 
 def test_offsets_beyond_int32(tmp_path):

@@ -23,7 +23,7 @@ from tests.support.oracle import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning")
 NAMES = [name for name in CASES if name not in ONCE]
-NUMBERS = {"torch": 8, "cpp": 8, "triton": 2}  # the interpreter takes a second a case
+NUMBERS = {"torch": 8, "cpp": 8, "cuda": 8, "triton": 2}  # the interpreter takes a second a case
 
 
 def runs(*names: str) -> list:

@@ -7,9 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
-from moe_runtime.ops import expert_rows, workspace
+from moe_runtime.ops import workspace
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.frozen_mlp import frozen_mlp, frozen_mlp_reference
 from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack, weight_of
@@ -187,34 +186,6 @@ def test_parity(sizes, ranks, options, dtype, check):
     check(adapted(make_case(*sizes, dtype=dtype, **options), *ranks))
 
 
-@pytest.mark.parametrize("name, dtype", [("cpp", torch.float16), ("triton", torch.float64)])
-def test_a_dtype_without_a_kernel_is_refused(name, dtype, cpu_library):
-    case = adapted(
-        make_case(23, 33, 17, 4, 2, dtype),
-        3,
-        5,
-    )
-    with pytest.raises(ValueError, match=f"backend '{name}' cannot run frozen_mlp"):
-        run(case, lambda *args: frozen_mlp(*args, backend=name))
-
-
-def test_experts_that_go_together_and_each_alone_agree(monkeypatch, tolerance):
-    case = adapted(
-        make_case(40, 33, 17, 6, 2, routing="dropped", bias=True),
-        3,
-        5,
-    )
-
-    def torchs(*args):
-        return frozen_mlp(*args, backend="torch")[0]
-
-    want = run(case, torchs)
-    for rows in (1, 9, 25):
-        monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", rows * 34)
-        # not bit by bit: a BLAS may sum in another order for another number of rows
-        assert_parity(run(case, torchs), want, tolerance[torch.float32])
-
-
 def in_x_out(stack):
     return stack.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -301,33 +272,6 @@ def test_nothing_of_a_stacks_size_is_made(name, monkeypatch, cpu_library):
     assert rows <= max(allocated) < leaves["down"].numel()  # a quarter of the smaller stack
     assert leaves["up"].grad is None
     assert leaves["down"].grad is None
-
-
-def test_flops():
-    case = adapted(
-        make_case(9, 8, 8, 4, 2, bias=True),
-        3,
-        5,
-    )
-    leaves = case.leaves
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(name not in ("up", "down"))
-    R = 18
-    base = 16 * 8 + 8 * 8
-    low = 3 * (8 + 16) + 5 * (8 + 8)
-    slots = (leaves["topk_weight"], case.topk_idx)
-    with FlopCounterMode(display=False) as counter:
-        out, offsets = frozen_mlp(
-            leaves["x"],
-            experts_of(case, leaves),
-            *slots,
-        )
-        assert counter.get_total_flops() == 2 * R * (base + low)
-        out.sum().backward()
-    assert counter.get_total_flops() == 2 * R * (2 * base + 3 * low)
-    counts = torch.bincount(case.topk_idx.flatten(), minlength=4)
-    assert offsets[0] == 0
-    assert torch.equal(offsets.diff(), counts)
 
 
 def test_bad_arguments_are_named():

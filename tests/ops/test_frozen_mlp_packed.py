@@ -171,17 +171,6 @@ def test_fp8_scales_of_other_dtypes_and_strides(form, backend, device, tolerance
     )
 
 
-def test_strided_codes(backend, device, tolerance):
-    case = Case("int8", H=65, I=33)
-    expected = case.oracle()
-    case.stacks = [stack._replace(data=stack.data.mT.contiguous().mT) for stack in case.stacks]
-    assert_parity(
-        case.run(backend, device),
-        expected,
-        tolerance[torch.float32],
-    )
-
-
 @pytest.mark.parametrize("form", packed.FORMATS)
 def test_tensors_that_do_not_fit_the_format_are_refused(form):
     stack = packed_stack((3, 128, 64), form)

@@ -244,31 +244,6 @@ def test_the_backward_pass_may_run_twice(train, dtype):
         assert (alone[name].double() * 3 - want).norm() <= bound * want.norm()
 
 
-def test_gradients_add_up_over_micro_batches():
-    """param.grad that a first backward pass left is not the memory of a second one."""
-    hidden, heads, gate, labels = sample(
-        12,
-        (16, 17),
-        (20, 21),
-    )
-    heads = [torch.nn.Parameter(head) for head in heads]
-    for _ in range(3):
-        fused_cross_entropy(hidden, heads, gate, labels).backward()
-    want = run(
-        by_the_paper,
-        (hidden, heads, gate, labels),
-        torch.float64,
-        train=("heads",),
-    )
-    for s, head in enumerate(heads):
-        torch.testing.assert_close(
-            head.grad.double(),
-            3 * want[f"dheads{s}"],
-            rtol=1e-4,
-            atol=1e-6,
-        )
-
-
 @pytest.mark.parametrize(
     "is_frozen, reduction, op",
     [
@@ -360,28 +335,10 @@ def test_gradients_come_with_one_forward_pass():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"hidden": []}, "0 hidden states [(), H_s] and 2 heads"),
-        ({"heads": [torch.randn(20, 16)]}, "2 hidden states [(6,), H_s] and 1 heads"),
-        (
-            {"heads": [torch.randn(20, 16)] * 2},
-            "hidden[1] is (6, 17) and heads[1] is (20, 16)",
-        ),
-        ({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] is (0, 16)"),
-        ({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)"),
-        ({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is (5,) torch.int64"),
+        ({"hidden": []}, "hidden is [], heads"),
+        ({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden is [(6, 16), (5, 17)]"),
         ({"labels": torch.zeros(6)}, "labels is (6,) torch.float32"),
-        (
-            {"labels": torch.full((6,), 20)},
-            "below 20, the size of the smallest vocabulary, but got 20",
-        ),
-        ({"labels": torch.full((6,), -1)}, "but got -1"),
-        ({"reduction": "batchmean"}, "reduction must be"),
-        ({"backend": "cuda"}, "fused_cross_entropy has no cuda kernel"),
-        (
-            {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]},
-            "are torch.float16, torch.float32",
-        ),
+        ({"labels": torch.full((6,), 20)}, "below 20, the size of the smallest vocabulary"),
         ({"gate_weight": torch.rand(6, 2, device="meta")}, "on cpu, meta"),
     ],
 )

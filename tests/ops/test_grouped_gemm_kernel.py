@@ -24,7 +24,6 @@ pytest.importorskip("triton")
 from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward
 from moe_runtime.kernels.tiles import Tile
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # a tail, none, a full tile and one row more, one row
 COUNTS = [21, 0, 33, 1]
 DROPPED = 5
@@ -551,29 +550,6 @@ def test_layouts(shape, view, tile, device):
         gated=False,
         tile=tile,
     )
-
-
-def test_no_rows(device):
-    rows = make_rows([0, 0, 0], 0, 2, device)
-    x = torch.randn(0, H, device=device)
-    z = torch.randn(0, 2 * I, device=device)
-    up = torch.randn(3, 2 * I, H, device=device)
-    check_up(rows, x, up)
-    check_product(rows, z, up.transpose(1, 2))
-    down = torch.randn(3, H, I, device=device)
-    check_dz(
-        rows,
-        x,
-        down,
-        torch.rand(0, 2, device=device),
-        z,
-    )
-    order = (rows.row_slot, rows.offsets, 2)
-    dw = grouped_gemm_backward.weight_backward(z, x, *order, "x", PLAIN)
-    db = grouped_gemm_backward.bias_backward(z, None, *order, False)
-    assert dw.shape == up.shape
-    assert not dw.any()
-    assert not db.any()
 
 
 @pytest.mark.parametrize("persistent", [False, True])

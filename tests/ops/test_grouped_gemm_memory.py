@@ -47,67 +47,6 @@ def half(*shape):
     return torch.randn(shape).to(HALF)
 
 
-# wrong maps and indices
-@pytest.mark.parametrize(
-    "tiles, words",
-    [
-        pytest.param(
-            [[0], [32], [41]],
-            "out of bounds",
-            id="a tile ends behind the last row",
-        ),
-        pytest.param(
-            [[0], [-1], [8]],
-            "out of bounds",
-            id="it begins in front of the first row",
-        ),
-        pytest.param(
-            [[2], [0], [16]],
-            "out of bounds",
-            id="an expert that is not there",
-        ),
-        pytest.param(
-            [[0, 1, 0], [0, 16, 0], [16, 32, 16]],
-            "write race",
-            id="a tile twice",
-        ),
-        pytest.param(
-            [[0, 0, 1], [0, 15, 32], [32, 32, 40]],
-            "write race",
-            id="tiles that overlap",
-        ),
-    ],
-)
-def test_wrong_tile_map_is_seen(tiles, words):
-    a = torch.randn(40, 16)
-    weight = torch.randn(2, 16, 16)
-    tiles = torch.tensor(tiles, dtype=torch.int32)
-    with pytest.raises(Exception, match=words):
-        grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
-
-
-@pytest.mark.parametrize("slot", [-3, 40])
-def test_wrong_slot_is_seen(slot):
-    rows = make_rows([20, 20], 0, 2)
-    rows.row_slot[7] = slot
-    tiles = tile_map(rows.offsets, 40, 16)
-    x = torch.randn(20, 16)
-    up = torch.randn(2, 16, 16)
-    with pytest.raises(Exception, match="out of bounds"):
-        grouped_gemm.up_forward(
-            x,
-            up,
-            None,
-            rows.row_slot,
-            tiles,
-            2,
-            "silu",
-            False,
-            False,
-            TILE,
-        )
-
-
 # the right element beyond 2^31
 @pytest.fixture
 def room():

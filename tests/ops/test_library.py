@@ -1,5 +1,5 @@
 """What every op owes torch's own tools: no silent zeros from forward-mode AD, torch.func's
-transforms, a FLOP count.
+transforms.
 """
 
 import functools
@@ -8,13 +8,10 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.moe import MoE
-from moe_runtime.ops import balance, expansion, fusion, lora, merging, moe_layer
-from moe_runtime.ops import grouped_gemm as grouped
+from moe_runtime.ops import balance, merging
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.expansion import dare_merge, gram
@@ -247,165 +244,6 @@ def test_compiled_transforms(ops):
     )
     with pytest.raises(Exception, match="forward-mode derivative|forward_ad|NotImplementedError"):
         forward_mode(x)
-
-
-def flops(call) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
-
-
-def train(f, *leaves):
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    out = f(*leaves)
-    out.backward(torch.ones_like(out))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_flops_of_experts_are_those_of_transformers(recompute):
-    """Every token and slot through stock experts, eager: the same products, forward and
-    backward.
-    """
-    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
-
-    config = MixtralConfig(
-        hidden_size=H,
-        intermediate_size=I,
-        num_local_experts=E,
-        num_experts_per_tok=K,
-        experts_implementation="eager",
-    )
-    experts = MixtralExperts(config)
-    up = torch.randn(E, 2 * I, H)
-    down = torch.randn(E, H, I)
-    x = torch.randn(T, H)
-    weight = torch.rand(T, K)
-    idx = draw_ids()
-
-    def eager(x, up=up, down=down, weight=weight):
-        parts = {"gate_up_proj": up, "down_proj": down}
-        return torch.func.functional_call(
-            experts,
-            parts,
-            (x, idx.long(), weight),
-        )
-
-    def ours(x, up=up, down=down, weight=weight):
-        return moe_mlp(x, up, down, weight, idx, recompute=recompute)
-
-    with torch.inference_mode():
-        forward = flops(lambda: ours(x))
-        assert forward == 2 * T * K * 3 * H * I
-        assert forward == flops(lambda: eager(x))
-    again = 2 * T * K * 2 * H * I if recompute else 0
-    every = (x, up, down, weight)
-    assert flops(lambda: train(ours, *every)) - again == flops(lambda: train(eager, *every))
-    frozen = flops(lambda: train(ours, x)) - again
-    assert frozen == 2 * forward
-    assert frozen == flops(lambda: train(eager, x))
-
-
-# what the torch backend runs for each op, and what its products count when the counter sees them
-KERNELS = {
-    "moe_layer": moe_layer._forward,
-    "moe_layer_backward": moe_layer._backward,
-    "grouped_gemm": grouped._forward,
-    "grouped_gemm_backward": grouped._backward,
-    "merged_linear": lambda x, w, a, merged, *_: x @ merged.t(),
-    "merged_linear_backward": merging._linear_backward,
-    "lora_mlp": lora._forward,
-    "lora_mlp_backward": lora._backward,
-    "fused_nll": fusion._nll,
-    "fused_nll_backward": fusion._nll_backward,
-    "fused_loss": fusion._loss,
-    "gram": expansion._gram,
-    "merge_experts_backward_alpha": merging._merge_backward_alpha,
-}
-UNCOUNTED = {
-    torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],
-    torch.ops.aten.mv: lambda a, b, **_: 2 * a[0] * a[1],
-}
-
-
-class Calls(TorchDispatchMode):
-    """Keep the calls of our ops, and what each counted for."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with FlopCounterMode(display=False) as counter:
-            out = func(*args, **(kwargs or {}))
-        if func.namespace == "moe_runtime":
-            self.calls.append((func._opname, args, counter.get_total_flops()))
-        return out
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_flops_are_the_products_of_the_torch_backend(ops, recompute, monkeypatch):
-    """An op counts for what its torch backend multiplies, to the last product, whatever needs a
-    gradient.
-    """
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
-    experts = torch.randn(E, I, H)
-    forms = [
-        ops[name]
-        for name in ("moe_layer", "merged_linear", "grouped_gemm", "fused_nll", "fused_loss")
-    ]
-    forms.append(lambda x: merge_experts(experts, x[0, :E]))
-    forms.append(
-        lambda x: merged_linear(
-            x,
-            experts,
-            x[0, :E].softmax(0),
-        )
-    )
-    for names in (("gate",), ("gate", "down")):
-        for idx in (None, draw_ids()):
-            forms.append(
-                functools.partial(
-                    run_lora,
-                    names=names,
-                    idx=idx,
-                    recompute=recompute,
-                )
-            )
-    with Calls() as seen:
-        gram(experts)
-        for form in forms:
-            train(form, torch.randn(T, H))
-    checked = set()
-    for name, args, counted in seen.calls:
-        if name in KERNELS:
-            counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
-            with torch.no_grad(), counter:
-                KERNELS[name](*args)
-            assert counted == counter.get_total_flops() > 0, name
-            checked.add(name)
-    assert checked == set(KERNELS)
-
-
-def run_lora(x, names, idx, recompute):
-    """LoRA experts whose A train."""
-    gate, up, down = torch.randn(3, I, H)
-    widths = {"gate": (H, I), "down": (I, H)}
-    pairs = {}
-    for name in names:
-        into, out = widths[name]
-        a = torch.randn(E, R, into, requires_grad=True)
-        pairs[name] = LoRA(a, torch.randn(E, R, out))
-    weight = torch.rand(T, E if idx is None else K)
-    return lora_mlp(
-        x,
-        gate,
-        up,
-        down.t(),
-        weight,
-        idx,
-        **pairs,
-        recompute=recompute,
-    )
 
 
 def double(*shape):

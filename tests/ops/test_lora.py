@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.ops import lora as lora_ops
 from moe_runtime.ops import lora_torch
-from moe_runtime.ops.lora import lora_mlp, lora_mlp_reference, mixed_weight
+from moe_runtime.ops.lora import lora_mlp, lora_mlp_reference
 from tests.support.lora import NAMES, arguments, make_case, oracle, run
 from tests.support.oracle import assert_parity, assert_same, saved_bytes
 
@@ -167,28 +167,3 @@ def test_saves_the_input_one_pre_activation_and_what_has_rank_r():
         besides,
     )
     assert found == 4 * T * 3 * E * rank
-
-
-def test_second_gradient_is_refused():
-    case = make_case(7, 8, 6, 3, 2, 2)
-    leaves = {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
-    args, kwargs = arguments(case, leaves, None, "cpu")
-    out = lora_mlp(*args, **kwargs)
-    (dx,) = torch.autograd.grad(
-        out.sum(),
-        leaves["x"],
-        create_graph=True,
-    )
-    with pytest.raises(RuntimeError, match="lora_mlp has no second derivative"):
-        dx.sum().backward()
-
-
-def test_weights_of_slots_are_summed_by_expert():
-    weight = torch.tensor([[1.0, 2.0, 4.0]])
-    idx = torch.tensor([[2, -1, 2]])
-    assert mixed_weight(
-        weight,
-        idx,
-        3,
-    ).tolist() == [[0.0, 0.0, 5.0]]
-    assert mixed_weight(weight, None, 3) is weight

@@ -169,25 +169,6 @@ def test_only_what_is_asked_for(device):
     )
 
 
-@pytest.mark.parametrize("kernel", ["fwd", "low", "bwd", "bwd_w"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "I, rank",
-    [
-        (5504, 16),
-        (17, 1),
-        (11008, 128),
-        (1408, 256),
-        (1, 3),
-    ],
-)
-def test_config_is_for_every_size(I, rank, dtype, kernel):
-    z = torch.empty(1, 2 * I, dtype=dtype, device="meta")
-    c = lora.lora_config(kernel, z, I, rank)
-    assert max(rank, 16) <= c.BLOCK_R
-    assert min(c.BLOCK_T, c.BLOCK_I) >= 16
-
-
 def test_rows_beyond_int32(tmp_path):
     """Rows of z lie 2^30 apart, of h and the ranks of b 2^29: one program of many, on files without
     content.

@@ -120,30 +120,6 @@ def test_mixing_follows_the_formula(n, shared_rate):
     assert alpha.min() >= 0
 
 
-def test_gradient_of_the_logits_is_the_papers():
-    """XFT, Eq. (5), (6): da_i = (1 - lambda) sigma_i (g_i - sum_j sigma_j g_j), g_i = sum over the
-    projections <dW, W_i>.
-    """
-    rate = 0.75
-    logits = torch.randn(7, requires_grad=True)
-    alpha = mixing(logits, rate)
-    loss = 0
-    g = 0
-    for shape in ((34, 33), (33, 17)):
-        stack = torch.randn(8, *shape)
-        dout = torch.randn(shape)
-        loss = loss + (merge_experts(stack, alpha) * dout).sum()
-        g = g + torch.einsum(
-            "ij,eij->e",
-            dout.double(),
-            stack[1:].double(),
-        )
-    (got,) = torch.autograd.grad(loss, logits)
-    sigma = torch.tensor(mixing_oracle(logits.tolist(), None), dtype=torch.float64)
-    want = (1 - rate) * sigma * (g - (sigma * g).sum())
-    assert_parity({"da": got}, {"da": want}, 1e-5)
-
-
 @pytest.mark.parametrize(
     "E, rate",
     [
@@ -168,24 +144,6 @@ def test_soup_starts_at_the_mixture_that_xft_fixes(E, rate):
     assert math.isfinite(alpha.sum().item())
 
 
-def test_soup_moves_the_shared_expert_too():
-    logits = soup_logits(8, 0.75).requires_grad_()
-    (grad,) = torch.autograd.grad(mixing(logits, None)[0], logits)
-    assert grad[0].item() == pytest.approx(0.75 * 0.25, rel=1e-5)  # lambda (1 - lambda)
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
-def test_rate_outside_is_an_error(rate):
-    with pytest.raises(ValueError, match=f"shared_rate must be .*but got {rate}"):
-        mixing(torch.zeros(7), rate)
-
-
-@pytest.mark.parametrize("shape, words", [((2, 3), r"\(2, 3\)"), ((), r"\(\)")])
-def test_bad_logits_are_named(shape, words):
-    with pytest.raises(ValueError, match=words):
-        mixing(torch.zeros(shape), 0.75)
-
-
 @pytest.mark.parametrize(
     "weight, alpha, words",
     [
@@ -198,20 +156,6 @@ def test_bad_logits_are_named(shape, words):
 def test_bad_arguments_are_named(weight, alpha, words):
     with pytest.raises(ValueError, match=words):
         merge_experts(torch.randn(weight), torch.rand(alpha))
-
-
-def test_saves_nothing_but_its_inputs(backend, device):
-    found = []
-    weight = torch.randn(4, 64, 64, device=device).bfloat16()
-    alpha = torch.rand(4, device=device, requires_grad=True)
-
-    def note(tensor):
-        found.append(tensor.data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        merge_experts(weight, alpha, backend=backend)
-    assert set(found) <= {weight.data_ptr(), alpha.data_ptr()}
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,8 @@ instruction set and layout.
 import pytest
 import torch
 
-from moe_runtime import backends
-from moe_runtime.config import MoEConfig
-from moe_runtime.modules.merged import MergedMLP
-from moe_runtime.native.library import cpp
 from moe_runtime.ops import merging
-from moe_runtime.ops.merging import merge_experts, merge_rows
+from moe_runtime.ops.merging import merge_experts
 from tests.support.merging import CASES, merge_mismatches
 from tests.support.oracle import assert_same, relative_error
 
@@ -23,14 +19,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @pytest.mark.parametrize("E, P", CASES)
 def test_the_bits_are_torchs_and_the_gradient_float64s(E, P, dtype, variant):
     assert not merge_mismatches(E, P, dtype)
-
-
-@DTYPES
-def test_rows_one_by_one_are_the_stack_bit_by_bit(dtype, variant):
-    weight = torch.randn(11, 130, 33).to(dtype)
-    alpha = torch.randn(11)
-    got = merge_rows((row.clone() for row in weight), alpha)
-    assert torch.equal(got, merge_experts(weight, alpha, backend="cpp"))
 
 
 LAYOUTS = [
@@ -191,55 +179,3 @@ def test_long_sums_keep_float32s_last_digits(variant):
     torchs = weight.mv(dout)
     bound = ((torchs - want).abs() / want).max().item()
     assert ((got - want).abs() / want).max() <= max(bound, 2e-7)
-
-
-def test_coefficients_may_be_strided():
-    weight = torch.randn(6, 100)
-    alpha = torch.randn(6, 3)
-    for view in (alpha[:, 1], alpha[:1, 0].expand(6)):
-        want = merge_experts(weight, view.clone(), backend="torch")
-        assert torch.equal(merge_experts(weight, view, backend="cpp"), want)
-
-
-@DTYPES
-def test_the_mergeable_layer_keeps_its_mixture_and_sees_new_logits(dtype, monkeypatch):
-    config = MoEConfig(hidden_size=34, intermediate_size=17, num_experts=4, top_k=2)
-    layer = MergedMLP(config, dtype=dtype)
-    torch.nn.init.normal_(layer.experts.gate_up_proj)
-    torch.nn.init.normal_(layer.experts.down_proj)
-    x = torch.randn(5, 34).to(dtype)
-    taken = []
-    forward = merging._merge_cpp
-
-    def noted(*args):
-        taken.append(1)
-        return forward(*args)
-
-    monkeypatch.setattr(merging, "_merge_cpp", noted)
-
-    def step(backend):
-        monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
-        layer.release()
-        (gradient,) = torch.autograd.grad(layer(x).sum(), layer.mixing_logits)
-        return gradient, layer(x)
-
-    for _ in range(2):
-        taken.clear()
-        got_gradient, got = step("cpp")
-        assert len(taken) == 2  # once for each projection, and kept
-        want_gradient, want = step("torch")
-        assert torch.equal(got, want)
-        torch.testing.assert_close(got_gradient, want_gradient, rtol=1e-4, atol=1e-5)
-        layer.mixing_logits.data.add_(torch.randn(3))
-
-
-def test_dtypes_that_it_lacks_are_refused_and_go_elsewhere_by_default():
-    assert backends.pick("merge_experts", torch.zeros(1)) == "cpp"
-    half = torch.zeros(2, 3, dtype=torch.float16)
-    assert backends.pick("merge_experts", half) == "torch"
-    words = "'cpp' cannot run merge_experts: the tensor is torch.float16, but float32 or bfl"
-    with pytest.raises(ValueError, match=words):
-        merge_experts(half, torch.ones(2), backend="cpp")
-    with pytest.raises(ValueError, match="Use backend 'torch' for float64"):
-        merge_experts(half.double(), torch.ones(2), backend="cpp")
-    assert set(cpp.DTYPES) == {torch.float32, torch.bfloat16}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.ops import expert_rows, moe_mlp_torch
-from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference
+from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support import layouts
 from tests.support.layer import moe_layer
 from tests.support.oracle import (
@@ -13,13 +13,11 @@ from tests.support.oracle import (
     make_case,
     moe_mismatches,
     moe_oracle,
-    relative_error,
     run,
 )
 
 OP = "moe_mlp"
 NAN = float("nan")
-LOW = [torch.float16, torch.bfloat16]
 SIZES = (19, 33, 17, 4, 2)  # T, H, I, E, K
 
 
@@ -109,17 +107,6 @@ def test_gates_are_not_rounded_to_the_dtype_of_the_layer(layer, device):
     want = run(case, moe_oracle, torch.float64)["out"]
     slope = (got * want).sum() / want.square().sum()
     assert abs(slope - 1) < 2**-10
-
-
-def test_errors_of_half_precision_do_not_grow_with_the_sum(layer, device):
-    """The sums over H and I are in float32: 8 times the terms, the same relative error."""
-    errors = []
-    for size in (64, 512):
-        case = make_case(32, size, 32, 1, 1, torch.bfloat16)
-        want = run(case, moe_oracle, torch.float64)
-        got = run(case, layer(), device=device)
-        errors.append(max(relative_error(got[name], want[name]) for name in want))
-    assert errors[1] < 1.3 * errors[0] < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -295,25 +282,6 @@ def test_experts_that_go_together_and_each_alone_give_the_same_bits(routing, mon
         assert_same(run(case, torchs), want)
 
 
-@pytest.mark.parametrize("routing", ["random", "dropped"])
-def test_reference_follows_the_equation(routing):
-    case = make_case(*SIZES, torch.float64, routing, "quick_gelu", bias=True)
-    case.form = {"limit": 0.7, "up_offset": 1.0, "interleaved": True}
-
-    def reference(*args, up_bias, down_bias, **kwargs):
-        return moe_mlp_reference(*args, gate_up_bias=up_bias, down_bias=down_bias, **kwargs)
-
-    assert_parity(run(case, reference), run(case, moe_oracle), 1e-12)
-
-
-def test_float64_layer_with_float32_gates():
-    case = make_case(*SIZES, torch.float64)
-    case.leaves["topk_weight"] = case.leaves["topk_weight"].float()
-    want = run(case, moe_oracle, torch.float64)
-    bound = dict.fromkeys(want, 1e-12) | {"dtopk_weight": 1e-6}
-    assert_parity(run(case, moe_layer(backend="torch")), want, bound)
-
-
 ARGUMENTS = {
     "x": torch.randn(6, 33),
     "gate_up_proj": torch.randn(4, 34, 33),
@@ -326,32 +294,15 @@ ARGUMENTS = {
 @pytest.mark.parametrize(
     "name, value, words",
     [
-        ("x", torch.randn(2, 3, 33), "x is (2, 3, 33)"),
-        ("x", torch.randn(6, 32), "x (6, 32)"),
         ("x", torch.randn(6, 33).bfloat16(), "torch.bfloat16"),
-        ("x", torch.ones(6, 33, dtype=torch.int64), "torch.int64"),
         ("gate_up_proj", torch.randn(4, 33, 34), "gate_up_proj is (4, 33, 34)"),
-        ("gate_up_proj", torch.randn(0, 34, 33), "(0, 34, 33)"),
-        ("down_proj", torch.randn(3, 33, 17), "down_proj (3, 33, 17)"),
-        ("topk_weight", torch.rand(6, 3), "topk_weight is (6, 3)"),
-        ("topk_weight", torch.ones(6, 2, dtype=torch.int64), "topk_weight is (6, 2) torch.int64"),
-        ("topk_idx", torch.zeros(5, 2, dtype=torch.int64), "(5, 2)"),
+        ("down_proj", torch.ones(4, 33, 0), "I >= 1"),
         ("topk_idx", torch.zeros(6, 2), "topk_idx (6, 2) torch.float32"),
-        ("act", "tanh", "act must be"),
         ("gate_up_bias", torch.randn(4, 17), "gate_up_bias is (4, 17)"),
-        ("down_bias", torch.randn(33), "down_bias is (33,)"),
-        ("down_bias", torch.randn(4, 33).half(), "down_bias is (4, 33) torch.float16"),
         ("trainable", torch.ones(4), "trainable is (4,) torch.float32"),
-        ("trainable", torch.ones(3, dtype=torch.bool), "trainable is (3,)"),
     ],
 )
 def test_bad_arguments_are_named(name, value, words):
     with pytest.raises(ValueError) as error:
         moe_mlp(**ARGUMENTS | {name: value})
     assert words in str(error.value)
-
-
-def test_experts_without_a_column_are_refused():
-    empty = {"gate_up_proj": torch.ones(3, 0, 33), "down_proj": torch.ones(3, 33, 0)}
-    with pytest.raises(ValueError, match="I >= 1"):
-        moe_mlp(**ARGUMENTS | empty)

@@ -147,17 +147,6 @@ def test_accumulating_parameters(form, calls):
     assert bool(calls) == (form not in ("transposed stacks", layouts.NARROW))
 
 
-def test_what_is_not_needed_is_not_computed():
-    case = make_case(40, 33, 17, 4, 2, routing="skip")
-    every = gradients(case.leaves, case.topk_idx)
-    for i, name in enumerate(("x", "up", "down")):
-        needs = ALL._replace(x=False, up=False, down=False)._replace(**{name: True})
-        got = gradients(case.leaves, case.topk_idx, needs)
-        for j in range(3):
-            assert torch.equal(got[j], every[j]) if j == i else got[j] is None
-        assert torch.equal(got[3], every[3])
-
-
 def test_frozen_and_idle_experts_get_zeros_and_spread_no_nan(calls):
     case = make_case(40, 33, 17, 5, 2)
     idx = choose_experts(40, 4, 2, "random")  # none for the last
@@ -209,19 +198,6 @@ def test_weights_that_train_separately_go_to_torch(calls):
         rtol=1e-4,
         atol=1e-5,
     )
-
-
-def test_a_wider_main_grad_goes_to_torch(calls):
-    case = make_case(21, 33, 17, 4, 2, torch.bfloat16)
-    up = torch.zeros(case.leaves["up"].shape)
-    down = torch.zeros(case.leaves["down"].shape)
-    gradients(
-        case.leaves,
-        case.topk_idx,
-        into=NOWHERE._replace(up=up, down=down),
-    )
-    assert up.any()
-    assert not calls
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -50,24 +50,6 @@ def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, gated, 
     )
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_keeps_nothing_without_a_gradient(mode, backend, device):
-    case = make_case(12, 33, 17, 4, 2)
-    leaves = [leaf.to(device) for leaf in case.leaves.values()]
-    idx = case.topk_idx.to(device)
-    with mode():
-        kept, out = saved_bytes(
-            lambda: moe_mlp(
-                *leaves,
-                idx,
-                backend=backend,
-            ),
-            [],
-        )
-    assert kept == 0
-    assert not out.requires_grad
-
-
 def test_autocast_rounds_nothing(backend, device):
     case = make_case(13, 33, 17, 4, 2, bias=True)
     layer = moe_layer(backend=backend)

@@ -92,24 +92,6 @@ def test_int8_has_the_bytes_of_bitsandbytes():
     assert [digest(stack.data), digest(stack.scales[0])] == list(INT8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bitsandbytes_itself(dtype):
-    functional = pytest.importorskip("bitsandbytes.functional")
-    w = torch.randn(5, 24, 320, generator=torch.Generator().manual_seed(3)).to(dtype)
-    data, state = functional.quantize_4bit(
-        w, blocksize=64, compress_statistics=True, quant_type="nf4"
-    )
-    stack = packed.pack(w, "nf4")
-    theirs = (data, state.absmax, state.state2.absmax, state.state2.code, state.offset.view(1))
-    for mine, other in zip(
-        (stack.data, *stack.scales),
-        theirs,
-        strict=True,
-    ):
-        assert torch.equal(mine.reshape(-1), other.reshape(-1))
-    assert torch.equal(unpacked(stack, dtype), functional.dequantize_4bit(data, state))
-
-
 def test_fp8_has_the_bytes_of_transformers():
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 

@@ -244,7 +244,7 @@ def test_wrong_stage_folder_and_settings(base, moe, tmp_path):
         (merge, base, {}, "Expected the folder of an upcycled model"),
         (upcycle, moe, {}, "already upcycled"),
         (upcycle, base, {"layers": [5]}, r"layers must be .*but got \[5\]"),
-        (merge, moe, {"alpha": [0.5] * 4}, "alpha sums to"),
+        (merge, moe, {"alpha": [0.5] * 4}, "with the sums"),
         (merge, mergeable, {"shared_rate": 0.5}, "shared_rate must be None, but got 0.5"),
     ):
         with pytest.raises(ValueError, match=match):

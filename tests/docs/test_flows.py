@@ -55,12 +55,3 @@ def test_a_command_that_fails_is_found(tmp_path, monkeypatch):
         (tmp_path / "there").touch()
         with pytest.raises(AssertionError, match=r"ended with [12]: .*error: "):
             flows.run(words, monkeypatch)
-
-
-def test_a_table_that_is_not_what_was_printed_is_found():
-    printed = "a title\n method   loss   all\n──────\n SFT   4.3   1\n XFT   4.2   2\n"
-    flows.check_table([["method", "loss"], ["XFT", "9"]], printed)
-    with pytest.raises(AssertionError, match="the columns method, losses"):
-        flows.check_table([["method", "losses"], ["XFT", "9"]], printed)
-    with pytest.raises(AssertionError, match="no row EWA"):
-        flows.check_table([["method", "loss"], ["EWA", "9"]], printed)

@@ -9,15 +9,7 @@ import importlib.metadata
 import re
 import sys
 
-from tests.support.aot import (
-    ROOT,
-    Case,
-    Report,
-    all_cases,
-    compile_all,
-    complaints,
-    jobs,
-)
+from tests.support.aot import ROOT, Case, Report, all_cases, compile_all, complaints, jobs
 
 PATH = ROOT / "docs" / "kernels.md"
 GPUS = {

@@ -24,7 +24,7 @@ from moe_runtime import backends
 from moe_runtime.io.console import print_table
 from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools.conformance import measure
-from moe_runtime.tools.conformance.cases import CASES, ONCE
+from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw
 from moe_runtime.tools.doctor import interpreter_problem
 
@@ -83,16 +83,15 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() and not backends.interpreted()
 
 
-def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.dtype, int]]:
+def _cases_of(backend: str, device: torch.device) -> list[tuple[torch.dtype, int]]:
     """Return the dtype and the number of each case."""
     dtypes = DTYPES[backend]
     is_slow = backend == "triton"  # to interpret, and to compile
     if is_slow and device.type == "cpu" and not backends.interpreter_knows_bfloat16:
         dtypes = [dtype for dtype in dtypes if dtype != torch.bfloat16]
-    count = 1 if op in ONCE else CASES_OF[backend]
     cases = []
     for i, dtype in enumerate(dtypes):
-        for number in range(count):
+        for number in range(CASES_OF[backend]):
             # other dtypes than the first have a third of the cases
             if not is_slow or i == 0 or number % 3 == i % 3:
                 cases.append((dtype, number))
@@ -100,7 +99,7 @@ def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.d
 
 
 def _check_op(op: str, backend: str, device: torch.device) -> Result:
-    chosen = _cases_of(op, backend, device)
+    chosen = _cases_of(backend, device)
     worst = 0.0
     at = ""
     failures = []

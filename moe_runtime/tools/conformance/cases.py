@@ -3,7 +3,6 @@
 An op's backends are those of the name in CASES.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -548,45 +547,6 @@ def fused(d: Draw) -> Case:
     return Case(leaves, product, equation, fixed, max(*sizes, V, T), d.unit, scales, note)
 
 
-ONCE = ("moe_mlp, repeated",)  # one case says it all
-SECONDS = 5.0  # duration of repeating a large layer on a GPU
-
-
-def repeated(d: Draw) -> Case:
-    """A large layer, run repeatedly: how many runs differ from the first in any bit."""
-
-    def product(v, backend):
-        device = v["where"].device
-        is_large = device.type == "cuda" and backend != "torch"  # torch's sums on a GPU are atomic
-        T, H, I, E, K = (256, 128, 96, 8, 2)
-        seconds = 0.0 if device.type == "cuda" else 0.1
-        if is_large:
-            T, H, I, E, K = (8192, 2048, 768, 64, 8)
-            seconds = SECONDS
-        elif backend == "triton":  # in the interpreter
-            T, H, I, E, K = (32, 32, 16, 4, 2)
-        inputs = []
-        for shape in ((T, H), (E, 2 * I, H), (E, H, I), (T, K)):
-            inputs.append(torch.randn(shape, device=device, dtype=d.dtype, requires_grad=True))
-        x, up, down, weight = inputs
-        ids = torch.rand(T, E, device=device).topk(K).indices
-        first = None
-        differing = torch.zeros(5, dtype=torch.int64, device=device)
-        end = time.monotonic() + seconds
-        while first is None or time.monotonic() < end:
-            out = moe_mlp.run_experts(x, ExpertStacks(up, down), weight, ids, backend=backend)[0]
-            grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
-            bits = [t.detach().view(torch.int8) for t in (out, *grads)]
-            first = first or bits
-            differing += torch.stack([(a != b).any() for a, b in zip(bits, first, strict=True)])
-        return {"runs of other bits": differing}
-
-    def equation(v, got):
-        return {"runs of other bits": torch.zeros(5, dtype=torch.int64)}
-
-    return Case({}, product, equation, {"where": torch.zeros(1)}, note="moe_mlp, repeated")
-
-
 # case: the op whose backends it has, and what makes it
 CASES: dict[str, tuple[str, Callable[[Draw], Case]]] = {
     "route": ("route", route),
@@ -602,5 +562,4 @@ CASES: dict[str, tuple[str, Callable[[Draw], Case]]] = {
     "gram": ("gram", gram),
     "dare_merge": ("dare_merge", child),
     "fused_cross_entropy": ("fused_cross_entropy", fused),
-    "moe_mlp, repeated": ("moe_mlp", repeated),
 }

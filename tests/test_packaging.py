@@ -372,19 +372,6 @@ def test_installed_wheel_imports(installed, tmp_path):
     assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
 
 
-@pytest.mark.slow
-def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
-    """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
-    words = "-m moe_runtime bench --only merging,routing --tiny --out found.json"
-    env = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "--nonsense"}
-    done = run(*words.split(), cwd=tmp_path, path=[installed, *SITE], **env)
-    assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
-    results = json.loads((tmp_path / "found.json").read_text())
-    names = [bench["name"] for bench in results["benchmarks"]]
-    assert names == ["bench_merge_experts[tiny-merge]", "bench_merge_experts[tiny-dalpha]"]
-    assert results["about"]["commit"] == f"v{moe_runtime.__version__}"
-
-
 def test_editable_install_imports(tree, build_env, tmp_path):
     build("build_editable", tmp_path, tree, build_env)
     venv.create(tmp_path / "venv", with_pip=False)

@@ -15,10 +15,7 @@ from papers.xft import recipe as xft_recipe
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support import official_xft
-from tests.support.fences import ALL, PAGES, check_command, fences, statements
-
-LANGUAGES = {"bash", "bibtex", "console", "json", "pycon", "python", "text", "yaml"}
-
+from tests.support.fences import ALL, check_command, statements
 
 # blocks that a test elsewhere runs or loads
 ELSEWHERE = {
@@ -63,14 +60,6 @@ TEXT = [fence for fence in ALL if fence.language == "text"]
 place = {"ids": lambda fence: fence.place}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_says_what_it_is(page):
-    for fence in fences(page):
-        assert fence.language in LANGUAGES, (
-            f"{fence.place} is {fence.language!r}; want one of {', '.join(LANGUAGES)}"
-        )
-
-
 @pytest.mark.parametrize("fence", BASH, **place)
 def test_commands_are_parsed(fence):
     commands = statements(fence.text)
@@ -86,7 +75,7 @@ def test_commands_are_parsed(fence):
         "moe-runtime xft upcycle a b --expert 3",
         "moe-runtime train --model a --dat b",
         "make tests",
-        "python -m moe_runtime.native.build cuda --arch-list 90",
+        "python -m moe_runtime.nothing",
         "bash bench/gpu.sh everything",
         "mergekit x",
     ],

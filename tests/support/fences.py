@@ -1,6 +1,5 @@
 """The fenced blocks of the README and of docs/, and the real parsers of the commands in them."""
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -158,32 +157,8 @@ def parse_python(arguments: list[str], page: str) -> None:
         parse_verb(rest)
     elif module == "papers":
         parse_verb(rest, program=PAPERS)
-    elif module.startswith("tests."):
-        assert importlib.util.find_spec(module), module
     else:
-        parse_main(module, rest)
-
-
-def parse_main(module: str, arguments: list[str]) -> None:
-    """Parse with the argparse.ArgumentParser that the module's main makes, and go no further."""
-
-    class Parsed(Exception):
-        pass
-
-    original = argparse.ArgumentParser.parse_args
-
-    def stop(self, args=None, namespace=None):
-        original(self, args, namespace)
-        raise Parsed
-
-    argparse.ArgumentParser.parse_args = stop
-    try:
-        importlib.import_module(module).main(arguments)
-    except Parsed:
-        return
-    finally:
-        argparse.ArgumentParser.parse_args = original
-    raise AssertionError(f"{module}.main parses nothing")
+        assert importlib.util.find_spec(module), f"{page}: there is no module {module}"
 
 
 def parse_bash(arguments: list[str], page: str) -> None:

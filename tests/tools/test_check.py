@@ -61,13 +61,6 @@ def skip_without(op: str, backend: str) -> None:
         pytest.skip(why)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op, backend", RUNS)
-def test_sound_ops_pass(op, backend):
-    skip_without(op, backend)
-    assert failures(op, backend) == []
-
-
 # runs only where a graph is kept, which is when nobody may write into it
 LIBRARY = {name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"}
 
@@ -153,10 +146,8 @@ def doctor_check(*options: str):
     "change, says",
     [
         (lambda out: out * float("nan"), "the error is inf times"),
-        (lambda out: out.detach(), "the error is inf times"),
         (lambda out: out[:-1], "the error is inf times"),
         (lambda out: out.unknown, "has no attribute 'unknown'"),
-        (lambda out: torch.cat([out[:-1], out[:1]]), "the error is "),
     ],
 )
 def test_what_else_may_be_wrong(few, monkeypatch, change, says):

@@ -3,7 +3,6 @@ in 1.
 """
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_runtime import backends
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools import doctor
@@ -98,9 +96,6 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
         "'transformers>=5.16,<6'"
     )
     assert len(line.splitlines()) == 1
-    out = CliRunner().invoke(main_app, ["doctor", "--json"])
-    assert out.exit_code == 1
-    assert set(json.loads(out.stdout)["problems"]) == {"transformers"}
 
 
 GONE = importlib.metadata.PackageNotFoundError("gone")
@@ -160,10 +155,6 @@ def test_torch_and_numpy_that_do_not_fit(monkeypatch):
     ((name, text),) = problems().items()
     assert name == "numpy"
     assert text == "torch cannot use numpy (no platform). Run pip install -U numpy"
-    monkeypatch.setattr(doctor.platform, "platform", broken)  # one broken part hides no other
-    report = doctor.report()
-    assert report["system"]["platform"] == "unknown: no platform"
-    assert set(report["backends"]) == set(backends.OPS)
 
 
 @pytest.mark.parametrize(

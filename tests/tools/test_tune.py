@@ -135,24 +135,6 @@ def test_the_fastest_config_is_written_and_picked_up(clock):
         assert tile_of(step.entry) == BUILT_IN
 
 
-def test_a_running_process_keeps_its_configs(clock, few):
-    x = torch.randn(16, 40)
-    before = tiles.choose(
-        "up",
-        x,
-        32,
-        40,
-        32,
-        3,
-        True,
-    )
-    clock.ms = {TALL: 7.0}
-    tune()
-    assert tiles.choose("up", x, 32, 40, 32, 3, True) == before
-    forget()
-    assert tiles.choose("up", x, 32, 40, 32, 3, True) == TALL
-
-
 def test_what_is_looked_up_is_what_is_tuned(monkeypatch):
     keys = set()
     problem_of = tiles.problem_of
@@ -312,14 +294,6 @@ def test_a_context_that_is_lost_ends_the_run_and_the_next_one_skips_the_config(c
             tune()
         assert len(entries()) == done
     assert TALL not in tried(entries()[KEYS[0]])
-
-
-def test_a_built_in_config_that_does_not_run_is_said(clock, monkeypatch):
-    monkeypatch.setattr(tuning, "runner", lambda *args: lambda tile: 1 / 0)
-    steps = tune()
-    assert [step.state for step in steps] == ["failed"] * 6
-    failed = "RuntimeError: The built-in config does not run: ZeroDivisionError: division by zero"
-    assert str(steps[0]).endswith(f"up: failed, {failed}")
 
 
 # errors of results

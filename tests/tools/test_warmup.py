@@ -50,8 +50,10 @@ def test_a_model_launches_nothing_that_was_not_compiled(case, tmp_path):
 
 
 ADAPTED = """
+import copy
 from concurrent.futures import Future
 from unittest import mock
+import torch
 from peft import LoraConfig, get_peft_model
 from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
@@ -83,6 +85,12 @@ with mock.patch.object(warmup, "ThreadPoolExecutor", Compiler):
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = get_peft_model(model, LoraConfig(r=4, target_parameters=stacks))
     adapted = warmup.warmup(model, [1, 24], backward=True, arch=90)
+    layer, _ = warmed.CASES["layer with its router"]()
+    forward = warmup.warmup(layer, 24, arch=90)
+    trained = warmup.warmup(layer, 24, backward=True, arch=90)
+    layers = torch.nn.ModuleList([layer, copy.deepcopy(layer).float()])
+    both = warmup.warmup(layers, 24, arch=90)
+assert forward.variants < min(trained.variants, both.variants)
 assert KernelInterface.__getitem__ is launch and driver._active is None
 print(frozen.variants, adapted.variants, adapted.compiled, *adapted.failed)
 """

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_runtime.bench.described import KINDS, markdown
+from moe_runtime.bench.described import markdown
 from moe_runtime.bench.records import benchmarks, failures
 from moe_runtime.io.console import jsonable
 
@@ -232,25 +232,6 @@ def _warnings(one: dict, other: dict) -> list[str]:
     return warnings
 
 
-def by_kind(compared: Comparison) -> list[tuple[str, str, int, float, float, float]]:
-    """Return kind, variant, number of benchmarks and least, median, most ratio."""
-    groups: dict[tuple[str, str], list[float]] = {}
-    for kind in (*KINDS, None):
-        for row in compared.rows:
-            if row.kind == kind or (kind is None and row.kind not in KINDS):
-                groups.setdefault((row.kind, row.variant), []).append(row.ratio)
-    return [
-        (
-            *key,
-            len(ratios),
-            min(ratios),
-            statistics.median(ratios),
-            max(ratios),
-        )
-        for key, ratios in groups.items()
-    ]
-
-
 def text(compared: Comparison) -> str:
     """Return the comparison as Markdown tables, the worst last."""
     rows = []
@@ -258,21 +239,10 @@ def text(compared: Comparison) -> str:
         noise = f"{row.noise:.0%}".replace("inf%", "unknown")
         numbers = [f"{number:.3f}" for number in (*row.ms, row.ratio)]
         rows.append([row.benchmark, row.variant, *numbers, noise, row.verdict])
-    kinds = []
-    for kind, variant, count, *ratios in by_kind(compared):
-        kinds.append(
-            [
-                kind,
-                variant,
-                str(count),
-                *(f"{ratio:.3f}" for ratio in ratios),
-            ]
-        )
     lines = [*map("warning: {}".format, compared.warnings)]
     heads = ["benchmark", "variant", "A ms", "B ms", "B / A", "noise", ""]
     lines += ["", markdown(heads, rows)]
-    heads = ["kind", "variant", "benchmarks", "least B / A", "median", "most"]
-    lines += ["", markdown(heads, kinds), ""]
+    lines.append("")
     for which, names in zip("AB", compared.alone, strict=True):
         for name in names:
             lines.append(f"only in {which}: {name}")
@@ -294,13 +264,11 @@ def as_json(compared: Comparison) -> dict:
         values["ms_a"], values["ms_b"] = values.pop("ms")
         del values["faster"]
         rows.append(values | {"regression": row.regression, "verdict": row.verdict})
-    names = ("kind", "variant", "benchmarks", "least", "median", "most")
     only_in_a, only_in_b = compared.alone
     return jsonable(
         {
             "warnings": compared.warnings,
             "rows": rows,
-            "kinds": [dict(zip(names, group, strict=True)) for group in by_kind(compared)],
             "missing": [
                 lost._asdict() | {"regression": lost.regression} for lost in compared.missing
             ],

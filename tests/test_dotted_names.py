@@ -71,11 +71,8 @@ def test_dotted_names_can_be_imported():
     [
         ("moe_runtime.methods.esft.train_only", True),
         ("moe_runtime.methods.esft.train_some", False),
-        ("moe_runtime.methods.nowhere", False),
         ("moe_runtime.modules.moe.MoE.forward", True),
-        ("hf.dropin.layers.numbered_layers", True),
         ("xft.upcycle", True),
-        ("lora.to_mixture", False),
     ],
 )
 def test_a_missing_name_is_seen(name, expected):

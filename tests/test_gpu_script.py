@@ -11,22 +11,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from moe_runtime import backends
-from moe_runtime.bench import device_check, goals, machine, report, shapes
+from moe_runtime.bench import goals, shapes
 from moe_runtime.bench.records import Records
-from moe_runtime.config import Layer
 from moe_runtime.tools.layer_shapes import LAYERS
-from tests.support import dry_run, outcomes
+from tests.support import dry_run
 from tests.support.patience import PATIENCE
 
 pytest.importorskip("triton")
-from moe_runtime.bench import profile_products
-from moe_runtime.tools import tune
 
 ROOT = dry_run.ROOT
 SCRIPT = dry_run.SCRIPT
@@ -189,31 +183,6 @@ def test_how_parts_end(start, tmp_path, part, die, expected, says):
     assert "77" not in die or len(calls(tmp_path)) == 1
 
 
-def test_results_that_cannot_be_written_are_told_at_once(start, tmp_path):
-    (tmp_path / "out" / "gpu.jsonl").mkdir(parents=True)
-    status, printed = start("first")
-    assert status == 2
-    assert "gpu.jsonl cannot be written" in printed
-    assert len(printed.splitlines()) == 1
-    assert not (tmp_path / "calls").exists()
-
-
-def test_results_of_an_earlier_run_are_taken_along(start, tmp_path):
-    earlier = tmp_path / "earlier"
-    earlier.mkdir()
-    (earlier / "gpu.jsonl").write_text('{"name": "bench_x", "failed": "no"}\n')
-    start("goals", RESUME=str(earlier))
-    assert (tmp_path / "out" / "gpu.jsonl").read_text() == (earlier / "gpu.jsonl").read_text()
-
-
-def test_a_copy_without_git_is_of_an_unknown_commit(start, tmp_path):
-    copy = tmp_path / "copy" / "bench" / "gpu.sh"
-    copy.parent.mkdir(parents=True)
-    copy.write_text(SCRIPT.read_text())
-    _, printed = start("goals", script=copy, COMMIT="")
-    assert "goals of commit unknown" in printed
-
-
 def test_shapes_layers_files_and_steps_of_the_script_exist():
     text = SCRIPT.read_text()
     known = {*shapes.layers(), *shapes.ADAPTERS_GPU, *shapes.QLORA_GPU}
@@ -227,12 +196,6 @@ def test_shapes_layers_files_and_steps_of_the_script_exist():
     plans = "".join(re.findall(r'echo "(check=.*?|report=\d+)"', text))
     for step in re.findall(r"(\w+)=\d+", plans):
         assert re.search(rf"^{step}\(\)", text, re.MULTILINE), step
-
-
-def test_the_commit_may_be_passed_in(monkeypatch):
-    monkeypatch.setenv("COMMIT", COMMIT)
-    assert machine.commit() == COMMIT
-    assert tune.versions.__wrapped__()["commit"] == COMMIT
 
 
 OUTCOMES = """
@@ -358,99 +321,6 @@ def test_a_tiny_run_without_transformers_skips_only_what_needs_it(tmp_path):
     for outcome, name in (("skipped", "bench_decoder_layer"), ("failed", "bench_training_step")):
         names = [line["name"] for line in lines if outcome in line]
         assert names == [f"{name}[tiny-bf16]"]
-
-
-def test_report_goes_to_a_file_and_goals_to_the_terminal(tmp_path, capsys):
-    lines = tmp_path / "gpu.jsonl"
-    page = tmp_path / "r.md"
-    for name, outcome in (("a", "passed"), ("b", "failed"), ("c", "failed"), ("c", "passed")):
-        Records(lines).write(name, outcome=outcome, why="of\nthat")
-    report.main(
-        [
-            str(lines),
-            "--out",
-            str(tmp_path / "r.json"),
-            "--markdown",
-            str(page),
-        ]
-    )
-    assert "Tests: 2 passed, 1 failed\n* b: of that" in page.read_text()
-    assert "2 passed" in capsys.readouterr().out
-    assert json.loads((tmp_path / "r.json").read_text()) == {"benchmarks": []}
-
-
-def test_device_check_of_a_machine_with_a_gpu(tmp_path, monkeypatch, capsys):
-    lines = tmp_path / "gpu.jsonl"
-    about = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=132, total_memory=139 << 30, L2_cache_size=60 << 20
-    )
-    monkeypatch.setattr(machine, "CUDA", True)
-    monkeypatch.setattr(
-        machine,
-        "missing",
-        lambda package: "cannot be imported: no httpx",
-    )
-    monkeypatch.setattr(
-        machine,
-        "describe",
-        lambda: {"machine": "GPU", "commit": COMMIT},
-    )
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: about,
-    )
-    monkeypatch.setattr(backends, "why_not", lambda *_: None)
-    assert device_check.main([str(lines)]) == 0
-    printed = capsys.readouterr().out
-    assert "capability: 9.0" in printed
-    assert "transformers cannot be imported: no httpx" in printed
-    first, second = records(lines)[:2]
-    assert first["device"]["commit"] == COMMIT
-    assert second["transformers"].startswith("cannot")
-    monkeypatch.setattr(backends, "why_not", lambda *_: "too old")
-    assert device_check.main([]) == device_check.NO_GPU
-
-
-def test_profiled_products_are_one_launch_each(monkeypatch, capsys):
-    """In the interpreter, where a profiler's start and stop are counted."""
-    seen = []
-    monkeypatch.setattr(tune, "find_gpu", lambda: (torch.device("cpu"), None))
-    monkeypatch.setitem(LAYERS, "tiny", Layer(32, 16, 4, 2))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(
-        torch.cuda.profiler,
-        "start",
-        lambda: seen.append("start"),
-    )
-    monkeypatch.setattr(
-        torch.cuda.profiler,
-        "stop",
-        lambda: seen.append("stop"),
-    )
-    profile_products.main(["tiny", "16"])
-    assert seen == ["start", "stop"] * 6
-    assert re.findall(
-        r"tokens, (\w+):",
-        capsys.readouterr().out,
-    ) == list(tune.PRODUCTS)
-
-
-def test_a_lost_context_ends_the_process(monkeypatch):
-    def lost():
-        raise RuntimeError("lost")
-
-    plugin = object.__new__(outcomes.Outcomes)
-    codes = []
-    plugin.failed = True
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    monkeypatch.setattr(os, "_exit", codes.append)
-    plugin.pytest_runtest_logfinish()
-    plugin.pytest_runtest_logfinish()  # of a test that passed
-    assert codes == [outcomes.LOST]
 
 
 # of a GPU, as much as collecting the benchmarks needs

@@ -97,7 +97,7 @@ def memory(
         str | None, option("Dtype of the weights (default: the config's).", words=DTYPES)
     ] = None,
     backend: Annotated[
-        str, option("Backend of the experts: triton, torch or cpp.", words="triton torch cpp")
+        str, option("Backend of the experts: triton or torch.", words="triton torch")
     ] = "triton",
     gpus: Annotated[int, option("Number of GPUs.")] = 1,
     gpu_memory: Annotated[

@@ -13,11 +13,9 @@ import math
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from moe_runtime import backends
 from moe_runtime.io.console import print_table
 from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools.conformance import measure
-from moe_runtime.tools.conformance.cases import CASES, ONCE
+from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw
 from moe_runtime.tools.doctor import interpreter_problem
 
@@ -38,8 +36,6 @@ DTYPES = {
 }
 CASES_OF = {"torch": 12, "cpp": 12, "cuda": 12, "triton": 9}  # per op and dtype
 SHOWN = 20  # maximum number of printed failures
-# of a process on a GPU: a case compiles about 9 variants of kernels, a second each on one core
-CASES_A_PART = 2
 LAST = 1.2  # a process that runs at this multiple of `seconds` is killed
 
 
@@ -57,55 +53,53 @@ class Result(NamedTuple):
 
 
 def check(
-    ops: Iterable[str] = CASES,
-    only: Iterable[str] = backends.BACKENDS,
-    part: tuple[int, int] = (0, 1),
+    ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS
 ) -> tuple[list[Result], dict[str, str]]:
-    """Check `ops` on the backends in `only`; return the results, and why a backend cannot run here.
-
-    `part` (i, n) checks every n-th case of an op from the i-th on.
+    """Check `ops` on the backends in `only`; return the results, and why a backend cannot run
+    here.
     """
-    gpu = torch.device(
-        "cuda" if torch.cuda.is_available() and not backends.interpreted() else "cpu"
-    )
+    gpu = torch.device("cuda" if _has_gpu() else "cpu")
     found = []
     reasons = {}
     threads = torch.get_num_threads()
     for op, backend in itertools.product(ops, only):
-        kernel = CASES[op][0] or "none"
+        kernel = CASES[op][0]
         device = torch.device("cpu") if backend == "cpp" else gpu
-        if backend != "torch" and kernel not in backends.KERNELS[backend]:
-            continue
-        reason = None if backend == "torch" else backends.why_not(backend, kernel, device)
-        if reason is not None:
-            reasons[backend] = reason
-            continue
+        if backend != "torch":
+            if kernel not in backends.KERNELS[backend]:
+                continue
+            reason = backends.why_not(backend, kernel, device)
+            if reason is not None:
+                reasons[backend] = reason
+                continue
         # the sizes are small; only the library uses threads
         torch.set_num_threads(threads if backend == "cpp" else 1)
-        found.append(_check_op(op, backend, device, part))
+        found.append(_check_op(op, backend, device))
         torch.set_num_threads(threads)
     return found, reasons
 
 
-def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.dtype, int]]:
+def _has_gpu() -> bool:
+    return torch.cuda.is_available() and not backends.interpreted()
+
+
+def _cases_of(backend: str, device: torch.device) -> list[tuple[torch.dtype, int]]:
     """Return the dtype and the number of each case."""
     dtypes = DTYPES[backend]
     is_slow = backend == "triton"  # to interpret, and to compile
     if is_slow and device.type == "cpu" and not backends.interpreter_knows_bfloat16:
         dtypes = [dtype for dtype in dtypes if dtype != torch.bfloat16]
-    count = 1 if op in ONCE else CASES_OF[backend]
     cases = []
     for i, dtype in enumerate(dtypes):
-        for number in range(count):
+        for number in range(CASES_OF[backend]):
             # other dtypes than the first have a third of the cases
             if not is_slow or i == 0 or number % 3 == i % 3:
                 cases.append((dtype, number))
     return cases
 
 
-def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]) -> Result:
-    number, parts = part
-    chosen = _cases_of(op, backend, device)[number::parts]
+def _check_op(op: str, backend: str, device: torch.device) -> Result:
+    chosen = _cases_of(backend, device)
     worst = 0.0
     at = ""
     failures = []
@@ -128,206 +122,121 @@ def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]
     return Result(op, backend, len(chosen), worst, at, failures)
 
 
-class CheckProcess(NamedTuple):
-    """A process of `_children`: every `parts`-th case of an op from the `number`-th on."""
-
-    op: str
-    number: int
-    parts: int
-
-    def __str__(self) -> str:
-        return self.op if self.parts == 1 else f"{self.op} ({self.number + 1} of {self.parts})"
-
-
-def _parts(interpreted: bool) -> list[CheckProcess]:
-    """Return the processes, those of the ops with the most cases first."""
-    children = []
-    for op in CASES:
-        # an interpreter compiles nothing, and starting a process takes longer than a case
-        if interpreted or CASES[op][0] is None:
-            cases = 0
-        else:
-            cases = len(_cases_of(op, "triton", torch.device("cuda")))
-        parts = max(-(-cases // CASES_A_PART), 1)
-        children += [CheckProcess(op, number, parts) for number in range(parts)]
-    return sorted(children, key=lambda child: -child.parts)
-
-
-def _run_child(
-    child: CheckProcess, only: list[str], interpreted: bool, timeout: float | None
-) -> list[Result]:
-    """Return what a process finds; a process that fails is a failure of its op."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        __spec__.name,
-        "--json",
-        "--ops",
-        child.op,
-        "--backends",
-        *only,
-    ]
-    command += ["--part", f"{child.number}/{child.parts}"]
+def _run_child(op: str, only: list[str], interpreted: bool, timeout: float | None) -> list[Result]:
+    """Check an op in a process of its own; one that fails is a failure of the op."""
+    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--json", "--ops", op]
     env = os.environ | {"TRITON_INTERPRET": str(int(interpreted))}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        problem = f"the process was killed after {timeout:.0f} s"
-    else:
-        if done.returncode in (0, 1) and done.stdout:
-            found = [
-                Result(**one)._replace(worst=float(one["worst"]))
-                for one in json.loads(done.stdout)["results"]
-            ]
-            return [one._replace(backend="interpreter") for one in found] if interpreted else found
-        last = (done.stderr.strip() or "no output").splitlines()[-1]
-        problem = f"the process failed with exit code {done.returncode}: {last}"
-    return [
-        Result(
-            child.op,
-            "interpreter" if interpreted else only[-1],
-            0,
-            math.inf,
-            "",
-            [f"{child}: {problem}"],
+        done = subprocess.run(
+            [*command, "--backends", *only],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
-    ]
+        results = [Result(**one) for one in json.loads(done.stdout)["results"]]
+        results = [one._replace(worst=float(one.worst)) for one in results]
+    except subprocess.TimeoutExpired:
+        results = [Result(op, only[-1], 0, math.inf, "", [f"{op}: killed after {timeout:.0f} s"])]
+    except ValueError:  # it printed no JSON
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        problem = f"{op}: the process failed with exit code {done.returncode}: {last}"
+        results = [Result(op, only[-1], 0, math.inf, "", [problem])]
+    if interpreted:
+        return [one._replace(backend="interpreter") for one in results]
+    return results
 
 
 def _children(
-    only: list[str], interpreted: bool, seconds: float | None = None, lines: Path | None = None
-) -> tuple[list[Result], list[CheckProcess]]:
-    """Check the ops in separate processes, as many at a time as there are cores, as compiling takes
-    most of the time.
+    only: list[str], interpreted: bool, seconds: float | None = None
+) -> tuple[list[Result], list[str]]:
+    """Check each op in a process of its own, as many at a time as there are cores, as compiling
+    takes most of the time.
 
-    This also separates interpreted from compiled kernels, which one process cannot mix. What a
-    process found is printed, and appended to `lines`, as it ends. After `seconds` no process is
-    started. Return the results, and what was not started.
+    This also separates interpreted from compiled kernels, which one process cannot mix. After
+    `seconds` no process is started. Return the results, and the ops that were not started.
     """
     began = time.monotonic()
-    lock = threading.Lock()
     left = []
 
-    def run(child: CheckProcess) -> list[Result]:
-        start = time.monotonic()
-        if seconds is not None and start - began > seconds:
-            left.append(child)
+    def run(op: str) -> list[Result]:
+        passed = time.monotonic() - began
+        if seconds is not None and passed > seconds:
+            left.append(op)
             return []
-        timeout = None if seconds is None else LAST * seconds - (start - began)
-        found = _run_child(child, only, interpreted, timeout)
-        with lock:
-            _tell(child, found, time.monotonic() - start, lines)
+        timeout = None if seconds is None else LAST * seconds - passed
+        found = _run_child(op, only, interpreted, timeout)
+        failures = [line for one in found for line in one.failures]
+        cases = sum(one.cases for one in found)
+        print(f"{op}: {cases} cases, {len(failures)} failed", *failures[:1], sep="\n  ", flush=True)
         return found
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(itertools.chain(*pool.map(run, _parts(interpreted))))
-    return _joined(results), left
-
-
-def _tell(child: CheckProcess, found: list[Result], seconds: float, lines: Path | None) -> None:
-    """Print what a process found, and append it to `lines` as the outcome of a test."""
-    failures = [line for one in found for line in one.failures]
-    cases = sum(one.cases for one in found)
-    outcome = "failed" if failures else "passed"
-    print(
-        f"{child}: {cases} cases in {seconds:.0f} s, {outcome}",
-        *failures[:1],
-        sep="\n  ",
-        flush=True,
-    )
-    if lines is not None:
-        line = {
-            "name": f"check {child}",
-            "outcome": outcome,
-            "seconds": round(seconds, 1),
-            "why": "\n".join(failures[:SHOWN]),
-        }
-        with lines.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def _joined(results: list[Result]) -> list[Result]:
-    """Return one result for each op and backend."""
-    joined = {}
-    for one in results:
-        before = joined.get((one.op, one.backend))
-        if before is not None:
-            worse = max(before, one, key=lambda result: result.worst)
-            one = worse._replace(
-                cases=before.cases + one.cases, failures=before.failures + one.failures
-            )
-        joined[one.op, one.backend] = one
-    return list(joined.values())
+        results = list(itertools.chain(*pool.map(run, CASES)))
+    return results, left
 
 
 def report(
-    ops: Iterable[str] = CASES,
+    ops: Iterable[str] | None = None,
     only: Iterable[str] = backends.BACKENDS,
     interpret: bool = False,
-    apart: bool = True,
-    *,
-    part: tuple[int, int] = (0, 1),
     seconds: float | None = None,
-    lines: Path | None = None,
 ) -> dict:
     """Run the checks, print a table of the worst errors and each failure, and return them.
 
-    On a GPU each op runs in processes of its own, unless `apart` is False; `seconds` and `lines`
-    are those of `_children`.
+    On a GPU each op runs in a process of its own, unless `ops` are named; `seconds` is that of
+    `_children`.
     """
     if interpret and (problem := interpreter_problem()):
         raise ValueError(problem)
     began = time.monotonic()
-    on_gpu = apart and torch.cuda.is_available() and not backends.interpreted()
-    gpu = [name for name in only if on_gpu and name != "cpp"]
-    results, reasons = check(ops, [name for name in only if name not in gpu], part)
-    reasons |= {
-        name: why for name in gpu if (why := backends.why_not(name, "route", torch.device("cuda")))
-    }
+    here = [*only]
+    apart = []
+    if ops is None and _has_gpu():
+        apart = [name for name in only if name != "cpp"]
+        here = [name for name in only if name == "cpp"]
+    results, reasons = check(CASES if ops is None else ops, here)
     left = []
-    for names, interpreted in ((gpu, False), (["triton"] if interpret else [], True)):
-        if names:
-            found, late = _children(names, interpreted, seconds, lines)
-            results += found
-            left += late
-    names = [
-        name
-        for name in (*backends.BACKENDS, "interpreter")
-        if any(one.backend == name for one in results)
-    ]
-    cells = {
-        (one.op, one.backend): "FAILED" if one.failures else f"{one.worst:.2f}" for one in results
-    }
-    rows = [
-        [op, *(cells.get((op, name), "-") for name in names)]
-        for op in dict.fromkeys(one.op for one in results)
-    ]
+    if apart:
+        for name in apart:
+            if why := backends.why_not(name, "route", torch.device("cuda")):
+                reasons[name] = why
+        found, left = _children(apart, False, seconds)
+        results += found
+    if interpret:
+        found, late = _children(["triton"], True, seconds)
+        results += found
+        left += late
     failures = [line for one in results for line in one.failures]
-    print_table(
-        "worst error / allowance", [("op", "left"), *((name, "right") for name in names)], rows
-    )
-    for name in sorted(reasons.keys() - names):
-        print(
-            f"not checked: {name}: "
-            f"{reasons[name]}{'. Pass --interpret' * (name == 'triton' and not interpret)}"
-        )
+    _print(results)
+    for name in sorted(reasons.keys() - {one.backend for one in results}):
+        hint = ". Pass --interpret" if name == "triton" and not interpret else ""
+        print(f"not checked: {name}: {reasons[name]}{hint}")
     if left:
-        print(f"not checked in {seconds:.0f} s: {', '.join(map(str, left))}")
+        print(f"not checked in {seconds:.0f} s: {', '.join(left)}")
     total = sum(one.cases for one in results)
-    more = [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
-    print(
-        f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed",
-        *failures[:SHOWN],
-        *more,
-        sep="\n  ",
-    )
-    results = [
-        one._asdict() | {"worst": one.worst if math.isfinite(one.worst) else "inf"}
-        for one in results
-    ]
+    print(f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed")
+    for line in failures[:SHOWN]:
+        print(f"  {line}")
+    if len(failures) > SHOWN:
+        print(f"  and {len(failures) - SHOWN} more")
+    # JSON has no infinity
+    results = [one._asdict() | {"worst": str(one.worst)} for one in results]
     return {"results": results, "not checked": reasons, "failures": failures}
+
+
+def _print(results: list[Result]) -> None:
+    """Print the table of ops and backends."""
+    cells = {}
+    for one in results:
+        cells[one.op, one.backend] = "FAILED" if one.failures else f"{one.worst:.2f}"
+    tested = {one.backend for one in results}
+    names = [name for name in (*backends.BACKENDS, "interpreter") if name in tested]
+    rows = []
+    for op in dict.fromkeys(one.op for one in results):
+        rows.append([op, *(cells.get((op, name), "-") for name in names)])
+    columns = [("op", "left"), *((name, "right") for name in names)]
+    print_table("worst error / allowance", columns, rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -341,33 +250,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; everything else goes to stderr"
     )
-    parser.add_argument("--ops", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument(
-        "--part", default="0/1", help="I/N: every N-th case of an op from the I-th on"
-    )
+    parser.add_argument("--ops", nargs="+", choices=CASES, help="all by default")
     parser.add_argument(
         "--seconds", type=float, help="on a GPU, start no process after so many seconds"
-    )
-    parser.add_argument(
-        "--lines",
-        type=Path,
-        help="on a GPU, append each process's outcome to this file of JSON lines",
     )
     parser.add_argument(
         "--backends", nargs="+", default=backends.BACKENDS, choices=backends.BACKENDS
     )
     given = parser.parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
-        number, _, parts = given.part.partition("/")
-        found = report(
-            given.ops,
-            given.backends,
-            given.interpret,
-            apart=given.ops is CASES,
-            part=(int(number), int(parts)),
-            seconds=given.seconds,
-            lines=given.lines,
-        )
+        found = report(given.ops, given.backends, given.interpret, given.seconds)
     if given.json:
         print(json.dumps(found))
     return int(bool(found["failures"]))

@@ -35,48 +35,8 @@ NEEDED_BY = {
 VARIABLES = ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 # the oldest driver that supports a CUDA version, from NVIDIA's release notes
 DRIVERS = {12: 525, 13: 580}
-# packages that provide the module triton: torch's builds for AMD and Intel GPUs depend on other
-# ones
-TRITONS = (
-    "triton",
-    "pytorch-triton-rocm",
-    "triton-rocm",
-    "pytorch-triton-xpu",
-    "triton-xpu",
-    "pytorch-triton",
-)
-# first Triton version without the bug, GPU, what is compiled wrongly, and why our kernels are not
-# affected
-MISCOMPILED = (
-    (
-        (3, 7),
-        "sm_90",
-        "no fence between cp.async and wgmma (triton#9610): nobody has seen a wrong result on an "
-        "H100",
-    ),
-    ((3, 7), "sm_90", "warp_specialize=True with descriptors: no kernel asks for it"),
-    (
-        (3, 7),
-        "sm_90",
-        "registers rewritten that wgmma still reads (triton#11781): none in our kernels",
-    ),
-    (
-        (3, 7),
-        "sm_100",
-        "no fence between cp.async and tcgen05 (triton#9610): results may differ from run to run",
-    ),
-    (
-        (3, 9),
-        "sm_100",
-        "two tl.dot into one accumulator in a loop (triton#10821): no kernel has them",
-    ),
-    (
-        (4, 0),
-        "sm_100",
-        "descriptors along a sum that ends inside of a block (triton#10927): pointers are used "
-        "there",
-    ),
-)
+# packages that provide the module triton
+TRITONS = ("triton", "pytorch-triton", "triton-rocm", "triton-xpu")
 NVIDIA = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")  # a container without a GPU still sees the host's driver, but no device
 
@@ -107,9 +67,8 @@ def report() -> dict[str, dict[str, str]]:
             "cpu library": _ask(_library, "cpp"),
             "cache": _ask(lambda: str(_cache() or "none: this user has no home")),
         },
-        "packages": _packages(torch),
+        "packages": _packages(),
         "devices": none,
-        "miscompiled": miscompiled(),
         "settings": {name: os.environ.get(name, "not set") for name in VARIABLES},
         "backends": none,
     }
@@ -131,13 +90,11 @@ def report() -> dict[str, dict[str, str]]:
     return result | {"problems": problems | failed}
 
 
-def _packages(torch) -> dict[str, str]:
+def _packages() -> dict[str, str]:
     """Return the versions of all packages, or why there is none and what to do."""
     packages = {}
     for name, spec in SUPPORTED.items():
         remedy = f"Run pip install '{name}{spec}'"
-        if name == "triton" and torch is not None and torch.version.hip is not None:
-            remedy = "Reinstall torch's ROCm build, which includes it, as described on pytorch.org"
         packages[name] = _ask(_package, name, spec, remedy)
     for extra, names in EXTRAS.items():
         remedy = f"It is needed by {NEEDED_BY[extra]}. Run pip install 'moe-runtime[{extra}]'"
@@ -333,7 +290,7 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
         remedy = f"Run pip install --force-reinstall 'torch{SUPPORTED['torch']}'"
         yield "torch", f"torch cannot be imported: {reason}. {remedy}"
     else:
-        yield from _device_problems(torch)
+        yield from _device_problems(torch, found["packages"]["triton"])
         yield from _numpy_problems(torch)
     text = found["settings"]["launch configs"]
     if text.startswith("error: "):
@@ -372,16 +329,17 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
     yield from _cache_problems("triton's cache", folder, "TRITON_CACHE_DIR")
 
 
-def _device_problems(torch) -> Iterator[tuple[str, str]]:
+def _device_problems(torch, triton: str) -> Iterator[tuple[str, str]]:
     """Yield what prevents an existing GPU from being used."""
     available = torch.cuda.is_available()
     has_gpu = available or _has_gpu()
     if has_gpu and os.environ.get("TRITON_INTERPRET") == "1":
         text = "TRITON_INTERPRET is 1, so kernels are interpreted although there is a GPU"
         yield "TRITON_INTERPRET", f"{text}. Unset TRITON_INTERPRET"
-    is_unfenced = "tcgen05" in miscompiled().get("sm_100", "")
-    if available and torch.cuda.get_device_capability()[0] == 10 and is_unfenced:
-        text = f"triton is {_version('triton')}, which omits a fence on this GPU"
+    # no fence between cp.async and tcgen05 (triton#9610)
+    is_unfenced = triton.startswith("3.6.")
+    if is_unfenced and available and torch.cuda.get_device_capability()[0] == 10:
+        text = f"triton is {triton}, which omits a fence on this GPU"
         remedy = "Run pip install -U 'torch>=2.12', which depends on a newer one"
         yield "triton", f"{text}: results may differ from run to run. {remedy}"
     if available or not has_gpu or _is_hidden():
@@ -429,20 +387,6 @@ def interpreter_problem() -> str | None:
 def _numbers(name: str) -> tuple[int, ...]:
     """Return the first two numbers of a package's version."""
     return tuple(map(int, re.findall(r"\d+", _version(name))[:2]))
-
-
-def miscompiled() -> dict[str, str]:
-    """Return what the installed Triton is known to compile wrongly, by GPU, and what it means for
-    our kernels.
-    """
-    bugs: dict[str, list[str]] = {}
-    with contextlib.suppress(Exception):
-        for end, gpu, what in MISCOMPILED:
-            if _numbers("triton") < end:
-                bugs.setdefault(gpu, []).append(what)
-    if not bugs:
-        return {"all": "nothing known for this version"}
-    return {gpu: "; ".join(texts) for gpu, texts in bugs.items()}
 
 
 def _cache_problems(name: str, folder: Path | None, variable: str) -> Iterator[tuple[str, str]]:

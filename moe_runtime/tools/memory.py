@@ -15,24 +15,20 @@ kernels), gradients set to None after each optimizer step. Not counted: the CUDA
 allocator's fragments, NCCL's buffers.
 """
 
-import contextlib
-import ctypes
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from moe_runtime.config import SHARED_GATES, check_choice, check_positive
 from moe_runtime.hf.dropin import experts as dropin
 from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.hf.training.ranks import load_config
 from moe_runtime.modules.moe import Experts
-from moe_runtime.ops import moe_mlp_cpp
 from moe_runtime.ops._torch_private import TorchDispatchMode, fake_mode, tensors_in
 from moe_runtime.ops.expert_rows import GROUP_ELEMENTS
 from moe_runtime.ops.library import ARGUMENTS
@@ -41,33 +37,19 @@ from moe_runtime.ops.packed import FORMATS, bytes_per_weight
 
 OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adafactor", "8bit")
 BITS = {"16": None, "4": "nf4", "8": "int8"} | {name: name for name in FORMATS}
-# part of a class name -> kind of its activations; the innermost module with a match decides
-KINDS = {
-    "Attention": "attention",
-    "Rotary": "attention",
-    "Norm": "norms",
-    "Experts": "experts",
-    "MoeBlock": "experts",
-    "MoE": "experts",
-    "Router": "experts",
-    "MLP": "dense MLPs",
-    "Mlp": "dense MLPs",
-}
-LOGITS = "logits and loss"
-OTHER = "residual stream"
 
 
 class Step(NamedTuple):
     """What one forward and backward pass allocates, in bytes."""
 
-    kept: dict[str, int]  # at the end of the forward pass, by the kind of module that allocated it
+    kept: int  # at the end of the forward pass
     peak: int  # of everything that the step allocates, including gradients
     gradients: int
     active: int  # the peak without gradients
 
 
 class Estimate(NamedTuple):
-    """Bytes of one process; `peak` is the sum of all but `kept`, less `overlap`."""
+    """Bytes of one process; `peak` is the sum of the others, less `overlap`."""
 
     experts: int  # weights
     rest: int
@@ -78,7 +60,6 @@ class Estimate(NamedTuple):
     temporary: int  # beyond gradients and activations, at the peak
     overlap: int  # gradients and activations that never exist at the same time
     peak: int
-    kept: dict[str, int]  # the activations, by kind
     parameters: int
     trained: int
     active: int  # activations and temporaries at their peak, if gradients are stored elsewhere
@@ -90,23 +71,20 @@ class Estimate(NamedTuple):
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts the storages that operators allocate, by kind, until they are freed.
+    """Counts the storages that operators allocate until they are freed.
 
     Those of `known` tensors are not counted.
     """
 
-    def __init__(self, known: Sequence[Tensor], backend: str, head: nn.Module | None):
+    def __init__(self, known: Sequence[Tensor], backend: str):
         super().__init__()
-        self.live = {tensor.untyped_storage()._cdata: (0, "") for tensor in known}
-        self.by_kind = {}
+        self.live = {tensor.untyped_storage()._cdata: 0 for tensor in known}
         self.scratch = {}
         self.now = 0
         self.peak = 0
         self.gradients = 0
         self.active = 0
         self.backend = backend
-        self.head = head
-        self.kinds = [OTHER]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -126,188 +104,46 @@ class _Ledger(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self.live:
-            self.live[storage._cdata] = storage.nbytes(), self.kinds[-1]
-            self._count(self.live[storage._cdata], 1)
+            self.live[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
             weakref.finalize(storage, self._drop, storage._cdata)
 
     def _drop(self, key: int) -> None:
-        self._count(self.live.pop(key), -1)
-
-    def _count(self, entry: tuple[int, str], sign: int) -> None:
-        self.now += sign * entry[0]
-        self.by_kind[entry[1]] = self.by_kind.get(entry[1], 0) + sign * entry[0]
-
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        """Attribute each storage to the running module's kind.
-
-        Hooks would change what our layers run.
-        """
-        original = nn.Module.__call__
-
-        def call(module, *args, **kwargs):
-            kind = self.kinds[-1]
-            if module is self.head:
-                kind = LOGITS
-            else:
-                for part in KINDS:
-                    if part in type(module).__name__:
-                        kind = KINDS[part]
-                        break
-            self.kinds.append(kind)
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                self.kinds.pop()
-                if isinstance(module, PreTrainedModel):
-                    self.kinds[-1] = LOGITS  # what a causal LM computes after its body
-
-        with mock.patch.object(nn.Module, "__call__", call):
-            yield
+        self.now -= self.live.pop(key)
 
 
-class Call(NamedTuple):
-    """One call of an op of experts, as its arguments say."""
+def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
+    """Return the scratch bytes of one of our ops that run experts, on `backend`.
 
-    name: str
-    arguments: dict[str, Any]
-    T: int
-    H: int
-    I: int
-    E: int
-    K: int
-    Z: int  # width of the first product: 2 I if gated
-
-    @property
-    def x(self) -> Tensor:
-        """The tokens, [T, H]."""
-        return self.arguments["x"]
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether the op computes gradients."""
-        return self.name.endswith("backward")
-
-    @property
-    def shared_rows(self) -> int:
-        """Rows of a shared expert, which are not gathered."""
-        return self.T if self.arguments.get("gate") in SHARED_GATES else 0
-
-
-def call_of(func, args: Sequence) -> Call | None:
-    """Return the call if `func` is an op of ours that runs experts."""
-    if getattr(func, "namespace", "") != "moe_runtime":
-        return None
+    Returns:
+        The bytes used while it runs, and those that later calls reuse, by name.
+    """
     name = func.__name__.partition(".")[0]
-    arguments = dict(zip(ARGUMENTS.get(name, ()), args))
+    arguments = {}
+    if getattr(func, "namespace", "") == "moe_runtime":
+        arguments = dict(zip(ARGUMENTS.get(name, ()), args))
     if not {"x", "up", "gated"} <= arguments.keys():
-        return None
+        return 0, {}
     T, H = arguments["x"].shape
     E, Z = arguments["up"].shape[:2]
     weight = arguments.get("topk_weight")
     K = arguments["top_k"] if weight is None else weight.shape[-1]
     I = Z // (1 + arguments["gated"])
-    return Call(
-        name,
-        arguments,
-        T,
-        H,
-        I,
-        E,
-        K,
-        Z,
-    )
-
-
-def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
-    """Return the scratch bytes of one of our ops on `backend`.
-
-    Returns:
-        The bytes used while it runs, and those that later calls reuse, by name.
-    """
-    call = call_of(func, args)
-    if call is None:
-        return 0, {}
+    R = T * K
+    size = arguments["x"].element_size()
+    is_backward = name.endswith("backward")
     if backend == "triton":
-        width = call.I + call.H
-        if call.is_backward:
-            width += call.Z
-        return call.T * call.K * width * call.x.element_size(), {}
-    if backend == "cpp" and call.arguments.get("up_trained") is None:
-        return _cpp_scratch(call)
-    return _torch_scratch(call, backend)
-
-
-def _torch_scratch(call: Call, backend: str) -> tuple[int, dict[str, int]]:
-    """Return the scratch bytes of an op that multiplies groups of rows by PyTorch."""
-    R = call.T * call.K
-    shared = call.shared_rows
-    average = math.ceil(R / call.E)
-    group = min(R - shared, max(average, GROUP_ELEMENTS // max(call.Z, call.H)))
+        return R * (I + H + Z * is_backward) * size, {}
+    # PyTorch multiplies groups of rows; those of a shared expert are not gathered
+    shared = T if arguments.get("gate") in SHARED_GATES else 0
+    group = min(R - shared, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
     widest = max(group, shared)
-    size = call.x.element_size()
-    lasting = {
-        "y": size * R * call.H,
-        "x": size * group * call.H,
-        "h": size * widest * call.I,
-    }
-    if not call.is_backward:
+    lasting = {"y": size * R * H, "x": size * group * H, "h": size * widest * I}
+    if not is_backward:
         return 0, lasting
-    lasting["dy"] = size * group * call.H
-    lasting["dh"] = size * widest * call.I
-    lasting["dz"] = size * widest * call.Z
-    block = 0
-    if backend == "torch":  # three to four float32 tensors per block of rows
-        block = 14 * min(widest * call.I, BLOCK_ELEMENTS)
-    return block, lasting
-
-
-def _cpp_scratch(call: Call) -> tuple[int, dict[str, int]]:
-    """Return the scratch bytes of an op on the CPU library, which takes few rows in one call."""
-    few = moe_mlp_cpp.few_rows(call.x.dtype)
-    # the largest expert, which decides, has at least the average or the shared rows, at most T
-    largest = max(call.shared_rows, math.ceil(call.T * call.K / call.E))
-    one_call = _one_call_scratch(call) if few >= largest else {}
-    if one_call and few >= call.T:
-        return 0, one_call
-    block, lasting = _torch_scratch(call, "cpp")
-    return block, one_call | lasting
-
-
-def _one_call_scratch(call: Call) -> dict[str, int]:
-    """Return the scratch bytes of one call of the CPU library; empty if it has no such call."""
-    name, arguments, T, H, I, E, K, _ = call
-    dtype = call.x.dtype
-    if name in ("moe_mlp", "moe_layer"):
-        return {
-            "one call": moe_mlp_cpp.one_call_bytes(
-                dtype,
-                T,
-                H,
-                I,
-                E,
-                K,
-            )
-        }
-    has_bias = arguments.get("up_bias") is not None or arguments.get("down_bias") is not None
-    if name not in ("moe_mlp_backward", "moe_layer_backward") or has_bias:
-        return {}
-    # not a tensor, as all tensors are fake here
-    offsets = [T * K * e // E for e in range(E + 1)]
-    rows = (ctypes.c_int32 * (E + 1))(*offsets)
-    recompute = arguments["z"].shape[0] == 0
-    size = moe_mlp_cpp.one_call_back_bytes(
-        dtype,
-        int(arguments["gated"]),
-        ctypes.addressof(rows),
-        T,
-        H,
-        I,
-        E,
-        K,
-        recompute,
-    )
-    return {"one call": size}
+    lasting |= {"dy": size * group * H, "dh": size * widest * I, "dz": size * widest * Z}
+    # three to four float32 tensors per block of rows
+    return 14 * min(widest * I, BLOCK_ELEMENTS), lasting
 
 
 def model_of(source: str, dtype: str | None = None) -> nn.Module:
@@ -399,7 +235,7 @@ def step_of(
     shapes. `accumulate` is for micro-batches after the first of an optimizer step, when gradients
     already exist.
     """
-    check_choice("backend", backend, ("triton", "torch", "cpp"))
+    check_choice("backend", backend, ("triton", "torch"))
     if checkpointing:
         checkpoint(model)
     # transformers searches position ids for packed examples, which fake ones cannot answer
@@ -413,10 +249,7 @@ def step_of(
         trained = [p for p in model.parameters() if p.requires_grad]
         batch = inputs()
         known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-        head = None
-        if hasattr(model, "get_output_embeddings"):
-            head = model.get_output_embeddings()
-        ledger = _Ledger(known, backend, head)
+        ledger = _Ledger(known, backend)
         with ledger:
             for p in trained:
                 if accumulate:
@@ -425,18 +258,11 @@ def step_of(
                 else:
                     p.register_post_accumulate_grad_hook(ledger.add_gradient)
             before = ledger.now
-            with ledger.naming(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 loss = model(**batch).loss
-            saved = dict(ledger.by_kind)
-            saved[OTHER] = saved.get(OTHER, 0) - before
+            kept = ledger.now - before
             loss.backward()
-    saved = {kind: size for kind, size in saved.items() if size}
-    return Step(
-        saved,
-        ledger.peak,
-        sum(map(nbytes, trained)),
-        ledger.active,
-    )
+    return Step(kept, ledger.peak, sum(map(nbytes, trained)), ledger.active)
 
 
 def checkpoint(model: nn.Module) -> None:
@@ -521,7 +347,7 @@ def estimate(
             else:
                 experts += nbytes(p)
     state, temporary = optimizer_bytes(trained, optimizer)
-    activations = sum(step.kept.values())
+    activations = step.kept
     top = max(step.peak, step.gradients + temporary)
     return Estimate(
         experts=experts,
@@ -533,7 +359,6 @@ def estimate(
         temporary=max(0, top - step.gradients - activations),
         overlap=max(0, step.gradients + activations - top),
         peak=experts + rest + adapters + state + top,
-        kept=step.kept,
         parameters=sum(p.numel() for p in names.values()),
         trained=sum(p.numel() for p in trained),
         active=step.active,
@@ -578,7 +403,7 @@ def load(
 
 
 def table(estimated: Estimate) -> list[tuple[str, int]]:
-    """Return the printed lines as (name, bytes); those of activations by kind are indented."""
+    """Return the printed lines as (name, bytes)."""
     lines = [
         ("weights, experts", estimated.experts),
         ("weights, rest", estimated.rest),
@@ -586,10 +411,9 @@ def table(estimated: Estimate) -> list[tuple[str, int]]:
         ("gradients", estimated.gradients),
         ("optimizer", estimated.optimizer),
         ("activations", estimated.activations),
+        ("temporary", estimated.temporary),
+        ("not at the same time", -estimated.overlap),
     ]
-    for kind, size in sorted(estimated.kept.items(), key=lambda item: -item[1]):
-        lines.append((f"  {kind}", size))
-    lines += [("temporary", estimated.temporary), ("not at the same time", -estimated.overlap)]
     return [line for line in lines if line[1]] + [("peak", estimated.peak)]
 
 

@@ -56,12 +56,7 @@ def router_report(
     patch(model)
     with bar("routing", "token") as update:
         batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)
-        batches = _reported(
-            _known(model, tokenizer, batches),
-            tokens,
-            len(rows),
-            update,
-        )
+        batches = _known(model, tokenizer, batches, tokens, update)
         stats = collect_router_stats(model, batches)
     if not stats.counts.any():
         raise ValueError(f"The examples of {str(data)!r} have no tokens. Pass data with text")
@@ -71,28 +66,16 @@ def router_report(
     return stats
 
 
-def _known(model, tokenizer, batches: Iterator[dict]) -> Iterator[dict]:
-    """Yield the batches; raise ValueError for a token that is not in the model's vocabulary."""
-    for batch in batches:
-        check_ids(
-            model,
-            [int(batch["input_ids"].max())],
-            tokenizer,
-        )
-        yield batch
-
-
-def _reported(batches: Iterator[dict], tokens: int, rows: int, update) -> Iterator[dict]:
-    """Yield the batches, and report their tokens once they are processed, of those that the data is
-    estimated to have.
+def _known(model, tokenizer, batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
+    """Yield the batches, and report how many of `tokens` are processed; raise ValueError for a
+    token that is not in the model's vocabulary.
     """
-    done = examples = 0
+    done = 0
     for batch in batches:
+        check_ids(model, [int(batch["input_ids"].max())], tokenizer)
         yield batch
         done += int(batch["attention_mask"].sum())
-        examples += len(batch["input_ids"])
-        expected = done if examples >= rows else round(done / examples * rows)
-        update(done, min(tokens, expected))
+        update(done, tokens)
 
 
 def _batches(

@@ -12,11 +12,9 @@ import itertools
 import json
 import math
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +22,6 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils import collect_env
-from triton.runtime.jit import KernelInterface
 
 from moe_runtime import backends
 from moe_runtime.config import Layer, one_line
@@ -35,6 +32,7 @@ from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
 from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backward
 from moe_runtime.kernels.tiles import Problem, Tile
 from moe_runtime.ops._torch_private import wait_on_gpu
+from moe_runtime.tools.warmup import compile_only
 
 DTYPES = ("bfloat16", "float16", "float32")
 # dw is one kernel with two problems per layer
@@ -49,10 +47,6 @@ SECONDS = 1.5
 LOSER = 1.25  # configs slower than the best by this factor after three rounds are not timed further
 
 
-class Unwritten(OSError):
-    """The measurements cannot be saved; the config being measured is not at fault."""
-
-
 class ContextLost(RuntimeError):
     """A config broke the CUDA context, so nothing can run in this process anymore."""
 
@@ -65,36 +59,33 @@ class ContextLost(RuntimeError):
 class Results:
     """The file of measured configs for one GPU, and of configs that must not be tried again.
 
-    A process records what it tries in a new marker file, which it keeps locked; an unlocked marker
-    belongs to a dead process.
+    What is being tried stands in a file beside it, and remains there if the process dies.
     """
 
     def __init__(self, path: Path, device: str):
         self.path = files.check_out_file(path, overwrite=True)
         self.device = device
-        self.host = socket.gethostname()
+        self.marker = path.with_name(f".{path.name}.trying")
         tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
-        with files.alone_in(path.parent):
-            for marker in list(path.parent.glob(f".{path.name}.trying-*")):
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    self._collect(marker)
 
-    def _collect(self, marker: Path) -> None:
-        """Record the config of a marker whose process has died on this host, and remove it."""
-        with files.locked(marker, wait=False) as free:
-            # empty if it died before it tried anything
-            died = json.loads(marker.read_text() or "{}")
-            if free is None:  # a file system without locks
-                free = not Path(f"/proc/{died.get('pid')}").exists()
-            if not free or died.get("host", self.host) != self.host:
-                return
-            if died:
-                self.save_broken(
-                    died["key"],
-                    died["tile"],
-                    "the process died",
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from measuring, and record the config that ended an earlier one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.marker.touch()
+        with files.locked(self.marker, wait=False) as is_free:
+            if is_free is False:
+                raise ValueError(
+                    f"Another process is measuring into {self.path}. Wait until it ends, or pass "
+                    "another file"
                 )
-            marker.unlink()
+            try:
+                with contextlib.suppress(ValueError):  # empty: nothing was being tried
+                    died = json.loads(self.marker.read_text())
+                    self.save_broken(died["key"], died["tile"], "the process died")
+                yield
+            finally:
+                self.marker.unlink()
 
     def read(self) -> dict:
         """Return the GPU's part of the file."""
@@ -125,44 +116,22 @@ class Results:
 
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
-        """Create a marker file that remains only if the process dies in this block."""
-        name = f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}"
-        marker = self.path.with_name(name)
-        trying = {
-            "key": key,
-            "tile": tile and tile._asdict(),
-            "host": self.host,
-            "pid": os.getpid(),
-        }
-        with contextlib.ExitStack() as stack:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                # so that no process finds it before it is locked
-                with files.alone_in(self.path.parent):
-                    marker.touch()
-                    stack.enter_context(files.locked(marker))
-                    stack.callback(marker.unlink)
-                    marker.write_text(json.dumps(trying))
-            except OSError as error:
-                raise Unwritten(
-                    error.errno,
-                    error.strerror,
-                    str(self.path),
-                ) from error
+        """Note what is tried in the block, in case that the process dies there."""
+        self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
+        try:
             yield
+        finally:
+            self.marker.write_text("")
 
     def _load(self) -> dict:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
 
     def _change(self, change: Callable[[dict], object]) -> None:
-        # reread, as another process may have changed the file
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with files.alone_in(self.path.parent):
-            values = self._load()
-            change(values["devices"].setdefault(self.device, {"tiles": {}}))
-            files.atomic_write_json(self.path, values)
-            # whatever the umask, as the kernels refuse writable files
-            self.path.chmod(self.path.stat().st_mode & 0o755)
+        values = self._load()
+        change(values["devices"].setdefault(self.device, {"tiles": {}}))
+        files.atomic_write_json(self.path, values)
+        # whatever the umask, as the kernels refuse writable files
+        self.path.chmod(self.path.stat().st_mode & 0o755)
 
 
 class EventTimer:
@@ -230,18 +199,11 @@ def worst_row(result: Tensor, expected: Tensor) -> float:
         return math.inf
     if not expected.numel():
         return 0.0
-    width = expected.shape[-1] if expected.dim() > 1 else 1
-    rows = max(1, (1 << 28) // width)  # a float32 copy of everything could be too large
-    worst = torch.zeros((), device=expected.device)
-    total = torch.zeros((), device=expected.device)
-    for some, exact in zip(
-        result.reshape(-1, width).split(rows), expected.reshape(-1, width).split(rows)
-    ):
-        exact = exact.float()
-        total += exact.square().sum()
-        worst = torch.maximum(worst, (some.float() - exact).square().sum(1).max())
-    mean = total / (expected.numel() // width)
-    return float((worst / mean.clamp_min(1e-30)).sqrt())
+    if expected.dim() == 1:
+        result, expected = result[:, None], expected[:, None]
+    errors = torch.linalg.vector_norm(result - expected, dim=-1, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(expected, dim=-1, dtype=torch.float32)
+    return float(errors.max() / norms.square().mean().sqrt().clamp_min(1e-15))
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
@@ -283,104 +245,41 @@ def runner(
     like = {"generator": generator, "device": device}
 
     def random(*size: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(
-            size,
-            dtype=getattr(torch, dtype),
-            **like,
-        ).mul_(scale)
+        return torch.randn(size, dtype=getattr(torch, dtype), **like).mul_(scale)
 
-    slots = (
-        torch.rand(
-            T,
-            E - shared,
-            **like,
-        )
-        .topk(K - shared)
-        .indices
-        + shared
-    )
+    slots = torch.rand(T, E - shared, **like).topk(K - shared).indices + shared
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
     # allocated here, as no kernel runs inside `compile_ahead`
     maps = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
     if product == "up":
         x = random(T, H)
-        w = random(
-            E,
-            Z,
-            H,
-            scale=H**-0.5,
-        )
+        w = random(E, Z, H, scale=H**-0.5)
         return lambda tile: up_forward(
-            x,
-            w,
-            None,
-            row_slot,
-            maps[tile.BLOCK_M],
-            K,
-            "silu",
-            gated,
-            True,
-            tile,
+            x, w, None, row_slot, maps[tile.BLOCK_M], K, "silu", gated, True, tile
         )
     if product == "dz":
         dout = random(T, H)
-        w = random(
-            E,
-            H,
-            I,
-            scale=H**-0.5,
-        )
+        w = random(E, H, I, scale=H**-0.5)
         z = random(R, Z)
         weight = torch.rand(T, K, **like)
+        form = ("silu", gated, True)
         return lambda tile: dz_backward(
-            dout,
-            w,
-            None,
-            weight,
-            row_slot,
-            maps[tile.BLOCK_M],
-            z,
-            "silu",
-            gated,
-            True,
-            tile,
+            dout, w, None, weight, row_slot, maps[tile.BLOCK_M], z, *form, tile
         )
     if product in ("down", "dx"):
         is_down = product == "down"
         length = I if is_down else Z
         rows = random(R, length)
-        w = random(E, H, I) if is_down else random(E, Z, H)
-        w.mul_(length**-0.5)
+        shape = (E, H, I) if is_down else (E, Z, H)
+        w = random(*shape, scale=length**-0.5)
         return lambda tile: (
-            grouped_gemm_forward(
-                rows,
-                w,
-                None,
-                maps[tile.BLOCK_M],
-                is_down,
-                tile,
-            ),
+            grouped_gemm_forward(rows, w, None, maps[tile.BLOCK_M], is_down, tile),
         )
-    if product == "dw_up":
-        dy = random(R, Z)
-        x = random(T, H)
-        gather = "x"
-    else:
-        dy = random(T, H)
-        x = random(R, I)
-        gather = "dy"
-    return lambda tile: (
-        weight_backward(
-            dy,
-            x,
-            row_slot,
-            offsets,
-            K,
-            gather,
-            tile,
-        ),
-    )
+    gather = "x" if product == "dw_up" else "dy"
+    dy = random(R, Z) if gather == "x" else random(T, H)
+    x = random(T, H) if gather == "x" else random(R, I)
+    return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
 
 
 def find_gpu() -> tuple[torch.device, EventTimer]:
@@ -416,7 +315,7 @@ def measure(
                     result = (*result[:2], result[2].sum(1))
                 expected = expected or result
                 error = max(worst_row(a, b) for a, b in zip(result, expected))
-        except Unwritten:
+        except OSError:  # the disk is full, for example
             raise
         except Exception as failure:
             notes[tile] = _one_line(failure)
@@ -474,34 +373,10 @@ def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
     """
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
-    launch = KernelInterface.__getitem__
-    workers = min(
-        len(pool),
-        os.cpu_count() or 1,
-        8,
-    )
-    try:
-        with (
-            ThreadPoolExecutor(workers) as threads,
-            triton.AsyncCompileMode(threads, ignore_errors=True),
-        ):
-            # launches only compile
-            KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(
-                kernel.warmup, grid=grid
-            )
-            for tile in pool:
-                with contextlib.suppress(Exception):
-                    run(tile)
-            KernelInterface.__getitem__ = launch
-    except Exception:  # a changed API of Triton only costs time
-        pass
-    finally:
-        KernelInterface.__getitem__ = launch
-        # Triton 3.6 leaves it set if exiting raises
-        with contextlib.suppress(ImportError, AttributeError):
-            from triton.runtime._async_compile import active_mode
-
-            active_mode.set(None)
+    with compile_only(os.cpu_count() or 1):
+        for tile in pool:
+            with contextlib.suppress(Exception):
+                run(tile)
 
 
 def _check_context(tile: Tile, note: str) -> None:
@@ -555,29 +430,27 @@ def tune(
         layer.check()
     device, timer = find_gpu()
     results = Results(path or tiles.tuned_path(), tiles.device_name(device))
-    if again:
-        results.forget_broken()
-    done = {} if again else results.read()["tiles"]
     begin = time.monotonic()
     todo = {}  # key -> what to run; layers and tokens may share problems
     for T, dtype, (name, layer), product in itertools.product(
-        tokens,
-        dtypes,
-        layers.items(),
-        PRODUCTS,
+        tokens, dtypes, layers.items(), PRODUCTS
     ):
         work = (product, layer, T, dtype, device)
         problem = problem_of(*work)
         title = f"{name}, {T} tokens, {dtype}: {product}"
         todo.setdefault(problem.key(), (problem, title, work))
-    for n, (key, (problem, title, work)) in enumerate(todo.items(), 1):
-        step = Outcome("failed", title, n, len(todo))
-        if key in done:
-            yield step._replace(state="kept", entry=done[key])
-        elif seconds is not None and time.monotonic() - begin > seconds:
-            yield step._replace(state="left")
-        else:
-            yield _measured(step, results, timer, problem, work)
+    with results.alone():
+        if again:
+            results.forget_broken()
+        done = {} if again else results.read()["tiles"]
+        for n, (key, (problem, title, work)) in enumerate(todo.items(), 1):
+            step = Outcome("failed", title, n, len(todo))
+            if key in done:
+                yield step._replace(state="kept", entry=done[key])
+            elif seconds is not None and time.monotonic() - begin > seconds:
+                yield step._replace(state="left")
+            else:
+                yield _measured(step, results, timer, problem, work)
 
 
 def _measured(step: Outcome, results: Results, timer, problem: Problem, work: tuple) -> Outcome:
@@ -603,7 +476,7 @@ def _measured(step: Outcome, results: Results, timer, problem: Problem, work: tu
             str(lost),
         )
         raise
-    except Unwritten:
+    except OSError:
         raise
     except Exception as failure:  # out of memory, or the built-in config does not run on this GPU
         return step._replace(note=_one_line(failure))

@@ -1,24 +1,20 @@
 """Compile the kernels that a model will launch before its first step: `moe_runtime.warmup`.
 
 Triton compiles a kernel at its first launch with arguments of new types or constants, about a
-second each. Here each layer of the model runs on tensors of the meta device, which have no memory,
-and its launches are recorded instead of executed; processes then compile the recorded variants into
-Triton's cache, where the launches of the real model find them. As a program, this is such a
-process.
+second each. Here each layer of the model runs on tensors of the meta device, which have no memory;
+its launches only compile, in parallel threads, into Triton's cache, where the launches of the real
+model find them.
 """
 
 import contextlib
 import copy
 import functools
 import importlib
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,7 +24,6 @@ from moe_runtime import backends
 from moe_runtime.ops._torch_private import TorchDispatchMode
 from moe_runtime.ops.library import KERNELS
 
-A_PROCESS = 3  # variants at least: starting a process takes as long as compiling so many
 # fields of configs
 TOP_K = (
     "num_experts_per_tok",
@@ -41,7 +36,7 @@ TOP_K = (
 
 
 class Warmup(NamedTuple):
-    """What `warmup` did: variants of kernels that the model needs, and what became of them."""
+    """The variants of kernels that a model needs, and what became of them."""
 
     variants: int
     compiled: int
@@ -55,7 +50,7 @@ def warmup(
     *,
     backward: bool = False,
     arch: int | None = None,
-    processes: int | None = None,
+    threads: int | None = None,
 ) -> Warmup:
     """Compile what the MoE layers of `model` will launch, in parallel, without launching anything.
 
@@ -66,7 +61,7 @@ def warmup(
         backward: Whether to compile for training too, for the parameters that require a gradient.
         arch: 10 * major + minor of the compute capability to compile for, such as 90; by default
             this machine's GPU.
-        processes: How many compile at a time; by default one for each core.
+        threads: How many compile at a time; by default one for each core.
 
     Returns:
         What was compiled; all zeros, after a printed line, without a GPU that runs the kernels.
@@ -81,15 +76,31 @@ def warmup(
     if problem is not None:
         print(f"moe_runtime.warmup: nothing to compile: {problem}")
         return Warmup(0, 0, 0, ())
-    if arch is None:
-        major, minor = torch.cuda.get_device_capability()
-        arch = 10 * major + minor
-    launches = record(model, tokens, backward, arch)
-    return _compile_all(
-        launches,
-        arch,
-        processes or os.cpu_count() or 1,
+    layers = _layers(model)
+    if not layers:
+        raise ValueError(
+            f"No layer of {type(model).__name__} runs on moe_runtime. Call "
+            "moe_runtime.patch(model) first"
+        )
+    began = time.monotonic()
+    hits: list[bool] = []
+    with _as_on_a_gpu(arch, hits), compile_only(threads or os.cpu_count() or 1) as mode:
+        _run_all(model, layers, tokens, backward)
+        print(f"moe_runtime.warmup: {len(mode.raw_futures)} variants of kernels", flush=True)
+    failed = []
+    for future in mode.raw_futures:
+        if error := future.exception():
+            lines = str(error).strip().splitlines() or [""]
+            failed.append(f"{type(error).__name__}: {lines[-1]}")
+    cached = hits.count(True)
+    compiled = len(mode.raw_futures) - cached - len(failed)
+    print(
+        f"moe_runtime.warmup: {compiled} compiled, {cached} already cached, "
+        f"{len(failed)} failed in {time.monotonic() - began:.0f} s",
+        *failed,
+        sep="\n  ",
     )
+    return Warmup(len(mode.raw_futures), compiled, cached, tuple(failed))
 
 
 def _problem(arch: int | None) -> str | None:
@@ -107,33 +118,47 @@ def _problem(arch: int | None) -> str | None:
     )
 
 
-def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> list[dict]:
-    """Return the launches of the model's MoE layers, one of each variant, as JSON has them."""
-    layers = _layers(model)
-    if not layers:
-        raise ValueError(
-            f"No layer of {type(model).__name__} runs on moe_runtime. Call "
-            "moe_runtime.patch(model) first"
-        )
+@contextlib.contextmanager
+def compile_only(threads: int) -> Iterator:
+    """Let every launch in this block compile in `threads` threads, and launch nothing.
+
+    Yields Triton's AsyncCompileMode; the block ends when everything is compiled or has failed.
+    """
+    import triton
+    from triton.runtime.jit import KernelInterface
+
+    launch = KernelInterface.__getitem__
+    try:
+        with (
+            ThreadPoolExecutor(threads) as pool,
+            triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
+        ):
+            KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(
+                kernel.warmup, grid=grid
+            )
+            yield mode
+    finally:
+        KernelInterface.__getitem__ = launch
+
+
+def _run_all(model: nn.Module, layers: dict, tokens: list[int], backward: bool) -> None:
+    """Run one layer of each shape on the meta device."""
     memo = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
-    variants = {}
     seen = set()
-    with _recording(variants, arch):
-        for name, layer in layers.items():
-            shapes = []
-            for of, t in layer.module.named_parameters():
-                shapes.append((of, t.shape, t.stride(), t.dtype, t.requires_grad))
-            if tuple(shapes) in seen:
-                continue
-            seen.add(tuple(shapes))
-            try:
-                for T in tokens:
-                    module = copy.deepcopy(layer.module, dict(memo))
-                    _run(layer._replace(module=module), T, backward)
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                print(f"moe_runtime.warmup: {name} cannot run without memory: {why}")
-    return [*variants.values()]
+    for name, layer in layers.items():
+        shapes = []
+        for of, t in layer.module.named_parameters():
+            shapes.append((of, t.shape, t.stride(), t.dtype, t.requires_grad))
+        if tuple(shapes) in seen:
+            continue
+        seen.add(tuple(shapes))
+        try:
+            for T in tokens:
+                module = copy.deepcopy(layer.module, dict(memo))
+                _run(layer._replace(module=module), T, backward)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            print(f"moe_runtime.warmup: {name} cannot run without memory: {why}")
 
 
 class _Layer(NamedTuple):
@@ -220,11 +245,17 @@ class _Kernels(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
-    """Record launches into `variants` instead of executing them, as on a GPU of this kind."""
-    from moe_runtime.kernels import tiles
+def _as_on_a_gpu(arch: int | None, hits: list[bool]) -> Iterator[None]:
+    """Choose backends and configs as on a GPU: this machine's, or one of capability `arch`.
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    `hits` gets whether Triton's cache had each kernel.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    from moe_runtime.kernels import compiling, tiles
+
+    compiling.install()  # later it would replace the listener of this block
 
     def choose(op: str, x: Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
         if backend is not None:
@@ -232,140 +263,31 @@ def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
         has_kernel = op in backends.TRITON_OPS and x.dtype != torch.float64
         return "triton" if has_kernel else "torch"
 
+    name = ""
+    major, minor = divmod(arch or 0, 10)
+    if arch is None:
+        name = torch.cuda.get_device_name()
+        major, minor = torch.cuda.get_device_capability()
     changed = [
         (backends, "choose", choose),
         (backends, "why_not", lambda *_: None),
-        (tiles, "_device", lambda _: (arch, name)),
+        (tiles, "_device", lambda _: (10 * major + minor, name)),
+        (knobs.compilation, "listener", lambda **event: hits.append(event["cache_hit"])),
     ]
+    if arch is not None:
+        changed.append((driver, "_active", Driver(arch)))
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in changed:
-            stack.callback(
-                setattr,
-                owner,
-                attribute,
-                getattr(owner, attribute),
-            )
+            stack.callback(setattr, owner, attribute, getattr(owner, attribute))
             setattr(owner, attribute, value)
-        for kernel, function in kernels().items():
-            stack.callback(vars(function).pop, "run", None)
-            function.run = functools.partial(_note, variants, kernel, function)
         stack.enter_context(_Kernels())
         yield
-
-
-@functools.cache
-def kernels() -> dict[str, object]:
-    """Return the kernels of kernels/ as module.name."""
-    from triton.runtime.jit import JITFunction
-
-    import moe_runtime.kernels
-
-    by_name = {}
-    for path in sorted(Path(*moe_runtime.kernels.__path__).glob("*.py")):
-        module = importlib.import_module(f"moe_runtime.kernels.{path.stem}")
-        for name, value in vars(module).items():
-            if isinstance(value, JITFunction) and value.module == module.__name__:
-                by_name[f"{path.stem}.{name}"] = value
-    return by_name
-
-
-def _note(variants: dict[str, dict], kernel: str, function, *args, grid, warmup, **kwargs) -> None:
-    """Record a launch, in the place of JITFunction.run."""
-    names = [parameter.name for parameter in function.params]
-    arguments = {name: _describe(value) for name, value in zip(names, args)}
-    options = {}
-    for name, value in kwargs.items():
-        if name in names:
-            arguments[name] = _describe(value)
-        else:
-            options[name] = value
-    types = {}
-    for parameter in function.params:
-        types[parameter.name] = _type(arguments.get(parameter.name), parameter)
-    launch = {"kernel": kernel, "arguments": arguments, "options": options}
-    variants.setdefault(json.dumps([kernel, types, options]), launch)
-
-
-def _describe(value):
-    """Return an argument as JSON holds it: a tensor by its dtype, as its memory is aligned."""
-    if isinstance(value, Tensor):
-        return {"tensor": str(value.dtype).removeprefix("torch.")}
-    if hasattr(value, "block_shape"):
-        return {
-            "descriptor": _describe(value.base)["tensor"],
-            "shape": [int(size) for size in value.shape],
-            "strides": [int(stride) for stride in value.strides],
-            "block": list(value.block_shape),
-        }
-    if hasattr(value, "_fields"):
-        group = f"{type(value).__module__}.{type(value).__name__}"
-        return {
-            "group": group,
-            "members": [*map(_describe, value)],
-        }
-    if isinstance(value, tuple):
-        return {"tuple": [*map(_describe, value)]}
-    return value
-
-
-def _type(value, parameter):
-    """Return what of a described argument makes another variant."""
-    if isinstance(value, dict) and "descriptor" in value:
-        return [value["descriptor"], value["block"]]
-    if parameter.is_constexpr or isinstance(value, bool):
-        return value
-    if isinstance(value, dict) and "group" in value:
-        return [value["group"], [_type(member, parameter) for member in value["members"]]]
-    if isinstance(value, float):
-        return "float"
-    if not isinstance(value, int):
-        return value
-    width = "i32" if -(2**31) <= value < 2**31 else "i64"
-    if parameter.do_not_specialize:
-        return width
-    if value == 1:
-        return 1
-    return f"{width}:16" if value % 16 == 0 else width
-
-
-def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
-    """Compile the launches' variants, and say so."""
-    began = time.monotonic()
-    count = max(min(processes, len(launches) // A_PROCESS), 1)
-    text = f"{len(launches)} variants of kernels for sm_{arch}, in {count} processes"
-    print(f"moe_runtime.warmup: {text}", flush=True)
-    parts = [launches[i::count] for i in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        states = []
-        for part in pool.map(lambda part: _compile_part(part, arch), parts):
-            states += part
-    failed = tuple(state for state in states if state not in ("compiled", "cached"))
-    done = Warmup(
-        len(launches),
-        states.count("compiled"),
-        states.count("cached"),
-        failed,
-    )
-    seconds = time.monotonic() - began
-    print(
-        f"moe_runtime.warmup: {done.compiled} compiled, {done.cached} already cached, "
-        f"{len(failed)} failed in {seconds:.0f} s",
-        *failed,
-        sep="\n  ",
-    )
-    return done
-
-
-def _compile_part(launches: list[dict], arch: int) -> list[str]:
-    """Return what became of each launch; a compiler that dies leaves the rest uncompiled."""
-    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, str(arch)]
-    text = "".join(json.dumps(launch) + "\n" for launch in launches)
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("warmup ")]
-    states = [line.removeprefix("warmup ") for line in lines]
-    last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    missing = launches[len(states) :]
-    return states + [f"{launch['kernel']}: the compiler died: {last}" for launch in missing]
+    if arch is not None:  # a kernel keeps what was compiled for the driver that is gone
+        for path, module in list(sys.modules.items()):
+            if path.startswith("moe_runtime.kernels."):
+                for value in vars(module).values():
+                    if hasattr(value, "device_caches"):
+                        value.device_caches.clear()
 
 
 class Driver:
@@ -387,65 +309,3 @@ class Driver:
     def get_current_stream(self, device: int) -> int:
         """Return the default stream."""
         return 0
-
-
-def _restore(value):
-    """Return an argument for JITFunction.warmup from its description."""
-    if not isinstance(value, dict):
-        return value
-    if "tuple" in value:
-        return tuple(map(_restore, value["tuple"]))
-    if "group" in value:  # its name is part of the key in Triton's cache
-        module, _, name = value["group"].rpartition(".")
-        return getattr(importlib.import_module(module), name)(*map(_restore, value["members"]))
-    if "tensor" in value:
-        return torch.empty(
-            16,
-            dtype=getattr(torch, value["tensor"]),
-            device="meta",
-        )
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    base = torch.empty(
-        16,
-        dtype=getattr(torch, value["descriptor"]),
-        device="meta",
-    )
-    return TensorDescriptor(
-        base,
-        value["shape"],
-        value["strides"],
-        value["block"],
-    )
-
-
-def compile_one(launch: dict) -> str:
-    """Compile a launch's variant for the active driver; return "compiled", "cached" or an error."""
-    from triton import knobs
-
-    hits = []
-    knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
-    arguments = {name: _restore(value) for name, value in launch["arguments"].items()}
-    try:
-        kernels()[launch["kernel"]].warmup(
-            **arguments,
-            grid=(1,),
-            **launch["options"],
-        )
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return f"{launch['kernel']}: {type(error).__name__}: {lines[-1]}"
-    return "cached" if all(hits) else "compiled"
-
-
-def main() -> None:
-    """Compile the launches in the input, one a line, for the architecture in the arguments."""
-    from triton.runtime import driver
-
-    driver.set_active(Driver(int(sys.argv[1])))
-    for line in sys.stdin:
-        print("warmup " + compile_one(json.loads(line)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,18 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import (
-    bench_mixing,
-    bench_qlora,
-    bench_step,
-    ceilings,
-    clock,
-    goals,
-    machine,
-    peers,
-    report,
-    shapes,
-)
+from moe_runtime.bench import bench_qlora, bench_step, clock, goals, machine, report, shapes
 from moe_runtime.bench.bench_cuda import KERNELS
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
@@ -113,78 +102,6 @@ def test_who_fails_is_noted_and_the_others_are_timed(gpu):
     }
     with pytest.raises(ZeroDivisionError):  # without the floor nothing can be said
         measure({"floor": lambda: 1 / 0, "moe_runtime": lambda: 0})
-
-
-def test_results_are_compared(gpu):
-    right = torch.ones(4, 8)
-    wrong = right.clone()
-    wrong[0] = 0
-    variants = {
-        "floor": lambda: right[:1],
-        "eager": lambda: wrong,
-        "moe_runtime": lambda: right,
-    }
-    _, details = measure(variants, compare="moe_runtime")
-    assert details["eager"]["difference"] == 1.0
-    assert details["moe_runtime"]["difference"] == 0.0
-
-
-def made_by(monkeypatch, module) -> tuple:
-    """The variants of a module's step, and the optimizers that it made."""
-    optimizers = []
-    adamw = torch.optim.AdamW
-
-    def remember(parameters, **settings):
-        optimizers.append(adamw(parameters, **settings | {"fused": False}))
-        return optimizers[-1]
-
-    monkeypatch.setattr(torch.optim, "AdamW", remember)
-    monkeypatch.setattr(module, "CUDA", False)
-    taken = Taken()
-    if module is bench_step:
-        bench_step.bench_training_step(
-            taken,
-            shapes.TINY["tiny"],
-            torch.float32,
-        )
-    else:
-        bench_mixing.bench_mixing_step(taken, shapes.MIXING_TINY["tiny"])
-    return taken.variants, optimizers
-
-
-class Taken:
-    """Stands for `interleaved`: calls every variant and remembers it."""
-
-    def __call__(self, variants, **info):
-        self.variants = variants
-        for function in variants.values():
-            function()
-
-
-@pytest.mark.parametrize("module", [bench_step, bench_mixing])
-def test_a_step_leaves_no_gradients(monkeypatch, module):
-    """They would be there before the next call, and out of its peak; also after a step that
-    failed.
-    """
-    variants, optimizers = made_by(monkeypatch, module)
-
-    def assert_no_gradients():
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    assert parameter.grad is None
-
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert any(optimizer.state for optimizer in optimizers)
-    assert_no_gradients()
-    for optimizer in optimizers:
-        optimizer.step = fail
-    for function in variants.values():
-        with pytest.raises(torch.OutOfMemoryError):
-            function()
-    assert_no_gradients()
 
 
 def test_a_lost_context_names_its_variant(gpu):
@@ -305,22 +222,6 @@ def test_memory_on_the_cpu_is_what_the_call_takes():
         assert measured[name]["kept MiB"] == pytest.approx(held, abs=6), name
 
 
-def test_ceilings_of_a_cpu(monkeypatch):
-    # those of a machine take seconds
-    monkeypatch.setattr(ceilings, "PRODUCTS", ((128, 64, 32), (256, 64, 64)))
-    found = ceilings.ceilings(torch.float32, tiny=True)
-    assert found is ceilings.ceilings(torch.float32, True)
-    assert set(found) == {"TFLOP/s", "GB/s"}
-    for value in found.values():
-        assert value > 0
-    # the ceilings of a GPU are measured while its memory is empty, and only then
-    ceilings.ceilings(torch.float64, False)
-    measured = ceilings._measured.cache_info().misses
-    assert ceilings.ceilings(torch.float64)
-    assert ceilings._measured.cache_info().misses == measured
-    assert ceilings.ceilings(torch.bfloat16, tiny=True)["GB/s"] == found["GB/s"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_variants_of_a_layer_agree(dtype):
     """What is timed side by side computes the same, but for its rounding; gradients of x too."""
@@ -332,17 +233,6 @@ def test_variants_of_a_layer_agree(dtype):
     for name, variant in variants.items():
         assert tune.worst_row(layer.forward(variant)().detach(), want) < 0.05, name
         assert tune.worst_row(layer.both(variant)()[0], dx) < 0.05, name
-
-
-def test_peers_are_not_installed_only_where_they_are_not(monkeypatch):
-    def build(layer):
-        raise ModuleNotFoundError("No module named 'peer'\nand more", name="peer")
-
-    monkeypatch.setattr(peers, "PACKAGES", {"peer": build, "other": build})
-    notes: dict = {}
-    assert peers.installed(None, notes) == {}
-    assert notes.pop("peer") == "not installed"
-    assert notes == {"other": "ModuleNotFoundError: No module named 'peer'"}
 
 
 def test_what_is_published_has_no_paths_of_the_user(monkeypatch, tmp_path):

@@ -48,12 +48,6 @@ def test_what_ours_keeps_is_at_most_the_formula_and_less_than_others(dtype):
         assert kept[name] > kept["moe_runtime"], name
 
 
-def test_bytes_of_a_layer_are_those_of_the_experts_that_are_used():
-    one = bench_layer.Layer(shapes.Shape(1, 64, 48, 16, 2), torch.float32)
-    assert one.bytes() == 4 * (2 * 3 * 64 * 48 + 2 * 64)
-    assert one.bytes(backward=True) == 4 * (3 * 2 * 3 * 64 * 48 + 5 * 64)
-
-
 def test_flops_of_a_tuning_step_are_those_of_its_products():
     size = shapes.TUNING_TINY["tiny"]
     tuned = bench_xft.Tuned(size, torch.float32)

@@ -100,19 +100,6 @@ def test_is_what_the_formulas_of_the_released_code_say():
     assert weighted == pytest.approx(balance.item(), rel=1e-5)
 
 
-def test_an_expert_without_tokens_and_shared_storage():
-    moe = layer()
-    with torch.no_grad():
-        moe.gate.weight.copy_(torch.tensor([3.0, 2.0, 1.0, -1.0, -2.0])[:, None].expand(-1, H))
-    official = OfficialBlock(moe)
-    x = torch.rand(T, H)
-    assert (official.route(x)[0] == torch.tensor([1, 2, 3, 0])).all()
-    assert relative_error(official(x), moe(x)) < 2e-6
-    with torch.no_grad():
-        official.weight_up[2].fill_(7.0)
-    assert (moe.experts.gate_up_proj[2, I:] == 7.0).all()
-
-
 def test_a_tuning_step_computes_the_same_whoever_runs_the_layers():
     def step(name: str):
         """The loss, and of each parameter how far it moved and the average of its gradients."""

@@ -1,6 +1,5 @@
 """The benchmarks' pictures, of a published file: what is drawn is what the file says."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -12,10 +11,6 @@ from moe_runtime.bench.pictures_bars import read
 matplotlib = pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 PUBLISHED = RESULTS / "2026-11-22-12297f0-cpu.json"  # has something of every picture
-PASSES = {
-    "bench_tokens": "forward",
-    "bench_tokens_backward": "forward + backward",
-}
 FUNCTIONS = {
     "memory": "bench_saved_memory",
     "xft": "bench_xft_step",
@@ -67,26 +62,6 @@ def texts(axes) -> list[str]:
     return [text.get_text().strip() for text in axes.texts]
 
 
-@pytest.mark.parametrize("function", PASSES)
-def test_throughput_has_a_line_per_implementation(published, function):
-    figure = pictures.throughput(published)
-    points: dict = {}
-    for bench in published:
-        if bench.function == function:
-            panel = points.setdefault(f"{bench.shape}, {bench.dtype}: {PASSES[function]}", {})
-            for variant, row in bench.rows.items():
-                assert not pictures_bars.is_floor(variant)
-                panel.setdefault(variant, []).append((bench.tokens, row["tokens/s"]))
-    assert len(points) >= 2
-    for title, measured in points.items():
-        axes = panel_of(figure, title, title)
-        assert axes.get_xscale() == axes.get_yscale() == "log"
-        lines = {line.get_label(): list(zip(*line.get_data())) for line in axes.lines}
-        assert set(lines) - {"faster"} == set(measured)
-        for variant in measured:
-            assert lines[variant] == sorted(measured[variant])
-
-
 def test_memory_is_drawn_with_the_formula(published):
     figure = pictures_bars.memory(published)
     for bench in published:
@@ -99,27 +74,6 @@ def test_memory_is_drawn_with_the_formula(published):
         formula = bench.rows["moe_runtime"]["formula KiB/token"]
         lines = [line for line in axes.lines if line.get_label() == "published formula"]
         assert set(lines[0].get_xdata()) == {formula}
-
-
-def test_breakdown_stacks_what_was_measured(published):
-    figure = pictures_bars.breakdown(published)
-    for bench in published:
-        if bench.function != "bench_step_breakdown":
-            continue
-        axes = panel_of(figure, bench.shape, bench.dtype)
-        ends: dict[int, float] = {}
-        for container in axes.containers:
-            (bar,) = container
-            who, _, part = container.get_label().partition(": ")
-            # what is not the experts' is the same for all
-            row = bench.rows.get(f"{who}: {part}") or bench.rows[part]
-            assert bar.get_width() == row["ms"]
-            assert bar.get_x() == pytest.approx(ends.get(bar.get_y(), 0.0))
-            ends[bar.get_y()] = bar.get_x() + bar.get_width()
-        whole = bench.rows["whole step"]["ms"]
-        (line,) = [line for line in axes.lines if line.get_label() == "whole step"]
-        assert set(line.get_xdata()) == {whole}
-        assert f"whole {whole:.0f} ms" in " ".join(texts(axes)).replace(",", "")
 
 
 def test_layer_bars_are_multiples_of_ours_and_a_long_one_is_cut(published, monkeypatch):
@@ -163,43 +117,6 @@ def test_what_was_not_measured_makes_no_picture(tmp_path, name):
     assert len(pictures.write_pictures(path)) == (2 if name else 0)
 
 
-def boxes_of(figure):
-    """Texts and where they are: of each panel the titles, ticks' names and numbers, and of the
-    figure the legend and the line below.
-    """
-    artists = [figure._supxlabel, figure._suptitle]
-    for axes in figure.axes:
-        artists += [axes._left_title, axes.xaxis.label, *axes.texts]
-        low, high = sorted(axes.get_ylim())
-        artists += [t for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high]
-    boxes = [("legend", legend.get_window_extent()) for legend in figure.legends]
-    for artist in artists:
-        box = artist.get_window_extent()
-        if artist.get_text() and box.width > 1:
-            boxes.append((artist.get_text(), box))
-    return boxes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_labels_do_not_overlap(path):
-    with matplotlib.rc_context(pictures_bars.SETTINGS):
-        figures = drawn(path)
-        assert "layer" in figures
-        for name, figure in figures.items():
-            figure.draw_without_rendering()
-            boxes = boxes_of(figure)
-            for text, box in boxes:
-                assert box.x0 >= 0, (name, text)
-                assert box.y0 >= 0, (name, text)
-                assert box.x1 <= figure.bbox.x1, (name, text)
-                assert box.y1 <= figure.bbox.y1, (name, text)
-            for (text, box), (other, at) in itertools.combinations(boxes, 2):
-                beside = box.x1 <= at.x0 or at.x1 <= box.x0
-                above = box.y1 <= at.y0 + 1 or at.y1 <= box.y0 + 1
-                assert beside or above, (name, text, other)
-
-
 def test_files_are_the_same_each_time_and_text_is_text(tmp_path, capsys):
     path = write_part(tmp_path / "r.json", "bench_saved_memory")
     pictures.main([str(path), "-o", str(tmp_path / "a")])
@@ -218,19 +135,3 @@ def test_files_are_the_same_each_time_and_text_is_text(tmp_path, capsys):
         tiny=True,
     )
     assert "not a result" in pictures.write_pictures(tiny)[1].read_text()
-
-
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("[]", "must be a JSON object, but got a list"),
-        ("no json", "is not valid JSON"),
-        ('{"benchmarks": [{"name": "x"}]}', "contains no benchmarks. Pass a file"),
-    ],
-)
-def test_what_is_no_results_file_is_said(tmp_path, text, says):
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"x.json.*{says}"):
-        pictures.write_pictures(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]

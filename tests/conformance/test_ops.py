@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime import backends
 from moe_runtime.ops.library import LIB
-from moe_runtime.tools.conformance.cases import CASES, ONCE
+from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw
 from moe_runtime.tools.conformance.measure import allowance, errors, mismatches, run
 from tests.support.stress import STRESS
@@ -51,7 +51,7 @@ def check(name: str, backend: str, device: str, draw: Draw) -> None:
 @pytest.mark.parametrize("name, backend, dtype", RUNS)
 def test_is_the_equation(name, backend, dtype, device):
     skip_without(CASES[name][0], backend, device)
-    for number in range(1 if name in ONCE else NUMBERS[backend]):
+    for number in range(NUMBERS[backend]):
         check(name, backend, device, Draw.numbered(dtype, number))
 
 
@@ -111,7 +111,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"dispatch", *ONCE}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"dispatch"}))
 def test_the_measure_sees_what_is_planted(name):
     """One output or gradient at a time is wrong, in rows that are no smaller than others."""
     seen = set()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.support.fences import fences
@@ -79,20 +78,3 @@ def test_the_accelerate_script_on_two_processes(folder):
     assert tuned.keys() == before.keys()
     for name, weight in before.items():
         assert not torch.equal(tuned[name], weight)
-
-
-def test_the_fsdp2_config_is_one(tmp_path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    path = tmp_path / "fsdp2.yaml"
-    path.write_text(FILES["fsdp2.yaml"].text)
-    config = load_config_from_file(str(path))
-    assert config.distributed_type == "FSDP"
-    assert config.fsdp_config["fsdp_version"] == 2
-    layer = yaml.safe_load(path.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
-    assert any(type(module).__name__ == layer for module in stock().modules())
-
-
-def test_the_zero3_config_is_one():
-    config = json.loads(FILES["zero3.json"].text)
-    assert config["zero_optimization"]["stage"] == 3

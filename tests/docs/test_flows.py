@@ -5,7 +5,7 @@ what cannot.
 import pytest
 
 from tests.support import flows
-from tests.support.fences import PAGES, ROOT, statements
+from tests.support.fences import PAGES, ROOT
 
 EVERY = []
 
@@ -38,15 +38,3 @@ def test_the_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch):
                 continue
             flows.run(words, monkeypatch)
     assert ran, f"{page} has no command that runs here; want it out of FLOWS"
-
-
-def test_a_command_that_fails_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for line in (
-        "moe-runtime xft upcycle nowhere moe",
-        "python -m moe_runtime.native.build cpu --csrc .",
-    ):
-        (words,) = statements(line)
-        (tmp_path / "there").touch()
-        with pytest.raises(AssertionError, match=r"ended with [12]: .*error: "):
-            flows.run(words, monkeypatch)

@@ -53,15 +53,6 @@ def test_every_page_is_listed(site):
     assert {path.stem for path in site.glob("*.html")} == pages | {"404"}
 
 
-def test_nothing_is_fetched_from_elsewhere(site):
-    sources = r"<(?:script|img|iframe)[^>]+src=\"([^\"]+)\"|<link[^>]+href=\"([^\"]+)\""
-    for path in site.glob("*.html"):
-        fetched = re.findall(sources, path.read_text())
-        assert fetched, path.name
-        for source, link in fetched:
-            assert not (source or link).startswith(("http", "//")), path.name
-
-
 def text_of(page) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
@@ -84,35 +75,7 @@ def test_every_verb_and_every_public_name_is_on_its_page(site):
     assert re.search(r"def|moe_mlp\(\s+x: torch.Tensor", page)
 
 
-@pytest.mark.parametrize(
-    "text, want",
-    [
-        pytest.param(
-            "```python file=a.py\n",
-            '```python title="a.py"\n',
-            id="title",
-        ),
-        pytest.param(
-            "[csrc/](../csrc) and [a](b.md)",
-            "csrc/ and [a](b.md)",
-            id="outside",
-        ),
-        pytest.param(
-            "[n](notebooks/a-b.ipynb)",
-            "[n](notebook-a-b.md)",
-            id="notebook",
-        ),
-        pytest.param(
-            "![a](../x.png)",
-            "![a](../x.png)",
-            id="picture",
-        ),
-        pytest.param(
-            "```console without=trl\n",
-            "```console\n",
-            id="option",
-        ),
-    ],
-)
-def test_markdown_hook(text, want):
+def test_markdown_hook():
+    text = "```python file=a.py\n[csrc/](../csrc), [a](b.md), [n](notebooks/a-b.ipynb)"
+    want = '```python title="a.py"\ncsrc/, [a](b.md), [n](notebook-a-b.md)'
     assert hooks.on_page_markdown(text) == want

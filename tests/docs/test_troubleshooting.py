@@ -2,7 +2,6 @@
 compared.
 """
 
-import importlib
 import json
 import os
 import shlex
@@ -148,10 +147,3 @@ def test_python_ends_as_the_page_says(fence: Fence, folder, monkeypatch):
     finally:
         cuda.use(None)
     assert "".join(traceback.format_exception_only(caught.value)).strip() == says
-
-
-def test_debug_shows_where_it_was(folder, monkeypatch):
-    importlib.import_module("moe_runtime.methods.xft.folders")
-    monkeypatch.setenv("MOE_RUNTIME_DEBUG", "1")
-    with pytest.raises(ValueError, match="has no config.json"):
-        run_cli(["moe-runtime", "xft", "upcycle", "nowhere", "moe-2"], monkeypatch)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from moe_runtime import backends
 from moe_runtime.ops import moe_mlp_cpp
-from moe_runtime.tools.conformance.cases import CASES, ONCE
+from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw
 from moe_runtime.tools.conformance.measure import allowance, mismatches, run
 from tests.conformance.test_ops import skip_without
@@ -22,7 +22,7 @@ from tests.support.opcheck import opcheck
 from tests.support.oracle import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning")
-NAMES = [name for name in CASES if name not in ONCE]
+NAMES = [*CASES]
 NUMBERS = {"torch": 8, "cpp": 8, "cuda": 8, "triton": 2}  # the interpreter takes a second a case
 
 

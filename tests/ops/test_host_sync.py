@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moe_runtime.ops.library import ARGUMENTS
-from moe_runtime.tools.conformance.cases import CASES, ONCE
+from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw
 from moe_runtime.tools.conformance.measure import run
 from tests.support.aot import record
@@ -16,7 +16,7 @@ from tests.support.aot import record
 pytest.importorskip("triton")
 from moe_runtime.kernels import decode
 
-NAMES = [name for name, (op, _) in CASES.items() if op is not None and name not in ONCE]
+NAMES = [*CASES]
 IN_TORCH = {"fused_nll_backward_gate", "fused_loss_backward", "merged_linear"}
 
 

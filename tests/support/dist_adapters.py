@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_runtime
 from moe_runtime.hf.dropin.parallel import shard_experts
+from tests.support.dist_expert_parallel import whole
 from tests.support.stock_moe import stock
 
 torch.set_num_threads(1)
@@ -145,10 +146,6 @@ def batch(rank: int) -> torch.Tensor:
         size,
         generator=torch.Generator().manual_seed(rank),
     )
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def learned(model) -> dict[str, torch.nn.Parameter]:

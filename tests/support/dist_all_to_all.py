@@ -2,8 +2,6 @@
 dist_launch.
 """
 
-import random
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moe_runtime.ops.all_to_all import all_to_all, local_parts, run_at_owners
 from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_mlp import run_experts
-from tests.support.stress import scaled
 
 torch.set_num_threads(1)
 E = 8
@@ -26,81 +23,6 @@ TOKENS = {  # tokens of rank r, by case
     "dropped": lambda rank: 10,
     "all_dropped": lambda rank: 4,
 }
-DRAWN = scaled(3, 150)  # cases of drawn sizes and routings, their names seeds
-TOWARDS = (
-    "anywhere",
-    "one rank",
-    "one expert",
-    "the last rank",
-    "nowhere",
-    "some nowhere",
-    "by rank",
-    "half of the ranks",
-)
-
-
-class Drawn(random.Random):
-    """Sizes, tokens of each rank and where they go, of a seed: what all ranks know of a
-    drawn case.
-    """
-
-    def __init__(self, seed: int, ranks: int):
-        super().__init__(f"{seed} {ranks}")
-        self.ranks = ranks
-        self.E = ranks * self.choice((1, 2, 3, 8))
-        self.H = self.choice((1, 3, 17, 33, 64))
-        self.I = self.choice((1, 2, 7, 16, 31))
-        self.K = min(self.choice((1, 1, 2, 3, 6)), self.E)
-        self.towards = self.choice(TOWARDS)
-        few = self.choice(((0, 1), (0, 0, 1, 37), (1,), (0, 5, 16, 61), (2, 3, 33)))
-        self.tokens = [self.choice(few) for _ in range(ranks)]
-        self.gradients = self.choice(("mean", "sum"))
-
-    def case(self, rank: int) -> dict[str, torch.Tensor]:
-        """What rank `rank` brings, as `case` does."""
-        generator = torch.Generator().manual_seed(self.ranks * 1000 + rank + sum(self.tokens))
-        T = self.tokens[rank]
-        E = self.E
-        K = self.K
-        share = self.E // self.ranks
-        if self.towards == "one expert":
-            idx = torch.full((T, K), E // 2)
-        elif self.towards in ("one rank", "the last rank", "by rank"):
-            owner = {"one rank": 0, "the last rank": self.ranks - 1}.get(
-                self.towards, (rank + 1) % self.ranks
-            )
-            idx = owner * share + torch.randint(
-                share,
-                (T, K),
-                generator=generator,
-            )
-        elif self.towards == "half of the ranks":
-            idx = torch.randint(max(E // 2, 1), (T, K), generator=generator)
-        else:
-            idx = torch.rand(T, E, generator=generator).topk(K).indices
-        if self.towards in ("nowhere", "some nowhere"):
-            lost = torch.rand(T, K, generator=generator) < (
-                1.1 if self.towards == "nowhere" else 0.4
-            )
-            idx[lost] = torch.where(
-                torch.rand(int(lost.sum()), generator=generator) < 0.5,
-                -1,
-                E,
-            )
-        x, dout = torch.randn(
-            2,
-            T,
-            self.H,
-            generator=generator,
-            dtype=torch.float64,
-        ).unbind()
-        weight = torch.rand(T, K, generator=generator, dtype=torch.float64)
-        weight[(idx < 0) | (idx >= E)] = torch.nan
-        return {"x": x, "idx": idx, "weight": weight, "dout": dout}
-
-    def stacks(self) -> dict[str, torch.Tensor]:
-        """The experts' weights [E, ...], float64."""
-        return _stacks(self.E, self.H, self.I, torch.float64)
 
 
 def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
@@ -136,41 +58,20 @@ def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
 
 
 def stacks(dtype=torch.float64) -> dict[str, torch.Tensor]:
-    return _stacks(E, H, I, dtype)
-
-
-def _stacks(E: int, H: int, I: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The experts' weights [E, ...]."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {
-        "up": (E, 2 * I, H),
-        "down": (E, H, I),
-        "up_bias": (E, 2 * I),
-        "down_bias": (E, H),
-    }
+    shapes = {"up": (E, 2 * I, H), "down": (E, H, I), "up_bias": (E, 2 * I), "down_bias": (E, H)}
     values = {}
     for name, shape in shapes.items():
-        values[name] = (
-            torch.randn(
-                shape,
-                generator=generator,
-                dtype=torch.float64,
-            ).to(dtype)
-            / shape[-1] ** 0.5
-        )
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+        values[name] = numbers.to(dtype) / shape[-1] ** 0.5
     return values
 
 
 def run_case(name: str, mesh, gradients: str, dtype=torch.float64) -> dict:
-    return run_inputs(
-        case(name, dist.get_rank(), dtype),
-        stacks(dtype),
-        mesh,
-        gradients,
-    )
-
-
-def run_inputs(inputs: dict, experts: dict, mesh, gradients: str) -> dict:
     """This rank's share of a batch, through the experts of all ranks."""
+    inputs = case(name, dist.get_rank(), dtype)
+    experts = stacks(dtype)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     n = mesh.size(-1)
     place = mesh.get_local_rank(mesh.ndim - 1)
@@ -269,11 +170,6 @@ def main(out: str) -> None:
             results[(name, 1, gradients)] = run_case(name, mesh, gradients)
     results["float32"] = run_case("ragged", mesh, "mean", torch.float32)
     results["bfloat16"] = run_case("ragged", mesh, "mean", torch.bfloat16)
-    for seed in range(DRAWN):
-        drawn = Drawn(seed, n)
-        results["drawn", seed] = run_inputs(
-            drawn.case(dist.get_rank()), drawn.stacks(), mesh, drawn.gradients
-        )
     results["rows"] = rows_there_and_back(mesh.get_group())
     results["refusals"] = refusals(mesh) if n == 2 else {}
     if n == 4:

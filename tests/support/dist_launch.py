@@ -79,22 +79,15 @@ def forked(code: str, *args) -> subprocess.CompletedProcess:
     printed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        script, out, errors = (Path(folder, name) for name in ("script.py", "out", "errors"))
-        script.write_text(code)
-        run = (str(script), list(map(str, args)), _environment(), str(ROOT), out, errors)
-        process = _forks().Process(target=_run, args=run)
-        process.start()
+        process = _started(code, args, Path(folder))
         process.join(PATIENCE)
         is_late = process.is_alive()
         process.kill()
         process.join()
-        found = subprocess.CompletedProcess(
-            run[1],
-            process.exitcode,
-            *(file.read_text() if file.exists() else "" for file in (out, errors)),
-        )
-    assert not is_late, f"{found.args} did not end in {PATIENCE} seconds:\n{found.stderr[-6000:]}"
-    return found
+        printed = [Path(folder, name) for name in ("out", "errors")]
+        texts = [file.read_text() if file.exists() else "" for file in printed]
+    assert not is_late, f"{args} did not end in {PATIENCE} seconds:\n{texts[1][-6000:]}"
+    return subprocess.CompletedProcess([*map(str, args)], process.exitcode, *texts)
 
 
 def killed(code: str, *args, when: Callable[[], object]) -> None:
@@ -102,18 +95,12 @@ def killed(code: str, *args, when: Callable[[], object]) -> None:
     before.
     """
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "script.py")
-        log = Path(folder, "log")
-        script.write_text(code)
-        process = _forks().Process(
-            target=_run,
-            args=(str(script), list(map(str, args)), _environment(), str(ROOT), log, log),
-        )
-        process.start()
+        process = _started(code, args, Path(folder))
+        deadline = time.monotonic() + PATIENCE
         try:
-            deadline = time.monotonic() + PATIENCE
             while not when():
-                assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-6000:]
+                is_running = process.is_alive() and time.monotonic() < deadline
+                assert is_running, Path(folder, "errors").read_text()[-6000:]
                 time.sleep(0.01)
         finally:
             process.kill()
@@ -121,33 +108,33 @@ def killed(code: str, *args, when: Callable[[], object]) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
+def _started(code: str, args: tuple, folder: Path):
+    """Start a process that runs the code as a script and prints into out and errors."""
+    script = folder / "script.py"
+    script.write_text(code)
+    words = [*map(str, args)]
+    run = (str(script), words, _environment(), str(ROOT), folder / "out", folder / "errors")
+    process = _forks().Process(target=_run, args=run)
+    process.start()
+    return process
+
+
 def _environment() -> dict[str, str]:
     """Return the environment of the server and of all that it forks, some of which is read at
     import.
     """
-    path = os.pathsep.join(
-        [
-            str(ROOT),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-    )
-    quiet = {
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "HF_UPDATE_DOWNLOAD_COUNTS": "0",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_INTERPRET": "0",
     }
-    return (
-        os.environ
-        | quiet
-        | {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": path,
-            "TRITON_INTERPRET": "0",
-        }
-    )
 
 
 def _forks():

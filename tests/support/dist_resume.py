@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.training.ranks import expert_mesh
+from tests.support.dist_expert_parallel import whole
 
 torch.set_num_threads(1)
 # family, and the trainer and adapters if they are not MoETrainer without any
@@ -29,10 +30,6 @@ ENGINES = {
     "ep2": [case for case in CASES if case != "stock"],
     "fsdp2": list(CASES),
 }
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def run(engine: str, base: Path, folder: Path, settings: dict, callbacks=(), resume=None):
@@ -62,7 +59,7 @@ def run(engine: str, base: Path, folder: Path, settings: dict, callbacks=(), res
     is_distributed = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
     return (
         losses,
-        {name: whole(tensor.detach()).clone() for name, tensor in model.state_dict().items()},
+        {name: whole(tensor) for name, tensor in model.state_dict().items()},
         is_distributed,
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.dist_expert_parallel import whole
 from tests.support.dist_launch import leave
 from tests.support.stock_moe import counted
 
@@ -119,10 +120,6 @@ def accelerator_of(engine: str):
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def steps_with_accelerate(engine: str) -> dict:

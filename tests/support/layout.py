@@ -1,6 +1,4 @@
-"""The imports of moe_runtime, read without running them: for tests/test_layout.py and
-docs/architecture.svg.
-"""
+"""The imports of moe_runtime, read without running them: for tests/test_layout.py."""
 
 import ast
 from collections.abc import Iterator

@@ -168,17 +168,5 @@ def transposed_x(case):
     case.view = lambda v: v | {"x": v["x"].t()}
 
 
-def expanded_x(case):
-    case.leaves["x"] = case.leaves["x"][:1].clone()
-    T = case.topk_idx.shape[0]
-    case.view = lambda v: v | {"x": v["x"].expand(T, -1)}
-
-
-def transposed_gates(case):
-    case.leaves["topk_weight"] = case.leaves["topk_weight"].t().contiguous()
-    case.topk_idx = case.topk_idx.t().contiguous().t()
-    case.view = lambda v: v | {"topk_weight": v["topk_weight"].t()}
-
-
 def expanded_gradient(case):
     case.dout = case.dout[:1].expand_as(case.dout)

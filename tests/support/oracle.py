@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_runtime.tools.conformance.draw import choose_experts
 from moe_runtime.tools.conformance.oracle import (  # noqa: F401  tests take them from here
     ACT,
     GATES,
@@ -127,28 +128,6 @@ class Case:
     gated: bool = True
     view: Callable[[dict], dict] = field(default=lambda leaves: leaves)
     form: dict = field(default_factory=dict)  # limit, up_offset, interleaved
-
-
-def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
-    """Ids [T, K]: random distinct | skip (no token picks the last expert) | all (every token picks
-    expert E // 2) | twice | halves (token t picks expert t % 2 in all slots: T rows each at K = 2,
-    and yet not every token) | dropped.
-    """
-    pool = E - 1 if routing == "skip" else E
-    idx = torch.zeros(T, K, dtype=torch.int64)
-    for row in idx:
-        row.copy_(torch.randperm(pool)[:K])
-    if routing == "all":
-        idx = torch.full((T, K), E // 2)
-    elif routing == "halves":
-        idx = (torch.arange(T) % min(2, E))[:, None].repeat(1, K)
-    elif routing == "twice" and K > 1:  # one token, two slots, one expert
-        idx[:, 1] = idx[:, 0]
-    elif routing == "dropped":  # by -1 and by ids beyond the last expert
-        idx[::3, 0] = -1
-        idx[1::4, -1] = E
-        idx[2::5, 0] = E + 7
-    return idx
 
 
 def make_case(

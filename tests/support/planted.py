@@ -7,8 +7,7 @@
 
 The bugs are in planted.toml. Each is a short text that is replaced in a copy of the working tree.
 If the text has moved to another file or is broken into other lines, it is found there; if it has
-changed, edit the table: what a bug breaks is what counts, not where. `tests.support.kill_matrix`
-records all tests that fail for each bug.
+changed, edit the table: what a bug breaks is what counts, not where.
 """
 
 import argparse

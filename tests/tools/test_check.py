@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from moe_runtime import backends
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.ops import balance, fusion, merging, moe_mlp
+from moe_runtime.ops import fusion, merging
 from moe_runtime.ops.library import LIB
 from moe_runtime.tools import check
-from moe_runtime.tools.conformance import cases
 from moe_runtime.tools.conformance.cases import CASES
 
 CPU = torch.device("cpu")
@@ -60,13 +59,6 @@ def skip_without(op: str, backend: str) -> None:
     why = backends.why_not(backend, CASES[op][0], CPU)
     if why is not None:
         pytest.skip(why)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op, backend", RUNS)
-def test_sound_ops_pass(op, backend):
-    skip_without(op, backend)
-    assert failures(op, backend) == []
 
 
 # runs only where a graph is kept, which is when nobody may write into it
@@ -129,48 +121,21 @@ def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
     assert touched
 
 
-OUTSIDE = [  # the case, where a function that is no op of the library is looked up, its name
-    ("mixing", cases.ewa, "average_experts_"),
-    ("mixing", merging, "mixing"),
-    ("fused_cross_entropy", fusion, "fuse_logits"),
-    ("balance", balance, "balance_loss"),
-    ("balance", balance, "top_k_loss"),
-]
+def test_a_planted_bug_outside_the_library_is_found(few, monkeypatch):
+    real = fusion.fuse_logits
+    assert failures("fused_cross_entropy", "torch") == []
+    monkeypatch.setattr(fusion, "fuse_logits", lambda *args: real(*args) * 1.01)
+    assert failures("fused_cross_entropy", "torch")
 
 
-@pytest.mark.parametrize("case, module, name", OUTSIDE, ids=[name for *_, name in OUTSIDE])
-def test_a_planted_bug_outside_the_library_is_found(case, module, name, few, monkeypatch):
-    real = getattr(module, name)
-    assert failures(case, "torch") == []
-    monkeypatch.setattr(module, name, lambda *args, **options: real(*args, **options) * 1.01)
-    assert failures(case, "torch")
-
-
-def test_a_merge_that_ignores_alpha_and_a_run_of_other_bits_are_found(few, monkeypatch):
+def test_a_merge_that_ignores_alpha_is_found(few, monkeypatch):
     remerge = merging.remerge_experts
-    run_experts = moe_mlp.run_experts
-    runs = []
 
     def ignore_alpha(out, w, alpha, seen, backend):
-        return remerge(
-            out,
-            w,
-            alpha,
-            alpha + 1,
-            backend,
-        )
-
-    def other_bits(*args, **options):
-        runs.append(1)
-        out, offsets = run_experts(*args, **options)
-        if len(runs) == 2:
-            out = torch.nextafter(out, out + 1)
-        return out, offsets
+        return remerge(out, w, alpha, alpha + 1, backend)
 
     monkeypatch.setattr(merging, "remerge_experts", ignore_alpha)
     assert ": same:" in failures("merged_linear", "triton")[0]
-    monkeypatch.setattr(moe_mlp, "run_experts", other_bits)
-    assert "runs of other bits" in failures("moe_mlp, repeated", "torch")[0]
 
 
 def doctor_check(*options: str):
@@ -181,10 +146,8 @@ def doctor_check(*options: str):
     "change, says",
     [
         (lambda out: out * float("nan"), "the error is inf times"),
-        (lambda out: out.detach(), "the error is inf times"),
         (lambda out: out[:-1], "the error is inf times"),
         (lambda out: out.unknown, "has no attribute 'unknown'"),
-        (lambda out: torch.cat([out[:-1], out[:1]]), "the error is "),
     ],
 )
 def test_what_else_may_be_wrong(few, monkeypatch, change, says):
@@ -197,7 +160,6 @@ def test_what_else_may_be_wrong(few, monkeypatch, change, says):
 def one_op(few, monkeypatch):
     """The check of `combine` on torch's backend and nothing else."""
     monkeypatch.setattr(check, "CASES", {"combine": CASES["combine"]})
-    monkeypatch.setattr(check.report, "__defaults__", (check.CASES, *check.report.__defaults__[1:]))
 
 
 def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch):
@@ -243,17 +205,12 @@ def played(one_op, monkeypatch):
     """
     ran = []
     wrong = "combine on triton, bfloat16: out is wrong"
-    result = check.Result("combine", "triton", 2, float("inf"), "", [wrong])._asdict()
-    answer = json.dumps({"results": [result | {"worst": "inf"}]})
+    result = check.Result("combine", "triton", 2, "inf", "", [wrong])._asdict()
+    answer = json.dumps({"results": [result]})
 
     def play(command, env, **_):
         ran.append((command[4:], env["TRITON_INTERPRET"]))
-        return subprocess.CompletedProcess(
-            command,
-            1,
-            answer,
-            "",
-        )
+        return subprocess.CompletedProcess(command, 1, answer, "")
 
     def why_not(name, *_):
         return "not built" if name == "cuda" else None
@@ -262,38 +219,23 @@ def played(one_op, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backends, "interpreted", lambda: False)
     monkeypatch.setattr(backends, "why_not", why_not)
-    monkeypatch.setattr(check, "_cases_of", lambda *_: [(torch.float32, 0)] * 5)
     monkeypatch.setattr(check, "check", lambda *_: ([], {}))
     return ran
 
 
-def test_on_a_gpu_the_cases_of_an_op_are_divided_among_processes(played, tmp_path, capsys):
-    """What each of them found is printed and written as it ends."""
-    lines = tmp_path / "lines.jsonl"
-    report = check.report(lines=lines)
-    options = "--json --ops combine --backends torch triton cuda --part".split()
-    expected = []
-    for number in range(3):
-        expected.append((["moe_runtime.tools.check", *options, f"{number}/3"], "0"))
-    assert sorted(played) == expected
-    assert report["failures"] == ["combine on triton, bfloat16: out is wrong"] * 3
+def test_on_a_gpu_each_op_has_a_process(played, capsys):
+    report = check.report()
+    options = "--json --ops combine --backends torch triton cuda".split()
+    assert played == [(["moe_runtime.tools.check", *options], "0")]
+    assert report["failures"] == ["combine on triton, bfloat16: out is wrong"]
     (result,) = report["results"]
-    assert (result["op"], result["cases"]) == ("combine", 6)
+    assert (result["op"], result["cases"]) == ("combine", 2)
     assert report["not checked"] == {"cuda": "not built"}
-    assert "combine (2 of 3): 2 cases" in capsys.readouterr().out
-    written = [json.loads(line)["outcome"] for line in lines.read_text().splitlines()]
-    assert written == ["failed"] * 3
+    assert "combine: 2 cases, 1 failed" in capsys.readouterr().out
 
 
 def test_no_process_starts_after_the_time_is_over(played, capsys):
     report = check.report(seconds=-1.0)
     assert played == []
     assert report["results"] == []
-    assert "not checked in -1 s: combine (1 of 3), combine (2 of 3)" in capsys.readouterr().out
-
-
-def test_parts_have_every_case_once(few):
-    whole = check._cases_of("combine", "torch", CPU)
-    parts = [check.check(["combine"], ["torch"], (number, 3))[0][0].cases for number in range(3)]
-    assert sum(parts) == len(whole)
-    assert max(parts) - min(parts) <= 1
+    assert "not checked in -1 s: combine" in capsys.readouterr().out

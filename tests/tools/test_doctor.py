@@ -3,7 +3,6 @@ in 1.
 """
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -13,9 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_runtime import backends
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.native import build
 from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools import doctor
 
@@ -99,9 +96,6 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
         "'transformers>=5.16,<6'"
     )
     assert len(line.splitlines()) == 1
-    out = CliRunner().invoke(main_app, ["doctor", "--json"])
-    assert out.exit_code == 1
-    assert set(json.loads(out.stdout)["problems"]) == {"transformers"}
 
 
 GONE = importlib.metadata.PackageNotFoundError("gone")
@@ -115,10 +109,8 @@ GONE = importlib.metadata.PackageNotFoundError("gone")
             "2.9.1",
             "torch is 2.9.1, but >=2.11 is required. Run pip install -U 'torch>=2.11'",
         ),
-        ("triton", "4.0", "triton is 4.0, but >=3.6,<4 is required. Run pip"),
         ("triton", GONE, "triton is missing. Run pip install 'triton>=3.6,<4'"),
         ("numpy", None, "numpy is unreadable (no version). Run pip install --force-reinstall"),
-        ("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'). Run pip"),
     ],
 )
 def test_packages(versions, name, version, says):
@@ -140,14 +132,6 @@ def test_a_driver_and_a_torch_without_cuda(gpu, tmp_path, monkeypatch):
     assert problems() == {}
 
 
-def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
-    versions(trl=GONE, matplotlib=GONE)
-    report = doctor.report()
-    assert report["problems"] == {}
-    assert report["packages"]["trl"].startswith("missing. It is needed by train, stats,")
-    assert report["packages"]["matplotlib"].endswith("stats. Run pip install 'moe-runtime[plot]'")
-
-
 def test_an_old_driver(gpu, monkeypatch):
     gpu("535.104.05")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -163,16 +147,6 @@ def test_an_old_driver(gpu, monkeypatch):
     assert report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
 
 
-def test_a_gpu_that_fails_when_it_is_asked(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("CUDA unknown error")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
-    assert "CUDA unknown error" in problems()["devices"]
-
-
 def test_torch_and_numpy_that_do_not_fit(monkeypatch):
     def broken(*_):
         raise RuntimeError("no platform\nmore")
@@ -181,10 +155,6 @@ def test_torch_and_numpy_that_do_not_fit(monkeypatch):
     ((name, text),) = problems().items()
     assert name == "numpy"
     assert text == "torch cannot use numpy (no platform). Run pip install -U numpy"
-    monkeypatch.setattr(doctor.platform, "platform", broken)  # one broken part hides no other
-    report = doctor.report()
-    assert report["system"]["platform"] == "unknown: no platform"
-    assert set(report["backends"]) == set(backends.OPS)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +194,9 @@ def test_a_library_of_other_sources(monkeypatch, library, row):
         assert slow is None
 
 
-@pytest.mark.parametrize(
-    "how", ["raise ImportError('libcudart.so.13: cannot open')", "raise OSError('bad ELF')"]
-)
-def test_without_torch(tmp_path, how):
+def test_without_torch(tmp_path):
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(how)
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('bad ELF')")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [
         sys.executable,
@@ -251,23 +218,6 @@ def test_without_torch(tmp_path, how):
     assert "pip install --force-reinstall 'torch>=2.11'" in line
 
 
-def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
-    def compiler() -> str:
-        return doctor.report()["system"]["compiler"]
-
-    mine = tmp_path / "my c++"
-    mine.write_text("#!/bin/sh\necho mine 1.0\n")
-    mine.chmod(0o755)
-    monkeypatch.setenv("CXX", f"'{mine}' -O1")
-    assert compiler() == f"'{mine}' -O1: mine 1.0"
-    assert build.find_compiler()[0] == [str(mine), "-O1"]
-    monkeypatch.setenv("CXX", "none-such")
-    assert compiler().startswith("none: The compiler of CXX, 'none-such', was not found. Install")
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert compiler().startswith("none: Neither g++ nor clang++ was found. ")
-
-
 @pytest.mark.parametrize(
     "triton, capability, is_wrong",
     [("3.6.0", (10, 0), True), ("3.7.1", (10, 0), False), ("3.6.0", (9, 0), False)],
@@ -278,6 +228,3 @@ def test_what_triton_compiles_wrongly(versions, monkeypatch, triton, capability,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     text = dict(doctor._problems(doctor.report(), torch, "")).get("triton", "")
     assert ("triton is 3.6.0, which omits a fence" in text) == is_wrong
-    known = doctor.miscompiled()
-    assert "triton#10927" in known["sm_100"]
-    assert ("triton#9610" in str(known)) == ("sm_90" in known) == (triton == "3.6.0")

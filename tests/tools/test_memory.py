@@ -4,7 +4,6 @@ allocated and freed.
 
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from typer.testing import CliRunner
 from moe_runtime.cli.app import app
 from moe_runtime.hf.dropin import experts as dropin
 from moe_runtime.methods import xft
-from moe_runtime.ops import moe_mlp_cpp, workspace
-from moe_runtime.ops.moe_mlp_cpp import ANY
+from moe_runtime.ops import workspace
 from moe_runtime.tools import memory
 
 SIZES = {
@@ -92,42 +90,18 @@ def state_bytes(optimizer) -> int:
     return sum(tensors.values())
 
 
-# backend, the CPU library's rows up to which it runs in one call on this instruction set, model,
-# LoRA, checkpointing
-QUICK = [
-    ("cpp", ANY, "stock", None, False),
-    ("cpp", ANY, "ours", None, True),
-    ("cpp", 0, "stock", None, False),
-]
-
-
-SLOW = [
-    ("cpp", ANY, "dense", None, False),
-    ("cpp", ANY, "dense", 4, True),
-    ("cpp", ANY, "stock", None, True),
-    ("cpp", ANY, "stock", 4, False),
-    ("cpp", ANY, "stock", 4, True),
-    ("cpp", ANY, "ours", None, False),
-    ("cpp", ANY, "ours", 4, False),
-    ("cpp", ANY, "ours", 4, True),
-    ("cpp", 0, "stock", None, True),
-    ("cpp", 0, "ours", None, False),
-    ("cpp", 0, "ours", None, True),
-    ("torch", ANY, "stock", None, False),
-    ("torch", ANY, "ours", None, True),
-]
+QUICK = [("stock", None, False), ("ours", None, True)]  # model, LoRA, checkpointing
+SLOW = [("dense", 4, True), ("ours", 4, False), ("stock", None, True)]
 
 
 @pytest.mark.parametrize(
-    ("backend", "few", "kind", "lora", "checkpointing"),
+    ("kind", "lora", "checkpointing"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_estimate(kind, backend, few, lora, checkpointing, monkeypatch):
-    # which depends on the processor
-    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
+def test_estimate(kind, lora, checkpointing, monkeypatch):
     # or large ones come from the system, which nobody counts
     monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     model = real_model(kind, "softmax_topk_renorm" if lora else "xft")
     fake = memory.built(copy.deepcopy(model.config))
     if lora:
@@ -137,7 +111,7 @@ def test_estimate(kind, backend, few, lora, checkpointing, monkeypatch):
         fake,
         lambda: memory.causal_batch(BATCH, LENGTH),
         checkpointing=checkpointing,
-        backend=backend,
+        backend="torch",
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
@@ -159,30 +133,6 @@ def test_estimate(kind, backend, few, lora, checkpointing, monkeypatch):
     workspace.release()
     peak = measured(step)
     assert estimate.peak - held - estimate.optimizer == pytest.approx(peak, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "few, gate, expected",
-    [
-        (100, "xft", {"y"}),
-        (100, "softmax_topk", {"one call", "y"}),
-        (300, "xft", {"one call"}),
-        (63, "softmax_topk", {"y"}),
-    ],
-)
-def test_scratch_of_both_ways_where_the_largest_expert_decides(few, gate, expected, monkeypatch):
-    """256 tokens on 8 experts, 2 each: 64 rows on average, 256 on a shared expert."""
-    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
-    given = {"x": torch.empty(256, 32), "up": torch.empty(8, 48, 32)}
-    given |= {
-        "gated": True,
-        "top_k": 2,
-        "gate": gate,
-    }
-    monkeypatch.setitem(memory.ARGUMENTS, "moe_layer", list(given))
-    func = SimpleNamespace(__name__="moe_layer.default", namespace="moe_runtime")
-    _, scratch = memory.scratch_bytes(func, list(given.values()), "cpp")
-    assert scratch.keys() & {"one call", "y"} == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -267,18 +217,14 @@ def test_command(stock_folder):
     assert plain["adapters"] > 4 * 3 * per_layer * 0.9
     assert min(plain[part] for part in PARTS) >= 0
     assert sum(plain[part] for part in PARTS) - plain["overlap"] == plain["peak"]
-    assert sum(plain["kept"].values()) == plain["activations"]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("--bits 4", "bits must be 16, as all weights train, but got 4. Pass --lora"),
-        ("--bits 5 --lora 4", "bits must be"),
         ("--lora 0", "lora must be"),
-        ("--length 0", "length must be"),
         ("--optimizer lion", "optimizer must be"),
-        ("--gpus 2 --engine magic", "engine must be"),
         ("--gpus 3 --engine ep", "requires that 3 GPUs divide the experts"),
     ],
 )
@@ -286,17 +232,3 @@ def test_refuses(words, expected, stock_folder):
     code, text = run(stock_folder, *words.split())
     assert code
     assert expected in text
-
-
-def test_dense_model_has_nothing_to_pack(tmp_path):
-    config = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path / "dense")
-    code, text = run(
-        tmp_path / "dense",
-        "--bits",
-        "nf4",
-        "--lora",
-        2,
-    )
-    assert code
-    assert "has no stacks of experts" in text

@@ -2,16 +2,12 @@
 on a file of text.
 """
 
-import contextlib
 import csv
 import json
-from pathlib import Path
 
 import pytest
-import torch
 
 from moe_runtime import cli
-from moe_runtime.tools import router_report as reports
 from moe_runtime.tools.router_report import FILES, router_report
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import TEXTS, TOKENIZER, stock
@@ -29,26 +25,6 @@ def folder(tmp_path, monkeypatch):
     lines = [json.dumps({"text": text}) for text in LINES]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     return tmp_path
-
-
-def test_progress_counts_to_the_tokens_of_the_data(folder, monkeypatch):
-    told = []
-
-    @contextlib.contextmanager
-    def bar(*_):
-        yield lambda done, total: told.append((done, total))
-
-    monkeypatch.setattr(reports, "bar", bar)
-    router_report(
-        "stock",
-        "data.jsonl",
-        "out",
-        batch_size=4,
-    )
-    tokens = sum(lengths())
-    assert told[-1] == (tokens, tokens)
-    for done, total in told:
-        assert done <= total < 131072
 
 
 def lengths() -> list[int]:
@@ -91,54 +67,15 @@ def slots(data="data.jsonl", **options) -> int:
 def test_how_many_tokens_are_counted(folder):
     assert slots(tokens=17) == 2 * 17
     assert slots(max_length=4) == 2 * sum(min(n, 4) for n in lengths())
-    one = router_report(
-        "stock",
-        "data.jsonl",
-        "out",
-        batch_size=1,
-        overwrite=True,
-    )
-    seven = router_report(
-        "stock",
-        "data.jsonl",
-        "out",
-        batch_size=7,
-        overwrite=True,
-    )
-    assert torch.equal(one.counts, seven.counts)
+    assert slots(batch_size=1) == slots(batch_size=7) == 2 * sum(lengths())
 
 
 def test_bad_input_is_named(folder):
-    with pytest.raises(ValueError, match="tokens must be an integer of at least 1"):
-        router_report(
-            "stock",
-            "data.jsonl",
-            "out",
-            tokens=0,
-        )
-    with pytest.raises(ValueError, match="has no config.json"):
-        router_report("nowhere", "data.jsonl", "out")
     tiny.dense("llama").save_pretrained("dense")
     TOKENIZER.save_pretrained("dense")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts that use transformers"):
         router_report("dense", "data.jsonl", "out")
     assert not (folder / "out").exists()
-
-
-TURNS = [{"role": "user", "content": "3 and 4"}, {"role": "assistant", "content": "make 7"}]
-
-
-def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
-    chat = len(TOKENIZER.apply_chat_template(TURNS, return_dict=True)["input_ids"])
-    answer = TOKENIZER.encode(" make 7", add_special_tokens=False)
-    pair = len(TOKENIZER("3 and 4")["input_ids"]) + len(answer) + 1
-    for row, tokens in (
-        ({"messages": TURNS}, chat),
-        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, chat),
-        ({"prompt": "3 and 4", "completion": " make 7"}, pair),
-    ):
-        Path("rows.jsonl").write_text(json.dumps(row))
-        assert slots("rows.jsonl") == 2 * tokens
 
 
 def test_command(folder, capsys, monkeypatch):

@@ -1,17 +1,13 @@
 """The cases of every op: `make(draw)` returns inputs, the call and the equation.
 
-An op's backends are those of the name in CASES; None means PyTorch alone.
+An op's backends are those of the name in CASES.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
 
-from moe_runtime.config import MoEConfig
-from moe_runtime.modules import ewa
 from moe_runtime.ops import (
-    balance,
     combine,
     dispatch,
     expansion,
@@ -341,27 +337,6 @@ def merged_layer(d: Draw) -> Case:
     return Case(leaves, product, equation, {"weight": weight}, sums, d.unit, note=note)
 
 
-def mixture(d: Draw) -> Case:
-    """Eq. (5)'s coefficients, and EWA's step."""
-    E = d.of(1, 2, 3, 8)
-    shared_rate = d.of(0.75, 0.0, 1.0, None)
-    logits = d.normal(E if shared_rate is None else E - 1).float()
-    weight = d.floats(E, 3, 5)
-
-    def product(v, backend):
-        moved = ewa.average_experts_(v["weight"].clone(), 0.3)
-        return {"alpha": merging.mixing(v["logits"], shared_rate), "ewa": moved}
-
-    def equation(v, got):
-        moved = oracle.averaged(weight.double(), 0.3)
-        return {"alpha": oracle.mixing(v["logits"], shared_rate), "ewa": moved}
-
-    note = f"mixing {E} {shared_rate}"
-    scales = {"dlogits": 1.0}
-    fixed = {"weight": weight}
-    return Case({"logits": logits}, product, equation, fixed, E, d.unit, scales, note)
-
-
 def lora_experts(d: Draw) -> Case:
     """Low-rank experts over a frozen MLP; every expert is selected, or some."""
     ids, E, how = d.slots()
@@ -420,36 +395,26 @@ def lora_experts(d: Draw) -> Case:
 
 
 def frozen_experts(d: Draw) -> Case:
-    """Frozen stacks with low-rank terms on one of them or both."""
+    """Frozen stacks, dense or in a packed format, with low-rank terms on one of them or both."""
     ids, E, how = d.slots()
-    leaves, form = draw_experts(d, E)
-    stacks = {name: leaves.pop(name) for name in ("up", "down")}
-    return _frozen(d, ids, leaves, stacks, stacks, form, "", how)
-
-
-def packed_experts(d: Draw) -> Case:
-    """Frozen stacks in each of the packed formats, with low-rank terms."""
-    ids, E, how = d.slots()
-    name = d.of("mxfp4", "int8", "fp8_block", "nf4")
+    packing = d.of("", "mxfp4", "", "int8", "", "fp8_block", "", "nf4")
+    leaves = {}
     form = {"act": "silu", "gated": True}
-    stacks = {}
-    means = {}
-    for of, shape in {"up": (E, 128, 128), "down": (E, 128, 64)}.items():
-        numbers = d.normal(*shape) * shape[2] ** -0.5
-        data, scales, _ = packed.pack(numbers.float(), name)
-        stacks[of] = (data, *scales)
-        means[of] = packed.reference(data, scales, name)
-    return _frozen(d, ids, {}, stacks, means, form, name, how)
-
-
-def _frozen(
-    d: Draw, ids: torch.Tensor, leaves: Tensors, stacks: dict, means: Tensors, form, packing, how
-) -> Case:
-    """Return a case of frozen stacks: tensors, or the parts of a packed format; `means` are their
-    weights.
-    """
+    stacks = {}  # tensors, or the parts of a packed format
+    means = {}  # what they stand for
+    if packing:
+        for name, shape in {"up": (E, 128, 128), "down": (E, 128, 64)}.items():
+            numbers = d.normal(*shape) * shape[2] ** -0.5
+            data, scales, _ = packed.pack(numbers.float(), packing)
+            stacks[name] = (data, *scales)
+            means[name] = packed.reference(data, scales, packing)
+    else:
+        leaves, form = draw_experts(d, E)
+        for name in ("up", "down"):
+            means[name] = leaves.pop(name)
+            stacks[name] = (means[name],)
     T, K = ids.shape
-    E, H, I = means["down"].shape
+    H, I = means["down"].shape[1:]
     rank = d.of(1, 3, 16)
     adapted = d.of(("up", "down"), ("up",), ("down",))
     for name in adapted:
@@ -458,26 +423,21 @@ def _frozen(
         leaves[f"{name}_b"] = d.floats(E, rank, out, scale=rank**-0.5)
     leaves |= {"x": d.floats(T, H), "weight": d.gates(d.uniform(T, K))}
     fixed = {"ids": ids}
-    for name, stack in stacks.items():
-        parts = stack if packing else (stack,)
+    for name, parts in stacks.items():
         fixed |= {f"{name}{i}": part for i, part in enumerate(parts)}
 
-    def held_stack(v, name):
-        if not packing:
-            return Stack.dense(v[f"{name}0"])
-        data, *scales = (v[f"{name}{i}"] for i in range(len(stacks[name])))
-        return Stack(data, scales, packing, tuple(means[name].shape))
-
     def product(v, backend):
+        held = []
         pairs = []
-        for name in stacks:
-            pair = Pair(v[f"{name}_a"], v[f"{name}_b"]) if name in adapted else None
-            pairs.append(pair)
-        held = [held_stack(v, name) for name in stacks]
-        both = biases(v).values()
-        whole = FrozenExperts(*held, *both, *pairs, Activation(**form))
-        out = frozen_mlp.frozen_mlp(v["x"], whole, v["weight"], v["ids"], backend)[0]
-        return {"out": out}
+        for name, parts in stacks.items():
+            data, *scales = (v[f"{name}{i}"] for i in range(len(parts)))
+            stack = Stack.dense(data)
+            if packing:
+                stack = Stack(data, scales, packing, tuple(means[name].shape))
+            held.append(stack)
+            pairs.append(Pair(v[f"{name}_a"], v[f"{name}_b"]) if name in adapted else None)
+        whole = FrozenExperts(*held, *biases(v).values(), *pairs, Activation(**form))
+        return {"out": frozen_mlp.frozen_mlp(v["x"], whole, v["weight"], v["ids"], backend)[0]}
 
     def equation(v, got):
         whole = {name: mean.double() for name, mean in means.items()}
@@ -587,83 +547,8 @@ def fused(d: Draw) -> Case:
     return Case(leaves, product, equation, fixed, max(*sizes, V, T), d.unit, scales, note)
 
 
-def balanced(d: Draw) -> Case:
-    """Both balance losses of a layer, and the loss over a model's logits."""
-    gate = d.of("xft", "softmax_topk", "topk_softmax")
-    shared = int(gate in oracle.SHARED)
-    T = d.of(13, 37)
-    routed = d.of(3, 8, 16)
-    k = d.of(1, 2, 3)
-    kind = d.of("switch", "cv2")
-    sizes = {"num_experts": routed + shared, "top_k": k + shared}
-    config = MoEConfig(
-        hidden_size=1,
-        intermediate_size=1,
-        gate=gate,
-        balance_loss=kind,
-        balance_loss_coef=0.5,
-        **sizes,
-    )
-
-    def product(v, backend):
-        ids = v["logits"].topk(k).indices + shared
-        loss = balance.balance_loss(config, v["logits"], ids)
-        return {"loss": loss, "top_k": balance.top_k_loss(v["logits"], k)}
-
-    def equation(v, got):
-        top_k = oracle.switch_loss(v["logits"], k)
-        loss = top_k / k
-        if kind == "cv2":
-            loss = oracle.cv2_loss(v["logits"], k, gate == "topk_softmax")
-        return {"loss": 0.5 * loss, "top_k": top_k}
-
-    leaves = {"logits": d.normal(T, routed).float()}
-    scales = {"dlogits": 0.2 / T}
-    note = f"balance {kind} {gate} {k}"
-    return Case(leaves, product, equation, sums=T * routed, scales=scales, note=note)
-
-
-ONCE = ("moe_mlp, repeated",)  # one case says it all
-SECONDS = 5.0  # duration of repeating a large layer on a GPU
-
-
-def repeated(d: Draw) -> Case:
-    """A large layer, run repeatedly: how many runs differ from the first in any bit."""
-
-    def product(v, backend):
-        device = v["where"].device
-        is_large = device.type == "cuda" and backend != "torch"  # torch's sums on a GPU are atomic
-        T, H, I, E, K = (256, 128, 96, 8, 2)
-        seconds = 0.0 if device.type == "cuda" else 0.1
-        if is_large:
-            T, H, I, E, K = (8192, 2048, 768, 64, 8)
-            seconds = SECONDS
-        elif backend == "triton":  # in the interpreter
-            T, H, I, E, K = (32, 32, 16, 4, 2)
-        inputs = []
-        for shape in ((T, H), (E, 2 * I, H), (E, H, I), (T, K)):
-            inputs.append(torch.randn(shape, device=device, dtype=d.dtype, requires_grad=True))
-        x, up, down, weight = inputs
-        ids = torch.rand(T, E, device=device).topk(K).indices
-        first = None
-        differing = torch.zeros(5, dtype=torch.int64, device=device)
-        end = time.monotonic() + seconds
-        while first is None or time.monotonic() < end:
-            out = moe_mlp.run_experts(x, ExpertStacks(up, down), weight, ids, backend=backend)[0]
-            grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
-            bits = [t.detach().view(torch.int8) for t in (out, *grads)]
-            first = first or bits
-            differing += torch.stack([(a != b).any() for a, b in zip(bits, first, strict=True)])
-        return {"runs of other bits": differing}
-
-    def equation(v, got):
-        return {"runs of other bits": torch.zeros(5, dtype=torch.int64)}
-
-    return Case({}, product, equation, {"where": torch.zeros(1)}, note="moe_mlp, repeated")
-
-
-# case: the op whose backends it has, None for PyTorch alone, and what makes it
-CASES: dict[str, tuple[str | None, Callable[[Draw], Case]]] = {
+# case: the op whose backends it has, and what makes it
+CASES: dict[str, tuple[str, Callable[[Draw], Case]]] = {
     "route": ("route", route),
     "dispatch": ("dispatch", dispatched),
     "grouped_gemm": ("grouped_gemm", grouped),
@@ -672,13 +557,9 @@ CASES: dict[str, tuple[str | None, Callable[[Draw], Case]]] = {
     "moe_layer": ("moe_mlp", layer),
     "merge_experts": ("merge_experts", merged),
     "merged_linear": ("merge_experts", merged_layer),
-    "mixing": (None, mixture),
     "lora_mlp": ("lora_mlp", lora_experts),
     "frozen_mlp": ("frozen_mlp", frozen_experts),
-    "packed_mlp": ("frozen_mlp", packed_experts),
     "gram": ("gram", gram),
     "dare_merge": ("dare_merge", child),
     "fused_cross_entropy": ("fused_cross_entropy", fused),
-    "balance": (None, balanced),
-    "moe_mlp, repeated": ("moe_mlp", repeated),
 }

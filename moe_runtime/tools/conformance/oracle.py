@@ -170,22 +170,3 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str) ->
     if reduction == "sum":
         return nll.sum()
     return nll.sum() / (labels != IGNORED).sum()
-
-
-def switch_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return E sum_e F_e P_e: the share of tokens that chose expert e, and its mean probability."""
-    p = logits.softmax(-1)
-    chosen = torch.zeros_like(p).scatter(1, logits.topk(top_k).indices, 1.0)
-    return logits.shape[1] * (chosen.mean(0) * p.mean(0)).sum()
-
-
-def cv2_loss(logits: torch.Tensor, top_k: int, is_renormalized: bool) -> torch.Tensor:
-    """Return the squared coefficients of variation of importance and load (Shazeer et al. 2017)."""
-    p = logits.softmax(-1)
-    chosen = torch.zeros_like(p).scatter(1, logits.topk(top_k).indices, 1.0)
-    used = p * chosen
-    if is_renormalized:
-        used = used / used.sum(1, keepdim=True)
-    importance = used.sum(0)
-    load = chosen.sum(0)
-    return importance.var() / importance.mean() ** 2 + load.var() / load.mean() ** 2

@@ -18,7 +18,7 @@ from moe_runtime.methods import lora
 from moe_runtime.methods.lora import lora_layers, save_adapters, to_lora_moe, to_moe
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
-from tests.hf.models.test_swap import snapshot, unchanged
+from tests.hf.models.test_swap import snapshot
 from tests.support.lora_models import adapters, alone, lora_model
 
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
@@ -187,7 +187,7 @@ def test_adapters_that_do_not_fit_are_refused(values, tensors, words, peft_folde
             model,
             experts=[peft_folders[0], bad],
         )
-    assert unchanged(model, before)
+    assert snapshot(model) == before
 
 
 def test_models_of_another_kind_are_refused(peft_folders):

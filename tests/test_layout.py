@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import layout_picture
 from tests.support.layout import (
     RANK,
     ROOT,
@@ -185,6 +186,12 @@ def test_the_house_is_in_order(check):
 def test_there_is_not_too_much(name):
     there, most = sizes(ROOT)[name]
     assert there <= most
+
+
+def test_the_picture_is_current():
+    assert layout_picture.PATH.read_text() == layout_picture.draw(ROOT), (
+        "run python -m tests.support.layout_picture"
+    )
 
 
 def test_test_folders_are_no_packages():

@@ -44,14 +44,29 @@ def read_page() -> tuple[dict, set[str]]:
 CELLS, FILES = read_page()
 
 
-RENAMED = {"demo": "papers demo", "run": "papers run", "paper": "papers xft table1"}
-
-
-FAULTY = {RENAMED.get(name, name): verb for name, verb in VERBS.items()}
-
-
+FAULTY = {"papers run" if name == "run" else name: verb for name, verb in VERBS.items()}
 ANSWERS = "out/dense/arithmetic.jsonl"  # what `eval` writes last of a task
 ALL = FAULTY | {
+    "papers demo": _verb(
+        "papers demo --preset tiny --out out",
+        beside=("out.stages",),
+        before="tests.cli.stand_ins:short_demo",
+    ),
+    "papers xft table1": _verb(
+        "papers xft table1 --recipe {in}/xft/study.yaml --seeds 1 --out out", whole=False
+    ),
+    "tune": _verb(
+        "tune --model {in}/moe --tokens 16 --dtype float32 --out out",
+        whole=False,
+        before="tests.cli.stand_ins:fake_gpu",
+    ),
+    "bench": _verb(
+        "bench --tiny --only merging --out out.json",
+        out="out.json",
+        whole=False,
+        beside=("out.jsonl",),
+        before="tests.cli.stand_ins:short_bench",
+    ),
     "xft to-mergeable": _verb("xft to-mergeable {in}/moe out"),
     "xft import-official": _verb("xft import-official {in}/of-export out"),
     "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),

@@ -12,6 +12,7 @@ class Verb(NamedTuple):
     out: str = "out"
     whole: bool = True  # `out` appears at once, complete or absent; else the verb resumes there
     beside: tuple[str, ...] = ()  # what else it writes, beside `out`
+    before: str = ""  # module:function that is called first
 
     def arguments(self, inputs) -> list[str]:
         """Return the command line."""

@@ -27,17 +27,20 @@ from tests.support.stress import share
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
+AMD = "gfx942"
 PROCESSES = 2
-FEATURES = {  # name -> instructions in PTX
-    "wide": r"ld\.global[\w.:]*\.v(2\.b64|4\.b32|4\.b64|8\.b32)",
-    "tcgen05": r"tcgen05\.mma",
-    "wgmma": r"wgmma\.mma_async",
-    "mma.sync": r"mma\.sync",
-    "tma": r"cp\.async\.bulk\.tensor",
-    "cp.async": r"cp\.async\.c[ag]",
+FEATURES = {  # name -> instructions in PTX and in SASS; AMD's assembly has only mfma
+    "wide": (r"ld\.global[\w.:]*\.v(2\.b64|4\.b32|4\.b64|8\.b32)", r"LDG\.E\.(\w+\.)*(128|256)"),
+    "tcgen05": (r"tcgen05\.mma", r"UTC\w+MMA"),
+    "wgmma": (r"wgmma\.mma_async", r"HGMMA"),
+    "mma.sync": (r"mma\.sync", r"HMMA"),
+    "mfma": (r"v_mfma", r"v_mfma"),
+    "tma": (r"cp\.async\.bulk\.tensor", r"UTMALDG"),
+    "cp.async": (r"cp\.async\.c[ag]", r"LDGSTS"),
 }
+TENSOR = {"tcgen05", "wgmma", "mma.sync"}
 # PTX names the state space unless it is a generic address
-GLOBAL_ATOMICS = r"(atom|red)\.(?!\S*shared)"
+GLOBAL_ATOMICS = (r"(atom|red)\.(?!\S*shared)", r"(REDG?|ATOMG?|UTMAREDG?|UBLKRED)(\.|$)")
 SHARED_ATOMICS = r"(atom|red)\.\S*shared"
 KERNEL = r"_\w+_kernel"
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
@@ -59,7 +62,15 @@ class Case(NamedTuple):
     note: str = ""  # what distinguishes it from the kernel's other cases
     listed: bool = False  # in docs/kernels.md
     shared_atomics: bool = False  # whether it may count in shared memory
-    stack: int = 0  # bytes that may spill, with the Triton that spills most
+    # Triton version, such as "3.6" -> bytes that are known to spill there
+    stack: dict[str, int] = {}
+
+    def allowed_stack(self) -> int:
+        """Return the bytes that may spill with the Triton that is installed; of an unknown one the
+        most that is known.
+        """
+        version = ".".join(importlib.metadata.version("triton").split(".")[:2])
+        return self.stack.get(version, max(self.stack.values(), default=0))
 
     def constant(self, name: str, default=None):
         """Return a constant of the kernel, or of one of its groups."""
@@ -282,25 +293,31 @@ def all_cases() -> list[Case]:
     return cases
 
 
-def jobs(cases: list[Case]) -> list[tuple[int, int]]:
-    """List (index into cases, capability).
+def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
+    """List (index into cases, target): capabilities of every case, and AMD once a kernel, where it
+    has no descriptors.
 
     A case that leaves its capabilities open is compiled for all if it is listed, else for the two
-    that most have: outside of `make stress` for one of them, a kernel's cases in turns.
+    that most have: in `make test` for one of them, a kernel's cases in turns.
     """
     pairs = []
+    first = {}
     turns = collections.Counter()
     for i, case in enumerate(cases):
-        capabilities = case.capabilities
-        if capabilities == CAPABILITIES and not case.listed:
-            capabilities = share([80, 90], turns[case.kernel] % 2, of=2)
+        if case.capabilities != CAPABILITIES or case.listed:
+            pairs += [(i, capability) for capability in case.capabilities]
+        else:
+            pairs += [
+                (i, capability) for capability in share([80, 90], turns[case.kernel] % 2, of=2)
+            ]
             turns[case.kernel] += 1
-        pairs += [(i, capability) for capability in capabilities]
-    return pairs
+        if 80 in case.capabilities and not any("tensordesc" in t for t in case.types()):
+            first.setdefault(case.kernel, i)
+    return pairs + [(i, AMD) for i in first.values()]
 
 
-def compile_all(work: list[tuple[Case, int]]) -> list[Report]:
-    """Compile each case for its target, in PROCESSES processes."""
+def compile_all(work: list[tuple[Case, int | str]]) -> list[Report]:
+    """Compile each case for its target, in PROCESSES processes; what a target is, `jobs` says."""
     parts = [work[i::PROCESSES] for i in range(PROCESSES)]
     with ThreadPoolExecutor(PROCESSES) as pool:
         found = list(pool.map(_compile_part, parts))
@@ -348,7 +365,7 @@ def _work() -> None:
             print("\nreport " + json.dumps(report._asdict()), flush=True)
 
 
-def assemble(case: Case, target: int):
+def assemble(case: Case, target: int | str):
     """Compile a case for its target; of what Triton returns `asm` has each stage's text."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -390,23 +407,24 @@ def assemble(case: Case, target: int):
         constexprs=constants,
         attrs=attrs,
     )
+    gpu = GPUTarget("hip", target, 64) if target == AMD else GPUTarget("cuda", target, 32)
     options = {
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,
         "enable_fp_fusion": True,
     }
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return triton.compile(source, target=gpu, options=options)
 
 
-def _compile(case: Case, target: int, file: Path) -> Report:
-    import triton
-
+def _compile(case: Case, target: int | str, file: Path) -> Report:
     compiled = assemble(case, target)
+    if target == AMD:
+        return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     file.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [tool, "-res-usage", file]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    usage = re.search(
+        r"REG:(\d+) STACK:(\d+)",
+        _cuobjdump("-res-usage", file),
+    )
     ptx = compiled.asm["ptx"]
     report = _read_ptx(
         ptx,
@@ -418,6 +436,12 @@ def _compile(case: Case, target: int, file: Path) -> Report:
     # which leaves them out everywhere
     if not importlib.metadata.version("triton").startswith("3.6."):
         hazards += missing_fences(ptx)
+    listed = case.listed and TENSOR & set(case.expect)
+    if listed or REGISTER_A.search(ptx):  # a disassembly takes longer than most compilations
+        dump = _cuobjdump("-sass", file)
+        hazards += rewritten_operands(dump)
+        if listed:
+            _check_sass(report, dump)
     return report._replace(hazards=tuple(hazards))
 
 
@@ -468,27 +492,182 @@ def missing_fences(ptx: str) -> list[str]:
     return found
 
 
+# wgmma's A is in registers: after the accumulators come other registers, and not a descriptor
+REGISTER_A = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
+SASS = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE
+)
+
+
+def loops(sass: str) -> tuple[list, list[list]]:
+    """Return a program as (address, instruction, operands), and its loops with products of the
+    tensor cores in them.
+    """
+    program = []
+    for at, op, rest in SASS.findall(sass):
+        # behind a gap come the scheduler's notes, of newer architectures
+        operands = re.split(r"\s{2,}", rest)[0]
+        program.append((int(at, 16), op, [part.strip() for part in operands.split(",")]))
+    places = {at: i for i, (at, _, _) in enumerate(program)}
+    found = []
+    for i, (_, op, rest) in enumerate(program):
+        if op.startswith("BRA") and rest[-1].startswith("0x"):
+            start = places.get(int(rest[-1], 16), i + 1)
+        else:
+            start = i + 1
+        if start <= i and any(op.startswith("HGMMA") for _, op, _ in program[start:i]):
+            found.append(program[start : i + 1])
+    return program, found
+
+
+def main_loop(case: Case) -> str:
+    """Compile a case for sm_90; return its registers, its stack and the instructions of its
+    shortest loop with products.
+    """
+    compiled = assemble(case, 90)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = re.search(
+            r"REG:(\d+) STACK:(\d+)",
+            _cuobjdump("-res-usage", Path(file.name)),
+        )
+        body = min(loops(_cuobjdump("-sass", Path(file.name)))[1], key=len)
+    kinds = collections.Counter(
+        op if op.startswith("HGMMA") else op.split(".")[0] for _, op, _ in body
+    )
+    shown = ("HGMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDS", "STSM", "BAR", "FENCE")
+    parts = []
+    for op, count in kinds.items():
+        if op.startswith(shown):
+            parts.append(f"{count} {op}")
+    return (
+        f"{usage[1]} registers, {usage[2]} bytes of stack, {len(body)} instructions: "
+        f"{', '.join(parts)}"
+    )
+
+
+def rewritten_operands(sass: str) -> list[str]:
+    """Find registers that are written while an asynchronous product may still read its A from them
+    (triton#11781).
+    """
+    program, bodies = loops(sass)
+    return sorted(
+        {line for body in (program, *(body * 2 for body in bodies)) for line in _rewritten(body)}
+    )
+
+
+def _rewritten(body: list) -> list[str]:
+    # A's registers of the products that may run: of complete groups, of the open one
+    found = []
+    groups = []
+    read = set()
+    for at, op, rest in body:
+        busy = read.union(*groups)
+        if early := written(op, rest) & busy:
+            found.append(f"{op} at {at:#x} writes R{min(early)}, which a product may still read")
+        if op.startswith("HGMMA"):
+            if number := re.match(r"R(\d+)", rest[1]):
+                read |= set(range(int(number[1]), int(number[1]) + 4))
+            if rest[-1] == "gsb0":
+                groups = [*groups, read]
+                read = set()
+        elif op.startswith("WARPGROUP.DEPBAR"):
+            groups = groups[len(groups) - min(int(rest[-1], 16), len(groups)) :]
+    return found
+
+
+def written(op: str, operands: list[str]) -> set[int]:
+    """Return the numbers of the registers that an instruction writes."""
+    # a predicate comes first where there is one
+    first = next(
+        (part for part in operands[:2] if not re.fullmatch(r"!?U?P\w+", part)),
+        "",
+    )
+    number = re.match(r"R(\d+)", first)
+    if number is None or op.startswith(("ST", "RED", "BAR", "SYNCS", "UTMA")):
+        return set()
+    if ".128" in op or op.endswith(".4"):
+        count = 4
+    elif ".64" in op or ".WIDE" in op or op.endswith(".2"):
+        count = 2
+    else:
+        count = 1
+    if tile := re.match(r"HGMMA\.64x(\d+)x\d+\.F32", op):
+        count = int(tile[1]) // 2
+    return set(range(int(number[1]), int(number[1]) + count))
+
+
+def _cuobjdump(what: str, file: Path) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run(
+        [tool, what, file],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
 def _read_ptx(ptx: str, registers: int, stack: int, shared: int) -> Report:
     ops = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z][\w.:]+)", ptx, re.MULTILINE)
 
     def count(pattern: str) -> int:
         return sum(bool(re.match(pattern, op)) for op in ops)
 
-    features = tuple(name for name, pattern in FEATURES.items() if count(pattern))
+    features = tuple(name for name, (pattern, _) in FEATURES.items() if count(pattern))
     return Report(
-        "", registers, stack, shared, features, count(GLOBAL_ATOMICS), count(SHARED_ATOMICS)
+        "", registers, stack, shared, features, count(GLOBAL_ATOMICS[0]), count(SHARED_ATOMICS)
     )
 
 
-def complaints(case: Case, target: int, report: Report) -> list[str]:
-    """List what is wrong with the program that a case became."""
+def _check_sass(report: Report, dump: str) -> None:
+    """Fail where ptxas made other instructions than the PTX asks for, or spills without a stack."""
+    ops = re.findall(
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)",
+        dump,
+        re.MULTILINE,
+    )
+    assert ops, "cuobjdump printed no program"
+    features = tuple(
+        name for name, (_, pattern) in FEATURES.items() if any(re.match(pattern, op) for op in ops)
+    )
+    assert features == report.features, f"SASS has {features}, PTX {report.features}"
+    spills, atomics = (
+        sum(bool(re.match(p, op)) for op in ops) for p in ("LDL|STL", GLOBAL_ATOMICS[1])
+    )
+    assert spills == 0 or report.stack, f"{spills} instructions spill without a stack"
+    assert bool(atomics) == bool(report.global_atomics), (
+        f"{atomics} atomics in SASS, {report.global_atomics} in PTX"
+    )
+
+
+def _read_amd(assembly: str, shared: int) -> Report:
+    def number(name: str) -> int:
+        return int((re.search(rf"\.{name}:\s+(\d+)", assembly) or [0, 0])[1])
+
+    def count(pattern: str) -> int:
+        return len(re.findall(rf"^\s+{pattern}", assembly, re.MULTILINE))
+
+    features = ("mfma",) if count(FEATURES["mfma"][0]) else ()
+    atomics = count(r"(global|flat|buffer)_atomic")
+    counters = count(r"ds_(add|or|max|min|inc)_")
+    stack = number("private_segment_fixed_size")
+    registers = number("vgpr_count")
+    return Report("", registers, stack, shared, features, atomics, counters)
+
+
+def complaints(case: Case, target: int | str, report: Report) -> list[str]:
+    """List what is wrong with the program that a case became. AMD's compiler is only asked
+    for one.
+    """
     from moe_runtime.kernels.tiles import SHARED_MEMORY
 
-    if report.error:
-        return [report.error]
+    if report.error or target == AMD:
+        return [report.error] if report.error else []
     bad = []
-    if report.stack > case.stack:
-        bad.append(f"spills into {report.stack} bytes of stack; want {case.stack}")
+    if report.stack > (allowed := case.allowed_stack()):
+        bad.append(f"spills into {report.stack} bytes of stack; want {allowed}")
     if report.registers > case.max_registers:
         bad.append(f"{report.registers} registers; want {case.max_registers}")
     if report.shared > SHARED_MEMORY[target]:

@@ -3,13 +3,25 @@
 python -m tests.support.aot_table                   # rewrites it
 python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of
                                                     these patterns finds
+python -m tests.support.aot_table --loops           # prints the main loops of the grouped products
+                                                    on sm_90
 """
 
 import importlib.metadata
 import re
 import sys
 
-from tests.support.aot import ROOT, Case, Report, all_cases, compile_all, complaints, jobs
+from tests.support.aot import (
+    AMD,
+    ROOT,
+    Case,
+    Report,
+    all_cases,
+    compile_all,
+    complaints,
+    jobs,
+    main_loop,
+)
 
 PATH = ROOT / "docs" / "kernels.md"
 GPUS = {
@@ -19,6 +31,7 @@ GPUS = {
     90: "sm_90: H100, H200",
     100: "sm_100: B200",
     120: "sm_120: RTX 50",
+    AMD: f"{AMD}: MI300",
 }
 WHAT = {
     "combine._combine_fwd_kernel": "weighted sum of each token's rows",
@@ -120,8 +133,15 @@ biases, weights stored in x out.
 COLUMNS = (
     "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
 )
+AMD_HEAD = f"""
+## {GPUS[AMD]}
 
-LOADS = {"tma": "TMA", "cp.async": "cp.async", "wide": "16 bytes"}
+Compiled, not run: these kernels have not run on such a GPU, and their configs are those of sm_80.
+Configs that exceed {AMD}'s 64 KiB of shared memory or spill are listed as they are.
+
+| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | scratch bytes |
+|---|---|---|---|---|---|---|---|---|
+"""
 
 
 def plan(case: Case) -> list[str]:
@@ -135,35 +155,60 @@ def plan(case: Case) -> list[str]:
     ]
 
 
-def row(case: Case, report: Report) -> str:
+def row(case: Case, target: int | str, report: Report) -> str:
     """A line of the table."""
     if report.error:
         return f"| {' | '.join(plan(case))} | does not compile ||||"
-    tensor = [name for name in ("tcgen05", "wgmma", "mma.sync") if name in report.features]
-    loads = [word for name, word in LOADS.items() if name in report.features]
+    tensor = []
+    for name in ("tcgen05", "wgmma", "mma.sync", "mfma"):
+        if name in report.features:
+            tensor.append(name)
+    loads = [
+        word
+        for name, word in (("tma", "TMA"), ("cp.async", "cp.async"), ("wide", "16 bytes"))
+        if name in report.features
+    ]
+    last = str(report.stack) if target == AMD else ", ".join(loads) or "-"
     facts = [
         str(report.registers),
         f"{report.shared / 1024:.1f}",
         ", ".join(tensor) or "-",
-        ", ".join(loads) or "-",
+        last,
     ]
     return f"| {' | '.join(plan(case) + facts)} |"
 
 
-def listed(cases: list[Case]) -> list[tuple[int, int]]:
+def listed(cases: list[Case]) -> list[tuple[int, int | str]]:
     """The jobs that have a line."""
-    return [(i, target) for i, target in jobs(cases) if cases[i].listed]
+    values = []
+    for i, target in jobs(cases):
+        if cases[i].listed or target == AMD:
+            values.append((i, target))
+    return values
 
 
-def render(cases: list[Case], reports: dict[tuple[int, int], Report]) -> str:
+def render(cases: list[Case], reports: dict[tuple[int, int | str], Report]) -> str:
     """The whole file, from the reports of `listed(cases)`."""
     what = "\n".join(f"| `{name}` | {text} |" for name, text in sorted(WHAT.items()))
-    text = HEAD.format(version=importlib.metadata.version("triton"), what=what)
+    text = HEAD.format(
+        version=importlib.metadata.version("triton"),
+        what=what,
+    )
     for target, gpu in GPUS.items():
-        rows = [row(cases[i], reports[i, t]) for i, t in listed(cases) if t == target]
-        rows.sort(key=lambda line: line.split("|")[1])
-        lines = "\n".join(rows)
-        text += f"\n## {gpu}\n\n{COLUMNS}\n|{'---|' * 9}\n{lines}\n"
+        text += AMD_HEAD if target == AMD else f"\n## {gpu}\n\n{COLUMNS}\n|{'---|' * 9}\n"
+        rows = []
+        for i, t in listed(cases):
+            if t == target:
+                rows.append(row(cases[i], t, reports[i, t]))
+        text += (
+            "\n".join(
+                sorted(
+                    rows,
+                    key=lambda line: line.split("|")[1],
+                )
+            )
+            + "\n"
+        )
     return text
 
 
@@ -180,22 +225,48 @@ def read(text: str) -> tuple[str, dict[str, list[list[str]]]]:
     }
 
 
-def main(patterns: list[str]) -> None:
+def main(words: list[str]) -> None:
     cases = all_cases()
+    if words == ["--loops"]:
+        for case in cases:
+            wanted = (
+                "grouped_gemm" in case.kernel and "wgmma" in case.expect and 90 in case.capabilities
+            )
+            if wanted and case.constant("BLOCK_M") == 128:
+                print(
+                    f"{case.kernel} {case.note} {case.title()}: {main_loop(case)}",
+                    flush=True,
+                )
+        return
     work = listed(cases)
-    if patterns:
-        work = []
-        for i, target in jobs(cases):
-            title = f"{cases[i].kernel} {cases[i].note}"
-            if any(re.search(pattern, title) for pattern in patterns):
-                work.append((i, target))
-    reports = compile_all([(cases[i], target) for i, target in work])
-    for (i, target), report in zip(work, reports, strict=True):
+    if words:
+        work = [
+            (i, t)
+            for i, t in jobs(cases)
+            if any(
+                re.search(
+                    w,
+                    f"{cases[i].kernel} {cases[i].note}",
+                )
+                for w in words
+            )
+        ]
+    reports = dict(
+        zip(
+            work,
+            compile_all([(cases[i], target) for i, target in work]),
+        )
+    )
+    for (i, target), report in reports.items():
         bad = "; ".join(complaints(cases[i], target, report))
-        if patterns or bad:
-            print(f"sm_{target}", row(cases[i], report), bad)
-    if not patterns:
-        PATH.write_text(render(cases, dict(zip(work, reports, strict=True))))
+        if words or bad:
+            print(
+                GPUS[target].split(":")[0],
+                row(cases[i], target, report),
+                bad,
+            )
+    if not words:
+        PATH.write_text(render(cases, reports))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,20 @@ def _op(dtype=BF16, K: int = 8, H: int = 4096, index=torch.int32) -> list[Case]:
     )
 
 
+def _weights(partials: int) -> list[Case]:
+    def step():
+        combine.sum_rows(
+            None,
+            meta(T * 8),
+            meta(T * 8, partials, dtype=FP32),
+            T,
+            8,
+            meta(1),
+        )
+
+    return _cases(step, f"the weights' gradient alone, {partials} partials")
+
+
 def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
     """The layer's gradient with the router's in one sum."""
     rows = meta(T * 6, H, dtype=dtype)
@@ -81,15 +95,20 @@ CASES = [
     *_layer(),
     *_layer(FP16),
     *_layer(FP32),
+    *_layer(K=1, H=2048),
     *_layer(K=6, H=2048),
+    *_layer(K=10, H=2048),
     *_layer(K=64, H=2048),
     *_layer(K=2, H=64, note=", several tokens a program"),
     *_layer(K=2, H=33),
     *_layer(partials=None, note=", dx alone"),
+    *_weights(64),
     *_op(),
+    *_op(FP32),
     *_op(index=torch.int64),
     *_op(K=3, H=33),
     *_router(),
     *_router(FP32),
+    *_router(N=128),
     *_router(H=33),
 ]

@@ -11,8 +11,8 @@ FP32 = torch.float32
 LOOSE = ("T", "R", "num_tiles", "num_m")
 # (tokens, experts) -> bytes that ptxas is known to keep on the stack, by Triton's version
 SPILLS = {
-    (16, 64): 8,
-    (64, 128): 24,
+    (16, 64): {"3.6": 8, "3.7": 0, "3.9": 0},
+    (64, 128): {"3.6": 0, "3.7": 0, "3.9": 24},
 }
 
 
@@ -24,7 +24,7 @@ def _plan(T: int, E: int, K: int, gate: str = "softmax_topk_renorm", dtype=BF16)
         lambda: decode.plan_forward(None, E, 16, **routing),
         LOOSE,
         note=f"{T} tokens, {E} experts, K={K}, {gate}",
-        stack=SPILLS.get((T, E), 0),
+        stack=SPILLS.get((T, E), {}),
     )
 
 

@@ -20,14 +20,14 @@ GPT_OSS = {"limit": 7.0, "up_offset": 1.0, "interleaved": True}
 # has an address of its own; 8 bytes are one register that ptxas keeps elsewhere for the sake of one
 # more block per processor
 SPILLS = {
-    (80, "up float32 from 0 rows an expert"): 8,
-    (80, "up float32 from 48 rows an expert"): 16,
-    (90, "up float32 from 48 rows an expert"): 8,
-    (90, "dz no wh"): 24,
-    (90, "up candidate"): 24,
-    (80, "dz GPT-OSS-20B from 192 rows an expert"): 40,
-    (80, "dz LoRA, GPT-OSS-20B"): 96,
-    (90, "dz LoRA, GPT-OSS-20B"): 24,
+    (80, "up float32 from 0 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
+    (80, "up float32 from 48 rows an expert"): {"3.6": 0, "3.7": 0, "3.9": 16},
+    (90, "up float32 from 48 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
+    (90, "dz no wh"): {"3.6": 0, "3.7": 0, "3.9": 24},
+    (90, "up candidate"): {"3.6": 0, "3.7": 0, "3.9": 24},
+    (80, "dz GPT-OSS-20B from 192 rows an expert"): {"3.6": 40, "3.7": 0, "3.9": 0},
+    (80, "dz LoRA, GPT-OSS-20B"): {"3.6": 48, "3.7": 0, "3.9": 96},
+    (90, "dz LoRA, GPT-OSS-20B"): {"3.6": 0, "3.7": 0, "3.9": 24},
 }
 
 
@@ -199,7 +199,7 @@ def case(
         expect=expect(arch, made) if is_fast else (),
         listed=listed,
         note=note,
-        stack=SPILLS.get((arch, note), 0),
+        stack=SPILLS.get((arch, note), {}),
     )
 
 
@@ -226,10 +226,13 @@ def defaults(arch: int, table: dict, dtype=torch.bfloat16):
 
 
 def short_sums(arch: int):
-    """Down and dx where `tiles.heuristic` lets the next tile's loads run under the epilogue."""
+    """Down and dx where `tiles.heuristic` lets the next tile's loads run under the epilogue, which
+    a bias adds to.
+    """
     for kernel in ("down", "dx"):
         tile = largest(arch, kernel)._replace(PERSISTENT=True)
         yield case(arch, kernel, tile, "short sums", True)
+    yield case(arch, "down", tile, "short sums, bias", layer=Layer(bias=True))
 
 
 def largest(arch: int, kernel: str) -> Tile:
@@ -238,7 +241,11 @@ def largest(arch: int, kernel: str) -> Tile:
 
 # of a product, what else it may be launched with
 VARIANTS = {
-    "up": {"without a gate": {"layer": Layer(gated=False)}, "z not kept": {"save": False}},
+    "up": {
+        "without a gate": {"layer": Layer(gated=False)},
+        "z not kept": {"save": False},
+        "without a gate, z not kept": {"layer": Layer(gated=False), "save": False},
+    },
     "dz": {
         "without a gate": {"layer": Layer(gated=False)},
         "no wh": {"need_wh": False},
@@ -321,6 +328,15 @@ def gpt_oss(arch: int):
     for kernel, least, tile in table_of(arch, "up", "dz", "down", "dx"):
         note = f"GPT-OSS-20B from {least} rows an expert"
         yield gpt_oss_case(arch, kernel, tile, note, arch in (80, 90))
+    layer = Layer(**GPT_OSS_SIZES)
+    options = {"layer": layer, "save": False, "act": "quick_gelu"}
+    yield case(
+        arch,
+        "up",
+        largest(arch, "up"),
+        "GPT-OSS-20B, z not kept",
+        **options,
+    )
 
 
 def adapters(arch: int):
@@ -339,6 +355,10 @@ def adapters(arch: int):
             "LoRA, GPT-OSS-20B",
             rank=16,
         )
+    if arch == 90:
+        short = largest(arch, "down")._replace(PERSISTENT=True)
+        for kernel in ("down", "dx"):
+            yield case(arch, kernel, short, "LoRA, short sums", layer=layer)
 
 
 def biases():
@@ -364,6 +384,23 @@ def gathered(arch: int) -> Case:
     )
 
 
+def tf32(arch: int):
+    """What torch.backends.cuda.matmul.allow_tf32 makes of the largest configs for float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        for kernel, rows in tiles._FLOAT32.items():
+            yield case(
+                arch,
+                kernel,
+                rows[0][1],
+                "tf32",
+                layer=Layer(torch.float32),
+            )
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def persistent(arch: int):
     """What `moe-runtime tune` may choose: the table's configs, each program processing tile
     after tile.
@@ -381,6 +418,7 @@ def _cases():
         yield from gpt_oss(arch)
     for arch in (80, 90):
         yield from defaults(arch, tiles._FLOAT32, torch.float32)
+        yield from tf32(arch)
         yield from rare(arch)
         yield from adapters(arch)
         yield gathered(arch)

@@ -30,19 +30,23 @@ def _layer(
         lora_backward.lora_backward(*inputs, act, 2.0)
         lora_backward.lora_backward_w(*inputs, targets, act, 2.0)
 
-    return cases_of(step, ("T", "plane"), note=note, stack=stack)
+    stacks = {"3.6": stack or 8, "3.7": stack}
+    return cases_of(step, ("T", "plane"), note=note, stack=stacks)
 
 
 CASES = [
-    *(case._replace(listed=True) for case in _layer(note="rank 16")),
+    *(case._replace(listed=True) for case in _layer(note="rank 16", stack=0)),
     *_layer(columns=11008, rank=8),
+    *_layer(torch.float16),
     *_layer(FP32),
+    *_layer(act="gelu"),
     *_layer(act="gelu_tanh"),
     *_layer(rank=64),
     *_layer(rank=128, experts=2, stack=48),
     *_layer(rank=5, stack=24),
     *_layer(columns=2047),
     *_layer(FP32, columns=2047, rank=5),
+    *_layer(targets=(True, False, False)),
     *_layer(targets=(False, False, True)),
     *_layer(columns=64, experts=1),
 ]

@@ -291,8 +291,9 @@ def test_atomic_text_and_json(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         atomic_write_text(file, "new")
+    assert error.value.filename == str(file)
     assert file.read_bytes() == "grüße\n".encode()
     assert sorted(os.listdir(tmp_path)) == ["a.json", "link", "old", "plain"]
 

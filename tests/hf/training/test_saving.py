@@ -9,10 +9,14 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
+from moe_runtime.hf.training.saving import (
+    StopCallback,
+    last_whole_checkpoint,
+    stopping_with_a_checkpoint,
+)
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io import signals
 from moe_runtime.io.files import atomic_model
@@ -206,6 +210,15 @@ def test_a_stop_saves_its_step_once_and_evaluates_nothing(tmp_path, strategy, st
     assert seen.saved == [stop]
     assert seen.evaluated == []
     assert last_whole_checkpoint(tmp_path) == tmp_path / f"checkpoint-{stop}"
+
+
+def test_a_signal_in_the_last_step_lets_the_training_finish():
+    callback = StopCallback(SimpleNamespace(asked=signals.Terminated()))
+    control = TrainerControl()
+    callback.on_step_end(None, SimpleNamespace(global_step=4, max_steps=4), control)
+    assert not control.should_save and not control.should_training_stop
+    callback.on_step_end(None, SimpleNamespace(global_step=3, max_steps=4), control)
+    assert control.should_save and control.should_training_stop
 
 
 def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):

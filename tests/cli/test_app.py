@@ -169,7 +169,7 @@ def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt" / "config.json").write_text(json.dumps({"model_type": "opt"}))
     out = run("xft", "upcycle", tmp_path / "opt", tmp_path / "out")
-    assert_one_line(out, "which has no separate MLP module")
+    assert_one_line(out, "but got 'opt'")
     out = run("xft", "merge", base, tmp_path / "out")
     assert_one_line(out, "Expected the folder of an upcycled model")
     files = ("--model", tmp_path / "none", "--data", tmp_path / "none.jsonl")

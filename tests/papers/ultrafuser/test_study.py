@@ -316,7 +316,7 @@ def test_a_bad_row_is_named_where_it_stands(made, tmp_path, key):
         rows = [{"prompt": f"{i} and", "completion": "x"} for i in range(20)]
         rows[17]["completion"] = None
         write_lines(path, rows)
-        match = "line 18 of .*bad.jsonl: completion is null, but expected a string"
+        match = "line 18 of .*bad.jsonl: completion is None, but expected a string"
     recipe = made.recipe.change(domains__sums__train=str(path))
     with pytest.raises(ValueError, match=f"domains.sums: {match}"):
         ultrafuser_study.study_rows(made.stages.encoder, recipe)

@@ -178,7 +178,9 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, counts_tok
         "max_steps": 4,
         "per_device_eval_batch_size": 2,
     }
+    model.config.use_cache = True  # which Trainer would overwrite
     trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
+    assert model.config.use_cache
     parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
     trainer.predict(trainer.train_dataset)  # whose losses are no evaluation's
     metrics = trainer.evaluate()

@@ -40,7 +40,7 @@ def _all(
         "help_option_names": [],
     },
 )
-def train(context: typer.Context):
+def train(context: typer.Context) -> None:
     """Tune a model folder with TRL's SFT command, all its flags, and --config train.yaml (see train
     --help).
     """
@@ -62,7 +62,7 @@ def evaluate(
     model: Annotated[
         str, argument("Folder or Hub id of a model, dense or MoE, or BASE+ADAPTER (PEFT or ESFT).")
     ],
-):
+) -> None:
     """Evaluate a model with lm-eval; all options of `lm-eval run` follow the model.
 
     `lm-eval run --help` lists them. A task in a YAML file may run Python code of its own.

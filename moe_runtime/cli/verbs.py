@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -33,7 +33,9 @@ def choices(*sources: str | Callable[[], list[str]]) -> Callable[[str], list[str
     return complete
 
 
-def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.Option, **more):
+def option(
+    help: str, *names: str, words: Iterable = (), kind: Callable = typer.Option, **more: Any
+) -> Any:
     """Return a typer option with this help text that completes to `words`, a list or a
     space-separated string.
     """
@@ -136,7 +138,7 @@ def one_gpu() -> None:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
-def with_bar(name: str, function: Callable, *args, **options):
+def with_bar(name: str, function: Callable, *args: Any, **options: Any) -> Any:
     """Call a function that reports its progress in bytes with a progress bar of this name; return
     its result.
     """
@@ -154,7 +156,7 @@ def verb(
     push: str | None = None,
     check_push: Callable[[dict], None] | None = None,
     program: str = PROGRAM,
-    **more,
+    **more: Any,
 ) -> Callable:
     """Add a function to `app` as a verb whose result --json prints.
 

@@ -1,7 +1,8 @@
 """moe-runtime xft: upcycle a dense model, make the tuned MoE model mergeable, merge it."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,7 +56,7 @@ def upcycle(
     max_shard_size: ShardSize = "2GB",
     seed: Seed = 42,
     overwrite: Overwrite = False,
-):
+) -> None:
     """Upcycle a dense model to an MoE model: copies of every MLP become experts with a router."""
     from moe_runtime.config import check_choice
     from moe_runtime.hf.models import stock
@@ -109,7 +110,7 @@ def to_mergeable(
     ] = False,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-):
+) -> None:
     """Make a tuned MoE model mergeable: each MLP weight becomes a sum over the experts with
     trainable coefficients.
     """
@@ -152,7 +153,7 @@ def merge(
     alpha: Alpha = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-):
+) -> None:
     """Merge the experts into a dense model of the base's architecture, with the learned or the
     initial coefficients.
     """
@@ -198,7 +199,7 @@ def export(
     ] = False,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-):
+) -> None:
     """Export an MoE model to a format that does not need this package. For a dense one, merge."""
     if to == "official" and check:
         raise ValueError("--check is not valid with --to official")
@@ -237,7 +238,7 @@ def import_official(
     ] = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-):
+) -> None:
     """Convert an MoE model saved by the released XFT code."""
     from moe_runtime.methods.xft.official import import_official
 
@@ -252,7 +253,7 @@ def import_official(
     )
 
 
-def to_stock(source: Path, target: Path, to: str, **options):
+def to_stock(source: Path, target: Path, to: str, **options: Any) -> None:
     """Write a stock model, print how far its logits differ, and return its receipt."""
     from moe_runtime.hf.models.stock import export_stock
 
@@ -265,7 +266,7 @@ def to_stock(source: Path, target: Path, to: str, **options):
     return receipt
 
 
-def convert(write, source: Path, target: Path, **options):
+def convert(write: Callable[..., Any], source: Path, target: Path, **options: Any) -> Any:
     """Write a folder in another format with `write`; return its receipt."""
     receipt = with_bar("writing", write, source, target, **options)
     typer.echo(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")

@@ -11,6 +11,7 @@ over the base's sum.
 """
 
 import torch
+from torch import Tensor
 
 from moe_runtime.kernels import combine, dispatch, grouped_gemm
 from moe_runtime.kernels import grouped_gemm_backward as backwards
@@ -125,13 +126,13 @@ def _term(low, pair: Pair | None, half: str) -> LowRank | None:
 
 
 def forward(
-    x,
+    x: Tensor,
     experts: FrozenExperts,
-    topk_weight,
-    topk_idx,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     save: bool,
     backend: str,
-):
+) -> tuple[Tensor, ...]:
     """Return out [T, H], z [R, 2I or I], the low [R, r] of up and of down (empty unless `save`),
     offsets [E + 1], row_slot.
     """
@@ -154,14 +155,14 @@ def forward(
 
 
 def backward(
-    dout,
-    x,
+    dout: Tensor,
+    x: Tensor,
     experts: FrozenExperts,
-    topk_weight,
-    z,
-    lows,
-    offsets,
-    row_slot,
+    topk_weight: Tensor,
+    z: Tensor,
+    lows: tuple[Tensor, Tensor],
+    offsets: Tensor,
+    row_slot: Tensor,
     needs: FrozenGradients,
     backend: str,
 ) -> FrozenGradients:

@@ -10,9 +10,11 @@ forward pass. With shared="dense" the rows of expert 0, the first T of every buf
 are computed with torch's matmul.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from moe_runtime.config import SHARED_GATES
 from moe_runtime.kernels import (
@@ -36,8 +38,8 @@ class RowProducts:
     def __init__(
         self,
         experts: ExpertStacks,
-        offsets,
-        row_slot,
+        offsets: Tensor,
+        row_slot: Tensor,
         slots: int,
         maps: dict | None = None,
     ):
@@ -61,7 +63,7 @@ class RowProducts:
     def choose(
         self,
         kernel: str,
-        x,
+        x: Tensor,
         N: int,
         K: int,
     ) -> tiles.Tile:
@@ -75,7 +77,7 @@ class RowProducts:
             K,
         )
 
-    def map(self, tile: tiles.Tile):
+    def map(self, tile: tiles.Tile) -> dispatch.TileMap:
         """Return the tile map of a config's rows."""
         # in the backward pass this launch is the first and creates the CUDA context of autograd's
         # thread for tensor descriptors
@@ -85,7 +87,9 @@ class RowProducts:
             )
         return self.maps[tile.BLOCK_M]
 
-    def up(self, x, save: bool, lora: operands.LowRank | None = None):
+    def up(
+        self, x: Tensor, save: bool, lora: operands.LowRank | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return z (empty unless `save`) and h of all rows."""
         e = self.experts
         act, gated, *_ = e.activation
@@ -117,7 +121,7 @@ class RowProducts:
             )
         return z, h
 
-    def down(self, h, lora: operands.LowRank | None = None):
+    def down(self, h: Tensor, lora: operands.LowRank | None = None) -> Tensor:
         """Return y of all rows."""
         e = self.experts
         tile = self.choose("down", h, self.H, self.I)
@@ -129,12 +133,12 @@ class RowProducts:
 
     def dz(
         self,
-        dout,
-        z,
-        topk_weight,
+        dout: Tensor,
+        z: Tensor,
+        topk_weight: Tensor,
         need_wh: bool,
         lora: operands.LowRank | None = None,
-    ):
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dz, weight * h (empty unless need_wh) and the partial gradients of the weights, of
         all rows.
         """
@@ -175,7 +179,7 @@ class RowProducts:
                 partial[: self.T, 0] += dout.float() @ e.down_bias[0].float()
         return dz, wh, partial
 
-    def dx(self, dz, lora: operands.LowRank | None = None):
+    def dx(self, dz: Tensor, lora: operands.LowRank | None = None) -> Tensor:
         """Return the gradient of each row's x."""
         e = self.experts
         tile = self.choose("dx", dz, e.up.shape[2], e.up.shape[1])
@@ -187,12 +191,12 @@ class RowProducts:
 
     def dw(
         self,
-        dy,
-        x,
+        dy: Tensor,
+        x: Tensor,
         gather: str,
-        trained,
-        into=None,
-    ):
+        trained: Tensor | None,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which
         is gathered.
 
@@ -284,14 +288,14 @@ def _product(x, weight, bias, out) -> None:
 
 
 def sum_rows(
-    rows,
-    slot_row,
-    partial,
+    rows: Tensor | None,
+    slot_row: Tensor,
+    partial: Tensor,
     T: int,
     K: int,
-    num_rows,
-    router,
-):
+    num_rows: Tensor,
+    router: Callable[[Tensor], tuple[Tensor, Tensor]] | None,
+) -> tuple[Tensor | None, Tensor]:
     """Return dx (None without rows) and the gradient of the weights [T, K]."""
     if router is None:
         return combine.sum_rows(
@@ -325,12 +329,12 @@ def sum_rows(
 
 
 def forward(
-    x,
+    x: Tensor,
     experts: ExpertStacks,
-    topk_weight,
-    topk_idx,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
     save: bool,
-):
+) -> tuple[Tensor, ...]:
     """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
     int32.
     """
@@ -348,13 +352,13 @@ def forward(
 
 
 def layer_forward(
-    x,
+    x: Tensor,
     experts: ExpertStacks,
-    logits,
+    logits: Tensor,
     top_k: int,
     gate: str,
     save: bool,
-):
+) -> tuple[Tensor, ...]:
     """Run `route` and `forward`, with one launch for routing and sort if there are few slots.
 
     Returns topk_weight, topk_idx [T, K] and what `forward` returns.
@@ -470,15 +474,15 @@ def _forward_beside_cuda(
 
 
 def backward(
-    dout,
-    x,
+    dout: Tensor,
+    x: Tensor,
     experts: ExpertStacks,
-    topk_weight,
-    z,
-    offsets,
-    row_slot,
+    topk_weight: Tensor,
+    z: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
     needs: Gradients,
-    router=None,
+    router: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     into: Gradients = NOWHERE,
 ) -> Gradients:
     """Compute the gradients requested by `needs` from `dout` [T, H]; `z` [0, ...] is recomputed.

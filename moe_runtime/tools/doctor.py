@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 SUPPORTED = {  # package: versions that the test suite covers
     "torch": ">=2.11",
     "triton": ">=3.6,<4",
@@ -257,7 +259,7 @@ def _backends(torch) -> dict[str, str]:
     return {op: _ask(explain, op, device) for op in backends.OPS}
 
 
-def explain(op: str, device) -> str:
+def explain(op: str, device: torch.device | str | None) -> str:
     """Return the backend of `op` on `device`, and why not another."""
     import torch
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.hf.common.sources import check_source
 from moe_runtime.hf.dropin.experts import patch
@@ -35,7 +37,7 @@ class Source(NamedTuple):
     base: str
     adapter: Path | None = None
 
-    def load(self, dtype: str):
+    def load(self, dtype: str) -> nn.Module:
         """Load the model with its adapter."""
         model = ranks.load_model(self.base, dtype, name="model")
         if self.adapter is None:
@@ -45,7 +47,7 @@ class Source(NamedTuple):
             return model
         return load_lora(model, self.adapter)
 
-    def tokenizer(self):
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the adapter's tokenizer, or the base's if the adapter has none."""
         folder = self.base
         if self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file():

@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from moe_runtime.config import SHARED_GATES, check_choice, check_positive
 from moe_runtime.hf.dropin import experts as dropin
@@ -112,7 +113,7 @@ class _Ledger(TorchDispatchMode):
         self.now -= self.live.pop(key)
 
 
-def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
+def scratch_bytes(func: Any, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
     """Return the scratch bytes of one of our ops that run experts, on `backend`.
 
     Returns:
@@ -154,7 +155,7 @@ def model_of(source: str, dtype: str | None = None) -> nn.Module:
     return built(load_config(source, "model"), dtype)
 
 
-def built(config, dtype: str | None = None) -> nn.Module:
+def built(config: PreTrainedConfig, dtype: str | None = None) -> nn.Module:
     """Build the model of a config on the meta device, with our experts."""
     if dtype is not None:
         config.dtype = getattr(torch, dtype)
@@ -221,7 +222,7 @@ def causal_batch(batch: int, length: int) -> dict[str, Tensor]:
 
 def step_of(
     model: nn.Module,
-    inputs,
+    inputs: Mapping[str, Tensor],
     *,
     checkpointing: bool = False,
     bf16: bool = False,
@@ -325,7 +326,12 @@ def _state_of_adafactor(parameters: Sequence[Tensor]) -> int:
 
 
 def estimate(
-    model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str | None = None, **how: Any
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    optimizer: str = "adamw",
+    packed: str | None = None,
+    **how: Any,
 ) -> Estimate:
     """Return the memory in bytes for training a model on the meta device, unusable afterwards.
 

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -164,7 +164,7 @@ class EventTimer:
 
 
 def time_all(
-    functions: dict[Hashable, Callable], timer, rounds: int, seconds: float
+    functions: dict[Hashable, Callable], timer: Any, rounds: int, seconds: float
 ) -> dict[Hashable, float]:
     """Return the median milliseconds of each, timed in turn.
 
@@ -294,7 +294,11 @@ def find_gpu() -> tuple[torch.device, EventTimer]:
 
 
 def measure(
-    run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying
+    run: Callable[[Tile], tuple],
+    problem: Problem,
+    pool: list[Tile],
+    timer: Any,
+    trying: Callable[[Any], Any],
 ) -> dict:
     """Check and time `pool`, the built-in config first; return the file's entry for this problem.
 

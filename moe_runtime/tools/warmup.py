@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -296,7 +296,7 @@ class Driver:
     def __init__(self, arch: int):
         self.arch = arch
 
-    def get_current_target(self):
+    def get_current_target(self) -> Any:
         """Return the GPU to compile for."""
         from triton.backends.compiler import GPUTarget
 

@@ -48,6 +48,7 @@ def test_round_trip(tmp_path, shards):
         files = {f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)}
         index = json.loads((out / INDEX).read_text())
         assert index["metadata"] == {"total_size": 4000}
+
     assert {file.name for file in out.glob("*.safetensors")} == files
     assert siblings(out) == []
     loaded = {}
@@ -87,6 +88,7 @@ def test_every_dtype_is_read_as_safetensors_writes_and_written_as_it_reads(tmp_p
     theirs = Checkpoint(tmp_path / "theirs")
     ours = Checkpoint(write(tmp_path / "ours", tensors))
     loaded = load_file(tmp_path / "ours" / SINGLE)
+
     assert theirs.specs() == ours.specs()
     for key, tensor in tensors.items():
         assert ours.specs()[key] == TensorSpec(tuple(tensor.shape), tensor.dtype)
@@ -188,6 +190,7 @@ def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
     tensors = {f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
     out = write(tmp_path / "out", tensors, 100)
     index = json.loads((out / INDEX).read_text())
+
     assert index["metadata"]["total_size"] == sum(sizes)
     shards = [sorted(load_file(file)) for file in sorted(out.glob("*.safetensors"))]
     assert shards == [
@@ -209,6 +212,7 @@ def test_keys_are_used_once_and_other_files_are_copied(tmp_path):
         writer.copy_file(tmp_path / "config.json")
         writer.write_text("notes.txt", "grüße")
     assert sorted(snapshot(tmp_path / "out")) == ["config.json", SINGLE, "notes.txt"]
+
     assert (tmp_path / "out" / "notes.txt").read_bytes() == "grüße".encode()
 
 
@@ -270,6 +274,7 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
     out = tmp_path / "out"
     keys = write_sparse(tmp_path / "source", 12, 5)
     done = limited.run(COPY, tmp_path / "source", out)
+
     assert done.returncode == 0, done.stderr
     growth, *refused = done.stdout.splitlines()
     assert int(growth.split()[1]) < 80 * 10**6

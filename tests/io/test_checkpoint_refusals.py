@@ -78,6 +78,7 @@ def test_a_single_file_beside_an_index_that_ignores_it(tmp_path):
         Checkpoint(out)
     index["weight_map"]["a"] = SINGLE
     (out / INDEX).write_text(json.dumps(index))
+
     assert "a" in Checkpoint(out)
     (out / INDEX).write_text('{"weight_map": []}')
     with pytest.raises(ValueError, match=r"weight_map in .* must be an object"):
@@ -151,6 +152,7 @@ def test_check_keys_collects_everything_in_one_error():
     with pytest.raises(ValueError, match=r"^The 3 tensors of some/folder do not match") as error:
         check_keys(there, expected, source="some/folder")
     lost = ", ".join(f"lost.{i}" for i in range(8))
+
     assert str(error.value).partition(": ")[2].split("; ") == [
         f"10 missing: {lost}, ...",
         "1 unexpected: extra",

@@ -36,6 +36,7 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
             clock.now += 1
     lines = clock.printed().splitlines()
     assert lines[0] == "training: 5% 10/200 [00:10<03:10,  1.00step/s, loss 2.500]"
+
     assert len(lines) == 5
     assert lines[-1] == "training: done in 03:21"
     with console.bar("training") as update:

@@ -45,6 +45,7 @@ def test_an_exception_leaves_nothing(tmp_path):
     with pytest.raises(OSError), CheckpointWriter(out) as writer:
         out.mkdir()
         (out / "other").write_text("theirs")
+
     assert (out / "other").read_text() == "theirs"
     assert siblings(out) == []
 
@@ -60,6 +61,7 @@ def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monke
     for path, match in ((out / SINGLE, "is a file"), (".", "current"), ("/proc", "mount point")):
         with pytest.raises(ValueError, match=match):
             CheckpointWriter(path, overwrite=True)
+
     assert snapshot(tmp_path) == before
     (tmp_path / "empty").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("empty")
@@ -79,6 +81,7 @@ def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path):
         for key in source:
             writer.add(key, source.get(key))
             assert snapshot(out) == before
+
     assert siblings(out) == []
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert sorted(snapshot(out)) == [*shards, INDEX]
@@ -105,6 +108,7 @@ def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, fa
 
     with pytest.raises(PermissionError):
         write(out, {"new": torch.zeros(3)}, overwrite=True)
+
     assert len(calls) == (1 if failing == 1 else 3)
     assert snapshot(out) == before
     assert siblings(out) == []
@@ -128,6 +132,7 @@ def test_full_disk(small_disk):
     tensors = {f"t{i}": torch.zeros(50_000) for i in range(10)}
     with pytest.raises(OSError, match="No space left on device") as error:
         write(out, tensors, 300_000, overwrite=True)
+
     assert error.value.errno == errno.ENOSPC
     assert re.search(r"model-0000\d.safetensors", error.value.filename)
     assert snapshot(small_disk) == before
@@ -158,6 +163,7 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch):
     at = order.index("move")
     (folder,) = {path for path in order[:at] if Path(path).name.startswith(".out.tmp-")}
     written = {f"{folder}/{name}" for name in snapshot(tmp_path / "out")}
+
     assert set(order[:at]) == {*written, folder}
     assert order[at + 1 :] == [str(tmp_path)]
     order.clear()
@@ -176,6 +182,7 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_stay(tmp_path, monk
     (tmp_path / ".out.tmp-3-4").write_text("a file, not ours")
     others = sorted([*others, ".out.tmp-3-4"])
     write(out, ten_tensors())
+
     assert siblings(out) == others
     (tmp_path / ".out.old-1-2").mkdir()
     write(out, ten_tensors(), overwrite=True)
@@ -268,6 +275,7 @@ def test_read_json(tmp_path):
     with pytest.raises(ValueError, match=r"Cannot read the JSON file .*nope.json \(No such file"):
         read_json(tmp_path / "nope.json")
     file.write_text('{"ü": [1, 2.5, null]}', encoding="utf-8")
+
     assert read_json(str(file)) == {"ü": [1, 2.5, None]}
 
 
@@ -276,6 +284,7 @@ def test_atomic_text_and_json(tmp_path, monkeypatch):
     atomic_write_json(file, {"ü": [1, None]})
     assert read_json(file) == {"ü": [1, None]}
     (tmp_path / "plain").touch()
+
     assert mode(file) == mode(tmp_path / "plain")
     with pytest.raises(ValueError):
         atomic_write_json(file, {"a": float("nan")})
@@ -291,8 +300,9 @@ def test_atomic_text_and_json(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         atomic_write_text(file, "new")
+    assert error.value.filename == str(file)
     assert file.read_bytes() == "grüße\n".encode()
     assert sorted(os.listdir(tmp_path)) == ["a.json", "link", "old", "plain"]
 
@@ -336,6 +346,7 @@ def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, before,
         WRITERS[writer](path)
     finally:
         os.umask(old)
+
     assert path.read_bytes() != b"old"
     assert mode(path) == before
     assert mode(path.parent) == of_folder
@@ -368,6 +379,7 @@ def test_one_training_at_a_time(tmp_path, ends):
         pass
     atomic_write_text(folder / "log", "other writers need not wait")
     (folder / "log").unlink()
+
     assert contents_of(folder) == []
     if ends == "killed":
         process.kill()
@@ -402,4 +414,5 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
         check_out_dir(tmp_path / "other", overwrite=True, reads=[folder / "config.json"])
     with pytest.raises(ValueError, match="device"):
         atomic_write_text(pipe, "text")
+
     assert stat.S_ISFIFO(os.stat(pipe).st_mode)

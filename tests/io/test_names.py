@@ -66,6 +66,7 @@ def test_an_error_is_a_printable_line_of_bounded_length(tmp_path, monkeypatch, r
     with pytest.raises((ValueError, OSError)) as error:
         READERS[reader](folder)
     message = str(error.value)
+
     assert message.isprintable(), message[:300]
     assert len(message) <= LONGEST
 
@@ -79,6 +80,7 @@ def test_the_command_line_prints_one_bounded_line(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main()
     printed = capsys.readouterr().err
+
     assert printed.startswith("error: \\x1b]0;title\\x07\\x1b[31mred\\u202e x")
     assert printed.endswith("...\n")
     assert printed.count("\n") == 1

@@ -151,6 +151,7 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
             encode_chat(tokenizer, row)
         return
     ids, mask = encode_chat(tokenizer, row)
+
     assert ids == tokenizer.apply_chat_template(row["messages"])["input_ids"]
     assert ids.count(tokenizer.bos_token_id) <= 1
     answers = []
@@ -202,6 +203,7 @@ def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, 
         f"{THOUGHT}a",
     )
     ids, mask = encode_chat(tokenizer, {"messages": messages, "chat_template_kwargs": options})
+
     assert [part.strip("\n") for part in learnt(tokenizer, ids, mask)] == answers
     assert ids == tokenizer.apply_chat_template(messages, **options)["input_ids"]
 
@@ -238,6 +240,7 @@ def test_the_mask_is_that_of_trls_training_templates(name, before, after):
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     masks = [bool(one) for one in theirs["assistant_masks"]]
+
     assert encode_chat(tokenizer, {"messages": messages}) == (theirs["input_ids"], masks)
     tokenizer.chat_template = stock
     ids, mask = encode_chat(tokenizer, {"messages": messages})
@@ -265,6 +268,7 @@ def test_of_a_prompt_of_messages_only_the_completion_is_trained(template, answer
     )
     tokenizer = with_template(template)
     ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
+
     assert learnt(tokenizer, ids, mask) == [answer]
     assert ids == tokenizer.apply_chat_template(turns)["input_ids"]
 
@@ -284,6 +288,7 @@ def test_tools_and_turns_without_content():
         {"role": "assistant", "content": "noon"},
     ]
     ids, mask = encode_chat(tokenizer, {"messages": turns, "tools": '[{"name": "now"}]'})
+
     assert learnt(tokenizer, ids, mask) == ["<call>now<|im_end|>", "noon<|im_end|>"]
     assert tokenizer.decode(ids).startswith("now;<|im_start|>system")
 

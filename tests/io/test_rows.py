@@ -160,6 +160,7 @@ def test_put_prompt():
     row = {"prompt": "Write f(x) = {x}.", "completion": "{x}"}
     prompt = MAGICODER.format(row["prompt"])
     assert put_prompt(row, "magicoder") == {"prompt": prompt, "completion": "{x}"}
+
     assert put_prompt(row, "plain") is row
     assert put_prompt(row, "chat")["messages"] == [
         {"role": "user", "content": "Write f(x) = {x}."},
@@ -179,6 +180,7 @@ def test_magicoders_chat_template_says_the_same(tokenizer):
     begun = tokenizer.bos_token + put["prompt"]
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
     whole = begun + put["completion"] + tokenizer.eos_token
+
     assert render(chat) == whole
     assert render(chat[:1], add_generation_prompt=True) == begun
     both = render([*chat, chat[0]], add_generation_prompt=True)
@@ -205,6 +207,7 @@ def test_hold_out_parts_the_rows():
     rest, held_out = data.hold_out(rows, 12)
     rest = rest["prompt"]
     held = set(held_out["prompt"])
+
     assert len(held_out) == 12
     assert sorted(rest) != list(rest)
     assert sorted(rest) == sorted(prompt for prompt in rows["prompt"] if prompt not in held)
@@ -219,6 +222,7 @@ def test_columns_of_later_rows_are_read(tmp_path):
     later = {"messages": CHAT, "tools": "[]"}
     write(tmp_path / "set" / "train.jsonl", [first, later], "jsonl")
     rows = data.read_rows(tmp_path / "set", answers=False)  # a folder
+
     assert rows.to_list() == [first | {"tools": None}, later]
     path = write(tmp_path / "x.parquet", [first], "parquet")
     with pytest.raises(ValueError, match="^example 1 of .*x.parquet: the roles are"):
@@ -274,6 +278,7 @@ def test_tokenize_pairs_stops_at_the_limit(tokenizer):
         32,
         limit=2,
     )
+
     assert tokenized.to_list() == data.tokenize_pairs(tokenizer, [TEXT, PAIR], 32).to_list()
     assert len(read) == 4
 
@@ -288,6 +293,7 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
         8,
         row_ids=True,
     )
+
     assert cut["row_id"] == 1
     assert cut["input_ids"] == whole["input_ids"][:8]
     assert cut["labels"] == whole["labels"][:8]
@@ -302,6 +308,7 @@ def test_pack_cuts_joined_documents_into_rows(tokenizer):
     for text in documents:
         ids += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     (whole,) = data.pack(tokenizer, documents, len(ids))
+
     assert whole["input_ids"] == ids
     assert len(rows) == len(ids) // 16
     for i, row in enumerate(rows):
@@ -316,6 +323,7 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
     expected = []
     for text in (prompt, "four", "two"):
         expected.append(tokenizer.encode(text, add_special_tokens=False)[:8])
+
     assert list(data.token_ids(tokenizer, [*rows, {"text": "two"}, {"text": ""}], 8)) == expected
     # which marks nothing
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -97,6 +97,7 @@ def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
         number,
         *upcycle,
     )
+
     assert done.returncode == 128 + number, done.stderr
     assert done.stdout == ""
     assert last_line(done) == f"{word}; no incomplete output was left"
@@ -171,6 +172,7 @@ def test_a_signal_before_a_verb_runs_ends_alike(place, rest, number, word):
         timeout=PATIENCE,
     )
     assert done.returncode == 128 + number
+
     assert done.stdout == ""
     assert done.stderr == f"{word}{rest}\n"
 
@@ -232,6 +234,7 @@ def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
         text=True,
         timeout=PATIENCE,
     )
+
     assert done.returncode == 143, done.stderr
     assert last_line(done) == (
         f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue "

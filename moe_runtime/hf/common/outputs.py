@@ -22,7 +22,7 @@ def check_gradients(parameters: list[nn.Parameter], router_logits: list[Tensor])
         )
 
 
-def share_of_batch(kwargs: dict, device) -> Tensor | float:
+def share_of_batch(kwargs: dict, device: torch.device | str | None) -> Tensor | float:
     """Return this call's share of the step's tokens; 1 unless Trainer passes num_items_in_batch.
 
     The base's loss is then a sum over num_items_in_batch; without this factor, gradient

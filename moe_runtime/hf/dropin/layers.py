@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.modules.ewa import EWAMLP
@@ -48,7 +49,7 @@ class RoutedLayer:
         """Whether the layer is transformers' own."""
         return not isinstance(self.module, Router)
 
-    def watch(self, see: Callable[[Tensor], None]):
+    def watch(self, see: Callable[[Tensor], None]) -> RemovableHandle:
         """Call `see` with the ids [T, K] of each call of the layer; return the hook's handle."""
         if self.is_stock:
             return self.module.register_forward_pre_hook(
@@ -167,7 +168,10 @@ class OpenCall:
     """
 
     def __init__(
-        self, model: nn.Module, enter: Callable[[nn.Module], bool] | None = None, leave=None
+        self,
+        model: nn.Module,
+        enter: Callable[[nn.Module], bool] | None = None,
+        leave: Callable[[nn.Module], None] | None = None,
     ):
         self.is_open = False
         self.mask = None

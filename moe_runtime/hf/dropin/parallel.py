@@ -15,6 +15,7 @@ processes.
 
 import os
 import types
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -228,7 +229,7 @@ def _shard_packed(module: nn.Module, name: str, mesh: DeviceMesh, placements: li
 
 @torch.no_grad()
 def split_spread_rows(
-    model: nn.Module, path: str, names: tuple[str, ...], ids: tuple[int, ...], dtype
+    model: nn.Module, path: str, names: tuple[str, ...], ids: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Do modules.trainable.split_rows for experts sharded by `shard_experts`: each rank holds the
     rows of its own experts.
@@ -342,7 +343,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
+def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options: Any) -> None:
     """Write `model` as one checkpoint for plain from_pretrained; every rank must call this, and
     rank 0 writes.
 

@@ -18,11 +18,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.hf.dropin.experts import NAME
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
@@ -34,6 +36,9 @@ from moe_runtime.hf.dropin.layers import (
 )
 from moe_runtime.io.files import atomic_file
 from moe_runtime.io.rows import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FIELDS = ("layer", "expert", "shared", "slots", "load")
 LOW_ENTROPY = 0.5
@@ -201,7 +206,7 @@ class RouterStats:
             writer.writerow(FIELDS)
             writer.writerows(self.rows())
 
-    def heatmap(self, ax_or_path):
+    def heatmap(self, ax_or_path: "Axes" | StrPath) -> "Axes":
         """Plot each routed expert's load over the mean, with layers as rows, on an Axes or to a
         file.
 

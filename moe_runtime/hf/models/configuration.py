@@ -12,8 +12,12 @@ config.json has the rotary keys of transformers 4 in addition to `rope_parameter
 import copy
 import os
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
 
 from moe_runtime.config import MoEConfig, shown
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.io.files import atomic_write_json, read_json
 
 # per-model names of (base, rotated share of a head)
@@ -41,7 +45,7 @@ def legacy_rope(config: dict) -> dict:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def write_legacy_rope(folder: str | os.PathLike, **fields) -> None:
+def write_legacy_rope(folder: str | os.PathLike, **fields: Any) -> None:
     """Add the rotary keys of transformers 4 to `folder`/config.json of a stock model, such as a
     merged one, and set other `fields`.
     """
@@ -127,7 +131,7 @@ def moe_fields(
     }
 
 
-def become_moe(config, classes, fields: dict) -> None:
+def become_moe(config: PreTrainedConfig, classes: Any, fields: dict) -> None:
     """Convert a base's config to that of an upcycled model, in place.
 
     `fields` come from `moe_fields`, `classes` from `modeling.model_classes` for the base.
@@ -138,7 +142,7 @@ def become_moe(config, classes, fields: dict) -> None:
     config.architectures = [classes.causal_lm.__name__]
 
 
-def become_mergeable(config, shared_rate: float, soup: bool) -> None:
+def become_mergeable(config: PreTrainedConfig, shared_rate: float, soup: bool) -> None:
     """Convert an upcycled model's config to that of the mergeable one, in place."""
     config.moe_runtime = config.moe_runtime | {
         "stage": "mergeable",
@@ -158,7 +162,7 @@ def check_mergeable(config: MoEConfig, soup: bool) -> None:
         raise ValueError(f"Gate {config.gate!r} has no shared expert. Pass soup=True")
 
 
-def stock_config(config, base: type):
+def stock_config(config: PreTrainedConfig, base: type) -> PreTrainedConfig:
     """Return the config of the base, without our fields, as a new object of class `base`."""
     new = copy.deepcopy(config)
     new.__class__ = base
@@ -175,7 +179,7 @@ def stock_config(config, base: type):
     return new
 
 
-def moe_config(hf_config) -> MoEConfig:
+def moe_config(hf_config: PreTrainedConfig) -> MoEConfig:
     """Return the layers' MoEConfig of an upcycled model's config; raises ValueError unless
     upcycling wrote its block.
     """
@@ -214,7 +218,7 @@ class ConfigMixin:
         self.make_models()
 
     @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig"):
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing, as transformers would copy this file into each checkpoint and point auto_map
         at the copy.
         """
@@ -233,7 +237,7 @@ class ConfigMixin:
         values["auto_map"] = {auto: f"{SHIM}.{stem}{kind}" for auto, kind in kinds.items()}
         return values | legacy_rope(values)
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
+    def save_pretrained(self, save_directory: StrPath, *args: Any, **kwargs: Any) -> Any:
         """Save config.json and the module that auto_map names, which imports this package."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / f"{SHIM}.py").write_text(self.shim(), encoding="utf-8")

@@ -11,11 +11,13 @@ are read tensor by tensor.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from moe_runtime.config import shown
 from moe_runtime.ops.activation import ACT
@@ -89,7 +91,7 @@ FAMILIES = {name: Family(model_type=name, **fields) for name, fields in _FIELDS.
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def check_module(model) -> None:
+def check_module(model: Any) -> None:
     """Raise ValueError unless `model` is a module, for example for the path of one."""
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -98,7 +100,7 @@ def check_module(model) -> None:
         )
 
 
-def family_of(model) -> Family:
+def family_of(model: nn.Module | PreTrainedConfig | str) -> Family:
     """Return the family of a dense model, its config or a model_type; raises ValueError with the
     reason for others.
     """
@@ -116,7 +118,7 @@ def family_of(model) -> Family:
     )
 
 
-def activation_name(act) -> str:
+def activation_name(act: str | Callable[[Tensor], Tensor]) -> str:
     """Return our name of an activation, given as transformers' name or as a callable.
 
     Activations are compared as functions, in float64 on [-12, 12] to 1e-5: gelu_new, gelu_fast and
@@ -139,7 +141,7 @@ def activation_name(act) -> str:
     raise ValueError(f"hidden_act must be equivalent to one of {', '.join(ACT)}, but got {name!r}")
 
 
-def moe_shape(family: Family, source) -> dict:
+def moe_shape(family: Family, source: nn.Module | PreTrainedConfig) -> dict:
     """Return MoEConfig's hidden_size, intermediate_size, hidden_act, gated and bias, from a dense
     config or an MLP.
 

@@ -16,12 +16,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     get_model_conversion_mapping,
@@ -127,7 +127,7 @@ _OF_THESE = (
 )
 
 
-def read_config(folder: StrPath):
+def read_config(folder: StrPath) -> PreTrainedConfig:
     """Return the transformers config of a model folder; raises ValueError for anything else."""
     if not Path(folder, "config.json").is_file():
         raise ValueError(
@@ -136,14 +136,16 @@ def read_config(folder: StrPath):
     return load(AutoConfig, folder)
 
 
-def config_for_folder(config, **settings) -> MoEConfig:
+def config_for_folder(config: PreTrainedConfig, **settings: Any) -> MoEConfig:
     """Return the MoEConfig for a dense model's config; `settings` are the other fields of
     MoEConfig.
     """
     return MoEConfig(**moe_shape(family_of(config), config), **settings)
 
 
-def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None):
+def upcycled_config(
+    config: PreTrainedConfig, moe: MoEConfig, layers: Sequence[int] | None = None
+) -> PreTrainedConfig:
     """Return the config of the upcycled model, as after `swap.dense_to_moe`."""
     classes = model_classes(family_of(config).model_type)
     new = copy.deepcopy(config)
@@ -156,7 +158,7 @@ def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None)
     return new
 
 
-def mergeable_config(config, shared_rate: float, soup: bool):
+def mergeable_config(config: PreTrainedConfig, shared_rate: float, soup: bool) -> PreTrainedConfig:
     """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises the same
     ValueErrors.
     """
@@ -167,12 +169,12 @@ def mergeable_config(config, shared_rate: float, soup: bool):
     return new
 
 
-def dense_config(config):
+def dense_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the stock config of an upcycled model's base, without our fields."""
     return stock_config(config, model_classes(config.moe_runtime["base_model_type"]).base_config)
 
 
-def write_config(writer: CheckpointWriter, config) -> None:
+def write_config(writer: CheckpointWriter, config: PreTrainedConfig) -> None:
     """Write config.json with both formats of the rotary keys and, for an upcycled model, the file
     named by its auto_map.
     """
@@ -203,7 +205,7 @@ def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
     return names
 
 
-def check_tensors(config, checkpoint: Checkpoint) -> None:
+def check_tensors(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
     """Raise ValueError unless a folder's tensors match the model of its config by name and shape.
 
     Tied weights may be missing, and tensors that transformers ignores (old rotary buffers) may be
@@ -234,7 +236,7 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     check_keys(saved, expected, source=checkpoint.path)
 
 
-def stock_mlp_error(config, weights: dict[str, Tensor], layer: int = 0) -> float:
+def stock_mlp_error(config: PreTrainedConfig, weights: dict[str, Tensor], layer: int = 0) -> float:
     """Return the relative difference between transformers' MLP with `weights` (see `read_mlp`) and
     our formula, in float64.
     """
@@ -246,7 +248,7 @@ def stock_mlp_error(config, weights: dict[str, Tensor], layer: int = 0) -> float
     return mlp_error(mlp, family)
 
 
-def probe_logits(source) -> Tensor:
+def probe_logits(source: nn.Module | StrPath) -> Tensor:
     """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its
     folder.
     """
@@ -265,7 +267,7 @@ def probe_logits(source) -> Tensor:
     return logits
 
 
-def skeleton(config) -> nn.Module:
+def skeleton(config: PreTrainedConfig) -> nn.Module:
     """Return the model of a config on the meta device, of the config's class."""
     model = _build(config, getattr(transformers, (config.architectures or [""])[0], None))
     # cache what transformers looks up for every tensor of a model that was not loaded
@@ -374,7 +376,9 @@ def rewrite(
     return job, names
 
 
-def open_upcycled(source: StrPath, stage: str | None = None):
+def open_upcycled(
+    source: StrPath, stage: str | None = None
+) -> tuple[PreTrainedConfig, MoEConfig, dict[str, int]]:
     """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at
     `stage` if given.
     """
@@ -394,7 +398,11 @@ def open_upcycled(source: StrPath, stage: str | None = None):
 
 
 def mixture_of(
-    checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    moe: MoEConfig,
+    path: str,
+    shared_rate: float = 0.75,
 ) -> Tensor:
     """Return alpha [E] of a layer for its stage: INIT's at `shared_rate`, the learned one, or EWA's
     mean.

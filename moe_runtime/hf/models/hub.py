@@ -126,7 +126,7 @@ def check_repository(repo: str) -> None:
         raise ValueError(f"Cannot push to {shown(repo)}. {one_line(error)}") from error
 
 
-def push(folder: StrPath, repo: str, **facts) -> str:
+def push(folder: StrPath, repo: str, **facts: Any) -> str:
     """Upload `folder` to the model repository `repo`, made if missing, and return its address.
 
     A training's checkpoints and pickles are left out (NOT_PUSHED). A folder without a README.md, or

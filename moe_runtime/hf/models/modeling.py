@@ -22,13 +22,13 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -73,7 +73,13 @@ def sum_balance_losses(records: list[RouterOutput]) -> Tensor | None:
     return sum(loss.to(losses[0].device) for loss in losses)
 
 
-def aux_loss(config, records, logits, attention_mask, device) -> Tensor:
+def aux_loss(
+    config: PreTrainedConfig,
+    records: Sequence[Any],
+    logits: Sequence[Tensor],
+    attention_mask: Tensor | None,
+    device: torch.device,
+) -> Tensor:
     """Return the auxiliary part of the loss, [] float32: balance and pooled losses with their
     coefficients.
     """

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import configuration
@@ -160,7 +161,7 @@ def become_stock(model: nn.Module) -> None:
     adopt(model, classes.base_causal_lm, classes.base_inner)
 
 
-def set_config(model: nn.Module, config) -> None:
+def set_config(model: nn.Module, config: PreTrainedConfig) -> None:
     """Give a model, and its submodules that hold the same object, the new config object `config`.
 
     transformers keeps the object that it is given (`LlamaForCausalLM(config)`), so that other

@@ -8,7 +8,7 @@ created here before the first step, sharded like the weights; the step is that o
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 from transformers.training_args import OptimizerNames
@@ -213,7 +215,7 @@ def check_training(
     steps: int | None,
     warmup_steps: int | None,
     ep_size: int = 1,
-    **_,
+    **_: Any,
 ) -> None:
     """Raise ValueError for settings of `train` that cannot work here, as far as is known without
     the data.
@@ -261,8 +263,8 @@ def quiet() -> None:
 
 @torch.no_grad()
 def each_row(
-    model,
-    rows,
+    model: nn.Module,
+    rows: Sequence[Mapping[str, Any]],
     take: Callable,
     *,
     collator: Callable,
@@ -310,7 +312,11 @@ def each_row(
 
 
 def row_losses(
-    model, rows, tokenizer, batch_size: int = 32, bf16: bool = False
+    model: nn.Module,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int = 32,
+    bf16: bool = False,
 ) -> tuple[list, list, list]:
     """Return each row's mean loss per label token, without auxiliary losses, its label tokens, and
     whether all are right.
@@ -377,7 +383,14 @@ class SplitAdafactor(TrainerCallback):
     otherwise.
     """
 
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Initialize the state before each step for the weights that have none."""
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer  # accelerate's wrapper
@@ -386,7 +399,7 @@ class SplitAdafactor(TrainerCallback):
 
 
 @torch.no_grad()
-def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
+def fill_state(optimizer: Adafactor, args: Any = None, kwargs: Any = None) -> None:
     """Set the averages of every sharded matrix with a gradient and no state to zeros, Adafactor's
     initial values.
     """
@@ -409,7 +422,9 @@ def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
 
 
 @torch.no_grad()
-def complete(model, tokenizer, prompt: str, max_new_tokens: int = 48) -> str:
+def complete(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int = 48
+) -> str:
     """Return the model's greedy continuation of `prompt`, without special tokens."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     room = model.config.max_position_embeddings - ids.shape[1]

@@ -7,10 +7,19 @@ import gc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from moe_runtime.config import check_positive
 from moe_runtime.hf.common.loading import load
@@ -21,8 +30,11 @@ from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.io import files
 
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
-def state():
+
+def state() -> "PartialState":
     """Return accelerate's PartialState of this process: its rank, the number of processes, its
     device.
     """
@@ -32,7 +44,7 @@ def state():
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=2))
 
 
-def agree(value=None):
+def agree(value: Any = None) -> Any:
     """Return rank 0's `value` in every process."""
     from accelerate.utils import broadcast_object_list
 
@@ -138,7 +150,7 @@ def check_ep_size(ep_size: int, source: StrPath | None = None) -> None:
         raise ValueError(f"ep_size {reason}")
 
 
-def expert_mesh(ep_size: int):
+def expert_mesh(ep_size: int) -> DeviceMesh:
     """Return a device mesh of this run's processes for `shard_experts`, with `ep_size` processes
     per copy of the experts.
     """
@@ -156,7 +168,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def load_tokenizer(source: StrPath, name: str = "base_model"):
+def load_tokenizer(source: StrPath, name: str = "base_model") -> PreTrainedTokenizerBase:
     """Load a tokenizer that pads on the right, with EOS if it has no padding token, as in the
     official XFT code.
     """
@@ -172,7 +184,7 @@ def load_model(
     dtype: str,
     device: torch.device | str | None = None,
     name: str = "base_model",
-):
+) -> PreTrainedModel:
     """Load a causal LM in `dtype` ("auto": as saved), to `device` if given; raises ValueError if
     transformers cannot.
     """
@@ -181,7 +193,7 @@ def load_model(
     return model if device is None else model.to(device)
 
 
-def load_config(source: StrPath, name: str = "base_model"):
+def load_config(source: StrPath, name: str = "base_model") -> PreTrainedConfig:
     """Load a model's config; raises a ValueError with the `name` of the source if transformers
     cannot.
     """
@@ -196,7 +208,11 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def save_whole(
-    model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict: dict | None = None
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: str,
+    state_dict: dict | None = None,
 ) -> None:
     """Write a model in `dtype`, with its tokenizer and both formats of the rotary keys, to an
     existing folder.

@@ -6,14 +6,15 @@ import csv
 import json
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -153,18 +154,29 @@ class Recorder(TrainerCallback):
     paused = 0.0
     before = 0.0
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.start = time.perf_counter()
         self.paused = 0.0
         if self.best is not None:
             self.best.begin(is_resumed=state.global_step > 0)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if logs and "loss" in logs:
             self.loss = logs["loss"]
             self.history.train.append((state.global_step, self.loss))
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.on_step is not None:
             self.on_step(state.global_step, state.max_steps, self.loss)
         step = state.global_step
@@ -184,12 +196,16 @@ class Recorder(TrainerCallback):
         if is_done:
             control.should_save = False  # a run resumed from there would train one step too many
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.history.seconds = self._seconds()
         if self.best is not None:
             self.last = self.best.put_back() or self.last
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         # written last: a checkpoint without this file is incomplete and is not resumed from
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
@@ -243,7 +259,14 @@ class RouterStatsCallback(TrainerCallback):
         self._file: Path | None = None
         self._warned = False
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Hook the routers and open the file; a resumed run keeps the lines up to its
         checkpoint.
         """
@@ -263,7 +286,14 @@ class RouterStatsCallback(TrainerCallback):
         with atomic_file(self._file) as beside:
             self._write(lines, beside, "w")
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Read the counts since the last training log."""
         if self._counter is None or logs is None or "loss" not in logs:
             return
@@ -284,7 +314,9 @@ class RouterStatsCallback(TrainerCallback):
                 self._warned = True
                 logger.warning(f"step {state.global_step}: {warning}")
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Remove the hooks."""
         if self._counter is not None:
             self._counter.close()
@@ -308,7 +340,14 @@ class MixingCallback(TrainerCallback):
     def __init__(self, per_layer: bool = False):
         self.per_layer = per_layer
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Find the layers and store their initial coefficients."""
         layers = {}
         for name, module in model.named_modules():
@@ -331,7 +370,14 @@ class MixingCallback(TrainerCallback):
             alphas.append(mixing(logits, None if layer.soup else layer.shared_rate))
         return torch.stack(alphas)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Add the coefficients to a training log."""
         if logs is None or "loss" not in logs or (alphas := self._alphas()) is None:
             return

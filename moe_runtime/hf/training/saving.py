@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -132,7 +139,7 @@ class WholeSaves:
         checkpoint.load({kind: state}, checkpoint_id=Path(folder, SPREAD[kind]))
         put(state)
 
-    def save_model(self, output_dir=None, _internal_call=False):
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as transformers does, with sharded experts gathered; in a checkpoint every rank
         writes its own.
         """
@@ -231,7 +238,9 @@ class WholeSaves:
         with _naming_state(checkpoint, "rng_state.pth"):
             super()._load_rng_state(checkpoint)
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+    def train(
+        self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as transformers does; True resumes from the newest complete checkpoint (ValueError
         if there is none).
 
@@ -313,17 +322,23 @@ class StopCallback(TrainerCallback):
         if code and self.agreed is None:
             self.agreed = signals.of(code)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.agree()
         if self._stops(state):
             control.should_save = control.should_training_stop = True
             # a stop should not wait for it, and with "best" it would affect saving
             control.should_evaluate = False
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.saved = state.global_step
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Undo requests for the end of an epoch, which transformers also makes when stopped within
         one.
         """
@@ -336,7 +351,7 @@ class StopCallback(TrainerCallback):
 
 
 @contextmanager
-def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
+def stopping_with_a_checkpoint(trainer: Trainer) -> Iterator[None]:
     """Run training in the block; raise an interruption at its end, or once the next run begins if
     training had finished.
     """
@@ -355,7 +370,7 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
         raise request
 
 
-def hold_workers(loader):
+def hold_workers(loader: Any) -> Any:
     """Make a data loader's workers ignore signals to the whole group, so that the step can finish;
     return the loader.
     """

@@ -4,7 +4,7 @@ Any mistake raises a one-line ValueError with the key, the expected value and th
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -60,14 +60,14 @@ class Node(BaseModel):
         return self.model_dump()
 
     @classmethod
-    def from_dict(cls, values: Mapping):
+    def from_dict(cls, values: Mapping) -> Self:
         """Build it from a mapping; raises a one-line ValueError that names the first wrong key."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise ValueError(_sentence(error)) from None
 
-    def change(self, **changes):
+    def change(self, **changes: Any) -> Self:
         """Return a recipe with other values; keys are dotted, with __ for the dot:
         change(data__limit=8, seed=1).
         """

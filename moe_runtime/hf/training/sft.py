@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -96,7 +97,7 @@ class TrainArguments:
     )
 
 
-def parse(trl, argv: Sequence[str] | None) -> tuple:
+def parse(trl: Any, argv: Sequence[str] | None) -> tuple:
     """Parse flags and config file with TRL's parser; bf16 stays TRL's default only if the device
     supports it.
 

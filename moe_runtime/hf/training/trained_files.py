@@ -317,7 +317,7 @@ def save_trained(
     is_main_process: bool = True,
     state_dict: Mapping[str, Tensor] | None = None,
     push_to_hub: bool = False,
-    **_,
+    **_: Any,
 ) -> None:
     """Write the trained tensors of `model` into a folder, each file atomically: the
     `save_pretrained` of a marked model.

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
@@ -321,7 +321,13 @@ class MoETrainer(_MoETrainer, Trainer):
     `balance_loss` separately.
     """
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
         """Return the model's loss, which includes the balance losses."""
         loss, out = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch

@@ -231,7 +231,7 @@ def random_experts(
     return replace(selection, experts=drawn, score="random", variant=None)
 
 
-def check_is_selection(selection) -> None:
+def check_is_selection(selection: Any) -> None:
     """Raise ValueError for anything but an ExpertSelection, such as the path of one."""
     if not isinstance(selection, ExpertSelection):
         raise ValueError(

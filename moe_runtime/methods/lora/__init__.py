@@ -22,6 +22,7 @@ mlp.experts.base (form "block").
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ ALPHA = 16.0
 
 
 def lora_config(
-    model: nn.Module, num_experts: int = 8, top_k: int | None = 2, **settings
+    model: nn.Module, num_experts: int = 8, top_k: int | None = 2, **settings: Any
 ) -> MoEConfig:
     """Return the routers' MoEConfig for a dense model; `settings` are MoEConfig's other fields.
 
@@ -81,7 +82,7 @@ def to_lora_moe(
     dtype: torch.dtype | None = None,
     method: str = "lora_moe",
     seed: int = 42,
-    **settings,
+    **settings: Any,
 ) -> nn.Module:
     """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers
     train, the rest is frozen.

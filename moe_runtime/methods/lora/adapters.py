@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -277,7 +277,7 @@ class AdapterExperts:
     backbone: tuple[str, ...]  # paths of linear layers that get the mean change
 
     @torch.no_grad()
-    def fill(self, layer: int, pairs) -> None:
+    def fill(self, layer: int, pairs: Any) -> None:
         """Copy a layer's pairs into `pairs`, LoRAExperts or LinearExperts: lora_a [E, r, in],
         lora_b [E, r, out].
         """

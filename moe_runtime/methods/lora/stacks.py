@@ -379,7 +379,7 @@ class Changes:
             tensor[e] = new(tensor[e], row)
         return tensor
 
-    def write(self, out: str | Path, **options) -> MergeReceipt:
+    def write(self, out: str | Path, **options: Any) -> MergeReceipt:
         """Write the folder with the changes; `options` are those of `folders.rewrite`."""
         job, names = folders.rewrite(self.checkpoint, out, self._tensor, **options)
         return MergeReceipt(Path(out), job.tensors, job.bytes, names, self.experts, len(self))

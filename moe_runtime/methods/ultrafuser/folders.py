@@ -18,11 +18,11 @@ tokenizers/<name>       the tokenizer of a specialist that is not copied
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import AfterValidator, BaseModel, ValidationError
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe_runtime.config import check_choice, shown
@@ -231,7 +231,7 @@ def read(folder: str | os.PathLike, moved: Mapping[str, str | os.PathLike] = {})
     return saved
 
 
-def saved_tokenizer(part: Part):
+def saved_tokenizer(part: Part) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that a specialist was saved with; raises ValueError if its folder's
     tokenizer has changed.
     """
@@ -319,7 +319,7 @@ def answer(
     system: str | None = None,
     seed: int = 0,
     batch_size: int | None = None,
-    **settings,
+    **settings: Any,
 ) -> list[str]:
     """Return the answers of a folder's fused model to prompts, texts or chats; `settings` are
     generate()'s.

@@ -8,8 +8,10 @@ together, row by row (beams, several sequences).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.generation import GenerationMode
 
@@ -60,8 +62,8 @@ class FuserGeneration(GenerationMixin):
         prompt_mask: Sequence[torch.Tensor] | None = None,
         response_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs,
-    ):
+        **kwargs: Any,
+    ) -> Any:
         """Continue the answers to prompts, S of [B, P_s]; returns the answers' ids [B, n], or what
         transformers returns.
 
@@ -125,7 +127,7 @@ class FuserGeneration(GenerationMixin):
         if settings.pad_token_id is None and ends:
             settings.pad_token_id = ends[0]
 
-    def complete(self, prompts: Sequence, *, system: str | None = None, **kwargs) -> list[str]:
+    def complete(self, prompts: Sequence, *, system: str | None = None, **kwargs: Any) -> list[str]:
         """Return the answers to prompts, texts or chats, as text without special tokens; `kwargs`
         are generate's.
         """
@@ -136,14 +138,14 @@ class FuserGeneration(GenerationMixin):
 
     def prepare_inputs_for_generation(
         self,
-        input_ids,
-        next_sequence_length=None,
-        past_key_values=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        prompt_ids=None,
-        prompt_mask=None,
-        **kwargs,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        prompt_ids: Sequence[Tensor] | None = None,
+        prompt_mask: Sequence[Tensor] | None = None,
+        **kwargs: Any,
     ) -> dict:
         """Return forward's inputs for the next token: the whole answers, of which all but the last
         token are cached.

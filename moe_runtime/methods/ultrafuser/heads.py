@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache
 
 from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss
@@ -54,7 +54,7 @@ def run(
     mask: torch.Tensor,
     answer: torch.Tensor,
     cache: Cache | None = None,
-):
+) -> tuple[Tensor, Cache | None]:
     """Return the last hidden states of prompts `ids` [B, P], `mask`, padded on the left, followed
     by `answer` [B, R].
 
@@ -132,7 +132,7 @@ class Head(NamedTuple):
         return logits
 
 
-def head_of(model, name: str) -> Head:
+def head_of(model: nn.Module, name: str) -> Head:
     """Return the head of a causal LM, checked on a few tokens if it has weights; raises ValueError
     for unsupported models.
     """

@@ -7,9 +7,11 @@ with it, so its positions are the same for all.
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 # Table 7; the tokenizer puts a BOS before a text template, which is the <s> of CodeLlama's
 TEMPLATES = {
@@ -33,7 +35,7 @@ TEXT = (
 CHAT = "chat"  # the specialist's own chat template
 
 
-def check_template(template: str, tokenizer=None) -> str:
+def check_template(template: str, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Return a template, resolving names of `TEMPLATES`; raises ValueError if it has no place for a
     prompt.
     """
@@ -214,7 +216,7 @@ def _text_ids(tokenizer, template: str, messages: list[Mapping[str, str]]) -> li
     return [*bos, *ids] if puts_bos and ids[:1] != bos else ids
 
 
-def check_prompts(ids, mask, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def check_prompts(ids: Any, mask: Any, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return prompts and masks of `count` specialists, S of [B, P_s], padded on the left."""
     ids = list(ids or ())
     mask = list(mask or ())

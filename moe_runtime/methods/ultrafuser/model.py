@@ -13,17 +13,18 @@ no_grad and in eval mode (`freeze_specialists`), stage 2 everything (`train_all`
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.methods.ultrafuser.generation import FuserGeneration
 from moe_runtime.methods.ultrafuser.heads import (
     device_of,
@@ -102,7 +103,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         specialists: Sequence[PreTrainedModel | str | os.PathLike],
         templates: str | Sequence[str] | None = None,
         *,
-        tokenizer=None,
+        tokenizer: Any = None,
         gate: str = "mlp",
         joint: bool = False,
         names: Sequence[str] | None = None,
@@ -227,7 +228,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         backend: str | None = None,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
     ) -> UltraFuserOutput:
@@ -323,7 +324,13 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
             raise ValueError("The fuser has no tokenizer. Pass tokenizer, or folders that have one")
         return self.encoder.batch(prompts, responses, system=system, end=end)
 
-    def save_pretrained(self, save_directory, *, state_dict=None, **kwargs) -> None:
+    def save_pretrained(
+        self,
+        save_directory: StrPath,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Write a checkpoint for Trainer to resume from: the gate, and the specialists that have
         changed.
 

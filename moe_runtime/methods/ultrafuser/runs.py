@@ -16,7 +16,7 @@ A finished stage is not run again, and one that was interrupted resumes from its
 """
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -127,7 +127,11 @@ class TrainReceipt(NamedTuple):
 
 
 def train_folder(
-    config: FuserConfig | str | Path, out: str | Path, *, seed: int | None = None, say=print
+    config: FuserConfig | str | Path,
+    out: str | Path,
+    *,
+    seed: int | None = None,
+    say: Callable[[str], None] = print,
 ) -> TrainReceipt:
     """Fuse the specialists of `config`, or of its YAML file, in two stages; write OUT/model.
 

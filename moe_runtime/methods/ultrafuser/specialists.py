@@ -6,15 +6,25 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from moe_runtime.hf.common.loading import load
+from moe_runtime.hf.common.sources import StrPath
 from moe_runtime.io.files import is_plain_name
 from moe_runtime.methods.ultrafuser.inputs import CHAT, Encoder, check_template, check_tokenizers
+
+if TYPE_CHECKING:
+    from moe_runtime.methods.ultrafuser.model import UltraFuser
 
 CHUNK = 1 << 23  # bytes read at a time, about the size of a cache
 
@@ -48,7 +58,9 @@ def paths_of(specialists: Sequence) -> list[str | None]:
     return paths
 
 
-def open_model(source, dtype="auto") -> PreTrainedModel:
+def open_model(
+    source: StrPath | PreTrainedModel, dtype: torch.dtype | str = "auto"
+) -> PreTrainedModel:
     """Load a specialist from its folder; a loaded one is returned as it is."""
     if isinstance(source, nn.Module):
         return source
@@ -94,7 +106,7 @@ def fingerprint(model: nn.Module) -> str | None:
     return digest.hexdigest()
 
 
-def has_changed(fuser, s: int) -> bool:
+def has_changed(fuser: "UltraFuser", s: int) -> bool:
     """Whether specialist `s` has other weights than when the fuser was made.
 
     For a sharded or offloaded specialist, whether it has since run with gradients: comparing
@@ -108,7 +120,7 @@ def has_changed(fuser, s: int) -> bool:
     return s in fuser.touched
 
 
-def unchanged_keys(fuser) -> set[str]:
+def unchanged_keys(fuser: "UltraFuser") -> set[str]:
     """Return the keys of specialists that have not changed and do not train, which a checkpoint can
     omit.
 
@@ -122,7 +134,7 @@ def unchanged_keys(fuser) -> set[str]:
     return keys
 
 
-def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
+def unsaved_reason(fuser: "UltraFuser", s: int, folder: Path) -> str | None:
     """Return why specialist `s` could not be reloaded from its own path once `folder` has been
     written, or None.
     """
@@ -142,7 +154,7 @@ def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
     return None
 
 
-def one_each(name: str, value, count: int) -> list:
+def one_each(name: str, value: Any, count: int) -> list:
     """Return `value` as a list of `count` items; raises ValueError for a list of another length."""
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
@@ -153,7 +165,7 @@ def one_each(name: str, value, count: int) -> list:
     return values
 
 
-def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
+def names_of(specialists: Sequence[Any], names: Sequence[str] | None) -> tuple[str, ...]:
     """Return the specialists' names: the given ones, else the last parts of their folders if these
     differ.
     """
@@ -169,7 +181,12 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(f"specialist-{s}" for s in range(count))
 
 
-def encoder_of(tokenizers, templates, names, vocab_size) -> Encoder | None:
+def encoder_of(
+    tokenizers: Sequence[PreTrainedTokenizerBase | None],
+    templates: Sequence[str | None],
+    names: Sequence[str],
+    vocab_size: int,
+) -> Encoder | None:
     """Return the encoder, with checked templates; None if a tokenizer is missing."""
     if any(tokenizer is None for tokenizer in tokenizers):
         return None

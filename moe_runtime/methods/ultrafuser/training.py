@@ -18,8 +18,10 @@ makes batches of them. The loss of a step is, over all its processes and micro-b
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import Sampler
 
 from moe_runtime.config import shown
@@ -31,6 +33,9 @@ from moe_runtime.io.prompts import chat_of
 from moe_runtime.io.rows import one_form, require
 from moe_runtime.methods.ultrafuser.heads import head_of
 from moe_runtime.methods.ultrafuser.inputs import Encoder
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class BalancedSampler(Sampler[int]):
@@ -82,7 +87,7 @@ def encode_rows(
     *,
     without: Iterable[Sequence[Sequence[int]]] = (),
     where: Callable[[int, Mapping], str] = lambda place, row: f"example {place + 1}",
-):
+) -> "Dataset":
     """Encode the first `limit` rows of prompt and completion, or messages, for every specialist;
     return a datasets.Dataset.
 
@@ -158,7 +163,7 @@ def hidden_size(source: str, name: str) -> int:
     return head_of(skeleton(load_config(source, name)), name).linear.in_features
 
 
-def single_rows(rows, specialist: int):
+def single_rows(rows: "Dataset", specialist: int) -> "Dataset":
     """Return the examples for a single specialist: input_ids, and labels on the response."""
     columns: dict[str, list] = {"input_ids": [], "labels": []}
     for prompts, response in zip(rows["prompt_ids"], rows["response_ids"], strict=True):
@@ -186,7 +191,7 @@ def sampler_for(
 class SampledTrainer(MoETrainer):
     """A MoETrainer with a given sampler; None for transformers' default."""
 
-    def __init__(self, *args, sampler: Sampler[int] | None = None, **kwargs):
+    def __init__(self, *args: Any, sampler: Sampler[int] | None = None, **kwargs: Any):
         self.sampler = sampler
         super().__init__(*args, **kwargs)
 
@@ -201,7 +206,7 @@ class FuserTrainer(SampledTrainer):
     whole steps.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # each micro-batch's sum is divided by the count of the whole step; labels are not shifted
         self.model_accepts_loss_kwargs = True
@@ -227,7 +232,12 @@ def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[s
 
 
 def fuser_losses(
-    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+    model: nn.Module,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    collator: Callable,
+    batch_size: int = 32,
+    bf16: bool = False,
 ) -> tuple:
     """Like `fit.row_losses`, for the response tokens of each row."""
 
@@ -241,7 +251,12 @@ def fuser_losses(
 
 
 def gate_weights(
-    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+    model: nn.Module,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    collator: Callable,
+    batch_size: int = 32,
+    bf16: bool = False,
 ) -> list[list[list[float]]]:
     """Return the gate's weights [R, S] for the response tokens of each row; every process must call
     this.

@@ -17,10 +17,18 @@ import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from moe_runtime.config import check_number, check_positive
 from moe_runtime.hf.common.sources import local_folder
@@ -78,7 +86,14 @@ class ExpertCheckpoints(TrainerCallback):
         self._epoch = 0.0
         self._base_hash = None
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Check model and folder, and record the step that training resumes from."""
         _check_model(model)
         self._epoch = state.epoch or 0.0
@@ -96,7 +111,15 @@ class ExpertCheckpoints(TrainerCallback):
                 if not state.global_step or not _is_due(self.folder / name):
                     shutil.rmtree(self.folder / name)
 
-    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Save after each interval and at the end of training."""
         before = self._epoch
         self._epoch = state.epoch or 0.0
@@ -110,14 +133,30 @@ class ExpertCheckpoints(TrainerCallback):
         if due or control.should_training_stop:
             self._save(state, model, processing_class, due)
 
-    def on_epoch_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Save if a callback has stopped training, before the Trainer loads its best weights."""
         if control.should_training_stop:
             self._save(state, model, processing_class)
 
     on_evaluate = on_epoch_end
 
-    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Save the last step of a run that was stopped in another way."""
         if state.global_step and not args.load_best_model_at_end:
             self._save(state, model, processing_class)
@@ -158,7 +197,7 @@ def save_expert(
     model: nn.Module,
     target: Path,
     *,
-    tokenizer=None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 10**9,
     is_main: bool = True,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.common.sources import local_folder
@@ -43,7 +44,7 @@ class Expert:
         self._specs = self._tensors.specs()
 
     @functools.cached_property
-    def config(self):
+    def config(self) -> PreTrainedConfig:
         """The dense model's transformers config; raises ValueError for a lora whose base is unknown
         or missing.
         """

@@ -12,7 +12,7 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_runtime.config import check_choice, check_positive, shown
 from moe_runtime.hf.common.sources import local_folder
@@ -61,7 +61,7 @@ def route_folders(
     vector_learning_rate: float | None = None,
     seed: int = 0,
     overwrite: bool = False,
-    **training,
+    **training: Any,
 ) -> RoutersReceipt:
     """Assign examples to experts by perplexity, tune each expert and its vectors on them, and write
     OUT/expert-<i>.
@@ -132,7 +132,11 @@ def route_folders(
 
 
 def assemble_folders(
-    experts: Sequence[str | Path], out: str | Path, *, routers: str | Path | None = None, **settings
+    experts: Sequence[str | Path],
+    out: str | Path,
+    *,
+    routers: str | Path | None = None,
+    **settings: Any,
 ) -> assembly.FolderReceipt:
     """Assemble expert folders, or the experts and vectors of `route_folders` in `routers`, into an
     MoE model in `out`.
@@ -172,7 +176,7 @@ def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: s
     return tokenizer, expert.kind
 
 
-def export_mixtral(folder: str | Path, out: str | Path, **options) -> FolderReceipt:
+def export_mixtral(folder: str | Path, out: str | Path, **options: Any) -> FolderReceipt:
     """Write the upcycled model `folder` as a stock Mixtral to the folder `out`; `options` are
     `export_stock`'s.
     """

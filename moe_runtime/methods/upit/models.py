@@ -4,11 +4,13 @@ An expert here is an `Expert` of `methods.upit.experts.open_expert`: kind "ffn" 
 base.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.hf.training.fit import pair_collator
@@ -63,7 +65,7 @@ def base_of(experts: Sequence) -> str | Path:
     return first.base
 
 
-def check_labels(rows, every_token: bool = False) -> None:
+def check_labels(rows: Sequence[Mapping[str, Any]], every_token: bool = False) -> None:
     """Raise ValueError without rows, or for rows without a loss: of one token, or, unless
     `every_token`, without labels.
     """
@@ -84,14 +86,18 @@ def check_labels(rows, every_token: bool = False) -> None:
         )
 
 
-def dtype_of(expert) -> str:
+def dtype_of(expert: Any) -> str:
     """Return the name of the dtype of an expert's MLP tensors."""
     key = next(filter(expert.is_ffn, expert.keys()))
     return str(expert.spec(key).dtype).removeprefix("torch.")
 
 
 def losses(
-    model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool = False
+    model: nn.Module,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    every_token: bool = False,
 ) -> list[float]:
     """Return each tokenized row's mean loss per label token (or per token); every process must call
     this, each runs a part.
@@ -120,7 +126,12 @@ def row_means(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
 
 
 def each_row(
-    model: nn.Module, rows, tokenizer, batch_size: int, take: Callable, bf16: bool = False
+    model: nn.Module,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    take: Callable,
+    bf16: bool = False,
 ) -> list:
     """Run `fit.each_row` on the model's device: return the results of `take(model, batch)`, one for
     each tokenized row.
@@ -142,7 +153,12 @@ def each_row(
 
 
 def save_tuned(
-    model: nn.Module, adapted, tokenizer, weights: dict | None, dtype: str | None, folder: Path
+    model: nn.Module,
+    adapted: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: dict | None,
+    dtype: str | None,
+    folder: Path,
 ) -> None:
     """Write a tuned expert to an existing folder: the adapter of `adapted`, or if that is None the
     whole `model` in `dtype`.

@@ -12,11 +12,13 @@ MLPs of the layers below through h. The paper leaves open which h is used, and w
 over.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.hf.common.outputs import share_of_batch
 from moe_runtime.hf.dropin.layers import OpenCall
@@ -84,7 +86,13 @@ class RoutingVectors:
         """
         return torch.stack([ranks.whole(getattr(mlp, NAME)) for mlp in self.mlps]).clone()
 
-    def measure(self, rows, tokenizer, batch_size: int, bf16: bool = False) -> "Measured":
+    def measure(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        bf16: bool = False,
+    ) -> "Measured":
         """Return L_lm and the mean sigmoid(h . r) on tokenized `rows`; every process must call
         this.
         """
@@ -141,11 +149,11 @@ class VectorTrainer(MoETrainer):
     that of the rest.
     """
 
-    def __init__(self, *args, vector_rate: float | None, **kwargs):
+    def __init__(self, *args: Any, vector_rate: float | None, **kwargs: Any):
         self.vector_rate = vector_rate
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create transformers' optimizer, with the vectors of each parameter group in a group of
         their own.
         """

@@ -16,9 +16,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.dropin.layers import sizes
@@ -61,7 +63,7 @@ class UpcycleReceipt:
         )
 
 
-def config_for(model: nn.Module, **settings) -> MoEConfig:
+def config_for(model: nn.Module, **settings: Any) -> MoEConfig:
     """Return the MoEConfig for a dense transformers model; `settings` are MoEConfig's other
     fields.
     """
@@ -75,7 +77,7 @@ def upcycle(
     *,
     layers: Sequence[int] | None = None,
     seed: int = 42,
-    **settings,
+    **settings: Any,
 ) -> UpcycleReceipt:
     """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what
     changed.
@@ -96,7 +98,7 @@ def upcycle(
 
 
 def upcycle_to(
-    stage: str, model: nn.Module, family: families.Family, config: MoEConfig, **options
+    stage: str, model: nn.Module, family: families.Family, config: MoEConfig, **options: Any
 ) -> UpcycleReceipt:
     """Call `swap.dense_to_moe` with `options` on a dense model of `family` and measure what
     changed.
@@ -200,7 +202,7 @@ def merge(
     )
 
 
-def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
+def check_rate(shared_rate: float | None, alpha: Tensor, stage: str) -> float:
     """Return the shared rate of an INIT merge (default: 0.75); raises ValueError if it would have
     no effect.
     """
@@ -218,7 +220,10 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
 
 
 def save_dense(
-    model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Save a dense model and optionally its tokenizer, atomically, with the RoPE config keys of
     transformers 4 and 5.

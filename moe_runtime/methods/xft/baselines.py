@@ -23,11 +23,12 @@ or copies of one LoRA.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from moe_runtime.config import MoEConfig, check_choice, check_positive
 from moe_runtime.hf.models.families import family_of, moe_shape
@@ -185,7 +186,15 @@ class AveragingCallback(TrainerCallback):
         self.schedule = schedule
         self.averaging: Averaging | None = None
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Begin to average."""
         self.on_train_end(args, state, control)
         self.averaging = average_after_steps(
@@ -197,12 +206,16 @@ class AveragingCallback(TrainerCallback):
             step=state.global_step,
         )
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Use the trainer's step count, which includes steps skipped by an overflow."""
         if self.averaging is not None:
             self.averaging.step = state.global_step
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Stop averaging."""
         if self.averaging is not None:
             self.averaging.remove()
@@ -227,7 +240,14 @@ class WeightAverages(TrainerCallback):
         self.start = start
         self.models = {}
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Copy the model for each average."""
         for name, keep in self.keeps.items():
 
@@ -236,7 +256,14 @@ class WeightAverages(TrainerCallback):
 
             self.models[name] = AveragedModel(model, avg_fn=averaged).float()
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Add the weights of the step."""
         for name in (
             ("ema", "swa") if state.global_step > self.start * state.max_steps else ("ema",)

@@ -7,6 +7,7 @@ one shard of the target. Target folders are written atomically.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def upcycle_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
     export_to: str | None = None,
-    **settings,
+    **settings: Any,
 ) -> FolderReceipt:
     """Upcycle the dense model in folder `source` to the folder `target`; `settings` are MoEConfig's
     (num_experts=8, ...).

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from moe_runtime.config import (
     MoEConfig,
@@ -113,7 +113,7 @@ def read_values(source: str | Path) -> dict:
     )
 
 
-def import_config(values: dict, stage: str, rope_theta: float | None = None):
+def import_config(values: dict, stage: str, rope_theta: float | None = None) -> PreTrainedConfig:
     """Return the config of our upcycled ("moe") or mergeable model that computes the same as the
     released code.
 
@@ -217,7 +217,9 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
     return rope
 
 
-def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool = False) -> dict:
+def export_values(
+    config: PreTrainedConfig, ffn_folder: str | Path | None = None, keep_rope: bool = False
+) -> dict:
     """Return the config.json with which the released code computes the same as our model of
     `config`.
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ class Draw:
         """The relative rounding error of the dtype."""
         return torch.finfo(self.dtype).eps
 
-    def of(self, *options):
+    def of(self, *options: Any) -> Any:
         """Return one of the options; the first is the simplest."""
         return self.choose(options)
 

@@ -6,9 +6,12 @@ autograd.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 SHARED = ("xft", "nonorm")  # gates with a shared expert
 GATES = (*SHARED, "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
@@ -39,7 +42,7 @@ def cut(v: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 def gated_product(
     z: torch.Tensor,
-    act,
+    act: Callable[[Tensor], Tensor],
     limit: float | None = None,
     up_offset: float = 0.0,
     interleaved: bool = False,
@@ -52,7 +55,16 @@ def gated_product(
     return act(gate) * (up + up_offset)
 
 
-def mlp(x, up, down, up_bias=None, down_bias=None, act="silu", gated=True, **form):
+def mlp(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    act: str = "silu",
+    gated: bool = True,
+    **form: Any,
+) -> Tensor:
     """Return an expert's output on every token: x [T, H], up [2I or I, H], down [H, I]."""
     z = x @ up.t()
     if up_bias is not None:
@@ -63,7 +75,15 @@ def mlp(x, up, down, up_bias=None, down_bias=None, act="silu", gated=True, **for
 
 
 def moe(
-    x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=None, **form
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **form: Any,
 ) -> torch.Tensor:
     """Return out[t] = sum_e (sum of topk_weight[t, k] where topk_idx[t, k] = e) FFN_e(x[t])."""
     out = 0 * x

@@ -105,6 +105,7 @@ def test_equals_peft_in_float64(family, r, sizes, options, calls):
     model = adapted(family, r, sizes=sizes, **options)
     pools = {None, max(1, wrapper_of(model).num_experts - 1)}
     expected = {pool: results(model, pool) for pool in pools}
+
     assert moe_runtime.patch(model) == 1
     for pool, values in expected.items():
         assert worst(results(model, pool), values) < 1e-14
@@ -127,6 +128,7 @@ def test_states(calls):
     stock_model = copy.deepcopy(model)
     moe_runtime.unpatch(stock_model)
     both = (model, stock_model)
+
     assert len(calls) == 0
 
     def same(bound=1e-13) -> torch.Tensor:
@@ -185,6 +187,7 @@ def test_targets(targets, count, calls):
         out.loss.backward()
         outputs.append((out.logits, tiny.gradients(model)))
     (logits, expected), (same_logits, grads) = outputs
+
     assert len(expected) == count
     assert distance(same_logits, logits) < 1e-6
     assert len(calls) == 1
@@ -211,6 +214,7 @@ def test_what_goes_through_pefts_own(what, calls):
     want = results(model)
     moe_runtime.patch(model)
     got = results(model)
+
     assert len(got) == (11 if biases else 8)
     assert worst(got, want) < 1e-13
     assert len(calls) == (1 if biases else 0)
@@ -237,6 +241,7 @@ def test_narrow_stacks_and_autocast(dtype, calls):
     out.float().sum().backward()
     expected = wrapper_of(exact)(x, idx, weight)
     expected.sum().backward()
+
     assert distance(out, expected) < 2e-2
     assert out.dtype == dtype
     grads = tiny.gradients(model)
@@ -285,6 +290,7 @@ def test_gradient_checkpointing(reentrant, calls):
         model(**batch()).loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     assert len(calls) == 3
+
     assert worst(*gradients) < 1e-6
 
 
@@ -305,6 +311,7 @@ def test_our_own_layers(calls):
     model = get_peft_model(layer, options, autocast_adapter_dtype=False)
     expected = results(model)
     adapters.install()
+
     assert worst(results(model), expected) < 1e-14
     assert len(calls) >= 1
 
@@ -347,6 +354,7 @@ def test_what_is_adapted_is_said():
         warnings.simplefilter("error")
         assert moe_runtime.patch(model) == 2
     path = "base_model.model.model.layers.{}.mlp.experts"
+
     assert adapted_stacks(model) == {
         path.format(layer): {
             "down_proj": ["default"],
@@ -374,6 +382,7 @@ def test_every_family_trains_its_adapters(family):
         init_lora_weights=False,
     )
     model = get_peft_model(model, config).eval()
+
     assert sum(map(len, adapted_stacks(model).values())) == 2 * len(modules)
 
     def step():

@@ -117,6 +117,7 @@ def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, resul
             assert size == wrapped[n] // parts, n
     want = model.state_dict()
     saved = moe_runtime.load_quantized(f"{folder}-quantized").state_dict()
+
     assert want.keys() == saved.keys()
     for key in want:
         assert torch.equal(
@@ -155,6 +156,7 @@ def test_packed_stacks_refuse_what_would_be_wrong(four, tmp_path):
     model = worker.base("qwen3_moe", "nf4")
     moe_runtime.quantize_experts(model, "nf4")
     whole = model.state_dict()
+
     assert shard_experts(model, four["ep"]) == 2
     experts = model.model.layers[0].mlp.experts
     first = experts.down_proj

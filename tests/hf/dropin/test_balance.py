@@ -70,6 +70,7 @@ def test_both_are_transformers_formula(mask):
     flat = None if mask is None else mask.flatten() != 0
     pooled = pooled_loss(logits, 3, flat)
     expected = load_balancing_loss_func(tuple(logits), 8, 3, mask)
+
     assert torch.allclose(pooled, expected, rtol=1e-6)
     grads, expected_grads = (torch.autograd.grad(loss, logits) for loss in (pooled, expected))
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
@@ -105,6 +106,7 @@ def test_a_models_own_loss_is_replaced(name, kind):
     with_own = model(**inputs).loss
     in_use = use_balance_loss(model, kind, COEF)
     out = model(**inputs)
+
     assert close(out.aux_loss, aux_loss)
     assert torch.equal(out.lm_loss, lm_loss)
     assert close(out.loss, lm_loss + COEF * aux_loss)
@@ -131,6 +133,7 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
         if path.endswith(("mlp.gate", "router")):
             routers[path] = module
             handles.append(module.register_forward_hook(catch))
+
     assert len(routers) == 2
     loss = model(**inputs).loss
     loss += COEF * per_layer_loss(logits, 2, inputs["attention_mask"].flatten() != 0)
@@ -197,6 +200,7 @@ def test_a_collapse_costs_every_family_the_same(family):
         families.run(model, "eager", output_router_logits=True)
     # every slot on `used` experts, each of probability 1 / used: E sum_e (top_k / used) (1 / used)
     (loss, E, top_k), *_ = seen
+
     assert loss.item() == pytest.approx(E / used * top_k, rel=1e-4)
     assert E in (8, 9)
 
@@ -213,6 +217,7 @@ def test_probabilities_are_known_from_logits(dtype):
         assert not balance._are_probabilities(other)
     x = torch.tensor([[0.0, 1.0]], dtype=dtype, requires_grad=True)
     balance._log(x).sum().backward()
+
     assert x.grad.isfinite().all()
 
 
@@ -230,6 +235,7 @@ def test_closing_gives_hooks_and_config_back():
     use_balance_loss(model, "per_layer", 0.1)
     in_use = use_balance_loss(model, "per_layer", 0.2)  # takes the place of the first
     out = model(**batch())
+
     assert close(out.loss, out.lm_loss + 0.2 * out.aux_loss)
     assert model.config.router_aux_loss_coef == 0.2
     in_use.close()
@@ -268,6 +274,7 @@ def test_compiled_models_have_the_loss_too():
     use_balance_loss(model, "per_layer", COEF)
     loss = compiled(**inputs).loss
     loss.backward()
+
     assert close(loss, expected)
     assert close(model.model.layers[0].mlp.gate.weight.grad, gradient)
     torch.compiler.reset()
@@ -337,6 +344,7 @@ def test_accumulation_makes_it_the_mean_weighted_by_tokens(name, kind, tmp_path)
             grads.update(tiny.gradients(model))
 
     Trainer(model, args, collate, ROWS, callbacks=[Watch()]).train()
+
     assert grads.keys() == expected.keys()
     for name, gradient in expected.items():
         if gradient.norm() > 0:

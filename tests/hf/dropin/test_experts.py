@@ -218,6 +218,7 @@ def test_same_as_eager(flags, fields, is_fused, dropped, backend, device, monkey
 
     monkeypatch.setattr(experts, "_composed", noting)
     values = run(module, x, idx, weight, "moe_runtime")
+
     assert bool(calls) != is_fused
     assert values.keys() == expected.keys()
     for name, value in expected.items():
@@ -307,6 +308,7 @@ def test_what_an_instance_has_changed_is_what_runs(change):
     args = inputs()
     assert gates.gate_of(module) == Activation()
     change(module)
+
     assert gates.gate_of(module) is None
     out = module.eval()(*args)
     assert distance(out, eager(module, *args)) < 2e-6
@@ -343,6 +345,7 @@ def test_compiles_without_a_break(flags):
     module.zero_grad()
     out = compiled(*args)
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+
     assert distance(out, expected["out"]) < 2e-6
     assert distance(module.down_proj.grad, expected["down_proj"]) < 2e-6
 
@@ -354,6 +357,7 @@ def test_counts_are_the_dispatchs_own():
     for _ in range(2):
         module(torch.randn(T, H), idx, weight)
     live = idx[(idx >= 0) & (idx < E)]
+
     assert torch.equal(
         module.moe_runtime_counts,
         2 * torch.bincount(live, minlength=E),
@@ -370,6 +374,7 @@ def test_patch_leaves_another_model_of_the_same_config_alone():
     one = tiny_qwen()
     other = type(one)(one.config).eval()
     other.load_state_dict(one.state_dict())
+
     assert other.config is one.config
     before = other.config._experts_implementation
     moe_runtime.patch(one)

@@ -95,6 +95,7 @@ def test_logits_calls_and_hooks(model, logits):
             ),
         ):
             got = stock.run(model, implementation).logits
+
     assert distance(got, logits) < 2e-6
     assert seen["moe_runtime"] == seen["eager"]  # the router's and the experts' among them
     names = [watched[module] for module in modules]
@@ -119,6 +120,7 @@ def test_gradients(model):
     want = gradients(model, "eager")
     got = gradients(model, "moe_runtime")
     assert got.keys() == want.keys()
+
     assert any(got[name].norm() > 0 for name in got if "embed" in name)
     noise = 1e-7 * torch.stack([value.norm() for value in want.values()]).norm()
     for name, value in want.items():
@@ -152,6 +154,7 @@ def test_generate(family, model):
                 **stock.batch(), max_new_tokens=4, min_new_tokens=4, do_sample=False
             )
         tokens.append(getattr(out, "sequences", out))
+
     assert torch.equal(*tokens)
     assert tokens[0].shape[1] >= 16
     assert modules
@@ -164,6 +167,7 @@ def test_saved_and_loaded(model, logits, tmp_path):
     loaded, report = type(model).from_pretrained(
         tmp_path, experts_implementation="moe_runtime", output_loading_info=True
     )
+
     assert not any(report.values()), report
     with called() as modules:
         torch.manual_seed(0)
@@ -185,6 +189,7 @@ def test_router_logits_and_auxiliary_loss(family, model):
     labels = {"labels": labels} if whole and family not in DRAWS else {}
     want = stock.run(model, "eager", output_router_logits=True, **labels)
     got = stock.run(model, "moe_runtime", output_router_logits=True, **labels)
+
     assert got.keys() == want.keys()
     losses = [key for key in ("loss", "aux_loss") if isinstance(want.get(key), torch.Tensor)]
     for key in losses:
@@ -272,6 +277,7 @@ def test_experts_alone(model, case):
             if grad is not None:
                 assert (grad == 0).all()
         return
+
     assert (got["down_proj"][idx.max() + 1 :] == 0).all()
     assert got["down_proj"].norm() > 0
     for name, value in all_gradients(module, "eager", x, idx, weight).items():

@@ -96,6 +96,7 @@ def test_an_exported_graph_is_of_no_machine(name, strict):
         given = dict(zip(names, node.args)) | node.kwargs
         assert given["backend"] == "auto", node
         assert not given.get("save"), node
+
     assert "promote_types" not in str(program.graph)
     x = torch.randn(9, 16, requires_grad=True)
     expected = layer(x)
@@ -117,6 +118,7 @@ def test_a_compiled_graph_is_of_this_machine():
     layer = LAYERS["one op"]()
     x = torch.randn(6, 16)
     torch.compile(layer, fullgraph=True, backend=backend)(x)
+
     assert seen == [(True, backends.choose("moe_mlp", x))]
 
 
@@ -167,6 +169,7 @@ def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_p
         capture_output=True,
         text=True,
     )
+
     assert done.returncode == 0, done.stderr[-2000:]
     there, calls_without, nowhere, calls = torch.load(tmp_path / "out.pt")
     assert (calls_without, calls) == (0, 1)
@@ -202,6 +205,7 @@ def test_graphs_for_other_runtimes_hold_no_op_of_ours(name):
     moe_runtime.register()
     with apply_patches("onnx"):
         program = export(layer)
+
     assert not ours(program)
     assert backends.portable() is None
     lowered = program.run_decompositions()
@@ -223,6 +227,7 @@ def test_models_for_other_runtimes_hold_no_op_of_ours(target):
         held = ours(torch.export.export(Logits(model), (ids,)))
         with apply_patches(target):
             program = torch.export.export(Logits(model), (ids,))
+
     assert held
     assert not ours(program)
     torch.testing.assert_close(

@@ -102,6 +102,7 @@ def test_gradient_checkpointing(kind, reentrant, routed):
     model.enable_input_require_grads()
     got = gradients(model)
     tiny.assert_equal(got, want)
+
     assert got.keys() == want.keys()
     first = routed[:2]
     again = routed[2:]
@@ -163,6 +164,7 @@ def test_trainers_come_to_eagers_losses_and_weights(trainer, kind, tmp_path):
             )
         )
         states.append(model.state_dict())
+
     assert losses[1] == pytest.approx(losses[0], rel=2e-4)
     assert losses[0][2] < losses[0][0]
     for name, before in stock(kind).state_dict().items():

@@ -63,6 +63,7 @@ def test_every_family_loads_what_it_has_saved(family, tmp_path):
     model = stock.model_class(family)(config)
     one = moved(model)
     result = one.load_state_dict(saved(model, tmp_path / "one"), strict=False)
+
     assert different(one, model) == []
     assert result.unexpected_keys == []
     assert not any("experts" in name for name in result.missing_keys) or model.all_tied_weights_keys
@@ -97,6 +98,7 @@ def test_forms(form, assign, tmp_path):
         target = other.to("meta")
     names = list(tensors)
     target.load_state_dict(tensors, assign=assign or form == "meta")
+
     assert different(other, model) == []
     for parameter in other.parameters():
         assert not (parameter.is_meta)
@@ -115,6 +117,7 @@ def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
         with pytest.raises(ValueError, match=says):
             use()
     other.load_state_dict(rest, strict=False)
+
     assert different(other, model) == []
     assert torch.equal(
         other(**stock.batch()).logits,

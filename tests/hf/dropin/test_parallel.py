@@ -53,6 +53,7 @@ def test_equals_one_process(name, results):
     folder, ranks = results(name)
     scenario = worker.SCENARIOS[name]
     expected = alone(scenario.family, len(ranks))
+
     assert min(expected["norms"]) > worker.MAX_NORM  # or nothing was clipped
     for gradient in expected["gradients"].values():
         assert gradient.norm() > 0
@@ -110,6 +111,7 @@ def test_trainer(results, tmp_path):
         type(model).save_pretrained,
     )
     folder, ranks = results("trainer")
+
     assert len(expected["steps"]) == 2
     assert min(norm for _, norm in expected["steps"]) > worker.MAX_NORM
     for values in ranks:
@@ -177,6 +179,7 @@ def test_trainer_saves_adapters(results, tmp_path):
     )
     for name, p in saved.named_parameters():
         assert torch.equal(p, ranks[0]["weights"][name])
+
     assert (folder / "checkpoint-1").is_dir()
 
 
@@ -218,6 +221,7 @@ def test_refuses(make, size, options, says, three):
     with pytest.raises(ValueError, match=says):
         shard_experts(model, mesh, **options)
     after = dict(model.named_parameters())
+
     assert after.keys() == before.keys()
     for name, parameter in before.items():
         assert after[name] is parameter
@@ -233,6 +237,7 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     mesh = three((3,))
     down = model.model.layers[0].mlp.experts.down_proj
     down.requires_grad_(False)
+
     assert shard_experts(model, mesh) == 2
     first = dict(model.named_parameters())
     got = first["model.layers.0.mlp.experts.down_proj"]

@@ -54,6 +54,7 @@ def test_example(file, tmp_path):
     before = stock()
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     weights = tuned.state_dict()
+
     assert weights.keys() == before.state_dict().keys()
     for name, parameter in before.named_parameters():
         assert not torch.equal(weights[name], parameter)

@@ -137,6 +137,7 @@ def test_save_and_load(make, form, tmp_path, capsys):
     model = make()
     quantized = copy.deepcopy(model)
     receipt = moe_runtime.quantize_experts(quantized, form)
+
     assert str(receipt) in capsys.readouterr().out
     expected_bytes = receipt.before / 4 * packed.bytes_per_weight(form)
     assert receipt.after == pytest.approx(expected_bytes, rel=0.2)
@@ -191,6 +192,7 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     # PEFT sees the shapes in a copy as well
     mine = get_peft_model(copy.deepcopy(quantized), config)
     theirs = get_peft_model(twin_of(model, quantized), copy.deepcopy(config))
+
     assert mine.get_nb_trainable_parameters() == theirs.get_nb_trainable_parameters()
     lora = {}
     for name, tensor in mine.state_dict().items():
@@ -225,6 +227,7 @@ def test_names_are_those_of_the_libraries():
     nf4 = quantized_of(gpt_oss(), "nf4").state_dict()
     assert nf4[path + "gate_up_proj"].shape == (3 * 64 * 256 // 2, 1)
     state = json.loads(bytes(nf4[path + "gate_up_proj.quant_state.bitsandbytes__nf4"].tolist()))
+
     assert (state["shape"], state["blocksize"], state["dtype"]) == ([3, 64, 256], 64, "float32")
     for name in (
         "absmax",
@@ -265,6 +268,7 @@ def test_our_own_layer():
     for name in ("gate_up_proj", "down_proj"):
         weight = packed.reference(*modules.get(layer.experts, name))
         getattr(before.experts, name).data.copy_(weight)
+
     assert error(layer(x), before(x)) < 5e-6
 
 
@@ -278,6 +282,7 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     for example in examples:
         exec(compile(example.text, str(page), "exec"), {})
     names = Checkpoint("adapter", "adapter_model.safetensors").keys()
+
     assert sum("experts" in name for name in names) == 4
 
 
@@ -340,6 +345,7 @@ def test_transformers_own_fp8_experts_are_served(scale_fmt, backend, monkeypatch
                     scale.data,
                 )
             )
+
     assert moe_runtime.patch(model) == 1
     with torch.no_grad():
         plain.set_experts_implementation("eager")
@@ -390,6 +396,7 @@ def test_refused_before_anything_changes(make, form, says):
     with pytest.raises(ValueError, match=says):
         moe_runtime.quantize_experts(model, form)
     after = model.state_dict()
+
     assert after.keys() == before.keys()
     for key, tensor in before.items():
         assert tensor.dtype == after[key].dtype
@@ -406,6 +413,7 @@ def test_loading_reads_one_expert_at_a_time(tmp_path, monkeypatch):
         lambda self, key: read.append(key) or get(self, key),
     )
     (experts,) = experts_in(moe_runtime.load_quantized(tmp_path, "nf4"))
+
     assert sum("experts" in key for key in read) == 16 * 3
     held = sum(tensor.nbytes for tensor in (*experts.parameters(), *experts.buffers()))
     assert held < 16 * 3 * 64 * 128 * 2 / 3.3
@@ -427,6 +435,7 @@ def test_what_cannot_run_packed_experts_is_refused():
                 match="in nf4, which '(eager|grouped_mm)' cannot run",
             ):
                 model.set_experts_implementation(implementation)
+
     assert moe_runtime.patch(quantized) == 1
     quantized.set_experts_implementation("moe_runtime")
     assert torch.equal(quantized(IDS).logits, expected)

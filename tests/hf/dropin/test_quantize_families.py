@@ -78,6 +78,7 @@ def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_pa
     expected = stock.run(unpacked(model, quantized), "eager").logits
     moe_runtime.save_quantized(quantized, tmp_path)
     ours = moe_runtime.load_quantized(tmp_path).eval()
+
     assert torch.equal(
         stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits
     )

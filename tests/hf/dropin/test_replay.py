@@ -78,6 +78,7 @@ def test_a_replay_keeps_the_experts_forward_and_backward(name):
         recorded = step(model, inputs)
     with record_routing(model) as again, replay_routing(model, record):
         replayed = step(model, inputs)
+
     assert same(plain, recorded)
     assert same(recorded, replayed)
     assert ids_equal(record, again)
@@ -117,6 +118,7 @@ def test_every_family_of_transformers_is_recorded_and_replayed(family):
     add_noise(*(module for module, _ in balance._routers_of(model, layers)))
     with record_routing(model) as free:
         run()
+
     assert not ids_equal(free, record)
     if family in UNSTEERED:
         says = "does not select .* with torch.topk"
@@ -143,6 +145,7 @@ def test_the_weights_are_the_routers_own_for_the_forced_experts():
     ((x, _, weights, ids),) = seen
     forced = record.ids["model.layers.0.mlp.experts"][0].long()
     probability = (x @ gate.weight.T).softmax(-1).gather(1, forced)
+
     assert torch.equal(ids, forced)
     assert torch.allclose(
         weights,
@@ -173,6 +176,7 @@ def test_checkpointing_repeats_the_ids_of_its_own_call(name, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with record_routing(model) as again:
         assert same(gradients(), expected)
+
     assert ids_equal(record, again)  # and what ran again is not recorded
 
 
@@ -234,6 +238,7 @@ def test_a_layer_in_one_op_is_replayed_too():
     torch.nn.init.normal_(layer.gate.weight)
     model = torch.nn.Sequential(layer)
     x = torch.randn(7, 16)
+
     assert layer._is_whole(x)
     forced = torch.tensor([[5, 0, 2]] * 7)
     record = RoutingRecord({"0.gate": [forced]})

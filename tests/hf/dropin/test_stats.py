@@ -77,6 +77,7 @@ def test_measures_of_a_balanced_a_collapsed_and_a_mixed_layer():
         [0] * 4,
     ]
     assert stats.dead_experts(counts).sum(1).tolist() == [0, 3, 1, 4]
+
     assert stats.max_violation(counts).tolist() == [1, 4, 2, 0]
     mixed = 1.5 * math.log(2) / math.log(4)
     assert stats.load_entropy(counts).tolist() == pytest.approx([1, 0, mixed, 0])
@@ -96,6 +97,7 @@ def test_each_layer_is_measured_and_named_without_its_shared_expert():
     )
     seen = RouterStats(counts, ("0", "3", "7"), num_shared=1)
     assert seen.max_violation.tolist() == [2, 2, 1]
+
     assert seen.entropy.tolist() == pytest.approx([0.5, 0.5, 1])
     assert seen.dead.sum(1).tolist() == [2, 2, 0]
     assert seen.load[0, 0] == 1 / 3
@@ -150,6 +152,7 @@ def test_counts_are_the_bincount_of_the_ids(settings):
         )
         for x in batches
     )
+
     assert torch.equal(seen.counts, expected)
     assert seen.layers == ("0", "1")
     assert seen.num_shared == model.layers[0]["mlp"].config.has_shared_expert
@@ -165,6 +168,7 @@ def test_padding_is_left_out():
     x = torch.randn(2, 6, H)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
     seen = collect_router_stats(model, [{"x": x, "attention_mask": mask}])
+
     assert torch.equal(
         seen.counts,
         bincount([i[mask.flatten().bool()] for i in ids_of(model, x)]),
@@ -188,6 +192,7 @@ def test_reading_resets_when_asked_and_training_only_when_asked():
     counter = RouterCounter(model, only_training=True)
     model(x)
     model.eval()(x)
+
     assert counter.read().counts.sum() == 4 * 3 * 2
     assert counter.read(reset=True).counts.sum() == 4 * 3 * 2
     assert counter.read().counts.sum() == 0
@@ -212,6 +217,7 @@ def test_layers_of_different_sizes_are_counted_and_measured_separately(tmp_path)
     nn.init.zeros_(small.gate.weight)  # ties go to experts 0 and 1
     model.layers[1]["mlp"] = small
     seen = collect_router_stats(model, [x])
+
     assert torch.equal(seen.counts, bincount(ids_of(model, x)))
     assert seen.counts[1].tolist() == [40, 40, 0, 0, 0]
     assert seen.num_experts == (5, 3)
@@ -244,6 +250,7 @@ def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
     )
     ax = seen.heatmap(tmp_path / "load.png")
     image = imread(tmp_path / "load.png")
+
     assert image.shape[0] > 100
     assert image[..., :3].std() > 0.05
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "3"]
@@ -285,6 +292,7 @@ def test_stock_counts_are_the_bincount_of_the_ids(name, implementation):
     want = stock_counts(model, batches)
     got = collect_router_stats(model, batches)
     dense = model.config.num_hidden_layers - 2  # leading layers without experts
+
     assert torch.equal(got.counts, want)
     assert got.layers == (str(dense), str(dense + 1))
     assert got.counts.sum(1).tolist() == [2 * (18 + 15 + 5)] * 2
@@ -300,6 +308,7 @@ def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
         lambda self, name, ids: added.append(name),
     )
     expected = stock_counts(model, [batch()])
+
     assert torch.equal(
         collect_router_stats(model, [batch()]).counts,
         expected,
@@ -358,4 +367,5 @@ def test_ids_of_no_expert_do_not_count():
     ids = torch.tensor([[0, -1], [4, 4], [5, 100], [1, 0]])
     counter = RouterCounter(model)
     model(torch.randn(4, 32), ids)
+
     assert counter.read().counts.tolist() == [[2, 1, 0, 0, 2]]

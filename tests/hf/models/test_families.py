@@ -35,6 +35,7 @@ def test_read_then_write_gives_the_same_mlp(model_type):
     other = copy.deepcopy(mlp).to("meta")
     families.write_mlp(other, family, weights)
     x = torch.randn(3, 32)
+
     assert torch.equal(other(x), mlp(x))
     again = families.read_mlp(other, family)
     assert list(again) == list(weights)
@@ -63,6 +64,7 @@ def test_keys_are_the_checkpoints(model_type):
             for number, (key, part) in enumerate(zip(parts, split[name], strict=True)):
                 assert located.pop(key) == (layer, name, number)
                 assert part.shape == state[key].shape
+
     assert not located
 
 

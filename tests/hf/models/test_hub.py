@@ -70,6 +70,7 @@ def test_cards_that_nobody_wrote_are_replaced(text, is_replaced, monkeypatch, tm
     card = tmp_path / "README.md"
     card.write_text(text)
     hub.push(tmp_path, "me/tuned", base="me/base", method="xft")
+
     assert ('from_pretrained("me/tuned")' in card.read_text()) == is_replaced
     assert ("base_model: me/base" in card.read_text()) == is_replaced
     assert (card.read_text() == text) != is_replaced

@@ -66,6 +66,7 @@ def test_config_json(tmp_path):
             "AutoModelForCausalLM": "modeling_moe_runtime.MoeRuntimeLlamaForCausalLM",
         },
     }
+
     assert {key: config[key] for key in expected} == expected
     keys = set(load_file(tmp_path / "model.safetensors"))
     moe = {key.partition(".layers.1.mlp.")[2] for key in keys} - {""}
@@ -94,6 +95,7 @@ def test_the_model_without_its_head_is_the_same_model(model_type, tmp_path):
     model = tiny.upcycled(model_type, layers=[1], router="mlp")
     model.save_pretrained(tmp_path / "whole")
     inner = AutoModel.from_pretrained(tmp_path / "whole")
+
     assert type(inner) is type(model.base_model)
     assert type(inner).__name__.endswith("Model")
     assert set(inner.state_dict()) == set(model.base_model.state_dict())
@@ -165,6 +167,7 @@ def test_registration_is_idempotent():
     classes = modeling.model_classes("llama")
     modeling.register_auto_classes()
     modeling.register_auto_classes()
+
     assert modeling.model_classes("llama") is classes
     assert {
         CONFIG_MAPPING[f"moe_runtime_{model_type}"].base_type for model_type in FAMILIES
@@ -226,6 +229,7 @@ def test_in_a_fresh_process(imports, flags, printed, tmp_path):
         text=True,
         timeout=PATIENCE,
     )
+
     assert re.match(printed, ran.stdout), ran.stdout + ran.stderr
     if "refused" in printed:
         return
@@ -292,6 +296,7 @@ def test_from_config_initialises_everything(model_type, make):
         if name.endswith("mixing_logits"):
             assert torch.equal(parameter, torch.ones(3))
     assert type(model) is type(make(model_type))
+
     assert tiny.logits(model).isfinite().all()
 
 
@@ -314,6 +319,7 @@ def test_generate_with_and_without_cache(model_type):
     }
     ids = tiny.batch(2, 5)
     with_cache = model.generate(ids, use_cache=True, **options)
+
     assert with_cache.shape == (2, 13)
     assert torch.equal(
         with_cache,

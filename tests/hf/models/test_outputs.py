@@ -53,6 +53,7 @@ def test_gradient_checkpointing_changes_nothing(model_type, stage):
     checkpoint_layers(model, use_reentrant=False)
     torch.manual_seed(5)
     again, grads = gradients(model)
+
     assert torch.equal(loss, again)
     assert grads.keys() == expected.keys()
     tiny.assert_close(grads, expected, 1e-5)
@@ -102,6 +103,7 @@ def test_balance_losses_are_added_and_reported_separately(kind, training):
         if isinstance(module, MoE):
             module.register_forward_hook(note)
     model(tiny.batch())
+
     assert sum(losses) > 0
     assert torch.allclose(out.aux_loss, sum(losses))
     assert torch.equal(
@@ -120,6 +122,7 @@ def test_the_pooled_loss_is_transformers():
     mask[1, :4] = 0
     labels = tiny.batch().masked_fill(mask == 0, -100)
     plain = model(tiny.batch(), attention_mask=mask, labels=labels)
+
     assert not hasattr(plain, "aux_loss")
     model.config.output_router_logits = True
     model.config.router_aux_loss_coef = 0.25

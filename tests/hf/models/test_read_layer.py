@@ -28,6 +28,7 @@ def test_layers_of_model_folders(tmp_path):
         "num_experts": 16,
         "num_experts_per_tok": 4,
     }
+
     assert (
         config(tmp_path, **qwen)
         == Layer(64, 32, 16, 4)

@@ -58,6 +58,7 @@ def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, 
     for key, value in both.items():
         if key != "rope_parameters":
             old[key] = value
+
     assert len(old) > len(json.loads(config.to_json_string())) - 1
     for spelling in (both, old):
         read = AutoConfig.for_model(**spelling).rope_parameters
@@ -96,6 +97,7 @@ def test_the_keys_of_long_and_of_unknown_rotations():
         "long_factor": [2.0] * 4,
     }
     assert legacy_rope(phi3)["rope_scaling"] == scaling
+
     assert legacy_rope({"model_type": "gpt2"}) == {}
     # layer types that the old spelling cannot distinguish
     layers = {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}

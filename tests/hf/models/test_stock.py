@@ -85,6 +85,7 @@ def test_dense_layers_stay_where_the_family_has_them(to, base, tmp_path):
         max_shard_size="60KB",
     )
     assert stock.config.mlp_only_layers == [0]
+
     assert receipt.layers == [1]
     assert receipt.logits_error < 2e-6
     assert tiny.distance(tiny.logits(stock), tiny.logits(model)) < 2e-6
@@ -137,6 +138,7 @@ def test_the_page_has_the_table():
         re.M,
     )
     assert tuple(STOCK) == STOCK_FAMILIES
+
     assert sorted(to for to, _, _ in lines) == sorted(STOCK)
     for to, bases, gates in lines:
         exact = set(STOCK[to].gates)

@@ -51,6 +51,7 @@ def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
     config = model.config.to_dict()
     state = tiny.state(model)
     errors = swap.dense_to_moe(model, tiny.config_of(model))
+
     assert list(errors) == [0, 1]
     assert max(errors.values()) < 1e-12
     upcycled_logits = tiny.logits(model)
@@ -79,6 +80,7 @@ def test_two_models_of_one_config_object():
     lora.to_lora_moe(adapted, num_experts=2, top_k=1)
     swap.moe_to_mergeable(first)
     stages = [model.config.moe_runtime["stage"] for model in (first, second, adapted)]
+
     assert stages == ["mergeable", "moe", "lora"]
     lora.to_moe(adapted)
     for model in (first, second, adapted):
@@ -137,6 +139,7 @@ def test_some_layers_only(tmp_path):
     logits = tiny.logits(model)
     middle = model.model.layers[1].mlp
     swap.dense_to_moe(model, tiny.config_of(model), layers=[2, 0])
+
     assert list(modeling.moe_layers(model)) == [0, 2]
     assert model.model.layers[1].mlp is middle
     assert tiny.distance(tiny.logits(model), logits) < 1e-5
@@ -157,6 +160,7 @@ def test_routers_depend_on_seed_and_layer_alone():
 
     one = routers()
     tiny.assert_equal(routers(), one)
+
     assert torch.equal(one[2], routers(layers=[2])[2])
     assert not torch.equal(one[0], one[1])
     assert not torch.equal(one[0], routers(seed=7)[0])
@@ -180,6 +184,7 @@ def test_the_rest_of_the_model_is_the_same_objects():
     second.self_attn.register_forward_hook(lambda *_: calls.append(1))
     before = ids_of_the_rest(model)
     swap.dense_to_moe(model, tiny.config_of(model))
+
     assert ids_of_the_rest(model) == before
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.generation_config is generation
@@ -277,6 +282,7 @@ def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
         assert module.training
     model(tiny.batch(), labels=tiny.batch()).loss.backward()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
+
     assert trained == [f"model.layers.{layer}.mlp.mixing_logits" for layer in range(2)]
     for name in trained:
         assert model.get_parameter(name).grad.abs().sum() > 0
@@ -298,6 +304,7 @@ def test_merged_model_is_the_mergeable_one(model_type, tmp_path):
             module.mixing_logits.add_(torch.randn(3))
     logits = tiny.logits(model)
     stock = swap.moe_to_dense(model, lambda module: module.merged_weights())
+
     assert tiny.distance(tiny.logits(stock), logits) < 1e-6
     for p in stock.parameters():
         assert p.requires_grad
@@ -313,6 +320,7 @@ def test_some_layers_are_verified_and_every_odd_one():
     mlps = [layer.mlp for layer in model.model.layers]
     mlps[1].register_forward_hook(lambda *_: None)
     mlps[4].__class__ = type("OtherMLP", (type(mlps[4]),), {})
+
     assert list(swap.verify_mlp(model)) == [0, 1, 3, 4, 5]
     mlps[2].up_proj.forward = lambda x: x.new_ones(*x.shape[:-1], 48)
     with pytest.raises(

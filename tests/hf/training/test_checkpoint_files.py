@@ -109,6 +109,7 @@ def test_no_file_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, b
         match="Resume from another checkpoint",
     ) as refused:
         trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
+
     assert str(path) in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
     assert not touched.exists()
@@ -164,6 +165,7 @@ def test_no_index_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, 
         match="Resume from another checkpoint",
     ) as refused:
         check_checkpoint(checkpoint)
+
     assert str(folder) in str(refused.value)
     assert not touched.exists()
     state = {"optimizer": {"param_groups": [{"lr": 0.0}]}}

@@ -139,6 +139,7 @@ def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
         batch_size=batch_size,
     )
     assert model.training
+
     assert len(losses) == len(rows)
     assert set(exact) == {0}
     for row in (0, 5, 21):
@@ -169,6 +170,7 @@ def test_answers_that_the_model_gives_are_exact(tokenizer, rows, batch_size):
         tokenizer,
         batch_size=batch_size,
     )
+
     assert exact == [1 - number % 2 for number in range(len(rows))]
 
 
@@ -181,6 +183,7 @@ def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, train, tmp_p
     )
     losses = [loss for _, loss in done.history.held_out]
     best = losses.index(min(losses))
+
     assert len(losses) == 8
     assert best < 7  # at such a rate the last is not the best
     assert torch.equal(model.model.norm.weight, watch.norms[best])
@@ -223,6 +226,7 @@ def test_a_resumed_training_remembers_its_best(tokenizer, rows, tmp_path):
     history = tmp_path / "b" / "checkpoint-4" / "history.json"
     history.write_text(json.dumps(json.loads(history.read_text()) | {"seconds": 1000.0}))
     resumed, done = run("b", save_steps=2)
+
     assert done.history.seconds > 1000
     assert done.history.held_out == expected.history.held_out
     assert done.losses == expected.losses
@@ -251,4 +255,5 @@ def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path)
         fit.train(model, rows, tokenizer, folder=tmp_path, **settings)
         assert model.config.to_dict() | {"use_cache": True} == before
         weights.append(model.model.layers[1].mlp.gate.weight)
+
     assert distance(*weights) > 1e-4

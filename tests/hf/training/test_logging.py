@@ -100,6 +100,7 @@ def test_each_layer_has_its_coefficients_and_another_model_has_none(tmp_path):
             logged = seen.values[f"train/mixing/{layer}/alpha/{e}"][1]
             assert logged == pytest.approx(alphas[layer, e].item())
     callbacks = trainer.callback_handler.callbacks
+
     assert [one for one in callbacks if isinstance(one, MixingCallback)] == [callback]
     for layer in callback._layers.values():
         layer.mixing_logits.data = torch.empty(0)  # as under ZeRO-3

@@ -154,6 +154,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, family, settings, base, tm
     whole = run("whole")
     run("run", [Stop()])
     resumed = run("run", resume=str(tmp_path / "run" / f"checkpoint-{STOP}"))
+
     assert logged(resumed) == logged(whole)
     assert len(logged(whole)) == STEPS
     expected = whole.model.state_dict()
@@ -189,6 +190,7 @@ def test_the_best_checkpoint_is_loaded(kind, base, tmp_path, monkeypatch, caplog
     trainer.train()
     best = tmp_path / f"checkpoint-{STOP}"
     first, second = logged(trainer, "eval_loss")[:2]
+
     assert first < second
     assert trainer.state.best_model_checkpoint == str(best)
     assert (best / "model.safetensors.index.json").exists()

@@ -9,10 +9,14 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
+from moe_runtime.hf.training.saving import (
+    StopCallback,
+    last_whole_checkpoint,
+    stopping_with_a_checkpoint,
+)
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io import signals
 from moe_runtime.io.files import atomic_model
@@ -59,6 +63,7 @@ def test_ranks_agree_on_the_largest_code(monkeypatch, mine, most):
         "state",
         lambda: SimpleNamespace(num_processes=2, device="cpu"),
     )
+
     assert ranks.largest(mine) == most
 
 
@@ -86,6 +91,7 @@ def test_an_adapter_saved_beside_its_base_leaves_the_base(tmp_path, max_shard_si
         if name.startswith("adapter_") or name == "README.md":
             assert last[name] == value
     weights = [name for name in last if name.startswith("model")]
+
     assert weights == ["model.safetensors"]
 
 
@@ -98,6 +104,7 @@ def test_older_weights_of_the_same_kind_go(tmp_path):
         tmp_path,
         {"adapter_model.safetensors": "b", "adapter_config.json": "{}"},
     )
+
     assert sorted(contents(tmp_path)) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -134,6 +141,7 @@ def test_weights_never_stand_under_another_config(tmp_path, monkeypatch, weights
             {weights: f"{number}", config: setting, "other.json": "{}"},
         )
     note()
+
     assert seen == {(b"0", b"a"), (b"1", b"a"), (b"2", b"b")}  # the same config need not go
 
 
@@ -203,9 +211,19 @@ def test_a_stop_saves_its_step_once_and_evaluates_nothing(tmp_path, strategy, st
         metric_for_best_model="loss",
         **every,
     )
+
     assert seen.saved == [stop]
     assert seen.evaluated == []
     assert last_whole_checkpoint(tmp_path) == tmp_path / f"checkpoint-{stop}"
+
+
+def test_a_signal_in_the_last_step_lets_the_training_finish():
+    callback = StopCallback(SimpleNamespace(asked=signals.Terminated()))
+    control = TrainerControl()
+    callback.on_step_end(None, SimpleNamespace(global_step=4, max_steps=4), control)
+    assert not control.should_save and not control.should_training_stop
+    callback.on_step_end(None, SimpleNamespace(global_step=3, max_steps=4), control)
+    assert control.should_save and control.should_training_stop
 
 
 def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
@@ -219,6 +237,7 @@ def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
     half.mkdir()
     (half / "model.safetensors").write_text("half")
     train(tmp_path, 6, True, **settings)
+
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
         "checkpoint-4",
         "checkpoint-6",

@@ -35,6 +35,7 @@ def test_gradients_are_those_of_the_whole_stacks(name):
     moe_runtime.patch(whole)
     experts = two_each(split)
     receipt = train_rows(split, experts)
+
     assert receipt.experts == {number: tuple(ids) for number, ids in experts.items()}
     expected = run(whole, ids)
     values = run(split, ids)
@@ -111,6 +112,7 @@ def test_table_3(name, row):
     paths = paths_of(model)
     if name == "ours" and shared:  # the shared one is expert 0 of the stack
         experts = {number: [*experts.get(number, []), 0] for number in paths}
+
     assert receipt.experts == {number: tuple(ids) for number, ids in experts.items()}
     assert receipt.trainable_parameters == sum(p.numel() for p in tiny.trained(model))
     assert receipt.total_parameters == sum(value.numel() for value in before.values())
@@ -154,6 +156,7 @@ def test_what_routers_choose_by_stays_frozen(name):
     """
     model = model_of(name)
     receipt = freeze_for_esft(model, two_each(model), True, True)
+
     assert receipt.shared_experts
     for path in receipt.shared_experts:
         assert "gate" not in path.rpartition(".")[2]
@@ -187,6 +190,7 @@ def test_a_plain_model_again(name, undo):
         with torch.no_grad():
             trained_rows(model)[first].stacks["down_proj"].zero_()
     undo(model)
+
     assert traces_of(model) == traces_of(before)
     tiny.assert_equal(
         dict(model.named_parameters()),
@@ -250,6 +254,7 @@ def test_gradient_checkpointing(name, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     calls = count_calls(model)
     values = run(model, ids)
+
     assert calls == dict.fromkeys(calls, 2)  # each layer ran again
     assert values.keys() == expected.keys()
     assert len(values) > 1

@@ -54,6 +54,7 @@ def test_equals_one_process(name, results):
     _, ranks = results(name)
     expected = alone(name)
     close = 3e-2 if worker.SCENARIOS[name].low else 1e-5
+
     assert min(expected["norms"]) > worker.MAX_NORM  # or nothing was clipped
     frozen = expected["before"].keys() - expected["gradients"].keys()
     assert any("experts.down_proj" in path for path in frozen)
@@ -114,6 +115,7 @@ def test_one_checkpoint_of_spread_experts(name, results):
         for path in values["ignored"]:
             assert "trained_" in path
     weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
     assert weights.keys() == folded.keys()
     tiny.assert_close(weights, folded, 1e-5)
 

@@ -113,6 +113,7 @@ def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
             ValueError, match="are stored separately .* would be saved untrained. Call fold_rows"
         ):
             part.save_pretrained(tmp_path / "checkpoint")
+
     assert not list(tmp_path.iterdir())
     undo(model)
     model.save_pretrained(tmp_path / "checkpoint")
@@ -147,6 +148,7 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
     says = "'steps', but a checkpoint cannot hold Qwen2MoeForCausalLM with experts that"
     with pytest.raises(ValueError, match=says):
         train("steps")
+
     assert torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
     with pytest.raises(
         ValueError,

@@ -22,6 +22,7 @@ def test_accumulation_and_autocast():
     expected = run(model, ids)
     with torch.autocast("cpu", torch.bfloat16):
         low = run(model, ids)
+
     assert low.keys() == expected.keys()
     assert low.pop("logits").dtype == torch.bfloat16
     assert {value.dtype for value in low.values()} == {torch.float32}
@@ -48,6 +49,7 @@ def test_compiles_as_one_graph(name):
     module = experts_module(model, numbered_layers(model)[number])
     module.compile(fullgraph=True, backend="aot_eager")
     got = run(model, ids)
+
     assert got.keys() == want.keys()
     tiny.assert_close(got, want, 2e-6)
 
@@ -72,6 +74,7 @@ def test_nothing_below_the_lowest_layer_that_trains_is_differentiated(name, monk
     for number, layer in numbered_layers(model).items():
         experts_module(model, layer).register_forward_hook(functools.partial(note, number))
     grads = run(model, batch(name)).keys() - {"logits"}
+
     assert seen == dict.fromkeys(lower, False) | {last: True}
     # x needs none; both weights do, and these are all that came out
     assert needs == [[False, True, True]]
@@ -86,6 +89,7 @@ def test_rows_are_those_of_the_stacks_in_the_order_of_the_selection():
     train_rows(model, {0: [3, 1], 1: []})
     trained = trained_rows(model)
     gathered = gathered_rows(model)
+
     assert trained.keys() == gathered.keys() == {0}
     assert gathered[0].ids == (3, 1)
     biases = {"gate_up_proj_bias", "down_proj_bias"}

@@ -178,7 +178,9 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, counts_tok
         "max_steps": 4,
         "per_device_eval_batch_size": 2,
     }
+    model.config.use_cache = True  # which Trainer would overwrite
     trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
+    assert model.config.use_cache
     parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
     trainer.predict(trainer.train_dataset)  # whose losses are no evaluation's
     metrics = trainer.evaluate()
@@ -254,6 +256,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, stage, noisy, settings, tm
         assert logged(resumed, name) == logged(whole, name)
     tiny.assert_equal(tiny.weights(resumed.model), weights)
     start = tiny.weights(model())
+
     assert any(not torch.equal(start[name], weight) for name, weight in weights.items())
     assert (stats is not None) == (stage == "moe")
     assert tiny.contents(folder).get(folder / "router_stats.csv") == stats
@@ -270,6 +273,7 @@ def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
             moved.append(name)
             assert name.endswith(".mixing_logits")
             assert parameter.dtype == torch.float32
+
     assert len(moved) == 2
     optimized = set()
     for group in trainer.optimizer.param_groups:
@@ -321,6 +325,7 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     with pytest.raises(ValueError, match="loss is nan at step 3") as error:
         trainer.train()
     message = str(error.value)
+
     assert f"resume from {tmp_path / 'checkpoint-2'}" in message
     named = re.search(r"batch of the examples (\d+), (\d+)", message)
     assert bool(named) == with_ids
@@ -379,6 +384,7 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
         gradient_accumulation_steps=2,
     )
     counts = torch.zeros(2, 2, 4, dtype=torch.int64)  # [log, layer, expert]
+
     assert len(masks) == 8
     assert any((mask == 0).any() for mask in masks)
     assert len(records) == 2 * len(masks)
@@ -420,6 +426,7 @@ def test_the_first_loss_is_the_models_own(kind, name, tmp_path):
     trainer = run(kind, model, tmp_path, [0, 7], max_steps=1, parts=parts)
     first = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
     balance_loss = (out.loss - out.lm_loss).item()
+
     assert first == pytest.approx(
         [out.loss.item(), out.lm_loss.item(), balance_loss],
         rel=1e-5,
@@ -517,6 +524,7 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
         code,
         *words(folder / "moe", folder / "rows.jsonl", options),
     )
+
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"saved MoeRuntimeLlamaForCausalLM to {out} after step 2" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -549,6 +557,7 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
         f"--model_name_or_path {folder}/moe --data {data} --eval_data {data} --eval_strategy steps "
         f"--eval_steps 2 --output_dir {tmp_path} --save_steps 1 --report_to none --no_router_stats"
     ).split()
+
     assert train_command([*argv, "--max_steps", "2"]) == tmp_path
     capsys.readouterr()
     resume = ["--max_steps", "4", "--resume_from_checkpoint", "true"]
@@ -590,6 +599,7 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
     ):
         with pytest.raises(ValueError, match=says):
             train_command(refused)
+
     assert not list(tmp_path.iterdir())
     train_command([*argv, "--max_steps", "4"])
     before = tiny.contents(tmp_path)
@@ -621,6 +631,7 @@ def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, caps
     train_command([*argv, "--learning_rate", "1000", "--no_stop_on_nan"])
     guess = math.log(len(TOKENIZER))
     warning = f"the training diverged, as a uniform guess has loss {guess:.2f}. Lower --learning"
+
     assert warning in capsys.readouterr().err
     train_command([*argv, "--overwrite", "--use_peft"])
     assert "diverged" not in capsys.readouterr().err

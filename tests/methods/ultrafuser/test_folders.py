@@ -240,7 +240,7 @@ def test_folders_that_do_not_fit_are_refused(sources, tmp_path):
         assert_refused(words)
     gate = load_file(folder / "gate.safetensors") | {"up.weight": torch.zeros(3, 3)}
     save_file(gate, folder / "gate.safetensors")
-    assert_refused("up.weight is [3, 3], not [32, 32]")
+    assert_refused("up.weight is [3, 3]")
     train_tokenizer(["zebra xylophone " * 9], 270).save_pretrained(copies[1])
     assert_refused("id 262 of")
     fusers.tokenizer().save_pretrained(copies[1])

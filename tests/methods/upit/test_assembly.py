@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, experts, 
     two = vectors[:2]
     for folders, given, settings, message in (
         ([experts[0], other], two, {}, "rope_parameters of .*other.* is .*50000"),
-        ([experts[0], wide], two, {}, "with a wrong dtype"),
+        ([experts[0], wide], two, {}, "with a wrong shape or dtype"),
         (experts, two, {}, r"vectors must be finite and \[2, 32\] .* 3 experts, but"),
         (experts, vectors / 0, {}, r"those of experts \[0, 1, 2\] have NaN or infinite"),
         (experts, vectors, {"gate": "xft"}, "Gate 'xft' has a shared expert"),

@@ -545,6 +545,8 @@ def divided(recipe):
                 f"{path}__held_out_rows": 6,
                 f"{path}__limit": 24 if recipe.method == "esft" else 12,
             }
+            if recipe.method == "esft":
+                changes[f"{path}__validation_rows"] = 6
     return recipe.change(**changes)
 
 

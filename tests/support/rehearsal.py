@@ -275,6 +275,8 @@ def divided(recipe):
     limit = 24 if recipe.method == "esft" else 12
     for path in paths:
         changes |= {f"{path}__held_out_rows": 6, f"{path}__limit": limit}
+        if recipe.method == "esft":
+            changes[f"{path}__validation_rows"] = 6
     return recipe.change(**changes)
 
 

@@ -211,6 +211,14 @@ def test_all_tokens_are_scored_those_of_long_prompts_too(home, tmp_path, packed,
     assert scores.n_tokens == n_tokens
 
 
+def test_one_packed_example_in_five_begins_without_bos(home):
+    tokenizer = ranks.load_tokenizer(home / "base")
+    rows = (home / "rows.jsonl", None, 4096, True, "plain", "assistant")
+    train, validation = esft_runs._split_rows(tokenizer, *rows)
+    assert (len(train), len(validation)) == (1, 1)
+    assert 25 < train[0]["input_ids"].count(tokenizer.bos_token_id) < 39
+
+
 LORA = {"steps": 4, "options": {"lora": (2, 4.0)}}
 
 

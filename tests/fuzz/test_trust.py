@@ -136,7 +136,7 @@ def test_a_pickle_that_would_run_is_refused(tmp_path, by):
 EVIL = "import pathlib\npathlib.Path({touched!r}).touch()\n" + "raise ValueError('ran')\n"
 # every verb that reads a model's folder
 VERBS = (
-    "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check",
+    "xft upcycle {model} {out} --num-experts 4 --top-k 2",
     "xft to-mergeable {model} {out}",
     "xft merge {model} {out}",
     "xft export {model} {out}",
@@ -290,7 +290,7 @@ BROKEN = {
 WEIGHTS = {"pickled": pickled}
 # what a user does, one verb on what the one before it wrote
 WAY = (
-    "xft upcycle {model} {folder}/moe --num-experts 4 --top-k 2 --check",
+    "xft upcycle {model} {folder}/moe --num-experts 4 --top-k 2",
     "stats {folder}/moe --data {data} --out {folder}/stats",
     "xft to-mergeable {folder}/moe {folder}/mergeable",
     "xft merge {folder}/mergeable {folder}/dense",

@@ -206,7 +206,7 @@ class RouterStats:
             writer.writerow(FIELDS)
             writer.writerows(self.rows())
 
-    def heatmap(self, ax_or_path: "Axes" | StrPath) -> "Axes":
+    def heatmap(self, ax_or_path: "Axes | StrPath") -> "Axes":
         """Plot each routed expert's load over the mean, with layers as rows, on an Axes or to a
         file.
 

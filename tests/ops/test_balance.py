@@ -204,6 +204,14 @@ def test_nothing_where_there_is_no_loss():
     )
 
 
+@pytest.mark.parametrize("kind, want", [("cv2", 0.0), ("switch", 1.0)])
+def test_one_routed_expert(kind, want):
+    config = make_config(1, 1, balance_loss=kind, balance_loss_coef=1.0)
+    logits = torch.randn(5, 1)
+    got = balance_loss(config, logits, route(logits, 2, "xft").topk_idx)
+    assert got.item() == pytest.approx(want)
+
+
 @KINDS
 def test_an_expert_that_no_token_selects_gives_no_nan(kind):
     logits = torch.randn(12, 7)

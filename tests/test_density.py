@@ -26,11 +26,6 @@ e, f = d
 """
 
 
-def over_budget(name: str) -> object:
-    """Mark a folder that is still above its budget; remove the mark as soon as it fits."""
-    return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="not yet cut"))
-
-
 def excesses(name: str, density: Density) -> list[str]:
     """Say where a folder is denser than the ceilings."""
     excess = []
@@ -42,10 +37,7 @@ def excesses(name: str, density: Density) -> list[str]:
     return excess
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["bench", "kernels", over_budget("moe_runtime"), "papers", over_budget("tests")],
-)
+@pytest.mark.parametrize("name", NODES)
 def test_a_folder_keeps_its_budget(name):
     assert total(ROOT / name).nodes <= NODES[name]
 

@@ -77,7 +77,7 @@ class RowProducts:
             K,
         )
 
-    def map(self, tile: tiles.Tile) -> dispatch.TileMap:
+    def map(self, tile: tiles.Tile) -> Tensor:
         """Return the tile map of a config's rows."""
         # in the backward pass this launch is the first and creates the CUDA context of autograd's
         # thread for tensor descriptors

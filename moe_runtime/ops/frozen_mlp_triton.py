@@ -10,6 +10,8 @@ A term is low[r] B_e, a product of rank r with a separate accumulator that is ad
 over the base's sum.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from moe_runtime.kernels import combine, dispatch, grouped_gemm
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.kernels.operands import LowRank
 from moe_runtime.kernels.packed import PackedWeight, fit_packed
+from moe_runtime.kernels.tiles import Tile
 from moe_runtime.ops import packed
 from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.frozen_rows import FrozenExperts, FrozenGradients, Pair, Stack, in_order_of
@@ -28,13 +31,7 @@ class _FrozenRowProducts(RowProducts):
     matrices.
     """
 
-    def __init__(
-        self,
-        experts: FrozenExperts,
-        offsets,
-        row_slot,
-        slots: int,
-    ):
+    def __init__(self, experts: FrozenExperts, offsets: Tensor, row_slot: Tensor, slots: int):
         stacks = ExpertStacks(
             _operand(experts.up),
             _operand(experts.down),
@@ -44,13 +41,7 @@ class _FrozenRowProducts(RowProducts):
         )
         super().__init__(stacks, offsets, row_slot, slots)
 
-    def choose(
-        self,
-        kernel: str,
-        x,
-        N: int,
-        K: int,
-    ):
+    def choose(self, kernel: str, x: Tensor, N: int, K: int) -> Tile:
         """Return the launch config; packed weights are read through pointers, with steps of at most
         64 along the sum.
         """
@@ -60,41 +51,22 @@ class _FrozenRowProducts(RowProducts):
             return fit_packed(tile, kernel, up.format)
         return tile
 
-    def gathered(self, x, half):
+    def gathered(self, x: Tensor, half: Tensor) -> Tensor:
         """Return x[token] half[e]^T [R, r] of all rows."""
         tile = self.choose("down", x, half.shape[1], half.shape[2])
         order = (self.row_slot, self.map(tile), self.slots)
         return grouped_gemm.gathered_gemm_forward(x, half, *order, tile)
 
-    def of_rows(self, rows, half):
+    def of_rows(self, rows: Tensor, half: Tensor) -> Tensor:
         """Return rows[r] half[e]^T [R, r] of rows in expert order."""
         tile = self.choose("down", rows, half.shape[1], half.shape[2])
-        return grouped_gemm.grouped_gemm_forward(
-            rows,
-            half,
-            None,
-            self.map(tile),
-            True,
-            tile,
-        )
+        return grouped_gemm.grouped_gemm_forward(rows, half, None, self.map(tile), True, tile)
 
-    def gradient(
-        self,
-        low,
-        rows,
-        gather: str | None,
-        like,
-    ):
+    def gradient(self, low: Tensor, rows: Tensor, gather: str | None, like: Tensor) -> Tensor:
         """Return low^T rows [E, r, n], in the order of `like`."""
         tile = self.choose("dw", rows, rows.shape[1], low.shape[1])
         grad = backwards.weight_backward(
-            low,
-            rows,
-            self.row_slot,
-            self.offsets,
-            self.slots,
-            gather,
-            tile,
+            low, rows, self.row_slot, self.offsets, self.slots, gather, tile
         )
         out = in_order_of(like)
         if out.stride() == grad.stride():
@@ -102,7 +74,7 @@ class _FrozenRowProducts(RowProducts):
         return out.copy_(grad)
 
 
-def _operand(stack: Stack):
+def _operand(stack: Stack) -> Tensor | PackedWeight:
     """Return the launchers' arguments for a stack; the scales of a packed one are converted to
     float32, one per group.
     """
@@ -120,7 +92,7 @@ def _operand(stack: Stack):
     )
 
 
-def _term(low, pair: Pair | None, half: str) -> LowRank | None:
+def _term(low: Any, pair: Pair | None, half: str) -> LowRank | None:
     """Return the term that a product adds: low times the pair's half "a" or "b"."""
     return None if pair is None else LowRank(low, getattr(pair, half))
 
@@ -169,24 +141,17 @@ def backward(
     """Compute the gradients requested by `needs` from `dout` [T, H]; stacks get none."""
     T, K = topk_weight.shape
     E = experts.up.shape[0]
-    up = experts.up_lora
-    down = experts.down_lora
+    # None without LoRA, which then needs no gradients
+    up: Any = experts.up_lora
+    down: Any = experts.down_lora
     layer = _FrozenRowProducts(experts, offsets, row_slot, K)
     up_low, down_low = lows
-    down_dlow = None if down is None else layer.gathered(dout, down.b)
+    down_dlow: Any = None if down is None else layer.gathered(dout, down.b)
     term = _term(down_dlow, down, "a")
-    dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down_a, term)
-    up_dlow = None if up is None else layer.of_rows(dz, up.b)
+    dz, wh, partial = layer.dz(dout, z, topk_weight, bool(needs.down_a), term)
+    up_dlow: Any = None if up is None else layer.of_rows(dz, up.b)
     rows = layer.dx(dz, _term(up_dlow, up, "a")) if needs.x else None
-    dx, dweight = sum_rows(
-        rows,
-        dispatch.invert(row_slot),
-        partial,
-        T,
-        K,
-        offsets[E:],
-        None,
-    )
+    dx, dweight = sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], None)
     if needs.down_b:  # y = w (h A^T) B: the weight is the low product's here, as it is h's in dA
         row_weight = topk_weight.reshape(-1)[row_slot.long()]
         down_low = down_low * row_weight.to(down_low.dtype)[:, None]

@@ -12,6 +12,7 @@ are computed with torch's matmul.
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,25 +58,12 @@ class RowProducts:
         self.up_trained = self._trained(self.experts.up_trained)
         self.down_trained = self._trained(self.experts.down_trained)
 
-    def _trained(self, weight):
+    def _trained(self, weight: Tensor | None) -> operands.Trained | None:
         return None if weight is None else operands.Trained(self.experts.trainable, weight)
 
-    def choose(
-        self,
-        kernel: str,
-        x: Tensor,
-        N: int,
-        K: int,
-    ) -> tiles.Tile:
+    def choose(self, kernel: str, x: Tensor, N: int, K: int) -> tiles.Tile:
         """Return the launch config of a product."""
-        return _choose(
-            self.experts,
-            self.R,
-            kernel,
-            x,
-            N,
-            K,
-        )
+        return _choose(self.experts, self.R, kernel, x, N, K)
 
     def map(self, tile: tiles.Tile) -> Tensor:
         """Return the tile map of a config's rows."""
@@ -112,13 +100,7 @@ class RowProducts:
         if self.first and self.T:
             dense = z[: self.T] if save else x.new_empty(self.T, e.up.shape[1])
             _product(x, e.up[0].t(), e.up_bias, dense)
-            shared_expert.shared_activation_forward(
-                dense,
-                h[: self.T],
-                act,
-                gated,
-                **self.form,
-            )
+            shared_expert.shared_activation_forward(dense, h[: self.T], act, gated, **self.form)
         return z, h
 
     def down(self, h: Tensor, lora: operands.LowRank | None = None) -> Tensor:
@@ -190,12 +172,7 @@ class RowProducts:
         return rows
 
     def dw(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        gather: str,
-        trained: Tensor | None,
-        into: Tensor | None = None,
+        self, dy: Tensor, x: Tensor, gather: str, trained: Tensor | None, into: Tensor | None = None
     ) -> Tensor:
         """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which
         is gathered.
@@ -203,7 +180,7 @@ class RowProducts:
         It is added to `into` in place if given.
         """
         learned = self.learned.up if gather == "x" else self.learned.down
-        if is_transposed(learned):  # x^T dy, in the layout of the parameter
+        if learned is not None and is_transposed(learned):  # x^T dy, in the layout of the parameter
             if into is not None:
                 into = into.transpose(1, 2)
             other = {"x": "dy", "dy": "x"}[gather]
@@ -211,13 +188,8 @@ class RowProducts:
         return self._dw(dy, x, gather, trained, into)
 
     def _dw(
-        self,
-        dy,
-        x,
-        gather: str,
-        trained,
-        into,
-    ):
+        self, dy: Tensor, x: Tensor, gather: str, trained: Tensor | None, into: Tensor | None
+    ) -> Tensor:
         if into is not None and not into.is_contiguous():
             return into.add_(self._dw(dy, x, gather, trained, None))
         tile = self.choose("dw", x, x.shape[1], dy.shape[1])
@@ -246,24 +218,9 @@ def _first(experts: ExpertStacks) -> int:
     return int(experts.shared == "dense")
 
 
-def _choose(
-    experts: ExpertStacks,
-    R: int,
-    kernel: str,
-    x,
-    N: int,
-    K: int,
-) -> tiles.Tile:
+def _choose(experts: ExpertStacks, R: int, kernel: str, x: Tensor, N: int, K: int) -> tiles.Tile:
     gated = kernel == "up" and experts.activation.gated
-    return tiles.choose(
-        kernel,
-        x,
-        N,
-        K,
-        R,
-        experts.up.shape[0],
-        gated,
-    )
+    return tiles.choose(kernel, x, N, K, R, experts.up.shape[0], gated)
 
 
 def _in_order(experts: ExpertStacks) -> ExpertStacks:
@@ -272,7 +229,12 @@ def _in_order(experts: ExpertStacks) -> ExpertStacks:
     """
     up, up_trained = one_layout(experts.up, experts.up_trained)
     down, down_trained = one_layout(experts.down, experts.down_trained)
-    changed = {"up": up, "down": down, "up_trained": up_trained, "down_trained": down_trained}
+    changed: dict[str, Any] = {
+        "up": up,
+        "down": down,
+        "up_trained": up_trained,
+        "down_trained": down_trained,
+    }
     for name in ("up_bias", "down_bias", "trainable"):
         tensor = getattr(experts, name)
         if tensor is not None:
@@ -280,7 +242,7 @@ def _in_order(experts: ExpertStacks) -> ExpertStacks:
     return experts._replace(**changed)
 
 
-def _product(x, weight, bias, out) -> None:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
         torch.mm(x, weight, out=out)
     else:
@@ -298,42 +260,16 @@ def sum_rows(
 ) -> tuple[Tensor | None, Tensor]:
     """Return dx (None without rows) and the gradient of the weights [T, K]."""
     if router is None:
-        return combine.sum_rows(
-            rows,
-            slot_row,
-            partial,
-            T,
-            K,
-            num_rows,
-        )
-    _, dweight = combine.sum_rows(
-        None,
-        slot_row,
-        partial,
-        T,
-        K,
-        num_rows,
-    )
+        return combine.sum_rows(rows, slot_row, partial, T, K, num_rows)
+    _, dweight = combine.sum_rows(None, slot_row, partial, T, K, num_rows)
     dlogits, weight = router(dweight)
     if rows is None:
         return None, dweight
-    return combine.sum_rows_and_router(
-        rows,
-        slot_row,
-        T,
-        K,
-        num_rows,
-        dlogits,
-        weight,
-    ), dweight
+    return combine.sum_rows_and_router(rows, slot_row, T, K, num_rows, dlogits, weight), dweight
 
 
 def forward(
-    x: Tensor,
-    experts: ExpertStacks,
-    topk_weight: Tensor,
-    topk_idx: Tensor,
-    save: bool,
+    x: Tensor, experts: ExpertStacks, topk_weight: Tensor, topk_idx: Tensor, save: bool
 ) -> tuple[Tensor, ...]:
     """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
     int32.
@@ -352,12 +288,7 @@ def forward(
 
 
 def layer_forward(
-    x: Tensor,
-    experts: ExpertStacks,
-    logits: Tensor,
-    top_k: int,
-    gate: str,
-    save: bool,
+    x: Tensor, experts: ExpertStacks, logits: Tensor, top_k: int, gate: str, save: bool
 ) -> tuple[Tensor, ...]:
     """Run `route` and `forward`, with one launch for routing and sort if there are few slots.
 
@@ -377,54 +308,27 @@ def layer_forward(
             shared=shared,
         )
         return weight, idx, *_small_forward(x, experts, weight, plan, save)
-    weight, idx = routing.route_kernel(
-        logits,
-        None,
-        top_k,
-        gate,
-        "triton",
-    )
+    weight, idx = routing.route_kernel(logits, None, top_k, gate, "triton")
     return weight, idx, *forward(x, experts, weight, idx, save)
 
 
-def _up_tile(x, experts: ExpertStacks, R: int) -> tiles.Tile:
-    return _choose(
-        experts,
-        R,
-        "up",
-        x,
-        *experts.down.shape[:0:-1],
-    )
+def _up_tile(x: Tensor, experts: ExpertStacks, R: int) -> tiles.Tile:
+    return _choose(experts, R, "up", x, *experts.down.shape[:0:-1])
 
 
 def _small_forward(
-    x,
-    experts: ExpertStacks,
-    topk_weight,
-    plan: decode.Plan,
-    save: bool,
-):
+    x: Tensor, experts: ExpertStacks, topk_weight: Tensor, plan: decode.Plan, save: bool
+) -> tuple[Tensor, ...]:
     offsets = plan.expert_offsets
     up_rows = _up_tile(x, experts, plan.row_slot.numel()).BLOCK_M
     maps = {up_rows: plan.tile_map}
-    layer = RowProducts(
-        experts,
-        offsets,
-        plan.row_slot,
-        topk_weight.shape[1],
-        maps,
-    )
+    layer = RowProducts(experts, offsets, plan.row_slot, topk_weight.shape[1], maps)
     z, h = layer.up(x, save)
     tile = layer.choose("down", h, layer.H, layer.I)
     plain = layer.down_trained is None and not layer.first
     if layer.R <= decode.TINY and plain and up_rows == tile.BLOCK_M:
         out = decode.down_combine_forward(
-            h,
-            layer.experts.down,
-            layer.experts.down_bias,
-            topk_weight,
-            plan,
-            tile,
+            h, layer.experts.down, layer.experts.down_bias, topk_weight, plan, tile
         )
     else:
         rows = offsets[offsets.numel() - 1 :]
@@ -433,41 +337,17 @@ def _small_forward(
 
 
 def _forward_beside_cuda(
-    x,
-    experts: ExpertStacks,
-    topk_weight,
-    topk_idx,
-    save: bool,
-):
+    x: Tensor, experts: ExpertStacks, topk_weight: Tensor, topk_idx: Tensor, save: bool
+) -> tuple[Tensor, ...]:
     E, H, I = experts.down.shape
     R = topk_idx.numel()
-    up_tile = _choose(
-        experts,
-        R,
-        "up",
-        x,
-        I,
-        H,
-    )
-    down_tile = _choose(
-        experts,
-        R,
-        "down",
-        x,
-        H,
-        I,
-    )
+    up_tile = _choose(experts, R, "up", x, I, H)
+    down_tile = _choose(experts, R, "down", x, H, I)
     blocks = list({up_tile.BLOCK_M, down_tile.BLOCK_M})
     offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(
         topk_idx, E, blocks, _first(experts)
     )
-    layer = RowProducts(
-        experts,
-        offsets,
-        row_slot,
-        topk_idx.shape[1],
-        dict(zip(blocks, maps)),
-    )
+    layer = RowProducts(experts, offsets, row_slot, topk_idx.shape[1], dict(zip(blocks, maps)))
     z, h = layer.up(x, save)
     out = cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
     return out, z, offsets, row_slot
@@ -497,18 +377,10 @@ def backward(
     layer = RowProducts(experts, offsets, row_slot, K)
     if z.shape[0] != layer.R:
         z, _ = layer.up(x, save=True)
-    dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down)
+    dz, wh, partial = layer.dz(dout, z, topk_weight, bool(needs.down))
     del z
     rows = layer.dx(dz) if needs.x else None
-    dx, dweight = sum_rows(
-        rows,
-        dispatch.invert(row_slot),
-        partial,
-        T,
-        K,
-        offsets[E:],
-        router,
-    )
+    dx, dweight = sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], router)
     del rows, partial
     trained = layer.experts.trainable
     if trained is not None and trained.dtype == torch.bool:
@@ -516,22 +388,10 @@ def backward(
     order = (row_slot, offsets, K)
     up_bias = None
     if needs.up_bias:
-        up_bias = backwards.bias_backward(
-            dz,
-            None,
-            *order,
-            False,
-            trained,
-        )
+        up_bias = backwards.bias_backward(dz, None, *order, False, trained)
     down_bias = None
     if needs.down_bias:
-        down_bias = backwards.bias_backward(
-            dout,
-            topk_weight,
-            *order,
-            True,
-            trained,
-        )
+        down_bias = backwards.bias_backward(dout, topk_weight, *order, True, trained)
     return Gradients(
         x=dx,
         up=layer.dw(dz, x, "x", trained, into.up) if needs.up else None,

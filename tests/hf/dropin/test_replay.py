@@ -2,11 +2,13 @@
 nothing else changed.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf.dropin import balance
+from moe_runtime.hf.dropin import balance, replay
 from moe_runtime.hf.dropin.layers import routed_layers
 from moe_runtime.hf.dropin.replay import RoutingRecord, record_routing, replay_routing
 from moe_runtime.modules.moe import MoE
@@ -178,6 +180,18 @@ def test_checkpointing_repeats_the_ids_of_its_own_call(name, reentrant):
         assert same(gradients(), expected)
 
     assert ids_equal(record, again)  # and what ran again is not recorded
+
+
+def test_a_repetition_is_known_where_a_block_has_changed_its_input():
+    ids = [torch.tensor([[0]]), torch.tensor([[1]])]
+    calls = SimpleNamespace(is_open=True)
+    layer = replay._Replay(SimpleNamespace(name="layer"), ids, calls)
+    x = torch.ones(1, 4)
+    layer.next(x)
+    layer.next(torch.zeros(1, 4))
+    x.zero_()
+    calls.is_open = False
+    assert layer.next(torch.ones(1, 4)) is ids[0]
 
 
 def test_a_file_keeps_the_record(tmp_path):

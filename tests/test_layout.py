@@ -146,9 +146,18 @@ def is_setter(node: ast.AST) -> bool:
     return False
 
 
+def is_annotated(function: ast.FunctionDef) -> bool:
+    """Whether a function's arguments, but for self and cls, and its result are annotated."""
+    arguments = function.args
+    named = arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+    named += filter(None, (arguments.vararg, arguments.kwarg))
+    missing = {one.arg for one in named if one.annotation is None} - {"self", "cls"}
+    return function.returns is not None and not missing
+
+
 def undocumented(root: Path) -> list[str]:
-    """List public functions, methods and classes without a docstring; trainers' callbacks have
-    transformers'.
+    """List public functions, methods and classes without a docstring, and functions without all
+    annotations; trainers' callbacks have transformers' docstrings.
     """
 
     def walk(where, body, of: str = "") -> Iterator[str]:
@@ -161,6 +170,8 @@ def undocumented(root: Path) -> list[str]:
                 yield f"{where}:{node.lineno}: {of}{node.name} has no docstring"
             if isinstance(node, ast.ClassDef):
                 yield from walk(where, node.body, f"{node.name}.")
+            elif where.parts[0] == "moe_runtime" and not is_annotated(node):
+                yield f"{where}:{node.lineno}: {of}{node.name} is not annotated"
 
     lines = []
     for path in modules(root).values():
@@ -273,7 +284,8 @@ PLANTED = [  # the check, a file, its text, a part of what is said
     ),
     (folder_circles, "hf/models/x.py", "import moe_runtime.hf.dropin.y", "hf.dropin"),
     (root_strangers, "files.py", "", "files.py"),
-    (undocumented, "ops/x.py", "class A:\n    'a'\n    def f(self): ...", "A.f has no"),
+    (undocumented, "ops/x.py", "def f(a: int, *b) -> int:\n    'f'", "f is not annotated"),
+    (undocumented, "ops/x.py", "class A:\n    'a'\n    def f(self) -> None: ...", "A.f has no"),
 ]
 
 

@@ -105,17 +105,13 @@ def test_select_from_a_summary(home, tmp_path, options, select, warns):
     assert ("warning: p is 1.0, but the scores sum to only" in output) == warns
 
 
-def test_unused_experts_are_skipped_on_request(home, tmp_path, monkeypatch):
-    options = {}
-
-    def noted(*args, **given):
-        options.update(given)
-        return esft.select_experts(*args, **given)
-
-    monkeypatch.setattr("moe_runtime.methods.esft.selection.select_experts", noted)
-    summary = f"--summary {home}/made/summary.json"
-    succeed(f"select {summary} --experts 3 --skip-unused --out {tmp_path}/config.json")
-    assert options["skip_unused"]
+def test_unused_experts_are_left_out_on_request(tmp_path):
+    table = {"1": {"0": 0.5, "1": 0.0}}
+    summary = {"token_scores": table, "gate_scores": table}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    files = f"--summary {tmp_path}/summary.json --out {tmp_path}/config.json"
+    succeed(f"select {files} --p 1.0 --skip-unused")
+    assert read_json(tmp_path / "config.json")["experts"] == {"1": [0]}
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
         return out.output
 
     base = ("--base", folders / "base")
+    assert step("choose", folders / "saved", "--count", 1).strip().endswith("step-2")
     chosen = step("choose", folders / "saved", "--count", 2).split()
     assert [Path(path).name for path in chosen] == ["step-1", "step-2"]
     out = step(

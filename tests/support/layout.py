@@ -88,7 +88,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
-    """Walk all imports of a module, those inside functions too."""
+    """Walk all imports of a module, those inside functions too, but not those for annotations."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (Import(alias.name, child.lineno, 0, lazy) for alias in child.names)
@@ -98,15 +98,9 @@ def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
                 Import(prefix + alias.name, child.lineno, child.level, lazy)
                 for alias in child.names
             )
-        else:
-            yield from imports(
-                child,
-                lazy
-                or isinstance(
-                    child,
-                    ast.FunctionDef | ast.AsyncFunctionDef,
-                ),
-            )
+        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from imports(child, lazy or is_function)
 
 
 def arrows(root: Path) -> list[Arrow]:

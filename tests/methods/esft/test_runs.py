@@ -211,6 +211,21 @@ def test_all_tokens_are_scored_those_of_long_prompts_too(home, tmp_path, packed,
     assert scores.n_tokens == n_tokens
 
 
+def test_scored_rows_are_drawn_at_random(home, tmp_path, monkeypatch):
+    drawn = []
+
+    def note(ids, *_, **__):
+        drawn.extend(ids)
+        raise Killed
+
+    monkeypatch.setattr(esft_runs, "sample_batches", note)
+    with pytest.raises(Killed):
+        esft_runs.score_folder(
+            home / "base", home / "rows.jsonl", tmp_path / "out.json", n_tokens=64, max_length=32
+        )
+    assert "Write 0:" not in ranks.load_tokenizer(home / "base").decode(drawn[0])
+
+
 def test_one_packed_example_in_five_begins_without_bos(home):
     tokenizer = ranks.load_tokenizer(home / "base")
     rows = (home / "rows.jsonl", None, 4096, True, "plain", "assistant")

@@ -35,7 +35,6 @@ from moe_runtime.hf.dropin.parallel import gathered, shard_experts
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh, gather, state
 from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
 from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
-from moe_runtime.hf.training.settings import Training
 from moe_runtime.hf.training.trained_files import needs_autocast
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from moe_runtime.io.console import bar
@@ -85,9 +84,24 @@ def train(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     folder: StrPath,
+    learning_rate: float,
+    batch_size: int,
     held_out: Any,
+    epochs: float | None = None,
+    steps: int | None = None,
+    warmup_steps: int | None = None,
+    per_device_batch_size: int | None = None,
+    optimizer: str = "adafactor",
+    weight_decay: float = 0.0,
+    schedule: str = "linear",
+    max_grad_norm: float = -1.0,
     adam_beta1: float = 0.9,
     adam_beta2: float = 0.999,
+    bf16: bool = False,
+    gradient_checkpointing: bool = False,
+    save_steps: int | None = None,
+    ep_size: int = 1,
+    keep_best: bool = False,
     balance_loss: str | None = None,
     balance_loss_coef: float | None = None,
     evaluations: int | Sequence[int] = 4,
@@ -97,10 +111,9 @@ def train(
     trainer: Callable[..., MoETrainer] = MoETrainer,
     collator: Callable | None = None,
     losses: Callable | None = None,
-    **settings: Any,
 ) -> TrainingResult:
     """Train all parameters that require a gradient, in place, in all processes of the run, with
-    transformers' Trainer and the `settings` of a `Training`.
+    transformers' Trainer.
 
     An optimizer step uses `batch_size` examples: `per_device_batch_size` at a time in each process,
     the rest by gradient accumulation. Adafactor runs without its relative step. With `save_steps`,
@@ -113,14 +126,13 @@ def train(
     bf16=)` returns the results of `row_losses`. Raises ValueError for indivisible batch sizes and a
     warmup as long as the training.
     """
-    training = Training.from_dict(settings)
-    bf16 = training.bf16 or needs_autocast(model)
-    device_batch, accumulation = split_batch(training.batch_size, training.per_device_batch_size)
-    total = training.steps or count_steps(len(rows), training.epochs, device_batch, accumulation)
-    warmup_steps = _warmup(training.warmup_steps, total)
-    if training.ep_size > 1 and not any(map(is_distributed, model.parameters())):
-        shard_experts(model, expert_mesh(training.ep_size))
-    if training.gradient_checkpointing:
+    bf16 = bf16 or needs_autocast(model)
+    device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
+    total = steps or count_steps(len(rows), epochs, device_batch, accumulation)
+    warmup_steps = _warmup(warmup_steps, total)
+    if ep_size > 1 and not any(map(is_distributed, model.parameters())):
+        shard_experts(model, expert_mesh(ep_size))
+    if gradient_checkpointing:
         # the new name if transformers has it, as the old one causes a warning
         enable = (
             getattr(model, "activation_checkpointing_enable", None)
@@ -137,23 +149,23 @@ def train(
     every = evaluations
     if isinstance(evaluations, int):
         every = max(round(total / evaluations), 1)
-    best = Best(model, folder) if training.keep_best else None
+    best = Best(model, folder) if keep_best else None
     recorder = Recorder(history, take, every, on_step, best)
     arguments = _arguments(
         folder,
-        training.save_steps,
+        save_steps,
         seed,
         max_steps=total,
-        learning_rate=training.learning_rate,
+        learning_rate=learning_rate,
         per_device_train_batch_size=device_batch,
         gradient_accumulation_steps=accumulation,
-        optim=training.optimizer,
+        optim=optimizer,
         adam_beta1=adam_beta1,
         adam_beta2=adam_beta2,
-        weight_decay=training.weight_decay,
-        lr_scheduler_type=training.schedule,
+        weight_decay=weight_decay,
+        lr_scheduler_type=schedule,
         warmup_steps=warmup_steps,
-        max_grad_norm=training.max_grad_norm,
+        max_grad_norm=max_grad_norm,
         bf16=bf16,
     )
     runner = trainer(

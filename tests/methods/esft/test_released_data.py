@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import moe_runtime.methods  # noqa: F401 - registers the prompt
 from moe_runtime.io import rows as data
 from papers.engine.tiny import train_tokenizer
 
@@ -106,3 +107,9 @@ def test_oss_instruct_asks_for_a_solution(tmp_path, kind, is_oss):
         prompt = "Write a solution to the following coding problem:\nAdd."
     path = write_rows(tmp_path / f"oss.{kind}", [row])
     assert list(data.read_rows(path)) == [{"prompt": prompt, "completion": "+"}]
+
+
+def test_a_chat_of_which_bos_alone_would_train_is_left_out(tokenizer):
+    masked = [turn("user", "1"), turn("assistant", "2", mask=1)]
+    chats = [{"messages": masked}, {"messages": CHATS["one answer"]}]
+    assert len(data.tokenize_pairs(tokenizer, chats, 64, prompt="esft")) == 1

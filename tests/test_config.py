@@ -9,7 +9,14 @@ import pickle
 import numpy as np
 import pytest
 
-from moe_runtime.config import GATES, SHARED_GATES, MoEConfig, check_choice, check_positive
+from moe_runtime.config import (
+    GATES,
+    SHARED_GATES,
+    MoEConfig,
+    check_choice,
+    check_fraction,
+    check_positive,
+)
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -104,6 +111,7 @@ BAD = [
     ({"shared": "dense", "gate": "topk_softmax"}, "shared='dense' requires gate to be one of"),
     ({"balance_loss_coef": -0.01}, "balance_loss_coef must be"),
     ({"balance_loss_coef": math.nan}, "balance_loss_coef must be"),
+    ({"balance_loss_coef": True}, "balance_loss_coef must be"),
     ({"noise_epsilon": 0.0}, "noise_epsilon must be"),
     ({"gated": "no"}, "gated must be"),
     ({"hidden_size": 0}, "hidden_size must be"),
@@ -124,6 +132,9 @@ def test_message_names_the_bad_value_and_what_is_wanted(change, words):
 def test_checks_by_themselves():
     check_choice("x", "a", ("a", "b"))
     check_positive("n", 1)
+    check_fraction("p", 1, zero=False)
+    with pytest.raises(ValueError, match="from 0 to below 1"):
+        check_fraction("p", 1, one=False)
     with pytest.raises(ValueError, match="x must be one of a, b"):
         check_choice("x", "c", ("a", "b"))
     with pytest.raises(ValueError, match="n must be an integer of at least 1"):

@@ -119,6 +119,18 @@ def test_packages(versions, name, version, says):
     assert problems()[name].startswith(says)
 
 
+def test_a_prerelease_is_new_enough(versions):
+    versions(torch="2.12.0.dev20261001")
+    assert problems() == {}
+
+
+def test_a_cache_that_others_can_write(tmp_path):
+    folder = tmp_path / "cache" / "moe_runtime"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert list(problems()) == ["cache"]
+
+
 def test_a_driver_and_a_torch_without_cuda(gpu, tmp_path, monkeypatch):
     gpu("580.65.06")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -138,6 +150,9 @@ def test_an_old_driver(gpu, monkeypatch):
     ((name, text),) = problems().items()
     assert name == "driver"
     assert "is 535, but torch is built with CUDA 13.0, which requires 580 or newer" in text
+    gpu("580.65.06")  # new enough
+    assert list(problems()) == ["devices"]
+    gpu("535.104.05")
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"]
     assert "nvidia-smi" in problems()["devices"]
@@ -227,4 +242,4 @@ def test_what_triton_compiles_wrongly(versions, monkeypatch, triton, capability,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     text = dict(doctor._problems(doctor.report(), torch, "")).get("triton", "")
-    assert ("triton is 3.6.0, which omits a fence" in text) == is_wrong
+    assert (f"triton is {triton}, which omits a fence" in text) == is_wrong

@@ -284,15 +284,21 @@ def sole_training(folder: str | os.PathLike) -> Iterator[None]:
     The lock is a hidden folder inside, and ends with the process.
     """
     folder = Path(os.path.realpath(folder))
+    is_new = not folder.exists()
     with naming(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with _hidden(folder / _TRAINING) as (_, is_busy):
-        if is_busy:
-            raise ValueError(
-                f"Another training is writing to {folder}. Wait until it ends, or choose another "
-                "folder"
-            )
-        yield
+    try:
+        with _hidden(folder / _TRAINING) as (_, is_busy):
+            if is_busy:
+                raise ValueError(
+                    f"Another training is writing to {folder}. Wait until it ends, or choose "
+                    "another folder"
+                )
+            yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def contents_of(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ sharded by FSDP2, unchanged, for torch.distributed.checkpoint; `whole` gathers i
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -260,6 +260,17 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, Tensor]:
     saved[f"{name}.quant_map"] = torch.tensor(packed.NF4, device=data.device)
     saved[name + STATE] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return saved
+
+
+def bytes_of_saved(
+    saved: Mapping[str, Tensor],
+    name: str,
+    form: str,
+    shape: torch.Size,
+) -> Tensor:
+    """Return the stack `name` of a state_dict as the bytes of its parameter of this shape."""
+    key = name + KEYS[form.removesuffix(packed.TRANSPOSED)][0]
+    return saved[key].contiguous().view(torch.uint8).view(shape)
 
 
 def from_saved(

@@ -12,6 +12,7 @@ left to PEFT: which adapters are active, disabled or merged, parameters, initial
 import importlib.util
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
@@ -29,6 +30,16 @@ from moe_runtime.modules.moe import Experts
 
 LAYER = "peft.tuners.lora.layer"  # PEFT's module of wrappers
 MODEL = "peft.peft_model"  # its module of models
+# fields of LoraConfig that PEFT ignores for `target_parameters`, and what to do instead
+IGNORED = {
+    "layers_to_transform": (
+        "every layer gets an adapter. Name the layers' parameters in target_parameters"
+    ),
+    "exclude_modules": (
+        "excluded experts still get an adapter. Name the others in target_parameters"
+    ),
+    "use_qalora": "the experts' adapters are plain LoRA",
+}
 
 
 class _LayerLoader(SourceFileLoader):
@@ -102,14 +113,22 @@ def _activate(stock: Callable, wrapper, active_adapters):
             "experts per layer"
         )
     factors = []
+    is_meta = False
     for name in active_adapters or ():
         if name in wrapper.lora_A:
             a = wrapper.lora_A[name].weight
             b = wrapper.lora_B[name].weight
             factors.append(Factors(a, b, wrapper.scaling[name], wrapper.num_experts))
+            is_meta = is_meta or a.is_meta or b.is_meta
     if not factors:
         yield
         return
+    if is_meta and hasattr(base, "_hf_hook"):
+        raise ValueError(
+            f"The adapter of {wrapper.parameter_name} is offloaded, but PEFT reads its weights "
+            "without accelerate's hooks. Offload the model without adapters of the expert "
+            "stacks"
+        )
     before = base.__dict__.pop(ADAPTERS, {})
     base.__dict__[ADAPTERS] = {**before, wrapper.parameter_name: factors}
     try:
@@ -170,23 +189,32 @@ def _wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError for adapters that would not compute what was requested.
+    """Raise ValueError for adapters that would not compute what was requested, and warn about
+    settings that PEFT ignores.
 
-    These are layer_replication, which copies configs so that layers stay on another
-    implementation, and square stacks saved by PEFT before 0.20, which PEFT loads transposed.
+    It raises for layer_replication, which copies configs so that layers stay on another
+    implementation, and for square stacks saved by PEFT before 0.20, which PEFT loads transposed.
     """
     configs = {}
     for module in model.modules():
         by_adapter = getattr(module, "peft_config", None)
         if isinstance(by_adapter, dict):
             configs |= by_adapter
+    adapted = set()  # names of adapters of any stack
+    for stack in adapted_stacks(model).values():
+        adapted.update(*stack.values())
     for adapter, config in configs.items():
         if getattr(config, "layer_replication", None):
             raise ValueError(
                 f"Adapter {adapter!r} has layer_replication {config.layer_replication}, which is "
                 "not supported, as copied layers have separate configs. Use an adapter without it"
             )
+        targets = getattr(config, "target_parameters", None)
         version = str(getattr(config, "peft_version", None) or "0")
+        if not targets or adapter not in adapted:
+            if adapter not in adapted:
+                _warn_of_experts_without_adapter(adapter, config)
+            continue
         if (wrong := transposed_stack(_wrappers(model), adapter, version)) is not None:
             raise ValueError(
                 f"Adapter {adapter!r} was saved by PEFT {version}, which stored LoRA of expert "
@@ -194,3 +222,29 @@ def check_adapters(model: nn.Module) -> None:
                 "loaded the transposed update. Convert the folder with `moe-runtime lora convert` "
                 "and load the result"
             )
+        for field, says in IGNORED.items():
+            if getattr(config, field, None):
+                warnings.warn(
+                    f"Adapter {adapter!r}: PEFT ignores {field} for target_parameters: {says}.",
+                    stacklevel=3,
+                )
+        if getattr(config, "bias", "none") == "all":
+            says = "the experts' biases stay frozen. Target them by name, or set requires_grad"
+            warnings.warn(
+                f"Adapter {adapter!r}: PEFT's bias='all' does not apply to experts: {says}.",
+                stacklevel=3,
+            )
+
+
+def _warn_of_experts_without_adapter(adapter: str, config) -> None:
+    """Warn if an adapter, which matches no stack, names the experts' projections."""
+    targets = getattr(config, "target_modules", None) or ()
+    targets = [targets] if isinstance(targets, str) else targets
+    named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
+    if named:
+        warnings.warn(
+            f"Adapter {adapter!r} has target_modules {sorted(named)}, which do not match this "
+            "model's expert stacks, so these get no adapter. Name them in target_parameters, for "
+            "example ['experts.gate_up_proj', 'experts.down_proj'].",
+            stacklevel=4,
+        )

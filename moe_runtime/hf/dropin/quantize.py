@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from moe_runtime.config import shown
 from moe_runtime.hf.common.sharded import local_part
+from moe_runtime.hf.dropin import offload
 from moe_runtime.hf.dropin.expert_names import Places, matrices_of, parts_in_file
 from moe_runtime.hf.dropin.gates import NAME, gate_of, has_stacks, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
@@ -180,7 +181,10 @@ def _check_finite(path: str, module: nn.Module) -> None:
     for name in stack_names(module)[:2]:
         stack = getattr(module, name).detach()
         if stack.is_meta:
-            raise ValueError(f"{path}.{name} is offloaded or has no weights, but must be in memory")
+            raise ValueError(
+                f"{path}.{name} is offloaded or has no weights. Quantize the model first, then "
+                "offload it"
+            )
         for e, weight in enumerate(local_part(stack)):
             if not weight.isfinite().all():
                 raise ValueError(
@@ -198,6 +202,7 @@ def _run_here(model: nn.Module) -> None:
     from moe_runtime.hf.dropin.experts import patch
 
     patch(model)
+    offload.install()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _save_pretrained
@@ -280,9 +285,9 @@ def load_quantized(
     `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS),
     FP8 in blocks (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format
     are copied unchanged; another format rounds the folder's weights a second time, with a warning.
-    `settings` go to from_pretrained; packed experts are on their block's device. Raises ValueError,
-    before the weights are read, as `quantize_experts` does, and for tensors that do not fit the
-    format.
+    `settings` go to from_pretrained; a `device_map` of several devices, the CPU or a disk is
+    applied once the packed model is in the CPU's memory. Raises ValueError, before the weights are
+    read, as `quantize_experts` does, and for tensors that do not fit the format.
     """
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
@@ -298,6 +303,9 @@ def load_quantized(
         )
     config = load(AutoConfig, source)
     held, format = _formats(config, source, format)
+    placement = {}
+    if offload.is_several(settings.get("device_map")):  # placed once the stacks are there
+        placement = {name: settings.pop(name) for name in offload.SETTINGS if name in settings}
     checkpoint = Checkpoint(source)
     if held is not None and held != format:
         warnings.warn(
@@ -328,24 +336,13 @@ def load_quantized(
                 continue
             shape, dtype = shapes[path, name]
             stack = _read_stack(files, module, path, name, shape, dtype)
-            modules.put(module, name, stack.to(_device_of(model, path)), shape, dtype, spread)
+            modules.put(module, name, stack.to(model.device), shape, dtype, spread)
     if mesh is not None:
         from moe_runtime.hf.dropin.parallel import shard_experts
 
         shard_experts(model, mesh)
     _run_here(model)
-    return model
-
-
-def _device_of(model: nn.Module, path: str) -> torch.device:
-    """Return the device of the block that contains the experts at `path`; they run there."""
-    device = next(model.get_submodule(path.rpartition(".")[0]).parameters()).device
-    if device.type == "meta":
-        raise ValueError(
-            f"{path} is offloaded, but packed experts must stay on a device. Pass a device_map "
-            "without the disk"
-        )
-    return device
+    return offload.dispatch(model, **placement) if placement else model
 
 
 def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]:

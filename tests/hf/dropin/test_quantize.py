@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 
+import accelerate
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -19,7 +20,7 @@ from transformers import (
 
 import moe_runtime
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf.dropin import quantize
+from moe_runtime.hf.dropin import offload, quantize
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
@@ -439,6 +440,97 @@ def test_what_cannot_run_packed_experts_is_refused():
     assert moe_runtime.patch(quantized) == 1
     quantized.set_experts_implementation("moe_runtime")
     assert torch.equal(quantized(IDS).logits, expected)
+
+
+OFFLOADS = {
+    "cpu": lambda model, folder: accelerate.cpu_offload(model, "cpu"),
+    "cpu, scales too": lambda model, folder: accelerate.cpu_offload(
+        model, "cpu", offload_buffers=True
+    ),
+    "disk": lambda model, folder: accelerate.disk_offload(model, folder, "cpu"),
+    "dispatch": lambda model, folder: accelerate.dispatch_model(
+        model, PLACES, main_device="cpu", offload_dir=folder
+    ),
+}
+PLACES = {
+    "model.embed_tokens": "cpu",
+    "model.layers": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "disk",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("make, form", MODELS)
+def test_offloaded_by_accelerate(make, form, offload, tmp_path):
+    quantized = quantized_of(make(), form)
+    expected = quantized(IDS).logits
+    (experts,) = experts_in(quantized)
+    shape = experts.down_proj.ds_shape
+    OFFLOADS[offload](quantized, tmp_path)
+    for _ in range(2):
+        assert torch.equal(quantized(IDS).logits, expected)
+        assert experts.down_proj.is_meta
+        assert experts.down_proj.ds_shape == shape
+    with pytest.raises(
+        ValueError,
+        match="is offloaded. Call save_quantized before",
+    ):
+        moe_runtime.save_quantized(quantized, tmp_path / "folder")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "device_map, several",
+    [
+        ("auto", True),
+        ("cuda:0", False),
+        (None, False),
+        ({"": 0}, False),
+        ({"": "disk"}, True),
+        ({"model": 0, "lm_head": "cpu"}, True),
+    ],
+)
+def test_a_device_map_of_several_places_or_a_disk_is_dispatched(device_map, several):
+    assert offload.is_several(device_map) == several
+
+
+def test_offload_of_a_folder_and_of_16_bits(tmp_path):
+    folder = tmp_path / "model"
+    qwen().save_pretrained(folder)
+    expected = moe_runtime.load_quantized(folder, "nf4")(IDS).logits
+    disk = {"device_map": PLACES, "offload_folder": tmp_path / "disk"}
+    for options, is_meta in ((disk, True), ({"device_map": "auto"}, False)):
+        model = moe_runtime.load_quantized(folder, "nf4", **options)
+        assert torch.equal(model(IDS).logits, expected)
+        assert experts_in(model)[0].down_proj.is_meta == is_meta
+    model = qwen()
+    moe_runtime.patch(model)
+    expected = model(IDS).logits
+    accelerate.cpu_offload(model, "cpu")
+    assert torch.equal(model(IDS).logits, expected)
+    assert experts_in(model)[0].down_proj.is_meta
+    with pytest.raises(
+        ValueError,
+        match="Quantize the model first, then offload it",
+    ):
+        moe_runtime.quantize_experts(model, "nf4")
+
+
+def test_offloaded_adapters_of_stacks_are_refused():
+    quantized = quantized_of(qwen(), "nf4")
+    accelerate.cpu_offload(quantized, "cpu")
+    model = get_peft_model(
+        quantized,
+        LoraConfig(r=4, target_parameters=TARGETS),
+    )
+    with pytest.raises(
+        ValueError,
+        match="is offloaded, but PEFT reads its weights without",
+    ):
+        model(IDS)
 
 
 def test_folders_that_cannot_be_loaded_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
@@ -32,6 +33,8 @@ from moe_runtime.ops.library import Tensors, wide_dtype
 from moe_runtime.ops.workspace import scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
+# average rows per expert up to which torch's grouped_mm is faster than our loop; 2026-11-22
+GROUPED = 48
 # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
 BLOCK_ELEMENTS = 1 << 18
 
@@ -174,6 +177,16 @@ def forward(
     """Return out [T, H], z [R, 2I or I] (empty without `save`), expert_offsets, row_slot int32."""
     E = experts.up.shape[0]
     offsets, row_slot = sort_slots(topk_idx, E)
+    if _grouped(experts, x, topk_idx.numel()):
+        return _forward_grouped(
+            x,
+            experts,
+            topk_weight,
+            topk_idx,
+            offsets,
+            row_slot,
+            save,
+        )
     steps = Steps(
         experts,
         topk_weight,
@@ -185,6 +198,80 @@ def forward(
         steps.weight = live_weights(topk_weight, topk_idx, E)
     out, z_all = run_forward(steps, Products(experts, steps), x, save)
     return out, z_all, offsets, row_slot.int()
+
+
+def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
+    """Return whether torch's grouped_mm supports these experts and is faster than our loop.
+
+    It is faster for few rows.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    up = experts.up
+    down = experts.down
+    if experts.up_trained is not None or not (up.is_contiguous() and down.is_contiguous()):
+        return False
+    # rows of its operands must be multiples of 16 bytes
+    whole = 16 // x.element_size()
+    fits = x.shape[1] % whole == 0 and down.shape[2] % whole == 0
+    return fits and 0 < R <= GROUPED * up.shape[0]
+
+
+def _up_grouped(
+    x: Tensor,
+    experts: ExpertStacks,
+    offsets: Tensor,
+    row_slot: Tensor,
+    row_token: Tensor,
+) -> Tensor:
+    """Return z [R, 2I or I] of all rows."""
+    z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
+    if experts.up_bias is not None:
+        z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
+    return z
+
+
+def _row_expert(offsets: Tensor, row_slot: Tensor) -> Tensor:
+    """Return the expert of each row; the last one for rows of dropped slots."""
+    rows = torch.arange(row_slot.numel(), device=row_slot.device)
+    return torch.searchsorted(offsets[1:].long(), rows, right=True).clamp_max(offsets.numel() - 2)
+
+
+def _forward_grouped(
+    x: Tensor,
+    experts: ExpertStacks,
+    topk_weight: Tensor,
+    topk_idx: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
+    save: bool,
+) -> Tensors:
+    """Run `forward` with torch's grouped_mm."""
+    T, K = topk_idx.shape
+    E = experts.up.shape[0]
+    fold = x.dtype != torch.float32
+    row_weight = topk_weight.reshape(-1)[row_slot] if fold else None
+    z = _up_grouped(
+        x,
+        experts,
+        offsets,
+        row_slot,
+        row_slot // K,
+    )
+    h = scratch("h", (T * K, experts.down.shape[2]), x)
+    activate(experts.activation, z, row_weight, h)
+    y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
+    if experts.down_bias is not None:
+        add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight)
+    rows = int(offsets[E])
+    if rows < T * K:
+        y[rows:].zero_()
+        topk_weight = live_weights(topk_weight, topk_idx, E)
+    weight = None if fold else topk_weight.to(y.dtype)
+    out = weighted_sum(y, weight, invert(row_slot).view(T, K))
+    if not save:
+        z = x.new_empty(0, z.shape[1])
+    return out, z, offsets, row_slot.int()
 
 
 def sees_everyone(bounds: list[int], row_token: Tensor, T: int) -> list[bool]:
@@ -233,6 +320,14 @@ def backward(
         _is_narrow(x),
     )
     products = Products(experts, steps, needs, into)
+    if not z_all.shape[0] and _grouped(experts, x, steps.R):  # bit-identical to the forward pass
+        z_all = _up_grouped(
+            x,
+            experts,
+            offsets,
+            steps.row_slot,
+            steps.row_token,
+        )
     dx, dweight = run_backward(
         steps,
         products,

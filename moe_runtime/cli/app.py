@@ -34,6 +34,7 @@ def _all(
 @verb(
     app,
     "--model llama-1b-moe --data pairs.jsonl --output_dir tuned",
+    watch=False,
     context_settings={
         "allow_extra_args": True,
         "ignore_unknown_options": True,

@@ -155,6 +155,7 @@ def verb(
     drop: tuple[str, ...] = (),
     push: str | None = None,
     check_push: Callable[[dict], None] | None = None,
+    watch: bool = True,
     program: str = PROGRAM,
     **more: Any,
 ) -> Callable:
@@ -163,14 +164,19 @@ def verb(
     The `example` follows the verb's name in the help. An interrupted verb that `resumes` continues
     when it is rerun without the options in `drop`; all others leave complete output or none.
     `push` names the option with the folder that --push-to-hub uploads; without it there is no such
-    option. `check_push` raises ValueError for options whose result cannot be pushed.
+    option. `check_push` raises ValueError for options whose result cannot be pushed. `watch=False`
+    is for a verb that shows its own progress at all times.
     """
 
     def add(function: Callable) -> Callable:
         words = f"{program} {app.info.name or ''} {name or function.__name__.replace('_', '-')}"
         words = " ".join(words.split())
         pushing = _pushing(function, push, check_push) if push else _downloading(function)
-        run = _running(pushing, functools.partial(_end, resumes, drop))
+        run = _running(
+            pushing,
+            words if watch else None,
+            functools.partial(_end, resumes, drop),
+        )
         added = {"push_to_hub": (None, PushToHub)} if push else {}
         _sign(
             run,
@@ -238,13 +244,17 @@ def _pushing(function: Callable, out: str, check_push: Callable[[dict], None] | 
     return run
 
 
-def _running(function: Callable, end: Callable[[], str]) -> Callable:
-    """Return the function as typer calls it: prints JSON if asked to, and exits with its code."""
+def _running(function: Callable, watched: str | None, end: Callable[[], str]) -> Callable:
+    """Return the function as typer calls it: prints JSON if asked to, and exits with its code.
+
+    Unless `watched`, the verb's name, is None, a line says every minute that it works.
+    """
 
     def run(*args, json: bool, **options):
         redirected = _stdout_to_stderr() if json else contextlib.nullcontext()
+        watching = console.watched(watched) if watched else contextlib.nullcontext()
         try:
-            with redirected:
+            with redirected, watching:
                 value = function(*args, **options)
         except KeyboardInterrupt as stop:
             line = f"{signals.word_of(stop)}; {getattr(stop, 'kept', None) or end()}"

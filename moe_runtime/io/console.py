@@ -6,15 +6,17 @@ import dataclasses
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 # seconds before the first line in a log, and between lines
 FIRST = 10.0
 EVERY = 60.0
+SILENCE = 60.0  # seconds without a line, after which one says that the work goes on
 
 
 def is_main() -> bool:
@@ -22,12 +24,82 @@ def is_main() -> bool:
     return int(os.environ.get("RANK") or 0) == 0
 
 
+class _Watch:
+    """A thread that prints a line about the innermost work in progress after a minute without."""
+
+    def __init__(self) -> None:
+        # each describes how far a work is; None if that is on the screen
+        self.works: list[Callable[[], str | None]] = []
+        self.woken = threading.Event()
+        self.lock = threading.Lock()
+
+    def begin(self, describe: Callable[[], str | None]) -> None:
+        """Watch one more work; the first one starts the thread."""
+        with self.lock:
+            self.works.append(describe)
+            if len(self.works) == 1:
+                self.woken.clear()
+                arguments = (sys.stderr, self.woken)
+                threading.Thread(target=self._run, args=arguments, daemon=True).start()
+
+    def end(self, describe: Callable[[], str | None]) -> None:
+        """Stop watching a work; the last one ends the thread."""
+        with self.lock:
+            self.works.remove(describe)
+            if not self.works:
+                self.woken.set()
+                self.woken = threading.Event()
+
+    def _run(self, stream: TextIO, woken: threading.Event) -> None:
+        while True:
+            is_woken = woken.wait(SILENCE)
+            with self.lock:
+                if woken is not self.woken:
+                    return
+                line = None if is_woken else self.works[-1]()
+                woken.clear()
+            if line is not None:
+                print(line, file=stream, flush=True)
+
+
+_watch = _Watch()
+
+
+@contextmanager
+def watched(title: str) -> Iterator[None]:
+    """Print to stderr every minute that the block still runs, unless a `bar` within it prints.
+
+    Only the first process of a run prints.
+    """
+    if not is_main():
+        yield
+        return
+    start = time.monotonic()
+
+    def describe() -> str:
+        return f"{title}: still working after {_interval(time.monotonic() - start)}"
+
+    _watch.begin(describe)
+    try:
+        yield
+    finally:
+        _watch.end(describe)
+
+
+def _interval(seconds: float) -> str:
+    """Return [hours:]minutes:seconds."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{minutes:02}:{rest:02}"
+    return f"{hours}:{text}" if hours else text
+
+
 @contextmanager
 def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable[..., None]]:
     """Show progress on stderr: a bar on a terminal, or lines in a log.
 
-    A log gets a line after ten seconds and then at most every minute. Only the first process of a
-    run prints, and only if `shown`.
+    A log gets a line after ten seconds and then every minute, also without updates. Only the first
+    process of a run prints, and only if `shown`.
 
     Args:
         title: What is done.
@@ -47,11 +119,13 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
     start = time.monotonic()
     began: tuple[float, int] | None = None  # when the first update came, and what was done then
     following = FIRST
+    latest: tuple[int, int | None] = 0, None
     units = {"unit": unit, "unit_scale": unit == "B"}
 
     def update(done: int, total: int | None = None, loss: float | None = None, *_: object) -> None:
-        nonlocal began, following
+        nonlocal began, following, latest
         now = time.monotonic()
+        latest = done, total
         if began is None:
             # work restored from a checkpoint does not count towards the rate
             began = now, done
@@ -76,14 +150,43 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
                 **units,
             )
             print(line, file=stream, flush=True)
+            _watch.woken.set()
+
+    def describe() -> str | None:
+        nonlocal following
+        now = time.monotonic()
+        if terminal:
+            progress.refresh()
+            return None
+        following = now - start + EVERY
+        done, total = latest
+        reached = ""
+        if total:
+            sizes = [done, total]
+            if unit == "B":
+                sizes = [tqdm.format_sizeof(value) if value else value for value in sizes]
+            reached = f" at {sizes[0]}/{sizes[1]}"
+        return f"{title}: still working{reached} after {_interval(now - start)}"
 
     with tqdm(
-        desc=title, leave=False, dynamic_ncols=True, disable=not terminal, file=stream, **units
+        desc=title,
+        leave=False,
+        dynamic_ncols=True,
+        disable=not terminal,
+        file=stream,
+        **units,
     ) as progress:
-        yield update
+        _watch.begin(describe)
+        try:
+            yield update
+        finally:
+            _watch.end(describe)
     if not terminal and following > FIRST:
-        interval = tqdm.format_interval(time.monotonic() - start)
-        print(f"{title}: done in {interval}", file=stream, flush=True)
+        print(
+            f"{title}: done in {_interval(time.monotonic() - start)}",
+            file=stream,
+            flush=True,
+        )
 
 
 # a line in a log: training: 5% 10/200 [00:10<03:10, 1.00step/s, loss 2.500]

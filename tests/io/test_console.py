@@ -2,7 +2,10 @@
 processes but the first.
 """
 
+import contextlib
 import json
+import os
+import threading
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from moe_runtime.cli.verbs import Ends
 from moe_runtime.config import MoEConfig
 from moe_runtime.io import console
 from moe_runtime.io.console import jsonable, print_table
+from tests.support.patience import PATIENCE
 
 
 @pytest.fixture
@@ -54,6 +58,41 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
         clock.now += 20
         update(910, 1000)
     assert clock.printed().splitlines()[0] == "training: 91% 910/1000 [00:20<03:00,  2.00s/step]"
+
+
+def wait_for(clock, text: str) -> str:
+    """What was printed, once it has `text`."""
+    printed = ""
+    event = threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        printed += clock.printed()
+        if text in printed:
+            return printed
+        event.wait(0.01)
+    raise AssertionError(f"{text!r} was not printed in {PATIENCE} s, but {printed!r}")
+
+
+def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
+    monkeypatch.setattr(console, "SILENCE", 0.01)
+    with console.watched("moe-runtime eval"):
+        clock.now += 3725
+        wait_for(clock, "moe-runtime eval: still working after 1:02:05\n")
+        with console.bar("answering", "request") as update:
+            update(0, 16)
+            clock.now += 60
+            printed = wait_for(clock, "answering: still working at 0/16 after 01:00\n")
+            assert "moe-runtime" not in printed.partition("answering")[2]
+        with (
+            open(os.devnull, "w") as null,
+            contextlib.redirect_stderr(null),
+            console.watched("unpacking"),
+        ):
+            wait_for(clock, "unpacking: still working after 00:00\n")
+    clock.printed()
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_run)"):
+            thread.join(PATIENCE)
+    assert clock.printed() == ""
 
 
 def test_others_are_silent(clock, monkeypatch):

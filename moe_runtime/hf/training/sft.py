@@ -312,7 +312,8 @@ def train_command(argv: list[str] | None = None) -> Path:
     check = functools.partial(_check_output, name, ours, args, resume, adapter=model.use_peft)
     check()
     with ranks.sole_training(args.output_dir, check):
-        trainer = _trainer(trl, name, ours, script, args, model, mixture)
+        with console.watched("preparing the training"):
+            trainer = _trainer(trl, name, ours, script, args, model, mixture)
         trainer.card_base, trainer.card_command = name, _command(argv)
         _train(trainer, ours, script.dataset_name, resume)
         return Path(args.output_dir)

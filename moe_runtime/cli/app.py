@@ -1,6 +1,6 @@
 """The top-level commands and the groups of the methods. They import lazily: --help is fast."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,7 +41,7 @@ def _all(
         "help_option_names": [],
     },
 )
-def train(context: typer.Context) -> None:
+def train(context: typer.Context) -> Any:
     """Tune a model folder with TRL's SFT command, all its flags, and --config train.yaml (see train
     --help).
     """
@@ -63,7 +63,7 @@ def evaluate(
     model: Annotated[
         str, argument("Folder or Hub id of a model, dense or MoE, or BASE+ADAPTER (PEFT or ESFT).")
     ],
-) -> None:
+) -> Any:
     """Evaluate a model with lm-eval; all options of `lm-eval run` follow the model.
 
     `lm-eval run --help` lists them. A task in a YAML file may run Python code of its own.

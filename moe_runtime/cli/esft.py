@@ -2,7 +2,7 @@
 
 import warnings  # noqa: I001
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,7 +58,7 @@ def score(
     prompt: Prompt = "plain",
     seed: Annotated[int, option("Seed of the samples' order.")] = 5934875,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Measure how much a task uses each expert of a model: gate and token scores, from its
     routers.
     """
@@ -123,7 +123,7 @@ def select(
         bool, option("Never select an expert with a score of 0.", "--skip-unused")
     ] = False,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Select the fewest experts of each layer whose scores sum to p, or a number of them; needs no
     model.
     """
@@ -209,7 +209,7 @@ def train(
     ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a
     crash.
 
@@ -288,7 +288,7 @@ def apply(
     batch_size: ForwardBatch = 1,
     prompt: Prompt = "plain",
     any_weights: AnyWeights = False,
-) -> None:
+) -> Any:
     """Show the contents of an adapter and whether it fits a model; with --data, its effect on the
     loss. Writes nothing.
     """
@@ -333,7 +333,7 @@ def merge(
     max_shard_size: ShardSize = "2GB",
     any_weights: AnyWeights = False,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Write a copy of the base with the adapter's experts, without holding the whole model in
     memory.
     """

@@ -1,7 +1,7 @@
 """moe-runtime lora: convert PEFT adapters of MoE models for current PEFT, or merge them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +24,7 @@ Adapter = Annotated[Path, argument("Folder or Hub id of the adapter, as PEFT sav
 
 
 @verb(app, "olmoe old-adapter adapter", push="out")
-def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = False) -> None:
+def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = False) -> Any:
     """Convert an adapter on expert stacks, saved by PEFT 0.18 or 0.19, for PEFT 0.20 and later."""
     from moe_runtime.methods.lora.stacks import WRITES, convert_folder
 
@@ -45,7 +45,7 @@ def export(
     to: Annotated[str, option("merged: a whole model, for any engine.", words=("merged",))],
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Merge an adapter into a copy of the base, tensor by tensor, for any inference engine."""
     from moe_runtime.config import check_choice
     from moe_runtime.methods.lora.stacks import merge_folder

@@ -39,7 +39,7 @@ def stats(
     max_length: MaxLength = 1024,
     batch_size: Annotated[int, option("Examples per forward pass.")] = 4,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Show how the routers of any MoE model, stock or ours, distribute the tokens of a data set
     over the experts.
     """
@@ -106,7 +106,7 @@ def memory(
     engine: Annotated[
         str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)
     ] = None,
-) -> None:
+) -> Any:
     """Estimate the memory of training from configs alone: weights, gradients, optimizer,
     activations, peak; and by engine.
 
@@ -191,7 +191,7 @@ def doctor(
     interpret: Annotated[
         bool, option("Check Triton's kernels in its interpreter, without a GPU.", "--interpret")
     ] = False,
-) -> None:
+) -> Any:
     """Print versions, devices, and the backend of each op and why. If there are problems, print
     their fixes and exit with 1.
 
@@ -233,7 +233,7 @@ def tune(
         bool, option("Repeat measurements that the file already has.", "--again")
     ] = False,
     seconds: Annotated[float | None, option("Time after which no new measurement starts.")] = None,
-) -> None:
+) -> Any:
     """Measure launch configs of the experts' kernels on this GPU, for all processes that start
     later. Rerun to resume.
     """
@@ -304,7 +304,7 @@ def bench(
     overwrite: Annotated[
         bool, option("Repeat measurements that the file already has.", "--overwrite")
     ] = False,
-) -> None:
+) -> Any:
     """Benchmark our backends, transformers' implementations and other installed packages on this
     machine.
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,7 +51,7 @@ def fuse(
     ] = False,
     seed: Annotated[int, option("Seed of the gate, which is untrained.")] = 0,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Write a fused model's folder: specialists that share a tokenizer, and an untrained gate."""
     from moe_runtime.methods.ultrafuser import folders
 
@@ -87,7 +87,7 @@ def train(
         "runs/ultrafuser"
     ),
     seed: RecipeSeed = None,
-) -> None:
+) -> Any:
     """Fuse your own specialists: train the gate, then everything, on examples of each domain; rerun
     to resume.
 
@@ -131,7 +131,7 @@ def generate(
     seed: Annotated[int, option("Seed of sampling.")] = 0,
     system: Annotated[str | None, option("System text, for templates with a place for it.")] = None,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Answer prompts with a fused model, each specialist reading them in its own template."""
     from moe_runtime.config import check_number, check_positive
     from moe_runtime.io import files

@@ -1,7 +1,7 @@
 """moe-runtime upit: from checkpoints to experts to one MoE model, step by step on folders."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def choose(
     which: Annotated[
         str, option("back (the last ones), front or uniform.", words="back front uniform")
     ] = "back",
-) -> None:
+) -> Any:
     """Print which checkpoints become experts, one folder per line."""
     from moe_runtime.methods.upit import choose_checkpoints
 
@@ -74,7 +74,7 @@ def grow(
     drop: Annotated[float, option("Share of changes that DARE drops.")] = 0.5,
     seed: Seed = 0,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Create more experts: each is a weighted, mutated sum of the two most different ones. Rerun to
     resume.
     """
@@ -141,7 +141,7 @@ def init_routers(
     train_on: TrainOn = "assistant",
     seed: Seed = 0,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Assign each expert the examples it is best at, and tune it and its routing vectors on them.
     Rerun to resume.
     """
@@ -203,7 +203,7 @@ def assemble(
     max_shard_size: ShardSize = "2GB",
     seed: Seed = 42,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Combine experts with a router of their routing vectors into an MoE model, which can be tuned
     like any other.
     """
@@ -237,7 +237,7 @@ def export(
     to: To = "mixtral",
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Write an MoE model as a stock MoE model, by default a Mixtral, which runs without this
     package.
     """

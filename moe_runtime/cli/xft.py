@@ -56,7 +56,7 @@ def upcycle(
     max_shard_size: ShardSize = "2GB",
     seed: Seed = 42,
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Upcycle a dense model to an MoE model: copies of every MLP become experts with a router."""
     from moe_runtime.config import check_choice
     from moe_runtime.hf.models import stock
@@ -110,7 +110,7 @@ def to_mergeable(
     ] = False,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Make a tuned MoE model mergeable: each MLP weight becomes a sum over the experts with
     trainable coefficients.
     """
@@ -153,7 +153,7 @@ def merge(
     alpha: Alpha = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Merge the experts into a dense model of the base's architecture, with the learned or the
     initial coefficients.
     """
@@ -199,7 +199,7 @@ def export(
     ] = False,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Export an MoE model to a format that does not need this package. For a dense one, merge."""
     if to == "official" and check:
         raise ValueError("--check is not valid with --to official")
@@ -238,7 +238,7 @@ def import_official(
     ] = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
-) -> None:
+) -> Any:
     """Convert an MoE model saved by the released XFT code."""
     from moe_runtime.methods.xft.official import import_official
 
@@ -253,7 +253,7 @@ def import_official(
     )
 
 
-def to_stock(source: Path, target: Path, to: str, **options: Any) -> None:
+def to_stock(source: Path, target: Path, to: str, **options: Any) -> Any:
     """Write a stock model, print how far its logits differ, and return its receipt."""
     from moe_runtime.hf.models.stock import export_stock
 

@@ -171,7 +171,7 @@ class OpenCall:
         self,
         model: nn.Module,
         enter: Callable[[nn.Module], bool] | None = None,
-        leave: Callable[[nn.Module], None] | None = None,
+        leave: Callable[[], None] | None = None,
     ):
         self.is_open = False
         self.mask = None

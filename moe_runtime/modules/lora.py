@@ -241,15 +241,6 @@ class LoRAMoE(MoE):
             dtype=dtype,
         )
         self.records = None
-        # [B] the single expert of each row of a batch, instead of the router's
-        self.forced: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Compute [..., H]; with `forced`, row b of `hidden_states` [B, ..., H] uses forced[b]."""
-        if self.forced is None:
-            return super().forward(hidden_states)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return self.experts(x, *forced_slots(self.forced, hidden_states)).view_as(hidden_states)
 
     @torch.no_grad()
     def to_moe(self) -> MoE:
@@ -288,17 +279,6 @@ def add_pairs(
     scaled = b.to(wide) * scale.to(device=weight.device, dtype=wide)[:, None, None]
     total = torch.addmm(weight.to(wide), scaled.flatten(0, 1).t(), a.to(wide).flatten(0, 1))
     return total.to(weight.dtype)
-
-
-def forced_slots(forced: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return topk_idx, topk_weight [T, 1]: row b of `x` [B, ..., H] uses expert forced[b] alone."""
-    if x.shape[0] != forced.shape[0]:
-        raise ValueError(
-            f"forced must have one expert for each of {x.shape[0]} rows, but has {forced.shape[0]}"
-        )
-    tokens = x[..., 0].numel() // max(x.shape[0], 1)
-    idx = forced.to(device=x.device, dtype=torch.int32).repeat_interleave(tokens)[:, None]
-    return idx, torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
 
 
 def check_base(base: Any) -> None:

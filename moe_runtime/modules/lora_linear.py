@@ -20,14 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
-from moe_runtime.modules.lora import (
-    TARGETS,
-    LoRAMoE,
-    add_pairs,
-    check_plain,
-    draw_as_linear,
-    forced_slots,
-)
+from moe_runtime.modules.lora import TARGETS, LoRAMoE, add_pairs, check_plain, draw_as_linear
 from moe_runtime.modules.moe import Router, RouterOutput
 from moe_runtime.ops.lora import mixed_weight
 
@@ -39,7 +32,7 @@ class LoRALinear(nn.Module):
 
     `lora_a` [E, r, in], `lora_b` [E, r, out]. Same inputs and outputs as `base`. Only the router
     settings of `config` are used; its hidden_size is replaced by the layer's in_features. `records`
-    works as in MoE, `forced` as in LoRAMoE.
+    works as in MoE.
     """
 
     def __init__(
@@ -69,7 +62,6 @@ class LoRALinear(nn.Module):
         self.lora_a = nn.Parameter(torch.empty(E, rank, base.in_features, **where))
         self.lora_b = nn.Parameter(torch.empty(E, rank, base.out_features, **where))
         self.records: list[RouterOutput] | None = None
-        self.forced: Tensor | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -92,7 +84,7 @@ class LoRALinear(nn.Module):
         """Compute [..., out] from `x` [..., in], in the dtype in which `base` computes."""
         out = self.base(x)
         rows = x.reshape(-1, x.shape[-1])
-        weight = self._weights(x, rows)
+        weight = self._weights(rows)
         E = self.config.num_experts
         dtype = out.dtype
         low = F.linear(rows.to(dtype), self.lora_a.to(dtype).flatten(0, 1)).view(-1, E, self.rank)
@@ -100,17 +92,12 @@ class LoRALinear(nn.Module):
         low = (low * (weight * self.scaling)[:, :, None]).to(dtype)
         return out + (low.flatten(1) @ self.lora_b.to(dtype).flatten(0, 1)).view_as(out)
 
-    def _weights(self, x: Tensor, rows: Tensor) -> Tensor:
+    def _weights(self, rows: Tensor) -> Tensor:
         """Return each token's weight for each expert, [T, E]."""
-        if self.forced is not None:
-            idx, weight = forced_slots(self.forced, x)
-        else:
-            routing = self.gate(rows)
-            idx = routing.topk_idx
-            weight = routing.topk_weight
-            if self.records is not None:
-                self.records.append(routing.widened())
-        return mixed_weight(weight, idx, self.config.num_experts)
+        routing = self.gate(rows)
+        if self.records is not None:
+            self.records.append(routing.widened())
+        return mixed_weight(routing.topk_weight, routing.topk_idx, self.config.num_experts)
 
 
 class LinearExperts:

@@ -1,4 +1,4 @@
-"""LoRA experts with a router for each linear layer, and what both forms share: forced experts,
+"""LoRA experts with a router for each linear layer, and what both forms share:
 merges, draws.
 """
 
@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.modules.lora import TARGETS, LoRAMoE
+from moe_runtime.modules.lora import TARGETS
 from moe_runtime.modules.lora_linear import LinearExperts, LoRALinear, add_experts
 from moe_runtime.tools.conformance import oracle
 from tests.modules.test_lora import MLP, H, I, make
-from tests.support.lora import merged_base
 from tests.support.oracle import assert_parity
 
 E = 4
@@ -180,32 +179,6 @@ def both() -> dict[str, nn.Module]:
             getattr(mlp, target).lora_a.copy_(block.experts.lora_a[target])
             getattr(mlp, target).lora_b.copy_(block.experts.lora_b[target])
     return {"block": block, "linear": mlp}
-
-
-def force(layer: nn.Module, ids) -> None:
-    for module in layer.modules():
-        if isinstance(module, LoRAMoE | LoRALinear):
-            module.forced = ids
-
-
-@pytest.mark.parametrize("form", ["block", "linear"])
-def test_a_forced_expert_is_that_expert_merged(form):
-    layer = both()[form]
-    ids = torch.tensor([2, 0, 2, 3])
-    x = torch.randn(4, 5, H)
-    force(layer, ids)
-    forced = layer(x)
-    for row, e in enumerate(ids.tolist()):
-        expert = both()["block"].experts
-        assert_close(
-            forced[row],
-            merged_base(expert, e)(x[row]),
-            1e-5,
-        )
-    with pytest.raises(ValueError, match="forced must .* each of 3 rows, but has 4"):
-        layer(x[:3])
-    force(layer, None)
-    assert not torch.allclose(layer(x), forced)
 
 
 @pytest.mark.parametrize("form", ["block", "linear"])

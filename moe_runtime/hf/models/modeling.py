@@ -120,10 +120,8 @@ def _layer_path(model: nn.Module, layer: int) -> str:
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Return whether a module collects its router's outputs; it does not while its experts are
-    forced.
-    """
-    return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
+    """Return whether a module collects its router's outputs."""
+    return isinstance(module, MoE | LoRALinear)
 
 
 def _draw(weights: Iterable[Tensor]) -> None:

@@ -48,18 +48,33 @@ class UpcycleReceipt:
     dense_parameters: int
     moe_parameters: int
     active_parameters: int  # used per token
+    copied: tuple[str, ...]  # expert stacks, E copies of the dense MLP each
+    drawn: tuple[str, ...]  # randomly initialized router tensors
     error: float  # ||upcycled - dense|| / ||dense|| of the logits of the probe batch
     preserves: bool  # whether the gate's weights sum to 1, so that the error can only be rounding
 
     def __str__(self) -> str:
         """Return the receipt as a few lines of text."""
         c = self.config
+        if not math.isfinite(self.error):
+            what = (
+                "the dense model's own logits, or the new one's, are not finite: look for broken "
+                "weights outside of the MLPs"
+            )
+        elif not self.preserves:
+            what = f"gate {c.gate} does not preserve the dense model's scale"
+        elif self.error < 1e-5:
+            what = "rounding only"
+        else:
+            what = "the rounding of a narrow dtype, or more"
         return (
             f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, "
             f"gate {c.gate}\n"
             f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, "
             f"{self.active_parameters:,} active\n"
-            f"upcycled against dense logits: relative error {self.error:.1e}"
+            f"copied {len(self.copied)} expert stacks, initialized {len(self.drawn)} router "
+            "tensors\n"
+            f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
         )
 
 
@@ -109,14 +124,18 @@ def upcycle_to(
     swap.dense_to_moe(model, config, stage=stage, family=family, **options)
     after = probe_logits(model)
     moe_parameters, active_parameters = sizes(model)
+    layers = {family.path.format(layer): layer for layer in model.config.moe_runtime["layers"]}
+    names = [name for name, _ in model.named_parameters()]
     return UpcycleReceipt(
         config=config,
-        layers=tuple(model.config.moe_runtime["layers"]),
+        layers=tuple(layers.values()),
         dense_parameters=dense_parameters,
         moe_parameters=moe_parameters,
         active_parameters=active_parameters,
+        copied=tuple(name for name in names if name.partition(".experts.")[0] in layers),
+        drawn=tuple(name for name in names if name.partition(".gate.")[0] in layers),
         error=((after - before).norm() / before.norm()).item(),
-        preserves=config.gate in EXACT_GATES,
+        preserves=stage == "ewa" or config.gate in EXACT_GATES,
     )
 
 

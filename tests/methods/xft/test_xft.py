@@ -53,6 +53,8 @@ def test_receipt_measures_equality_for_every_family(family):
     assert receipt.moe_parameters == sum(p.numel() for p in model.parameters())
     assert receipt.dense_parameters < receipt.active_parameters < receipt.moe_parameters
     assert len(receipt.layers) == model.config.num_hidden_layers
+    assert receipt.copied
+    assert receipt.drawn
     assert "relative error" in str(receipt)
 
 
@@ -98,6 +100,7 @@ def test_weights_that_are_not_finite_are_refused_or_said():
     model.model.norm.weight.data[0] = math.nan
     receipt = xft.upcycle(model, num_experts=4, top_k=3)
     assert not math.isfinite(receipt.error)
+    assert "are not finite: look for broken weights" in str(receipt)
 
 
 def test_some_layers_only():

@@ -131,7 +131,7 @@ def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
     # of layers (it and what comes before have 390 s together), of kernels with what that left over
     assert budgets[0] == pytest.approx(0.8 * 390, rel=0.05)
     assert budgets[1] == pytest.approx(0.8 * 440, rel=0.05)
-    seconds = [float(number) for number in re.findall(r"--seconds ([\d.]+) ", text)]
+    seconds = [float(number) for number in re.findall(r"--seconds ([\d.]+)", text)]
     # of ops_check, which starts no process after them, and of the tuner
     assert seconds[0] == pytest.approx(0.8 * 110, rel=0.1)
     assert seconds[-1] == pytest.approx(0.8 * 560, rel=0.05)

@@ -13,8 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import torch
+from typing import Any
 
 SUPPORTED = {  # package: versions that the test suite covers
     "torch": ">=2.11",
@@ -259,7 +258,7 @@ def _backends(torch) -> dict[str, str]:
     return {op: _ask(explain, op, device) for op in backends.OPS}
 
 
-def explain(op: str, device: torch.device | str | None) -> str:
+def explain(op: str, device: Any) -> str:
     """Return the backend of `op` on `device`, and why not another."""
     import torch
 

@@ -15,11 +15,6 @@ CASES = [
     (TRAIN + "--lora --rank 3", RUNS + "train_folder", {"check_weights": True, "lora": (3, 16)}),
     ("esft score m --data d --out o --no-pack", RUNS + "score_folder", {"packed": False}),
     (
-        "esft select --logs l --group-size 2 --p 0.1 --out o",
-        "moe_runtime.methods.esft.scores.ExpertScores.from_logs",
-        {"pairs": True},
-    ),
-    (
         "esft merge b a o --any-weights",
         "moe_runtime.methods.esft.folders.merge_folder",
         {"check_weights": False},

@@ -46,7 +46,7 @@ def test_official_folders_in_and_out(tmp_path):
     for options, match in {
         "": "gate is 'xft', but .*mixtral",
         "--keep-rope": "--keep-rope is not valid with --to mixtral",
-        "--to official --check": "--check are not valid with --to official",
+        "--to official --check": "--check is not valid with --to official",
         "--to official": "keep_rope",
     }.items():
         refused(
@@ -131,5 +131,4 @@ def test_upcycling_for_a_family_selects_what_it_computes(options, fails, tmp_pat
     succeed("upcycle", tmp_path / "base", moe, options=options)
     output = succeed("export", moe, tmp_path / "out", options=f"--to {to} --check --json")
     receipt = json.loads(output)
-    assert receipt["exact"]
     assert receipt["logits_error"] < 1e-5

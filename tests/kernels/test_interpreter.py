@@ -2,6 +2,7 @@
 in it.
 """
 
+import itertools
 import math
 import os
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -264,3 +266,81 @@ def test_remembered_types_are_those_described_first():
         "int32",
         "uint64",
     ]
+
+
+def replaced(function):
+    """Return what tests/support/interp_fast.py put `function` in the place of."""
+    (first,) = [
+        c.cell_contents
+        for c in function.__closure__
+        if getattr(c.cell_contents, "__name__", "") == function.__name__
+    ]
+    return first
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        tl.int1,
+        tl.int32,
+        tl.int64,
+        tl.uint32,
+        tl.float16,
+        tl.float32,
+        tl.float64,
+    ],
+    ids=str,
+)
+def test_remembered_constants_are_those_made_first(dtype):
+    """Values that compare equal are kept apart by their Python type, and no zero is another's."""
+    semantic = interpreter.interpreter_semantic
+    make = replaced(TritonSemantic.scalar_constant)
+    if dtype.is_int():
+        values = [1, 0, 1, True, 0, False]
+    else:
+        values = [0.5, 1, 1.0, -2.5, 0, 0.0, -0.0]
+    for value in values + values:
+        found = semantic.scalar_constant(value, dtype)
+        want = make(semantic, value, dtype)
+        assert found.type == want.type
+        assert found.handle.dtype == want.handle.dtype
+        assert found.handle.data.dtype == want.handle.data.dtype
+        assert found.handle.data.tobytes() == want.handle.data.tobytes()
+
+
+def test_two_types_compute_in_the_type_that_triton_says():
+    semantic = interpreter.interpreter_semantic
+    look = TritonSemantic.computation_type_impl
+    types = [
+        tl.int1,
+        tl.int8,
+        tl.int32,
+        tl.int64,
+        tl.uint8,
+        tl.uint32,
+        tl.float16,
+        tl.bfloat16,
+        tl.float32,
+        tl.float64,
+    ]
+    first = replaced(look)
+    for a, b, a_scalar, b_scalar in itertools.product(
+        types,
+        types,
+        (False, True),
+        (False, True),
+    ):
+        for _ in range(2):
+            assert look(semantic, a, a_scalar, b, b_scalar, False) == first(
+                semantic, a, a_scalar, b, b_scalar, False
+            )
+    for dtype in types:
+        pair = [
+            semantic.scalar_constant(1, tl.int32).to(
+                dtype,
+                _semantic=semantic,
+            )
+            for _ in range(2)
+        ]
+        left, right = semantic.binary_op_type_checking_impl(*pair, div_or_mod=True)
+        assert left.dtype == right.dtype == first(semantic, dtype, False, dtype, False, True)

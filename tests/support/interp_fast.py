@@ -8,6 +8,7 @@ reaches an assertion that is off.
 import dataclasses
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -26,6 +27,11 @@ def install() -> None:
     _call_builtins_directly()
     _compute_no_unread_overflow()
     _describe_types_once()
+    _translate_types_once()
+    _unwrap_only_what_is_wrapped()
+    _know_what_two_types_compute_in()
+    _make_constants_once()
+    _broadcast_only_what_differs()
 
 
 def _patch_languages_once() -> None:
@@ -182,3 +188,95 @@ def _describe_types_once() -> None:
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
     tl.dtype.is_int = lambda self: self.name in integers
+
+
+def _translate_types_once() -> None:
+    """The interpreter's builder has Triton's types for types of an IR: one for each name."""
+
+    def once(to_ir):
+        known = {}
+
+        def translate(self, builder):
+            if builder is not interpreter.interpreter_builder:
+                return to_ir(self, builder)
+            if self.name not in known:
+                known[self.name] = to_ir(self, builder)
+            return known[self.name]
+
+        return translate
+
+    for kind in (tl.dtype, tl.block_type, tl.pointer_type):
+        kind.to_ir = once(kind.to_ir)
+
+
+def _unwrap_only_what_is_wrapped() -> None:
+    unwrap = tl.core._unwrap_if_constexpr
+    plain = {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+
+    def unwrap_if_constexpr(o):
+        return o if type(o) in plain else unwrap(o)
+
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
+def _know_what_two_types_compute_in() -> None:
+    """The answer follows from the types' names; of one type that is not narrow it is that type."""
+    compute = TritonSemantic.computation_type_impl
+    check = TritonSemantic.binary_op_type_checking_impl
+    answers = {}
+    wide = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES + ["fp32", "fp64"])
+
+    def computation_type_impl(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in answers:
+            answers[key] = compute(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return answers[key]
+
+    def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
+        if type(lhs) is tl.tensor and type(rhs) is tl.tensor:
+            name = lhs.dtype.name
+            if name == rhs.dtype.name and name in wide:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    TritonSemantic.computation_type_impl = computation_type_impl
+    TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+
+def _make_constants_once() -> None:
+    """No operation changes its operands; of the two zeros of a float either may be meant."""
+    constant = TritonSemantic.scalar_constant
+    made = {}
+
+    def scalar_constant(self, value, dtype):
+        kind = type(value)
+        if self is not interpreter.interpreter_semantic or (
+            kind is not int and (kind is not float or value == 0)
+        ):
+            return constant(self, value, dtype)
+        key = kind, value, dtype.name
+        if key not in made:
+            if len(made) > 10_000:
+                made.clear()
+            made[key] = constant(self, value, dtype)
+        return made[key]
+
+    TritonSemantic.scalar_constant = scalar_constant
+
+
+def _broadcast_only_what_differs() -> None:
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self, lhs, rhs):
+        left = lhs.type
+        right = rhs.type
+        if left is right:
+            return lhs, rhs
+        if left.is_block():
+            if right.is_block() and left.sizes == right.sizes:
+                return lhs, rhs
+        elif not right.is_block():
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value

@@ -83,7 +83,12 @@ def test_a_folder_is_evaluated(home, tmp_path, monkeypatch, capsys):
 def test_adapters_change_their_base(home, monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     assert bits(home, "{0}/stock+{0}/esft") != pytest.approx(bits(home, "{0}/stock"), rel=1e-4)
-    # a LoRA adapter starts as its base
+    assert bits(home, "{0}/peft") > 0  # whose base it names
+
+
+@pytest.mark.slow
+def test_a_lora_adapter_starts_as_its_base(home, monkeypatch):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     base = bits(home, "{0}/dense")
     assert bits(home, "{0}/peft") == pytest.approx(base, rel=1e-5)
     assert bits(home, "{0}/dense+{0}/peft") == pytest.approx(base, rel=1e-5)

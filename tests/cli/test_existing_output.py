@@ -119,6 +119,7 @@ LONG = {
     "esft train",
     "papers eval",
     "papers data smollm2",
+    "papers data tasks",
     "papers demo-real",
 }  # seconds each
 # what `before` of a verb replaces

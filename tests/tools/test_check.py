@@ -65,13 +65,20 @@ def skip_without(op: str, backend: str) -> None:
 LIBRARY = {name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"}
 
 
+# the interpreter takes long for their kernels
+SLOW = {
+    ("moe_layer", "triton"),
+    ("moe_layer_backward", "triton"),
+    ("frozen_mlp_backward", "triton"),
+}
 PLANTED = []
 
 
 for NAME in sorted(LIBRARY):
     for OP, BACKEND in RUNS:
         if seen_by(NAME) == OP:
-            PLANTED.append((NAME, BACKEND))
+            marks = [pytest.mark.slow] if (NAME, BACKEND) in SLOW else []
+            PLANTED.append(pytest.param(NAME, BACKEND, marks=marks))
 
 
 # of the results of these the first alone is handed out; the others went into the gradient's hands

@@ -11,17 +11,21 @@ from moe_runtime.native.library import Loaded, cpp
 
 
 @functools.cache
-def _build() -> Loaded | str:
+def _build() -> Loaded | build.BuildError:
     try:
         build.build_cpu(build.library_path("cpu"))
     except build.BuildError as error:
-        return str(error)
+        return error
     return cpp.bind(build.library_path("cpu"))
 
 
 def library() -> Loaded:
-    """Return the library; skips the test where there is no compiler."""
+    """Return the library; skips the test where there is no compiler, and fails for a library that
+    does not compile or fails its self-test.
+    """
     built = _build()
-    if isinstance(built, str):
-        pytest.skip(built)
-    return built
+    if isinstance(built, Loaded):
+        return built
+    if build.GET_COMPILER in str(built):
+        pytest.skip(str(built))
+    raise built

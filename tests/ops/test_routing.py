@@ -203,6 +203,104 @@ def test_ties_and_bad_rows_are_as_in_the_reference(gate, k, run, device):
         assert 0 <= min(row) <= max(row) < 6 + (gate in SHARED)
 
 
+@EVERY_GATE
+def test_a_bad_row_harms_no_other(gate, backend, device):
+    logits = torch.randn(3, 6, device=device)
+    clean = route(logits, 4, gate, backend=backend)
+    logits[1] = NAN
+    weight, idx = route(logits, 4, gate, backend=backend)
+    assert_same([weight[::2], idx[::2]], [clean.topk_weight[::2], clean.topk_idx[::2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", ["nonorm", "topk_softmax"])
+def test_many_ties(gate, dtype, backend, device):
+    logits = torch.randint(-2, 2, (40, 64), device=device).to(dtype)
+    logits[::3, ::2] = -INF
+    k = slots(gate, 40)
+    got = route(logits, k, gate, backend=backend)
+    want = route_reference(logits.float(), k, gate)
+    assert torch.equal(got.topk_idx, want.topk_idx)
+    torch.testing.assert_close(
+        got.topk_weight,
+        want.topk_weight,
+        rtol=1e-5,
+        atol=1e-7,
+    )
+
+
+@EVERY_GATE
+def test_masked_experts_are_not_chosen_and_get_no_gradient(gate, run, device):
+    logits = torch.randn(5, 6, device=device)
+    logits[:, 2] = -INF
+    got = run(
+        logits,
+        4,
+        gate,
+        torch.randn(5, 4, device=device),
+    )
+    assert not (got["idx"] == 2 + (gate in SHARED)).any()
+    assert got["weight"].isfinite().all()
+    assert got["dlogits"].isfinite().all()
+    assert not got["dlogits"][:, 2].any()
+
+
+@pytest.mark.parametrize("gate", SHARED)
+def test_shared_expert_comes_last_for_every_token(gate, backend, device):
+    idx = route(
+        torch.randn(40, 7, device=device),
+        6,
+        gate,
+        backend=backend,
+    ).topk_idx
+    assert (idx[:, -1] == 0).all()
+    assert (idx[:, :-1] > 0).all()
+
+
+@EVERY_GATE
+def test_slots_are_in_descending_order_of_logit(gate, backend, device):
+    logits = torch.randn(40, 8, device=device)
+    idx = route(
+        logits,
+        slots(gate, 5),
+        gate,
+        backend=backend,
+    ).topk_idx
+    picked = idx[:, :5].long() - int(gate in SHARED)
+    assert (logits.gather(1, picked).diff(dim=1) <= 0).all()
+
+
+@EVERY_GATE
+def test_a_token_has_the_same_bits_in_any_batch(gate, run, device):
+    logits = torch.randn(70, 8, device=device)
+    dweight = torch.randn(70, 4, device=device)
+    whole = run(logits, 4, gate, dweight)
+    part = run(logits[5:43], 4, gate, dweight[5:43])
+    assert_same(part, {name: value[5:43] for name, value in whole.items()})
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 6, 8])
+def test_nonorm_sums_to_one_or_more(top_k):
+    logits = 2 * torch.randn(64, 7)
+    weight = route(logits, top_k, "nonorm").topk_weight
+    s = logits.softmax(-1).sort(-1, descending=True).values[:, : top_k - 1]
+    torch.testing.assert_close(weight.sum(-1), 1 - s[:, 0] + s.sum(-1))
+    assert weight.sum(-1).min() >= 1 - 1e-6
+
+
+def test_one_routed_expert_makes_nonorm_and_xft_the_same():
+    logits = torch.randn(64, 7)
+    xft = route(logits, 2, "xft")
+    nonorm = route(logits, 2, "nonorm")
+    torch.testing.assert_close(
+        xft.topk_weight,
+        nonorm.topk_weight,
+        rtol=0,
+        atol=1e-7,
+    )
+    assert torch.equal(xft.topk_idx, nonorm.topk_idx)
+
+
 @pytest.mark.parametrize("top_k", [2, 3, 6, 8])
 def test_sums_of_the_weights(top_k):
     logits = 2 * torch.randn(64, 8)

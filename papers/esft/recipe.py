@@ -111,9 +111,13 @@ def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[
 
 def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None]:
     """Return the distinct pairs made from functions, in order."""
-    split = ((*row["prompt"].partition("\n")[::2], row["completion"]) for row in rows)
-    made = (make(heading, doc.strip(), source) for heading, doc, source in split)
-    return dict.fromkeys(pair for pair in made if pair is not None)
+    made = {}
+    for row in rows:
+        heading, _, doc = row["prompt"].partition("\n")
+        pair = make(heading, doc.strip(), row["completion"])
+        if pair is not None:
+            made[pair] = None
+    return made
 
 
 def _code(heading: str, doc: str, source: str) -> tuple[str, str]:

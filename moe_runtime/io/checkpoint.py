@@ -425,10 +425,13 @@ class CheckpointWriter:
         Raises:
             ValueError: The key is repeated, or this is no plain tensor.
         """
-        if type(tensor.detach()) is not torch.Tensor or tensor.is_meta or key in self._shard_of:
+        is_plain = type(tensor.detach()) is torch.Tensor and tensor.layout == torch.strided
+        is_stored = tensor.dtype in DTYPES.values() and not tensor.is_meta
+        if not (is_plain and is_stored) or key in self._shard_of:
             raise ValueError(
-                f"Tensor {key!r} must be a plain tensor with values under a new name, but got a "
-                f"{type(tensor).__name__} on {tensor.device} after {len(self._shard_of)} others"
+                f"Tensor {key!r} must be a plain tensor of a safetensors dtype, with values and "
+                f"under a new name, but got a {type(tensor).__name__} of {tensor.dtype} on "
+                f"{tensor.device} after {len(self._shard_of)} others"
             )
         spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if self._pending_bytes + spec.nbytes > self.max_shard_size:

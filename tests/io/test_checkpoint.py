@@ -206,9 +206,15 @@ def test_keys_are_used_once_and_other_files_are_copied(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with CheckpointWriter(tmp_path / "out", 4) as writer:
         writer.add("w", torch.zeros(1))
-        for key, device in (("w", "cpu"), ("meta", "meta")):
+        unfit = {
+            "w": torch.zeros(2),
+            "meta": torch.zeros(2, device="meta"),
+            "complex": torch.zeros(2, dtype=torch.complex128),
+            "sparse": torch.eye(2).to_sparse(),
+        }
+        for key, tensor in unfit.items():
             with pytest.raises(ValueError, match=f"Tensor {key!r} must be .*under a new name"):
-                writer.add(key, torch.zeros(2, device=device))
+                writer.add(key, tensor)
         writer.copy_file(tmp_path / "config.json")
         writer.write_text("notes.txt", "grüße")
     assert sorted(snapshot(tmp_path / "out")) == ["config.json", SINGLE, "notes.txt"]

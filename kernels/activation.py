@@ -1,4 +1,4 @@
-"""Activations and their derivatives on float32 tiles, by name; `ops.activation` states them."""
+"""Activations and their derivatives on float32 tiles; `ops.activation` defines them."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ import triton.language as tl
 
 
 class Form(NamedTuple):
-    """Constants: how gate and up become h, as `moe_runtime.ops.activation` states it."""
+    """Constants of the function from gate and up to h; `moe_runtime.ops.activation` defines it."""
 
     ACT: str | None  # None: no activation is computed
     GATED: bool
-    LIMIT: float  # 0: none
+    LIMIT: float  # 0: no limit
     UP_OFFSET: float
     INTERLEAVED: bool
 
@@ -33,7 +33,7 @@ def activate(x, ACT: tl.constexpr):
     elif ACT == "gelu_tanh":
         return 0.5 * x * (1 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif ACT == "relu":
-        return tl.where(x <= 0, 0.0, x)  # a NaN stays one
+        return tl.where(x <= 0, 0.0, x)  # propagates NaN
     else:
         tl.static_assert(ACT == "relu2")
         positive = tl.where(x <= 0, 0.0, x)
@@ -68,7 +68,7 @@ def activate_grad(x, ACT: tl.constexpr):
 
 @triton.jit
 def below(x, LIMIT: tl.constexpr):
-    """min(x, LIMIT); a NaN stays one. LIMIT 0 is none."""
+    """min(x, LIMIT), propagating NaN. A LIMIT of 0 means no limit."""
     if LIMIT > 0:
         x = tl.where(x > LIMIT, LIMIT, x)
     return x
@@ -76,7 +76,7 @@ def below(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def shifted(up, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """clamp(up, -LIMIT, LIMIT) + UP_OFFSET: the factor that multiplies the activation."""
+    """clamp(up, -LIMIT, LIMIT) + UP_OFFSET, the factor of the activation."""
     if LIMIT > 0:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if UP_OFFSET != 0:

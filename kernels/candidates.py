@@ -149,7 +149,7 @@ _INTERPRETER = (
 
 
 def candidates(problem: Problem) -> list[Tile]:
-    """Return the configs to try, the built-in one first: those that suit rows and GPU."""
+    """Return the configs to try for these rows and this GPU, the built-in one first."""
     if problem.arch == 0:
         pool = _INTERPRETER
     elif problem.dtype == "float32":
@@ -158,8 +158,8 @@ def candidates(problem: Problem) -> list[Tile]:
         hopper = tiles.nearest(problem.arch) in (90, 100)
         pool = (_HOPPER if hopper else _AMPERE)[problem.kernel]
     if problem.kernel != "dw" and problem.arch:
-        # a tile of many more rows than an expert has computes nothing but padding, one of far fewer
-        # reads the weights often
+        # a tile with many more rows than an expert has computes mostly padding, and one with far
+        # fewer reads the weights often
         low, high = min(64, problem.rows // 4), max(32, 2 * problem.rows)
         pool = [tile for tile in pool if low <= tile.BLOCK_M <= high]
     return list(

@@ -1,8 +1,8 @@
-"""Rows back to tokens: gather and sum, never a scatter; the gradients of both gathers.
+"""Sum each token's expert rows with a gather, never a scatter; gradients of both gathers.
 
 The equations are in `moe_runtime.ops.combine`. A lane loads 16 bytes of a row at a time, and the
-loads of a token's rows do not wait for each other. Sums are float32, slot after slot, without
-atomics. T and R are not specialized: a new number of tokens needs no compilation.
+loads of a token's rows do not depend on each other. Sums are float32, in slot order, without
+atomics. T and R are not specialized, so a new number of tokens needs no recompilation.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from moe_runtime.kernels.tiles import outer, precision
 
 LANES = 128  # per program: four warps
 UNROLL = 8  # rows of one token in flight
-BLOCK_S = 32  # slots of one program that sums the partial gradients of their weights
+BLOCK_S = 32  # slots per program when summing the partial gradients of their weights
 
 
 class Rows(NamedTuple):
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     y: torch.Tensor | None  # [R, H], any float
     weight: torch.Tensor | None  # [T, K] float32; None: every weight is 1
     slot_row: torch.Tensor  # [T, K], any integer
-    num_rows: torch.Tensor | None  # [1] int32: rows from here on count nothing
+    num_rows: torch.Tensor | None  # [1] int32: rows from this one on are ignored
 
 
 @triton.jit
@@ -47,14 +47,13 @@ def sum_slots(
             slot = t * K + (k0 + j)
             live = (t < T) & (k0 + j < K)
             row = tl.load(rows.slot_row + slot, mask=live, other=0).to(tl.int64)
-            if (
-                rows.num_rows is not None
-            ):  # the rows beyond are not written, and their weights may have any value
+            # rows from num_rows on are unwritten, and their weights may have any value
+            if rows.num_rows is not None:
                 live = live & (row < tl.load(rows.num_rows))
             mask = outer(live, h < H)
             y = tl.load(rows.y + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
             if rows.weight is not None:
-                # 1 where y is 0: the interpreter ignores `other=0.0` of a single lane
+                # 1.0, as y is 0 there: the interpreter ignores `other=0.0` for a single lane
                 y = y * tl.load(rows.weight + slot, mask=live, other=1.0)[:, None]
             acc += y
     return acc
@@ -106,8 +105,7 @@ def _combine_bwd_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    # a program per slot: the K programs that read one row of dout run side by side and share it in
-    # L2
+    # in slot order: the programs that read the same row of dout run together and share it in L2
     s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     row = tl.load(slot_row_ptr + s, mask=s < R, other=0).to(tl.int64)
     weight = tl.load(weight_ptr + s, mask=s < R, other=0.0)
@@ -135,7 +133,7 @@ def _sum_rows_kernel(
     H,
     R,
     n,
-    programs,  # that sum rows; those behind sum partials
+    programs,  # that sum rows; later ones sum partials
     K: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -194,7 +192,7 @@ def _sum_rows_router_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    tl.static_assert(BLOCK_T >= 16 and BLOCK_H >= 16 and BLOCK_N >= 16, "tl.dot's least sizes")
+    tl.static_assert(BLOCK_T >= 16 and BLOCK_H >= 16 and BLOCK_N >= 16, "tl.dot needs blocks >= 16")
     pid = tl.program_id(0)
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -233,11 +231,11 @@ def combine_forward(
 ) -> torch.Tensor:
     """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] -> [T, H] in y's dtype.
 
-    `num_rows` [1] int32 is read on the device: slots whose row is not below it count nothing,
-    whatever y and the weight hold.
+    `num_rows` [1] int32 is read on the device: slots whose row is not below it are ignored,
+    whatever y and the weight contain.
 
-    Grid: the tiles of `_tile` of out [T, H]. A program sums the K rows of its tokens. T K H
-    elements are read, T H written.
+    Grid: tiles of out [T, H], whose size `_tile` returns. A program sums the K rows of its tokens.
+    T K H elements are read, T H written.
     """
     T, K = topk_weight.shape
     H = y.shape[1]
@@ -265,8 +263,9 @@ def combine_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H].
 
-    The rest as of `combine_forward`. Grid: blocks of a few slots; a program passes over their rows.
-    R H elements of y are read and as many of dy written, T H of dout read, K times, from L2.
+    Other arguments are as in `combine_forward`. Grid: blocks of slots; a program loops over the
+    columns of their rows. R H elements of y are read and R H of dy written; T H elements of dout
+    are read K times, from L2.
     """
     R, H = y.shape
     dy = y.new_empty(R, H)
@@ -301,9 +300,9 @@ def sum_rows(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dx[t] = sum_k dy[slot_row[t, k]] [T, H]; dweight[t, k] = sum_n partial[slot_row[t, k], n].
 
-    One launch for both; each is None without its argument, `dy` [R, H] or `partial` [R, n] float32.
-    dx has dy's dtype, dweight [T, K] is float32. `num_rows` is as of `combine_forward`: a slot
-    behind adds nothing to dx, and its dweight is 0.
+    One launch computes both; each is None if its argument, `dy` [R, H] or `partial` [R, n] float32,
+    is None. dx has dy's dtype, dweight [T, K] is float32. `num_rows` is as in `combine_forward`: a
+    slot that it excludes adds nothing to dx, and its dweight is 0.
 
     Grid: the tiles of dx, then blocks of BLOCK_S slots of dweight. T K H elements of dy and T K n
     of partial are read, T H and T K written.
@@ -350,7 +349,7 @@ def sum_rows_and_router(
 ) -> torch.Tensor:
     """dx[t] = sum_k dy[slot_row[t, k]] + dlogits[t] router_weight, [T, H], rounded once.
 
-    `dlogits` [T, N] and `router_weight` [N, H] have dy's dtype, as dx has; the rest as of
+    `dlogits` [T, N], `router_weight` [N, H] and dx have dy's dtype; other arguments are as in
     `sum_rows`.
 
     Grid: tiles of 16 tokens by at most 256 columns of dx. A program sums its rows and multiplies.
@@ -388,7 +387,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _tile(y: torch.Tensor) -> tuple[int, int]:
-    """Return rows and columns of a program, 16 bytes a lane: one row, or several short ones."""
+    """Return rows and columns per program, 16 bytes per lane: one row, or several short ones."""
     width = LANES * 16 // y.element_size()
     columns = min(triton.next_power_of_2(max(y.shape[1], 16)), width)
     return width // columns, columns

@@ -1,4 +1,4 @@
-"""Names of compiled kernels, and one line on the terminal when compiling takes long."""
+"""Names of compiled kernels, and a message when compilation takes long."""
 
 import os
 import re
@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import triton
 
-SECONDS = 2.0  # of compiling until the line is printed
+SECONDS = 2.0  # of compilation before the message is printed
 
 
 def named(kernel: str, *constants: str) -> Callable:
     """Return a kernel's `repr`: its name in profilers, such as up_fwd_bf16_silu_gated_128x128x64.
 
-    The name says the type of the first operand and, of these constants, what is not None or False.
+    The name contains the type of the first operand and the values of these constants; of a tuple,
+    only those that are not None, 0 or False.
     """
 
     def name(specialization) -> str:
@@ -34,13 +35,13 @@ def named(kernel: str, *constants: str) -> Callable:
 
 
 class Listener:
-    """Triton's compilation listener: adds up our kernels' time, prints one line a process."""
+    """Listens to Triton's compilations: sums our kernels' time, prints one line per process."""
 
     def __init__(self, following):
         self.following, self.seconds, self.has_printed = following, 0.0, False
 
     def __call__(self, **event) -> None:
-        """Count a compilation, and call the listener that was there before."""
+        """Count a compilation, after calling the previously installed listener."""
         if self.following is not None:
             self.following(**event)
         module = getattr(getattr(event["src"], "fn", None), "module", None) or ""
@@ -59,7 +60,7 @@ class Listener:
 
 
 def install() -> None:
-    """Listen to Triton's compilations from now on; calling it again has no effect."""
+    """Install the listener; calling this again has no effect."""
     compilation = triton.knobs.compilation
     if not isinstance(compilation.listener, Listener):
         compilation.listener = Listener(compilation.listener)

@@ -1,11 +1,11 @@
-"""Few tokens, as in generation: fewer launches, whose time is that of the layer.
+"""Fused kernels for few tokens, as in generation, where launches dominate a layer's time.
 
 Routing, sort and tile map are one launch, the down projection and the weighted sum another:
 
     out[t] = sum_k weight[t, k] (W_down[e] h[slot_row[t, k]] + b[e]),   e = topk_idx[t, k]
 
 The results agree with those of `kernels.routing`, `kernels.dispatch`, `kernels.grouped_gemm` and
-`kernels.combine`, whose steps these kernels call.
+`kernels.combine`, whose functions these kernels call.
 """
 
 import functools
@@ -40,11 +40,11 @@ from moe_runtime.kernels.operands import (
 from moe_runtime.kernels.routing import route_of, route_operand, route_rows
 from moe_runtime.kernels.tiles import Tile, cells, outer
 
-SMALL = 512  # slots that one program sorts: more take it longer than three launches
-# the program is compiled for so many slots and for SMALL, and not for each power of two of a
-# changing batch
+SMALL = 512  # most slots that one program sorts: for more, three launches are faster
+# the program is compiled for FEW and for SMALL slots only, not for each power of two of a changing
+# batch
 FEW = 128
-TINY = 128  # rows whose down projection one program a column block computes, expert by expert
+TINY = 128  # most rows whose down projection one program per column block computes
 
 
 @triton.jit(do_not_specialize=["T", "R", "num_tiles"], repr=named("plan", "ROUTE"))
@@ -58,7 +58,7 @@ def _plan_kernel(
     num_tiles,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
-    FIRST: tl.constexpr,  # expert with tiles
+    FIRST: tl.constexpr,  # first expert with tiles
     ROUTE: tl.constexpr,  # Route, or None if the ids are given
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -66,7 +66,7 @@ def _plan_kernel(
     BLOCK_TILES: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    # one program: each step reads what all threads wrote in the step before
+    # one program: each step reads what all threads wrote in the previous one
     if logits_ptr is not None:
         for t0 in range(0, T, ROUTE.BLOCK_T):
             first_token = tl.program_id(0).to(tl.int64) + t0
@@ -178,7 +178,7 @@ def _down_combine_kernel(
         )
         y = y_ptr + cells(r, H, n)
         tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=outer(live, n < H))
-    # what the other threads of this program wrote; no other program's columns are read
+    # y is written by other threads of this program, never by other programs
     tl.debug_barrier()
     rows = Rows(y_ptr, topk_ptr, slot_row_ptr, offsets_ptr + E)
     for t0 in range(0, T, BLOCK_T):
@@ -200,7 +200,7 @@ def _down_combine_kernel(
 
 
 class Plan(NamedTuple):
-    """Where the rows are, and the tiles of BLOCK_M of them."""
+    """The order of the rows, and their tiles of BLOCK_M rows."""
 
     expert_offsets: torch.Tensor  # [E + 1] int32
     row_slot: torch.Tensor  # [R] int32
@@ -209,7 +209,7 @@ class Plan(NamedTuple):
 
 
 def _slots_block(R: int) -> int:
-    """BLOCK_S of R slots; those of tests may be more than SMALL."""
+    """BLOCK_S for R slots; tests may pass more than SMALL."""
     return FEW if R <= FEW else max(SMALL, triton.next_power_of_2(R))
 
 
@@ -227,7 +227,7 @@ def plan_forward(
     """Route `logits` [T, .] unless `topk_idx` [T, K] is given, sort at most SMALL slots, map tiles.
 
     Returns the weights [T, K] float32 (None with `topk_idx`), the ids and the plan, as
-    `route_forward`, `dispatch_forward` and `tile_map` give them.
+    `route_forward`, `dispatch_forward` and `tile_map` return them.
 
     Grid: one program, which compares all slots with each other. T E logits are read, 5 T K numbers
     written. Expected to save two to four launches, each of which takes longer than its work; to be
@@ -286,12 +286,12 @@ def down_combine_forward(
 ) -> torch.Tensor:
     """`h` [R, I], `down` [E, H, I], `bias` [E, H], `topk_weight` [T, K] -> out [T, H].
 
-    At most TINY rows. Grid: blocks of at most 16 columns of H, so that there is one for every
-    processor; a program computes its columns of all rows, expert by expert, and then of all tokens.
+    At most TINY rows. Grid: blocks of at most 16 columns of H, so that every processor has
+    one; a program computes its columns of all rows, expert by expert, and then of all tokens.
     The weights of the experts that have rows are read once, h by every program.
 
-    Expected to save one launch of two, which takes longer than these few rows; to be deleted if a
-    decoding step in a CUDA graph is as fast without it.
+    Expected to save one launch of two, which takes longer than computing these few rows; to be
+    deleted if a decoding step in a CUDA graph is as fast without it.
     """
     T, K = topk_weight.shape
     E, H, I = down.shape

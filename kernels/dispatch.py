@@ -1,6 +1,6 @@
-"""Slots to rows: a stable counting sort by expert without atomics, and the map of row tiles.
+"""Sort slots by expert: a stable counting sort without atomics, and the map of row tiles.
 
-`moe_runtime.ops.dispatch` states the operation. A slot's key is its expert, or E if it is dropped.
+`moe_runtime.ops.dispatch` defines the operation. A slot's key is its expert, or E if it is dropped.
 Blocks of BLOCK_S slots:
 
     less[e, b]        = how many keys of block b are < e
@@ -9,8 +9,8 @@ Blocks of BLOCK_S slots:
     slot_row[s]       = start[key_s, b] + how many slots of block b before s have its key
 
 Three launches, or one for a single block; bit-identical from run to run. The comparisons are R * E
-integer operations. Sizes that change with the number of tokens are not specialized: a new number
-needs no compilation.
+integer operations. Sizes that depend on the number of tokens are not specialized, so a new number
+of tokens needs no recompilation.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,9 @@ import triton.language as tl
 
 from moe_runtime.kernels.compiling import named
 
-BLOCK_S = 128  # slots that are ranked by comparing all pairs
-BLOCK_J = 16  # of them at a time
-BLOCK_E = 32  # experts that they are compared with at a time
+BLOCK_S = 128  # slots ranked by comparing all pairs
+BLOCK_J = 16  # slots compared at a time
+BLOCK_E = 32  # experts compared at a time
 SCAN = 1024  # blocks of slots scanned at a time
 BLOCK_R = 1024
 BLOCK_TILES = 64
@@ -31,8 +31,8 @@ BLOCK_TILES = 64
 
 @triton.jit
 def _keys(idx_ptr, s, R, E):
-    """Keys of the slots `s`: 0..E, and E + 1 behind the last slot."""
-    # in 64 bits: no id of a wider type wraps into 0..E-1, and a narrow type need not hold E
+    """Keys of the slots `s`: 0..E, and E + 1 beyond the last slot."""
+    # in 64 bits, so that no wider id wraps into 0..E-1 and a narrow type need not represent E
     e = tl.load(idx_ptr + s, mask=s < R, other=0).to(tl.int64)
     key = tl.where((e < 0) | (e >= E), E, e).to(tl.int32)
     return tl.where(s < R, key, E + 1)
@@ -40,7 +40,7 @@ def _keys(idx_ptr, s, R, E):
 
 @triton.jit
 def _less(key, e):
-    """For each of `e`: how many of `key` are smaller."""
+    """For each value of `e`, how many of `key` are smaller."""
     return tl.sum((key[None, :] < e[:, None]).to(tl.int32), 1)
 
 
@@ -87,7 +87,7 @@ def _dispatch_fwd_scan_kernel(
 
 
 class Sorted(NamedTuple):
-    """Where the sort writes."""
+    """Outputs of the sort."""
 
     offsets: torch.Tensor  # [E + 1] int32
     row_token: torch.Tensor | None  # [R] int32
@@ -109,7 +109,7 @@ def scatter(
     BLOCK_J: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sort block b (int64) of slots; the rest as of `_dispatch_fwd_scatter_kernel`."""
+    """Sort block b (int64) of slots; other arguments are as in `_dispatch_fwd_scatter_kernel`."""
     i = tl.arange(0, BLOCK_S)
     s = b * BLOCK_S + i
     key = _keys(idx_ptr, s, R, E)
@@ -201,8 +201,8 @@ def write_map(
         )
         tiles = rows // BLOCK_M + (rows % BLOCK_M > 0).to(tl.int32)
         ends = end + tl.cumsum(tiles, 0)
-        # the experts whose tiles all come first: as many as the owner's id; the last of them ends
-        # where the owner begins
+        # experts whose tiles all precede this one: their number is the id of the tile's expert,
+        # whose first tile is where the last of them ends
         over = ends[None, :] <= tile[:, None]
         expert += tl.sum(over.to(tl.int32), 1)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(over, ends[None, :], 0), 1))
@@ -248,13 +248,13 @@ def _tile_map_kernel(
 
 @triton.jit
 def live_tiles(map_ptr, num_tiles):
-    """How many tiles of a map hold rows; behind the last one a dead tile's row says so."""
+    """How many tiles of a map have rows: all, or the number stored in the row of a dead tile."""
     last = num_tiles - 1
     return tl.where(tl.load(map_ptr + last) >= 0, num_tiles, tl.load(map_ptr + num_tiles + last))
 
 
 class TileRows(NamedTuple):
-    """In a kernel: the rows of a tile."""
+    """The rows of a tile, inside a kernel."""
 
     expert: tl.tensor
     first: tl.tensor
@@ -274,7 +274,7 @@ def dispatch_forward(
     """`topk_idx` [T, K] -> expert_offsets [E + 1], row_token, row_slot, slot_row [R], all int32.
 
     Grids: a program for each block of BLOCK_S slots, one for each expert (which scans the blocks'
-    counts), and again one for each block. R ids are read twice, 2 E R / BLOCK_S counts written and
+    counts), and one for each block again. R ids are read twice, 2 E R / BLOCK_S counts written and
     read, and 3 R numbers written, two of them scattered.
     """
     idx = topk_idx.contiguous()
@@ -351,8 +351,9 @@ def tile_map(
 ) -> torch.Tensor:
     """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: expert, first row, expert's end row.
 
-    Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the
-    number of tiles in front. No tile holds rows of experts below `first_expert`, or dropped rows.
+    Tiles are in row order. A dead tile, beyond the last one with rows, has expert -1 and, as its
+    first row, the number of live tiles. No tile has rows of experts below `first_expert`, or
+    dropped rows.
 
     Grid: blocks of BLOCK_TILES tiles. A program reads all E + 1 offsets and writes three numbers
     for each tile.

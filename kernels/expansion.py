@@ -1,7 +1,7 @@
-"""Gram matrix of n experts, and the sum of two parents' randomly thinned differences.
+"""Gram matrix of n experts, and the sum of two parents' differences with random dropout.
 
-The equations are in `moe_runtime.ops.expansion`. The random numbers are a function of key and
-element alone (Philox 4x64-10), so neither tile nor device nor order changes what is dropped.
+The equations are in `moe_runtime.ops.expansion`. The random numbers depend only on key and element
+(Philox 4x64-10), so the dropped elements do not depend on tile, device or order.
 """
 
 import torch
@@ -11,9 +11,8 @@ import triton.language as tl
 from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.tiles import outer
 
-CHUNK = (
-    1 << 13
-)  # columns whose products are summed in float32; the sums of chunks are added in float64
+# columns whose products are summed in float32; the sums of chunks are added in float64
+CHUNK = 1 << 13
 
 
 @triton.jit(repr=named("gram"))
@@ -28,7 +27,7 @@ def _gram_kernel(
     BLOCK_P: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    tl.static_assert(BLOCK_N >= 16 and CHUNK % BLOCK_P == 0, "blocks of at least 16 fill a chunk")
+    tl.static_assert(BLOCK_N >= 16 and CHUNK % BLOCK_P == 0, "blocks >= 16 that divide CHUNK")
     chunk = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_N)
     at = weight_ptr + e.to(tl.int64)[:, None] * stride_e
@@ -39,9 +38,8 @@ def _gram_kernel(
         w = tl.load(at + p[None, :], mask=mask, other=0.0)
         if base_ptr is not None:
             base = tl.load(base_ptr + p, mask=p < P, other=0.0).to(tl.float32)
-            w = (
-                w.to(tl.float32) - base[None, :]
-            )  # in rows behind the last, too, which are not stored
+            # also in rows beyond the last, which are not stored
+            w = w.to(tl.float32) - base[None, :]
         # products of 16-bit numbers are exact in float32; those of float32 must not be rounded to
         # tf32
         acc = tl.dot(w, tl.trans(w), acc, input_precision="ieee")
@@ -52,7 +50,7 @@ def _gram_kernel(
 
 @triton.jit
 def _is_kept(draw, threshold):
-    """Whether a 32-bit draw says that an element is kept."""
+    """Whether a 32-bit draw keeps an element."""
     return draw.to(tl.int64) >= threshold
 
 
@@ -65,7 +63,7 @@ def _dare_merge_kernel(
     P,
     seed,  # 63 bits, as is stream
     stream,
-    threshold,  # of 2^32: draws below drop
+    threshold,  # of 2^32: lower draws drop an element
     first_scale,  # float32
     second_scale,
     skipped,  # counters of the elements before the first
@@ -108,8 +106,8 @@ def gram_forward(weight: torch.Tensor, base: torch.Tensor | None) -> torch.Tenso
 
     `weight` [n, P], rows contiguous, `base` [P] or None.
 
-    Grid: chunks of CHUNK columns; a program computes all n n
-    sums of its chunk. n P elements are read (and P of the base), n n for each chunk written.
+    Grid: chunks of CHUNK columns; a program computes all n n sums of its chunk. n P elements are
+    read (and P of the base), n n for each chunk written.
     """
     n, P = weight.shape
     chunks = triton.cdiv(P, CHUNK)
@@ -156,7 +154,8 @@ def dare_merge_forward(
 ):
     """base + drop(first - base) first_scale + drop(second - base) second_scale, in first's dtype.
 
-    All are contiguous. `start`, which 4 divides, is the number of the first element in its stream.
+    All tensors are contiguous. `start`, a multiple of 4, is the index of the first element in the
+    random stream.
 
     Grid: blocks of 4 BLOCK_C elements. 3 P elements are read (2 P without a base), P written.
     """
@@ -165,7 +164,7 @@ def dare_merge_forward(
     BLOCK_C = 256
     if P:
         with torch.cuda.device_of(first):
-            # no fused multiply-add: the last bits are those of the torch backend
+            # no fused multiply-add, as the bits must equal those of the torch backend
             _dare_merge_kernel[(triton.cdiv(P, 4 * BLOCK_C),)](
                 first,
                 second,

@@ -1,8 +1,8 @@
-"""Specialists' logits mixed tile by tile, with the softmax's sums in the epilogue.
+"""Mix specialists' logits tile by tile, with the softmax's sums in the epilogue.
 
-The equations are in `moe_runtime.ops.fusion`. A specialist's logits are never in memory, the mixed
-ones only where their gradient follows. What a row's softmax needs from each tile (highest logit,
-sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
+The equations are in `moe_runtime.ops.fusion`. A specialist's logits are never stored, the mixed
+ones only if their gradient is needed. What a row's softmax needs from each tile (highest logit, sum
+of exp, expectations) is stored in `partial`, 2 + S numbers for BLOCK_N logits.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from moe_runtime.kernels.tiles import (
     tile_of,
 )
 
-ROWS = 8192  # tokens whose partial sums are in memory together
+ROWS = 8192  # tokens whose partial sums are in memory at a time
 BLOCK_V = 4096
 
 
@@ -35,16 +35,16 @@ class FusionTile(NamedTuple):
     num_warps: int
     num_stages: int
     PRECISION: str  # of float32 operands
-    GROUP_M: int = 8  # row tiles that go over the ids together
+    GROUP_M: int = 8  # row tiles that iterate over the ids together
 
 
 class FusedSums(NamedTuple):
-    """What the forward kernel writes."""
+    """Outputs of the forward kernel."""
 
     logits: torch.Tensor | None  # [T, V] float32
     # [2, or 2 + S if EXPECT, T, tiles] float32: highest logit, sum of exp, and of exp times o_s
     partial: torch.Tensor
-    # [T, 1, or 1 + S if EXPECT] float32: the label's logit, and o_s of it; of a known label
+    # [T, 1, or 1 + S if EXPECT] float32: the label's logit, and o_s of it; only for valid labels
     target: torch.Tensor
 
 
@@ -96,8 +96,8 @@ def _fused_logits_fwd_kernel(
     EXPECT: tl.constexpr,
     TILE: tl.constexpr,  # FusionTile
 ):
-    tl.static_assert(TILE.BLOCK_M >= 16 and TILE.BLOCK_N >= 16, "a tile is at least 16x16")
-    tl.static_assert(TILE.BLOCK_K >= 16, "tl.dot sums over at least 16")
+    tl.static_assert(TILE.BLOCK_M >= 16 and TILE.BLOCK_N >= 16, "a tile must be at least 16x16")
+    tl.static_assert(TILE.BLOCK_K >= 16, "tl.dot requires BLOCK_K >= 16")
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_M), tiles, TILE.GROUP_M)
@@ -123,7 +123,7 @@ def _fused_logits_fwd_kernel(
         else:
             weight = tl.load(gate_ptr + row * S + s, mask=live, other=0.0)
             logits += weight[:, None] * part
-    if EXPECT:  # not before all are there: an accumulator less in the loops
+    if EXPECT:  # mixed after the loops, which then need one accumulator less
         for s in tl.static_range(S):
             weight = tl.load(gate_ptr + row * S + s, mask=live, other=0.0)
             logits += weight[:, None] * parts[s]
@@ -167,7 +167,7 @@ def _fused_logits_bwd_kernel(
     scale = tl.load(scale_ptr + t)
     p = tl.exp(logits - tl.load(lse_ptr + t))
     dlogits = tl.where(v == tl.load(labels_ptr + t), p - 1, p) * scale
-    # an ignored token: also where its logits overflowed
+    # 0 for an ignored token, even if its logits overflow
     dlogits = tl.where(scale == 0, 0.0, dlogits)
     at = dlogits_ptr + (t * V + v)
     dlogits = dlogits.to(dlogits_ptr.dtype.element_ty)
@@ -223,7 +223,7 @@ def fused_loss_forward(
     """Return the loss of each token [T] and its gradient in the gate's weights [T, S], float32.
 
     The gradient is [0] unless `need_score`. `gate` [T, S] float32, `labels` [T], `hidden` S of
-    [T, H_s], `heads` S of [V or more, H_s]. What a launch moves, `_forward` says.
+    [T, H_s], `heads` S of [V or more, H_s]. `_forward` describes the launch.
     """
     T, S = gate.shape
     nll = gate.new_empty(T)
@@ -300,7 +300,7 @@ def fused_hidden_backward(
     """Write <dx, hidden> to `dgate` [T], gate * dx to `dhidden`, gate * hidden to `scaled`.
 
     `gate` and `dgate` are columns of tensors [T, S] float32 with the same strides. Grid: blocks of
-    8 tokens, whose rows a program passes over. 2 T H elements are read, 2 T H written.
+    8 tokens; a program loops over their columns. 2 T H elements are read, 2 T H written.
     """
     T, H = dx.shape
     assert gate.stride() == dgate.stride()
@@ -335,12 +335,12 @@ def _forward(
 ):
     """Return loss, log of the softmax's sum, and gradient in the gate's weights or None.
 
-    For tokens of one pass. `config` takes the place of `fusion_config`'s.
+    For the tokens of one pass. `config` overrides `fusion_config`.
 
     Grid: the tiles of [T, V], in groups of GROUP_M row tiles. A program multiplies BLOCK_M tokens
-    by BLOCK_N ids, one specialist after the other. At least the states and the heads are read; from
-    L2 or memory come cdiv(V, BLOCK_N) times the states and cdiv(T, BLOCK_M) times the heads. T V
-    float32 logits are written if asked for, and (2 + S) T cdiv(V, BLOCK_N) sums.
+    by BLOCK_N ids, one specialist after the other. At least the states and the heads are read; the
+    states are loaded cdiv(V, BLOCK_N) times and the heads cdiv(T, BLOCK_M) times from L2 or memory.
+    T V float32 logits, if requested, and (2 + S) T cdiv(V, BLOCK_N) sums are written.
     """
     T, S = gate.shape
     sizes = tuple(h.shape[1] for h in hidden)
@@ -349,7 +349,7 @@ def _forward(
         config = fusion_config(arch_of(x.device), x.dtype, precision(x), sizes, need_score)
     tiles = triton.cdiv(V, config.BLOCK_N)
     partial = gate.new_empty(2 + S * need_score, T, tiles)
-    # no label's logit, no loss: NaN says so where asking would wait for the GPU
+    # NaN for an invalid label, and so is its loss: checking would wait for the GPU
     target = gate.new_full((T, 1 + S * need_score), float("nan"))
     out = FusedSums(logits, partial, target)
     operands = (tuple(h.contiguous() for h in hidden), tuple(head.contiguous() for head in heads))
@@ -387,8 +387,8 @@ def fusion_config(
 ) -> FusionTile:
     """Return the forward kernel's launch config on sm_`arch` (0: the interpreter).
 
-    With expectations every specialist has an accumulator, beside the mixture's: the more of them,
-    the narrower the tile.
+    With expectations every specialist has an accumulator besides that of the mixed logits, so more
+    specialists need narrower tiles.
     """
     rows = 128
     wide = 64
@@ -405,7 +405,7 @@ def fusion_config(
             precision,
         )
     if dtype == torch.float32 or any(size % 16 for size in sizes):
-        # unaligned, every load is element by element, and a wide tile of pointers spills
+        # unaligned loads are element by element, and the pointers of a wide tile spill
         return FusionTile(
             64,
             min(wide, 64),

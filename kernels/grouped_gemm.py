@@ -1,16 +1,16 @@
-"""One matrix product per expert over rows in expert order: the up projection, the plain product.
+"""One matrix product per expert over rows in expert order: up projection and plain product.
 
 The equations are in `moe_runtime.ops.grouped_gemm` and `moe_runtime.ops.moe_mlp`. A program
 computes one tile of the tile map (`kernels.dispatch.tile_map`): BLOCK_M rows of one expert by
-BLOCK_N columns. Weights come as (n, k) with any strides, so the plain kernel serves the down
-projection (k contiguous) and dx (n contiguous) alike.
+BLOCK_N columns. Weights are passed as (n, k) with any strides, so the plain kernel computes both
+the down projection (k contiguous) and dx (n contiguous).
 
-Beside the plain form, what each option is expected to gain, and what would make us delete it:
+The expected gain of each option over the plain form, and when the option is to be deleted:
 TMA         addresses and bounds cost no registers; if pointers are as fast on sm_90 at 128 rows.
 JOINED      one product of gate and up instead of two; if two are as fast with TMA on sm_90.
-PERSISTENT  no last wave of few programs; if the tuner chooses it on no GPU that we measure.
-stream      the next tile's loads run under an epilogue; if the plain kernel is as fast for sums of
-            at most `tiles.SHORT`.
+PERSISTENT  no last wave of few programs; if the tuner selects it on no GPU that we measure.
+stream      loads the next tile during an epilogue; if the plain kernel is as fast for sums of at
+            most `tiles.SHORT`.
 """
 
 import torch
@@ -57,9 +57,9 @@ def _store_activation(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write z = [gate, up] and h = act(gate) * up, each where there is a pointer.
+    """Write z = [gate, up] and h = act(gate) * up of a tile's rows, each if its pointer is given.
 
-    The rows of a tile, BLOCK_N columns of h from `col0` on.
+    The tile has BLOCK_N columns of h, from `col0` on.
     """
     m = tl.arange(0, BLOCK_M)
     n = col0 + tl.arange(0, BLOCK_N)
@@ -80,7 +80,7 @@ def _store_activation(
     if h_ptr is not None:
         if FORM.INTERLEAVED:
             gate, up = pairs(gate, BLOCK_M, BLOCK_N)
-        ACT: tl.constexpr = FORM.ACT  # Triton 3.6 passes no plain string on
+        ACT: tl.constexpr = FORM.ACT  # Triton 3.6 cannot pass it on directly
         h = activate(below(gate, FORM.LIMIT), ACT)
         if FORM.GATED:
             h = h * shifted(up, FORM.LIMIT, FORM.UP_OFFSET)
@@ -107,13 +107,13 @@ def _up_tile(
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of `_up_fwd_kernel`, whose arguments these are."""
+    """Compute one tile of `_up_fwd_kernel`, with its arguments."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     TMA: tl.constexpr = TILE.TMA
     PRECISION: tl.constexpr = PRODUCT.PRECISION
-    # gate and up in one product, side by side or column by column, or an accumulator for each
+    # one accumulator for gate and up, side by side or interleaved, or one for each
     ONE: tl.constexpr = FORM.INTERLEAVED or TILE.JOINED
     WIDTH: tl.constexpr = BLOCK_N * 2 if ONE else BLOCK_N
     pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), TILE.GROUP_M)
@@ -241,7 +241,7 @@ def _up_tile(
             )
 
 
-@triton.jit(do_not_specialize=["num_m"], repr=named("up_fwd", "FORM", "TILE"))  # it follows T
+@triton.jit(do_not_specialize=["num_m"], repr=named("up_fwd", "FORM", "TILE"))  # grows with T
 def _up_fwd_kernel(
     tokens,  # Gathered: x [T, H]
     w,  # [E, 2I or I, H], or its descriptor; JOINED: the descriptor of [E, 2, I, H]
@@ -296,7 +296,7 @@ def _gemm_tile(
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of `_grouped_gemm_fwd_kernel`, whose arguments these are."""
+    """Compute one tile of `_grouped_gemm_fwd_kernel`, with its arguments."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -315,7 +315,7 @@ def _gemm_tile(
         base = expert_weight(w, weight, e, TMA)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, K, BLOCK_K):
-            if TMA:  # loads rows of the next expert, too; they are not stored
+            if TMA:  # also loads rows of the next expert, which are not stored
                 block = a.load([rows.first, k0])
             else:
                 block = rows_block(a_ptr, live, k0 + k, K, PRODUCT.EVEN_K)
@@ -334,7 +334,7 @@ def _gemm_tile(
                 BLOCK_K,
             )
             acc = tl.dot(block, b.to(block.dtype), acc, input_precision=PRODUCT.PRECISION)
-        # the low-rank term has its own accumulator, which would spill if it were a whole tile
+        # the low-rank term has its own accumulator, of which a whole tile would spill
         PIECES: tl.constexpr = (4 if BLOCK_N > 128 else 2) if PRODUCT.RANK else 1
         COLUMNS: tl.constexpr = BLOCK_N // PIECES
         for i in tl.static_range(PIECES):
@@ -358,7 +358,7 @@ def _gemm_tile(
             tl.store(y, part.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_fwd", "TILE"))  # it follows T
+@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_fwd", "TILE"))  # grows with T
 def _grouped_gemm_fwd_kernel(
     a,  # [R, K], or its descriptor
     w,  # [E, N, K] by its strides, or its descriptor
@@ -393,10 +393,10 @@ def _grouped_gemm_fwd_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_stream", "TILE"))  # it follows T
+@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_stream", "TILE"))  # grows with T
 def _grouped_gemm_stream_kernel(
     a,  # descriptor of [R, K]
-    w,  # descriptor of [E, N, K], or with not K_LAST of [E, K, N]
+    w,  # descriptor of [E, N, K], or of [E, K, N] without K_LAST
     weight,  # Weight
     lora,  # Term or None, of N columns
     map_ptr,  # [3, num_m] int32
@@ -408,7 +408,7 @@ def _grouped_gemm_stream_kernel(
     TILE: tl.constexpr,  # Tile
 ):
     # Nothing in the flat loop may be conditional: dead tiles are excluded by their count, and the
-    # descriptor ends a store at the expert's last row
+    # descriptor clips stores at the expert's last row
     check_tile(TILE)
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
@@ -476,14 +476,15 @@ def up_forward(
 ):
     """`x` [T, H], `up` [E, 2I or I, H] -> z [R, 2I or I] (empty unless `save`), h [R, I].
 
-    `row_slot` [R] says which token a row is. `lora` is added to z. The columns of z are in the
-    order of up's rows; `limit` and the others are those of `moe_runtime.ops.activation`.
+    `row_slot` [R] maps rows to slots, and so to tokens. `lora` is added to z. The columns of z are
+    in the order of up's rows; `limit` and the arguments after it are defined by
+    `moe_runtime.ops.activation`.
 
     Grid: a program for each tile of the map and BLOCK_N columns of h, in groups of GROUP_M row
-    tiles; PERSISTENT: one for each processor. A program gathers its rows of x and multiplies them
+    tiles; with PERSISTENT, one per processor. A program gathers its rows of x and multiplies them
     by BLOCK_N columns of gate and as many of up. At least T H elements of x and the weights of the
-    experts that have rows are read, R I of h and 2 R I of z written; from L2 or memory come
-    R H cdiv(I, BLOCK_N) of x and 2 H I of weights for each row tile.
+    experts that have rows are read, R I of h and 2 R I of z written. Loads from L2 or memory are
+    R H cdiv(I, BLOCK_N) of x, and 2 H I of weights for each row tile.
     """
     Z = up.shape[1]
     I = Z // 2 if gated else Z
@@ -517,7 +518,7 @@ def gathered_gemm_forward(
 ) -> torch.Tensor:
     """y[r] = weight[e] x[row_slot[r] // slots]: `x` [T, K], `weight` [E, N, K] -> [R, N].
 
-    The up projection's launch without an activation: what it moves, `up_forward` says.
+    The launch of `up_forward`, which describes it, without an activation.
     """
     y = x.new_empty(row_slot.numel(), weight.shape[1])
     form = Form(None, False, 0.0, 0.0, False)
@@ -616,12 +617,12 @@ def grouped_gemm_forward(
     """y[r] = weight[e] a[r] + bias[e], plus `lora`, for the rows of the tile map.
 
     `a` [R, K], `weight` [E, N, K] with k_last, else [E, K, N] (the transposed product) -> [R, N].
-    Rows outside of the tile map stay as they are in `y`, or unwritten.
+    Rows outside the tile map are not written.
 
-    Grid: as of `up_forward`, over N columns; the stream kernel's programs are always persistent. A
+    Grid: as in `up_forward`, over N columns; the stream kernel's programs are always persistent. A
     program multiplies BLOCK_M rows of `a` by BLOCK_N columns of one expert's weight. At least R K
-    elements and the weights of the experts that have rows are read, R N written; from L2 or memory
-    come R K cdiv(N, BLOCK_N) and N K for each row tile.
+    elements and the weights of the experts that have rows are read, R N written. Loads from L2 or
+    memory are R K cdiv(N, BLOCK_N), and N K for each row tile.
     """
     R, K = a.shape
     N = weight.shape[1] if k_last else weight.shape[2]

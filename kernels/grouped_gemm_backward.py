@@ -1,8 +1,8 @@
-"""Backward of the experts: dz with the activation's gradient in its epilogue, and dW and db.
+"""Backward pass of the experts: dz with the activation's gradient in its epilogue, dW and db.
 
 The equations are in `moe_runtime.ops.moe_mlp`; dx is the plain product of `kernels.grouped_gemm`,
-which also says what TMA and PERSISTENT are expected to gain. Sums over tiles are stored as partial
-results, which the next kernel adds in a fixed order: no atomics.
+which also describes TMA and PERSISTENT. Sums over tiles are stored as partial results, which the
+next kernel adds in a fixed order, without atomics.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from moe_runtime.kernels.tiles import Tile, cells, outer, precision, rounds_of, 
 
 
 class Dz(NamedTuple):
-    """What the gradient of the pre-activation is computed from, and what is written with it."""
+    """The pre-activation, its gradient, and the weighted activation."""
 
     z: torch.Tensor  # [R, 2I or I]
     dz: torch.Tensor  # like z
@@ -44,7 +44,7 @@ class Dz(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Where each expert's rows are, and where its gradient goes."""
+    """The rows of each expert, and the index of its gradient."""
 
     row_slot: torch.Tensor | None  # [R] int32
     offsets: torch.Tensor  # [E + 1] int32
@@ -131,7 +131,7 @@ def _dz_tile(
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of `_dz_kernel`, whose arguments these are."""
+    """Compute one tile of `_dz_kernel`, with its arguments."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -169,8 +169,8 @@ def _dz_tile(
             acc = tl.dot(a, b.to(a.dtype), acc, input_precision=PRODUCT.PRECISION)
             dout += BLOCK_K
         topk_weight = tl.load(topk_ptr + slot, mask=live, other=0.0).to(tl.float32)
-        # in pieces, or the epilogue's values would spill: z is twice as wide as the accumulator,
-        # and a clamp needs it, too
+        # in pieces, as the epilogue's values would spill: z is twice as wide as the accumulator,
+        # and a clamp also needs it
         MORE: tl.constexpr = FORM.INTERLEAVED or FORM.LIMIT > 0 or PRODUCT.RANK > 0
         PIECES: tl.constexpr = (4 if MORE else 2) * (4 if BLOCK_N > 128 else 1)
         COLUMNS: tl.constexpr = BLOCK_N // PIECES
@@ -210,7 +210,7 @@ def _dz_tile(
         tl.store(partial_ptr + (rows.first.to(tl.int64) + m) * num_n + pid_n, dot, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_m"], repr=named("dz", "FORM", "TILE"))  # it follows T
+@triton.jit(do_not_specialize=["num_m"], repr=named("dz", "FORM", "TILE"))  # grows with T
 def _dz_kernel(
     tokens,  # Gathered: dout [T, H]
     w,  # [E, H, I], or its descriptor
@@ -253,7 +253,7 @@ def _dz_kernel(
 
 @triton.jit
 def _segment(order, e, COMPACT: tl.constexpr):
-    """First row, end row and index in the output of expert e; a frozen expert has no rows.
+    """First row, end row and output index of expert e; a frozen expert has no rows.
 
     In a COMPACT output it has no index either.
     """
@@ -270,7 +270,7 @@ def _segment(order, e, COMPACT: tl.constexpr):
 
 @triton.jit(repr=named("grouped_gemm_bwd_w", "GATHER", "TILE"))
 def _grouped_gemm_bwd_w_kernel(
-    dy,  # [R or T, N]; with TMA and unless gathered, its ragged descriptor
+    dy,  # [R or T, N]; with TMA, its ragged descriptor unless gathered
     x,  # [R or T, K], likewise
     order,  # Order
     dw_ptr,  # [E or n, N, K]
@@ -280,7 +280,7 @@ def _grouped_gemm_bwd_w_kernel(
     stride_x,
     SLOTS: tl.constexpr,
     GATHER: tl.constexpr,  # the operand in token order: "dy", "x" or None
-    FIRST: tl.constexpr,  # expert
+    FIRST: tl.constexpr,  # first expert
     COMPACT: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -293,7 +293,7 @@ def _grouped_gemm_bwd_w_kernel(
     num_m = tl.cdiv(N, BLOCK_M)
     pid_m, pid_n = tile_of(tl.program_id(0), num_m, tl.cdiv(K, BLOCK_N), TILE.GROUP_M)
     start, end, index = _segment(order, tl.program_id(1) + FIRST, COMPACT)
-    if ADD:  # nothing to add
+    if ADD:  # no rows, so nothing to add
         index = tl.where(end > start, index, -1)
     if index >= 0:
         m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -312,7 +312,7 @@ def _grouped_gemm_bwd_w_kernel(
             if TILE.TMA and GATHER != "dy":
                 a = tl.reshape(dy.load([c0, c1, c2, pid_m * BLOCK_M]), (BLOCK_K, BLOCK_M))
                 a = tl.trans(a)
-            else:  # transposed by its pointers: Ampere could not pipeline it behind tl.trans
+            else:  # transposed by its pointers: on Ampere tl.trans would prevent pipelining
                 dy_row = token if GATHER == "dy" else r
                 mask = live[None, :] & (m < N)[:, None]
                 a = tl.load(dy + dy_row[None, :] * stride_dy + m[:, None], mask=mask, other=0.0)
@@ -324,7 +324,7 @@ def _grouped_gemm_bwd_w_kernel(
                 b = tl.load(x + x_row[:, None] * stride_x + n[None, :], mask=mask, other=0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dw_ptr += index.to(tl.int64) * N * K
-        PIECES: tl.constexpr = 4 if ADD else 1  # in pieces, or what is added to would spill
+        PIECES: tl.constexpr = 4 if ADD else 1  # in pieces, as the loaded sums would spill
         COLUMNS: tl.constexpr = BLOCK_N // PIECES
         for i in tl.static_range(PIECES):
             part = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
@@ -393,10 +393,10 @@ def dz_backward(
     """From `dout` [T, H] and z [R, 2I or I] -> dz like z, weight * h [R, I], partial [R, n].
 
     weight * h is empty unless `need_wh`; `lora` is added to dout W_down. The sum of `partial`
-    (float32) over its columns is the gradient of the row's weight. Rows outside of the tile map
-    stay unwritten.
+    (float32) over its columns is the gradient of the row's weight. Rows outside the tile map are
+    not written.
 
-    Grid: as of `grouped_gemm.up_forward`. A program gathers BLOCK_M rows of dout, multiplies them
+    Grid: as in `grouped_gemm.up_forward`. A program gathers BLOCK_M rows of dout, multiplies them
     by BLOCK_N columns of one expert's weight, and applies the activation's gradient. At least T H
     elements of dout, the weights of the experts that have rows and 2 R I of z are read, 2 R I of dz
     and R I of weight * h written.
@@ -464,15 +464,16 @@ def weight_backward(
 ):
     """dw[e] = sum over e's rows of dy[r]^T x[r]: [E, N, K] in x's dtype, zero without rows.
 
-    `gather` ("dy", "x", or None: `row_slot` is not read) names the operand that is [T, .] and not
-    in expert order. `trained` [E] int32 (-1: frozen) leaves frozen experts zero or, with
-    `num_trained`, gives [num_trained, N, K] in the order that `trained` says, with zeros where it
-    names nobody. Experts below `first` stay unwritten. `into`, contiguous and of any floating
-    dtype, is added to in place and returned; what has no rows, or is frozen, stays as it is there.
+    `gather` names the operand that is [T, .] in token order: "dy", "x", or None, which does not
+    read `row_slot`. `trained` [E] int32 (-1: frozen) makes frozen experts zero or, with
+    `num_trained`, the result [num_trained, N, K]: `trained` is an expert's index there, and an
+    unused index is zero. Experts below `first` are not written. `into`, contiguous and of any
+    floating dtype, is added to in place and returned; frozen experts and those without rows are
+    unchanged there.
 
     Grid: the tiles of [N, K], in groups of GROUP_M, by the experts from `first` on. A program sums
-    over all rows of one expert. At least R (N + K) elements are read and E N K written; from L2 or
-    memory come R N cdiv(K, BLOCK_N) of dy and R K cdiv(N, BLOCK_M) of x.
+    over all rows of one expert. At least R (N + K) elements are read and E N K written. Loads from
+    L2 or memory are R N cdiv(K, BLOCK_N) of dy and R K cdiv(N, BLOCK_M) of x.
     """
     E, N, K = expert_offsets.numel() - 1, dy.shape[1], x.shape[1]
     if into is not None:
@@ -483,7 +484,7 @@ def weight_backward(
         dw = x.new_zeros(num_trained, N, K)
     if dw.numel() == 0 or first == E:
         return dw
-    # without an index in the loop every stage is a buffer
+    # without an index loaded in the loop, every stage has a buffer
     stages = tile.num_stages if gather else (tile.num_stages + 1) // 2
     strides = (dy.stride(0), x.stride(0))
     in_order = [t for name, t in (("dy", dy), ("x", x)) if name != gather]
@@ -529,7 +530,7 @@ def bias_backward(
 ):
     """db[e] = sum over e's rows of dy[r], times the row's weight if given: [E, N].
 
-    Frozen experts' are zero. Grid: blocks of at most 64 columns by the experts; a program sums over
+    Zero for frozen experts. Grid: blocks of at most 64 columns by the experts; a program sums over
     all rows of one expert. R N elements are read, E N written.
     """
     E, N = expert_offsets.numel() - 1, dy.shape[1]

@@ -1,11 +1,11 @@
-"""LoRA experts over one base that runs once per token: their mixed activation.
+"""Mixed activation of LoRA experts over one base that runs once per token.
 
 The equations are in `moe_runtime.ops.lora`, the gradients in `kernels.lora_backward`. The base's
-part arrives as z = [gate; up], computed before. Each result is a sum over tokens, columns of I or
+pre-activation z = [gate; up] is an input. Each result is a sum over tokens, columns of I or
 experts, and has a kernel that recomputes each expert's tile of z from the base's and the rank-r
-factors: no row of a single expert and no partial sum is ever in memory, and there are no atomics.
-Every token passes through every expert; those that it has not chosen have weight 0. E is not a
-constexpr: its loop, unrolled, would use all registers.
+factors: no row of a single expert and no partial sum is stored, and there are no atomics. Every
+token passes through every expert, with weight 0 unless it has chosen the expert. E is not a
+constexpr, since its unrolled loop would use all registers.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class LoraTile(NamedTuple):
 
 
 class LoraExperts(NamedTuple):
-    """What every kernel reads: the base's pre-activation, and what the experts add to it."""
+    """Inputs of every kernel: the base's pre-activation, and what the experts add to it."""
 
     z: torch.Tensor  # [T, 2I]
     low: torch.Tensor  # [3, T, E * R]: x A^T of gate, of up; q
@@ -42,7 +42,7 @@ class LoraExperts(NamedTuple):
 
 
 class Offsets(NamedTuple):
-    """In a kernel: where the tile of `low` and the tile of an expert's matrix are."""
+    """Offsets and masks, in a kernel, of the tiles of `low` and of an expert's matrix."""
 
     low: tl.tensor  # [BLOCK_T, BLOCK_R]
     low_mask: tl.tensor
@@ -52,9 +52,9 @@ class Offsets(NamedTuple):
 
 @triton.jit
 def check_lora_tile(TILE: tl.constexpr):
-    """Refuse at compile time what a tensor core cannot multiply."""
-    tl.static_assert(TILE.BLOCK_T >= 16 and TILE.BLOCK_I >= 16, "a tile is at least 16x16")
-    tl.static_assert(TILE.BLOCK_R >= 16, "tl.dot sums over at least 16 ranks")
+    """Reject at compile time tiles that tensor cores cannot multiply."""
+    tl.static_assert(TILE.BLOCK_T >= 16 and TILE.BLOCK_I >= 16, "a tile must be at least 16x16")
+    tl.static_assert(TILE.BLOCK_R >= 16, "tl.dot requires BLOCK_R >= 16")
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def expert_z(
 ):
     """An expert's gate and up, [BLOCK_T, BLOCK_I] float32, from the base's.
 
-    `plane`, T E R, is what up's part of low is behind gate's.
+    `plane`, T E R, is the offset in `low` of up's part from gate's.
     """
     if gate_b_ptr is not None:
         b = tl.load(gate_b_ptr + at.b, mask=at.b_mask, other=0.0)
@@ -122,7 +122,7 @@ def base_z(z_ptr, t, i, T, I):
 
 @triton.jit
 def weigh(weight, tile):
-    """weight * tile, 0 where the weight is 0: an expert that was not chosen may give a NaN."""
+    """weight * tile, 0 where the weight is 0, as experts that are not chosen may produce NaN."""
     return tl.where(weight == 0, 0.0, weight * tile)
 
 
@@ -136,7 +136,7 @@ def outer_offsets(
     R,
     width,
 ):
-    """`Offsets` of the first expert; the kernel moves its pointers to the next one."""
+    """`Offsets` of the first expert; the kernel advances its pointers to the next ones."""
     low = cells(t.to(tl.int64), width, r)
     low_mask = outer(t < T, r < R)
     b = cells(r.to(tl.int64), I, i)
@@ -153,13 +153,13 @@ def low_offsets(
     R,
     E,
 ):
-    """Where expert e's tile of `low` is, and its mask."""
+    """Offsets and mask of expert e's tile of `low`."""
     return cells(t.to(tl.int64) * E + e, R, r), outer(t < T, r < R)
 
 
 @triton.jit
 def matrix_offsets(e, r, i, R, I):
-    """Where the tile of expert e's matrix is, and its mask."""
+    """Offsets and mask of the tile of expert e's matrix."""
     return cells(e.to(tl.int64) * R + r, I, i), outer(r < R, i < I)
 
 
@@ -240,7 +240,7 @@ def _lora_fwd_low_kernel(
     BLOCK_I: tl.constexpr = TILE.BLOCK_I
     BLOCK_R: tl.constexpr = TILE.BLOCK_R
     PRECISION: tl.constexpr = TILE.PRECISION
-    # the experts of a tile of tokens side by side: what they read of z they find in L2
+    # the programs of a tile of tokens run side by side and share its z in L2
     e = (tl.program_id(0) % E).to(tl.int64)
     t = (tl.program_id(0) // E).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
@@ -288,15 +288,15 @@ def lora_forward(
     scaling: float,
     config: LoraTile | None = None,
 ) -> torch.Tensor:
-    """Return h [T, I], the mixed activation; fills low[2] with q = its part of rank r.
+    """Return h [T, I], the mixed activation, and fill low[2] with q, its rank-r part.
 
     `z` [T, 2I], `low` [3, T, E * r] (x A^T of gate, of up), `weight` [T, E] float32; `gate_b`,
-    `up_b`, `down_a` [E, r, I] or None; without `down_a` there is no q. `config` takes the place of
-    `lora_config`'s.
+    `up_b`, `down_a` [E, r, I] or None; without `down_a` there is no q. `config` overrides
+    `lora_config`.
 
     Grids: the tiles of h [T, I], then of q, BLOCK_T tokens of one expert each. A program of the
     first loops over the experts, one of the second over the columns of I. At least 3 T I elements
-    move for h, and (2 T I + E r I) for q, of which other experts' programs find z in L2.
+    move for h, and (2 T I + E r I) for q, where the experts' programs share z in L2.
     """
     T, E = weight.shape
     I = z.shape[1] // 2
@@ -333,7 +333,7 @@ def lora_forward(
     return h
 
 
-# kernels -> tokens, columns of I, warps. A product that feeds another has 16 tokens for each warp
+# kernel -> tokens, columns of I, warps. A product that feeds another has 16 tokens per warp
 _BLOCKS = {"fwd": (64, 32, 4), "bwd": (32, 128, 8), "low": (64, 32, 4), "bwd_w": (32, 64, 4)}
 
 
@@ -350,8 +350,8 @@ def lora_config(kernel: str, z: torch.Tensor, I: int, rank: int) -> LoraTile:
     if z.device.type == "cpu":  # the interpreter
         block_t, block_i, warps = 16, 32, 4
     elif z.dtype == torch.float32 or I % 16 or rank % 8 or block_r > 32:
-        # where 8 does not divide a row's length, loads are element by element, and a wide tile of
-        # pointers spills
+        # unless 8 divides a row's length, loads are element by element, and the pointers of a wide
+        # tile spill
         block_t, block_i = 32, 32
     block_i = min(block_i, max(16, triton.next_power_of_2(I)))
     return LoraTile(

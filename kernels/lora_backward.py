@@ -1,7 +1,7 @@
-"""Gradients of LoRA experts over one base: of the base's z, of the ranks, of the experts' matrices.
+"""Gradients of LoRA experts over one base: of the base's z, the ranks and the experts' matrices.
 
-The equations are in `moe_runtime.ops.lora`; `kernels.lora` says what is recomputed and what is
-never in memory.
+The equations are in `moe_runtime.ops.lora`; `kernels.lora` describes what is recomputed rather than
+stored.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def _load_dh(dh_ptr, t, i, T, I):
 
 @triton.jit(do_not_specialize=["T", "plane"], repr=named("lora_bwd_z", "ACT", "TILE"))
 def _lora_bwd_z_kernel(
-    dh_ptr,  # [T, I]: of the mixed activation, before the experts' own down projections
+    dh_ptr,  # [T, I]: of the mixed activation, before the experts' down projections
     dq_ptr,  # [T, E * R], scaling included, or None
     experts,  # LoraExperts
     dz_ptr,  # [T, 2I]
@@ -132,7 +132,7 @@ def _lora_bwd_low_kernel(
     dh_ptr,  # [T, I]
     dq_ptr,  # [T, E * R], scaling included, or None
     experts,  # LoraExperts
-    dlow_ptr,  # [2, T, E * R]: of gate where it has a B, of up where it has one
+    dlow_ptr,  # [2, T, E * R]: of gate and of up, each if it has a B
     dweight_ptr,  # [T, E] float32
     T,
     I,
@@ -317,7 +317,7 @@ def lora_backward(
     `dh` [T, I] and `dq` [T, E * r], scaling included, are the gradients of `lora_forward`'s h and
     q. dlow is zero where B is None.
 
-    Grids: the tiles of dz [T, I], then BLOCK_T tokens of one expert each, as of `lora_forward`. At
+    Grids: the tiles of dz [T, I], then BLOCK_T tokens of one expert each, as in `lora_forward`. At
     least 5 T I elements move for dz, and 3 T I + 3 E r I for the others.
     """
     T, E = weight.shape
@@ -385,7 +385,7 @@ def lora_backward_w(
     scaling: float,
     config: LoraTile | None = None,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of `gate_b`, `up_b`, `down_a` [E, r, I] that `needs` names, else None.
+    """Return the gradients of `gate_b`, `up_b` and `down_a` [E, r, I]; None unless in `needs`.
 
     Grid: blocks of BLOCK_I columns of one expert; a program sums over all tokens. At least 3 T I
     elements and 3 E r I are read, which the experts' programs share in L2, and 3 E r I written.

@@ -1,4 +1,4 @@
-"""Weighted sum of experts and its gradient in the weights, also straight from a linear layer.
+"""Weighted sum of experts, and the gradient of its weights, also directly from a linear layer.
 
 The equations are in `moe_runtime.ops.merging`. Each expert is read once. Sums are float32, in a
 fixed order, without atomics.
@@ -12,7 +12,7 @@ from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.tiles import arch_of, cells, outer, precision, tile_of
 
 MAX_EXPERTS = 8  # experts whose loads are in flight together
-TILE_BYTES = 1 << 15  # of the experts that one program sums
+TILE_BYTES = 1 << 15  # of the experts, per program
 
 
 @triton.jit(repr=named("merge_experts_fwd"))
@@ -27,9 +27,8 @@ def _merge_experts_fwd_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    if (
-        seen_ptr is not None
-    ):  # `out` holds the merged weight of these: nothing to do if alpha is unchanged
+    # `out` already holds the weight merged with `seen`: nothing to do if alpha is unchanged
+    if seen_ptr is not None:
         changed = 0
         for e0 in range(0, E, BLOCK_E):
             e = e0 + tl.arange(0, BLOCK_E)
@@ -89,7 +88,7 @@ def _merged_linear_bwd_alpha_kernel(
     BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    tl.static_assert(BLOCK_N >= 16 and BLOCK_K >= 16 and BLOCK_T >= 16, "tl.dot's least sizes")
+    tl.static_assert(BLOCK_N >= 16 and BLOCK_K >= 16 and BLOCK_T >= 16, "tl.dot needs sizes >= 16")
     tile = tl.program_id(0)
     tile_n, tile_k = tile_of(tile, tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), 8)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -98,8 +97,7 @@ def _merged_linear_bwd_alpha_kernel(
     for t0 in range(0, T, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         row = t.to(tl.int64)
-        # loaded as its transpose: a tl.trans after the load would keep cp.async away from it on
-        # Ampere
+        # loaded transposed, as tl.trans after the load would prevent cp.async on Ampere
         mask = outer(n < N, t < T)
         dout = tl.load(dout_ptr + (row[None, :] * N + n[:, None]), mask=mask, other=0.0)
         mask = outer(t < T, k < K)
@@ -107,8 +105,8 @@ def _merged_linear_bwd_alpha_kernel(
         dw = tl.dot(dout, x, dw, input_precision=PRECISION)
     offset = cells(n.to(tl.int64), K, k)
     mask = outer(n < N, k < K)
-    # two stages: while one expert's tile is summed, the next is on its way through shared memory
-    # and needs no registers
+    # two stages: while one expert's tile is summed, the next is loaded into shared memory and needs
+    # no registers
     for _ in tl.range(E, num_stages=2):
         w = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(partial_ptr + tile, tl.sum(dw * w))
@@ -124,10 +122,11 @@ def merge_experts_forward(
 ) -> torch.Tensor:
     """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...].
 
-    `out` has weight's dtype unless given. With `seen` [E] float32 the kernel leaves `out` alone
-    where alpha equals it; the host does not learn which.
+    `out` has weight's dtype unless given. With `seen` [E] float32 the kernel compares it with alpha
+    on the device, and leaves `out` unchanged if they are equal.
 
-    Grid: blocks of BLOCK_P elements; a program sums all experts'. E P elements are read, P written.
+    Grid: blocks of BLOCK_P elements; a program sums its block over all experts. E P elements are
+    read, P written.
     """
     weight, stride_e, P = _rows(weight)
     out = (
@@ -155,8 +154,8 @@ def merge_experts_forward(
 def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32.
 
-    Grid: blocks of BLOCK_P elements; a program multiplies all experts'. (E + 1) P elements are
-    read.
+    Grid: blocks of BLOCK_P elements; a program multiplies its block of every expert. (E + 1) P
+    elements are read.
     """
     weight, stride_e, P = _rows(weight)
     config = merge_config(weight.shape[0], P, weight.element_size())
@@ -183,11 +182,11 @@ def merged_linear_backward_alpha(
 ) -> torch.Tensor:
     """dalpha[e] = <dout^T x, weight[e]>: `dout` [T, N], `x` [T, K], `weight` [E, N, K] -> [E].
 
-    The result is float32. `config` takes the place of `linear_config`'s.
+    The result is float32. `config` overrides `linear_config`.
 
-    Grid: the tiles of [N, K]. A program sums a tile of dout^T x over T, which is never in memory,
-    and multiplies it with every expert's. At least T (N + K) + E N K elements are read; from L2 or
-    memory come T N cdiv(K, BLOCK_K) of dout and T K cdiv(N, BLOCK_N) of x.
+    Grid: the tiles of [N, K]. A program sums a tile of dout^T x over T, which is never stored, and
+    multiplies it by every expert's. At least T (N + K) + E N K elements are read. Loads from L2 or
+    memory are T N cdiv(K, BLOCK_K) of dout and T K cdiv(N, BLOCK_N) of x.
     """
     weight, stride_e, _ = _rows(weight)
     T = dout.shape[0]
@@ -226,7 +225,7 @@ def merged_linear_backward_alpha(
 def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
     """Return the merging kernels' constants: a thread loads 16 bytes of each of BLOCK_E experts."""
     block = min(triton.next_power_of_2(E), MAX_EXPERTS)
-    # where 16 does not divide P every load is of one element, and a long row of them spills
+    # unless 16 divides P, loads are element by element, and a long row of them spills
     return {
         "BLOCK_E": block,
         "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096),
@@ -249,10 +248,10 @@ def linear_config(
     elif dtype == torch.float32 and precision == "tf32":
         config = (64, 128, 32, 8, 3)
     elif dtype == torch.float32 or N % 16 or K % 16:
-        # unaligned, every load is element by element, and a wide tile of pointers spills
+        # unaligned loads are element by element, and the pointers of a wide tile spill
         config = (64, 64, 32, 8, 2)
     elif arch in (90, 100, 103) and weight_dtype.itemsize == 2:
-        # wide enough for L2; needs 196 KiB of shared memory
+        # wide, to read less from L2; needs 196 KiB of shared memory
         config = (128, 256, 64, 8, 4)
     else:
         config = (128, 128, 64, 8, 3)

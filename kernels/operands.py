@@ -1,11 +1,11 @@
 """Operands of the grouped matrix products: an expert's weight, and the pieces of a tile.
 
-A weight is read through pointers of any strides or through a tensor descriptor (TMA). Trained
+A weight is read through pointers with any strides or through a tensor descriptor (TMA). Trained
 experts' weights may be stored separately from the stack.
 
-Kernels take their arguments in groups: NamedTuples of tensors and sizes or, with capital names, of
-constants. A descriptor cannot be part of a group, because Triton's launcher looks for descriptors
-among the arguments themselves (3.6 to 3.9), nor can a size that must not be specialized.
+Kernel arguments are grouped in NamedTuples of tensors and sizes or, with uppercase names, of
+constants. A descriptor cannot be in a group, because Triton's launcher (3.6 to 3.9) looks for
+descriptors only among the arguments themselves, nor can a size that must not be specialized.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from moe_runtime.kernels.tiles import Tile, cells, outer, precision, processors
 
 
 class LowRank(NamedTuple):
-    """What a product adds to its sum: low[r] b[e] of each row r of expert e."""
+    """The low-rank term of a product: low[r] b[e] for each row r of expert e."""
 
     low: torch.Tensor  # [R, rank], contiguous
     b: torch.Tensor  # [E, rank, N], any strides
@@ -30,11 +30,11 @@ class Trained(NamedTuple):
     """Weights of experts that are stored separately from the stack."""
 
     index: torch.Tensor  # [E] int32: index into `weight`, -1 for an expert of the stack
-    weight: torch.Tensor  # [n, ., .], inner strides as the stack's
+    weight: torch.Tensor  # [n, ., .], inner strides like the stack's
 
 
 class Weight(NamedTuple):
-    """What a kernel needs to read a weight, beside the stack: a pointer or a descriptor."""
+    """What a kernel needs to read a weight, besides the stack's pointer or descriptor."""
 
     trained: torch.Tensor | None  # [n, ., .]: see `Trained`
     trained_index: torch.Tensor | None  # [E] int32
@@ -47,7 +47,7 @@ class Weight(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A `LowRank` as a kernel takes it."""
+    """A `LowRank` as a kernel argument."""
 
     low: torch.Tensor  # [R, RANK]
     b: torch.Tensor  # [E, RANK, N]
@@ -77,15 +77,15 @@ class Product(NamedTuple):
 
 @triton.jit
 def check_tile(TILE: tl.constexpr):
-    """Refuse at compile time what a tensor core or a descriptor cannot multiply."""
-    tl.static_assert(TILE.BLOCK_M >= 16 and TILE.BLOCK_N >= 16, "a tile is at least 16x16")
-    tl.static_assert(TILE.BLOCK_K >= 16, "tl.dot sums over at least 16")
-    tl.static_assert(TILE.TMA or not TILE.JOINED, "only a descriptor joins gate and up")
+    """Reject at compile time tiles that tensor cores or descriptors do not support."""
+    tl.static_assert(TILE.BLOCK_M >= 16 and TILE.BLOCK_N >= 16, "a tile must be at least 16x16")
+    tl.static_assert(TILE.BLOCK_K >= 16, "tl.dot requires BLOCK_K >= 16")
+    tl.static_assert(TILE.TMA or not TILE.JOINED, "JOINED requires TMA")
 
 
 @triton.jit
 def expert_weight(w, weight, e, TMA: tl.constexpr):
-    """Where expert e's weight begins: a pointer (with its scales' if packed) or the descriptor."""
+    """The start of expert e's weight: a pointer (with its scales' if packed) or the descriptor."""
     if TMA:
         return w
     elif weight.scale is not None:
@@ -202,7 +202,7 @@ def piece(
 ):
     """Columns [INDEX, INDEX + 1) * BLOCK_N / PIECES of a tile; PIECES is a power of two.
 
-    An epilogue in pieces does not spill, and no data moves between threads.
+    An epilogue in pieces does not spill. No data moves between threads.
     """
     if PIECES == 1:
         return tile
@@ -255,13 +255,13 @@ def add_terms(
     lora,
     rows,
     n0,
-    END,  # columns from here on belong to another part of the row, or to none
+    END,  # end of the columns that belong to this part of the row
     N,
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`tile` [BLOCK_M, BLOCK_N] plus the bias and the low-rank term of its columns, from n0 on."""
+    """`tile` [BLOCK_M, BLOCK_N] plus bias and low-rank term of its columns, which start at n0."""
     if weight.bias is not None:
         n = n0 + tl.arange(0, BLOCK_N)
         bias = weight.bias + rows.expert.to(tl.int64) * N
@@ -280,7 +280,7 @@ def add_terms(
 
 
 def term_of(lora: LowRank | None) -> Term | None:
-    """Return a low-rank term as a kernel takes it."""
+    """Return a low-rank term as a kernel argument."""
     return None if lora is None else Term(lora.low, lora.b, *lora.b.stride())
 
 
@@ -307,9 +307,9 @@ def product_of(
 
 
 def describable(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can hold them.
+    """Whether tensor descriptors support these tensors.
 
-    Pointers and strides are multiples of 16 bytes, the last stride is 1, no dimension is expanded.
+    Pointers and strides must be multiples of 16 bytes, the last stride 1, no dimension expanded.
     """
     for t in tensors:
         if not isinstance(t, torch.Tensor) or t.numel() == 0 or t.stride(-1) != 1:
@@ -339,7 +339,7 @@ def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
 def weight_operand(
     weight, trained: Trained | None, bias: torch.Tensor | None, k_last: bool, tile: Tile
 ) -> tuple[torch.Tensor | TensorDescriptor, Weight]:
-    """Return `weight` [E, ., .] as a kernel takes it: a pointer or, if `tile.TMA`, a descriptor.
+    """Return `weight` [E, ., .] as a kernel argument: a pointer or, if `tile.TMA`, a descriptor.
 
     `k_last`: the sum runs over the last dimension. BLOCK_N is that of the weight's block.
     """
@@ -370,6 +370,6 @@ def weight_operand(
 
 
 def grid(tile: Tile, num_m: int, N: int, device: torch.device) -> tuple[int]:
-    """Return the launch grid: every tile of the bound, or as many programs as run at once."""
+    """Return the launch grid: all tiles or, if PERSISTENT, at most one program per processor."""
     programs = num_m * triton.cdiv(N, tile.BLOCK_N)
     return (min(programs, processors(device)) if tile.PERSISTENT else programs,)

@@ -1,7 +1,7 @@
-"""Tiles of packed weights, decoded as they are loaded; `moe_runtime.ops.packed` states the formats.
+"""Tiles of packed weights, decoded when loaded; `moe_runtime.ops.packed` defines the formats.
 
-One layout serves both directions: a tile is decoded [rows, columns], with neighbors of a row in one
-byte, and transposed where the sum runs along the row.
+One layout serves both directions: a tile is decoded as [rows, columns], with neighbors of a row in
+one byte, and transposed if the sum runs along the row.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ NF4 = tl.constexpr(  # the value of each code, as in ops.packed
 
 
 class PackedWeight(NamedTuple):
-    """A packed stack as the launchers take it."""
+    """A packed stack as an argument of launchers."""
 
     data: torch.Tensor  # [E, P, Q / 2] uint8, or [E, P, Q] in 8 bits
     scale: torch.Tensor  # [E, P, groups] float32
@@ -48,8 +48,8 @@ class PackedWeight(NamedTuple):
 def fit_packed(tile: Tile, kernel: str, form: int) -> Tile:
     """Fit a launch config to weights that are decoded in registers: at most 128 columns, no TMA.
 
-    At most 64 where more spill on sm_80 (Triton 3.6): of up and dz, and of FP8, whose decoding
-    needs the most registers.
+    At most 64 columns where more spill on sm_80 (Triton 3.6): for up and dz, and for FP8, whose
+    decoding needs the most registers.
     """
     widest = 64 if kernel in ("up", "dz") or form == FP8 else 128
     return tile._replace(
@@ -64,7 +64,7 @@ def fit_packed(tile: Tile, kernel: str, form: int) -> Tile:
 
 @triton.jit
 def _nf4(code):
-    """The value of each code 0..15, by a table in shared memory: selects need more registers."""
+    """The value of each code 0..15, from a table in shared memory: selects need more registers."""
     i = tl.arange(0, 16)
     table = tl.where(i < 1, NF4[0], NF4[1])
     for k in tl.static_range(2, 16):
@@ -84,7 +84,7 @@ def _scaled(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """`value` [ROWS, COLS] from column c0, a multiple of COLS, on, times its groups' scales."""
+    """`value` [ROWS, COLS] times its groups' scales; its first column c0 is a multiple of COLS."""
     groups = tl.cdiv(Q, GROUP)
     if COLS <= GROUP:
         mask = live & (c0 < Q)
@@ -115,7 +115,7 @@ def packed_block(
     """[ROWS, COLS] float32 of an expert's weight [P, Q] from row r0, column c0 on; zero outside."""
     r = (r0 + tl.arange(0, ROWS)).to(tl.int64)
     live = r < P
-    if FORMAT < 2:  # two in a byte
+    if FORMAT < 2:  # two codes per byte
         c = c0 // 2 + tl.arange(0, COLS // 2)
         p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q // 2), other=0)
         p = p.to(tl.int32)
@@ -134,8 +134,8 @@ def packed_block(
             )
         else:
             code = tl.reshape(tl.join(p & 15, p >> 4), (ROWS, COLS))
-            # the three bits below the sign are an exponent and a mantissa; 2^126 moves the one into
-            # float32's range, exactly
+            # the three bits below the sign are exponent and mantissa; 2^126 moves the exponent
+            # into float32's range, exactly
             bits = ((code & 8) << 28) | ((code & 7) << 22)
             value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
             return _scaled(

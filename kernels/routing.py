@@ -1,8 +1,9 @@
-"""Router logits to K experts and their weights per token, and the gradient.
+"""Choose K experts and their weights per token from router logits; and the gradient.
 
 The equations are in `moe_runtime.ops.routing`. A program holds BLOCK_T rows of logits in registers.
-The choice is K rounds over int32 keys in the logits' order: the largest key, then the lowest id
-that has it. A chosen expert's key becomes its slot, below every number's key.
+Experts are chosen in K rounds over int32 keys that are ordered like the logits: the largest key,
+and of equal ones the lowest id. A chosen expert's key becomes its slot, below the keys of all
+logits.
 """
 
 from typing import NamedTuple
@@ -16,15 +17,15 @@ from moe_runtime.kernels.compiling import named
 
 compiling.install()
 
-# logits of a warp, at most. Most programs have one warp: no barriers, and a program for every SM at
-# T = 4096
+# most logits per warp. Most programs have one warp, so they need no barriers, and at T = 4096 every
+# SM has a program
 TILE = 512
 DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf
 
 
 @triton.jit
 def _key(x):
-    """int32 in the order of float32 `x`: -0.0 and 0.0 equal, every NaN the greatest."""
+    """int32 ordered like float32 `x`: -0.0 equals 0.0, and every NaN is the largest."""
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -48,7 +49,7 @@ def _column(
 
 @triton.jit
 def _top(x, chosen, FORCED: tl.constexpr):
-    """Largest of the chosen logits: the largest of all unless the caller chose."""
+    """The largest chosen logit, which is the largest of all unless FORCED."""
     if FORCED:
         x = tl.where(chosen, x, -float("inf"))
     return tl.max(x, 1)
@@ -73,14 +74,14 @@ def _per_slot(value, count, FORCED: tl.constexpr):
 class Route(NamedTuple):
     """Constants of a router."""
 
-    STRIDE_T: int  # of the logits. A constant, as what divides it sets the width of the loads
+    STRIDE_T: int  # of the logits; constant, as its divisors determine the width of loads
     E: int  # routed experts
-    K: int  # of them for a token
+    K: int  # routed experts per token
     SHARED: int  # 1 if there is a shared expert, else 0
     GATE: str
-    FORCED: bool  # the experts are the caller's choice
+    FORCED: bool  # the caller chose the experts
     BLOCK_T: int
-    E_PAD: int  # the next power of two from E on
+    E_PAD: int  # E, rounded up to a power of two
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def route_rows(
     T,
     ROUTE: tl.constexpr,
 ):
-    """Route BLOCK_T tokens from `first_token` (int64) on; the rest as of `_route_fwd_kernel`."""
+    """Route BLOCK_T tokens from `first_token` (int64) on; see `_route_fwd_kernel`."""
     E: tl.constexpr = ROUTE.E
     K: tl.constexpr = ROUTE.K
     SHARED: tl.constexpr = ROUTE.SHARED
@@ -239,7 +240,7 @@ def _route_bwd_kernel(
     slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
     count = None
     if FORCED:
-        # slots of the expert: the caller may repeat one
+        # slots per expert: the caller may repeat one
         count = tl.zeros([BLOCK_T, E_PAD], tl.float32)
     slots = t * (K + SHARED)
     for slot in range(K):
@@ -281,7 +282,7 @@ def _route_bwd_kernel(
         y = tl.where(chosen, y / total[:, None], 0.0)
         mean = tl.sum(y * d, 1)
         dx = y * (d - _per_slot(mean[:, None], count, FORCED))
-        dx = tl.where(y == 0, 0.0, dx)  # for experts not chosen, in a row of NaN, too
+        dx = tl.where(y == 0, 0.0, dx)  # for experts not chosen, even in a row of NaN
     else:
         top = tl.max(x, 1)
         y = tl.exp(x - top[:, None])
@@ -317,10 +318,10 @@ def route_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`router_logits` [T, E], `bias` [E] -> weights [T, top_k] float32, ids [T, top_k] int32.
 
-    E is at least 1, `shared` is 0 or 1. `topk_idx` [T, top_k] int32 are the ids if the caller has
-    chosen them.
+    E is at least 1, `shared` is 0 or 1. `topk_idx` [T, top_k] int32 are the ids if the caller
+    chose them.
 
-    Grid: blocks of BLOCK_T tokens, one for a program. T E elements are read, 2 T top_k written.
+    Grid: blocks of BLOCK_T tokens, one per program. T E elements are read, 2 T top_k written.
     """
     T = router_logits.shape[0]
     router_logits = route_operand(router_logits)
@@ -356,7 +357,7 @@ def route_backward(
 ) -> torch.Tensor:
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> dlogits [T, E].
 
-    Grid: as of `route_forward`. T (E + 2 K) elements are read, T E written.
+    Grid: as in `route_forward`. T (E + 2 K) elements are read, T E written.
     """
     T, E = router_logits.shape
     router_logits = route_operand(router_logits)
@@ -377,15 +378,15 @@ def route_backward(
 
 
 def route_operand(logits: torch.Tensor) -> torch.Tensor:
-    """Each row is contiguous; the rows may be anywhere."""
+    """Return the logits with contiguous rows, at any stride."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
 def route_of(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool) -> Route:
-    """Return the constants of a launch, with as many tokens for a program as suit its registers."""
+    """Return the constants of a launch, with as many tokens per program as its registers allow."""
     E = logits.shape[1]
     E_PAD = triton.next_power_of_2(E)
-    # with as many rows as lanes, Triton moves the loads of the backward's loop through shared
+    # with as many rows as lanes, Triton moves loads in the backward kernel's loop through shared
     # memory; 16 rows of 16 may spill
     BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
     return Route(

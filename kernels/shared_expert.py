@@ -1,4 +1,4 @@
-"""The shared expert's elementwise steps where torch computes its matmuls.
+"""Elementwise steps of a shared expert whose matmuls torch computes.
 
 Expert 0 sorts first and sees each token once, so its rows are 0..T-1 of every buffer in expert
 order. The equations are in `moe_runtime.ops.moe_mlp`.
@@ -97,7 +97,7 @@ def shared_activation_forward(
 ) -> None:
     """Fill h [T, I] with act(gate) * up of z [T, 2I], or act(z) of z [T, I].
 
-    Grid: blocks of BLOCK_T tokens by at most 256 columns, one for a program. 3 T I elements move.
+    Grid: blocks of BLOCK_T tokens by at most 256 columns, one per program. 3 T I elements move.
     """
     T, I = h.shape
     BLOCK_I = min(256, max(16, triton.next_power_of_2(I)))
@@ -130,9 +130,9 @@ def shared_dz_backward(
     up_offset: float = 0.0,
     interleaved: bool = False,
 ) -> None:
-    """Fill dz, weight * h (unless `wh` is None) and `partial` from dh [T, I], as `dz_backward`.
+    """Fill dz, weight * h (unless `wh` is None) and `partial` from dh [T, I], like `dz_backward`.
 
-    Grid: blocks of BLOCK_T tokens by BLOCK_I columns, one for a program, which is a column of
+    Grid: blocks of BLOCK_T tokens by BLOCK_I columns, one per program, which is a column of
     `partial` [T, cdiv(I, BLOCK_I)]. 3 T I elements of dh and z are read, 3 T I written.
     """
     T, I = dh.shape

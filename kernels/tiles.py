@@ -1,8 +1,8 @@
-"""Launch configs of the grouped GEMMs: what the user measured, else a table, else a rule.
+"""Launch configs of the grouped GEMMs: those that the user measured, else a built-in table's.
 
-A config depends on the kernel, the GPU, the dtype, the layer's sizes and the power of two under the
-mean rows per expert, never on T itself, and never on a measurement inside a training step.
-`moe-runtime tune` measures, `read_tuned` reads its file.
+A config depends on the kernel, the GPU, the dtype, the layer's sizes and the mean rows per expert,
+rounded down to a power of two, but never on T itself or on a measurement during a training step.
+`moe-runtime tune` measures configs, and `read_tuned` reads its file.
 """
 
 import functools
@@ -24,16 +24,15 @@ class Tile(NamedTuple):
     """One launch config: BLOCK_M rows by BLOCK_N columns, BLOCK_K along the sum."""
 
     BLOCK_M: int
-    BLOCK_N: int  # of the up projection: columns of the gate, and as many of up
+    BLOCK_N: int  # in the up projection: columns of the gate, and as many of up
     BLOCK_K: int
     num_warps: int = 8
     num_stages: int = 3
-    GROUP_M: int = 8  # row tiles that go over the columns together, for the weights' sake in L2
-    # tensor descriptors for what is stored in order: weights, and rows that are not gathered
+    GROUP_M: int = 8  # row tiles that iterate over the columns together, to find weights in L2
+    # tensor descriptors for weights, and for rows that are not gathered
     TMA: bool = False
-    PERSISTENT: bool = (
-        False  # as many programs as fit on the GPU; each computes one tile after another
-    )
+    # one program per processor, each of which computes one tile after another
+    PERSISTENT: bool = False
     # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
     JOINED: bool = False
 
@@ -48,7 +47,7 @@ class Tile(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a config is looked up by; `rows` is the mean per expert, down to a power of two."""
+    """The key of a config; `rows` is the mean per expert, rounded down to a power of two."""
 
     kernel: str  # up | down | dz | dx | dw
     arch: int  # 10 * major + minor, 0 in the interpreter
@@ -64,8 +63,7 @@ class Problem(NamedTuple):
 
 
 KERNELS = ("up", "down", "dz", "dx", "dw")
-# length of a sum, 32 steps, up to which a tile's epilogue is long enough to load the next tile
-# meanwhile
+# longest sum (32 steps) whose epilogue takes long enough to hide the loads of the next tile
 SHORT = 2048
 SHARED_MEMORY = {
     80: 166912,
@@ -74,8 +72,8 @@ SHARED_MEMORY = {
     90: 232448,
     100: 232448,
     120: 101376,
-}  # bytes a block may have
-# kernel -> (rows per expert from which it holds, config), largest first; 16-bit dtypes
+}  # most bytes per block
+# kernel -> (least rows per expert, config), largest first; 16-bit dtypes
 _HOPPER_SMALL = (
     (
         48,
@@ -253,8 +251,7 @@ _SMALL = {  # 99 KiB of shared memory
 _FLOAT32 = {
     kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS
 }
-# where 16 does not divide a size, loads are element by element, and the pointers of a large tile
-# spill
+# unless 16 divides every size, loads are element by element, and the pointers of a large tile spill
 UNALIGNED = {
     kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS
 }
@@ -263,11 +260,9 @@ TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _S
 
 
 def nearest(arch: int) -> int:
-    """Return the architecture of TABLE whose configs serve `arch`: the newest that is not newer."""
-    if arch // 10 in (
-        12,
-        11,
-    ):  # consumer Blackwell has Ampere's tensor instructions; Thor its memory
+    """Return the architecture in TABLE whose configs `arch` uses: usually the newest up to it."""
+    # consumer Blackwell has Ampere's tensor instructions; Thor has consumer Blackwell's memory
+    if arch // 10 in (12, 11):
         return 120
     return max((known for known in TABLE if known <= arch and known != 120), default=80)
 
@@ -275,8 +270,8 @@ def nearest(arch: int) -> int:
 def clip(tile: Tile, problem: Problem) -> Tile:
     """Fit `tile` to small sizes (blocks of at least 16) and to the shared memory.
 
-    On Blackwell, no descriptors where BLOCK_K does not divide the length of the sum: the products
-    are wrong (triton#10927).
+    Blackwell uses descriptors only if BLOCK_K divides the length of the sum: otherwise products are
+    wrong (triton#10927).
     """
     sums = problem.rows if problem.kernel == "dw" else problem.K
     rows = problem.K if problem.kernel == "dw" else tile.BLOCK_M
@@ -290,7 +285,7 @@ def clip(tile: Tile, problem: Problem) -> Tile:
         tile = tile._replace(num_stages=tile.num_stages - 1)
     while shared_bytes(tile, problem) > limit - 2048:
         tile = tile._replace(BLOCK_K=tile.BLOCK_K // 2)
-    # the rows of a weight's gradient end wherever an expert's do
+    # the sum of a weight's gradient may have any length: the number of an expert's rows
     uneven = problem.kernel == "dw" or problem.K % tile.BLOCK_K
     return tile._replace(
         TMA=tile.TMA and not (problem.arch >= 100 and uneven),
@@ -299,7 +294,7 @@ def clip(tile: Tile, problem: Problem) -> Tile:
 
 
 def widest(arch: int) -> int:
-    """Return the most columns of a product: 256, but wrong on sm_100 for others (marin#7484)."""
+    """Return the most columns of a product: 128 on sm_100, where 256 are wrong (marin#7484)."""
     return 128 if arch // 10 == 10 else 256
 
 
@@ -309,13 +304,13 @@ def in_turns(tile: Tile, arch: int) -> Tile:
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
-    """Return the bytes of shared memory that the pipelined operands take."""
+    """Return the bytes of shared memory that the pipelined operands use."""
     size = {"bfloat16": 2, "float16": 2, "float32": 4}[problem.dtype]
     columns = tile.BLOCK_N * (1 + problem.gated)
     # an index that is loaded inside the loop uses every second stage of the pipeline
     stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
-    # a tile that is stored by descriptor while the next one is loaded goes through a buffer of its
-    # own, half as wide
+    # a tile that is stored by descriptor while the next one is loaded has its own buffer, half as
+    # wide
     stored = (
         tile.BLOCK_M * tile.BLOCK_N // 2
         if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx")
@@ -340,8 +335,8 @@ def heuristic(problem: Problem) -> Tile:
         table = TABLE[nearest(problem.arch)]
     tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
     streams = table is _HOPPER and nearest(problem.arch) == 90 and problem.kernel in ("down", "dx")
-    # one program per processor does not keep enough loads of a narrow product, such as LoRA's,
-    # under way
+    # one program per processor does not keep enough loads of a narrow product, such as LoRA's, in
+    # flight
     if streams and tile.BLOCK_M == 128 and problem.N >= 128 and problem.K <= SHORT:
         tile = tile._replace(PERSISTENT=True)
     return clip(tile, problem)
@@ -350,20 +345,20 @@ def heuristic(problem: Problem) -> Tile:
 def tuned_path() -> Path:
     """Return the file of measured configs, in $XDG_CACHE_HOME (by default ~/.cache)/moe_runtime.
 
-    Raises ValueError where there is no home.
+    Raises ValueError if the user has no home folder.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))  # as XDG says
+    base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))  # as XDG requires
     if not base.is_absolute():
         raise ValueError(
             f"This user has no home folder (HOME is {os.environ.get('HOME')!r}) to store measured "
-            "configs in. Set XDG_CACHE_HOME to the full path of a folder that can be written"
+            "configs in. Set XDG_CACHE_HOME to the full path of a writable folder"
         )
     return base / "moe_runtime" / "tiles.json"
 
 
 def refused(path: Path) -> str | None:
-    """Return why the file of measured configs is refused, if others could have written it."""
+    """Return why a file of measured configs, if other users can write it, is refused; or None."""
     found = path.stat()
     if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022:
         return None
@@ -375,8 +370,8 @@ def refused(path: Path) -> str | None:
 def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
     """Return device name -> key -> config from `tuned_path()`, or from `path`.
 
-    Empty without the file or a home, where a folder may not be read, as another user's home in a
-    container, and for a `refused` file. Raises ValueError for a file of something else.
+    Empty if there is no file or no home folder, if a folder is not readable (such as another user's
+    home in a container), and for a `refused` file. Raises ValueError for any other content.
     """
     try:
         there = path.is_file() if path else (path := tuned_path()).is_file() and not refused(path)
@@ -396,7 +391,7 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
 
 @functools.lru_cache(maxsize=4096)
 def lookup(problem: Problem, device: str) -> Tile:
-    """Return the config of this problem on the device of this name: measured, else built-in."""
+    """Return the config of a problem on the named device: the measured one, else the built-in."""
     tile = read_tuned().get(device, {}).get(problem.key())
     return heuristic(problem) if tile is None else clip(tile, problem)
 
@@ -429,7 +424,7 @@ def problem_of(
     E: int,
     gated: bool = False,
 ) -> Problem:
-    """Return what a config is looked up by, for R rows over E experts."""
+    """Return the key of a config for R rows over E experts."""
     rows = 1 << max(R // max(E, 1), 1).bit_length() - 1
     return Problem(
         kernel,
@@ -496,13 +491,13 @@ def processors(device: torch.device) -> int:
 
 
 def precision(x: torch.Tensor) -> str:
-    """Return how float32 operands are multiplied: as torch's matmul would."""
+    """Return the precision of float32 products, as set for torch's matmul."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @triton.jit
 def tile_of(pid, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row tile and column tile of program `pid`: GROUP_M row tiles go over all columns together."""
+    """Row and column tile of program `pid`: GROUP_M row tiles iterate over the columns together."""
     width = GROUP_M * num_n
     first = pid // width * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
@@ -511,7 +506,7 @@ def tile_of(pid, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def rounds_of(programs, PERSISTENT: tl.constexpr):
-    """How many of `programs` tiles this program computes: one, or tile after tile."""
+    """How many of `programs` tiles this program computes: one, unless PERSISTENT."""
     if PERSISTENT:
         return tl.cdiv(programs - tl.program_id(0), tl.num_programs(0))
     else:
@@ -520,7 +515,7 @@ def rounds_of(programs, PERSISTENT: tl.constexpr):
 
 @triton.jit
 def outer(rows, columns):
-    """A mask [M, N]: rows [M] and columns [N] are both true."""
+    """The mask [M, N] that is true where both rows [M] and columns [N] are."""
     return rows[:, None] & columns[None, :]
 
 

@@ -1,7 +1,7 @@
-// Rows back to tokens: a gather and a weighted sum, never a scatter; and the gradient.
+// Sums each token's expert rows with their weights: a gather, never a scatter; and the gradient.
 //
-// The equation is in moe_runtime/ops/combine.py. Sums are float32 and start at 0; slot after slot is added by a fused
-// multiply-add, rounded once, as torch's embedding_bag and the Triton kernel do.
+// The equation is in moe_runtime/ops/combine.py. Sums are float32 and start at 0; slots are added in order by fused
+// multiply-adds, each rounded once, as in torch's embedding_bag and the Triton kernel.
 #include "common.cuh"
 
 namespace moert {
@@ -21,7 +21,7 @@ struct Sum {
 template <int N, typename T>
 __device__ __forceinline__ void sum_slots(const Sum& s, const T* y, int64_t t, int64_t h, int64_t count, bool whole,
                                           T* out) {
-  // rows beyond the last are never written, and their weights may have any value
+  // rows from num_rows on are never written, and their weights may have any value
   const int64_t limit = s.num_rows ? *s.num_rows : INT64_MAX;
   float sum[N];
 #pragma unroll
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) combine_forward_kernel(const Sum s, 
   else sum_slots<N>(s, y, t, h, s.H - h, false, out);
 }
 
-// a warp per slot: the K warps that read one row of dout run side by side and share it in the caches
+// one warp per slot: the K warps that read the same row of dout run together and share it in the caches
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     combine_backward_kernel(const T* dout, const T* y, const float* weight, const void* slot_row, int row_bytes,

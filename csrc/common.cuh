@@ -1,4 +1,4 @@
-// What all kernels share: the CUDA runtime (or, under MOERT_EMU, the tests' emulator of it), dtypes, sums over lanes.
+// Code that all kernels share: the CUDA runtime (or, with MOERT_EMU, the tests' emulator of it), dtypes, sums over lanes.
 #pragma once
 #include <string.h>
 
@@ -14,10 +14,10 @@
 #define MOERT_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                     \
   (kernel<<<dim3((unsigned)(grid)), dim3(block), (shared_bytes), (cudaStream_t)(stream)>>>(__VA_ARGS__), \
    (int)cudaGetLastError())
-// all blocks run at once, so that they may wait for each other; the kernel has one argument, `argument`
+// all blocks run at once, so that they can wait for each other; `argument` is the kernel's only argument
 #define MOERT_LAUNCH_TOGETHER(kernel, grid, block, shared_bytes, stream, argument) \
   ::moert::launch_together((const void*)(kernel), (grid), (block), (shared_bytes), (stream), &(argument))
-// all shared memory is dynamic and uninitialized; the launch gives its size
+// all shared memory is dynamic and uninitialized; its size is an argument of the launch
 #define MOERT_SHARED(type, name)                              \
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   type* name = reinterpret_cast<type*>(name##_raw)
@@ -32,10 +32,10 @@ inline int launch_together(const void* kernel, int grid, int block, size_t share
   void* arguments[] = {argument};
   const int code =
       (int)cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(block), arguments, shared_bytes, (cudaStream_t)stream);
-  return code ? (cudaGetLastError(), code) : 0;  // the error must not wait for the next launch
+  return code ? (cudaGetLastError(), code) : 0;  // clears the error, so that the next launch does not report it
 }
 __device__ __forceinline__ void wait_for_all_blocks() { cooperative_groups::this_grid().sync(); }
-// of the current device; does not synchronize with the GPU
+// of the current device, without synchronizing with the GPU
 inline int processors(int* count) {
   int device = 0;
   const int code = (int)cudaGetDevice(&device);
@@ -86,7 +86,7 @@ struct Pack {
   T value[N];
 };
 
-// the compiler splits the access of a struct, and sometimes of a uint4, into smaller ones; these stay whole
+// these accesses stay whole; the compiler splits those of a struct, and sometimes of a uint4, into smaller ones
 template <typename P>
 __device__ __forceinline__ void read_whole(P& pack, const void* p) {
   uint4 words[sizeof(P) / 16];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void write_whole(void* p, const P& pack) {
   }
 }
 
-// the first `count` of N values, the rest 0; in 16-byte accesses if `whole` says that the addresses allow it
+// the first `count` of N values, the rest 0; in 16-byte accesses if `whole`, which requires aligned addresses
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* p, int64_t count, bool whole) {
   Pack<T, N> pack;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void store_pack(T* p, const float (&x)[N], int64_t co
     if (n < count) p[n] = pack.value[n];
 }
 
-// reductions over groups of LANES neighbouring lanes; every lane gets the same bits
+// reductions over groups of LANES neighboring lanes; every lane gets the same bits
 template <int LANES>
 __device__ __forceinline__ float sum_lanes(float x) {
 #pragma unroll

@@ -12,10 +12,10 @@ MOERT_API const char* moert_error_string(int status) {
   switch (status) {
     case MOERT_OK: return "ok";
     case MOERT_EINVAL: return "an argument is invalid";
-    case MOERT_EUNSUPPORTED: return "a size or dtype has no kernel";
+    case MOERT_EUNSUPPORTED: return "this size or dtype is not supported";
     case MOERT_EWORKSPACE: return "the workspace is missing or too small";
   }
-  return status > 0 ? cudaGetErrorString((cudaError_t)status) : "an unknown status";
+  return status > 0 ? cudaGetErrorString((cudaError_t)status) : "unknown status";
 }
 
 MOERT_API int moert_probe(int* driver, int* runtime, int* devices) {

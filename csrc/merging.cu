@@ -1,8 +1,8 @@
 // Weighted sum of experts, each value read once, and the gradient of the weights.
 //
-// The equations are in moe_runtime/ops/merging.py. Each value of the sum takes the same float32 operations as in torch: products
-// and sums are rounded one by one, expert after expert, so the bits are the same. dalpha is summed in a fixed order: the values
-// of a thread, the lanes of a warp as a tree, the warps of a block, then the blocks in the same way.
+// The equations are in moe_runtime/ops/merging.py. Each value of the sum uses the same float32 operations as torch: every product
+// and sum is rounded, in the order of the experts, so the bits are equal. dalpha is summed in a fixed order: the values of a
+// thread, the lanes of a warp as a tree, the warps of a block, then the blocks in the same way.
 #include "common.cuh"
 
 namespace moert {
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
     merge_forward_kernel(const T* weight, const float* alpha, const float* seen, int E, int64_t P, int64_t stride_e,
                          void* out, int out_dtype, bool whole, bool whole_out) {
   constexpr int N = kPack<T>;
-  if (seen) {  // `out` holds the weight merged with these coefficients: nothing to do if alpha is unchanged
+  if (seen) {  // `out` already holds the weight merged with `seen`: nothing to do if alpha is unchanged
     int changed = 0;
     for (int e = threadIdx.x; e < E; e += kThreads) changed |= alpha[e] != seen[e];
     if (!__syncthreads_or(changed)) return;

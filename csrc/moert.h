@@ -2,8 +2,8 @@
 //
 // moe_runtime/native/library.py reads the signatures from this file; raise MOERT_ABI_VERSION with every change.
 // Launchers only enqueue on `stream`, on the current device: they never synchronize, allocate, throw or keep state, and their
-// grids follow from sizes and the GPU alone. They return 0, a negative moert_status if they refuse before any launch, or a
-// positive cudaError_t. Pointers are to device memory, to contiguous arrays unless a stride is given.
+// grids depend only on sizes and the GPU. They return 0, a negative moert_status for arguments that they reject before any launch,
+// or a positive cudaError_t. Pointers are to device memory, to contiguous arrays unless a stride is given.
 // T tokens, E experts, K slots per token, R = T * K slots, H hidden, P values of one expert.
 #pragma once
 #include <stdint.h>
@@ -41,9 +41,9 @@ MOERT_API const char* moert_error_string(int status);
 // writes the versions of driver and runtime and the number of devices; returns 0 or a cudaError_t (35 or 100 without a driver)
 MOERT_API int moert_probe(int* driver, int* runtime, int* devices);
 
-// Routing (routing.cu). E is the number of logits of a token, K counts the shared expert of XFT and NONORM.
+// Routing (routing.cu). E is the number of logits per token; K includes the shared expert of XFT and NONORM.
 
-// tokens per row of block_count, which has ceil(T / this) rows of E + 1 counts with a shared expert, else E
+// tokens per row of block_count, which has ceil(T / this) rows of E counts, or E + 1 with a shared expert
 MOERT_API int64_t moert_route_block_tokens(int64_t T, int E);
 // logits [T, E], rows stride_t apart; bias [E] or null -> weight [T, K], idx [T, K] (an input if forced),
 // block_count [blocks, E or E + 1] or null: how many slots of each block of tokens go to each expert
@@ -58,21 +58,21 @@ MOERT_API int moert_route_backward(const void* dweight, int dweight_dtype, const
 // Dispatch (route_plan.cu): a stable counting sort of the slots by expert, in one launch. E <= 1024.
 
 MOERT_API int64_t moert_route_plan_workspace(int64_t R, int E);  // bytes, may be 0
-// ids [R] of id_bytes 4 or 8 each, those outside 0..E-1 sort after all others and belong to no expert
+// ids [R] of id_bytes 4 or 8 each; those outside 0..E-1 are sorted after all others and belong to no expert
 // -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], and num_maps maps.
-// block_count [ceil(R / block_slots), E] is what moert_route_forward counted for these ids, or null; counts of other ids give
-// a wrong plan, whose indices are still in range.
+// block_count [ceil(R / block_slots), E] contains the counts of moert_route_forward for these ids, or is null; counts of other ids
+// produce a wrong plan, whose indices are still in range.
 MOERT_API int moert_route_plan(const void* ids, int id_bytes, int64_t R, int E, int K, const int32_t* block_count,
                                int64_t block_slots, int32_t* expert_offsets, int32_t* row_token, int32_t* row_slot,
                                int32_t* slot_row, const struct moert_tiles* maps, int num_maps, void* workspace,
                                int64_t workspace_bytes, void* stream);
-// the maps alone, from expert_offsets [E + 1]
+// only the maps, from expert_offsets [E + 1]
 MOERT_API int moert_tile_map(const int32_t* expert_offsets, int64_t R, int E, const struct moert_tiles* maps,
                              int num_maps, void* stream);
 
 // Merging (merging.cu).
 
-// weight [E, P], experts stride_e apart, alpha [E] -> out [P]; not written if alpha equals seen [E], unless that is null
+// weight [E, P], experts stride_e apart, alpha [E] -> out [P]; not written if seen [E] is not null and equals alpha
 MOERT_API int moert_merge_forward(const void* weight, int dtype, const float* alpha, const float* seen, int E,
                                   int64_t P, int64_t stride_e, void* out, int out_dtype, void* stream);
 MOERT_API int64_t moert_merge_backward_alpha_workspace(int E, int64_t P);  // bytes
@@ -83,7 +83,7 @@ MOERT_API int moert_merge_backward_alpha(const void* dout, int dout_dtype, const
 
 // Combine (combine.cu). slot_row [T, K] has indices of row_bytes 4 or 8.
 
-// y [R, H], weight [T, K] -> out [T, H]; without the slots whose row is num_rows [1] or more, unless that is null
+// y [R, H], weight [T, K] -> out [T, H]; slots whose row is not below num_rows [1] are ignored unless that is null
 MOERT_API int moert_combine_forward(const void* y, int dtype, const float* weight, const void* slot_row, int row_bytes,
                                     const int32_t* num_rows, int64_t T, int K, int64_t H, void* out, void* stream);
 // dout [T, H], y [R, H], both of dtype -> dy [R, H], dweight [T, K]

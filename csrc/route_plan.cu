@@ -1,11 +1,11 @@
-// Slots to rows in one launch: a stable counting sort by expert, and the grouped GEMMs' maps of row tiles.
+// Sorts slots by expert (a stable counting sort) and maps the grouped GEMMs' row tiles, in one launch.
 //
 // moe_runtime/ops/dispatch.py defines the operation. A slot's key is its expert, or E if it is dropped. Each warp of each block
-// owns a run of slots and reads it twice: it counts its keys and, once the counts of all blocks have been summed, gives each
-// slot its row. Ranks follow from the order of lanes and runs alone, so the result does not depend on which block runs first.
+// owns a run of slots and reads it twice: it counts its keys and, after the counts of all blocks have been summed, assigns each
+// slot its row. Ranks depend only on the order of lanes and runs, so the result does not depend on which block runs first.
 //   up to kOneBlock slots  one block
-//   more                   a block per 2048 slots, at most as many as the GPU runs at once; they wait for each other in between
-//   with block_count       the same number, and no block waits, as the router has counted
+//   more                   a block per 2048 slots, at most as many as the GPU runs at once; all wait for each other's counts
+//   with block_count       the same number; no block waits, as the router has already counted
 #include "common.cuh"
 
 namespace moert {
@@ -16,15 +16,15 @@ constexpr int64_t kBlockSlots = 2048;
 constexpr int kMaxBlocks = 128;
 constexpr int kMaxCountedBlocks = 64;
 constexpr int kAhead = 4;               // loads of a lane in flight
-constexpr int kSharedBytes = 48 << 10;  // of a block without opting in to more
+constexpr int kSharedBytes = 48 << 10;  // most that a block may use without opting in to more
 constexpr int kWarpSums = 32;
 
 struct Plan {
   const void* ids;
   int id_bytes, E, K;
   int64_t R;
-  int64_t block_slots;    // of one block of the grid
-  const int32_t* counts;  // [rows, columns], columns from E on for dropped slots; null: one block does all of it
+  int64_t block_slots;    // slots per block of the grid
+  const int32_t* counts;  // [rows, columns], columns from E on are for dropped slots; null: there is one block
   int32_t* own_counts;    // the same array, if this grid fills it
   int rows, rows_before;  // rows_before: per block of the grid
   int columns;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int E = plan.E, keys = E + 1;
   MOERT_SHARED(int32_t, shared);
-  int32_t* next = shared;  // [warps, keys]: how many slots of each key a warp has, then the row of its next one
+  int32_t* next = shared;  // [warps, keys]: a warp's number of slots per key, then the row of its next slot
   int32_t* offsets = next + warps * keys;  // [keys]
   int32_t* before = offsets + keys;        // [keys]: counts of earlier blocks
   int32_t* sums = before + keys;           // [kWarpSums]
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
   scan(offsets, E, sums);
   const int32_t R = (int32_t)plan.R;
   for (int e = threadIdx.x; e < keys; e += blockDim.x) {
-    offsets[e] = most(least(offsets[e], R), 0);  // counts of other ids give a wrong plan, but no row out of range
+    offsets[e] = most(least(offsets[e], R), 0);  // counts of other ids produce a wrong plan, but no row is out of range
     const int32_t first = offsets[e] + before[e];
     for (int w = 0; w < warps; ++w) next[w * keys + e] += first;
     if (blockIdx.x == 0) plan.expert_offsets[e] = offsets[e];
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
     if (live && rank == 0) mine[key] += __popc(same);
     __syncwarp();
   });
-#pragma unroll  // otherwise the arguments are copied to the stack, to be indexed
+#pragma unroll  // otherwise the arguments are copied to the stack for indexing
   for (int m = 0; m < MOERT_MAX_MAPS; ++m)
     if (m < plan.num_maps) write_map(plan.maps[m], offsets, E, plan.R, before, sums);
 }
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(256) map_kernel(const Maps maps) {
   int32_t* sums = starts + maps.E + 1;
   for (int e = threadIdx.x; e <= maps.E; e += blockDim.x) offsets[e] = maps.expert_offsets[e];
   __syncthreads();
-#pragma unroll  // otherwise the arguments are copied to the stack, to be indexed
+#pragma unroll  // otherwise the arguments are copied to the stack for indexing
   for (int m = 0; m < MOERT_MAX_MAPS; ++m)
     if (m < maps.num_maps) write_map(maps.maps[m], offsets, maps.E, maps.R, starts, sums);
 }
@@ -204,7 +204,7 @@ static bool valid(const moert_tiles* maps, int num_maps, int64_t R) {
   return true;
 }
 
-// as many warps as the shared memory of the block allows, but no more than its slots keep busy
+// as many warps as fit into the shared memory of a block, but no more than its slots keep busy
 static int warps_for(int E, int64_t slots, int limit) {
   int warps = limit;
   while (warps > 8 && (warps + 2) * (E + 1) * 4 + kWarpSums * 4 > kSharedBytes) warps /= 2;
@@ -256,7 +256,7 @@ MOERT_API int moert_route_plan(const void* ids, int id_bytes, int64_t R, int E, 
   if (plan.own_counts) {
     const int code = MOERT_LAUNCH_TOGETHER(plan_kernel, grid, 32 * warps, shared_bytes, stream, plan);
     if (code != cudaErrorCooperativeLaunchTooLarge && code != cudaErrorNotSupported) return code;
-    // this process may use fewer multiprocessors than the GPU has (MPS, green contexts): one block does all of it
+    // this process may use fewer multiprocessors than the GPU has (MPS, green contexts): use one block
     plan.counts = plan.own_counts = nullptr, plan.block_slots = R, grid = 1;
   }
   return MOERT_LAUNCH(plan_kernel, grid, 32 * warps, shared_bytes, stream, plan);

@@ -1,8 +1,8 @@
-// Router logits to K experts and their weights per token, the experts' counts, and the gradient of the logits.
+// Chooses K experts and their weights per token from router logits, and counts the experts; and the gradient of the logits.
 //
-// The equations are in moe_runtime/ops/routing.py. A token has LANES neighbouring lanes, each of which holds VALUES logits in
-// registers: logit i * LANES + lane. Experts are chosen in k rounds over int32 keys that are ordered as the logits: the largest
-// key, and of equal ones the lowest id. The key of a chosen expert becomes its slot, below the keys of all logits. Math is
+// The equations are in moe_runtime/ops/routing.py. A token has LANES neighboring lanes, each of which holds VALUES logits in
+// registers: logit i * LANES + lane. Experts are chosen in k rounds over int32 keys that are ordered like the logits: the largest
+// key, and of equal ones the lowest id. The key of a chosen expert becomes its slot, below the keys of all logits. Arithmetic is
 // float32.
 #include <math.h>
 
@@ -27,7 +27,7 @@ struct Route {
   int E, k, shared, gate, dtype, dweight_dtype, forced;
 };
 
-// ordered as x: -0.0 equals 0.0, and every NaN is the largest
+// ordered like x: -0.0 equals 0.0, and every NaN is the largest
 __device__ __forceinline__ int key_of(float x) {
   if (x != x) return 0x7fffffff;
   const int bits = __float_as_int(x);
@@ -35,7 +35,7 @@ __device__ __forceinline__ int key_of(float x) {
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-// gates whose softmax is over the chosen experts alone
+// gates whose softmax is over the chosen experts only
 __device__ __forceinline__ bool over_chosen(int gate) {
   return gate == MOERT_TOPK_SOFTMAX || gate == MOERT_SOFTMAX_TOPK_RENORM;
 }
@@ -74,7 +74,7 @@ __device__ __forceinline__ int column(const Route& r, int64_t t, int slot) {
   return r.idx[t * (r.k + r.shared) + slot] - r.shared;
 }
 
-// sum of term(x[i]) over the slots of token t; the caller may give an expert several times
+// sum of term(x[i]) over the slots of token t; the caller may repeat an expert
 template <int LANES, int VALUES, typename Chosen, typename Term>
 __device__ __forceinline__ float total_of_slots(
     const Route& r, int64_t t, int lane, const float (&x)[VALUES], Chosen chosen, Term term) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ float total_of_slots(
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
       if (i * LANES + lane == id) value = x[i];
-    // after the search, or the terms of all values would be held in registers
+    // after the search, as the terms of all values would otherwise be kept in registers
     if (id >= 0 && id < r.E && id % LANES == lane) sum += term(value);
   }
   return sum_lanes<LANES>(sum);
@@ -135,12 +135,12 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
         if (i * LANES + lane == id) key[i] = kTaken + slot;
     }
     const auto chosen = [&](int i) { return key[i] < kTaken + r.k; };
-    float largest = 0.f;  // probability, of the first expert
+    float largest = 0.f;  // the first expert's probability
     if (r.gate == MOERT_SIGMOID_TOPK) {
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) x[i] = sigmoid(x[i]);
     } else {
-      // the caller's experts may be far below the others
+      // the logits of the caller's experts may be far below the others
       const bool of_chosen = r.forced && over_chosen(r.gate);
       exponentials<LANES>(x, [&](int i) { return !of_chosen || chosen(i); });
       if (over_chosen(r.gate)) {
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
 
 template <int LANES, int VALUES>
 __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route r) {
-  // [tokens at once, E], of the chosen experts; each lane reads and writes only those of its own
+  // [tokens at once, E], of the chosen experts; each lane accesses only its own
   MOERT_SHARED(float, gradients);
   const int lane = threadIdx.x % LANES, K = r.k + r.shared;
   float* d = gradients + threadIdx.x / LANES * r.E;
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route
       const int id = column(r, t, slot);
       if (id < 0 || id >= r.E || id % LANES != lane) continue;
       const float slot_dw = load_f32(r.dweight, t * K + slot, r.dweight_dtype);
-      d[id] = mask >> id / LANES & 1u ? d[id] + slot_dw : slot_dw;  // the caller may give an expert several times
+      d[id] = mask >> id / LANES & 1u ? d[id] + slot_dw : slot_dw;  // the caller may repeat an expert
       mask |= 1u << id / LANES;
     }
     const int first = column(r, t, 0);
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route
       const int e = i * LANES + lane;
       float dx = y[i] * (dw(i) - mean);
       if (r.gate == MOERT_SIGMOID_TOPK) dx = dw(i) * y[i] * (1.f - y[i]);
-      // also in a row of NaN
+      // even in a row of NaN
       if ((r.gate == MOERT_SIGMOID_TOPK || over_chosen(r.gate)) && !chosen(i)) dx = 0.f;
       if (live && e < r.E) store_f32(r.dlogits, t * r.E + e, r.dtype, dx);
     }

@@ -1,4 +1,4 @@
-// The activations of moe_runtime/ops/activation.py and their derivatives, on vectors; `act` is a number of ACTS in
+// The activations of moe_runtime/ops/activation.py and their derivatives, on vectors; `act` is an index of ACTS in
 // moe_runtime/native/library.py.
 #pragma once
 #include "kernels.h"

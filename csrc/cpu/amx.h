@@ -1,7 +1,7 @@
 // The experts' products on matrix tiles (AMX), in bfloat16: blocks of 32 rows of weights times 32 rows of x or h, 16 x 16 sums each.
 // The rows of weights have the same layout in their tiles as in memory. Those of x and h are interleaved in pairs,
-// [elements / 2][16 rows][2]. Two rows of sums of `up` have that layout, so h is never transposed; what is written by rows (z, out)
-// is. Each sum runs over its elements in order: neither threads nor the position of a row in its tile change a bit.
+// [elements / 2][16 rows][2]. Two rows of sums of `up` have that layout, so h is never transposed; z and out, which are written by
+// rows, are. Each sum runs over its elements in order, so neither threads nor the position of a row in its tile change a bit.
 #pragma once
 #include "activation.h"
 #include "kernels.h"
@@ -13,16 +13,16 @@ using moert::Experts;
 using moert::Piece;
 using moert::Tiled;
 
-constexpr int64_t TILE = 16, BROADER = 2 * TILE, ELEMENTS = 32;  // rows; of a block; elements of a row in a tile
+constexpr int64_t TILE = 16, BROADER = 2 * TILE, ELEMENTS = 32;  // rows of a tile; rows of a block; elements of a row in a tile
 constexpr int64_t TILE_SIZE = TILE * ELEMENTS, PAIR_SIZE = 2 * TILE_SIZE, SUMS = 4 * TILE * TILE;
-constexpr int64_t CHUNK = 8, GROUP = 4;  // steps of a sum, and blocks, whose weights and sums stay in the L1 cache
+constexpr int64_t CHUNK = 8, GROUP = 4;  // steps of a sum and blocks, so that weights and sums stay in the L1 cache
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-const TileConfig TILE_CONFIG;  // g++ < 13 believes that ldtilecfg reads 8 bytes, and would drop stores that a function has just made
+const TileConfig TILE_CONFIG;  // not a local: g++ < 13 assumes that ldtilecfg reads 8 bytes, and drops stores just before it
 
 // Configures eight whole tiles for this thread until the end of a block.
 struct Configured {
@@ -39,7 +39,7 @@ struct Rows {
 
 inline int64_t steps_of(int64_t length) { return (length + ELEMENTS - 1) / ELEMENTS; }
 
-// Cache lines that are prefetched during the products: at each step `lines` from each of two addresses, `stride` apart; then `step` further.
+// Cache lines to prefetch during the products: at each step `lines` from each of two addresses, `stride` apart, which then advance by `step`.
 struct Ahead {
     const char *first = nullptr, *second = nullptr;
     int64_t stride = 0, step = 0, lines = 0;
@@ -52,8 +52,8 @@ struct Ahead {
     }
 };
 
-// sums [2 of w][2 of pairs][16][16] = the products of `steps` tiles, of only the first 16 rows of `pairs` unless `both`; added to the
-// previous sums if `more`.
+// sums [2 of w][2 of pairs][16][16] = the products of `steps` tiles, with only the first 16 rows of `pairs` unless `both`; added to
+// the previous sums if `more`.
 inline void multiply(Rows w, const bf16* pairs, bool both, int64_t steps, bool more, float* sums, Ahead weights, Ahead fresh) {
     if (more) {
         _tile_loadd(0, sums, 64);
@@ -125,7 +125,7 @@ inline void lay_weights(const bf16* w, int64_t stride, int64_t n, int64_t length
                 _mm512_store_si512(out + m * ELEMENTS, m < n ? tile_row(w + m * stride, k, length) : _mm512_setzero_si512());
 }
 
-// Where 2 x 16 rows of weights are read: in place, or from `copy` if they are not whole tiles.
+// 2 x 16 rows of weights, read in place, or from `copy` if they are not whole tiles.
 struct Source {
     const bf16 *first, *second;
     int64_t stride, n_first, n_second, length;
@@ -146,8 +146,8 @@ struct Source {
 };
 
 // Calls finish(block, sums) for the products of w with each of the blocks [..][steps][2][TILE_SIZE] of 32 rows, `rows` in all.
-// Meanwhile prefetches the rows `next`, a Source, and what fresh(block, step) returns. The sums are stored in `kept` unless it is null,
-// and added to its contents if `more`.
+// Meanwhile prefetches the rows of the Source `next`, and what fresh(block, step) returns. The sums are stored in `kept` unless it is
+// null, and added to its contents if `more`.
 template <class Next, class Fresh, class Finish>
 inline void for_blocks(
     const Rows& w, const bf16* pairs, int64_t rows, int64_t steps, const Next& next, const Fresh& fresh, const Finish& finish,
@@ -170,7 +170,7 @@ inline void for_blocks(
 inline vu bits(vf v) { return __builtin_convertvector(narrow(v), vu); }
 inline __m512i pair(vf even, vf odd) { return (__m512i)(bits(even) | bits(odd) << 16); }
 
-// h of 16 rows, in pairs, and z if it is saved, from the sums of gate and up; without a gate, of twice as many columns
+// h of 16 rows, in pairs, and z if it is saved, from the sums of gate and up; twice as many columns without a gate
 template <int ACT>
 inline void finish_up_tile(
     const Experts& f, const bf16* bias, int64_t row, int64_t rows, int64_t i, const float* first, const float* second, bf16* h) {
@@ -236,7 +236,7 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
         lay_pairs(at, n, f.H, x + m / BROADER * steps * PAIR_SIZE + m / TILE % 2 * TILE_SIZE);
     }
     const Configured configured;
-    end = end < f.I ? end : h_steps * ELEMENTS;  // h is zero there, and so are its sums
+    end = end < f.I ? end : h_steps * ELEMENTS;  // beyond f.I, h and its sums are zero
     const auto weights = [&](int64_t i) {
         const bf16* w = (const bf16*)f.up + e * f.up_stride_e + i * step * f.up_stride;
         const int64_t second = turns ? 1 : form ? f.I : TILE, rest = f.I - i;

@@ -1,6 +1,6 @@
-// The experts' backward pass on matrix tiles (AMX), in bfloat16: 32 x 32 sums at a time. On one side the summed dimension is stored in
-// pairs: two rows of weights, or of x and wh, are interleaved, once per unit. On the other side rows of dy and dz are copied into
-// tiles unchanged, and transposed for the gradients of the weights. Each sum runs over its elements in order.
+// The experts' backward pass on matrix tiles (AMX), in bfloat16: 32 x 32 sums at a time. One operand has the summed dimension in
+// pairs: two rows of weights, or of x and wh, are interleaved, once per unit. Of the other operand, rows of dy and dz are copied into
+// tiles unchanged, or transposed for the gradients of the weights. Each sum runs over its elements in order.
 #pragma once
 #include "amx.h"
 #include "gradients.h"
@@ -137,7 +137,7 @@ void dh_tiled(const ExpertsBackward& b, const Piece& piece, int64_t i, int64_t c
             dot = (n % PANEL ? dot : 0) + sum(dots);
         }
     };
-    // z is read in pieces of 64 bytes per row, which no hardware predicts, and dz is written likewise
+    // z is read, and dz written, in pieces of 64 bytes per row, which hardware does not prefetch
     const auto pages = [&](const void* z, int64_t r, int64_t n) {
         const bf16* at = (const bf16*)z + (from + r) * Z + (f.form.form == 2 ? 2 : 1) * (i + n);
         return Pages{(const char*)at, (const char*)(at + (f.form.form == 1 ? f.I : f.form.form == 2 ? BROADER : 0)), Z * (int64_t)sizeof(bf16), rows - r};

@@ -1,4 +1,4 @@
-// The forward pass of the experts: up with the activation, then down with the weighted sum, in units of work for single threads.
+// The forward pass of the experts: up with the activation, then down with the weighted sum, in units of work for one thread each.
 #pragma once
 #include "activation.h"
 #include "kernels.h"
@@ -18,7 +18,7 @@ inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_
         for (int64_t n = 0; n < columns; n++) z[m * PANEL + n] += scalar(bias[n * step]);
 }
 
-// `columns` rows of w, stored from column `at` on of a panel of `product`
+// stores `columns` rows of w in a panel of `product`, from column `at` on
 template <class T>
 inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel, int64_t at = 0) {
     for (int64_t n = 0; n < columns; n += LANES)
@@ -156,7 +156,7 @@ inline void down_block(
         if (f.down_bias) add_bias(y, some, (const T*)f.down_bias + e * f.H + c + n, 1, wide);
         add_weighted(f, begin + r, some, wide, y, first, sums + n * tokens);
     };
-    if (many(piece.end - piece.begin)) {  // decided by the whole piece, or the number of threads would change bits
+    if (many(piece.end - piece.begin)) {  // depends on the whole piece, as the number of threads must not change bits
         const auto lay = [&](int64_t k, int64_t depth, float* panel) {
             for (int64_t n = 0; n < columns; n += PANEL)
                 lay_out(w + n * f.down_stride + k, f.down_stride, columns - n < PANEL ? columns - n : PANEL, depth, panel + n * Experts::REACH);

@@ -1,5 +1,5 @@
-// The backward pass of the experts: dh with the activation, dx, and the gradients of the weights, each in units of work for single
-// threads that sum in a fixed order. Sums over rows, and over the rows of the weights, read the operands without transposing them.
+// The backward pass of the experts: dh with the activation, dx, and the gradients of the weights, each in units of work for one
+// thread, which sums in a fixed order. Sums over rows, and over the rows of the weights, read the operands without transposing them.
 #pragma once
 #include "activation.h"
 #include "experts.h"
@@ -96,7 +96,7 @@ void experts_dx(const ExpertsBackward& b, int64_t unit, float* panels) {
     product_along(dz, rows, w, f.up_stride, columns, Z, finish, panels);
 }
 
-// stores rows x columns of sums, LANES of them at at(m, n), in a gradient; if it is accumulated, the product is rounded first, as in autograd
+// stores rows x columns of sums, LANES of them at at(m, n), in a gradient; to accumulate, the product is rounded first, as in autograd
 template <class T, class At>
 inline void flush(const At& at, int64_t rows, int64_t columns, bool adds, bool past, T* out, int64_t stride) {
     past = past && (uintptr_t)out % 64 == 0 && stride * sizeof(T) % 64 == 0;

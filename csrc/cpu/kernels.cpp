@@ -1,6 +1,6 @@
 // The work on a range of rows, for one instruction set: moe_runtime/native/build.py compiles this file once per set, as MOERT_SET.
-// Everything here but the table has internal linkage: the linker could merge a function of two sets, and a processor would run
-// instructions that it lacks.
+// Everything here except the table has internal linkage: otherwise the linker could merge the functions of two sets, and a processor
+// would run instructions that it lacks.
 #include "kernels.h"
 
 #include "activation.h"
@@ -179,7 +179,7 @@ constexpr int64_t PEAK_FLOPS = 2 * LANES * Step<T>::DEPTH;
 
 namespace moert {
 
-// constexpr: an initializer at load time would execute this set's instructions on every processor
+// constexpr, as an initializer at load time would execute this set's instructions on every processor
 extern constexpr Kernels MOERT_SET = {
     {activate<float>, activate<bf16>},
     {activate_backward<float>, activate_backward<bf16>},

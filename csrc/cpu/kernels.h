@@ -1,11 +1,11 @@
-// The functions of each instruction set: a table that kernels.cpp, compiled once per set, fills.
+// The table of an instruction set's functions, filled by kernels.cpp, which is compiled once per set.
 #pragma once
 #include <stdint.h>
 
 namespace moert {
 
 struct Form {
-    int act;   // a number of ACTS in moe_runtime/native/library.py
+    int act;   // an index of ACTS in moe_runtime/native/library.py
     int form;  // 0 no gate, 1 gate first, 2 interleaved
     float limit, up_offset;
 };
@@ -42,7 +42,7 @@ struct Piece {
 
 // How the work is divided with matrix tiles: a block of weights is multiplied with rows that stay in the L2 cache.
 struct Tiled {
-    static constexpr int64_t FROM = 4;  // rows of an expert, at least
+    static constexpr int64_t FROM = 4;  // least rows of an expert
     static constexpr int64_t BLOCK = 32, COLUMNS = 128;  // rows of a block; columns of out of a unit
     static constexpr int64_t BYTES = 1 << 20;  // of x, and of the sums of out
     static int64_t rows(int64_t length) {
@@ -55,7 +55,7 @@ struct Tiled {
 struct Experts {
     static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64, PANELS = 4;  // of h in a panel with gate and up; panels at most
     static constexpr int64_t REACH = 512;  // elements of the rows of weights that are packed at once
-    static constexpr int64_t PIECE = 1024;  // rows; enough that packing the weights again for each piece costs nothing
+    static constexpr int64_t PIECE = 1024;  // rows; enough that packing the weights again for each piece costs little
     // floats of `panels` panels and of the sums of their products
     static constexpr int64_t product(int64_t panels, int64_t rows = PIECE) { return panels * (REACH + rows) * PANEL; }
     Form form;
@@ -71,7 +71,7 @@ struct Experts {
 };
 
 // How the backward pass is divided with matrix tiles: the elements of a sum that are packed at once, and the panels of columns of dh
-// and dx that are multiplied with them. Longer sums keep the sums of all rows meanwhile, so they have fewer panels.
+// and dx that are multiplied by them. Sums longer than that keep partial sums of all rows, so they have fewer panels.
 struct TiledBackward {
     static constexpr int64_t LONG = 1024, PART = 512, PANELS = 8, PANELS_OF_LONGER = 4;
     static int64_t panels(int64_t length) { return length > LONG ? PANELS_OF_LONGER : PANELS; }
@@ -81,21 +81,21 @@ struct TiledBackward {
 // (expert, block of HIGH x WIDE values of a gradient), first all of d up.
 struct ExpertsBackward {
     static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512, STRIP = 128;
-    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats that a thread uses for the weights' gradients
+    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats per thread for the weights' gradients
     Experts forward;
     const void* dout;
     const Piece* experts;  // those whose weights have gradients
     int64_t rows, dh_panels, dx_panels, up_units, down_units;
     void *dz, *wh;  // of these rows
     float* dots;    // [panels of h][rows]
-    bool up_adds, down_adds, past;  // gradients are accumulated; they are stored past the caches
+    bool up_adds, down_adds, past;  // whether gradients are accumulated; whether they bypass the caches
     void *dx_rows, *dup, *ddown;    // may be null
     int64_t dup_stride_e, dup_stride, ddown_stride_e, ddown_stride;
 };
 
 // The sum of E experts of P values each, times their alpha, by blocks of values, and within a block by groups of GROUP experts.
 struct Merge {
-    static constexpr int64_t BLOCK = 4096, GROUP = 8;  // more streams than the hardware prefetches would take twice the time
+    static constexpr int64_t BLOCK = 4096, GROUP = 8;  // more streams than the hardware prefetches take twice the time
     const void* weight;
     const float* alpha;
     int64_t stride_e, E, P;
@@ -122,11 +122,11 @@ struct Unpack {
     void* out;
 };
 
-// Rounds of SUMS independent sums of `steps` products each, in registers alone.
+// Rounds of SUMS independent sums of `steps` products each, in registers only.
 struct Peak {
-    static constexpr int SUMS = 12;  // more than a core has products in flight
+    static constexpr int SUMS = 12;  // more than the products that a core has in flight
     int64_t steps;
-    float scale, shift;  // a sum stays finite
+    float scale, shift;  // chosen so that a sum stays finite
     float* sink;         // [rounds]
 };
 

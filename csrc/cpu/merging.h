@@ -1,5 +1,5 @@
 // Merging experts, and the gradient of their coefficients: each expert is read once, one block of all experts at a time, so that the
-// sums stay in the L1 cache. The merged weight is equal to torch's to the last bit.
+// sums stay in the L1 cache. The merged weight is bit-identical to torch's.
 #pragma once
 #include "kernels.h"
 #include "vector.h"
@@ -9,11 +9,11 @@ namespace {
 using moert::Merge;
 using moert::MergeGradient;
 
-constexpr int AT_ONCE = 4;                     // vectors of a sum that stay in registers over the experts of a group
+constexpr int AT_ONCE = 4;                     // vectors of a sum that stay in registers for the experts of a group
 constexpr int DOTS = LANES == 16 ? 8 : 4;      // experts whose products with one block are summed together, in two registers each
 constexpr int64_t BLOCK = moert::Merge::BLOCK;  // values
 
-// v unchanged: keeps the compiler from fusing the product v with the sum that uses it, as torch rounds both
+// v unchanged; prevents the compiler from fusing the product v with the sum that uses it, as torch rounds both
 inline vf rounded(vf v) {
 #if defined(__x86_64__)
     __asm__("" : "+v"(v));

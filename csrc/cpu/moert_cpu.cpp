@@ -1,5 +1,5 @@
 // The C interface: sorting, the choice of the instruction set, and how rows are divided among OpenMP's threads.
-// A row's result does not depend on the division, so the number of threads changes no bit.
+// A row's result does not depend on the division, so the number of threads does not change any bit.
 #include "moert_cpu.h"
 
 #include <math.h>
@@ -32,7 +32,7 @@ struct Variant {
     bool (*runs)();
 };
 
-// MOERT_WITH_<set>: the sets that the compiler of moe_runtime/native/build.py knows; an older one may not know the names
+// MOERT_WITH_<set>: the sets that moe_runtime/native/build.py's compiler supports; older ones may not know the names
 #if defined(MOERT_WITH_avx2)
 bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
@@ -46,7 +46,7 @@ bool runs_avx512() {
 bool runs_avx512_bf16() { return runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 #if defined(MOERT_WITH_amx)
-// checks the processor's bits, and asks the kernel for permission to use tiles, for the whole process
+// checks the processor's bits, and requests permission from the kernel to use tiles in this process
 bool runs_amx() {
     unsigned a, b, c, d;
     const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
@@ -71,7 +71,7 @@ const Variant VARIANTS[] = {
     {"generic", &moert::generic, runs_always},
 };
 
-// ATEN_CPU_CAPABILITY limits torch's kernels, and these as well
+// ATEN_CPU_CAPABILITY limits torch's kernels and also these
 bool allowed(const char* name) {
     const char* const limit = getenv("ATEN_CPU_CAPABILITY");
     if (limit && !strcmp(limit, "default")) return !strcmp(name, "generic");
@@ -92,10 +92,10 @@ typedef int (*Number)();
 Parallel omp_parallel = nullptr;
 Number omp_thread = nullptr, omp_threads = nullptr;
 
-// How many of a team of `threads` have enough work. The others return at once, and the team stays torch's: libgomp would end the
-// threads that a smaller team leaves out, and create them again for the next larger one.
+// How many of a team of `threads` have enough work. The others return at once, so that the team keeps the size of torch's: for a
+// smaller team libgomp would end the remaining threads, and create them again for the next larger one.
 int64_t parts_of(int64_t n, double bytes, int threads) {
-    const double worth = 1 << 15;  // bytes that one core moves in the time that a thread takes to wake
+    const double worth = 1 << 15;  // bytes that one core moves while a thread wakes up
     const int64_t parts = bytes < worth * threads ? (int64_t)(bytes / worth) : threads;
     return omp_parallel ? (parts < n ? parts : n) : 1;
 }
@@ -119,7 +119,7 @@ void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int6
     omp_parallel(Split::share, &split, (unsigned)threads, 0);
 }
 
-// Calls run(work, unit, panel) for each unit of 0..n; units differ in duration, so a thread takes the next one when it is done.
+// Calls run(work, unit, panel) for each unit of 0..n; units differ in duration, so each thread claims a new one when it is done.
 template <class Work>
 void in_turns(
     void (*run)(const Work&, int64_t, float*), const Work& work, int64_t n, double bytes, int threads, char* panels,
@@ -153,7 +153,7 @@ int64_t sort(const T* idx, int64_t slots, int64_t E, int32_t* offsets, int32_t* 
         offsets[e + 1] += offsets[e];
     }
     int32_t dropped = offsets[E];
-    // offsets[e] advances to the end of e, the begin of the next expert, while its rows are assigned
+    // while the rows of e are assigned, offsets[e] advances to its end, where the next expert begins
     for (int64_t s = 0; s < slots; s++) {
         const bool kept = idx[s] >= 0 && (uint64_t)idx[s] < (uint64_t)E;
         const int32_t row = kept ? offsets[idx[s]]++ : dropped++;
@@ -194,8 +194,8 @@ int64_t cut(const int32_t* offsets, int64_t first, int64_t last, int64_t piece, 
     return count;
 }
 
-// How many parts the tokens of the down product are split into, if its units alone are too few for the threads, or the sums of the
-// tokens do not fit into the cache. Each part reads or packs the weights again, which pays off if an average expert has many rows.
+// How many parts the tokens of the down product are split into, if it has too few units for the threads or the sums of the tokens do
+// not fit into the cache. Each part reads or packs the weights again, which pays off if an average expert has many rows.
 int64_t token_parts(int64_t T, int64_t units, int64_t E, int64_t K, int64_t sums, int threads) {
     const int64_t shares = units && threads > 1 ? blocks(2 * threads, units) : 1, fit = sums > shares ? sums : shares;
     const int64_t worth = T * K / (64 * (E ? E : 1)), parts = fit < worth ? fit : worth;
@@ -225,7 +225,7 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     return {tiled, piece, block, length, columns, parts, panels, up, with_sums, down / 4, h, h + aligned(rows * length * size_of(dtype))};
 }
 
-// the end of the experts from `first` on that have up to `group` rows together; at least one expert
+// the end of the experts from `first` on that have up to `group` rows in total; at least one expert
 int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t group) {
     int64_t last = first + 1;
     while (last < E && offsets[last + 1] - offsets[first] <= group) last++;
@@ -234,7 +234,7 @@ int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t g
 
 constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients above which no cache holds them until they are read
 
-// how many panels of n columns a unit has, so that every thread has units, of which there are `times` as many besides
+// how many panels of n columns a unit has, so that every thread has units; there are `times` as many units as blocks of panels
 int64_t panels_of(int64_t n, int64_t times, int threads, int64_t panels = Experts::PANELS) {
     while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
     return panels;
@@ -375,7 +375,7 @@ void moert_cpu_experts(
         weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
         parts.h_stride, parts.sums_at, out ? base + parts.h : nullptr, z, out,
     };
-    // an expert's weights and its rows: a few weights with many rows are work too
+    // weights and rows, as few weights with many rows are also work
     const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
     const int64_t ups = n_pieces * blocks(I, up_columns), downs = parts.token_parts * blocks(H, parts.down_columns);
     in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.up_bytes);

@@ -1,4 +1,4 @@
-// C interface of libmoert_cpu.so: the experts on a CPU, the steps around their matmuls for when torch computes those, and merging.
+// C interface of libmoert_cpu.so: the experts on a CPU, the steps around their matmuls if torch computes those, and merging.
 // moe_runtime/native/library.py reads the argument types from here. Pointers are to contiguous memory; dtypes are 0 float32 and
 // 2 bfloat16, as in moert.h. No function allocates.
 #pragma once
@@ -24,8 +24,8 @@ MOERT_API int moert_cpu_self_test(const char* variant, char* wrong, int64_t size
 // Sets the OpenMP runtime: GOMP_parallel, omp_get_thread_num, omp_get_num_threads. Without one, all work is serial.
 MOERT_API void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads);
 
-// Stable counting sort of the slots of topk_idx [T, K], `idx_kind` its bytes, negative for signed ints: offsets [E + 1],
-// row_slot and slot_row [T * K] (may be null). Ids outside 0..E-1 sort after every expert. Returns the rows of the largest expert.
+// Stable counting sort of the slots of topk_idx [T, K]; `idx_kind` is its element size, negative for signed ints: offsets [E + 1],
+// row_slot and slot_row [T * K] (may be null). Ids outside 0..E-1 are sorted after every expert. Returns the rows of the largest expert.
 MOERT_API int64_t moert_cpu_sort(
     const void* topk_idx, int idx_kind, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row);
 
@@ -38,7 +38,7 @@ MOERT_API void moert_cpu_plan(
 // out[r] = x[row_token[r]], rows of `bytes` bytes.
 MOERT_API void moert_cpu_gather(const void* x, const int32_t* row_token, int64_t rows, int64_t bytes, void* out, int threads);
 
-// h [rows, I] from z [rows, 2I or I]; `form` 0 no gate, 1 gate first, 2 interleaved; `limit` infinity for no clamp.
+// h [rows, I] from z [rows, 2I or I]; `form` 0 no gate, 1 gate first, 2 interleaved; `limit` is infinity for no clamp.
 MOERT_API void moert_cpu_activate(
     int dtype, int act, int form, float limit, float up_offset, const void* z, int64_t rows, int64_t I, void* h, int threads);
 
@@ -52,7 +52,7 @@ MOERT_API void moert_cpu_combine(
     int dtype, const void* y, const float* weight, const int32_t* slot_row, int64_t T, int64_t K, int64_t H, int64_t rows,
     void* out, int threads);
 
-// The forward pass of the experts first..last-1. The weights of an expert that has tokens are read once, or once per many rows.
+// The forward pass of the experts first..last-1. The weights of an expert that has tokens are read once, or several times if it has many rows.
 // Strides are in elements, and the last dim of both stacks is contiguous. Biases may be null, and so may z [rows, 2I or I], an output
 // whose first row is the first one of these experts. If out is null, only z is computed. `scratch` has moert_cpu_experts_bytes bytes,
 // aligned to 64, for T * K rows; with `z_alone`, enough for calls whose out is null.
@@ -64,7 +64,7 @@ MOERT_API void moert_cpu_experts(
     const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
     int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads);
 
-// The backward pass of the experts, from x, dout [T, H] and z [rows, 2I or I], which is recomputed if it is null; without biases.
+// The backward pass of the experts without biases, from x, dout [T, H] and z [rows, 2I or I], which is recomputed if it is null.
 // Gradients that are null are not computed. Those of the weights, of experts with rows for which `trains` [E] is not 0, are written,
 // or accumulated if `up_adds` or `down_adds`; their last dim is contiguous. dweight is written for the slots of these rows. dz and wh
 // hold the rows of several experts, up to `group` rows. `scratch` has moert_cpu_experts_backward_bytes bytes, aligned to 64.
@@ -90,12 +90,12 @@ MOERT_API void moert_cpu_merge_gradient(
     int dtype, int dout_dtype, const void* dout, const void* weight, int64_t stride_e, int64_t E, int64_t P, void* scratch,
     float* dalpha, int threads);
 
-// out [P, Q] of expert `e` of a packed stack of format 0 NF4, 1 MXFP4, 2 FP8 in blocks, 3 int8, as moe_runtime/ops/packed.py lays out
-// its bytes; `nested`, `map` and `offset` are those of NF4's scales.
+// out [P, Q] of expert `e` of a packed stack of format 0 NF4, 1 MXFP4, 2 FP8 in blocks, 3 int8, with the byte layout of
+// moe_runtime/ops/packed.py; `nested`, `map` and `offset` are those of NF4's scales.
 MOERT_API void moert_cpu_unpack(
     int format, int dtype, const void* data, const void* scale, const float* nested, const float* map, float offset, int64_t e,
     int64_t P, int64_t Q, void* out, int threads);
 
-// Peak arithmetic from registers: `rounds` rounds of sums of `steps` products each. Returns the number of floating-point operations;
+// Peak arithmetic on registers: `rounds` rounds of sums of `steps` products each. Returns the number of floating-point operations;
 // `sink` [rounds] keeps the compiler from removing them.
 MOERT_API double moert_cpu_peak(int dtype, int64_t rounds, int64_t steps, float* sink, int threads);

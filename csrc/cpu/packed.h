@@ -37,7 +37,7 @@ inline vu load_bytes(const uint8_t* p, int64_t n) {
 #endif
 }
 
-// E4M3 without infinities; no step of it is a subnormal float
+// E4M3 without infinities; no intermediate value is a subnormal float
 inline vf fp8(vu byte) {
     const vu m = byte & 127;
     const vf small = __builtin_convertvector((vi)m, vf) * 0.001953125f;
@@ -46,7 +46,7 @@ inline vf fp8(vu byte) {
     return (vf)(bits | ((byte & 128) << 24));
 }
 
-// n values, a multiple of 32 for 4 bits; the first of each two is in the high nibble (NF4) or in the low one
+// n values, a multiple of 32 for 4 bits; the first of each pair is in the high nibble (NF4) or in the low one
 template <int FORMAT>
 inline void decode(const uint8_t* p, int64_t n, float* v) {
     if (FORMAT == Unpack::INT8) {

@@ -1,4 +1,4 @@
-// Compares what one variant computes with plain sums in double. Built without a variant's instructions, as moert_cpu.cpp is.
+// Compares one variant's results with plain sums in double. Built without a variant's instructions, like moert_cpu.cpp.
 // No size is a multiple of a vector. One expert has many tokens, one a few, one a single token and one none.
 #include <math.h>
 #include <stdio.h>
@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t T = 50, K = 2, E = 4, H = 83, I = 45, SLOTS = T * K, STACK = I * H;
 constexpr int SILU = 0, GATE_FIRST = 1;
 
-// one tensor: its values in double, and what the library reads or writes as float32 or bfloat16
+// one tensor: its values in double, and the bytes that the library reads or writes as float32 or bfloat16
 template <int64_t N>
 struct Tensor {
     double values[N];
@@ -47,7 +47,7 @@ struct Tensor {
 
     void clear() {
         memset(values, 0, sizeof values);
-        memset(bytes, 0xff, sizeof bytes);  // NaN, so that values that are never written are noticed
+        memset(bytes, 0xff, sizeof bytes);  // NaN, so that values that are never written are detected
     }
 
     // whether the library's values differ from `values` by at most `tolerance` of their Frobenius norm
@@ -150,7 +150,7 @@ const char* check(int dtype) {
     if (!out.close(dtype, tolerance)) return "the forward pass";
     for (int recompute = 0; recompute < 2; recompute++) {
         memset(dweight.bytes, 0, sizeof dweight.bytes);  // only slots of experts are written
-        memset(dup.bytes, 0, sizeof dup.bytes);          // and no gradient of an expert without tokens
+        memset(dup.bytes, 0, sizeof dup.bytes);          // gradients of experts without tokens are not written
         memset(ddown.bytes, 0, sizeof ddown.bytes);
         const int64_t bytes =
             moert_cpu_experts_backward_bytes(dtype, GATE_FIRST, offsets, T, H, I, E, K, group, recompute, 1);

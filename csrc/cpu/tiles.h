@@ -1,5 +1,5 @@
-// Products of rows with contiguous rows of weights: as dot products for few rows; for many, the weights are packed first, so that a
-// register holds one column of LANES of them and no sum runs across lanes.
+// Products of rows with contiguous rows of weights: dot products for few rows; for many rows, the weights are packed first, so that
+// a register holds one column of LANES of them and no sum runs across lanes.
 #pragma once
 #include "kernels.h"
 #include "vector.h"
@@ -9,7 +9,7 @@
 
 namespace {
 
-// acc plus the product of LANES elements, or of twice as many with the bfloat16 instruction
+// acc plus the product of LANES elements, or of 2 LANES with the bfloat16 instruction
 template <class T>
 struct Step {
     static constexpr int DEPTH = 1, WIDTH = LANES;
@@ -122,7 +122,7 @@ void dots(const T* const* x, int64_t rows, const T* w, int64_t stride, int64_t c
     for (; m < rows; m++) dots_broad<T, 1>(x + m, w, stride, columns, length, out + m * PANEL);
 }
 
-constexpr int64_t PACK_FROM = 16;  // rows of an expert from which packing the weights pays off
+constexpr int64_t PACK_FROM = 16;  // least rows of an expert for which packing the weights pays off
 constexpr int HIGH = 6;                       // rows in registers at once with packed weights, with ABREAST vectors:
 constexpr int ABREAST = LANES == 16 ? 4 : 2;  // 24 sums and 5 more of 32 registers, or 12 and 3 more of 16
 constexpr int64_t STRIP = ABREAST * LANES;    // columns of a panel that are stored together, [..][STRIP]: wider strips would share cache sets
@@ -261,7 +261,7 @@ inline void product(
     int64_t rows, int64_t width, int64_t length, const Lay& lay, const At& at, const Finish& finish, float* panels) {
     constexpr int64_t ROWS = moert::Experts::ROWS, REACH = moert::Experts::REACH, SIZE = REACH * PANEL;
     float* const out = panels + REACH * width;
-    const bool whole = length > REACH;  // the sums of all rows are kept until the last elements
+    const bool whole = length > REACH;  // the sums of all rows are kept until the last elements are added
     const int64_t distance = (whole || rows < ROWS ? rows : ROWS) * PANEL;
     int64_t k = 0;
     do {

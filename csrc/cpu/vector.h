@@ -1,4 +1,4 @@
-// Vectors of LANES floats by the compilers' vector extension, which every instruction set of kernels.cpp lowers for itself.
+// Vectors of LANES floats with the compilers' vector extension, compiled for each instruction set by kernels.cpp.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -41,7 +41,7 @@ inline vf wide(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 inline vh low_halves(vu u) { return __builtin_convertvector(u, vh); }
 #endif
 
-// to nearest, ties to even; a NaN stays one
+// rounds to nearest, ties to even; propagates NaN
 inline vh narrow(vf v) {
     vu u = (vu)v;
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
@@ -65,7 +65,7 @@ inline void store(bf16* p, vf v) {
     memcpy(p, &h, sizeof h);
 }
 
-// stores past the caches if the instruction set can; p is aligned to the size of the vector. A fence follows the last store.
+// stores without caching if the instruction set supports it; p is aligned to the size of the vector. A fence follows the last store.
 inline void stream(float* p, vf v) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(p, (__m512)v);
@@ -141,7 +141,7 @@ inline v4 sums(const vf* v) {
     return v4{ab[0], ab[1], cd[0], cd[1]} + v4{ab[2], ab[3], cd[2], cd[3]};
 }
 
-// a NaN stays one
+// propagates NaN
 inline vf min(vf v, float limit) { return v > limit ? all(limit) : v; }
 inline vf max(vf v, float limit) { return v < limit ? all(limit) : v; }
 

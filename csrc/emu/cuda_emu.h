@@ -1,13 +1,13 @@
-// Runs csrc/ on the CPU, for tests on machines without a GPU: the sources that nvcc compiles, compiled by g++ -DMOERT_EMU.
+// Runs csrc/ on the CPU, for tests on machines without a GPU: g++ -DMOERT_EMU compiles the same sources as nvcc.
 //
 // Each CUDA thread is a fiber. Blocks run one after another, those of MOERT_LAUNCH_TOGETHER all at once. Emulated: grids,
-// dynamic shared memory (filled with 0xCD, so that no kernel relies on zeros, and as large as the launch says, so that
-// AddressSanitizer sees its end), barriers of a block and of the grid, shuffles and matches of full warps, integer atomics.
+// dynamic shared memory (filled with 0xCD, so that no kernel relies on zeros, and of the launch's size, so that
+// AddressSanitizer detects its end), barriers of a block and of the grid, shuffles and matches of full warps, integer atomics.
 // Not emulated: the GPU's memory model and time. Built with -fsanitize=thread, each fiber is a thread to ThreadSanitizer, and
 // only launches, barriers and __syncwarp order their accesses; shuffles and matches do not.
-// MOERT_EMU_SEED brings out missing barriers: 1 visits the threads in another order and delays warps; n > 1 lets
-// warp n - 2 wait after every barrier until the others cannot continue. What would hang or is undefined on a GPU (a
-// barrier that a thread never reaches, a warp operation without all lanes of its mask) is an error.
+// MOERT_EMU_SEED exposes missing barriers: 1 runs the threads in another order and delays warps; n > 1 makes warp n - 2 wait
+// after every barrier until the others cannot continue. Code that hangs or is undefined on a GPU (a barrier that a thread never
+// reaches, a warp operation without all lanes of its mask) is an error.
 #pragma once
 #include <ucontext.h>
 
@@ -65,11 +65,11 @@ inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSucce
 
 namespace emu {
 
-constexpr int kProcessors = 5;        // few, and a divisor of no size; MOERT_EMU_SHARED leaves one to a launch
-constexpr size_t kShared = 48 << 10;  // bytes of a launch without opting in to more
+constexpr int kProcessors = 5;        // few, and not a divisor of any size; with MOERT_EMU_SHARED, launches may use only one
+constexpr size_t kShared = 48 << 10;  // most bytes of a launch without opting in to more
 constexpr size_t kStack = 128 << 10;
 
-// what ThreadSanitizer is told: which thread runs, what orders accesses, and to ignore the emulator's own
+// informs ThreadSanitizer of the running thread and of what orders accesses, and hides the emulator's own accesses
 #ifdef __SANITIZE_THREAD__
 struct Unwatched {
   Unwatched() { AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0); }
@@ -119,7 +119,7 @@ struct Fiber {
   bool done = true;
 };
 
-// one for the program, although every source includes this code
+// one per program, although every source includes this code
 struct Machine {
   std::vector<Fiber> fibers;
   std::vector<Block> blocks;

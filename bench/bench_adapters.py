@@ -1,9 +1,9 @@
-"""PEFT's LoRA on the expert stacks of a stock layer, forward and backward: in our op, and in PEFT's
-way, W + s B A in memory.
+"""PEFT's LoRA on the expert stacks of a stock layer, forward and backward: our op against PEFT's
+own code, which computes W + s B A in memory.
 
-The stacks are frozen; gradients go to x and the adapters of both. PEFT's own runs on transformers'
-grouped_mm, and on its loop where there are few experts. The same adapters are also measured on
-stacks in NF4, which stay packed.
+The stacks are frozen; gradients are those of x and of both stacks' adapters. PEFT's code runs with
+transformers' grouped_mm and, for few experts, its loop. The same adapters are also measured on NF4
+stacks, which stay packed.
 """
 
 import pytest
@@ -18,16 +18,13 @@ from moe_runtime.ops.packed import pack
 KIND = "layer"
 ROUNDS = 5
 SIZES = (shapes.ADAPTERS_GPU, shapes.ADAPTERS_CPU, shapes.ADAPTERS_TINY)
-# experts up to which transformers' loop is run
 RANK = 16
-EAGER = 8
+EAGER = 8  # most experts for which transformers' loop is measured
 
 
 @pytest.fixture
 def layer(size):
-    """The wrapped experts module, the same over stacks in NF4, their config, and what they are
-    called with.
-    """
+    """The wrapped experts module, the same with NF4 stacks, their config and their arguments."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

@@ -1,9 +1,9 @@
-"""Where the time of a training step goes: bench_step.py's model, its parts one by one, of all
-layers together.
+"""Time of the parts of a training step of bench_step.py's model, each summed over all layers.
 
-Each part is a function, measured with its forward and backward pass unless its name says which, so
-their sum is not exactly the whole step: residuals, launches and caches are left. The experts' parts
-are also measured for transformers' implementations; the others are the same for all.
+Each part is measured with its forward and backward pass unless its name specifies one. The parts do
+not add up exactly to the whole step, which also has residuals, launches and different cache states.
+The experts' parts are also measured for transformers' implementations; the others are the same for
+all.
 """
 
 import copy
@@ -23,7 +23,7 @@ GPU_SHAPES = shapes.STEPS
 
 
 class Step:
-    """A model, its batch and the parts of its step as functions of no argument."""
+    """A model, its batch and the parts of its step as functions without arguments."""
 
     def __init__(self, shape, dtype):
         self.model = stock(shape, dtype, LAYERS)
@@ -65,7 +65,7 @@ class Step:
         return torch.autograd.grad(loss, [p for part in parts for p in part.parameters()])
 
     def attention(self):
-        """All layers, their MoE block taken out."""
+        """All layers without their MoE blocks."""
         layers = self.model.model.layers
         for layer in layers:
             layer.mlp = nn.Identity()
@@ -99,9 +99,7 @@ class Step:
             self.optimizer.zero_grad()
 
     def experts(self, implementation: str):
-        """Return the experts' forward pass and its backward pass, again and again, of one
-        implementation.
-        """
+        """Return two repeatable functions: the experts' forward pass and their backward pass."""
         layers = [beside(mlp.experts) for mlp in self.mlps]
 
         def forward():
@@ -129,10 +127,10 @@ class Step:
 
 
 def beside(experts: nn.Module) -> nn.Module:
-    """Return the experts with parameters of their own on the same memory.
+    """Return the experts with separate parameters that share the same memory.
 
-    The whole step writes to the weights; a graph that is kept would no longer run, though its time
-    does not depend on them.
+    The whole step writes to the original parameters, after which autograd would reject a retained
+    graph that uses them.
     """
     new = copy.copy(experts)
     new._parameters = {

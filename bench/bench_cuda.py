@@ -1,9 +1,9 @@
-"""The kernels of csrc/ against Triton's: each alone against a copy of its bytes, and the whole
+"""The kernels of csrc/ against Triton's: each kernel against a copy of its bytes, and the whole
 token path.
 
-T goes from 512, where launches count, to 65536. GPU only; the library of csrc/ must be built:
-python -m moe_runtime.native.build. Its results at every T decide which backend runs an op:
-bench/report.py.
+T ranges from 512, where launches matter, to 65536. GPU only; needs the library of csrc/, built by
+python -m moe_runtime.native.build. From the results, bench/report.py decides which backend runs an
+op.
 """
 
 import pytest
@@ -37,8 +37,9 @@ KERNELS = {
 
 
 def cost(kernel: str, shape, id_bytes: int = 4) -> tuple[int, int]:
-    """Return the bytes that a kernel must move, and its multiplications and additions; a gate's are
-    five per logit.
+    """Return the bytes that a kernel must move, and its multiplications and additions.
+
+    A gate has five per logit.
     """
     T, H, I, E, K, shared = shape
     R = T * K
@@ -75,7 +76,7 @@ class Layer:
         self.dmerged = random(I, H)
 
     def call(self, kernel: str, backend: str):
-        """Return a function of no argument that runs one kernel by its op."""
+        """Return a function without arguments that runs one kernel through its op."""
         op = KERNELS[kernel]
         if op == "dispatch":
             return lambda: dispatch(self.idx, self.shape.E, backend)
@@ -101,8 +102,9 @@ class Layer:
         return lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True)
 
     def way(self, backend: str):
-        """Return the way of the tokens: route, sort, gather, multiply, combine; the product is
-        Triton's in each.
+        """Return the whole token path: route, sort, gather, multiply, combine.
+
+        The product is always Triton's.
         """
         product = "triton" if CUDA or backends.interpreted() else "torch"
 
@@ -132,7 +134,7 @@ class Layer:
 
 
 def usable() -> tuple[list[str], dict[str, str]]:
-    """Return the backends that run here, and why the others do not."""
+    """Return the backends that run here, and the reasons why others do not."""
     device = torch.empty(0, device=DEVICE).device
     reasons = {}
     for name in ("torch", "triton", "cuda"):
@@ -167,8 +169,9 @@ def bench_cuda_kernel(interleaved, shape, kernel):
     ids=["plan", "route+plan"],
 )
 def bench_cuda_plan(interleaved, shape, counted):
-    """What the grouped products need: rows, offsets and two maps of tiles; with the router before,
-    which also counts.
+    """Inputs of the grouped products: rows, offsets and two tile maps.
+
+    `counted` includes the router, which also counts slots.
     """
     from moe_runtime.kernels import dispatch as triton_dispatch
     from moe_runtime.kernels import routing as triton_routing

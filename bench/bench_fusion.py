@@ -1,5 +1,5 @@
-"""UltraFuser's loss of three specialists: the formula in torch against the op, everything trained
-or the gate alone.
+"""UltraFuser's loss of three specialists: the formula in torch against the op, training all
+parameters or only the gate.
 """
 
 import functools
@@ -20,7 +20,7 @@ SIZES = (shapes.FUSION_GPU, shapes.FUSION_CPU, shapes.FUSION_TINY)
 
 @pytest.fixture
 def step(size):
-    """A function of a loss: its gradients in what trains."""
+    """A function that computes the gradients of a loss with respect to the trained tensors."""
     T, H, S, V = size
     hidden = [random(T, H, dtype=DTYPE) for _ in range(S)]
     heads = [random(V, H, dtype=DTYPE) * H**-0.5 for _ in range(S)]
@@ -52,9 +52,7 @@ def _naive(hidden, heads, gate, labels):
 
 @pytest.mark.parametrize("train", ["all", "gate"])
 def bench_fused_loss(interleaved, step, size, train):
-    """Forward and backward; "gate" is stage 1, whose backward pass has no products in either
-    variant.
-    """
+    """Forward and backward; "gate" is stage 1, whose backward pass has no matrix products."""
     T, H, S, V = size
     passes = 1 if train == "gate" else 3
     losses = {NAIVE: _naive}

@@ -1,6 +1,5 @@
-"""Each Triton kernel of the layer alone: matrix products against a dense matmul of the same FLOPs,
-the others against a copy of the bytes that they must move. GPU only; the interpreter shows that it
-runs.
+"""Each Triton kernel of a layer: matrix products against a dense matmul of the same FLOPs, the
+others against a copy of the bytes that they must move. GPU only; --tiny uses the interpreter.
 """
 
 import pytest
@@ -32,7 +31,7 @@ class Rows:
 
 
 def sizes(product: str, shape) -> tuple[int, int]:
-    """N and K of a product whose rows are the layer's; of the weight's gradient for dw."""
+    """N and K of a product over the layer's rows; for dw, of the weight's gradient."""
     H = shape.H
     I = shape.I
     return {
@@ -46,9 +45,7 @@ def sizes(product: str, shape) -> tuple[int, int]:
 
 
 def others(product: str, shape) -> dict:
-    """A dense matmul and torch's grouped_mm of the same FLOPs, on rows that are gathered already
-    and without an epilogue.
-    """
+    """A dense matmul and torch's grouped_mm of the same FLOPs, gathered rows, no epilogue."""
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
     ends = Rows(shape).offsets[1:].contiguous()
     if product.startswith("dw"):
@@ -58,7 +55,7 @@ def others(product: str, shape) -> dict:
     else:
         a = random(R, K)
         out = random(R, N)
-        # of down and up the sum runs along the stored rows, of dz and dx across them
+        # the sum runs along the stored rows for up and down, across them for dz and dx
         if product in ("up", "down"):
             b = random(shape.E, N, K).transpose(1, 2)
         else:
@@ -118,7 +115,7 @@ def bench_product(interleaved, shape, product):
 
 
 def move(kernel: str, shape):
-    """Return a kernel's call."""
+    """Return a function that calls a kernel."""
     T, H, I, E, K, shared = shape
     R = T * K
     routed = E - shared

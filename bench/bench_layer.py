@@ -1,9 +1,9 @@
 """The experts of one layer against the floor (dense matmuls of the same FLOPs) and transformers'
 implementations.
 
-Gradients of x, both weights and the gate weights. The floor writes into buffers that exist already.
+Gradients are those of x, both weights and the gate weights. The floor writes into existing buffers.
 On a GPU also against a dense FFN of the same FLOPs, a composition of torch's grouped_mm, and the
-packages of bench/peers.py that are installed.
+installed packages of bench/peers.py.
 """
 
 import functools
@@ -25,8 +25,8 @@ DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [
     pytest.param(torch.bfloat16, id="bf16")
 ]
 GPU_SHAPES = shapes.layers()
-EAGER = 4096  # tokens up to which transformers' loop over experts is worth the wait
-BATCHED = 64  # and its batched_mm, which is for decoding
+EAGER = 4096  # most tokens for which transformers' loop over experts is measured
+BATCHED = 64  # most tokens for its batched_mm, which is meant for decoding
 
 
 def mixtral_experts(up, down, K: int, implementation: str):
@@ -59,7 +59,7 @@ def random_experts(shape) -> torch.Tensor:
 
 
 class Layer:
-    """Weights, tokens and routing of one shape, and every variant as a function of no argument."""
+    """Weights, tokens and routing of one shape, and each variant as a function."""
 
     def __init__(self, shape, dtype):
         torch.manual_seed(0)
@@ -106,14 +106,12 @@ class Layer:
         torch.mm(b["dz"], b["w1"], out=b["dx"])
 
     def bytes(self, backward: bool = False) -> int:
-        """Return what the layer reads and writes at least: weights that are used, x and out, and
-        their gradients.
-        """
+        """Return the least bytes that a layer moves: used weights, x, out and their gradients."""
         T, H, I, *_ = self.shape
         used = len(self.topk_idx.unique()) * 3 * H * I
         elements = used + 2 * T * H
         if backward:
-            # the weights once more and their gradients; x, dout and dx
+            # weights again and their gradients; x, dout and dx
             elements += 2 * used + 3 * T * H
         return self.x.element_size() * elements
 
@@ -137,7 +135,7 @@ class Layer:
         return lambda: experts(self.x, self.topk_idx, self.topk_weight)
 
     def official(self):
-        """The experts as the released XFT code runs them, expert by expert, given this routing."""
+        """The experts as in the released XFT code, one by one, with this routing."""
         _, H, I, E, K, _ = self.shape
         moe = MoE(
             MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K), device="meta"
@@ -156,7 +154,7 @@ class Layer:
         return call, [self.x, *block.parts(), self.topk_weight], self.dout
 
     def dense(self):
-        """A gated FFN over as many rows as all experts have together."""
+        """A gated FFN over as many rows as all experts have in total."""
         rows, w1, w2 = (
             self.buffers[name].detach().requires_grad_() for name in ("rows", "w1", "w2")
         )
@@ -168,10 +166,9 @@ class Layer:
         return call, [rows, w1, w2], self.buffers["y"]
 
     def variants(self, notes):
-        """Return name -> function, or name -> (function, what to differentiate by, gradient of its
-        output).
+        """Return name -> function, or name -> (function, differentiated inputs, dout).
 
-        Why others are missing goes into `notes`.
+        Reasons for missing variants are added to `notes`.
         """
         variants = {"moe_runtime": self.ours}
         reason = machine.missing("transformers")
@@ -183,9 +180,7 @@ class Layer:
         return variants | {"torch grouped_mm": functools.partial(peers.grouped_mm, self)}
 
     def batched(self, notes) -> list[str]:
-        """Return batched_mm where it is worth the wait: it gathers the weights of every slot, once
-        more for the gradients.
-        """
+        """Return batched_mm for few tokens: it gathers each slot's weights and their gradients."""
         T, H, I, _, K, _ = self.shape
         if T > BATCHED:
             return []
@@ -200,9 +195,7 @@ class Layer:
         return []
 
     def gpu_variants(self, notes):
-        """Return `variants` and those that are measured on a GPU only; `notes` says why others are
-        missing.
-        """
+        """Return `variants` and those that are measured only on a GPU, with `notes` for others."""
         variants = self.variants(notes)
         if self.shape.T > EAGER:
             variants.pop("transformers eager", None)
@@ -222,11 +215,11 @@ class Layer:
 
 
 def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
-    """Return every variant that runs here, and why others do not."""
+    """Return every variant that runs here, and the reasons why others do not."""
     notes: dict = {}
     variants = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
     for name in machine.others("moe_mlp", layer.x.dtype):
-        # torch's loop on a GPU, as transformers' own
+        # on a GPU, torch's loop has the limit of transformers' own
         if not CUDA or name != "torch" or layer.shape.T <= EAGER:
             variants[f"moe_runtime {name}"] = functools.partial(layer.ours, backend=name)
     if layer.shape.shared:
@@ -235,7 +228,7 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
 
 
 def measure(interleaved, layer: Layer, variants: dict, notes: dict, floor=None, backward=False):
-    """Measure the variants behind a floor, if any, forward without gradients or both passes."""
+    """Measure a floor, if given, and the variants: forward without gradients, or both passes."""
     functions = {}
     if floor is not None:
         functions["dense matmul (floor)"] = floor

@@ -1,9 +1,9 @@
-"""LoRA experts over one base against LoRA on a full expert in every slot; gradients of x, the pairs
-and the slots' weights.
+"""LoRA experts over one base against LoRA on a full expert in every slot; gradients are those of x,
+the LoRA pairs and the slots' weights.
 
-`LoRA per slot` goes expert by expert over the tokens that chose it, base and pairs alike; `weights
-made whole` adds the pairs to a copy of the base for each expert and runs the op of whole experts.
-The floor is the base's MLP alone, once per token.
+`LoRA per slot` computes base and pairs expert by expert, for the tokens that chose the expert;
+`weights made whole` adds the pairs to a copy of the base for each expert and runs the op of full
+experts. The floor is the base's MLP, once per token.
 """
 
 import functools
@@ -24,9 +24,7 @@ NAMES = ("gate", "up", "down")
 
 
 class Layer:
-    """A base, pairs, tokens and routing of one shape, and every variant as a function of no
-    argument.
-    """
+    """Base, pairs, tokens and routing of one shape, and each variant as a function."""
 
     def __init__(self, shape, dtype):
         torch.manual_seed(0)
@@ -77,7 +75,7 @@ class Layer:
         return F.linear(rows, self.base[i]) + F.linear(rows, a[e]) @ b[e] * self.scaling
 
     def whole(self):
-        """The experts' op on weights that are made whole first."""
+        """The experts' op on merged weights, merging included."""
         whole = []
         for weight, (a, b) in zip(
             self.base,
@@ -103,9 +101,7 @@ class Layer:
         )
 
     def bytes(self, backward: bool) -> int:
-        """Return what is read and written at least: base and pairs, x and out; with their
-        gradients, the base has none.
-        """
+        """Return the least bytes moved: base, pairs, x, out, and gradients except the base's."""
         pairs = sum(half.numel() for half in self.halves)
         base = sum(weight.numel() for weight in self.base)
         elements = base + pairs + 2 * self.x.numel()
@@ -145,7 +141,7 @@ def bench_lora_experts(interleaved, shape, backward, dtype):
     }
     interleaved(
         variants,
-        flops=6 * shape.T * shape.H * shape.I * (2 if backward else 1),  # the floor's: no pairs
+        flops=6 * shape.T * shape.H * shape.I * (2 if backward else 1),  # of the floor: no pairs
         bytes=layer.bytes(backward),
         tokens=shape.T,
         dtype=dtype,

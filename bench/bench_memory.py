@@ -1,9 +1,9 @@
-"""What a layer's experts keep for the backward pass, in bytes per token, counted and not timed: the
-same on every device.
+"""Bytes per token that a layer's experts save for the backward pass; counted, so the same on every
+device.
 
-The storages that autograd saves are counted, each once and whole, without the experts' weights.
-"formula KiB/token" is the maximum that we promise: s H + 2 s I K + 12 K bytes for elements of s
-bytes. "kept MiB" includes what a package keeps outside autograd.
+Each storage that autograd saves is counted once and entirely, without the experts' weights.
+"formula KiB/token" is the documented maximum: s H + 2 s I K + 12 K bytes for elements of s bytes.
+"kept MiB" includes what a package stores outside autograd.
 """
 
 import pytest
@@ -19,9 +19,7 @@ GPU_SHAPES = {name: shapes.GPU[name]._replace(T=4096) for name in shapes.GPU}
 
 
 def saved_bytes(function, besides) -> int:
-    """Bytes of the distinct storages that a call saves for the backward pass, without those of
-    `besides`.
-    """
+    """Bytes of the storages that a call saves for the backward pass, except those of `besides`."""
     skip = {tensor.untyped_storage().data_ptr() for tensor in besides}
     saved = {}
 
@@ -33,19 +31,19 @@ def saved_bytes(function, besides) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = function()
-    # and lives until here: a storage that is given back could be counted twice
+    # `out` must live until here: the address of a freed storage could be reused
     assert out.requires_grad
     return sum(saved.values())
 
 
 def formula(layer: Layer) -> int:
-    """Return the bytes per token that ours keeps at most."""
+    """Return the most bytes per token that our implementation saves."""
     _, H, I, _, K, _ = layer.shape
     return layer.x.element_size() * (H + 2 * I * K) + 12 * K
 
 
 def count(layer: Layer, variant) -> int:
-    """Return what a variant saves; one with leaves of its own has its weights among them."""
+    """Return the bytes that a variant saves, without weights, including its own if it has any."""
     weights = {layer.up, layer.down}
     if isinstance(variant, tuple):
         weights.update(variant[1])

@@ -1,4 +1,4 @@
-"""Merging the experts of one layer (XFT, Eq. 3) and its gradient in alpha, against a copy of the
+"""Merging the experts of one layer (XFT, Eq. 3), and the gradient of alpha, against a copy of the
 same bytes.
 """
 
@@ -58,8 +58,8 @@ def bench_merge_experts(interleaved, shape, backward):
 
 @pytest.mark.gpu
 def bench_merged_linear(interleaved, shape):
-    """One linear layer of merged experts whose alphas train: forward and backward, against the same
-    layer trained densely.
+    """A linear layer of merged experts whose alphas train, forward and backward, against the same
+    layer with a trained dense weight.
     """
     _, H, I, E, _, _ = shape
     T = min(shape.T, 4096)

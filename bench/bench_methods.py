@@ -1,8 +1,8 @@
-"""The expensive steps of the four methods outside of a layer: folders, scores, routing vectors,
+"""The expensive steps of the four methods outside a layer: folders, scores, routing vectors,
 generation.
 
-The floor of folders is to read every input byte and to copy every output byte; "in memory" loads
-the model, changes it and saves it.
+The floor of operations on folders reads every input byte and copies every output byte; "in memory"
+loads the model, changes it and saves it.
 """
 
 import copy
@@ -25,31 +25,28 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 LAYERS = 4  # of the model that is scored
 SIZES = (shapes.METHODS_GPU, shapes.METHODS_CPU, shapes.METHODS_TINY)
 PIECE = 16 << 20  # bytes that are read at once
-# of a batch of answers
-ROWS = 4
+ROWS = 4  # answers per batch
 PROMPT = 32
 NEW = 16
 
 
 @pytest.fixture
 def folder():
-    """A folder that is gone afterwards; pytest's own would stay."""
+    """A folder that is deleted afterwards, unlike pytest's tmp_path."""
     if CUDA:
-        pytest.skip("a CPU's work: files")
+        pytest.skip("operations on files do not use a GPU")
     with tempfile.TemporaryDirectory() as path:
         yield Path(path)
 
 
 def dense_model(size, dtype=DTYPE):
     model = llama(size, dtype, max_position_embeddings=4096)
-    model.generation_config.eos_token_id = None  # an answer ends where the benchmark says
+    model.generation_config.eos_token_id = None  # only the benchmark limits the length of an answer
     return model
 
 
 def move(read: list[Path], written: Path, to: Path):
-    """Return a function that reads the folders `read` and copies the folder `written` to `to`; and
-    the bytes of both.
-    """
+    """Return a function that reads folders `read` and copies `written` to `to`; and the bytes."""
 
     def files(folders: list[Path]) -> list[Path]:
         return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -68,8 +65,8 @@ def move(read: list[Path], written: Path, to: Path):
 
 
 def compare_folders(interleaved, read: list[Path], out: Path, ways: dict) -> None:
-    """Measure ways to make the folder `out` of the folders `read`, the first one made
-    beforehand.
+    """Measure `ways` to write the folder `out` from the folders `read`; the first one runs once
+    before.
     """
     next(iter(ways.values()))()
     floor, bytes = move(read, out, out.with_name("copy"))
@@ -81,7 +78,7 @@ def compare_folders(interleaved, read: list[Path], out: Path, ways: dict) -> Non
 
 
 def bench_xft_upcycle_folder(interleaved, size, folder):
-    """A dense folder to one of 8 experts."""
+    """Upcycle a dense folder to 8 experts."""
     from transformers import LlamaForCausalLM
 
     from moe_runtime.methods import xft
@@ -105,7 +102,7 @@ def bench_xft_upcycle_folder(interleaved, size, folder):
 
 
 def bench_xft_merge_folder(interleaved, size, folder):
-    """A folder of 8 experts to a dense one."""
+    """Merge a folder of 8 experts into a dense one."""
     from transformers import AutoModelForCausalLM
 
     from moe_runtime.methods import xft
@@ -134,7 +131,7 @@ def bench_xft_merge_folder(interleaved, size, folder):
 
 
 def bench_upit_expand_folder(interleaved, size, folder):
-    """Two experts and their base to a child."""
+    """Expand two experts and their base to a child expert."""
     from moe_runtime.methods.upit.expansion import expand_experts
 
     base, *experts = (folder / name for name in ("base", "first", "second"))
@@ -163,7 +160,7 @@ def bench_upit_expand_folder(interleaved, size, folder):
 
 
 def bench_esft_scores(interleaved, shape):
-    """How much a task uses each expert, over as many tokens as a batch has."""
+    """Scores of each expert's use by a task, over the tokens of one batch."""
     from moe_runtime.methods import esft
 
     with fits():
@@ -208,7 +205,7 @@ def bench_upit_vectors(interleaved, size):
 
 
 def bench_ultrafuser_generate(interleaved, size):
-    """Greedy answers of three specialists fused, and of each by itself, all three in turn."""
+    """Greedy answers of three fused specialists, against those of the three one after the other."""
     from moe_runtime.methods.ultrafuser.model import UltraFuser
 
     with fits():

@@ -1,7 +1,7 @@
-"""XFT's merge stage, where only the mixing logits train: a step against one of dense tuning, a
-layer against the official form.
+"""XFT's merge stage, where only the mixing logits train: a step against one of dense tuning, and a
+layer against the official code's.
 
-The official form keeps float32 stacks and merges them in every forward pass: softmax, mm, a cast,
+The official code keeps float32 stacks and merges them in every forward pass: softmax, mm, a cast,
 three linears.
 """
 
@@ -19,7 +19,7 @@ from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts
 
 KIND = "method"
-TOKENS = 2048  # of a device's batch in the official hyperparameters: 2 rows of 1024
+TOKENS = 2048  # per device in the official hyperparameters: 2 sequences of 1024
 GPU_SHAPES = shapes.MIXING
 CPU_SHAPES = {"coarse": shapes.CPU["coarse"]}
 
@@ -28,13 +28,11 @@ SIZES = (shapes.MIXING_STEP, shapes.MIXING_STEP, shapes.MIXING_TINY)
 
 
 def bench_mixing_step(interleaved, size):
-    """A whole step of a small model, its batch too: loss, backward and optimizer, of all weights or
-    of the logits alone.
+    """A training step of a small model (loss, backward, optimizer), for all weights or for the
+    mixing logits only.
     """
     if CUDA:
-        pytest.skip(
-            "a model of the CPU's size: a GPU would be measured at waiting for its launches"
-        )
+        pytest.skip("the model is too small for a GPU, whose time would be that of the launches")
     from moe_runtime.methods import xft
 
     ids = torch.randint(
@@ -65,9 +63,7 @@ def bench_mixing_step(interleaved, size):
 
 
 class Official(torch.nn.Module):
-    """The official code's merge stage of one layer: experts in float32, alpha's softmax, mm and a
-    cast in each forward pass.
-    """
+    """The official code's merge stage of one layer."""
 
     def __init__(self, layer: MergedMLP):
         super().__init__()
@@ -91,8 +87,8 @@ class Official(torch.nn.Module):
 
 
 def bench_mixing_layer(interleaved, shape):
-    """Forward, backward and a write to the logits, so that each call merges again, of one layer of
-    bfloat16 experts.
+    """Forward and backward of a layer of bfloat16 experts, and a write to the logits, so that each
+    call merges again.
     """
     tokens, H, I, E, _, _ = shape
     T = min(tokens, TOKENS)

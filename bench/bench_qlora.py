@@ -1,8 +1,8 @@
-"""A training step of a MoE model with NF4 experts and LoRA (QLoRA): its peak against the estimate
-of `moe-runtime memory`.
+"""A training step of a MoE model with NF4 experts and LoRA (QLoRA): its peak memory against the
+estimate of `moe-runtime memory`.
 
-All weights are random, and the packed bytes are drawn in place: no stack is ever in memory in 16
-bits. As in Trainer: autocast to bfloat16, checkpointing, gradients set to None after the
+All weights are random, and packed bytes are generated in place, so no stack is ever in memory in 16
+bits. As in Trainer: autocast to bfloat16, gradient checkpointing, gradients set to None after the
 optimizer's step.
 """
 
@@ -19,8 +19,8 @@ KIND = "step"
 ROUNDS = 3
 SIZES = (shapes.QLORA_GPU, shapes.QLORA_CPU, shapes.TUNING_TINY)
 RANK = 16
-SETTINGS = {  # what has adapters, their dtype, the optimizer as `moe-runtime memory` calls it
-    "fp32-adamw": ("all", torch.float32, "adamw"),  # as PEFT and Trainer do it unasked
+SETTINGS = {  # adapted modules, adapters' dtype, optimizer in `moe-runtime memory`
+    "fp32-adamw": ("all", torch.float32, "adamw"),  # the defaults of PEFT and Trainer
     "attention-fp32-adamw": ("attention", torch.float32, "adamw"),
     "bf16-adafactor": ("all", torch.bfloat16, "adafactor"),
     "bf16-adamw": ("all", torch.bfloat16, "adamw"),
@@ -29,7 +29,7 @@ SETTINGS = {  # what has adapters, their dtype, the optimizer as `moe-runtime me
 
 
 def blank(size) -> nn.Module:
-    """Return a Qwen3-MoE of a size without memory for its weights."""
+    """Return a Qwen3-MoE of a size without allocating its weights."""
     from transformers import Qwen3MoeConfig
 
     from moe_runtime.tools import memory
@@ -53,7 +53,7 @@ def blank(size) -> nn.Module:
 
 
 def draw(model: nn.Module) -> nn.Module:
-    """Give a blank model random weights, its stacks in NF4."""
+    """Fill a blank model with random weights, and its stacks with random NF4."""
     from moe_runtime.hf.dropin.gates import stack_names
     from moe_runtime.hf.dropin.quantize import experts_of
     from moe_runtime.modules import packed
@@ -93,7 +93,7 @@ def draw(model: nn.Module) -> nn.Module:
 
 
 def adapted(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
-    """Return the model with adapters that alone train."""
+    """Return the model with adapters, the only trainable parameters."""
     import peft
 
     from moe_runtime.methods.lora import baseline
@@ -125,7 +125,7 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 @functools.cache
 def estimate(size, setting: str):
-    """Return what `moe-runtime memory` says of a setting."""
+    """Return the estimate of `moe-runtime memory` for a setting."""
     from moe_runtime.tools import memory
 
     where, dtype, optimizer = SETTINGS[setting]

@@ -1,4 +1,4 @@
-"""The router of a layer, its matmul included: one kernel for the gate against torch's operations,
+"""The router of a layer, including its matmul: one kernel for the gate against torch's operations
 and a copy of x's bytes.
 """
 
@@ -26,7 +26,7 @@ def bench_route(interleaved, shape, backward):
     x = random(T, H).requires_grad_()
     weight = torch.nn.Parameter(random(E - shared, H) * H**-0.5)
     dweight = torch.randn(T, K, device=DEVICE)
-    # forward reads x; backward reads it for the router's gradient and writes its own
+    # forward reads x; backward reads it for the router's gradient and writes dx
     bytes = 2 * T * H * (2 if backward else 1)
 
     def variant(backend):

@@ -1,9 +1,9 @@
-"""Stock models of transformers: a decoder layer and a whole training step, on our experts and on
-transformers' own.
+"""Stock models of transformers: a decoder layer and a whole training step, with our experts and
+with transformers' own.
 
-The same weights under every `experts_implementation`: the ratios are what a user of the drop-in
-sees. Attention has H / 128 heads, and XFT's shared expert is one more routed one, as no stock class
-has its router.
+All use the same weights and differ in `experts_implementation`, like a model before and after the
+drop-in. Attention has H / 128 heads, and XFT's shared expert is another routed one, as no stock
+class has XFT's router.
 """
 
 import contextlib
@@ -26,14 +26,12 @@ IMPLEMENTATIONS = {
 CPU_SHAPES = shapes.STEPS_CPU
 GPU_SHAPES = shapes.STEPS
 LAYERS = 4
-SEQUENCE = 4096  # tokens of a sequence, at most
-VOCAB = 32000 if CUDA else 2048  # or the embeddings would be most of a tiny model
+SEQUENCE = 4096  # most tokens of a sequence
+VOCAB = 32000 if CUDA else 2048  # smaller on a CPU, where embeddings would dominate a small model
 
 
 def stock(shape, dtype, layers: int):
-    """A Qwen3-MoE of this shape, or a Mixtral where a shared expert shows that the shape is
-    XFT's.
-    """
+    """A Qwen3-MoE of this shape, or a Mixtral if the shape has a shared expert, as XFT's have."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import moe_runtime
@@ -69,7 +67,7 @@ def stock(shape, dtype, layers: int):
 
 
 def llama(size, dtype, **options):
-    """A Llama of random weights with a size's H, I, L, heads and V."""
+    """A Llama with random weights and a size's H, I, L, heads and V."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -86,27 +84,23 @@ def llama(size, dtype, **options):
 
 
 def train(model, ids, optimizer=None) -> torch.Tensor:
-    """Run a training step and return its loss; without an optimizer, only the gradients are
-    computed.
-    """
+    """Run a training step, or only its gradients without an optimizer; return the loss."""
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     try:
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-    finally:  # gradients that stay would be there before the next call, and out of its peak
+    finally:  # otherwise the next call's peak would exclude these gradients
         (optimizer or model).zero_grad()
     return loss.detach()
 
 
 def with_each(model, run) -> dict:
-    """Return name -> `run` with the model on that implementation; on a CPU on every backend of
-    ours.
-    """
+    """Return name -> `run` with each implementation and, on a CPU, each of our backends."""
 
     def variant(implementation, backend=None):
         def call():
-            # what set_experts_implementation sets; that one walks through all modules, on the clock
+            # what set_experts_implementation sets, without its timed walk through all modules
             model.config._experts_implementation_internal = implementation
             with asked(backend):
                 return run()
@@ -122,7 +116,7 @@ def with_each(model, run) -> dict:
 
 @contextlib.contextmanager
 def asked(backend: str | None):
-    """Let MOE_RUNTIME_BACKEND ask for a backend; None asks for nothing."""
+    """Set MOE_RUNTIME_BACKEND to a backend, unless it is None."""
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
             patch.setenv("MOE_RUNTIME_BACKEND", backend)
@@ -130,9 +124,7 @@ def asked(backend: str | None):
 
 
 def flops_of(model, tokens: int, head: bool) -> int:
-    """Return the multiplications and additions of a forward and a backward pass: products, causal
-    attention, no router.
-    """
+    """Return the FLOPs of a forward and a backward pass: products, causal attention, no router."""
     c = model.config
     experts = getattr(c, "moe_intermediate_size", c.intermediate_size) * c.num_experts_per_tok
     projections = 2 * c.hidden_size * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)

@@ -1,8 +1,8 @@
-"""The experts of a layer at every number of tokens: from one, as in generation, to training's
-batches; all implementations.
+"""All implementations of a layer's experts for different numbers of tokens: from one, as in
+generation, to training batches.
 
-Forward without gradients; bench_tokens_backward.py has the rest. Weights and routing are those of
-bench_layer.py. Few tokens choose few experts, and the bytes are those of the experts that are used.
+Forward without gradients; bench_tokens_backward.py adds the backward pass. Weights and routing are
+those of bench_layer.py. Few tokens choose few experts, and only the bytes of used experts count.
 """
 
 import pytest
@@ -19,9 +19,7 @@ GPU_SHAPES = shapes.sweep(SWEPT, shapes.SWEEP_GPU)
 
 
 def experts(shape, dtype, request) -> tuple[Layer, dict, dict]:
-    """Return a layer, its variants without the floor and without those as wide as all experts
-    together, and what is missing.
-    """
+    """Return a layer, its variants without floor and dense FFN, and notes on missing ones."""
     with fits():
         layer = Layer(shape, dtype)
         variants, notes = variants_of(layer, request.config.getoption("--tiny"))

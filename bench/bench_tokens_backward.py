@@ -1,5 +1,5 @@
-"""The experts of a layer, forward and backward, at every number of tokens used in training; all
-implementations.
+"""All implementations of a layer's experts, forward and backward, for the numbers of tokens of
+training batches.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from moe_runtime.bench.bench_tokens import SWEPT, experts
 from moe_runtime.bench.machine import CUDA
 
 KIND = "tokens"
-ROUNDS = 15 if CUDA else 3  # transformers' loop takes seconds on a CPU where the experts are many
+ROUNDS = 15 if CUDA else 3  # transformers' loop over many experts takes seconds on a CPU
 CPU_SHAPES = shapes.sweep(shapes.CPU, tuple(T for T in shapes.SWEEP_CPU if T >= 256))
 GPU_SHAPES = shapes.sweep(SWEPT, tuple(T for T in shapes.SWEEP_GPU if T >= 256))
 

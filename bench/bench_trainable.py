@@ -1,5 +1,5 @@
-"""A layer of which some experts train (ESFT), against training all: the layer, its backward pass
-alone, a step.
+"""A layer with some trained experts (ESFT) against one with all trained: forward and backward, the
+backward pass alone, a step.
 """
 
 import torch
@@ -44,8 +44,9 @@ class Partly(Layer):
         self.apart = [torch.nn.Parameter(weight[chosen]) for weight in self.frozen]
 
     def ways(self) -> dict:
-        """Return name -> (weights, what to differentiate by, options): all experts train, or some
-        in two ways, or none.
+        """Return name -> (weights, inputs to differentiate, options).
+
+        All experts train, or some in two ways, or none.
         """
         apart = {"trainable": self.place, "trained": tuple(self.apart)}
         return {
@@ -73,7 +74,7 @@ class Partly(Layer):
         )
 
     def backward_of(self, weights, inputs, options):
-        """Return a function that is the backward pass of one forward pass, again and again."""
+        """Return a repeatable function: the backward pass of one forward pass."""
         out = self.forward_of(weights, options)
         inputs = [self.x, *inputs, self.topk_weight]
         return lambda: torch.autograd.grad(
@@ -84,7 +85,7 @@ class Partly(Layer):
         )
 
     def step_of(self, weights, inputs, options):
-        """Return a function that is a training step: forward, backward, AdamW."""
+        """Return a training step as a function: forward, backward, AdamW."""
         optimizer = torch.optim.AdamW(inputs, lr=1e-6, fused=True)
 
         def step():
@@ -96,7 +97,7 @@ class Partly(Layer):
                     inputs=[self.x, *inputs],
                 )
                 optimizer.step()
-            finally:  # what a failed variant leaves in memory would add to the other's
+            finally:  # gradients of a failed variant would add to the memory of others
                 self.x.grad = None
                 optimizer.zero_grad()
 
@@ -104,7 +105,7 @@ class Partly(Layer):
 
 
 def _measure(interleaved, shape, names, make, experts: range | None = None) -> None:
-    """Time `make` of the named ways; every FIFTH expert trains, unless `experts` says which."""
+    """Time `make` of the named ways; `experts` train, by default every FIFTH."""
     with fits():
         layer = Partly(shape, experts or range(0, shape.E, FIFTH))
     ways = layer.ways()
@@ -133,7 +134,7 @@ def bench_partly_trained_step(interleaved, shape):
 
 
 def bench_selected_experts(interleaved, shape):
-    """As many as the released selections have of 64: 3.2 to 5.9 a layer."""
+    """As many as in the released selections: 3.2 to 5.9 of 64 per layer."""
     count = max(1, shape.E * 6 // 64)
     experts = range(shape.E - count, shape.E)
     _measure(interleaved, shape, (*TWO, "no expert"), _both, experts)

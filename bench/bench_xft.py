@@ -1,9 +1,9 @@
 """XFT's tuning step (loss, backward, AdamW) at DeepSeek-Coder-1.3B's shape, upcycled to 8 experts,
 6 per token; random weights.
 
-The same model, batch and optimizer state for all; only who computes the MoE layers differs. Ours
-and transformers' take one router's result; "official" is the released code's layer, its own gate
-included. No noise on the router and no balance loss, so that all compute the same function, and no
+All variants have the same model, batch and optimizer state, and differ in the MoE layers' code.
+Ours and transformers' use the same router; "official" is the released code's layer, including its
+gate. There is no router noise and no balance loss, so that all compute the same function, and no
 gradient checkpointing, as in the released training script.
 """
 
@@ -20,12 +20,12 @@ from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.bench.official import OfficialBlock
 
 KIND = "step"
-ROUNDS = 15 if CUDA else 3  # one takes half a minute on a CPU
+ROUNDS = 15 if CUDA else 3  # a round takes half a minute on a CPU
 SIZES = (shapes.TUNING_GPU, shapes.TUNING_CPU, shapes.TUNING_TINY)
 
 
 class TransformersBlock(nn.Module):
-    """A MoE's router before transformers' experts, which have the MoE's own parameters."""
+    """A MoE's router and transformers' experts, which share the MoE's parameters."""
 
     def __init__(self, moe, implementation: str):
         super().__init__()
@@ -69,7 +69,7 @@ class Tuned:
         for layer in self.model.model.layers:
             moes.append(layer.mlp)
         for parameter in (p for moe in moes for p in moe.experts.parameters()):
-            nn.init.normal_(parameter, 0.0, 0.02)  # or all experts were the same
+            nn.init.normal_(parameter, 0.0, 0.02)  # otherwise all experts would be the same
         self.blocks = {
             "moe_runtime": moes,
             "transformers eager": [TransformersBlock(moe, "eager") for moe in moes],
@@ -79,8 +79,9 @@ class Tuned:
         self.optimizers = self.make_optimizers()
 
     def make_optimizers(self) -> dict:
-        """Return an AdamW for each variant; the official layers' parameters and states are views of
-        the stacks'.
+        """Return an AdamW for each variant.
+
+        The official layers' parameters and states are views of the stacks'.
         """
         adamw = functools.partial(torch.optim.AdamW, lr=1e-6, fused=True)
         stacked = adamw(self.model.parameters())
@@ -121,7 +122,7 @@ class Tuned:
         return dict.fromkeys(self.blocks, stacked) | {"official": separate}
 
     def step_of(self, name: str):
-        """Return a function that is a training step of the model with that variant's layers."""
+        """Return a training step of the model with a variant's layers, as a function."""
         blocks = self.blocks[name]
         optimizer = self.optimizers[name]
 
@@ -134,7 +135,7 @@ class Tuned:
 
 
 def share(optimizer, parameters, state, part) -> None:
-    """Give each expert's parameter the optimizer's state of its rows of a stack."""
+    """Set the optimizer state of each expert's parameter to views of the stack's state."""
     for e, parameter in enumerate(parameters):
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=DEVICE),
@@ -144,9 +145,7 @@ def share(optimizer, parameters, state, part) -> None:
 
 
 def flops_of(size) -> int:
-    """Return the multiplications and additions of a step's products: layers, router left out,
-    causal attention, head.
-    """
+    """Return the FLOPs of a step's products: layers without router, causal attention, head."""
     per_token = (
         size.L * (4 * size.H**2 + 3 * size.K * size.H * size.I + size.length * size.H)
         + size.V * size.H

@@ -1,8 +1,8 @@
-"""What the machine can do at most, measured in the same process: FLOP/s of matrix products, bytes/s
-of a copy.
+"""The machine's limits, measured in the same process: FLOP/s of matrix products, bytes/s of a copy.
 
-A GPU's are a product of 8192^3 and a copy of 4 GiB. A CPU's are the better of multiply-adds on
-registers alone (csrc/cpu) and a few products, and a copy of several times its last cache.
+For a GPU they are measured by a product of 8192^3 and a copy of 4 GiB; for a CPU by the faster of
+multiply-adds on registers (csrc/cpu) and a few products, and by a copy of several times its
+last-level cache.
 """
 
 import functools
@@ -21,13 +21,14 @@ TINY = ((64, 64, 64),)
 
 
 def ceilings(dtype: torch.dtype, tiny: bool = False) -> dict[str, float]:
-    """Return TFLOP/s of products of `dtype` and GB/s of a copy, read plus written; tiny ones only
-    show that it runs.
+    """Return TFLOP/s of products of `dtype` and GB/s of a copy, read plus written.
+
+    With `tiny` they are meaningless, but fast to measure.
     """
     return _measured(dtype, tiny)
 
 
-@functools.cache  # once per process: a default or a keyword would be another key
+@functools.cache  # once per process; no defaults, as they would give a call another key
 def _measured(dtype: torch.dtype, tiny: bool) -> dict[str, float]:
     if CUDA:
         return _of_gpu(dtype)
@@ -61,7 +62,7 @@ def _product(M: int, N: int, K: int, dtype: torch.dtype) -> float:
 
 @functools.cache
 def _copy(tiny: bool) -> float:
-    """A machine's, whatever the dtype."""
+    """GB/s of a copy, which does not depend on a dtype."""
     size = 1 << 20 if tiny else 4 * max(_last_cache(), 32 << 20)
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros(size, dtype=torch.uint8)
@@ -69,7 +70,7 @@ def _copy(tiny: bool) -> float:
 
 
 def _median(function) -> float:
-    """Seconds of a call; the first two only warm up."""
+    """Median seconds of a call, after two warm-up calls."""
     seconds = []
     for _ in range(ROUNDS + 2):
         start = time.perf_counter()
@@ -79,9 +80,7 @@ def _median(function) -> float:
 
 
 def _last_cache() -> int:
-    """Bytes of the last level's cache, 0 if the system does not tell; at most 256 MiB, for the
-    copy's memory.
-    """
+    """Bytes of the last-level cache, 0 if unknown, at most 256 MiB to limit the copy's memory."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return min(int(text.rstrip("KM")) << (20 if text.endswith("M") else 10), 256 << 20)

@@ -17,13 +17,13 @@ from moe_runtime.ops import workspace
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 OUT_OF_TIME = "out of time"
-# the GPU waits this long for the launches of a call: a peer of 60 launches must not be measured by
-# how fast Python launches
+# the GPU waits this long for the launches of a call, so that a peer with 60 launches is not limited
+# by Python
 AHEAD_MS = 3.0
 
 
 class ContextLost(RuntimeError):
-    """A variant broke the CUDA context: nothing runs any more in this process."""
+    """A variant broke the CUDA context, so nothing can run in this process anymore."""
 
     def __init__(self, variant: str, note: str):
         super().__init__(f"{variant} broke the CUDA context: {note}")
@@ -32,11 +32,10 @@ class ContextLost(RuntimeError):
 
 
 def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
-    """Seconds of every call by the wall clock; then each variant's memory and distance from
-    `compare`.
+    """Wall-clock seconds of every call; then each variant's memory and distance from `compare`.
 
-    Every round has an order of its own, the same ones in each run: nobody finds the caches always
-    as the same one left them.
+    Every round has a random order, the same in each run, so that a variant does not always find the
+    caches in the state that the same other variant leaves.
     """
     times = {name: [] for name in variants}
     orders = random.Random(0)
@@ -59,9 +58,7 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
 
 
 class _Distance:
-    """How far results are from that of the variant `compare`, which comes first in `order`; nothing
-    of the floor.
-    """
+    """Distances of results, except the floor's, from that of `compare`, the first in `order`."""
 
     def __init__(self, variants, compare: str | None):
         self.order = sorted(variants, key=lambda name: name != compare)
@@ -70,7 +67,7 @@ class _Distance:
         self.expected = None
 
     def of(self, name: str, result) -> dict[str, float]:
-        """Return the column of a variant's result."""
+        """Return the difference of a variant's result, as a column."""
         if name == self.compare:
             self.expected = result
         elif self.compare is None or name == self.floor:
@@ -79,10 +76,10 @@ class _Distance:
 
 
 def resident(function) -> tuple[dict[str, float], object]:
-    """Return the MiB of the CPU that a call adds, at its peak and in what it returns; and its
+    """Return the MiB of CPU memory that a call adds, at its peak and with its result; and the
     result.
 
-    It is the process's resident set, whose peak /proc lets one set back; no MiB where it does not.
+    Measured as the process's resident set; empty where /proc cannot reset the peak.
     """
     _give_back()
     try:
@@ -101,14 +98,12 @@ def resident(function) -> tuple[dict[str, float], object]:
 
 
 def _status(name: str) -> int:
-    """Bytes that /proc/self/status gives under `name`."""
+    """Bytes of the entry `name` in /proc/self/status."""
     return int(re.search(name + r":\s+(\d+) kB", STATUS.read_text())[1]) << 10
 
 
 def _give_back() -> None:
-    """Give the system our pools and the allocator's free blocks: they would hide what a call
-    allocates.
-    """
+    """Free our pools and the allocator's unused blocks, which would hide a call's allocations."""
     gc.collect()
     workspace.release()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
@@ -116,25 +111,22 @@ def _give_back() -> None:
 
 
 def difference(result, expected) -> dict[str, float]:
-    """Return the column of how far a result is from that of the variant to compare with, if they
-    can be compared.
-    """
-    # it imports triton, which --tiny's interpreter is to find unimported
+    """Return a result's difference from the expected one as a column, if they are comparable."""
+    # not imported earlier, as it imports triton, and --tiny must enable the interpreter before
     from moe_runtime.tools.tune import worst_row
 
     if expected is None or result.shape != expected.shape:
         return {}
     worst = worst_row(result.detach(), expected.detach())
-    # JSON has no NaN: a result that holds one, or is of another shape, differs by no number
+    # None for a result with NaN or infinity, which JSON does not have
     return {"difference": worst if math.isfinite(worst) else None}
 
 
 def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):
-    """Seconds of every call between CUDA events, and each variant's memory and distance from
-    `compare`.
+    """Seconds of every call between CUDA events; each variant's memory and distance from `compare`.
 
-    Who fails goes into `notes`; the first variant, the floor, may not. At most `rounds`, about
-    `seconds` in all.
+    Errors of variants are added to `notes`, except the first's, the floor's, which is raised. There
+    are at most `rounds` rounds, of about `seconds` in total.
     """
     from moe_runtime.tools.tune import EventTimer
 
@@ -166,7 +158,7 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
             times[name].append(ms / 1e3)
 
     try:
-        one_round()  # its time decides the number of rounds
+        one_round()  # its time determines the number of rounds
         first = sum(values.pop() for values in times.values())
         count = max(3, min(rounds, int(seconds / max(first, 1e-9))))
         pedantic(one_round, rounds=count if rounds > 1 else 1)
@@ -177,9 +169,7 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
 
 
 def held_bytes(model, optimizer) -> int:
-    """Return the bytes of a model's tensors and an optimizer's states, each storage once: the
-    memory in use before a step.
-    """
+    """Return the bytes of a model's tensors and an optimizer's states, each storage once."""
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         tensors += filter(torch.is_tensor, state.values())
@@ -191,7 +181,7 @@ def held_bytes(model, optimizer) -> int:
 
 
 def totals(details: dict, held: int) -> dict:
-    """Return the column of the total memory, to stand next to each variant's peak."""
+    """Return the details with a column of total memory next to each variant's peak."""
     totals = {}
     for name, row in details.items():
         if "peak MiB" in row:
@@ -200,10 +190,9 @@ def totals(details: dict, held: int) -> dict:
 
 
 def _memory(function) -> dict[str, float]:
-    """MiB that a second call adds, at its peak and in what it returns.
+    """MiB that a second call adds, at its peak and with its result.
 
-    Scratch memory that the torch backend would use again is given back first: it is the call's own,
-    as on a CPU.
+    Scratch memory that the torch backend would reuse is freed first, so it counts, as on a CPU.
     """
     function()
     torch.cuda.synchronize()
@@ -216,7 +205,7 @@ def _memory(function) -> dict[str, float]:
     workspace.release()
     after = torch.cuda.memory_allocated()
     del result
-    # garbage of an earlier call may go while this one runs
+    # at least 0, as garbage of an earlier call may be freed meanwhile
     return {
         "peak MiB": max(peak - before, 0) / 2**20,
         "kept MiB": max(after - before, 0) / 2**20,
@@ -229,7 +218,7 @@ def _check_context(name: str, error: Exception) -> None:
 
 
 def context_lost() -> bool:
-    """Whether no call of CUDA can work any more in this process."""
+    """Whether no CUDA call can succeed in this process anymore."""
     try:
         torch.cuda.synchronize()
     except Exception:  # torch.AcceleratorError or RuntimeError, by version
@@ -238,10 +227,10 @@ def context_lost() -> bool:
 
 
 def free() -> None:
-    """Give back what a benchmark held."""
+    """Free the memory of a benchmark."""
     gc.collect()
     if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # of a context that is lost
+        with contextlib.suppress(RuntimeError):  # if the context is lost
             torch.cuda.empty_cache()
 
 
@@ -256,7 +245,7 @@ def first_line(text: str) -> str:
 
 
 def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source and target of a copy that moves that many bytes, read and written ones counted."""
+    """Source and target of a copy that moves this many bytes, read plus written."""
     return torch.randint(
         0,
         1 << 15,
@@ -267,13 +256,13 @@ def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def copy_floor(bytes: int, device: str) -> dict:
-    """Return the floor of what only moves bytes: a copy of as many."""
+    """Return the floor of operations that only move bytes: a copy of as many."""
     source, target = random_bytes(bytes, device)
     return {"copy (floor)": lambda: target.copy_(source)}
 
 
 def launch_configs() -> str:
-    """Say which launch configs our kernels use."""
+    """Return which launch configs our kernels use."""
     from moe_runtime.kernels import tiles
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -289,9 +278,7 @@ def rows_of(
     limits: dict | None,
     tokens=0,
 ) -> dict:
-    """Return what is printed and written for each variant; the share refers to the nearest
-    ceiling.
-    """
+    """Return the printed and saved row of each variant; its share is of the nearest ceiling."""
     floor = next(iter(times.values()))
     work = {
         "TFLOP/s": flops / 1e12,
@@ -310,7 +297,7 @@ def rows_of(
             if amount:
                 row[unit] = amount / median
         row |= details.get(name, {})
-        if len(seconds) >= 4:  # the spread without the rounds that something else disturbed
+        if len(seconds) >= 4:  # a spread without disturbed rounds
             low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
             row["iqr"] = (high - low) / median
         shares = [row[unit] / limit for unit, limit in (limits or {}).items() if unit in row]

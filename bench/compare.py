@@ -1,12 +1,11 @@
-"""Two results files side by side: how many times the milliseconds of A each variant takes in B, and
-what is a regression.
+"""Compare two results files: the ratio of each variant's time in B to that in A, and regressions.
 
-A variant is slower if its time grew by more than 5 % and by more than the two interquartile ranges
-of its rounds together, and so did its ratio to the benchmark's first variant (where that is ours:
-to the others' median pace), so that a slower machine is not a regression. The peak of memory is a
-regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it grew by more
-than 1 %. A variant of ours that is missing in B or failed there is a regression, too. Ours are the
-variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
+A variant is slower if its time increased by more than 5 % and by more than the sum of its rounds'
+interquartile ranges in both files, and so did its ratio to the benchmark's first variant (or, if
+that is ours, to the others' median pace), so that a slower machine is not a regression. Peak memory
+regresses if it grows by more than 10 % and 8 MiB, memory saved for backward if it grows by more
+than 1 %. A variant of ours that is missing in B or failed there is also a regression. Our variants
+are those whose names start with moe_runtime and, of a breakdown, the parts that we compute.
 """
 
 import math
@@ -18,13 +17,13 @@ from moe_runtime.bench.described import markdown
 from moe_runtime.bench.records import benchmarks, failures
 from moe_runtime.io.console import jsonable
 
-LEAST = 0.05  # what differs by less differs from run to run
+LEAST = 0.05  # smaller differences occur between runs
 ROUNDS = 3  # with fewer, the noise is unknown
-FEW = 5  # with fewer a quartile is one round or two: the whole spread is the noise
-# column: times and MiB (KiB) that it may grow
+FEW = 5  # with fewer, quartiles are one or two rounds, so the whole spread is the noise
+# column -> factor and MiB (KiB) by which it may grow
 MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}
 OURS = "moe_runtime"
-PARTS = ("whole step", "router", "experts forward", "experts backward")  # of a breakdown, and ours
+PARTS = ("whole step", "router", "experts forward", "experts backward")  # ours, of a breakdown
 SAME = (
     "machine",
     "driver",
@@ -39,9 +38,7 @@ SAME = (
 
 
 class Row(NamedTuple):
-    """A variant of a benchmark in both files; `grew` names the columns that got worse beyond their
-    noise.
-    """
+    """A variant of a benchmark in both files; `grew` has the columns that regressed."""
 
     benchmark: str
     kind: str
@@ -58,7 +55,7 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return slower, more memory, faster or nothing."""
+        """Return what increased, by which factor, or faster, or nothing."""
         words = ["faster"] * self.faster
         for name, times in self.grew.items():
             word = "slower" if name == "ms" else name
@@ -67,9 +64,7 @@ class Row(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A variant that the first file has, of a benchmark that ran or failed in the second, which has
-    it not.
-    """
+    """A variant of the first file that the second lacks, though its benchmark ran or failed."""
 
     benchmark: str
     kind: str
@@ -86,12 +81,12 @@ class Missing(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What two files have in common, what the second one lost, and what warns of comparing them."""
+    """Common variants of two files, those missing in the second, and warnings."""
 
     rows: list[Row]
     missing: list[Missing]
     warnings: list[str]
-    alone: tuple[list[str], list[str]]  # benchmarks that only A has, only B
+    alone: tuple[list[str], list[str]]  # benchmarks that only A has, and that only B has
 
     @property
     def regressions(self) -> list[Row | Missing]:
@@ -99,7 +94,7 @@ class Comparison(NamedTuple):
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compare what both files measured."""
+    """Compare two results files."""
     one = {bench["name"]: bench["extra_info"] for bench in benchmarks(a)}
     other = {bench["name"]: bench["extra_info"] for bench in benchmarks(b)}
     failed = failures(b)
@@ -158,9 +153,7 @@ def _rows(name: str, a: dict, b: dict) -> list[Row]:
 
 
 def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
-    """Compare a variant; the machine's own pace is not the variant's, and shows in the floor or
-    else in who is not ours.
-    """
+    """Compare a variant, also relative to the floor or to the pace of variants not ours."""
     one = a["rows"][variant]
     other = b["rows"][variant]
     kind = b.get("kind", "op")
@@ -227,13 +220,13 @@ def _warnings(one: dict, other: dict) -> list[str]:
                 ratios.append(now[unit] / before[unit])
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
             warnings.append(
-                f"the machine's own {unit} are {times:.2f} times as many in the second file"
+                f"the machine's {unit} in the second file are {times:.2f} times those in the first"
             )
     return warnings
 
 
 def text(compared: Comparison) -> str:
-    """Return the comparison as Markdown tables, the worst last."""
+    """Return the comparison as a Markdown table, warnings first and regressions last."""
     rows = []
     for row in compared.rows:
         noise = f"{row.noise:.0%}".replace("inf%", "unknown")

@@ -1,10 +1,10 @@
-"""`interleaved`: all variants in turn, round after round, in one process, so that a noisy machine
-is noisy for all of them.
+"""The fixture `interleaved`: runs all variants in turn, round after round, in one process, so that
+noise affects all of them.
 
-What it prints and writes are medians: milliseconds, TFLOP/s or GB/s, the ratio to the first variant
-(the floor), the share of a ceiling measured in the same process, and each variant's peak memory. On
-a GPU it reads CUDA events, and leaves variants that do not run out of the comparison, with a note.
-A file's KIND says what it measures, its ROUNDS how many rounds are enough.
+It prints and saves medians: milliseconds, TFLOP/s or GB/s, the ratio to the first variant (the
+floor), the share of a ceiling measured in the same process, and each variant's peak memory. On a
+GPU it uses CUDA events, and replaces variants that do not run by a note. A file's KIND is the kind
+of its benchmarks, its ROUNDS the most rounds.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from moe_runtime.bench.records import LOST, Records, Written
 
 def pytest_addoption(parser):
     add = parser.addoption
-    add("--tiny", action="store_true", help="run every benchmark once, at a shape that only runs")
+    add("--tiny", action="store_true", help="run every benchmark once, at a tiny shape")
     add("--rounds", type=int, default=15, help="rounds per benchmark")
-    add("--seconds", type=float, default=3.0, help="of timing per benchmark, on a GPU")
-    add("--budget", type=float, default=math.inf, help="seconds after which nothing new begins")
-    add("--owner", type=int, help="process that reads the results: without it nothing new begins")
-    add("--shapes", default="", help="names of shapes, with commas: only these, in this order")
-    add("--restarted", action="store_true", help="the last run died in what it began last")
-    add("--results", type=Path, help="JSON lines, one a benchmark; none is run twice")
+    add("--seconds", type=float, default=3.0, help="seconds of timing per benchmark, on a GPU")
+    add("--budget", type=float, default=math.inf, help="seconds after which no benchmark starts")
+    add("--owner", type=int, help="parent process, without which no benchmark starts")
+    add("--shapes", default="", help="comma-separated shapes to run, in this order")
+    add("--restarted", action="store_true", help="the last run died in its last benchmark")
+    add("--results", type=Path, help="JSON lines file, one line per benchmark; none runs twice")
 
 
 def pytest_configure(config):
@@ -48,9 +48,7 @@ def pytest_configure(config):
 
 
 def _interpret() -> bool:
-    """Run Triton's kernels in its interpreter, patched as in the tests; False where the tests are
-    not installed.
-    """
+    """Run Triton's kernels in its interpreter, patched as in the tests; False without tests/."""
     with contextlib.suppress(ModuleNotFoundError):
         if importlib.util.find_spec("tests.support.interp_fix"):
             os.environ["TRITON_INTERPRET"] = "1"  # before a benchmark imports triton
@@ -65,7 +63,7 @@ def _interpret() -> bool:
 def pytest_generate_tests(metafunc):
     tiny = metafunc.config.getoption("--tiny")
     tables = {}
-    if "size" in metafunc.fixturenames:  # SIZES: of a GPU, of a CPU, tiny ones
+    if "size" in metafunc.fixturenames:  # SIZES: for a GPU, for a CPU, tiny
         tables["size"] = metafunc.module.SIZES[2 if tiny else not CUDA]
     if "shape" in metafunc.fixturenames:
         name, table = ("GPU_SHAPES", shapes.GPU) if CUDA else ("CPU_SHAPES", shapes.CPU)
@@ -88,7 +86,7 @@ def _chosen(config) -> list[str]:
 
 def pytest_collection_modifyitems(config, items):
     done = config.records.done()
-    if CUDA and clock.launch_configs() != "built in":  # moe-runtime tune has run since
+    if CUDA and clock.launch_configs() != "built in":  # moe-runtime tune may have run since
         done -= config.records.measured_with("built in")
     has_kernels = CUDA or config.interpreted
     out = []
@@ -102,7 +100,7 @@ def pytest_collection_modifyitems(config, items):
     # run first on a GPU, since a run may be cut short
     first = {name for goal in GOALS for name in goal.benchmarks}
     items.sort(key=lambda item: item.name not in first)
-    if chosen := _chosen(config):  # all functions of a shape before the next one's
+    if chosen := _chosen(config):  # all functions of a shape before those of the next
         items.sort(key=lambda item: _place(item, chosen))
 
 
@@ -112,7 +110,7 @@ def _place(item, chosen: list[str]) -> int:
 
 
 def pytest_collection_finish(session):
-    # freezes what the imports created: otherwise garbage collection takes half a second, twice per
+    # freezes the objects of imports: otherwise garbage collection takes half a second, twice per
     # variant
     gc.collect()
     gc.freeze()
@@ -139,7 +137,7 @@ def pytest_pyfunc_call(pyfuncitem):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    # outside of the timing; all later ones would fail
+    # an error outside the timing; all later benchmarks would fail
     if report.failed and CUDA and clock.context_lost():
         item.config.records.pytest_runtest_logreport(report)
         pytest.exit(f"{item.name} broke the CUDA context", returncode=LOST)
@@ -153,13 +151,13 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 @pytest.fixture
 def interleaved(benchmark, request):
-    """Call as interleaved({name: function}, flops=..., bytes=..., tokens=..., notes={name: why it
-    is missing}).
+    """Call as interleaved({name: function}, flops=..., bytes=..., tokens=..., notes={name: why}).
 
-    The first name is the floor of the ratios. `compare` names the variant from whose result the
-    others' is measured. `dtype` says which matmul is the ceiling. `details` {name: {column: value}}
-    is what a benchmark measured itself; it goes before what is measured here. `held` returns,
-    behind a call of each, the bytes that were there before it.
+    `notes` has the reasons for missing variants. Ratios are to the first variant, the floor.
+    `compare` names the variant with whose result the others' are compared. `dtype` selects the
+    ceiling of products. `details` {name: {column: value}} are measurements of the benchmark itself,
+    which override those made here. `held` is called after the variants, and returns the bytes in
+    use before a call.
     """
     option = request.config.getoption
     records: Records = request.config.records
@@ -205,7 +203,7 @@ def interleaved(benchmark, request):
                     compare,
                 )
             except clock.ContextLost as lost:
-                # without a name that is new, the next process would get as far as this one
+                # a variant that is already excluded means that restarting does not help
                 if lost.variant in broken:
                     records.write(name, failed=str(lost))
                 else:

@@ -1,6 +1,4 @@
-"""A benchmark in words and numbers: what kind it is, of which shape and dtype, and its rows as
-lines.
-"""
+"""Descriptions of benchmarks: kind, shape, dtype, and rows as text."""
 
 from collections.abc import Iterable
 
@@ -19,15 +17,13 @@ KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")  # a 
 
 
 def dtype_of(request, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a benchmark computes in: what it says, its parameter, or the device's
-    usual one.
-    """
+    """Return the dtype of a benchmark: `dtype`, its parameter, or the device's default."""
     usual = torch.bfloat16 if CUDA else torch.float32
     return dtype or _parameters(request).get("dtype", usual)
 
 
 def fields(request, dtype: torch.dtype | None, flops: float, bytes: float, tokens: int) -> dict:
-    """Return what a benchmark is, as its extra_info says it."""
+    """Return the fields of extra_info that describe a benchmark."""
     known = {
         "kind": getattr(request.module, "KIND", "op"),
         "shape": shape_of(request),
@@ -40,9 +36,7 @@ def fields(request, dtype: torch.dtype | None, flops: float, bytes: float, token
 
 
 def shape_of(request) -> dict | None:
-    """Return the name and the fields of the shape that a benchmark has as a parameter; the name
-    without its tokens.
-    """
+    """Return name, without tokens, and fields of the shape that is a benchmark's parameter."""
     shape = next(
         (value for value in _parameters(request).values() if hasattr(value, "_asdict")), None
     )
@@ -55,7 +49,7 @@ def shape_of(request) -> dict | None:
             for key, value in table.items():
                 if isinstance(key, str) and value == shape and key in whole:
                     name = max(name, key, key=len)
-    fields = getattr(shape, "shape", shape)._asdict()  # of a layer with a dtype, the layer
+    fields = getattr(shape, "shape", shape)._asdict()  # of a layer with a dtype, those of the layer
     return {
         "name": (name or whole).removesuffix(f"-{fields.get('T')}"),
         **fields,
@@ -85,9 +79,7 @@ def line(row: dict, floor: str) -> str:
 
 
 def cell(row: dict) -> str:
-    """Return a variant's row as a table's cell; for counted memory without the time, which does not
-    matter there.
-    """
+    """Return a variant's row as a table cell, without the time if memory was counted."""
     if "saved KiB/token" in row:
         text = f"{row['saved KiB/token']:,.1f}"
         if "formula KiB/token" in row:
@@ -110,7 +102,7 @@ def cell(row: dict) -> str:
 
 
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Return a table."""
+    """Return a Markdown table."""
     head = list(head)
     rows = [head, ["---"] * len(head), *lines]
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,5 +1,6 @@
-"""Describe a GPU machine: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77
-without a GPU for the kernels.
+"""Describe a GPU machine: python -m moe_runtime.bench.device_check [FILE.jsonl].
+
+The exit code is 77 if there is no GPU that runs the kernels.
 """
 
 import shutil
@@ -21,14 +22,12 @@ PACKAGES = (
     "pytest-xdist",
     "pytest-timeout",
 )
-NO_GPU = 77  # and not 1, with which any failure of this module ends
+NO_GPU = 77  # not 1, the exit code of any failure of this module
 PROGRAMS = ("ncu", "compute-sanitizer", "nvcc", "g++", "gcc")
 
 
 def device() -> dict:
-    """Return the GPU's name and sizes, the versions of installed packages, and which programs
-    exist.
-    """
+    """Return the GPU's name and sizes, versions of packages, and which programs exist."""
     values = machine.describe() | {name: machine.version(name) for name in PACKAGES}
     for name in PROGRAMS:
         values[name] = bool(shutil.which(name))

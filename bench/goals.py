@@ -1,4 +1,4 @@
-"""Performance goals on a GPU and on a CPU, and a table of which are met and missed."""
+"""Performance goals on a GPU and on a CPU, and a table of those met and missed."""
 
 import contextlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ STEPS = ("bench_decoder_layer", "bench_training_step")
 
 
 class Goal(NamedTuple):
-    """What is wanted of a number of each of some benchmarks; `least` or `most`."""
+    """A target, `least` or `most`, for a number of each of some benchmarks."""
 
     what: str
     benchmarks: list[str]
@@ -57,7 +57,7 @@ def _saved(rows):
 
 
 def _gradients(rows):
-    """The time of the weights' gradients in addition to x's and the gate weights'."""
+    """Memory of the trained weights' gradients, as a share of that of all weights' gradients."""
     apart = rows["moe_runtime, apart"]["kept MiB"]
     whole = rows["all experts (floor)"]["kept MiB"]
     none = rows["no expert"]["kept MiB"]
@@ -69,7 +69,7 @@ def _each(function: str, *ways: str) -> list[str]:
 
 
 def _estimated(rows):
-    """Peak memory, times what was estimated."""
+    """Peak memory as a multiple of its estimate."""
     return rows["moe_runtime"]["total MiB"] / rows["moe_runtime"]["estimate MiB"]
 
 
@@ -183,7 +183,7 @@ GOALS = (
 
 
 def _of_transformers(rows):
-    """Times of the fastest of transformers' implementations."""
+    """Time as a multiple of that of the fastest of transformers' implementations."""
     theirs = [row["ms"] for name, row in rows.items() if name.startswith("transformers")]
     if not theirs:
         raise KeyError("transformers")
@@ -196,7 +196,7 @@ ADAPTERS = {
     "fine": (2.2, 0.36),
     "E=128": (3.0, 0.1),
 }
-LAYERS = {  # share of the ceiling at least, pass by pass
+LAYERS = {  # least share of the ceiling, for each pass
     ("coarse", "fp32"): (0.92, 0.86),
     ("coarse", "bf16"): (0.88, 0.84),
     ("fine", "fp32"): (0.86, 0.78),
@@ -305,7 +305,7 @@ def goals(rows: dict, wanted: Sequence[Goal] = GOALS) -> str:
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:
-            # not measured; memory that is none
+            # not measured, or memory of 0
             with contextlib.suppress(KeyError, ZeroDivisionError):
                 values[name] = goal.value(benches[name])
         worst = best = ""

@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in parts of less than ten minutes each: the kernels' tests, benchmarks, counters, launch configs.
+# GPU tests, benchmarks, hardware counters and launch configs, in parts of less than ten minutes each.
 #
-#   COMMIT=12297f0 OUT=results bash bench/gpu.sh first               # what the first ten minutes on a new GPU should bring
+#   COMMIT=12297f0 OUT=results bash bench/gpu.sh first               # the most important, for the first ten minutes on a new GPU
 #   COMMIT=12297f0 OUT=results bash bench/gpu.sh second third        # the rest; without arguments, all three
-#   bash bench/gpu.sh bench                                          # one kind alone: tests, ops, tune, bench, cuda, sanitize, goals
+#   bash bench/gpu.sh bench                                          # one kind: tests, ops, tune, bench, cuda, sanitize, goals
 #
-# A part ends within LIMIT seconds (570), whatever hangs. Its steps run in order of value; each has a share of the time, and
-# what it leaves over goes to the next. Results are written as they come: a run that is killed keeps them, and a process that
-# dies is restarted behind what killed it. At most 8 files in OUT (bench/results):
+# A part ends within LIMIT seconds (570), even if a step hangs. Its steps run in order of importance; each has a share of the time,
+# and the next step gets what is left of it. Results are saved immediately: a run that is killed keeps them, and a process that
+# dies is restarted after the item that killed it. At most 8 files in OUT (bench/results):
 #
 #   gpu.jsonl        the device, outcomes of tests, benchmarks      gpu-tiles.json   moe-runtime tune
-#   gpu.log          what the steps print                           gpu-ncu.csv      counters of the six matrix products
+#   gpu.log          output of the steps                            gpu-ncu.csv      counters of the six matrix products
 #   DATE-COMMIT-gpu.json and .md                                    benchmarks and report, made from gpu.jsonl
 #
-# Called again with the same OUT, it does what is left; RESUME names a folder to copy gpu.jsonl and gpu-tiles.json from first.
-# Made of them elsewhere: pictures (python -m moe_runtime.bench.pictures DATE-COMMIT-gpu.json -o pictures) and cuda_table.json
-# (python -m moe_runtime.bench.report gpu.jsonl --cuda-table moe_runtime/cuda_table.json).
+# A rerun with the same OUT resumes; RESUME is a folder from which gpu.jsonl and gpu-tiles.json are copied first.
+# Pictures: python -m moe_runtime.bench.pictures DATE-COMMIT-gpu.json -o pictures
+# cuda_table.json: python -m moe_runtime.bench.report gpu.jsonl --cuda-table moe_runtime/native/cuda_table.json
 #
 # Needs torch with CUDA, triton, pytest, pytest-benchmark; transformers, pytest-xdist, pytest-timeout, ncu, nvcc with g++, and
-# compute-sanitizer are used where they are there. COMMIT is what the results are of (by default, git's HEAD).
-# Also: WORKERS of the tests (the cores, at most 16), ARGS of the benchmarks, PYTHON (python3).
-# Without a GPU: python -m tests.support.dry_run FOLDER [PART ...], with stand-ins for the programs and a simulated clock.
+# compute-sanitizer are used if available. COMMIT is the commit of the results (by default, git's HEAD).
+# Also: WORKERS of the tests (by default the cores, at most 16), ARGS of the benchmarks, PYTHON (python3).
+# Without a GPU: python -m tests.support.dry_run FOLDER [PART ...] uses stand-ins for the programs and a simulated clock.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-# steps and the seconds that each is promised. Counted with cold caches, 1.1 s of a core per variant of a kernel, 16 cores:
-#   ops_check   about 560 variants, a process an op
+# steps and the seconds guaranteed to each. Estimated with cold caches, 1.1 s of a core per kernel variant, 16 cores:
+#   ops_check   about 560 variants, one process per op
 #   smoke       327 variants: 23 s, 15 s of imports in every worker, 15 s of work
-#   repeats     8 s of imports; of two layers each 13 variants one after the other, 14.4 s, and 12 s of work
+#   repeats     8 s of imports; for each of two layers 13 variants in sequence, 14.4 s, and 12 s of work
 plan_of() {
     case $1 in
     first) echo "check=25 ops_check=85 smoke=80 repeats=70 layers=130 kernels=50 counters=50 tune_qwen3=70 report=10" ;;
@@ -50,7 +50,7 @@ for part in "${parts[@]}"; do
     plan_of "$part" >/dev/null || { echo "PART is $part. Choose from first, second, third, tests, ops, tune, bench, cuda, sanitize, goals." >&2; exit 2; }
 done
 
-# all times are milliseconds since the start; a second of a plan is shorter where LIMIT is. CLOCK is a dry run's file of them
+# all times are milliseconds since the start; a plan's seconds are scaled to LIMIT. In a dry run, CLOCK is a file with the time
 now() {
     local t=${EPOCHREALTIME/[.,]/}
     [ -z "${CLOCK:-}" ] || { read -r t <"$CLOCK" && t=${t}000; }
@@ -59,7 +59,7 @@ now() {
 began=0
 began=$(now)
 limit=$((${LIMIT:-570} * 1000))
-grace=$((limit / 70)) # from Ctrl-C's signal to SIGKILL
+grace=$((limit / 70)) # from SIGINT to SIGKILL
 seconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 
 python=${PYTHON:-python3}
@@ -76,12 +76,12 @@ if [ -n "${RESUME:-}" ]; then
         [ -s "$out/$file" ] || [ ! -e "$RESUME/$file" ] || cp "$RESUME/$file" "$out/$file"
     done
 fi
-# a copy without .git may lie in another repository
+# a copy without .git may be inside another repository
 [ ! -e .git ] || COMMIT=${COMMIT:-$(git describe --always --dirty '--exclude=*' 2>/dev/null)}
 COMMIT=${COMMIT:-unknown}
 export COMMIT HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PATH="$PATH:/usr/local/cuda/bin" # where a toolkit has nvcc, ncu and compute-sanitizer
-# tests run the built-in configs and not those of the user's own cache; benchmarks get gpu-tiles.json
+# tests use the built-in configs instead of those in the user's cache; benchmarks use gpu-tiles.json
 XDG_CACHE_HOME=$(mktemp -d)
 export XDG_CACHE_HOME
 trap 'rm -rf "$XDG_CACHE_HOME"' EXIT
@@ -89,8 +89,8 @@ unset TRITON_INTERPRET
 
 say() { echo "$*" | tee -a "$log"; }
 
-# run COMMAND...: ends at the step's deadline. It writes to the log and not through a pipe, which a process that it leaves
-# behind would keep open; the last lines are printed.
+# run COMMAND...: stops at the step's deadline. The output goes to the log, not through a pipe, which a remaining child process
+# would keep open; its last lines are printed.
 run() {
     local left=$((deadline - $(now) - grace)) from status
     [ $left -gt 0 ] || return 124
@@ -101,7 +101,7 @@ run() {
     return $status
 }
 
-# A process that died, or whose CUDA context did: tune ends with 3 then, tests and benchmarks with 99. pytest-timeout ends one
+# Whether a process died or lost its CUDA context, for which tune exits with 3, tests and benchmarks with 99. pytest-timeout exits
 # with 1, in the middle of a test.
 died() {
     case $1 in
@@ -111,8 +111,8 @@ died() {
     esac
 }
 
-# again FLAG COMMAND...: restarted, with FLAG besides, when it dies. BUDGET becomes the seconds after which nothing new begins,
-# PATIENCE those that one test may take.
+# again FLAG COMMAND...: runs a command, and restarts it with FLAG if it dies. In its arguments, BUDGET is replaced by the seconds
+# after which nothing new starts, PATIENCE by the seconds that one test may take.
 again() {
     local flag=$1 more=() words status=124 budget patience
     shift
@@ -123,7 +123,7 @@ again() {
         words=("${@/#BUDGET/$(seconds $budget)}")
         run "${words[@]/#PATIENCE/$(seconds $patience)}" "${more[@]}"
         status=$?
-        [ $status != 98 ] || { say "the results cannot be written: all that came after would be lost"; exit 98; }
+        [ $status != 98 ] || { say "the results cannot be written, so later ones would be lost"; exit 98; }
         died $status || break
         more=(${flag:+"$flag"})
     done
@@ -134,7 +134,7 @@ has() {
     timeout -k 1 "$(seconds $grace)" "$python" -c "import sys, importlib.util; sys.exit(importlib.util.find_spec('$1') is None)"
 }
 
-# pytest_on WORKERS ARGUMENTS...: one process for all files; a file that cannot be imported does not end it
+# pytest_on WORKERS ARGUMENTS...: one process for all files; it continues after a file that cannot be imported
 pytest_on() {
     local workers=$1 options=() status
     shift
@@ -143,7 +143,7 @@ pytest_on() {
     again --restarted "$python" -m pytest -q -p no:cacheprovider -p tests.support.outcomes --results "$lines" --tb=short -rf \
         --continue-on-collection-errors "${options[@]}" "$@"
     status=$?
-    [ $status = 5 ] || return $status # nothing was left to run
+    [ $status = 5 ] || return $status # nothing left to run
 }
 
 # bench_on SECONDS ARGUMENTS...: SECONDS of timing per benchmark
@@ -155,7 +155,7 @@ bench_on() {
     again --restarted "$python" -m pytest -q -p no:cacheprovider --tb=short --benchmark-columns=median \
         --continue-on-collection-errors --seconds "$time" --budget BUDGET --results "$lines" "${options[@]}" ${ARGS:-} "$@"
     status=$?
-    [ $status = 5 ] || return $status # nothing was left to run
+    [ $status = 5 ] || return $status # nothing left to run
 }
 
 check() {
@@ -176,7 +176,7 @@ kernels() { bench_on 0.5 bench/bench_kernels.py --shapes Qwen3-30B-A3B-16384,Mix
 counters() { counters_of Qwen3-30B-A3B; }
 counters_all() { counters_of Mixtral-8x7B && counters_of XFT-DSCoder-1.3B && counters_of OLMoE; }
 
-# sections and not metrics: their names differ from chip to chip, and ncu ends at one that it does not know
+# sections instead of metrics, whose names differ between GPUs, and ncu rejects unknown names
 counters_of() {
     command -v ncu >/dev/null || { say "ncu is missing: no counters"; return 0; }
     local status
@@ -193,7 +193,7 @@ counters_of() {
     return $status
 }
 
-# not the command, whose packages may be missing
+# not `moe-runtime tune`, whose packages may be missing
 tune_on() { again "" "$python" -m moe_runtime.bench.tune_layers "$tiles" --seconds BUDGET "$@"; }
 tune_qwen3() { tune_on --shape qwen3-30b-a3b --tokens 16384,4096; }
 tune() {
@@ -205,8 +205,8 @@ tests() {
     pytest_on "$workers" tests/gpu --ignore tests/gpu/test_tuning.py --ignore tests/gpu/test_repeats.py \
         --ignore tests/gpu/test_cuda.py
 }
-clock() { pytest_on 1 tests/gpu/test_tuning.py; } # it times the GPU, and wants it for itself
-ops() { # the kernels of frozen experts first: tests/gpu has them at few sizes
+clock() { pytest_on 1 tests/gpu/test_tuning.py; } # it times the GPU, so nothing else may use it
+ops() { # the kernels of frozen experts first: tests/gpu covers few of their sizes
     pytest_on "$workers" tests/ops/test_frozen_mlp.py tests/ops/test_frozen_mlp_packed.py -k triton
     local status=$?
     pytest_on "$workers" tests/ops tests/modules tests/hf/dropin/test_experts.py -k "(triton or kernel) and not cpp" &&
@@ -217,7 +217,7 @@ use_tiles() {
     [ ! -e "$tiles" ] || { mkdir -p "$XDG_CACHE_HOME/moe_runtime" && cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"; }
 }
 
-# LoRA on a layer, then the peak of a whole model's training: a few of its layers before all of them
+# LoRA on a layer, then the peak memory of training a model, with a few of its layers and with all
 adapters() {
     use_tiles
     bench_on 1 bench/bench_adapters.py bench/bench_qlora.py --shapes Qwen3-30B-A3B-4096,Qwen3-30B-A3B-4-layers,Qwen3-30B-A3B
@@ -231,7 +231,7 @@ bench() {
         bench/bench_methods.py bench/bench_kernels.py bench/bench_tokens_backward.py bench/bench_qlora.py
 }
 
-# into the folder that XDG_CACHE_HOME names, for this GPU alone
+# builds into XDG_CACHE_HOME, for this GPU only
 build_cuda() {
     local arch
     arch=$(timeout -k 1 "$(seconds $grace)" nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
@@ -246,7 +246,7 @@ memcheck() { sanitizer memcheck tests/gpu/test_moe_mlp.py -k "few_rows or user_g
 # sanitizer TOOL PYTEST-ARGUMENTS...
 sanitizer() {
     command -v compute-sanitizer >/dev/null || { say "compute-sanitizer is missing: no $1"; return 0; }
-    # every allocation its own: a read behind a tensor would hit the next one
+    # without caching, as a read beyond a tensor would otherwise hit the next one
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 run compute-sanitizer --tool "$1" --error-exitcode 1 \
         "$python" -m pytest -q -x -p no:cacheprovider --tb=short "${@:2}"
 }
@@ -269,7 +269,7 @@ for part in "${parts[@]}"; do
     for item in $plan; do
         step=${item%=*}
         later=$((later - ${item#*=}))
-        # what is not promised to later steps
+        # all time that is not guaranteed to later steps
         deadline=$((start + limit - later * limit / total))
         at=$(now)
         $step

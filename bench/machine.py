@@ -1,6 +1,4 @@
-"""Where the benchmarks run: the device, the machine in words without its name, the versions, the
-commit.
-"""
+"""Where benchmarks run: device, machine (described, not named), versions and commit."""
 
 import contextlib
 import functools
@@ -52,10 +50,10 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Return $COMMIT, else the clone's commit, `-dirty` behind it if tracked files differ; of an
-    installed package its version.
+    """Return $COMMIT, else the clone's commit, with `-dirty` if tracked files differ, or the
+    version of an installed package.
 
-    The variable is for a copy of the files without .git.
+    The variable is for copies of the files without .git.
     """
     if said := os.environ.get("COMMIT"):
         return said
@@ -74,7 +72,7 @@ def _said(*command: str) -> str:
 
 
 def public(text: str) -> str:
-    """Return a text without where this user keeps things: results are published."""
+    """Return a text without the user's paths, as results are published."""
     places = {
         str(ROOT): ".",
         os.getcwd(): ".",
@@ -101,9 +99,7 @@ def _processor() -> str:
 
 
 def _instruction_set() -> str:
-    """Return the variant that the CPU library runs, or where there is none what torch's own kernels
-    use.
-    """
+    """Return the CPU library's variant, or without the library that of torch's kernels."""
     library = cpp.find()
     return torch.backends.cpu.get_cpu_capability() if isinstance(library, str) else library.variant
 
@@ -118,20 +114,16 @@ def version(package: str) -> str:
 
 @functools.cache
 def missing(package: str) -> str | None:
-    """Return why a package cannot be imported, None if it can; what it needs itself may be what is
-    missing.
-    """
+    """Return why a package, or one that it needs, cannot be imported; None if it can."""
     try:
         importlib.import_module(package)
-    except Exception as error:  # a package may raise anything while it is imported
+    except Exception as error:  # importing a package may raise any exception
         return f"cannot be imported: {type(error).__name__}: {error}"
     return None
 
 
 def free_memory() -> int:
-    """Return the bytes that the device has left; of a CPU, those that the system would give without
-    swapping.
-    """
+    """Return the device's free bytes; for a CPU, those available without swapping."""
     if CUDA:
         return torch.cuda.mem_get_info()[0]
     with contextlib.suppress(OSError):
@@ -142,13 +134,13 @@ def free_memory() -> int:
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return normal numbers on the device."""
+    """Return normally distributed numbers on the device."""
     return torch.randn(size, dtype=dtype, device=DEVICE)
 
 
 @contextlib.contextmanager
 def fits():
-    """What does not fit into the GPU's memory is skipped with a note, not failed."""
+    """Skip a benchmark, with a note, if it does not fit into the GPU's memory."""
     import pytest
 
     from moe_runtime.bench import clock
@@ -156,13 +148,11 @@ def fits():
     try:
         yield
     except torch.OutOfMemoryError as error:
-        pytest.skip(f"does not fit into the memory: {clock.one_line(error)}")
+        pytest.skip(f"does not fit into memory: {clock.one_line(error)}")
 
 
 def runnable(op: str, dtype: torch.dtype) -> list[str]:
-    """Return the backends that run `op` on this machine; not Triton's interpreter, whose time says
-    nothing.
-    """
+    """Return the backends that run `op` here, except Triton's interpreter."""
     x = torch.empty(0, dtype=dtype, device=DEVICE)
     runnable = []
     for name in backends.BACKENDS:
@@ -172,18 +162,16 @@ def runnable(op: str, dtype: torch.dtype) -> list[str]:
 
 
 def default(op: str, dtype: torch.dtype) -> str:
-    """Return the backend of `op` that a user gets without asking, of the CPU's library with the
-    instruction set in use.
-    """
+    """Return the default backend of `op`; for the CPU library, with its instruction set."""
     try:
         name = backends.pick(op, torch.empty(0, dtype=dtype, device=DEVICE))
-    except ValueError as error:  # MOE_RUNTIME_BACKEND asks for one that does not run it
+    except ValueError as error:  # MOE_RUNTIME_BACKEND is one that does not run it
         return public(str(error))
     return f"{name} {cpp.library().variant}" if name == "cpp" else name
 
 
 def others(op: str, dtype: torch.dtype) -> list[str]:
-    """Return those of `runnable` that run only on request."""
+    """Return the backends of `runnable` that are not the default."""
     default = backends.pick(op, torch.empty(0, dtype=dtype, device=DEVICE))
     others = []
     for name in runnable(op, dtype):

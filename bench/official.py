@@ -1,14 +1,13 @@
-"""An XFT layer as the released code computes it (ise-uiuc/xft, commit 4c5e439), step by step, in
-our own words.
+"""An XFT layer with the steps of the released code (ise-uiuc/xft, commit 4c5e439), reimplemented.
 
     logits = router(x)                                       sorted: the best k + 1, then all
     p = softmax of all logits, s = its k best                rounded to x's dtype
     weights = [softmax(s) s_1, 1 - s_1]                      Eq. (2), rounded to x's dtype
-    slots sorted by expert, x gathered, three linears per expert, results joined, weighted, added up
-    by index
+    slots sorted by expert, x gathered, three linears per expert, results concatenated, weighted,
+    added by index
 
-Each step also sums up how much and how often every expert is used. There is no balance loss and no
-noise on the logits, so that the function is that of the others in the comparison.
+Each step also sums how much and how often every expert is used. There is no balance loss and no
+noise on the logits, so that the function is the same as for the others in the comparison.
 """
 
 import torch
@@ -19,9 +18,7 @@ from moe_runtime.modules.moe import MoE
 
 
 class OfficialBlock(nn.Module):
-    """Takes the place of a MoE with the gate xft; its experts' parameters are views of the MoE's
-    stacks.
-    """
+    """Replaces a MoE with the gate xft; its experts' parameters are views of the MoE's stacks."""
 
     def __init__(self, moe: MoE):
         super().__init__()
@@ -76,8 +73,9 @@ class OfficialBlock(nn.Module):
         return torch.cat([chosen + 1, torch.zeros_like(chosen[:, :1])], -1), weight
 
     def run_experts(self, x: torch.Tensor, idx: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return sum_j weight[t, j] FFN_{idx[t, j]}(x[t]), [T, H]; the counts of rows go to the
-        host.
+        """Return sum_j weight[t, j] FFN_{idx[t, j]}(x[t]), [T, H].
+
+        Rows are counted on the host.
         """
         T, slots = idx.shape
         token = torch.arange(T, device=x.device).repeat_interleave(slots)
@@ -87,7 +85,7 @@ class OfficialBlock(nn.Module):
         token = token.index_select(0, order)
         rows = x.index_select(0, token).split(idx.bincount(minlength=self.num_experts).tolist())
         y = torch.cat([self.expert(e, part) for e, part in enumerate(rows) if len(part)])
-        y = y * (weight[:, None] * 1.0)  # theirs has a factor for the scores, which is 1
+        y = y * (weight[:, None] * 1.0)  # the released code has a score factor of 1
         return torch.zeros_like(x).index_add(0, token, y)
 
     def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:

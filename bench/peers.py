@@ -1,6 +1,4 @@
-"""Other implementations of the experts of a layer, called as their own documentation shows; no
-package is required.
-"""
+"""Other implementations of a layer's experts, used as documented by them; all are optional."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +7,7 @@ from moe_runtime.bench.clock import one_line
 
 
 def grouped_mm(layer):
-    """torch's grouped_mm between a sort and a gather: what one writes without a library, no host
-    synchronization.
-    """
+    """torch's grouped_mm between a sort and a gather, without host synchronization."""
     T, H, _, E, K, _ = layer.shape
     device = layer.x.device
     experts, order = layer.topk_idx.flatten().sort(stable=True)
@@ -43,7 +39,7 @@ def _scattermoe(layer):
     _, H, I, E, K, _ = layer.shape
     with torch.device("meta"):
         experts = GLUMLP(H, I, E, K)
-    # theirs is up first, then gate
+    # scattermoe has up first, then gate
     experts.experts.weight = torch.nn.Parameter(layer.up.detach().roll(I, 1))
     experts.output_experts.weight = layer.down
     weights = [experts.experts.weight, layer.down]
@@ -76,7 +72,7 @@ def _sonicmoe(layer):
     from sonicmoe.functional import moe_general_routing_inputs
 
     T, H, I, E, K, _ = layer.shape
-    # theirs has gate and up in turn, and the expert last
+    # sonicmoe has interleaved gate and up, and the expert last
     up = (
         layer.up.detach()
         .view(E, 2, I, H)
@@ -125,7 +121,7 @@ def _megablocks(layer):
         device=layer.x.device,
     )
     experts = ParallelDroplessMLP(args)
-    # theirs are [E * I, H] each, gate, up and down alike
+    # megablocks has [E * I, H] for gate, up and down each
     stacks = (*layer.up.detach().chunk(2, 1), layer.down.detach().transpose(1, 2))
     weights = []
     for stack in stacks:
@@ -152,9 +148,7 @@ PACKAGES = {
 
 
 def installed(layer, notes: dict) -> dict:
-    """Return the packages that can be imported and run this layer, in the form of
-    `Layer.gpu_variants`.
-    """
+    """Return the packages that can be imported and run this layer, like `Layer.gpu_variants`."""
     variants = {}
     for name, build in PACKAGES.items():
         try:

@@ -2,9 +2,8 @@
 
     python -m moe_runtime.bench.pictures FILE.json [-o FOLDER]
 
-The layer's times beside ours, tokens/s against T, memory per token, a step's parts, XFT's tuning
-step: each if the file has something of it. What was not measured is left out, and a loss is drawn
-like a win.
+Layer times relative to ours, tokens/s against T, memory per token, the parts of a step, and XFT's
+tuning step: each if the file has results for it. Results that are worse than others' are included.
 """
 
 import argparse
@@ -20,7 +19,7 @@ LAYER_TITLE = (
     "(dense matmul: one torch product of the same FLOPs)"
 )
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
-FAR = 3.5  # times ours: a bar that goes beyond is cut, its number stays
+FAR = 3.5  # times ours: a longer bar is cut, but keeps its number
 
 
 def layer(benches: list[Bench]):
@@ -64,13 +63,11 @@ def _layer_bars(benches: list[Bench]):
 
 FUNCTIONS = {"bench_tokens": "forward", "bench_tokens_backward": "forward + backward"}
 RATE = "tokens/s"
-LOSSES = 4  # lines of a panel that name who is faster than ours, and where
+LOSSES = 4  # most lines per panel that list faster implementations
 
 
 def throughput(benches: list[Bench]):
-    """Draw tokens/s over T; a ring where another implementation is faster than ours. None if
-    nothing of it was measured.
-    """
+    """Draw tokens/s over T, with rings where others are faster; None if it was not measured."""
     panels: dict[str, list[Bench]] = {}
     measured = []
     names: list[str] = []
@@ -138,7 +135,7 @@ def _panel(axes, group: list[Bench]) -> None:
 
 
 def _losses(group: list[Bench]) -> list[str]:
-    """Say who is faster than ours, where and by how much."""
+    """List the implementations that are faster than ours, where and by how much."""
     lines = []
     for bench in group:
         if (lost := loss(bench)) is not None:
@@ -182,10 +179,10 @@ PICTURES = {
 
 
 def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Draw what a results file holds into `out`, else next to it; return the files, a PNG and an
-    SVG per picture.
+    """Draw the pictures of a results file in `out`, by default next to it; return the files.
 
-    Raises ValueError for what is no results file, ImportError without matplotlib.
+    Each picture is a PNG and an SVG. Raises ValueError for other files, ImportError without
+    matplotlib.
     """
     json_path = Path(json_path)
     benches = frame.read(json_path)
@@ -210,9 +207,9 @@ def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list
 def main(arguments: list[str] | None = None) -> None:
     """Draw the pictures and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="what `make bench` or bench/gpu.sh wrote")
+    parser.add_argument("file", type=Path, help="results of `make bench` or bench/gpu.sh")
     parser.add_argument(
-        "-o", "--out", type=Path, help="folder for the pictures; default: the file's"
+        "-o", "--out", type=Path, help="folder for the pictures; default: the file's folder"
     )
     options = parser.parse_args(arguments)
     for path in write_pictures(options.file, options.out):

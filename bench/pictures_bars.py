@@ -1,5 +1,5 @@
-"""What all pictures share (colours, what a results file says, the frame, the files), and the bars:
-memory, a step's parts, XFT's step.
+"""Code that all pictures share (colors, reading results, frames, saving), and the bar charts of
+memory, of a step's parts and of XFT's step.
 """
 
 import zlib
@@ -10,13 +10,13 @@ from moe_runtime.bench.records import benchmarks
 from moe_runtime.io.files import atomic_file
 from moe_runtime.io.rows import require
 
-WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
-# points
+WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8-point text is legible
+# font sizes in points
 SMALL = 9
 TINY = 8
 GREY = "#666666"
 INK = "#222222"
-# text as text, the font that matplotlib brings, ids that are the same in every run
+# text as text, the font included in matplotlib, ids that are the same in every run
 SETTINGS = {
     "svg.fonttype": "none",
     "svg.hashsalt": "moe_runtime",
@@ -28,7 +28,7 @@ DARK = (
     "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } "
     "}</style>\n"
 )
-# name: colour, marker; hues of Okabe and Ito (2008), dark enough for white; distinguished by
+# name: color, marker; hues of Okabe and Ito (2008), dark enough on white; distinguished by
 # markers and names as well
 STYLES = {
     "moe_runtime": ("#0072B2", "o"),
@@ -65,13 +65,13 @@ class Bench(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """As the file says; of an older one, as the benchmark's name does."""
+        """From the file or, for older files, from the benchmark's name."""
         named = [part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")]
         return self.info.get("dtype") or "".join(named[:1])
 
     @property
     def of_shape(self) -> dict:
-        """The fields of the shape; of an older file none."""
+        """The fields of the shape; empty for older files."""
         return self.info.get("shape") or {}
 
     @property
@@ -108,23 +108,21 @@ def is_floor(name: str) -> bool:
 
 
 def style(name: str) -> tuple[str, str]:
-    """Return an implementation's colour and marker, the same in every picture."""
+    """Return an implementation's color and marker, the same in every picture."""
     if is_floor(name):
         return FLOOR
     return STYLES.get(name) or OTHERS[zlib.crc32(name.encode()) % len(OTHERS)]
 
 
 def luminance(colour: str) -> float:
-    """Return how light a colour is, from 0 to 1."""
+    """Return how light a color is, from 0 to 1."""
     red, green, blue = bytes.fromhex(colour[1:])
     light = 0.2126 * (red / 255) ** 2.2 + 0.7152 * (green / 255) ** 2.2
     return light + 0.0722 * (blue / 255) ** 2.2
 
 
 def ordered(names) -> list[str]:
-    """Sort implementations: ours, then the table's others, then the rest as they come;
-    floors last.
-    """
+    """Sort implementations: ours, then others in the table, then the rest, and floors last."""
     names = [*STYLES, *names]
     return sorted(
         dict.fromkeys(names[len(STYLES) :]),
@@ -133,9 +131,7 @@ def ordered(names) -> list[str]:
 
 
 def caption(benches: list[Bench]) -> str:
-    """Return machine, versions, rounds, commit and date that the benchmarks were measured with, a
-    line for each machine.
-    """
+    """Return machine, versions, rounds, commit and date of the results, a line per machine."""
     infos = [bench.info for bench in benches]
     machines = {}
     spreads = []
@@ -161,9 +157,7 @@ def caption(benches: list[Bench]) -> str:
 
 
 def figure_of(title: str, benches: list[Bench], height: float):
-    """Return a Figure of its own, not pyplot's, with its title and, below, where the numbers come
-    from.
-    """
+    """Return a Figure, without pyplot, with its title and, below, the caption of its results."""
     figure = require("matplotlib.figure", "bench").Figure(
         figsize=(WIDTH, height),
         layout="constrained",
@@ -185,7 +179,7 @@ def figure_of(title: str, benches: list[Bench], height: float):
 
 
 def watermark(figure) -> None:
-    """Say across a figure that its numbers mean nothing."""
+    """Mark a figure as drawn from meaningless numbers."""
     figure.text(
         0.5,
         0.5,
@@ -201,7 +195,7 @@ def watermark(figure) -> None:
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure as .png or .svg, atomically; the same numbers make the same file."""
+    """Write a figure as .png or .svg, atomically; equal numbers produce equal files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Software": None}
     if path.suffix == ".svg":
@@ -242,9 +236,7 @@ def line(**look):
 
 
 def key(names, join: str | None = None) -> list:
-    """Return a legend's handles of implementations: patches for bars, or markers with a line style,
-    "" for none.
-    """
+    """Return a legend's handles of implementations: patches, or markers with line style `join`."""
     handles = []
     for name in ordered(names):
         colour, marker = style(name)
@@ -264,9 +256,7 @@ def key(names, join: str | None = None) -> list:
 
 
 def legend(figure, handles: list, columns: int = 3) -> None:
-    """Put a legend below the figure's title, which becomes the legend's own: two things at the top
-    would overlap.
-    """
+    """Add a legend whose title is the figure's, as a separate figure title would overlap it."""
     title = figure.get_suptitle()
     figure.suptitle("")
     box = figure.legend(
@@ -282,16 +272,14 @@ def legend(figure, handles: list, columns: int = 3) -> None:
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Three digits, or all digits before the decimal point."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def logarithmic(axes, which: str) -> None:
-    """Scale the "x" or "y" axis by powers of ten, with ticks at 1, 2 and 5 of each that read as
-    numbers: 0.05, 20, 5k, 2M.
-    """
+    """Make the "x" or "y" axis logarithmic, with ticks at 1, 2 and 5 like 0.05, 20, 5k and 2M."""
     ticker = require("matplotlib.ticker", "bench")
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
@@ -310,9 +298,7 @@ def _short(value: float) -> str:
 
 
 def bars(axes, values: dict[str, float], form, unit: str, most: float | None = None) -> None:
-    """Draw a bar per implementation from the top down, with its number; those beyond `most` are
-    cut, with an arrow.
-    """
+    """Draw a bar per implementation from the top down, with its number; cut bars beyond `most`."""
     names = ordered(values)
     end = most or max(values.values())
     for y, name in enumerate(names):
@@ -341,7 +327,7 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
 
 
 def beside(axes, x: float, y: float, text: str) -> None:
-    """Write to the right of a place."""
+    """Write text to the right of a point."""
     axes.annotate(
         text,
         (x, y),
@@ -354,7 +340,7 @@ def beside(axes, x: float, y: float, text: str) -> None:
 
 
 def share_names(all_axes, columns: int = 2) -> None:
-    """Leave the bars' names away where the panel to the left has the same."""
+    """Omit the bars' names if the panel to the left has the same."""
     before = []
     for i, axes in enumerate(all_axes):
         names = [label.get_text() for label in axes.get_yticklabels()]
@@ -366,7 +352,7 @@ def share_names(all_axes, columns: int = 2) -> None:
 SAVED = "saved KiB/token"
 FORMULA = "formula KiB/token"
 WHOLE = "whole step"
-# parts of a step that are the same code for every implementation, and the experts
+# parts of a step with the same code for every implementation
 SHARED = {
     "embedding, head and loss": "#C4C4C4",
     "attention and norms": "#9C9C9C",
@@ -380,9 +366,7 @@ XFT = {"tokens/s": "more is better", "peak MiB": "less is better", "total MiB": 
 def grid(
     title: str, benches: list[Bench], heights: list[float], columns: int = 2, base: float = 1.3
 ):
-    """Return a figure and an axes per panel, a row as high as the highest of its panels, `base` for
-    what is around them.
-    """
+    """Return a figure with axes per panel; rows are as high as their highest panel, plus `base`."""
     columns = min(columns, len(heights))
     rows = []
     for i in range(0, len(heights), columns):
@@ -404,9 +388,7 @@ def bars_height(count: int) -> float:
 
 
 def memory(benches: list[Bench]):
-    """Draw what each implementation keeps for the backward pass, per token; None if it was not
-    measured.
-    """
+    """Draw what is saved for the backward pass, per token; None if it was not measured."""
     measured = [bench for bench in benches if _column(bench, SAVED)]
     if not measured:
         return None
@@ -449,9 +431,7 @@ def _column(bench: Bench, column: str) -> dict[str, float]:
 
 
 def xft(benches: list[Bench]):
-    """Draw tokens/s and memory of XFT's tuning step, the whole where a file has it; None if it was
-    not measured.
-    """
+    """Draw tokens/s and memory (total if known) of XFT's tuning step; None if not measured."""
     panels = []
     for bench in benches:
         if bench.function == "bench_xft_step":
@@ -483,9 +463,7 @@ def xft(benches: list[Bench]):
 
 
 def breakdown(benches: list[Bench]):
-    """Draw a training step's parts, stacked, a bar per implementation; None if it was not
-    measured.
-    """
+    """Draw a training step's parts, stacked, a bar per implementation; None if not measured."""
     measured = []
     for bench in benches:
         if bench.function == "bench_step_breakdown" and parts(bench):
@@ -500,16 +478,14 @@ def breakdown(benches: list[Bench]):
         axes.grid(axis="y", visible=False)
     ours = style("moe_runtime")[0]
     handles = [patch(color=colour, label=part) for part, colour in SHARED.items()]
-    handles.append(patch(color=ours, label="experts forward (colour of each)"))
+    handles.append(patch(color=ours, label="experts forward (color of each)"))
     handles.append(patch(color=ours, alpha=0.55, label="experts backward"))
     legend(figure, handles)
     return figure
 
 
 def parts(bench: Bench) -> dict[str, dict[str, float]]:
-    """Return {implementation: {part: ms}}: the shared parts, measured once, and the
-    implementation's experts.
-    """
+    """Return {implementation: {part: ms}}: shared parts, measured once, and its experts."""
     shared = {part: bench.rows[part]["ms"] for part in SHARED if part in bench.rows}
     stacks: dict[str, dict[str, float]] = {}
     for name, row in bench.rows.items():
@@ -548,7 +524,7 @@ def _stack(axes, bench: Bench) -> None:
     axes.set_ylim(len(stacks) - 0.4, -0.6)
     axes.set_xlim(0, widest * 1.32)
     axes.set_xlabel(
-        "ms; grey: the same code for all, measured once; black line: our whole step", fontsize=TINY
+        "ms; gray: the same code for all, measured once; black line: our whole step", fontsize=TINY
     )
 
 

@@ -1,10 +1,10 @@
-"""The six matrix products of a layer, one launch each, for a profiler: python -m
-moe_runtime.bench.profile_products SHAPE [T].
+"""The six matrix products of a layer, one launch each, for a profiler.
 
-    ncu --profile-from-start off --kernel-name regex:^_ python -m moe_runtime.bench.profile_products
-    Qwen3-30B-A3B
+    python -m moe_runtime.bench.profile_products SHAPE [T]
+    ncu --profile-from-start off --kernel-name regex:^_ \\
+        python -m moe_runtime.bench.profile_products Qwen3-30B-A3B
 
-Each runs before the profiler looks, so that compiling is over.
+Each product is compiled and run once before profiling starts.
 """
 
 import sys
@@ -17,9 +17,7 @@ from moe_runtime.tools.layer_shapes import LAYERS
 
 
 def main(arguments: list[str]) -> None:
-    """Launch each product of `tuning.PRODUCTS` once between cudaProfilerStart and cudaProfilerStop,
-    with its usual config.
-    """
+    """Launch each product once between cudaProfilerStart and cudaProfilerStop, with its config."""
     name = arguments[0]
     T = int(arguments[1]) if len(arguments) > 1 else 16384
     device, _ = tune.find_gpu()

@@ -1,6 +1,4 @@
-"""Results as they come: one JSON line per benchmark, so that an interrupted run keeps its results
-and the next continues.
-"""
+"""Results of a run: one JSON line per benchmark, so that an interrupted run can be resumed."""
 
 import json
 import os
@@ -12,11 +10,10 @@ from moe_runtime.bench.machine import public
 from moe_runtime.config import shown
 from moe_runtime.io.files import naming, read_json
 
-UNWRITTEN = 98  # exit code: the file of the results cannot be written, and the output says why
-# exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke
-# it
+UNWRITTEN = 98  # exit code: the results file cannot be written; the output has the reason
+# exit code: the CUDA context is lost; a run with the same --results continues after its cause
 LOST = 99
-STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
+STATES = {"extra_info", "skipped", "failed"}  # keys of the line of a finished benchmark
 WRITTEN = "Pass a file written by moe-runtime bench"
 LINE = {
     "name": str,
@@ -27,21 +24,19 @@ LINE = {
     "planned": int,
     "broken": dict,
 }
-POSITIVE = ("ms", "ratio", "TFLOP/s", "GB/s", "tokens/s")  # numbers that others are divided by
-# in files of before it had its preset in its name
+POSITIVE = ("ms", "ratio", "TFLOP/s", "GB/s", "tokens/s")  # numbers used as divisors
+# names in older files, without the preset
 RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}
 
 
 class Records:
-    """The file of a run, or none. A pytest plugin: it hears of skips and failures itself."""
+    """The results file of a run, or none. A pytest plugin, which records skips and failures."""
 
     def __init__(self, path: Path | None):
         self.path = path
 
     def write(self, name: str, **what) -> None:
-        """Append what became of a benchmark: extra_info, skipped, failed, or the variant that broke
-        the process.
-        """
+        """Append a line for a benchmark: extra_info, skipped, failed, or a variant that broke."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,16 +44,13 @@ class Records:
         with naming(self.path, self.path), self.path.open("ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                # a process that was killed may have left half a line, which is not to take this one
-                # with it
+                # a killed process may have left half a line, which must not corrupt this one
                 if file.read(1) != b"\n":
                     line = b"\n" + line
             file.write(line)
 
     def lines(self) -> list[dict]:
-        """Return the file's lines; half a line is none. Raises ValueError where one is no
-        benchmark's.
-        """
+        """Return the file's lines, except partial ones. Raises ValueError for invalid lines."""
         if self.path is None or not self.path.exists():
             return []
         try:
@@ -85,15 +77,15 @@ class Records:
         return lines
 
     def last(self) -> dict[str, dict]:
-        """Return the last line of each benchmark that is over."""
+        """Return the last line of each finished benchmark."""
         return {line["name"]: line for line in self.lines() if STATES & line.keys()}
 
     def done(self) -> set[str]:
-        """Return the benchmarks that need not run again."""
+        """Return the finished benchmarks."""
         return set(self.last())
 
     def measured_with(self, tiles: str) -> set[str]:
-        """Return the benchmarks whose last results are of these launch configs."""
+        """Return the benchmarks whose last results used these launch configs."""
         names = set()
         for name, line in self.last().items():
             if line.get("extra_info", {}).get("tiles") == tiles:
@@ -101,7 +93,7 @@ class Records:
         return names
 
     def planned(self) -> int:
-        """Return how many benchmarks the last run had before it when it began."""
+        """Return how many benchmarks the last run had to run."""
         return next((line["planned"] for line in reversed(self.lines()) if "planned" in line), 0)
 
     def unfinished(self) -> str | None:
@@ -110,7 +102,7 @@ class Records:
         return lines[-1]["name"] if lines and "began" in lines[-1] else None
 
     def broken(self, name: str) -> dict[str, str]:
-        """Return variant -> how it broke the process, of one benchmark."""
+        """Return variant -> error that broke the process, for one benchmark."""
         broken = {}
         for line in self.lines():
             if line["name"] == name:
@@ -134,16 +126,14 @@ class Records:
         elif report.skipped:
             if isinstance(why, tuple):
                 why = why[2]
-            if OUT_OF_TIME in str(why):  # not over, but neither what a process died of
+            if OUT_OF_TIME in str(why):  # not finished, but also not the cause of a crash
                 self.write(name, left=True)
             else:
                 self.write(name, skipped=public(str(why)))
 
 
 class Written(Records):
-    """Ends pytest where its file cannot be written: an error in a hook of pytest's would come with
-    pages of its own.
-    """
+    """Records that exit pytest if the file cannot be written, instead of raising from its hooks."""
 
     def write(self, name: str, **what) -> None:
         import pytest
@@ -155,8 +145,9 @@ class Written(Records):
 
 
 def benchmarks(path: str | Path) -> list[dict]:
-    """Return name and extra_info of each benchmark of a file, pytest-benchmark's JSON or our lines,
-    under its name of today.
+    """Return name and extra_info of each benchmark in a file, pytest-benchmark's JSON or our lines.
+
+    Old names are replaced by the current ones.
     """
     benches = _benchmarks(Path(path))
     return [bench | {"name": RENAMED.get(bench["name"], bench["name"])} for bench in benches]
@@ -174,7 +165,7 @@ def _benchmarks(path: Path) -> list[dict]:
             raise ValueError(f"The benchmarks in {path} are invalid: {shown(listed)}. {WRITTEN}")
         for bench in listed:
             info = bench.get("extra_info", {}) if isinstance(bench, dict) else None
-            # pytest-benchmark's file may hold other benchmarks besides ours
+            # pytest-benchmark's file may contain other benchmarks besides ours
             if not isinstance(info, dict) or "rows" in info:
                 benches.append(bench)
         if not benches:
@@ -186,9 +177,7 @@ def _benchmarks(path: Path) -> list[dict]:
 
 
 def _is_benchmark(bench: Any) -> bool:
-    """Whether a benchmark has a name, and rows of numbers, those positive that others are divided
-    by.
-    """
+    """Whether a benchmark has a name and rows of numbers, with positive divisors."""
     match bench:
         case {"name": str(), "extra_info": {"rows": {**rows}, **info}} if rows:
             limits = info.get("ceilings", {})
@@ -209,9 +198,7 @@ def _is_row(row: Any) -> bool:
 
 
 def failures(path: str | Path) -> dict[str, str]:
-    """Return benchmark -> why of those that failed in a file's run and did not end in a
-    later one.
-    """
+    """Return benchmark -> reason for those that failed and have not finished since."""
     path = Path(path)
     if path.suffix == ".jsonl":
         last = Records(path).last()

@@ -1,8 +1,9 @@
-"""Markdown from results files: python -m moe_runtime.bench.report FILE.json [FILE.jsonl ...]; -o
-OUT.json writes them as one.
+"""A Markdown report of results files: machine, ceilings, goals and tables.
 
-Machine and ceilings; the goals of the device, which are met and which are missed by how much; then
-a table of every function.
+    python -m moe_runtime.bench.report FILE.json [FILE.jsonl ...] [-o OUT.json]
+
+The goals are those of the device, with the amount by which they are missed; each benchmark function
+has a table. -o writes the results as one file.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def _infos(paths: list[Path]) -> list[tuple[str, dict]]:
 
 
 def _lines(paths: list[Path]) -> list[dict]:
-    """Return the lines of the files that are lines of JSON."""
+    """Return the lines of the files that have JSON lines."""
     lines = []
     for path in paths:
         if path.suffix == ".jsonl":
@@ -53,11 +54,9 @@ def _lines(paths: list[Path]) -> list[dict]:
 
 
 def tables(paths: list[str | Path]) -> str:
-    """Return a table per function, kind by kind, of milliseconds, share of the ceiling, memory and
-    what else was measured.
+    """Return a table per function, ordered by kind: milliseconds, share of the ceiling, memory etc.
 
-    Benchmarks lie across or variants do, whichever are fewer; why variants are missing stands
-    below.
+    The columns are benchmarks or variants, whichever are fewer. Notes on missing variants follow.
     """
     groups: dict[str, dict[str, dict]] = {kind: {} for kind in described.KINDS}
     notes = []
@@ -74,7 +73,7 @@ def tables(paths: list[str | Path]) -> str:
 
 def _table(function: str, benches: dict[str, dict]) -> str:
     """Return one function's table."""
-    cells: dict[str, list[str]] = {}  # of each variant
+    cells: dict[str, list[str]] = {}  # per variant
     for i, rows in enumerate(benches.values()):
         for variant, row in rows.items():
             cells.setdefault(variant, [""] * len(benches))[i] = described.cell(row)
@@ -85,12 +84,11 @@ def _table(function: str, benches: dict[str, dict]) -> str:
 
 
 def cuda_table(paths: list[str | Path]) -> list[dict]:
-    """Return moe_runtime/native/cuda_table.json's rows: the ops whose kernels in csrc/ beat
-    Triton's at every shape measured.
+    """Return moe_runtime/native/cuda_table.json's rows: the ops whose kernels in csrc/ are faster
+    than Triton's at every shape.
 
-    An op counts on a device only if bench_cuda.py measured all its kernels there at all of its
-    shapes, and gained at least 3 % at the worst of them: what differs by less differs from run to
-    run.
+    An op is included for a device only if bench_cuda.py measured all its kernels there at all of
+    its shapes, and gained at least 3 % at the worst: smaller differences occur between runs.
     """
     from moe_runtime.bench.bench_cuda import KERNELS
 
@@ -119,7 +117,7 @@ def cuda_table(paths: list[str | Path]) -> list[dict]:
 
 
 def machine(paths: list[str | Path]) -> str:
-    """Return a line per set of machine, versions and ceilings that the files were measured with."""
+    """Return a line per combination of machine, versions and ceilings in the files."""
     ceilings: dict[str, dict[str, None]] = {}
     for _, info in _infos(paths):
         words = []
@@ -138,9 +136,7 @@ def machine(paths: list[str | Path]) -> str:
 
 
 def outcomes(paths: list[Path]) -> str:
-    """Return how many tests passed, and which failed and why, of files that
-    tests/support/outcomes.py wrote into too.
-    """
+    """Return how many tests passed, and which failed and why, from tests/support/outcomes.py."""
     last = {}
     for line in _lines(paths):
         if "outcome" in line:
@@ -170,7 +166,7 @@ def text(paths: list[Path]) -> str:
 
 
 def _rows(paths: list[Path]) -> dict:
-    """Return the rows of several files; a later file's replace those of an earlier one."""
+    """Return the rows of several files; later files override earlier ones."""
     rows = {}
     for path in paths:
         rows |= rows_of(path)
@@ -178,9 +174,9 @@ def _rows(paths: list[Path]) -> dict:
 
 
 def _goals(paths: list[Path]) -> tuple[Goal, ...]:
-    """Return the goals of the device that the files are of."""
+    """Return the goals for the device of the files."""
     for line in _lines(paths):
-        # of device_check, when no benchmark ended
+        # from device_check, if no benchmark finished
         if "capability" in (line.get("device") or {}):
             return GOALS
     is_gpu = any(info.get("driver", "none") != "none" for _, info in _infos(paths))
@@ -194,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("files", nargs="+", type=Path)
     add("-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file")
     add("--markdown", type=Path, help="write the report there, and print only tests and goals")
-    add("--goals", action="store_true", help="the goals alone")
+    add("--goals", action="store_true", help="print only the goals")
     add("--cuda-table", type=Path, help="write native/cuda_table.json from bench_cuda.py's results")
     options = parser.parse_args(arguments)
     if options.cuda_table:
@@ -216,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def whole(paths: list[Path]) -> str:
-    """Return the report, and what was skipped or failed."""
+    """Return the report and the skipped and failed benchmarks."""
     parts = [text(paths)]
     for state in ("skipped", "failed", "broken"):
         for line in _lines(paths):
@@ -226,7 +222,7 @@ def whole(paths: list[Path]) -> str:
 
 
 def goals_of(paths: list[Path]) -> str:
-    """Return the goals alone."""
+    """Return only the goals."""
     return goals(_rows(paths), _goals(paths))
 
 

@@ -1,5 +1,5 @@
-"""A run of benchmarks: pytest in a process of its own, its results as they come, and one JSON file
-in the end.
+"""A run of benchmarks: pytest in a subprocess, results saved as they arrive, and one JSON file at
+the end.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from moe_runtime.bench import machine
 from moe_runtime.bench.records import LOST, UNWRITTEN, Records, benchmarks
 from moe_runtime.io.files import atomic_write_json, atomic_write_text, check_out_file
 
-# not resolved: moe_runtime/bench is where a clone and an installed package agree
+# not resolved, as only moe_runtime/bench is the same in a clone and in an installed package
 FOLDER = Path(__file__).parent
 DEVICE = "gpu" if machine.CUDA else "cpu"
 SETTINGS = (
@@ -39,9 +39,7 @@ SETTINGS = (
 
 
 class Outcome(NamedTuple):
-    """What a run ended with: the file, and benchmark -> why of those that failed or were
-    skipped.
-    """
+    """The file of a run, and benchmark -> reason for those that failed or were skipped."""
 
     path: Path | None
     failed: dict[str, str]
@@ -49,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def kinds() -> dict[str, list[Path]]:
-    """Return kind -> files of benchmarks, as each says it in its KIND; none is imported."""
+    """Return kind -> files of benchmarks, by their KIND, without importing them."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(FOLDER.glob("bench_*.py")):
         said = re.search(r'^KIND = "(\w+)"', path.read_text(), re.MULTILINE)
@@ -58,9 +56,7 @@ def kinds() -> dict[str, list[Path]]:
 
 
 def files(only: str | None) -> list[Path]:
-    """Return the files of the kinds, or of the names behind bench_, in a list with commas; all
-    without one.
-    """
+    """Return the files of a comma-separated list of kinds or of names after bench_; None: all."""
     groups = kinds()
     every = sorted(path for group in groups.values() for path in group)
     if only is None:
@@ -84,10 +80,10 @@ def _name(path: Path) -> str:
 
 
 def place(out: Path | None, tiny: bool = False) -> Path:
-    """Return the JSON file of a run: `out` itself, or one in that folder, named by date, commit,
-    device and -tiny.
+    """Return the JSON file of a run: `out`, or a file in that folder, named by date, commit, device
+    and -tiny.
 
-    A run of this commit that was interrupted keeps the name it began with, so that it goes on.
+    An interrupted run of the same commit keeps its name, so that it is resumed.
     """
     if out is None:
         out = Path("bench-results")
@@ -105,8 +101,8 @@ def place(out: Path | None, tiny: bool = False) -> Path:
 
 
 def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
-    """Refuse what is no file, to mix tiny results with real ones, and to continue with another
-    number of rounds.
+    """Raise ValueError for invalid paths, for mixing tiny and real results, and for resuming with
+    another number of rounds.
     """
     for path in (lines, target):
         check_out_file(path, overwrite=True)
@@ -128,7 +124,7 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
 
 
 def resume(lines: Path, target: Path, overwrite: bool = False) -> None:
-    """Count what `target` has as measured, unless it is to be measured again."""
+    """Count the benchmarks in `target` as measured, unless `overwrite`."""
     if overwrite:
         return
     records = Records(lines)
@@ -139,17 +135,16 @@ def resume(lines: Path, target: Path, overwrite: bool = False) -> None:
 
 
 def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
-    """Run the files' benchmarks that `lines` does not hold yet; `update(done, total)` hears how far
-    it is.
+    """Run the files' benchmarks that are not in `lines`; `update(done, total)` reports progress.
 
-    A process that dies costs the benchmark that ran in it, and the rest goes on in a new one.
-    Raises OSError where `lines` cannot be written, RuntimeError where pytest cannot run at all.
+    If the process dies, the benchmark that it ran has failed, and a new process runs the others.
+    Raises OSError if `lines` cannot be written, RuntimeError if pytest cannot run at all.
     """
     records = Records(lines)
     lines.parent.mkdir(parents=True, exist_ok=True)
     while True:
         before = len(records.lines())
-        # a folder that is there: by default pytest-benchmark makes one where the command was given
+        # an existing folder: by default pytest-benchmark creates one in the working directory
         own = [
             "--results",
             str(lines),
@@ -174,18 +169,18 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
             os.strerror(int(told[1])),
             str(lines),
         )
-    if status not in (0, 1, 5):  # passed, some failed, nothing was left to run
+    if status not in (0, 1, 5):  # passed, some failed, nothing left to run
         raise RuntimeError(f"pytest failed with exit code {status}:\n{said}")
 
 
 def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
-    """Return the exit status of a process and the end of its output; Ctrl-C ends it, too."""
-    # pytest-benchmark switches itself off where the environment says that this is a worker of xdist
+    """Run pytest; return its exit status and the end of its output. Ctrl-C also ends it."""
+    # pytest-benchmark disables itself in workers of xdist, which it detects by these variables
     env = {}
     for name, value in os.environ.items():
         if not name.startswith("PYTEST"):
             env[name] = value
-    # what mends Triton's interpreter, for --tiny without a GPU
+    # fixes for Triton's interpreter, for --tiny without a GPU
     if (machine.ROOT / "tests" / "support").is_dir():
         env["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(machine.ROOT), env.get("PYTHONPATH")))
@@ -212,8 +207,8 @@ def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
 
 
 def _end(process) -> None:
-    """A terminal's Ctrl-C reaches the process as well; whoever signals this one alone is
-    passed on.
+    """Wait for the process, which also receives a terminal's Ctrl-C; otherwise interrupt it, then
+    kill it.
     """
     for patience, step in (
         (2, lambda: process.send_signal(signal.SIGINT)),
@@ -228,10 +223,10 @@ def _end(process) -> None:
 
 
 def gather(lines: Path, target: Path | None) -> Outcome:
-    """Write what `lines` holds as one JSON file, with `target`'s results of other benchmarks;
-    `lines` can then be removed.
+    """Write the results in `lines` as one JSON file, keeping `target`'s of other benchmarks.
 
-    What failed stays out of both, so that the same command tries it again.
+    `lines` is removed unless benchmarks failed; failures are not kept there, so that a rerun
+    repeats them.
     """
     records = Records(lines)
     states: dict[str, dict] = {"failed": {}, "skipped": {}}
@@ -245,7 +240,7 @@ def gather(lines: Path, target: Path | None) -> Outcome:
     newest = {}
     for bench in (*_there(target), *benchmarks(lines)):
         name = bench["name"]
-        # what failed now is no longer what an earlier run measured
+        # an earlier result of a benchmark that failed now is dropped
         if name not in states["failed"]:
             newest = bench["extra_info"]
             measured[name] = {"name": name, "extra_info": newest}

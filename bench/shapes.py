@@ -1,6 +1,4 @@
-"""Layer shapes: every benchmark sweeps these and no other numbers. E and K count a shared expert,
-as in the papers.
-"""
+"""The shapes of all benchmarks. E and K include a shared expert, as in the papers."""
 
 from typing import NamedTuple
 
@@ -26,8 +24,8 @@ CPU = {
 }
 GPU = {name: Shape(16384, *layer[:5]) for name, layer in LAYERS.items()}  # of published models
 FINE = ("DeepSeek-V2-Lite", "OLMoE", "Qwen3-30B-A3B")  # many small experts: few rows each
-TOKENS = (16384, 4096, 65536)  # the most telling first, for runs that are cut short
-# Qwen3-30B-A3B by 8, half of its experts
+TOKENS = (16384, 4096, 65536)  # most relevant first, as runs may be cut short
+# Qwen3-30B-A3B with an eighth of its sizes and half of its experts
 STEPS_CPU = {"tiny-Qwen3-MoE": Shape(1024, 256, 96, 64, 8)}
 STEPS = {  # shapes of a training step, whose optimizer state also needs memory
     "Qwen3-30B-A3B": GPU["Qwen3-30B-A3B"],
@@ -37,7 +35,7 @@ MIXING = {"XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"]}
 
 
 class Adapted(NamedTuple):
-    """A layer whose stacks have LoRA, and their dtype."""
+    """A layer whose stacks have LoRA, and its dtype."""
 
     shape: Shape
     dtype: torch.dtype
@@ -71,7 +69,7 @@ TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}
 
 
 class Tuning(NamedTuple):
-    """A step over `rows` sequences of `length` tokens of a Llama of L layers, `heads` and V ids,
+    """A step over `rows` sequences of `length` tokens of a Llama with L layers, `heads` and V ids,
     upcycled to E experts.
     """
 
@@ -91,17 +89,16 @@ class Tuning(NamedTuple):
         return self.rows * self.length
 
 
-# DeepSeek-Coder-1.3B as XFT upcycles it; a device's batch in the official hyperparameters is 2 rows
-# of 1024
+# DeepSeek-Coder-1.3B, upcycled as in XFT; the official batch per device is 2 sequences of 1024
 _DS_CODER = Tuning(24, 2, 1024, 2048, 5504, 8, 6, 16, 32256)
 TUNING_GPU = {
     "DSCoder-1.3B-24L-2x1024": _DS_CODER,
     "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8),
 }
-# the model of `make demo`, of which a step of dense tuning and one of learning to mix are measured
+# the model of `make demo`, to measure a step of dense tuning and one of learning to mix
 MIXING_STEP = {"small": Tuning(2, 16, 128, 96, 512, 4, 2, 3, 1024)}
 MIXING_TINY = {"tiny": Tuning(2, 8, 128, 32, 64, 4, 2, 1, 512)}
-# two layers of its widths fit into 16 GiB
+# two layers of the same widths fit into 16 GiB
 TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}
 TUNING_TINY = {"tiny": Tuning(2, 2, 16, 64, 64, 4, 3, 2, 100)}
 _QWEN3 = Tuning(48, 1, 1024, 2048, 768, 128, 8, 32, 151936)
@@ -110,8 +107,8 @@ QLORA_CPU = {"tiny-Qwen3-MoE": Tuning(2, 1, 512, 512, 256, 16, 4, 8, 4096)}
 
 
 class Dense(NamedTuple):
-    """A Llama of L layers, `heads` and V ids, T tokens of a batch; E experts and K per token once
-    it is upcycled.
+    """A Llama with L layers, `heads` and V ids, batches of T tokens; if upcycled, E experts and K
+    per token.
     """
 
     T: int
@@ -130,31 +127,31 @@ METHODS_TINY = {"tiny": Dense(32, 2, 32, 48, 2, 100, 4, 3)}
 
 
 def kernels() -> dict[str, Shape]:
-    """GPU's shapes at 16384 tokens, those with small experts at 4096 as well."""
+    """The shapes of GPU at 16384 tokens, and those with small experts also at 4096."""
     return sweep(GPU, (16384,)) | sweep({name: GPU[name] for name in FINE}, (4096,))
 
 
 def plans() -> dict[str, Shape]:
-    """Few and many experts at T from 512, where launches count, to 65536, where bytes do."""
+    """Few and many experts at T from 512, where launches matter, to 65536, where bytes do."""
     return sweep({name: GPU[name] for name in SWEPT}, (512, 2048, *sorted(TOKENS)))
 
 
 def layers() -> dict[str, Shape]:
-    """GPU's shapes at every T of TOKENS."""
+    """The shapes of GPU at every T of TOKENS."""
     layers = {}
     for T in TOKENS:
         layers |= sweep(GPU, (T,))
     return layers
 
 
-DECODE = (1, 4, 16, 64, 256)  # tokens of a step of generation, or of a short prompt
+DECODE = (1, 4, 16, 64, 256)  # tokens of a generation step or a short prompt
 SWEEP_CPU = (*DECODE, 1024, 4096)
 SWEEP_GPU = (*SWEEP_CPU, 16384, 65536)
 SWEPT = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B")  # of GPU: few large experts, many, very many
 
 
 def sweep(table: dict[str, Shape], tokens: tuple[int, ...]) -> dict[str, Shape]:
-    """Return a table's shapes at each of the numbers of tokens."""
+    """Return the shapes of a table at each number of tokens."""
     sweep = {}
     for name, shape in table.items():
         for T in tokens:

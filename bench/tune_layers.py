@@ -1,7 +1,8 @@
-"""`moe-runtime tune` without the command line's packages: python -m moe_runtime.bench.tune_layers
-FILE [--shape NAME,...]
+"""`moe-runtime tune` without the packages of the command line.
 
-Exit code 3 where the CUDA context is lost: the next process goes on behind what broke it.
+    python -m moe_runtime.bench.tune_layers FILE [--shape NAME,...]
+
+The exit code is 3 if the CUDA context is lost; a rerun continues after the config that broke it.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from moe_runtime.tools.layer_shapes import find_layers
 
 
 def main(arguments: list[str]) -> int:
-    """Measure the layers of published models into FILE."""
+    """Measure the layers of published models, and write the configs to FILE."""
     parser = argparse.ArgumentParser(
         prog="python -m moe_runtime.bench.tune_layers", description=__doc__.splitlines()[0]
     )
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> int:
     add("file", type=Path)
     add("--shape", default="all", help="names of moe_runtime.tools.layer_shapes, or all")
     add("--tokens", default="16384,4096")
-    add("--seconds", type=float, help="after which nothing new begins")
+    add("--seconds", type=float, help="after which no measurement starts")
     given = parser.parse_args(arguments)
     layers = find_layers(given.shape)
     tokens = [*map(int, given.tokens.split(","))]

@@ -1,12 +1,12 @@
-"""Builds the requested libraries of csrc/; everything else about the package is in pyproject.toml.
+"""Build the requested libraries of csrc/; pyproject.toml has all other metadata.
 
-MOE_RUNTIME_BUILD_CUDA   unset or 0: no CUDA library; 1: one for every architecture; a list such as
-                         80;90 or 100+PTX: one for those
+MOE_RUNTIME_BUILD_CUDA   unset or 0: no CUDA library; 1: for every architecture; a list such as
+                         80;90 or 100+PTX: for these
 MOE_RUNTIME_BUILD_CPU    unset or 0: no CPU library; 1: the library of csrc/cpu, for every
-                         instruction set of this kind of machine
+                         instruction set of this machine's architecture
 
-Without both this is a wheel of pure Python, and no compiler is searched for. With one of them the
-wheel is py3-none-<platform>: neither Python nor torch is linked. No build needs a GPU.
+By default the result is a pure Python wheel that needs no compiler. With either library the wheel
+is py3-none-<platform>, as neither Python nor torch is linked. No build needs a GPU.
 """
 
 import os
@@ -25,17 +25,17 @@ REQUESTED = {name: os.environ.get(f"MOE_RUNTIME_BUILD_{name}") or "0" for name i
 
 
 class BuildLibrary(build_ext):
-    """Extensions that moe_runtime/native/build.py compiles."""
+    """Build extensions with moe_runtime/native/build.py."""
 
     def get_ext_filename(self, fullname):
-        # setuptools passes the full name or its last part, and would add Python's own suffix
+        # setuptools passes the full name or its last part, and would add Python's suffix
         return fullname.replace(".", "/") + ".so"
 
     def get_export_symbols(self, ext):
         return []
 
     def copy_extensions_to_source(self):
-        # an editable install has its library in the checkout
+        # an editable install keeps its library in the checkout
         (ROOT / "moe_runtime" / "_lib").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
@@ -63,12 +63,12 @@ def check_cpu() -> None:
 
 
 extensions = []
-# build what was requested or fail, as a wheel without the requested kernels would be misleading
+# fail if a request cannot be met, as a wheel without the requested kernels would be misleading
 if REQUESTED["CPU"] not in ("0", "1"):
     raise SystemExit(f"MOE_RUNTIME_BUILD_CPU must be 0 or 1, but is {REQUESTED['CPU']!r}")
 if set(REQUESTED.values()) != {"0"}:
     sys.path.insert(0, str(ROOT))
-    from moe_runtime.native import build  # which needs nothing but Python
+    from moe_runtime.native import build  # needs only Python
 
     ARCHS = build.ARCHS if REQUESTED["CUDA"] == "1" else REQUESTED["CUDA"]
     for name, library, pattern, check in (

@@ -103,7 +103,7 @@ def compare(a: Path, b: Path) -> Comparison:
     for name, info in one.items():
         if name in other:
             rows += _rows(name, info, other[name])
-            why = "no note says why"
+            why = "unknown reason"
         elif name in failed:
             why = f"the benchmark failed: {failed[name]}"
         else:

@@ -95,7 +95,7 @@ def cell(row: dict) -> str:
     # results of two correct implementations differ by their rounding
     off = row.get("difference", 0.0)
     if off is None:
-        parts.append("holds a NaN or has another shape")
+        parts.append("contains NaN or infinity")
     elif off >= 0.05:
         parts.append(f"differs by {off:.0e}")
     return ", ".join(parts)

@@ -3,6 +3,7 @@
     python -m tests.support.kill_matrix               # record what is missing or has changed
     python -m tests.support.kill_matrix --only io/    # some bugs, by a part of their file or text
     python -m tests.support.kill_matrix --budget 60   # at most about so many seconds of tests a bug
+    python -m tests.support.kill_matrix --named       # only the files that each bug names; no trace
     python -m tests.support.kill_matrix --report      # print what the records say
 
 The first run traces `make test` once, with coverage.py in one process, which takes about an hour;
@@ -31,7 +32,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support import planted
-from tests.support.kill_trace import Trace, file_of, numbers_of, ranges, record_trace, run_selected
+from tests.support.kill_trace import (
+    Trace,
+    Untraced,
+    file_of,
+    numbers_of,
+    ranges,
+    record_trace,
+    run_selected,
+)
 from tests.support.planted import ROOT, Bug
 
 OUT = Path(__file__).with_name("kill_matrix.json")
@@ -116,7 +125,7 @@ def within(bug: Bug, names: set[str], seconds: dict[str, float], budget: float) 
 class Work:
     """A bug and the tests to run for it."""
 
-    def __init__(self, bug: Bug, trace: Trace, budget: float):
+    def __init__(self, bug: Bug, trace: Trace | Untraced, budget: float):
         self.bug = bug
         seeing = trace.seeing(bug)
         self.seeing = {name for name in seeing if (ROOT / file_of(name)).is_file()}
@@ -154,7 +163,9 @@ class Work:
         )
 
 
-def run_all(matrix: Matrix, trace: Trace, selected: list[Bug], args: argparse.Namespace) -> None:
+def run_all(
+    matrix: Matrix, trace: Trace | Untraced, selected: list[Bug], args: argparse.Namespace
+) -> None:
     """Record the bugs whose records are missing or old, the quickest first."""
     every = [Work(bug, trace, args.budget) for bug in selected]
     todo = [work for work in every if not work.is_done(matrix)]
@@ -214,6 +225,7 @@ def main() -> None:
     add("--out", type=Path, default=OUT, help="the file of the records")
     add("--report", action="store_true", help="print what the records say")
     add("--only", default="", help="a part of a bug's file or description")
+    add("--named", action="store_true", help="only the tests of the files that a bug names")
     add("--trace", action="store_true", help="trace the tests again")
     add("--trace-in", type=Path, default=TRACE, help="the folder of the trace")
     add("--budget", type=float, default=float("inf"), help="traced seconds of tests a bug")
@@ -226,6 +238,9 @@ def main() -> None:
         return
     if planted.check(ROOT, selected) < len(selected):
         sys.exit("correct the table first")
+    if args.named:
+        run_all(matrix, Untraced(), selected, args)
+        return
     if args.trace or not any(args.trace_in.glob("data/tests-*.json")):
         record_trace(args.trace_in)
     run_all(matrix, Trace(args.trace_in), selected, args)

@@ -99,6 +99,17 @@ def record_trace(folder: Path) -> None:
         raise RuntimeError(f"pytest ended with {done.returncode} while it was traced")
 
 
+class Untraced:
+    """Stands for a trace where only the tests of the files that a bug names are run."""
+
+    def __init__(self):
+        self.seconds = {}
+        self.broken = set()
+
+    def seeing(self, bug: Bug) -> set[str]:
+        return set()
+
+
 class Trace:
     """What each test runs."""
 

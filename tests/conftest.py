@@ -1,9 +1,8 @@
-"""Kernels run natively where there is a CUDA GPU, else in Triton's interpreter; either way the same
-tests.
+"""Kernels run natively on a CUDA GPU, or else in Triton's interpreter, with the same tests.
 
-Triton decides per process: `@triton.jit`, and triton.language's own helpers at the first import,
-read TRITON_INTERPRET when they decorate. So it is set here, before a kernel or a model file of
-transformers imports triton (torch does not).
+Triton decides this per process: `@triton.jit` and triton.language's own helpers read
+TRITON_INTERPRET when they are decorated, at the first import. It is therefore set here, before a
+kernel or one of transformers' model files imports triton (torch does not).
 """
 
 import gc
@@ -14,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"  # one core a worker, in the subprocesses of tests too
+    os.environ["OMP_NUM_THREADS"] = "1"  # one core per worker, also in subprocesses of tests
 
 import pytest
 import torch
@@ -36,8 +35,8 @@ if INTERPRETED:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-# largest relative Frobenius error against float64 on the same quantised inputs: a few times what
-# the eager path has
+# largest relative Frobenius error against float64 on the same quantized inputs: a few times the
+# error of the eager path
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 5e-6,
@@ -57,9 +56,7 @@ _modules_frozen = 0
 
 
 def _freeze_imports() -> None:
-    """Take what modules hold out of the garbage collector's sight: every training ends with a
-    search of all the rest.
-    """
+    """Exclude imported modules from garbage collection, which the end of every training runs."""
     global _modules_frozen
     if len(sys.modules) > _modules_frozen + 20:
         gc.collect()
@@ -76,8 +73,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seed_and_poison():
     torch.manual_seed(0)
-    # torch.empty is NaN from here on: a kernel writes all that it hands out, and reads nothing that
-    # nobody wrote
+    # fill torch.empty with NaN, so that a kernel that leaves an output unwritten, or reads
+    # uninitialized memory, fails
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
 

@@ -1,5 +1,5 @@
-"""Which backend runs, and why not another: asked for is honoured or refused with the reason, never
-replaced.
+"""Which backend runs, and why another one does not: an explicit request is honored or refused with
+the reason, never replaced.
 """
 
 import json
@@ -75,7 +75,7 @@ def not_interpreted(monkeypatch):
 
 
 class OnGpu:
-    """What `pick` looks at in a tensor on a GPU."""
+    """The attributes that `pick` reads from a tensor on a GPU."""
 
     is_cuda = True
     device = torch.device("cuda:0")
@@ -108,7 +108,7 @@ def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("op", CALLS)
-def test_asked_for_and_unusable_is_an_error_that_says_why(op, backend, not_interpreted):
+def test_an_unusable_requested_backend_is_an_error_with_the_reason(op, backend, not_interpreted):
     with pytest.raises(ValueError) as error:
         CALLS[op](backend=backend)
     assert f"backend {backend!r} cannot run {op}: " in str(error.value)
@@ -148,7 +148,7 @@ def test_an_argument_beats_the_variable(monkeypatch):
 def test_triton_is_the_default_on_a_gpu_that_can(op, gpu, monkeypatch):
     assert backends.pick(op, gpu((9, 0))) == "triton"
     assert backends.pick(op, gpu((8, 0)), "triton") == "triton"
-    assert backends.pick(op, gpu((12, 0))) == "triton"  # newer than anything we know
+    assert backends.pick(op, gpu((12, 0))) == "triton"  # newer than any known capability
     assert backends.pick(op, gpu((7, 5))) == "torch"
     with pytest.raises(ValueError, match="sm_75, but sm_80 or newer"):
         backends.pick(op, gpu((7, 5)), "triton")
@@ -168,7 +168,7 @@ def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
     assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(1)).item() == 1
 
 
-# the library of csrc/cpu: the default of the experts where it is
+# the library of csrc/cpu, which is the default for the experts where it exists
 @pytest.mark.parametrize("op", CALLS)
 def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(op, monkeypatch):
     library = cpu_build.library()
@@ -180,17 +180,17 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(op, monk
     for dtype in (torch.float16, torch.float64):
         assert backends.pick(op, torch.zeros(1, dtype=dtype)) == "torch"
     assert backends.pick(op, torch.zeros(1), "torch") == "torch"
-    # speaks for the experts, leaves the others alone
+    # applies to the experts, not to the others
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cpp")
     assert backends.pick(op, torch.zeros(1)) == default
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     assert backends.pick(op, torch.zeros(1)) == "torch"
 
 
-# the library of csrc/: asked for, or measured faster
+# the library of csrc/: requested, or measured to be faster
 @pytest.fixture
 def library(monkeypatch):
-    """A library for GPUs, which nobody calls, and a GPU that has it."""
+    """A library for GPUs, which is never called, and a GPU that has it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     cuda.use(Loaded(None, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"}))
@@ -214,12 +214,12 @@ def table(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_cuda_runs_only_when_it_is_asked_for(op, library, monkeypatch):
-    asked = "cuda" if op in backends.CUDA_OPS else "triton"
+    requested = "cuda" if op in backends.CUDA_OPS else "triton"
     if op in backends.CUDA_OPS:
         assert backends.pick(op, library) == "triton"
         assert backends.pick(op, library, "cuda") == "cuda"
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
-    assert backends.pick(op, library) == asked
+    assert backends.pick(op, library) == requested
 
 
 def test_cuda_is_the_default_where_the_table_says_so(library, table, monkeypatch):
@@ -227,7 +227,7 @@ def test_cuda_is_the_default_where_the_table_says_so(library, table, monkeypatch
     assert backends.pick("dispatch", library) == "cuda"
     assert backends.pick("route", library) == "triton"
     assert backends.pick("dispatch", library, "triton") == "triton"
-    cuda.use(None)  # the table does not make a library
+    cuda.use(None)  # the table does not replace a library
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built")
     assert backends.pick("dispatch", library) == "triton"
 
@@ -236,7 +236,7 @@ def test_cuda_is_never_the_default_where_it_would_refuse(library, table):
     table(*({"op": op, "device": "NVIDIA H200"} for op in backends.CUDA_OPS))
     assert {backends.pick(op, library) for op in backends.CUDA_OPS} == {"cuda"}
     assert {backends.pick(op, library, cuda_fits=False) for op in backends.CUDA_OPS} == {"triton"}
-    # asked for: the op says why not
+    # if requested, the op says why it cannot run
     assert backends.pick("route", library, "cuda", cuda_fits=False) == "cuda"
     assert cuda_kernels.fits(1024)
     assert not cuda_kernels.fits(1025)

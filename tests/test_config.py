@@ -1,4 +1,4 @@
-"""MoEConfig: frozen, checked on construction, a JSON object and back."""
+"""MoEConfig: frozen, validated on construction, converted to a JSON object and back."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ def test_is_frozen_and_takes_keywords_only():
         object.__setattr__(config, "topk", 2)
     with pytest.raises(TypeError):
         MoEConfig(64, 96)
-    # a copy with a change is checked as well
+    # a modified copy is validated as well
     with pytest.raises(ValueError, match="top_k must be .*but got 9"):
         dataclasses.replace(config, top_k=9)
 

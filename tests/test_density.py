@@ -1,7 +1,7 @@
-"""How much there is to read, and how densely it is written: budgets and ceilings of each folder.
+"""How much code there is, and how dense it is: budgets and ceilings of each folder.
 
-A budget counts nodes of the syntax tree, so that folding lines gains nothing. Raise one only by
-lowering another by as much in the same commit.
+A budget counts nodes of the syntax tree, so that joining lines gains nothing. To raise one, lower
+another by as much in the same commit.
 """
 
 import pytest
@@ -27,7 +27,7 @@ e, f = d
 
 
 def excesses(name: str, density: Density) -> list[str]:
-    """Say where a folder is denser than the ceilings."""
+    """List where a folder is denser than the ceilings."""
     excess = []
     if density.nodes_per_line > NODES_PER_LINE:
         excess.append(f"{name} has {density.nodes_per_line:.2f} nodes a line")
@@ -58,7 +58,7 @@ def test_what_is_counted():
     sample = measured(SAMPLE)
     assert (sample.lines, sample.conditionals, sample.tuples, sample.comprehensions) == (4, 1, 1, 1)
     spaced = measured(SAMPLE.replace("(a, b)", "(\n    a,\n    b,\n)"))
-    assert spaced.nodes == sample.nodes  # how it is laid out does not count
+    assert spaced.nodes == sample.nodes  # formatting does not count
 
 
 def test_each_excess_is_reported():

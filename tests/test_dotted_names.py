@@ -15,14 +15,14 @@ ROOMS = "backends|native|io|ops|modules|hf|methods|tools|cli"
 METHODS = "lora|xft|esft|upit|ultrafuser"  # as their users import them
 WORDS = f"moe_runtime|papers|{ROOMS}|{METHODS}"
 NAME = re.compile(rf"(?<![\w./@{{-])(?:{WORDS})(?:\.[A-Za-z_]\w*)+(?![\w/(-]*[/-])")
-# files, ops of torch, the format of recorded routing, and kernels
+# files, torch ops, the format of recorded routing, and kernels
 OTHERS = re.compile(
     r"\.(py|md|yaml|json|so|csv|jsonl|safetensors|png)$|^moe_runtime\.(moe_mlp|route|routing)$|^lora\.(_|training$)"
 )
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Yield each file's texts in which a name may stand."""
+    """Yield each file's texts that may contain a name."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

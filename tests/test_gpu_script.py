@@ -1,7 +1,7 @@
-"""bench/gpu.sh without a GPU: its plan, by the stand-ins and the clock of tests/support/dry_run.py,
-and one tiny run of what it starts.
+"""bench/gpu.sh without a GPU: its plan, with the stand-ins and the clock of
+tests/support/dry_run.py, and one tiny run of what it starts.
 
-What the steps do is tested elsewhere: the tuner in tests/tools/test_tune.py, the benchmarks in
+The steps themselves are tested elsewhere: the tuner in tests/tools/test_tune.py, the benchmarks in
 tests/bench.
 """
 
@@ -29,7 +29,7 @@ COMMIT = dry_run.COMMIT
 
 @pytest.fixture
 def start(tmp_path):
-    """Call as start(part, LIMIT=..., ...); returns the exit status and what the script printed. The
+    """Call as start(part, LIMIT=..., ...); returns the exit status and the script's output. The
     folder of its results is tmp_path / "out".
     """
     env = dry_run.environment(tmp_path)
@@ -104,7 +104,7 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
     [("first", 9), ("second", 7), ("third", 10)],
 )
 def test_parts_end_in_time_whatever_hangs(start, tmp_path, part, count):
-    """Every program but the first hangs, and ignores Ctrl-C."""
+    """Every program except the first one hangs and ignores Ctrl-C."""
     everything = "pytest tools.check tune report native.build ncu sanitizer nvidia-smi"
     status, printed = start(part, HANG=everything)
     assert int((tmp_path / "clock").read_text()) <= 570_000, printed
@@ -122,17 +122,17 @@ def test_parts_end_in_time_whatever_hangs(start, tmp_path, part, count):
     assert (tmp_path / "out" / "gpu.jsonl").read_text().startswith('{"name": "", "commit"')
 
 
-def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
+def test_unused_time_goes_to_the_next_step(start, tmp_path):
     start("first")
     text = "\n".join(calls(tmp_path))
     budgets = []
     for number in re.findall(r"--budget ([\d.]+)", text):
         budgets.append(float(number))
-    # of layers (it and what comes before have 390 s together), of kernels with what that left over
+    # for layers (they and the earlier steps share 390 s), then for kernels, including unused time
     assert budgets[0] == pytest.approx(0.8 * 390, rel=0.05)
     assert budgets[1] == pytest.approx(0.8 * 440, rel=0.05)
     seconds = [float(number) for number in re.findall(r"--seconds ([\d.]+)", text)]
-    # of ops_check, which starts no process after them, and of the tuner
+    # for ops_check, which starts no process afterwards, and for the tuner
     assert seconds[0] == pytest.approx(0.8 * 110, rel=0.1)
     assert seconds[-1] == pytest.approx(0.8 * 560, rel=0.05)
 
@@ -146,7 +146,7 @@ def test_processes_that_die_are_restarted(start, tmp_path):
         assert "--restarted" in second
         assert "--restarted" not in first
     assert sum("tune_layers" in line for line in calls(tmp_path)) == 2
-    # the device, and what began and ended; thrice it did not end
+    # the device, and the start and end of each; three did not end
     assert len(records(tmp_path / "out" / "gpu.jsonl")) == 1 + 4 + 4 + 3
 
 
@@ -210,7 +210,7 @@ def test_after(): pass
 
 
 def run_pytest(folder: Path, *words, **variables: str) -> subprocess.CompletedProcess:
-    """Run pytest in a process that imports from `folder`, too."""
+    """Run pytest in a process that also imports from `folder`."""
     env = {}
     for name, value in os.environ.items():
         if not name.startswith("PYTEST"):
@@ -235,8 +235,8 @@ def run_pytest(folder: Path, *words, **variables: str) -> subprocess.CompletedPr
 
 
 def test_outcomes_are_written_as_they_come(tmp_path):
-    """A process that dies keeps what it wrote; the next one runs neither what passed nor what
-    killed it.
+    """A process that dies keeps its results; the next one runs neither the passed tests nor the one
+    that killed it.
     """
     (tmp_path / "test_some.py").write_text(OUTCOMES)
     results = tmp_path / "r.jsonl"
@@ -264,7 +264,7 @@ def test_outcomes_are_written_as_they_come(tmp_path):
     assert {line["commit"] for line in lines} == {COMMIT}
 
 
-# what stands in for packages that are not there
+# stand-ins for missing packages
 WITHOUT = """
 import sys
 
@@ -278,7 +278,7 @@ sys.meta_path.insert(0, Missing())
 
 
 def test_a_tiny_run_without_transformers_skips_only_what_needs_it(tmp_path):
-    """httpx, and with it transformers, cannot be imported: tests of the kernels are collected,
+    """httpx, and therefore transformers, cannot be imported: the kernel tests are collected, and
     benchmarks have notes.
     """
     (tmp_path / "without.py").write_text(WITHOUT)
@@ -323,7 +323,7 @@ def test_a_tiny_run_without_transformers_skips_only_what_needs_it(tmp_path):
         assert names == [f"{name}[tiny-bf16]"]
 
 
-# of a GPU, as much as collecting the benchmarks needs
+# as much of a GPU as collecting the benchmarks needs
 WITH_GPU = """
 import torch
 torch.cuda.is_available = lambda: True
@@ -334,7 +334,7 @@ torch.cuda.get_device_capability = lambda *_: (9, 0)
 
 
 def test_every_goal_of_a_gpu_has_a_step_that_measures_it(tmp_path):
-    """As collected where torch says that there is a GPU."""
+    """Collected as if torch reported a GPU."""
     (tmp_path / "gpu.py").write_text(WITH_GPU)
     files = dict.fromkeys(
         re.findall(

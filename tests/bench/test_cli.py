@@ -1,5 +1,5 @@
-"""`moe-runtime bench`: what it runs, keeps and compares; from a clone, interrupted, with a
-benchmark that dies.
+"""`moe-runtime bench`: what it runs, saves and compares; running from a clone, interruptions, a
+benchmark that crashes.
 """
 
 import json
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def file_of(path: Path, rows: dict, **info) -> Path:
-    """A results file of {benchmark: {variant: row}}."""
+    """Write a results file from {benchmark: {variant: row}}."""
     about = {
         "machine": "M",
         "torch": "2.11",
@@ -78,7 +78,9 @@ def row(ms: float, ratio: float = 1.0, **more) -> dict:
 )
 @pytest.mark.parametrize("variant", ["moe_runtime", "official"])
 def test_what_is_a_regression(tmp_path, a, b, says, variant):
-    """The floor is as fast as before: its pace is in the ratios. A peer's are none of ours."""
+    """The floor has not changed, since ratios account for its speed. A peer's slowdown is no
+    regression.
+    """
     result = compared(
         tmp_path,
         {"floor": row(8.0), variant: a},
@@ -220,7 +222,7 @@ def bench_slow(interleaved):
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """A folder of benchmarks of the test's own, with the machinery of bench/."""
+    """Create a folder of benchmarks for the test, with the fixtures of bench/."""
     folder = tmp_path / "benchmarks"
     folder.mkdir()
     (folder / "conftest.py").write_text("from moe_runtime.bench.conftest import *\n")
@@ -240,7 +242,7 @@ QUICK_NAMES = {f"bench_quick[{n}]" for n in range(3)}
 
 
 def run_all(lines: Path, progress=lambda done, total: None):
-    """Run all benchmarks of the folder; return what came of them."""
+    """Run all benchmarks of the folder and return the outcome."""
     running.run(
         running.files(None),
         lines,
@@ -251,7 +253,7 @@ def run_all(lines: Path, progress=lambda done, total: None):
 
 
 @pytest.mark.slow
-def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
+def test_a_crash_loses_only_its_own_benchmark(folder, tmp_path):
     folder(a=DIES, b=QUICK)
     counts = []
     lines = tmp_path / "out" / "r.jsonl"
@@ -267,7 +269,7 @@ def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
     assert whole["about"]["commit"] == machine.commit()
     assert whole["failed"] == outcome.failed
     assert counts[-1][1] == 6
-    # what failed is tried again, and only that
+    # only the failed benchmarks run again
     assert Records(lines).done() == {"bench_skips", *QUICK_NAMES}
     folder(a="def bench_dies(interleaved):\n    interleaved({'moe_runtime': lambda: 1})\n")
     outcome = run_all(lines)
@@ -298,7 +300,7 @@ cli.main()
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [os.killpg, os.kill])
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, kill):
-    """A terminal signals the whole group, a script the process alone."""
+    """A terminal signals the whole process group; a script signals only the process."""
     lines = tmp_path / "r.jsonl"
     arguments = [
         folder(a=QUICK, b=SLOW),
@@ -330,13 +332,13 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, kill):
     assert "interrupted; rerun to resume: " in errors
     assert len(Records(lines).done()) == 3
     assert not (tmp_path / "r.json").exists()
-    with pytest.raises(ProcessLookupError):  # nobody is left
+    with pytest.raises(ProcessLookupError):  # no process is left
         os.killpg(process.pid, 0)
 
 
 @pytest.mark.slow
 def test_a_run_from_the_clone_prints_its_tables(tmp_path):
-    """The benchmarks themselves, by the command a user types."""
+    """Run the real benchmarks with the command that a user types."""
     words = [
         "bench",
         "--only",

@@ -1,6 +1,4 @@
-"""What the benchmarks count themselves: saved bytes against sums by hand, bytes and FLOPs of
-shapes.
-"""
+"""The benchmarks' own counters: saved bytes against sums by hand, bytes and FLOPs of shapes."""
 
 import pytest
 import torch
@@ -9,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_runtime.bench import bench_layer, bench_memory, bench_xft, shapes
 
 
-def test_saved_bytes_counts_storages_once_and_weights_not():
+def test_saved_bytes_counts_storages_once_and_skips_weights():
     x = torch.randn(8, 16, requires_grad=True)
     weight = torch.randn(16, 4, requires_grad=True)
 
@@ -22,7 +20,7 @@ def test_saved_bytes_counts_storages_once_and_weights_not():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_ours_keeps_is_at_most_the_formula_and_less_than_others(dtype):
+def test_ours_saves_at_most_the_formula_and_less_than_others(dtype):
     layer = bench_layer.Layer(
         shapes.Shape(
             96,
@@ -53,7 +51,7 @@ def test_flops_of_a_tuning_step_are_those_of_its_products():
     tuned = bench_xft.Tuned(size, torch.float32)
     with FlopCounterMode(display=False) as counter:
         tuned.step_of("official")()
-    # the counter sees the router, and nothing of the CPU's attention
+    # the counter sees the router, but not attention on the CPU
     router = 6 * size.T * size.L * size.H * (size.E - 1)
     attention = 6 * size.T * size.L * size.length * size.H
     assert counter.get_total_flops() == bench_xft.flops_of(size) + router - attention

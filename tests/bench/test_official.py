@@ -1,5 +1,5 @@
-"""The benchmarks' official form of an XFT layer: the function and the gradients of our layer, and
-of the tests' formulas.
+"""The benchmarks' official form of an XFT layer: its function and gradients equal those of our
+layer and of the tests' formulas.
 """
 
 import pytest
@@ -70,7 +70,7 @@ def test_is_our_layer_with_every_gradient(router, num_experts, top_k):
         assert relative_error(other, one) < 1e-5
 
 
-def test_is_what_the_formulas_of_the_released_code_say():
+def test_matches_the_formulas_of_the_released_code():
     moe = layer("mlp")
     x = torch.randn(T, H)
     gate, up = moe.experts.gate_up_proj.detach().chunk(2, 1)
@@ -100,9 +100,9 @@ def test_is_what_the_formulas_of_the_released_code_say():
     assert weighted == pytest.approx(balance.item(), rel=1e-5)
 
 
-def test_a_tuning_step_computes_the_same_whoever_runs_the_layers():
+def test_a_tuning_step_is_the_same_with_every_implementation():
     def step(name: str):
-        """The loss, and of each parameter how far it moved and the average of its gradients."""
+        """Return the loss, and for each parameter its change and its average gradient."""
         tuned = bench_xft.Tuned(shapes.TUNING_TINY["tiny"], torch.float32)
         parameters = dict(tuned.model.named_parameters())
         before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
@@ -122,6 +122,5 @@ def test_a_tuning_step_computes_the_same_whoever_runs_the_layers():
         for key, (move, average) in moved.items():
             assert move.abs().max() > 0, key
             assert relative_error(others[key][1], average) < 1e-4, (name, key)
-            # the first step of AdamW is the gradient's sign, which rounding turns where it is about
-            # zero
+            # the first step of AdamW is the sign of the gradient, which rounding flips near zero
             assert relative_error(others[key][0], move) < 0.1, (name, key)

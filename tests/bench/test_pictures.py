@@ -1,4 +1,4 @@
-"""The benchmarks' pictures, of a published file: what is drawn is what the file says."""
+"""The benchmarks' figures show the values of a published file."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from moe_runtime.bench.pictures_bars import read
 
 matplotlib = pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-PUBLISHED = RESULTS / "2026-11-22-12297f0-cpu.json"  # has something of every picture
+PUBLISHED = RESULTS / "2026-11-22-12297f0-cpu.json"  # has data for every figure
 FUNCTIONS = {
     "memory": "bench_saved_memory",
     "xft": "bench_xft_step",
@@ -40,7 +40,7 @@ def title_of(axes) -> str:
 
 
 def panel_of(figure, begins: str, ends: str = ""):
-    """The one panel whose title begins and ends so."""
+    """Return the only panel whose title has this start and end."""
     chosen = []
     for axes in figure.axes:
         if title_of(axes).startswith(begins) and title_of(axes).endswith(ends):
@@ -50,7 +50,7 @@ def panel_of(figure, begins: str, ends: str = ""):
 
 
 def bars_of(axes) -> dict[str, float]:
-    """The width of each implementation's bar, and whose it is."""
+    """Return the width of each bar by implementation."""
     widths = {}
     for container in axes.containers:
         (bar,) = container
@@ -104,7 +104,7 @@ def test_layer_bars_are_multiples_of_ours_and_a_long_one_is_cut(published, monke
 
 
 def drawn(path: Path) -> dict:
-    """All pictures of a file."""
+    """Draw all figures of a file."""
     benches = read(path)
     figures = {name: draw(benches) for name, draw in pictures.PICTURES.items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
@@ -117,7 +117,7 @@ def test_what_was_not_measured_makes_no_picture(tmp_path, name):
     assert len(pictures.write_pictures(path)) == (2 if name else 0)
 
 
-def test_files_are_the_same_each_time_and_text_is_text(tmp_path, capsys):
+def test_files_are_reproducible_and_text_stays_text(tmp_path, capsys):
     path = write_part(tmp_path / "r.json", "bench_saved_memory")
     pictures.main([str(path), "-o", str(tmp_path / "a")])
     names = ["r-memory.png", "r-memory.svg"]

@@ -1,11 +1,11 @@
-"""What stands in for work that takes long or needs a GPU, in tests of what commands write."""
+"""Stand-ins for work that takes long or needs a GPU, for tests of what commands write."""
 
 import sysconfig
 from pathlib import Path
 
 
 class _Clock:
-    """Milliseconds that a config's own numbers give, the same in every run."""
+    """Milliseconds computed from the config's own numbers, the same in every run."""
 
     def round(self, functions) -> list[float]:
         values = []
@@ -48,9 +48,7 @@ def short_demo() -> None:
 
 
 def short_bench() -> None:
-    """Let `bench` measure nothing, in its own process: what is tested is what it keeps and
-    writes.
-    """
+    """Replace the measurements of `bench`, in this process, to test only what it writes."""
     from moe_runtime.bench import running
 
     def measured(arguments, records, update):
@@ -82,9 +80,7 @@ def short_bench() -> None:
 
 
 def fake_gpu() -> None:
-    """Let `tune` find a GPU on which each config gives the right result at once: what is tested is
-    its file.
-    """
+    """Let `tune` find a GPU on which every config is correct at once, to test only its file."""
     import torch
 
     from moe_runtime.tools import tune

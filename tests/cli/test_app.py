@@ -1,5 +1,5 @@
-"""moe-runtime, the command, as a user runs it: what it prints, its exit code, and that bad input
-writes nothing.
+"""The moe-runtime command as a user runs it: its output, its exit code, and bad input, which writes
+nothing.
 """
 
 import json
@@ -15,7 +15,7 @@ import moe_runtime.kernels.tiles  # noqa: F401  interpreted or compiled, as the 
 from moe_runtime import cli
 from moe_runtime.backends import OPS
 from moe_runtime.io import console
-from moe_runtime.kernels import tiles  # interpreted or compiled, as the other kernels are
+from moe_runtime.kernels import tiles  # interpreted or compiled, like the other kernels
 from moe_runtime.tools import tune
 from tests.hf.tiny import dense
 
@@ -28,8 +28,8 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Call the command in this process, which has the imports; test_a_real_process shows that it is
-    the same.
+    """Call the command in this process, which saves the imports; test_a_real_process shows that a
+    process of its own behaves the same.
     """
 
     def call(*arguments, **environment):
@@ -78,14 +78,14 @@ def succeed(run, *arguments) -> Result:
 
 
 def assert_one_line(out: Result, match: str) -> None:
-    """The command ended with one line that says why."""
+    """Assert that the command ended with one line that says why."""
     assert out.returncode == 1
     assert out.stderr.startswith("error: ")
     assert match in out.stderr
     assert len(out.stderr.splitlines()) == 1
 
 
-def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
+def test_each_folder_feeds_the_next_command(run, base, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
     moe = tmp_path / "moe"
@@ -156,7 +156,7 @@ def test_doctor_names_every_op_and_why(run):
 
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory) -> list[str]:
-    """Options of `tune` for the layer of a folder that has a config alone."""
+    """Options of `tune` for the layer of a folder that holds only a config."""
     folder = tmp_path_factory.mktemp("layer") / "layer"
     folder.mkdir()
     config = {"model_type": "mixtral", "hidden_size": 40, "intermediate_size": 32}
@@ -199,8 +199,8 @@ def test_tune_without_a_home_writes_nowhere(run, clock, sizes, monkeypatch, tmp_
 
 @pytest.fixture
 def clock(monkeypatch, tmp_path):
-    """A GPU that is the interpreter, and a clock that stops the run in the round that a
-    test names.
+    """Replace the GPU by the interpreter, and the clock by one that interrupts the run in the round
+    that the test chooses.
     """
 
     class Clock:
@@ -223,7 +223,7 @@ def clock(monkeypatch, tmp_path):
     tiles.lookup.cache_clear()
 
 
-def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, sizes, tmp_path):
+def test_tune_resumes_after_an_interruption_and_doctor_finds_the_file(run, clock, sizes, tmp_path):
     path = tmp_path / "moe_runtime" / "tiles.json"
     assert f"built in; {path} has none for this device" in run("doctor").stdout
     clock.left = 3
@@ -235,7 +235,7 @@ def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, sizes, tm
     lines = succeed(run, "tune", *sizes).stdout.splitlines()
     assert lines[-1] == f"{path}: 1 kept, 1 measured"
     assert lines[1].endswith("5.000 ms; built in 8.000 ms (measured)")
-    assert "built in" in run("doctor").stdout  # this process has read the file already
+    assert "built in" in run("doctor").stdout  # this process has cached the file
     tiles.read_tuned.cache_clear()
     assert f"{path}: 2 measured here" in run("doctor").stdout
     path.write_text("{")

@@ -1,4 +1,4 @@
-"""moe-runtime esft as a user types it: from scores to a merged folder, official files, and one
+"""`moe-runtime esft` as a user types it: from scores to a merged folder, official files, and one
 clear error for bad input.
 """
 
@@ -27,12 +27,12 @@ TRAIN = "--steps 8 --batch-size 4 --max-length 32 --learning-rate 1e-2 --save-st
 
 
 def invoke(line: str, **folders):
-    """Run a command line whose {names} are folders."""
+    """Run a command line in which {names} stand for folders."""
     return CliRunner().invoke(cli_esft.app, line.format(**folders).split())
 
 
 def succeed(line: str, **folders) -> str:
-    """Run a command line that must succeed; return what it prints."""
+    """Run a command line that must succeed, and return its output."""
     out = invoke(line, **folders)
     assert out.exit_code == 0, out.exception
     return out.output
@@ -47,7 +47,7 @@ def refused(line: str, match: str, **folders) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder with a base, rows, and what score and select make of them."""
+    """A folder with a base, examples, and the output of `score` and `select`."""
     home = tmp_path_factory.mktemp("esft")
     tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
     stock("deepseek_v2", vocab_size=len(tokenizer)).save_pretrained(home / "base")
@@ -196,7 +196,7 @@ def test_a_selection_of_another_model_is_refused_before_training(home, tmp_path)
     line = f"train {tmp_path}/other {files} --config"
     refused(f"{line} {home}/config.json", "'deepseek_v2', but the model's is 'olmoe'")
     values = read_json(home / "config.json")
-    del values["moe_runtime"]  # as older and official files
+    del values["moe_runtime"]  # older and official files lack it
     (tmp_path / "old.json").write_text(json.dumps(values))
     refused(f"{line} {tmp_path}/old.json", "has 2 layers, while the model has 3, also layer 0")
     assert not (tmp_path / "law").exists()

@@ -1,4 +1,4 @@
-"""moe-runtime eval: lm-eval's own numbers on our folders, without a network."""
+"""`moe-runtime eval`: lm-eval's own results on our folders, without a network."""
 
 import json
 import sys
@@ -83,7 +83,7 @@ def test_a_folder_is_evaluated(home, tmp_path, monkeypatch, capsys):
 def test_adapters_change_their_base(home, monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     assert bits(home, "{0}/stock+{0}/esft") != pytest.approx(bits(home, "{0}/stock"), rel=1e-4)
-    assert bits(home, "{0}/peft") > 0  # whose base it names
+    assert bits(home, "{0}/peft") > 0  # the adapter names its base
 
 
 @pytest.mark.slow

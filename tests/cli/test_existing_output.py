@@ -1,4 +1,6 @@
-"""docs/commands.md's table of what each verb does with existing output: every cell is a test."""
+"""The table in docs/commands.md of what each verb does with existing output: every cell is a
+test.
+"""
 
 import functools
 import importlib
@@ -25,7 +27,7 @@ STATES = ("wrong kind", "other content", "same", "different", "unfinished", "ove
 
 
 def read_page() -> tuple[dict, set[str]]:
-    """The cells of the page's table by verb and state, and the verbs that write one file."""
+    """Return the table's cells by verb and state, and the verbs that write a single file."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
     table = text.split("## What a command does with existing")[1]
     cells = {}
@@ -45,7 +47,7 @@ CELLS, FILES = read_page()
 
 
 FAULTY = {"papers run" if name == "run" else name: verb for name, verb in VERBS.items()}
-ANSWERS = "out/dense/arithmetic.jsonl"  # what `eval` writes last of a task
+ANSWERS = "out/dense/arithmetic.jsonl"  # the last file that `eval` writes for a task
 ALL = FAULTY | {
     "papers demo": _verb(
         "papers demo --preset tiny --out out",
@@ -90,7 +92,7 @@ ALL = FAULTY | {
         "papers eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"
     ),
 }
-# what makes a different result; another seed unless it is here
+# options that change the result; verbs that are not listed get another seed
 SHARDS = dict.fromkeys(
     ("xft export", "xft import-official", "upit export", "esft merge"), ("--max-shard-size", "9KB")
 )
@@ -121,8 +123,8 @@ LONG = {
     "papers data smollm2",
     "papers data tasks",
     "papers demo-real",
-}  # seconds each
-# what `before` of a verb replaces
+}  # each takes seconds
+# attributes that `before` of a verb replaces
 REPLACED = {
     "papers demo": {
         "papers.engine.corpora": ["standard_library_files"],
@@ -135,7 +137,7 @@ REPLACED = {
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder, but for locks."""
+    """Return the contents of the files below a folder, except locks."""
     files = {}
     for path in folder.rglob("*"):
         if path.is_file() and ".locks" not in path.parts:
@@ -144,7 +146,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def results(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return what a verb is for, which has no times in it."""
+    """Return the main results of a verb, which contain no times."""
     chosen = {}
     for name, value in files.items():
         if name.endswith(".safetensors") or name in ("out", "out.json", ANSWERS):
@@ -153,14 +155,14 @@ def results(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def invoked(words: list[str]):
-    """Run a command line, of either program, in this process."""
+    """Run a command line of either program in this process."""
     program, arguments = cli.program_of(words)
     return CliRunner().invoke(program.app, arguments)
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """The verbs' inputs, and what three of the verbs make of them."""
+    """The verbs' inputs, and the outputs of three verbs that others need."""
     folder = tmp_path_factory.mktemp("existing") / "inputs"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["", str(folder)])
@@ -178,7 +180,7 @@ def given(tmp_path_factory):
 
 @pytest.fixture
 def invoke(given, monkeypatch, tmp_path):
-    """Run a verb in a folder of its own; what its test replaces is put back."""
+    """Run a verb in its own folder; attributes that the verb's stand-in replaces are restored."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *more: str):
@@ -186,7 +188,7 @@ def invoke(given, monkeypatch, tmp_path):
             module = importlib.import_module(target)
             for attribute in attributes:
                 monkeypatch.setattr(module, attribute, getattr(module, attribute))
-        # what is read of the files that the demo is given is not for later tests of this process
+        # later tests in this process must not see what is cached of the demo's files
         rows = functools.cache(corpora._library_rows.__wrapped__)
         monkeypatch.setattr(corpora, "_library_rows", rows)
         if ALL[name].before:
@@ -199,7 +201,7 @@ def invoke(given, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Put a verb's result into a folder; it is made once."""
+    """Put a verb's result into a folder; each result is computed once."""
     folders = {}
 
     def make(name: str, invoke, here: Path) -> None:
@@ -215,35 +217,35 @@ def finished(tmp_path_factory):
 
 
 def unfinish(name: str) -> None:
-    """Leave of a verb's result what an interruption near its end would."""
+    """Reduce a verb's result to what an interruption near its end would leave."""
     out = Path(ALL[name].out)
     if name == "bench":
         first = records.benchmarks(out)[0]
         lines = records.Records(out.with_suffix(".jsonl"))
         lines.write(first["name"], extra_info=first["extra_info"])
         out.unlink()
-    elif name != "tune":  # whose file is whole after every config
+    elif name != "tune":  # its file is complete after every config
         shutil.rmtree(max(out.glob("*-*/"), key=lambda path: path.stat().st_mtime_ns))
 
 
-def test_every_verb_has_a_line_and_the_options_that_it_names():
+def test_every_verb_has_a_row_and_the_options_it_lists():
     silent = {"upit choose", "esft apply", "doctor", "memory", "eval", "papers memory"}
     named = {" ".join(words): command for words, command in TREE.items()}
     for words, command in walk(get_command(cli.PAPERS.app)).items():
         if hasattr(command, "commands"):
             continue
-        if words[0] in TABLES:  # which are all alike
+        if words[0] in TABLES:  # all of them are alike
             words = ("xft", "table1")
         named[f"papers {' '.join(words)}"] = command
     listed = {name for name, _ in CELLS}
     assert listed == set(named) - silent
-    for name in listed - {"train"}:  # whose options are TRL's parser's
+    for name in listed - {"train"}:  # TRL's parser has its options
         options = {option.name for option in named[name].params}
         assert ("overwrite" in options) == (CELLS[name, "overwrite"] != "-"), name
 
 
 def cells() -> list:
-    """The cells of the table but for those that take seconds, which the verbs' own tests show."""
+    """Return the table's cells except slow ones, which the tests of the verbs cover."""
     params = []
     for (name, state), word in CELLS.items():
         is_quick = name not in LONG
@@ -255,8 +257,8 @@ def cells() -> list:
 
 
 def prepare(name: str, state: str, invoke, finished, here: Path) -> tuple:
-    """Make what is there before the verb; return the path of a note in it, and the results of the
-    verb if it has run.
+    """Create the state before the verb runs; return the path of a note in it, and the results of
+    the verb if it has run.
     """
     out = Path(ALL[name].out)
     note = out / "note"
@@ -268,7 +270,7 @@ def prepare(name: str, state: str, invoke, finished, here: Path) -> tuple:
         return note, {}
     finished(name, invoke, here)
     whole = results(snapshot(here))
-    if name == "bench" and state in ("same", "overwrite"):  # which always measures the same here
+    if name == "bench" and state in ("same", "overwrite"):  # the stand-in always measures the same
         out.write_text(out.read_text().replace('"ms": 1.5', '"ms": 9.5'))
     elif name == "bench" and state == "different":
         out.write_text(out.read_text().replace("bench_x[b]", "bench_y[b]"))
@@ -282,12 +284,12 @@ def prepare(name: str, state: str, invoke, finished, here: Path) -> tuple:
 
 
 def measured(text: bytes) -> set[bytes]:
-    """The names of benchmarks in a file."""
+    """Return the names of the benchmarks in a file."""
     return {part for part in text.split(b'"') if part.startswith(b"bench_")}
 
 
 @pytest.mark.parametrize("name, state, word", cells())
-def test_the_cell(invoke, finished, tmp_path, name, state, word):
+def test_existing_output(invoke, finished, tmp_path, name, state, word):
     more = []
     if state in ("different", "overwrite"):
         more += CHANGES.get(name, ("--seed", "5"))

@@ -1,5 +1,5 @@
-"""Hub ids where commands take folders, --push-to-hub, and the cards: against a stand-in of the Hub,
-in a process of its own.
+"""Hub ids in place of folders, --push-to-hub, and model cards, against a stand-in of the Hub in its
+own process.
 """
 
 import json
@@ -136,7 +136,7 @@ torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
         pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_pushed_is_what_others_load(script, tmp_path):
+def test_a_pushed_repository_can_be_loaded(script, tmp_path):
     server = stand_in.start()
     env = (
         os.environ

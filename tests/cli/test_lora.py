@@ -1,4 +1,4 @@
-"""The verbs of moe-runtime lora: what they write, say and refuse."""
+"""The verbs of `moe-runtime lora`: what they write, print and refuse."""
 
 import json
 import re
@@ -20,8 +20,8 @@ def invoke(*words):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A base, an adapter of it, the same as PEFT 0.18 would have written it, and what the adapted
-    model computes.
+    """A base, an adapter for it, the same adapter as PEFT 0.18 would have written it, and the
+    logits of the adapted model.
     """
     folder = tmp_path_factory.mktemp("lora")
     made = adapted(folder)
@@ -31,7 +31,7 @@ def home(tmp_path_factory):
 
 
 def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
-    folder, want = home
+    folder, expected = home
     out = invoke(
         "lora",
         "convert",
@@ -55,7 +55,7 @@ def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     for model in (merged, load_lora(base, tmp_path / "new").eval()):
         with torch.no_grad():
-            torch.testing.assert_close(model(**batch()).logits, want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(model(**batch()).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -55,16 +55,16 @@ CASES = [
 
 
 class Passed(Exception):
-    """What a function was called with."""
+    """The arguments that a function was called with."""
 
 
 def passed(monkeypatch, line: str, function: str) -> tuple[tuple, dict]:
-    """Run the line with a function that does nothing; returns its arguments."""
+    """Run the line with a function that does nothing, and return its arguments."""
 
     def stop(*args, **options):
         raise Passed(args, options)
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # one_gpu sets it otherwise
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # one_gpu sets it
     monkeypatch.setattr(function, stop)
     out = CliRunner().invoke(app, line.split())
     assert isinstance(out.exception, Passed), (out.output, out.exception)

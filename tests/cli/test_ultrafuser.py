@@ -1,5 +1,5 @@
-"""moe-runtime ultrafuser as a user types it: what reaches the method, one clear error for bad
-input.
+"""`moe-runtime ultrafuser` as a user types it: the arguments reach the method, and bad input gives
+one clear error.
 """
 
 import json
@@ -41,7 +41,7 @@ def sources(tmp_path_factory):
         model.save_pretrained(folder)
         shutil.copytree(folder, home / "bare", dirs_exist_ok=True)  # has no tokenizer
         fusers.tokenizer().save_pretrained(folder)
-    # and one whose vocabulary only begins as the others' does
+    # and one with a vocabulary that equals the others' only at the beginning
     other = shutil.copytree(folders[1], home / "other")
     values = json.loads((other / "tokenizer.json").read_text())
     words = values["model"]
@@ -77,14 +77,14 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
         4,
     )
     assert out.exit_code == 0, out.exception
-    want = fuser.complete(["1 + 1", "def add"], max_new_tokens=4, do_sample=False)
-    assert out.stdout == "".join(f"{text}\n" for text in want)
+    expected = fuser.complete(["1 + 1", "def add"], max_new_tokens=4, do_sample=False)
+    assert out.stdout == "".join(f"{text}\n" for text in expected)
 
 
 def test_a_file_of_prompts_is_answered_in_batches(sources, tmp_path):
     assert invoke("fuse", *sources, "--out", tmp_path / "f").exit_code == 0
-    asked = [{"role": "user", "content": "1 + 1"}]
-    chats = [asked, [*asked, {"role": "assistant", "content": "2"}]]
+    question = [{"role": "user", "content": "1 + 1"}]
+    chats = [question, [*question, {"role": "assistant", "content": "2"}]]
     chats.append([{"role": "user", "content": "def add" * 3}])
     text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (tmp_path / "chats.jsonl").write_text(text)
@@ -102,7 +102,7 @@ def test_a_file_of_prompts_is_answered_in_batches(sources, tmp_path):
     assert out.exit_code == 0, out.exception
     fuser = ultrafuser.load(tmp_path / "f")
     lines = answers.read_text().splitlines()
-    for line, prompt in zip(lines, (asked, asked, chats[2]), strict=True):
+    for line, prompt in zip(lines, (question, question, chats[2]), strict=True):
         (alone,) = fuser.complete([prompt], max_new_tokens=4, do_sample=False)
         assert json.loads(line) == {"prompt": prompt, "answer": alone}
 

@@ -1,4 +1,6 @@
-"""moe-runtime upit as a user types it: the steps on folders, one clear error for bad input."""
+"""`moe-runtime upit` as a user types it: the steps on folders, and one clear error for bad
+input.
+"""
 
 import json
 import re
@@ -20,7 +22,7 @@ def invoke(*arguments):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A base, rows, and two experts that differ from it in their MLPs."""
+    """A base, examples, and two experts that differ from the base in their MLPs."""
     folder = tmp_path_factory.mktemp("experts")
     write_study(folder)
     for i in range(2):

@@ -1,5 +1,5 @@
-"""What holds for every verb: help with an example that parses, --json, completion without torch;
-found by walking the tree.
+"""Rules for every verb, found by walking the command tree: help with an example that parses,
+--json, completion without torch.
 """
 
 import json
@@ -32,7 +32,7 @@ def test_numbers_and_ranges(text, found):
 
 
 def walk(command, words=()) -> dict[tuple[str, ...], object]:
-    """Return words -> command of all groups and verbs."""
+    """Return {words: command} of all groups and verbs."""
     walked = {words: command}
     for name, one in getattr(command, "commands", {}).items():
         walked |= walk(one, (*words, name))
@@ -54,8 +54,8 @@ for PROGRAM in (cli.LIBRARY, cli.PAPERS):
         ALL[f"{PROGRAM.name} {' '.join(WORDS)}".strip()] = (PROGRAM, list(WORDS), COMMAND)
 
 
-def test_the_tree():
-    """The same shape for every method; at the top what belongs to none."""
+def test_command_tree():
+    """Every method is a group; the top level holds the verbs that belong to no method."""
     assert TREE.keys() - VERBS.keys() == {(), *((method,) for method in METHODS)}
     top = "train eval stats bench tune doctor memory"
     assert {words[0] for words in VERBS if len(words) == 1} == set(top.split())
@@ -70,7 +70,7 @@ def test_help_says_what_everything_is_for_and_gives_an_example_that_parses(line)
     assert command.help, "no help"
     assert command.help.strip()[0].isupper()
     for option in command.params:
-        # typer's own context and the completion's options are not ours
+        # typer adds the context and the completion options itself
         assert getattr(option, "help", None), f"{option.name} has no help"
     out = CliRunner().invoke(program.app, [*words, "--help"])
     assert out.exit_code == 0
@@ -81,13 +81,13 @@ def test_help_says_what_everything_is_for_and_gives_an_example_that_parses(line)
     start = f"Example: {program.name} "
     assert command.epilog.startswith(start)
     typed = shlex.split(command.epilog.removeprefix(start))
-    assert typed[: len(words)] == words, "the example is of another verb"
+    assert typed[: len(words)] == words, "the example is for another verb"
     parse_verb(typed, program=program)
 
 
 @pytest.fixture
 def app(monkeypatch):
-    """A command line of one verb that prints on the way, and whose result a test gives."""
+    """A command line with one verb that prints while it runs and returns the given result."""
 
     def make(result, **options):
         app = typer.Typer()
@@ -119,7 +119,7 @@ def test_json_is_alone_on_stdout(app, monkeypatch):
     out = CliRunner().invoke(app(Ends({"worse": 1}, 1)), ["--json"])
     assert out.exit_code == 1
     assert json.loads(out.stdout) == {"worse": 1}
-    monkeypatch.setenv("RANK", "1")  # one process prints it
+    monkeypatch.setenv("RANK", "1")  # only one process prints it
     out = CliRunner().invoke(app(result), ["--json"])
     assert out.exit_code == 0
     assert out.stdout == ""
@@ -142,8 +142,8 @@ app()
 """
 
 
-def test_json_is_alone_whoever_writes():
-    """NCCL and programs that are started write to the descriptor, past Python's stdout."""
+def test_json_is_alone_on_the_descriptor():
+    """NCCL and child processes write to the file descriptor, bypassing Python's stdout."""
     done = subprocess.run([sys.executable, "-c", LOUD, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"a": 1}, done.stderr
@@ -174,7 +174,7 @@ def test_an_interruption_says_how_to_resume(app, monkeypatch, where, options, li
     assert out.stderr.splitlines()[-1] == f"interrupted; {line}"
 
 
-# a program that says at its end which heavy packages it has imported
+# a program that reports at exit which heavy packages it has imported
 START = """
 import sys
 from moe_runtime import cli
@@ -187,9 +187,8 @@ finally:
 """
 
 
-# completion and start
 def imports_of(program: cli.Program, arguments: list[str], env: dict[str, str]) -> str:
-    """Run a program without heavy imports; return what it prints."""
+    """Run a program that must not import heavy packages, and return its output."""
     code = START.format(argv=[program.argv0, *arguments], commands=program.commands)
     command = [sys.executable, "-c", code]
     done = subprocess.run(
@@ -200,7 +199,7 @@ def imports_of(program: cli.Program, arguments: list[str], env: dict[str, str]) 
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "", f"imported or said: {done.stderr}"
+    assert done.stderr == "", f"imported or printed: {done.stderr}"
     return done.stdout
 
 
@@ -215,7 +214,7 @@ def completed(line: str, shell: str = "bash") -> str:
         "_TYPER_COMPLETE_ARGS": line,
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    program = program._replace(argv0="moe-runtime")  # which decides the name of the variable
+    program = program._replace(argv0="moe-runtime")  # it determines the name of the variable
     return imports_of(program, [], env)
 
 

@@ -1,4 +1,4 @@
-"""moe-runtime xft as a user types it: official folders in and out, and one clear error for bad
+"""`moe-runtime xft` as a user types it: official folders in and out, and one clear error for bad
 input.
 """
 
@@ -22,14 +22,14 @@ def invoke(verb: str, *folders, options: str = ""):
 
 
 def succeed(*arguments, options: str = "") -> str:
-    """Run a verb that must succeed; return what it prints."""
+    """Run a verb that must succeed, and return its output."""
     out = invoke(*arguments, options=options)
     assert out.exit_code == 0, out.exception
     return out.stdout
 
 
 def refused(match: str, *arguments, options: str = "") -> None:
-    """Run a verb that must raise one error and leave nothing."""
+    """Run a verb that must raise one error and write nothing."""
     out = invoke(*arguments, options=options)
     assert isinstance(out.exception, ValueError), out.output
     assert re.search(match, str(out.exception))
@@ -88,7 +88,7 @@ for LINE in (Path(__file__).resolve().parents[2] / "docs" / "xft.md").read_text(
 
 @pytest.mark.parametrize("gate, merges, families, official", EXPORTS)
 def test_each_gate_exports_to_what_the_page_says(gate, merges, families, official, tmp_path):
-    """As docs/xft.md lists it."""
+    """docs/xft.md lists the families."""
     dense("llama", mlp_bias=None, rope_theta=1e4).save_pretrained(tmp_path / "base")
     moe = tmp_path / "moe"
     options = f"--num-experts 3 --top-k 2 --gate {gate}"

@@ -1,5 +1,5 @@
-"""Every op on every backend that runs here against the float64 equations of the installed table of
-cases; `make stress` lets hypothesis draw many more.
+"""Every op on every backend that is available against the float64 equations of the installed case
+table; `make stress` lets hypothesis draw many more cases.
 """
 
 import pytest
@@ -22,8 +22,9 @@ DTYPES = {
     "cuda": (torch.float32, *HALF),
     "triton": (torch.float32, *HALF),
 }
-NUMBERS = {"torch": 12, "cpp": 12, "cuda": 12, "triton": 4}  # the interpreter takes a second a case
-EXAMPLES = {"torch": 1500, "cpp": 1500, "cuda": 1500, "triton": 250}  # of hypothesis
+# the interpreter takes a second per case
+NUMBERS = {"torch": 12, "cpp": 12, "cuda": 12, "triton": 4}
+EXAMPLES = {"torch": 1500, "cpp": 1500, "cuda": 1500, "triton": 250}  # drawn by hypothesis
 RUNS = [
     pytest.param(name, backend, dtype, id=f"{name}-{backend}-{str(dtype).removeprefix('torch.')}")
     for name, (op, _) in CASES.items()
@@ -80,7 +81,7 @@ def test_is_the_equation_on_what_hypothesis_draws(name, backend, dtype, device):
 
 
 class Calls(TorchDispatchMode):
-    """Names of the ops of ours that ran."""
+    """Record the names of our ops that ran."""
 
     def __init__(self):
         super().__init__()
@@ -112,8 +113,8 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"dispatch"}))
-def test_the_measure_sees_what_is_planted(name):
-    """One output or gradient at a time is wrong, in rows that are no smaller than others."""
+def test_the_error_measure_detects_planted_errors(name):
+    """One output or gradient is wrong at a time, in rows that are not smaller than the others."""
     seen = set()
     for number in range(40):
         case = CASES[name][1](Draw.numbered(torch.float32, number))
@@ -121,7 +122,7 @@ def test_the_measure_sees_what_is_planted(name):
         got = run(case, "torch", upstream)
         allowed = allowance(case, got, upstream)
         for part, tensor in got.items():
-            # few numbers show nothing, nor do gradients whose terms cancel
+            # too few elements hide an error, and so do gradients whose terms cancel
             if part not in allowed.moved or tensor.numel() < 20:
                 continue
             if tensor.norm() <= 0.1 * case.scales.get(part, 0.0):
@@ -129,7 +130,7 @@ def test_the_measure_sees_what_is_planted(name):
             for planted, change in PLANTED.items():
                 wrong = change(tensor)
                 if (wrong - tensor).norm() <= 9e-4 * tensor.norm():
-                    continue  # a row that is zero, or equal to all others
+                    continue  # the row is zero, or all rows are equal
                 assert errors(got | {part: wrong}, allowed)[part] > 1, f"{planted}: {part}: {case}"
                 seen.add(planted)
     assert seen == PLANTED.keys()

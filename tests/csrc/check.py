@@ -1,8 +1,8 @@
-"""python check.py LIBRARY SEEDS [CHECK ...]: hold csrc/, built for the CPU, against plain numpy;
-exit 1 with what differs.
+"""python check.py LIBRARY SEEDS [CHECK ...]: compare csrc/, built for the CPU, with plain numpy;
+exit with 1 and print what differs.
 
-Without torch, so that it starts fast under sanitizers and may die of what it finds. The seeds are
-orders of the threads.
+It does not import torch, so that it starts fast under sanitizers and may crash on what it finds.
+The seeds determine the order of the threads.
 """
 
 import ctypes
@@ -45,14 +45,16 @@ def size(name: str, *values) -> int:
 
 
 def empty(*shape, dtype=np.int32):
-    """An array that nobody has written, each number as far from the right one as can be."""
+    """Return an array of values far from any correct result, to detect elements that are never
+    written.
+    """
     if np.issubdtype(dtype, np.integer):
         return np.full(shape, -(2**30), dtype)
     return np.full(shape, np.nan, dtype)
 
 
 def narrow(x: np.ndarray, dtype: int) -> np.ndarray:
-    """The bits of `x` in `dtype`."""
+    """Return the bits of `x` in `dtype`."""
     if dtype == BF16:
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
@@ -67,14 +69,13 @@ def wide(x: np.ndarray, dtype: int) -> np.ndarray:
 
 def close(got, want, what: str, bound: float) -> None:
     error = np.linalg.norm(np.float64(got) - want) / max(np.linalg.norm(want), 1e-30)
-    assert error <= bound, f"{what}: relative error {error:.3g}; want {bound:.3g}"
+    assert error <= bound, f"{what}: relative error {error:.3g}; expected at most {bound:.3g}"
 
 
 def same(got, want, what: str) -> None:
     assert np.array_equal(got, want), f"{what} differs at {np.argwhere(got != want)[:3].tolist()}"
 
 
-# dispatch
 def sort(ids, E: int, K: int):
     key = np.where((ids < 0) | (ids >= E), E, ids)
     row_slot = np.argsort(key, kind="stable")
@@ -176,7 +177,7 @@ def check_plan(random) -> None:
 
 
 def check_plan_together(random) -> None:
-    """More slots than one block takes: the blocks wait for each other."""
+    """There are more slots than one block handles: the blocks wait for each other."""
     plan(
         random.integers(-1, 8, 8193).astype(np.int32),
         7,
@@ -192,7 +193,7 @@ def check_plan_together(random) -> None:
 
 
 def check_plan_counted(random) -> None:
-    """The router has counted: no block waits."""
+    """The router has counted the tokens: no block waits."""
     for R, E, slots in ((8400, 9, 24), (8193, 64, 200)):
         ids = random.integers(0, E, R).astype(np.int32)
         count = np.stack(
@@ -216,7 +217,7 @@ def check_plan_counted(random) -> None:
 
 
 def check_plan_alone(random) -> None:
-    """Blocks that cannot run at once: one does it all."""
+    """The blocks cannot run at the same time: one block does all the work."""
     os.environ["MOERT_EMU_SHARED"] = "1"
     plan(
         random.integers(-1, 8, 8193).astype(np.int32),
@@ -227,14 +228,13 @@ def check_plan_alone(random) -> None:
     del os.environ["MOERT_EMU_SHARED"]
 
 
-# routing
 def softmax(x):
     e = np.exp(x - x.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
 
 
 def weights(x, idx, gate: str):
-    """The equations, float64: logits x [T, E], the routed ids [T, k] -> weights [T, k or k + 1]."""
+    """float64 equations: logits x [T, E] and the routed ids [T, k] give weights [T, k or k + 1]."""
     chosen = np.take_along_axis(x, idx, 1)
     s = np.take_along_axis(softmax(x), idx, 1)
     w = {
@@ -251,7 +251,7 @@ def weights(x, idx, gate: str):
 
 
 def gradient(x, idx, gate: str, dw):
-    """d sum(dw * weights) / dx by central differences."""
+    """Compute d sum(dw * weights) / dx by central differences."""
     dx = np.empty_like(x)
     h = 1e-5
     for e in range(x.shape[1]):
@@ -272,7 +272,7 @@ def route(
         random.normal(size=(T, stride)) * 2,
         dtype,
     )
-    bits[-1] = bits[-1, 0]  # a tie of all: the lowest ids
+    bits[-1] = bits[-1, 0]  # all logits tie: the lowest ids are chosen
     x = np.float64(wide(bits, dtype))[:, :E]
     bias = None
     choice = x
@@ -285,7 +285,7 @@ def route(
             random.random((T, E)),
             axis=1,
         )[:, :k]
-        ids[0, 1] = ids[0, 0]  # one expert twice
+        ids[0, 1] = ids[0, 0]  # the same expert twice
     K = k + shared
     code = GATES.index(gate)
     want_idx = np.concatenate(
@@ -363,7 +363,6 @@ def check_route(random) -> None:
     route(random, 2, 1024, 8, "softmax_topk", F32, forced=False)
 
 
-# merging
 def check_merge(random) -> None:
     for E, P, dtype, skew in (
         (3, 1100, F32, 0),
@@ -380,7 +379,7 @@ def check_merge(random) -> None:
         alpha = np.float32(random.random(E))
         first = stack.reshape(-1)[skew:]
         total = alpha[0] * wide(weight[0], dtype)
-        for e in range(1, E):  # float32, rounded as it goes
+        for e in range(1, E):  # float32, rounded after each addition
             total = total + alpha[e] * wide(weight[e], dtype)
         for out_dtype in (F32, F16, BF16):
             out = narrow(empty(P, dtype=np.float32), out_dtype)
@@ -414,7 +413,7 @@ def check_merge(random) -> None:
             kept,
             dtype,
         )
-        assert not kept.any(), "an unchanged alpha merged again"
+        assert not kept.any(), "an unchanged alpha is merged again"
 
 
 DALPHA = (
@@ -457,7 +456,6 @@ def check_dalpha(random) -> None:
         close(dalpha, want, f"dalpha of {E} x {P}", 1e-5)
 
 
-# combine
 COMBINE = (
     (5, 3, 33, F32, np.int32),
     (3, 9, 1032, BF16, np.int64),
@@ -540,9 +538,8 @@ def check_combine(random) -> None:
         )
 
 
-# offsets
 def check_offsets(random) -> None:
-    """Numbers that lie 2^31 elements away: zeros that nobody touches take no memory."""
+    """Access elements beyond 2^31; untouched zeros take no memory."""
     far = 2**31 + 24
     y = np.zeros(far + 8, np.float16)
     y[far:], y[:8] = np.arange(8), 1

@@ -1,5 +1,5 @@
-"""csrc/ compiled for the CPU: g++ -DMOERT_EMU and csrc/emu/cuda_emu.h, each source once per text
-and flags.
+"""csrc/ compiled for the CPU by g++ -DMOERT_EMU and csrc/emu/cuda_emu.h; each source is compiled
+once per text and set of flags.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ SANITIZED = (
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 )
-# fibers start anew without having returned, which its stack of calls would not survive
+# fibers restart without having returned, which breaks ThreadSanitizer's stack of calls
 RACES = ("-O0", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0",
@@ -51,8 +51,8 @@ needs_cxx = pytest.mark.skipif(
 
 
 def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = None) -> Path:
-    """Return the library that `flags` make, `edit` = (file, text, its replacement) applied to one
-    place of one source.
+    """Build a library with `flags`, and `edit` = (file, text, replacement) applied to one place of
+    one source.
     """
     folder = cache_dir("cuda") / "emulator"
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def _compile(
     text = path.read_text()
     if edit is not None and edit[0] == path.name:
         assert text.count(edit[1]) == 1, (
-            f"{edit[1]!r} is {text.count(edit[1])} times in {path.name}; want once"
+            f"{edit[1]!r} is {text.count(edit[1])} times in {path.name}; expected once"
         )
         text = text.replace(*edit[1:])
     headers = "".join(
@@ -94,7 +94,7 @@ def _digest(text: str) -> str:
 
 
 def _run(command: list, out: Path) -> None:
-    """Run a compiler whose output appears whole or not at all."""
+    """Run a compiler and create its output atomically."""
     part = out.with_suffix(".part")
     done = subprocess.run(
         [*map(str, command), "-o", str(part)],
@@ -114,7 +114,7 @@ def check(
     library: Path, *names: str, seeds: tuple[int, ...] = (0,), preload: str = ""
 ) -> subprocess.CompletedProcess:
     """Run the checks `names` of check.py (all by default) on `library`, in a process that a bug may
-    kill.
+    crash.
     """
     environment = os.environ | OPTIONS | {"LD_PRELOAD": preload}
     command = [

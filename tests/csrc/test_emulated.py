@@ -1,5 +1,5 @@
-"""csrc/ on the CPU: the checks against numpy in several orders of the threads, under sanitizers,
-and with planted bugs.
+"""csrc/ on the CPU: the checks against numpy with several thread orders, under sanitizers, and with
+planted bugs.
 """
 
 import subprocess
@@ -15,19 +15,19 @@ pytestmark = [emulator.needs_cxx, pytest.mark.stress]
 
 
 def runtime(name: str) -> str:
-    """Return the runtime of a sanitizer, which must be in a process before all else; skip where it
-    does not run.
+    """Return the runtime of a sanitizer, which a process must preload; skip where it does not
+    run.
     """
     path = subprocess.run(
         ["g++", f"-print-file-name={name}"], capture_output=True, text=True
     ).stdout.strip()
-    if not Path(path).is_absolute():  # what g++ prints of a file that it has not
+    if not Path(path).is_absolute():  # g++ prints the bare name of a file that it does not have
         pytest.skip(f"needs g++'s {name}")
     environment = emulator.OPTIONS | {"LD_PRELOAD": path}
     tried = subprocess.run(
         [sys.executable, "-c", ""], env=environment, capture_output=True, text=True
     )
-    if tried.returncode:  # ThreadSanitizer's wants the kernel's randomness of addresses small
+    if tried.returncode:  # ThreadSanitizer needs fewer bits of address randomization
         pytest.skip(f"{name} does not run here: {tried.stderr}")
     return path
 
@@ -42,8 +42,8 @@ def races() -> str:
     return runtime("libtsan.so")
 
 
-# of the threads: in turn, shuffled with warps that fall behind, the first warp last behind every
-# barrier; in `make test` each of the three builds has one of them, in `make stress` all
+# thread orders: in turn; shuffled, with warps that fall behind; and the first warp last behind
+# every barrier. In `make test` each of the three builds uses one of them, in `make stress` all
 ORDERS = (0, 1, 2)
 
 
@@ -57,7 +57,7 @@ def test_against_numpy_in_several_orders_of_the_threads():
 
 @pytest.mark.slow
 def test_under_address_and_undefined_behavior_sanitizers(sanitizer):
-    # gigabytes, which the sanitizer marks one by one
+    # it allocates gigabytes, which the sanitizer has to track
     names = [name for name in emulator.checks() if name != "offsets"]
     seeds = scaled(ORDERS[:1], ORDERS)
     done = emulator.check(
@@ -66,7 +66,7 @@ def test_under_address_and_undefined_behavior_sanitizers(sanitizer):
     assert done.returncode == 0, done.stderr
 
 
-OUTSIDE = [  # file, text, what stands in its place, the check that must see it
+OUTSIDE = [  # file, text, its replacement, the check that must detect it
     pytest.param(
         "combine.cu", "H - h, whole),", "H, whole),", "combine", id="a row read beyond its end"
     ),
@@ -81,7 +81,7 @@ OUTSIDE = [  # file, text, what stands in its place, the check that must see it
 
 
 @pytest.mark.parametrize("file, text, instead, name", OUTSIDE)
-def test_the_sanitizer_sees_what_lies_outside(file, text, instead, name, sanitizer):
+def test_the_sanitizer_detects_out_of_bounds_accesses(file, text, instead, name, sanitizer):
     done = emulator.check(
         emulator.build(
             emulator.SANITIZED,
@@ -106,8 +106,10 @@ def test_no_access_races_another(races):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_match_orders_no_access(races):
-    """All lanes meet there, so that no order of the threads shows the bug."""
+def test_a_warp_match_does_not_order_accesses(races):
+    """All lanes meet at the match, so that no thread order shows the bug; only the sanitizer
+    does.
+    """
     bug = (
         "route_plan.cu",
         "+= __popc(same);\n    __syncwarp();\n  });\n#pragma",
@@ -128,7 +130,7 @@ MUTANTS = [
         "    __syncthreads();  // before the next round",
         "//",
         "plan",
-        id="scan goes on before sums are read",
+        id="scan continues before sums are read",
     ),
     pytest.param(
         "merging.cu",
@@ -155,7 +157,7 @@ MUTANTS = [
         "return;\n" + SYNC,
         "return;\n",
         "route",
-        id="counts handed out before the last",
+        id="counts published before the last",
     ),
     pytest.param(
         "merging.cu",
@@ -164,9 +166,7 @@ MUTANTS = [
         "merge",
         id="rounding",
     ),
-    pytest.param(
-        "combine.cu", "&& r < limit", "&& r <= limit", "combine", id="a row that nobody wrote"
-    ),
+    pytest.param("combine.cu", "&& r < limit", "&& r <= limit", "combine", id="an unwritten row"),
 ]
 
 
@@ -177,4 +177,4 @@ def test_a_planted_bug_is_found(file, text, instead, name):
         name,
         seeds=ORDERS,
     )
-    assert done.returncode != 0, "not noticed"
+    assert done.returncode != 0, "not detected"

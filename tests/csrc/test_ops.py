@@ -1,5 +1,5 @@
-"""Backend "cuda" on CPU tensors, its kernels compiled by g++: torch's rules for ops, and no graph
-breaks.
+"""Backend "cuda" on CPU tensors, its kernels compiled by g++: torch's rules for custom ops, and no
+graph breaks.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Backend "cuda" on the CPU, by the emulator, against "torch" through the public ops; bit for bit
-where the order is fixed.
+"""Backend "cuda" on the emulator against "torch" through the public ops, bit for bit where the
+order of operations is fixed.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from tests.support.oracle import relative_error
 
 pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
 needs_interpreter = pytest.mark.skipif(
-    not backends.interpreted(), reason="the emulator's tensors are the CPU's"
+    not backends.interpreted(), reason="the emulator works on CPU tensors"
 )
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -35,7 +35,7 @@ def emulated():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["route", "dispatch", "combine", "merge_experts", "merged_linear"])
 def test_is_the_equation(name, dtype):
-    """The table of cases that every backend is held to, which has every layout and kind of ids."""
+    """Uses the case table that every backend is tested with, with every layout and kind of ids."""
     for number in range(24):
         check(name, "cuda", "cpu", Draw.numbered(dtype, number))
 
@@ -43,7 +43,7 @@ def test_is_the_equation(name, dtype):
 @pytest.mark.parametrize(
     "T, E", [(5, 7), (1700, 7), (330, 30)], ids=["one block", "small rows", "wide rows"]
 )
-def test_the_routers_counts_and_the_maps_make_one_launch_of_the_plan(T, E):
+def test_the_plan_with_router_counts_and_maps_is_one_launch(T, E):
     K = 6
     logits = torch.randn(T, E)
     count = cuda_kernels.new_block_count(logits, 1)
@@ -64,8 +64,8 @@ def test_the_routers_counts_and_the_maps_make_one_launch_of_the_plan(T, E):
         count,
         tokens,
     )
-    want = dispatch(idx, E + 1, "torch")
-    for pair in zip(got, want, strict=True):
+    expected = dispatch(idx, E + 1, "torch")
+    for pair in zip(got, expected, strict=True):
         assert torch.equal(*pair)
     *_, wanted = cuda_kernels.route_plan(idx, E + 1, (16, 128), 1)
     for tiles, others in zip(maps, wanted, strict=True):
@@ -75,9 +75,9 @@ def test_the_routers_counts_and_the_maps_make_one_launch_of_the_plan(T, E):
 @needs_interpreter
 @pytest.mark.parametrize("shared", ["group", "dense"])
 @pytest.mark.parametrize("T", [0, 1, 9])
-def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolerance):
-    """moe_layer and moe_mlp with csrc/'s kernels around Triton's products, the same as Triton's
-    own.
+def test_whole_layer_with_csrc_and_triton_kernels(T, shared, monkeypatch, tolerance):
+    """moe_layer and moe_mlp with the kernels of csrc/ around Triton's matrix products equal
+    Triton's own.
     """
     x = torch.randn(T, 16)
     router = torch.randn(3, 16)
@@ -125,9 +125,9 @@ def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolera
             layer.topk_idx,
             *grads,
         ]
-    for want, got in zip(found["triton"], found["cuda"], strict=True):
-        assert relative_error(got, want) < tolerance[torch.float32]
-    # one launch of the plan has the maps too; the products' gradients stay Triton's
+    for expected, got in zip(found["triton"], found["cuda"], strict=True):
+        assert relative_error(got, expected) < tolerance[torch.float32]
+    # one launch of the plan includes the maps; Triton computes the gradients of the products
     plan = ["moert_route_plan", "moert_combine_forward"]
     assert launched == ["moert_route_forward", *plan, *plan, "moert_route_backward"]
 

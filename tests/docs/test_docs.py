@@ -1,4 +1,4 @@
-"""Each example of docs/ runs as it stands, on a tiny model in a folder `model` and a few lines in
+"""Every example in docs/ runs unchanged, on a tiny model in a folder `model` and a few lines in
 `data.jsonl`.
 """
 
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def script(text: str, folder: Path, *launcher: str) -> str:
-    """Run Python text as a script of its own."""
+    """Run Python text as a separate script."""
     path = folder / "example.py"
     path.write_text(text)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

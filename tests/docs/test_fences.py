@@ -1,5 +1,5 @@
-"""Every fenced block of the README and of docs/ has a test: run here, run elsewhere, or parsed by
-its program's parser.
+"""Every fenced block of the README and of docs/ is tested: run here, run elsewhere, or parsed by
+the program's parser.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from tests.hf.tiny import dense
 from tests.support import official_xft
 from tests.support.fences import ALL, check_command, statements
 
-# blocks that a test elsewhere runs or loads
+# blocks that another test runs or loads
 ELSEWHERE = {
     ("README.md", "python"),
     ("docs/drop-in.md", "python"),
@@ -35,7 +35,7 @@ ELSEWHERE = {
 }
 
 
-# of those pages, the block that is run here
+# the exception: a block of those pages that is run here
 HERE = ("docs/upit.md", "save_experts.py")
 
 
@@ -88,12 +88,12 @@ def test_commands_that_would_not_run_are_found(line):
 
 
 @pytest.mark.parametrize("fence", TEXT, **place)
-def test_text_hides_no_command_and_tables_name_theirs(fence):
+def test_text_blocks_hold_no_commands_and_tables_name_theirs(fence):
     programs = r"(moe-runtime|make|pip|python3?|accelerate|torchrun|bash|git|hf) "
     command = re.search(rf"^\$? ?{programs}", fence.text, re.MULTILINE)
-    assert not command, f"{fence.place}: commands are bash"
+    assert not command, f"{fence.place}: a command must be in a bash block"
     boxes = [line for line in fence.text.splitlines() if line[:1] in "┏┃┡│└"]
-    assert len(set(map(len, boxes))) <= 1, f"{fence.place}: lines of a table differ in width"
+    assert len(set(map(len, boxes))) <= 1, f"{fence.place}: the lines of a table differ in width"
     if boxes and fence.page != "README.md":
         command = re.fullmatch(r"`((?:moe-runtime|python -m papers) .+)`", fence.before)
         assert command, f"{fence.place}: a table without the command that printed it"
@@ -102,7 +102,7 @@ def test_text_hides_no_command_and_tables_name_theirs(fence):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folder with what the pages' blocks read: a dense and a stock model, and rows."""
+    """A folder with what the pages' blocks read: a dense and a stock model, and examples."""
     folder = tmp_path_factory.mktemp("docs")
     dense("llama", vocab_size=len(TOKENIZER)).save_pretrained(folder / "base")
     stock().save_pretrained(folder / "model")
@@ -154,7 +154,7 @@ def test_python_runs(fence, models, tmp_path, monkeypatch):
 def test_configs_are_loaded_by_what_reads_them(fence, tmp_path):
     assert fence.language == "yaml", f"{fence.place}: nothing reads this"
     values = yaml.safe_load(fence.text)
-    if set(values) == {"data"}:  # of a recipe its rows
+    if set(values) == {"data"}:  # only the `data` part of a recipe
         xft_recipe.Data.from_dict(values["data"])
         return
     method = values.get("method")

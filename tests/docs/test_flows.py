@@ -1,5 +1,5 @@
-"""Every command of the bash blocks of the README and docs/ runs, in order, or is on the list of
-what cannot.
+"""Every command in the bash blocks of the README and docs/ either runs, in order, or is listed as
+one that cannot.
 """
 
 import pytest
@@ -37,4 +37,4 @@ def test_the_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch):
             if flows.wants_a_compiler(words):
                 continue
             flows.run(words, monkeypatch)
-    assert ran, f"{page} has no command that runs here; want it out of FLOWS"
+    assert ran, f"{page} has no command that runs here: remove it from FLOWS"

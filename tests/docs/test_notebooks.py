@@ -1,4 +1,4 @@
-"""The notebooks of docs/: they run, are committed with their outputs, and use public names only."""
+"""The notebooks in docs/ run, are committed with their outputs, and use only public names."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ BOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipyn
 
 
 def cells(path) -> list[tuple[str, str]]:
-    """The code cells of a notebook: the code, and what it printed."""
+    """Return the code cells of a notebook: the code, and its output."""
     pairs = []
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":

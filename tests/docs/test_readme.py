@@ -1,4 +1,4 @@
-"""The README and the pages it summarizes: equations, families, code, figures, links."""
+"""The README and the pages that it summarizes: equations, families, code, figures, links."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ HUB = {
 
 @pytest.mark.parametrize("block", range(2))
 def test_python_blocks_run(block, tmp_path, monkeypatch):
-    """As they stand, but for the ids of the Hub, for which small models are used."""
+    """The blocks run unchanged, except that ids of the Hub are replaced by small models."""
     monkeypatch.chdir(tmp_path)
     dense("llama").save_pretrained("base")
     stock().save_pretrained("moe")
@@ -67,7 +67,7 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub creates for a page's headings."""
     text = re.sub(
         r"^```.*?^```",
         "",

@@ -1,5 +1,5 @@
-"""The site of docs/ builds without a warning, fetches nothing from elsewhere, and holds every verb
-and public name.
+"""The site of docs/ builds without a warning, loads nothing from other sites, and contains every
+verb and public name.
 """
 
 import html
@@ -15,7 +15,7 @@ import moe_runtime
 from tests.support.fences import ROOT
 from tests.support.patience import PATIENCE
 
-pytest.importorskip("material", reason="wants the extra docs")
+pytest.importorskip("material", reason="needs the extra docs")
 sys.path.insert(0, str(ROOT / "docs"))
 import hooks
 
@@ -24,7 +24,7 @@ sys.path.remove(str(ROOT / "docs"))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, as `make docs` builds it; a warning of mkdocs ends the build."""
+    """The site as `make docs` builds it; an mkdocs warning fails the build."""
     out = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
@@ -71,11 +71,11 @@ def test_every_verb_and_every_public_name_is_on_its_page(site):
         if path != "moe_runtime":
             for name in hooks.public(path):
                 assert f"{path.rpartition('.')[2]}.{name}" in page, f"{path}.{name}"
-    assert "0x" not in page, "an address of this run"
+    assert "0x" not in page, "a memory address of this run"
     assert re.search(r"def|moe_mlp\(\s+x: torch.Tensor", page)
 
 
 def test_markdown_hook():
     text = "```python file=a.py\n[csrc/](../csrc), [a](b.md), [n](notebooks/a-b.ipynb)"
-    want = '```python title="a.py"\ncsrc/, [a](b.md), [n](notebook-a-b.md)'
-    assert hooks.on_page_markdown(text) == want
+    expected = '```python title="a.py"\ncsrc/, [a](b.md), [n](notebook-a-b.md)'
+    assert hooks.on_page_markdown(text) == expected

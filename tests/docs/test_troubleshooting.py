@@ -1,4 +1,4 @@
-"""The messages of docs/troubleshooting.md are those that users get: each is provoked, and
+"""The messages in docs/troubleshooting.md are the ones that users get: each is provoked and
 compared.
 """
 
@@ -27,7 +27,7 @@ place = {"ids": lambda fence: f"line-{fence.line}"}
 
 
 class Missing:
-    """An import hook: a module that is not installed."""
+    """Import hook that makes a module look as if it were not installed."""
 
     def __init__(self, name: str):
         self.name = name
@@ -39,8 +39,8 @@ class Missing:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """What goes wrong: a dense and a stock model, an upcycled one, folders that are cut off,
-    incomplete or pickled.
+    """Inputs of the failures: a dense, a stock and an upcycled model, and folders that are
+    truncated, incomplete or pickled.
     """
     folder = tmp_path_factory.mktemp("troubles")
     base = folder / "base"
@@ -82,8 +82,8 @@ def folder(models, tmp_path, monkeypatch):
 
 
 def make(words: list[str], folder) -> str:
-    """Run the Makefile on a .venv that is not there, and return the one line that it ends with
-    before it installs.
+    """Run the Makefile with a missing .venv; return the line that it fails with before it installs
+    anything.
     """
     command = [
         *words,
@@ -128,7 +128,7 @@ def test_commands_end_as_the_page_says(fence: Fence, folder, monkeypatch):
     printed = (err if is_error else out).replace(str(folder.resolve()), "/home/me")
     assert printed.splitlines()[-len(says) :] == says
     assert sum(line.startswith("error:") for line in err.splitlines()) == is_error
-    assert sorted(path.name for path in folder.iterdir()) == before, "it left something"
+    assert sorted(path.name for path in folder.iterdir()) == before, "it left files behind"
 
 
 @pytest.mark.parametrize("fence", PYCON, **place)
@@ -136,7 +136,7 @@ def test_python_ends_as_the_page_says(fence: Fence, folder, monkeypatch):
     *lines, says = fence.text.splitlines()
     for line in lines:
         assert line.startswith(">>> ")
-    monkeypatch.setattr(cuda, "places", list)  # a machine where nobody has built it
+    monkeypatch.setattr(cuda, "places", list)  # pretend that the library is not built
     cuda.use(None)
     names: dict = {}
     try:

@@ -1,4 +1,4 @@
-"""The machine and the inputs that all tests of faults share."""
+"""The fault server and the inputs that all fault tests share."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from tests.faults import machine
 def faulty(tmp_path_factory) -> machine.Machine:
     """The server that runs commands with faults, one for all workers."""
     if machine.COMPILER is None or not sys.platform.startswith("linux"):
-        pytest.skip("a C compiler makes the shim, for Linux")
+        pytest.skip("needs Linux and a C compiler to build the shim")
     base = tmp_path_factory.getbasetemp()
     owner = os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,7 +24,7 @@ def faulty(tmp_path_factory) -> machine.Machine:
 
 @pytest.fixture(scope="session")
 def inputs(faulty) -> Path:
-    """The folder that the verbs read from, made once for all workers."""
+    """The folder that the verbs read from, created once for all workers."""
     folder = faulty.folder / "inputs"
     with faulty.lock("inputs"):
         if not folder.exists():

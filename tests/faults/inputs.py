@@ -1,4 +1,4 @@
-"""What the verbs read: models, rows, recipes and what earlier verbs make, all tiny."""
+"""The inputs of the verbs: models, examples, recipes and the output of earlier verbs, all tiny."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ STEPS = {"learning_rate": 3e-3, "batch_size": 4, "optimizer": "adamw_torch"}
 
 
 def make() -> None:
-    """Write all of it to the folder of the command line, which appears when it is whole."""
+    """Write all of it to the folder given on the command line, atomically."""
     target = Path(sys.argv[1])
     folder = target.with_name(target.name + ".new")
     folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ def _esft(folder: Path) -> None:
 
 
 def _moved(recipe: Path) -> None:
-    """Let a recipe name its files where they will lie."""
+    """Rewrite a recipe's paths to the final location of its files."""
     recipe.write_text(recipe.read_text().replace(".new/", "/"))
 
 

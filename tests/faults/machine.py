@@ -1,5 +1,5 @@
-"""A command with a fault: the n-th call that changes files kills it, fails, or a signal comes; and
-what it left.
+"""Run a command with a fault: its n-th call that changes files kills it, fails or delivers a
+signal; then inspect what is left.
 """
 
 import errno
@@ -36,12 +36,12 @@ DENIED = (3, errno.EACCES, _FOLDER)
 
 
 def kills(share: int) -> tuple[int, int, int]:
-    """Return the fault that the process is killed, with `share` 256ths of that write done."""
+    """Return a fault that kills the process after writing `share` 256ths of that call's data."""
     return (1, share, _ALL)
 
 
 def sends(number: int) -> tuple[int, int, int]:
-    """Return the fault that the process gets a signal."""
+    """Return a fault that sends the process a signal."""
     return (2, int(number), _ALL)
 
 
@@ -49,17 +49,17 @@ class Done(NamedTuple):
     """How a command ended."""
 
     code: int  # negative: killed by that signal
-    calls: int | None  # that changed files; None where it was killed
+    calls: int | None  # number of calls that changed files; None if it was killed
     output: str
 
     def last_line(self) -> str:
-        """Return the last line printed; fails where there is a traceback."""
+        """Return the last line printed; fail if there is a traceback."""
         assert "Traceback" not in self.output, self.output[-4000:]
         return (self.output.strip().splitlines() or [""])[-1]
 
 
 class Machine:
-    """The server, shared by the workers of a test run, and the folder that they share."""
+    """The server and its folder, both shared by the workers of a test run."""
 
     def __init__(self, folder: Path, owner: int):
         self.folder = folder
@@ -76,10 +76,11 @@ class Machine:
                 )
                 new.rename(self.shim)
         name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-        self.socket = Path(tempfile.gettempdir(), f"faults-{name}")  # a socket's path is short
+        # the path of a socket must be short
+        self.socket = Path(tempfile.gettempdir(), f"faults-{name}")
 
     def lock(self, name: str):
-        """Return a file whose closing gives the lock back."""
+        """Acquire a lock; closing the returned file releases it."""
         file = open(self.folder / f"{name}.lock", "w")  # noqa: SIM115
         fcntl.flock(file, fcntl.LOCK_EX)
         return file
@@ -92,7 +93,7 @@ class Machine:
         at: int = 0,
         main: str = "",
     ) -> Done:
-        """Run a command in `root`, whose files are what the fault is about; or call `main`, a
+        """Run a command in `root`, the folder that the fault applies to, or call `main`, a
         module:function.
         """
         log = self.folder / f"log-{os.getpid()}-{time.monotonic_ns()}"
@@ -112,7 +113,7 @@ class Machine:
         calls = int(calls_file.read_text()) if calls_file.exists() else None
         for file in (log, calls_file):
             file.unlink(missing_ok=True)
-        assert not answer["is_late"], f"{argv} did not end in {PATIENCE} s:\n{output[-4000:]}"
+        assert not answer["is_late"], f"{argv} did not end within {PATIENCE} s:\n{output[-4000:]}"
         return Done(answer["code"], calls, output)
 
     def _ask(self, request: bytes) -> bytes:
@@ -134,7 +135,7 @@ class Machine:
                 connection.sendall(b"\n")
                 return
             self.socket.unlink(missing_ok=True)
-            # without pytest's and coverage's own variables
+            # drop the variables of pytest and coverage
             kept = {}
             for k, v in os.environ.items():
                 if not k.startswith(("PYTEST", "COV_")):
@@ -168,7 +169,7 @@ class Machine:
 
 
 class Trial:
-    """A verb that runs in folders below `folder`, with and without faults."""
+    """A verb that runs in subfolders of `folder`, with and without faults."""
 
     def __init__(self, machine: Machine, inputs: Path, folder: Path, name: str, purpose: str):
         self.machine = machine
@@ -189,25 +190,25 @@ class Trial:
         )
 
     def counted(self, fault: tuple[int, int, int] = NONE) -> int:
-        """Run the verb undisturbed; return how many calls it makes that `fault` is about."""
+        """Run the verb undisturbed; return the number of its calls that `fault` applies to."""
         done = self.run("undisturbed", fault=(*NONE[:2], fault[2]))
         assert done.code == 0 and done.calls, done.output
         assert not strays(self.folder / "undisturbed")
         return done.calls
 
     def result(self, place: str) -> dict[str, str] | None:
-        """Return the bytes of what the verb is for."""
+        """Return the hashes of the verb's output."""
         return tree(self.folder / place / self.verb.out)
 
     def points(self, calls: int, few: int, many: int) -> list[int]:
-        """Draw so many calls, each of them before any comes twice."""
+        """Draw that many calls; no call repeats before every call has been drawn."""
         rounds, rest = divmod(scaled(few, many), calls)
         every = range(1, calls + 1)
         return sorted([*every] * rounds + self.draw.sample(every, rest))
 
 
 def tree(folder: Path) -> dict[str, str] | None:
-    """Return path -> hash of all files of a folder, links followed; None where there is none."""
+    """Return {path: hash} of all files in a folder, following links; None if it does not exist."""
     if not folder.exists():
         return None
     hashes = {}
@@ -219,7 +220,7 @@ def tree(folder: Path) -> dict[str, str] | None:
 
 
 def strays(folder: Path) -> list[str]:
-    """Return what a dead writer left in a folder: hidden files and folders, at any depth."""
+    """Return what a killed writer left in a folder: hidden files and folders, at any depth."""
     hidden = [path for path in folder.rglob(".*") if path.name != ".locks"]
     return sorted(str(path.relative_to(folder)) for path in hidden)
 

@@ -1,9 +1,9 @@
-"""Runs commands in forked children of a process that has imported what they need, each with the
-fault that it is given.
+"""Run commands in forked children of a process that has already imported what they need, each with
+its own fault.
 
 One server serves all workers of a test run: `python -m tests.faults.server SOCKET PID`, with the
-shim preloaded. A request is a line of JSON (`machine.Case`), the answer a line with how the child
-ended and the calls that it made. It ends with that process.
+shim preloaded. A request is a line of JSON (`machine.Case`); the answer is a line with the child's
+exit status and the number of calls that it made. The server exits when the process PID ends.
 """
 
 import atexit
@@ -37,7 +37,7 @@ IMPORTED = [
     "moe_runtime.methods.upit.folders",
     "moe_runtime.methods.xft.folders",
 ]
-IDLE = 120.0  # seconds without a request after which nobody will ask any more
+IDLE = 120.0  # seconds without a request after which the server exits
 
 
 def call(name: str) -> None:
@@ -47,7 +47,7 @@ def call(name: str) -> None:
 
 
 def be(case: dict) -> None:
-    """Be the process of a command, and end."""
+    """Run a command as this process, and exit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
@@ -84,12 +84,12 @@ class Job(NamedTuple):
     """A child that runs a command."""
 
     pid: int
-    connection: socket.socket  # of who waits for it
+    connection: socket.socket  # of the client that waits for it
     deadline: float
 
 
 class Jobs:
-    """The children that run."""
+    """The running children."""
 
     def __init__(self, selector: selectors.BaseSelector):
         self.selector = selector
@@ -109,7 +109,7 @@ class Jobs:
         self.selector.register(handle, selectors.EVENT_READ, self.end)
 
     def end(self, handle: int) -> None:
-        """Answer for a child that has ended."""
+        """Answer the client of a child that has ended."""
         job = self.running.pop(handle)
         self.selector.unregister(handle)
         os.close(handle)
@@ -126,7 +126,9 @@ class Jobs:
 
 
 def serve(path: str, owner: int) -> None:
-    """Import, and serve until nobody asks any more, or the process `owner` is gone."""
+    """Do the imports, then serve until no requests arrive any more or the process `owner` is
+    gone.
+    """
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
@@ -147,7 +149,7 @@ def serve(path: str, owner: int) -> None:
             request = lines.readline()
         if request.strip():
             jobs.start(connection, json.loads(request))
-        else:  # a worker only looks whether the server is there
+        else:  # a worker only checks whether the server is there
             connection.close()
 
     selector.register(listener, selectors.EVENT_READ, accept)

@@ -1,5 +1,5 @@
-"""A full disk, a folder that may not be written, a file that vanishes: one clear line, and nothing
-half-written.
+"""A full disk, a read-only folder, a file that vanishes: one clear error line, and no partial
+output.
 """
 
 import re
@@ -17,8 +17,8 @@ NAMES = list(VERBS) if STRESS else QUICK
 
 
 def check(done: Done, what: str) -> str:
-    """Assert that a command ended in one clear line of an error that says `what`; return
-    the line.
+    """Assert that a command ended with one clear error line that matches `what`; return the
+    line.
     """
     assert done.code == 1, f"{done.code}: {done.output[-3000:]}"
     line = done.last_line()
@@ -28,7 +28,7 @@ def check(done: Done, what: str) -> str:
 
 
 def made(folder, name: str) -> dict[str, str]:
-    """Return the files in a folder, of a verb that resumes only the weights outside checkpoints."""
+    """Return the files in a folder; if the verb resumes, only the weights outside checkpoints."""
     values = {}
     for file, value in (tree(folder) or {}).items():
         if "checkpoint" not in file and (VERBS[name].whole or file.endswith(".safetensors")):
@@ -37,8 +37,10 @@ def made(folder, name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", share(NAMES, 0))
-def test_a_disk_that_is_full_or_may_not_be_written(faulty, inputs, tmp_path, name):
-    """From a drawn write on there is no space: of a verb that makes a folder nothing stays."""
+def test_a_full_or_read_only_disk(faulty, inputs, tmp_path, name):
+    """From a drawn write on, no space is left; a verb that creates a folder leaves nothing
+    behind.
+    """
     before = tree(inputs)
     trial = Trial(faulty, inputs, tmp_path, name, "full")
     calls = trial.counted(FULL)
@@ -61,4 +63,4 @@ def test_a_disk_that_is_full_or_may_not_be_written(faulty, inputs, tmp_path, nam
     line = check(trial.run("here", fault=fault, at=1), what)
     assert "out" in line or "logs" in line
     assert not list((tmp_path / "here").iterdir())
-    assert tree(inputs) == before, "a fault reached what was only to be read"
+    assert tree(inputs) == before, "a fault changed the inputs"

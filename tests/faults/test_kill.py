@@ -1,10 +1,10 @@
-"""kill -9 at calls that change files: the old state or the new one is whole, and the next run ends
-well.
+"""kill -9 at calls that change files leaves the old state or the new one, and the next run
+succeeds.
 
-Each command is killed at calls drawn with a seed, a drawn part of a write done; where it makes
-fewer than are asked for, at all of them, and at some with more than one part. What stands then must
-be what stood before or what an undisturbed run makes, byte for byte; the same command then resumes,
-or starts anew, and ends with those bytes too.
+Each command is killed at calls drawn with a seed, after a drawn part of a write; if it makes fewer
+calls than are drawn, then at all of them, and at some more than once. What is left must equal the
+state before or the output of an undisturbed run, byte for byte; a rerun then resumes or starts
+over, and produces the same bytes.
 """
 
 import shutil
@@ -41,7 +41,7 @@ class Killed(Trial):
         assert done.code == -9, f"call {at} of {self.calls}: {done}"
 
     def forget(self, place: str) -> None:
-        """Remove what is no longer looked at: folders of thousands of cases."""
+        """Remove a finished case: there are thousands of folders."""
         shutil.rmtree(self.folder / place)
 
 
@@ -50,8 +50,8 @@ WHOLE = ("xft upcycle", "xft merge", "esft merge", "ultrafuser fuse", "esft sele
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("name", share(WHOLE, 0))
-def test_what_appears_whole(faulty, inputs, tmp_path, name, replaces):
-    """In an empty place, or in that of an older target, which is between two renames set aside."""
+def test_atomic_output(faulty, inputs, tmp_path, name, replaces):
+    """The output is new, or replaces an older target, which is set aside between two renames."""
     killed = Killed(faulty, inputs, tmp_path, name)
     out = tmp_path / "new" / killed.verb.out
     for at in killed.points(killed.calls, 1, 100):
@@ -74,8 +74,8 @@ def test_what_appears_whole(faulty, inputs, tmp_path, name, replaces):
         killed.forget("new")
 
 
-# of what resumes: these are what it is for, and the same in every run
-GOES_ON = {
+# verbs that resume, and their output that is the same in every run
+RESUMES = {
     "train": (".safetensors", "out/config.json"),
     "esft train": (".safetensors", "out/expert_cfg.json"),
     "run": (".safetensors", "model/config.json"),
@@ -88,7 +88,7 @@ GOES_ON = {
 
 
 def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
-    """Return the bytes of what a run makes, without checkpoints and hidden folders."""
+    """Return the hashes of a run's output, without checkpoints and hidden folders."""
     files = {}
     for name, value in (tree(folder) or {}).items():
         is_hidden = any(part.startswith(".") for part in Path(name).parts)
@@ -100,26 +100,26 @@ def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
 IN_MAKE_TEST = ["train", "esft train"]
 
 
-@pytest.mark.parametrize("name", GOES_ON if STRESS else IN_MAKE_TEST)
-def test_what_goes_on(faulty, inputs, tmp_path, name):
-    """What a killed run leaves is the undisturbed run's; the next run makes the rest.
+@pytest.mark.parametrize("name", RESUMES if STRESS else IN_MAKE_TEST)
+def test_resumed_output(faulty, inputs, tmp_path, name):
+    """A killed run leaves files of an undisturbed run, and the next run creates the rest.
 
-    Where a verb does not resume, it is started anew with --overwrite.
+    A verb that does not resume is run again with --overwrite.
     """
     killed = Killed(faulty, inputs, tmp_path, name)
     new = tmp_path / "new"
-    expected = made(tmp_path / "undisturbed", GOES_ON[name])
+    expected = made(tmp_path / "undisturbed", RESUMES[name])
 
     assert expected
     for at in killed.points(killed.calls, 2 if name == "train" else 1, 100):
         killed.kill("new", at)
-        left = made(new, GOES_ON[name])
-        left.pop("out/expansion.json", None)  # says how far it came
+        left = made(new, RESUMES[name])
+        left.pop("out/expansion.json", None)  # records the progress
         assert left.items() <= expected.items(), f"killed at {at}"
 
         again = killed.run("new", *options_of_the_next_run(killed, name, new))
         assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
-        assert made(new, GOES_ON[name]) == expected, f"killed at {at}"
+        assert made(new, RESUMES[name]) == expected, f"killed at {at}"
         assert strays(new) == [], f"killed at {at}"
         killed.forget("new")
 
@@ -127,7 +127,7 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
 def options_of_the_next_run(killed: Killed, name: str, folder: Path) -> tuple[str, ...]:
     if name == "train" and last_whole_checkpoint(folder / "out"):
         return RESUME
-    # of `esft train`, what is beside are checkpoints, from which it goes on
+    # `esft train` resumes from the checkpoints next to its output
     beside = () if name == "esft train" else killed.verb.beside
     has_output = any((folder / file).exists() for file in (killed.verb.out, *beside))
     if has_output and (killed.verb.whole or name in ("train", "stats")):

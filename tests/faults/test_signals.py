@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM in verbs that write, between any two changes of files: 130 or 143, one line,
-and a rerun finishes.
+"""Ctrl-C and SIGTERM in verbs that write, between any two changes of files: exit code 130 or 143,
+one line, and a rerun finishes.
 """
 
 import shutil
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
 
 def weights(folder: Path) -> dict[str, str]:
-    """Return the bytes of the weights that a verb made, without checkpoints."""
+    """Return the hashes of the weights that a verb wrote, without checkpoints."""
     files = tree(folder) or {}
     values = {}
     for name, value in files.items():
@@ -40,7 +40,7 @@ def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
     for i, at in enumerate(trial.points(calls, 1, 20)):
         code, word = INTERRUPTS[numbers[i % 2]]
         done = trial.run("here", fault=sends(numbers[i % 2]), at=at)
-        if done.code == 0:  # it came when everything was done, and the result is there
+        if done.code == 0:  # the signal came after the result was complete
             assert name.endswith(("train", "run", "init-routers")) or at > calls - 4
         else:
             assert done.code == code, f"{done.code}: {done.output[-3000:]}"
@@ -68,7 +68,7 @@ def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
 
 
 def check_word(name: str, line: str, out: Path, whole: dict | None) -> None:
-    """Assert that a verb leaves its whole output or none, or says how to resume."""
+    """Assert that a verb leaves complete output or none, or says how to resume."""
     if VERBS[name].whole:
         assert tree(out) in (None, whole)
     assert "esume" in line or line.endswith("; no incomplete output was left"), line

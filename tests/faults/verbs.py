@@ -4,15 +4,15 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    """A command; {in} is the inputs' folder, and what it writes is `out`, below the folder that it
-    runs in.
+    """A command; {in} stands for the inputs' folder, and `out` is its output, relative to the
+    folder that it runs in.
     """
 
     argv: tuple[str, ...]
     out: str = "out"
-    whole: bool = True  # `out` appears at once, complete or absent; else the verb resumes there
-    beside: tuple[str, ...] = ()  # what else it writes, beside `out`
-    before: str = ""  # module:function that is called first
+    whole: bool = True  # `out` is written atomically; otherwise the verb resumes there
+    beside: tuple[str, ...] = ()  # other output, in addition to `out`
+    before: str = ""  # module:function to call first
 
     def arguments(self, inputs) -> list[str]:
         """Return the command line."""
@@ -65,4 +65,4 @@ VERBS: dict[str, Verb] = {
     ),
 }
 
-QUICK = [name for name in VERBS if name != "ultrafuser train"]  # in `make test`
+QUICK = [name for name in VERBS if name != "ultrafuser train"]  # the ones that `make test` runs

@@ -1,8 +1,8 @@
-"""What a reader may do with bad input: read what it says, or refuse it in one error that names what
-is wrong.
+"""What a reader may do with bad input: read what it says, or reject it in one error that names the
+problem.
 
-Memory is bounded by RLIMIT_DATA, whose soft limit a process may lower and raise again; time by an
-alarm.
+Memory is bounded by RLIMIT_DATA, whose soft limit a process may lower and raise again; time is
+bounded by an alarm.
 """
 
 import contextlib
@@ -14,19 +14,20 @@ from typing import Any, NamedTuple
 
 from tests.support.limited import memory
 
-EXTRA = 384 << 20  # bytes that one reading of a file of some kB may take
+EXTRA = 384 << 20  # bytes that reading a file of a few kB may allocate
 SECONDS = 20
-LONGEST = 4000  # characters of an error: what is wrong, not the whole input
+# characters of an error message: it describes the problem and does not quote the whole input
+LONGEST = 4000
 
 
 class Hang(BaseException):
-    """A reading took longer than SECONDS; no reader's `except Exception` takes it for a fault of
-    the file.
+    """Reading took longer than SECONDS; a BaseException, so that no reader's `except Exception`
+    mistakes it for an error in the file.
     """
 
 
 class Verdict(NamedTuple):
-    """What became of one reading: `value` if it was read, `error` if it was refused."""
+    """Result of one reading: `value` if it was read, `error` if it was rejected."""
 
     value: Any = None
     error: str | None = None
@@ -38,7 +39,7 @@ class Verdict(NamedTuple):
 
 @contextlib.contextmanager
 def bounded(extra: int = EXTRA, seconds: int = SECONDS) -> Iterator[None]:
-    """Allow the block `extra` bytes of memory beyond what is held, and `seconds`."""
+    """Limit the block to `extra` bytes of memory beyond what is allocated, and to `seconds`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     before = signal.signal(signal.SIGALRM, _ring)
     try:
@@ -59,10 +60,11 @@ def _ring(*_) -> None:
 
 
 def attempt(read: Callable[[], Any], *names: str) -> Verdict:
-    """Run `read` within bounds; an error must be a ValueError, or an OSError, that names one of
-    `names`, or says what it wants.
+    """Run `read` within bounds; an error must be a ValueError or an OSError that contains one of
+    `names` or says what it expects.
 
-    Anything else fails with what it was: a KeyError, a JSONDecodeError, a MemoryError, a hang.
+    Anything else fails with the original error: a KeyError, a JSONDecodeError, a MemoryError, a
+    hang.
     """
     try:
         with bounded():
@@ -82,8 +84,8 @@ def attempt(read: Callable[[], Any], *names: str) -> Verdict:
 
 
 def run_seeds(count: int, case: Callable[[random.Random], None]) -> None:
-    """Run `case` with a generator of each seed below `count`; fails with every kind of fault and a
-    seed that shows it.
+    """Run `case` with a generator for each seed below `count`; fail with each distinct error and a
+    seed that reproduces it.
     """
     faults: dict[str, int] = {}
     for seed in range(count):

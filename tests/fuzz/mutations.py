@@ -1,4 +1,4 @@
-"""Seeded mutations: of bytes, of what JSON and YAML hold, of text by lines."""
+"""Seeded mutations of bytes, of JSON and YAML values, and of text by lines."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the path of every value in a JSON value, the whole excepted."""
+    """Return the path of every value in a JSON value, except the root."""
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list):
@@ -57,14 +57,14 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def at(value: Any, path: tuple) -> Any:
-    """Return what stands at a path."""
+    """Return the value at a path."""
     for key in path:
         value = value[key]
     return value
 
 
 def mutate_value(rng: random.Random, value: Any) -> Any:
-    """Return a JSON value with one to three changes: replaced, removed, added, wrapped, exchanged,
+    """Return a JSON value with one to three changes: replaced, removed, added, wrapped, swapped,
     renamed.
     """
     value = copy.deepcopy(value)
@@ -103,8 +103,8 @@ def _change(rng: random.Random, node: Any, key: Any, found: list[tuple], whole: 
 
 
 def to_json(rng: random.Random, value: Any) -> bytes:
-    """Write a value as JSON, now and then as no writer would: NaN, a key twice, a BOM, too deep,
-    cut off.
+    """Write a value as JSON, sometimes malformed: NaN, a duplicate key, a BOM, too deep,
+    truncated.
     """
     text = json.dumps(value).encode()
     kind = rng.random()
@@ -119,7 +119,9 @@ def to_json(rng: random.Random, value: Any) -> bytes:
 
 
 def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Return bytes cut off, with bits turned, pieces inserted, removed, doubled or exchanged."""
+    """Return bytes that are truncated, have bits flipped, or have pieces inserted, removed,
+    repeated or swapped.
+    """
     a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     piece = rng.choice(
         (

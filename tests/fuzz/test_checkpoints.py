@@ -1,5 +1,5 @@
-"""Model folders with broken weights: read as the safetensors package does, or refused; never more
-memory than the file.
+"""Model folders with broken weights are read as the safetensors package reads them, or rejected,
+and never take more memory than the file.
 """
 
 import json
@@ -37,48 +37,50 @@ SHARDS = {
 
 
 def parts(data: bytes) -> tuple[dict, bytes]:
-    """Return the header and the tensors' bytes of a file."""
+    """Return the header of a file and the bytes of its tensors."""
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 def joined(header: bytes, body: bytes, length: int | None = None) -> bytes:
-    """Return a file of a header and tensors' bytes; `length` stands for the header's."""
+    """Return a file made of a header and the tensors' bytes; `length` replaces the header's
+    length.
+    """
     if length is None:
         length = len(header)
     return length.to_bytes(8, "little") + header + body
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Whether two sets of tensors are the same, NaN equal to NaN."""
+    """Whether two sets of tensors are the same, with NaN equal to NaN."""
 
-    def told(tensor):
+    def described(tensor):
         return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
 
-    return {key: told(t) for key, t in a.items()} == {key: told(t) for key, t in b.items()}
+    return {key: described(t) for key, t in a.items()} == {
+        key: described(t) for key, t in b.items()
+    }
 
 
 def plain(data: bytes) -> bytes:
-    """Return a file without the fields that say nothing of a tensor, where JSON's NaN may stand,
-    which safetensors cannot.
+    """Return a file without the fields that do not describe a tensor; they may hold a NaN, which
+    safetensors cannot parse.
     """
     header, body = parts(data)
     header = {k: v if k == "__metadata__" else {n: v[n] for n in FIELDS} for k, v in header.items()}
     return joined(json.dumps(header).encode(), body)
 
 
-def judge(folder: Path, data: bytes) -> Verdict:
-    """Write a single file, read it, and compare what was read with what the safetensors package
-    reads.
-    """
+def compare(folder: Path, data: bytes) -> Verdict:
+    """Write a single file, read it, and compare the result with that of the safetensors package."""
     (folder / SINGLE).write_bytes(data)
     verdict = attempt(lambda: tensors(folder), SINGLE)
     if verdict.is_read:
         try:
             theirs = load_bytes(plain(data))
         except SafetensorError as error:
-            raise AssertionError(f"read, where safetensors refuses: {error}") from error
-        assert same(verdict.value, theirs), "read otherwise than safetensors does"
+            raise AssertionError(f"read, but safetensors rejects it: {error}") from error
+        assert same(verdict.value, theirs), "read differently from safetensors"
     return verdict
 
 
@@ -98,18 +100,18 @@ def test_mutated_files(tmp_path):
             changed = joined(json.dumps(header).encode(), body, length)
         else:
             changed = mutate_bytes(rng, data)
-        refused.append(not judge(tmp_path, changed).is_read)
+        refused.append(not compare(tmp_path, changed).is_read)
 
     run_seeds(scaled(400, 4000), case)
 
-    assert sum(refused) > 200  # most of what is broken is seen
+    assert sum(refused) > 200  # most damage is detected
 
 
 def test_every_truncation(tmp_path):
     data = save(TENSORS, metadata={"format": "pt"})
-    assert judge(tmp_path, data).is_read
+    assert compare(tmp_path, data).is_read
     for end in range(0, len(data), scaled(7, 1)):
-        assert not judge(tmp_path, data[:end]).is_read, end
+        assert not compare(tmp_path, data[:end]).is_read, end
 
 
 SHAPES = [
@@ -133,13 +135,13 @@ def test_shapes_beyond_the_file_take_no_memory_and_no_time(tmp_path, shape):
     size = 0 if 0 in shape else 2**42
     header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}
     begin = time.process_time()
-    judge(tmp_path, joined(json.dumps(header).encode(), b""))
+    compare(tmp_path, joined(json.dumps(header).encode(), b""))
 
     assert time.process_time() - begin < 2
 
 
 def write_shards(folder: Path) -> dict:
-    """Write TENSORS as two shards and their index; return the index."""
+    """Write TENSORS as two shards with an index; return the index."""
     folder.mkdir()
     index = {"metadata": {"total_size": 1}, "weight_map": {}}
     first, second = SHARDS
@@ -173,13 +175,13 @@ def test_mutated_indexes(tmp_path):
             )
         (folder / INDEX).write_bytes(to_json(rng, changed))
         verdict = attempt(lambda: tensors(folder), INDEX, folder.name)
-        if verdict.is_read:  # then the index says just what the shards that it names hold
+        if verdict.is_read:  # then the index matches the contents of the shards that it names
             named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
             held = {}
             for key, tensor in TENSORS.items():
                 if index["weight_map"][key] in named:
                     held[key] = tensor
-            assert held and same(verdict.value, held), "read other tensors than the shards hold"
+            assert held and same(verdict.value, held), "read tensors that differ from the shards"
 
     run_seeds(scaled(300, 2000), case)
 

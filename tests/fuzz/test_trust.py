@@ -1,5 +1,5 @@
-"""What a file may not do: no pickle of more than tensors is loaded, no code of a folder runs
-unasked, no network is needed.
+"""Restrictions on files: no pickle of more than tensors is loaded, a folder's code only runs on
+request, and no network is needed.
 """
 
 import ast
@@ -24,8 +24,7 @@ from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.stress
 ROOT = Path(__file__).resolve().parents[2]
-# reads the index of torch.distributed.checkpoint with the classes that it consists of, and nothing
-# else
+# reads the index of torch.distributed.checkpoint, restricted to the classes that it consists of
 RESTRICTED = "moe_runtime/hf/training/checkpoint_files.py"
 UNSAFE = {
     "pickle",
@@ -48,12 +47,12 @@ LOADERS = {
 
 
 def name_of(node: ast.expr) -> str:
-    """Return a dotted name, empty for another expression."""
+    """Return a dotted name, or an empty string for any other expression."""
     return ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
 
 
 def unsafe(source: str) -> list[tuple[int, str]]:
-    """List the lines of a source that may run what a file says."""
+    """List the lines of a source that could execute code from a file."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -80,7 +79,7 @@ def unsafe(source: str) -> list[tuple[int, str]]:
         if name in ("np.load", "numpy.load") and "allow_pickle" in given:
             lines.append((node.lineno, f"{name} with allow_pickle"))
         trusted = given.get("trust_remote_code")
-        # may ask at the terminal
+        # these may prompt at the terminal
         asks = re.fullmatch(r"(Auto\w+|kind)\.from_(pretrained|config)", name)
         if (asks and trusted is None) or (
             isinstance(trusted, ast.Constant) and trusted.value is not False
@@ -111,7 +110,7 @@ def test_no_source_loads_what_may_run():
 
 
 class Touch:
-    """Makes a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -130,11 +129,11 @@ def test_a_pickle_that_would_run_is_refused(tmp_path, by):
     assert not attempt(lambda: load_tensors(file), file.name).is_read
     assert not touched.exists()
     torch.load(file, weights_only=False) if by == "torch" else pickle.loads(file.read_bytes())
-    assert touched.exists()  # the file is what it is said to be
+    assert touched.exists()  # the payload works
 
 
 EVIL = "import pathlib\npathlib.Path({touched!r}).touch()\n" + "raise ValueError('ran')\n"
-# every verb that reads a model's folder
+# every verb that reads a model folder
 VERBS = (
     "xft upcycle {model} {out} --num-experts 4 --top-k 2",
     "xft to-mergeable {model} {out}",
@@ -160,7 +159,7 @@ VERBS = (
     "papers eval {model} --tasks arithmetic --limit 1 --max-new-tokens 1 --out {out}",
     "tune --model {model} --out {out}",
 )
-# TRL loads this one itself
+# TRL itself loads this one
 TEMPLATE = (
     "train --model {plain} --data {data} --output_dir {out} --max_steps 1 --chat_template_path "
     "{model}"
@@ -169,7 +168,7 @@ STEPS = {"steps": 1, "learning_rate": 1e-3, "batch_size": 1}
 
 
 def evil_folder(folder: Path, touched: Path, model_type: str) -> None:
-    """Write a model whose config.json, tokenizer, processor and way to generate ask for the
+    """Write a model whose config.json, tokenizer, processor and generation config ask for the
     folder's own code.
     """
     tiny.dense("llama").save_pretrained(folder)
@@ -202,8 +201,8 @@ def evil_folder(folder: Path, touched: Path, model_type: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
-# in one process, as imports take seconds: each verb with the network refused, at a terminal where
-# somebody says y
+# in one process, as imports take seconds: each verb runs without network, at a terminal where the
+# answer to every prompt is yes
 RUN = """
 import io, json, os, socket, sys
 attempts = []
@@ -236,8 +235,8 @@ open(sys.report, "w").write(json.dumps(report))
 
 
 def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
-    """Run command lines in one process without network; return each one's exit code, naked error,
-    stderr, connections tried.
+    """Run command lines in one process without network; return the exit code, uncaught error,
+    stderr and attempted connections of each.
     """
     report = folder / "report.json"
     keyboard, terminal = os.openpty()
@@ -276,7 +275,7 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-TYPES = ("evil", "llama", "t5")  # t5 is known to transformers, but not as a causal language model
+TYPES = ("evil", "llama", "t5")  # transformers knows t5, but not as a causal language model
 BROKEN = {
     "negative": {"hidden_size": -1},
     "nan": {"hidden_size": float("nan")},
@@ -288,8 +287,8 @@ BROKEN = {
     },
 }
 WEIGHTS = {"pickled": pickled}
-# what a user does, one verb on what the one before it wrote
-WAY = (
+# a typical workflow, in which each verb reads the output of an earlier one
+WORKFLOW = (
     "xft upcycle {model} {folder}/moe --num-experts 4 --top-k 2",
     "stats {folder}/moe --data {data} --out {folder}/stats",
     "xft to-mergeable {folder}/moe {folder}/mergeable",
@@ -299,8 +298,8 @@ WAY = (
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
-    """Run all verbs on two folders with code in them, and the way of a plain one; return where and
-    what became of each.
+    """Run all verbs on folders with code or damage in them, and the workflow on a plain one; return
+    the folder and the outcome of each.
     """
     folder = tmp_path_factory.mktemp("verbs")
     data = folder / "rows.jsonl"
@@ -329,7 +328,7 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
         recipe |= {"data": {"train": str(data), "held_out_rows": 1}} | dict.fromkeys(
             ("sft", "tune", "mix"), STEPS
         )
-        (folder / f"{kind}.yaml").write_text(json.dumps(recipe))  # which is YAML too
+        (folder / f"{kind}.yaml").write_text(json.dumps(recipe))  # which is YAML as well
         names = {
             "model": folder / kind,
             "data": data,
@@ -356,7 +355,7 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
             data=data,
             folder=folder,
         )
-        for verb in WAY
+        for verb in WORKFLOW
     ]
     report = iter(
         run_verbs(
@@ -378,11 +377,11 @@ def test_no_verb_runs_the_code_of_a_folder_or_reads_a_broken_one(ran, kind):
             and lines
             and [line for line in lines if line.startswith("error: ")] == lines[-1:]
         )
-        # of "llama" it is the tokenizer that asks; `grow` adds up what no activation has seen
+        # for "llama" only the tokenizer asks for code; `grow` never evaluates the activation
         assert refused or (one["code"] == 0 and kind in ("llama", "act")), one
 
 
 def test_no_network_is_needed(ran):
     _, report = ran
-    assert [one["code"] for one in report["plain"]] == [0] * len(WAY), report["plain"]
+    assert [one["code"] for one in report["plain"]] == [0] * len(WORKFLOW), report["plain"]
     assert not [one for kind in report for one in report[kind] if one["network"]]

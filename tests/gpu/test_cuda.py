@@ -1,4 +1,4 @@
-"""csrc/ natively: parity with Triton and torch, streams, graphs, bits. Its twin without a GPU is
+"""csrc/ natively: parity with Triton and torch, streams, graphs, reproducible bits. Without a GPU:
 tests/csrc.
 """
 
@@ -48,8 +48,6 @@ def test_is_the_equation(name, dtype):
             check(case_of(name, number, dtype, draw), "cuda", "cuda")
 
 
-# dispatch, bit for bit
-
 PLANS = [
     pytest.param(0, 8, 2, id="no tokens"),
     pytest.param(1, 1, 1, id="one of everything"),
@@ -57,7 +55,7 @@ PLANS = [
     pytest.param(17, 3, 3, id="every expert"),
     pytest.param(512, 64, 8, id="one block"),
     pytest.param(4097, 60, 6, id="ragged"),
-    pytest.param(4096, 1024, 8, id="as many experts as there may be"),
+    pytest.param(4096, 1024, 8, id="maximum number of experts"),
     pytest.param(65536, 8, 6, id="XFT at 65536"),
     pytest.param(65536, 128, 8, id="Qwen3 at 65536"),
     pytest.param(1 << 20, 64, 8, id="8 M rows"),
@@ -94,13 +92,13 @@ def test_tile_maps_equal_tritons(T, E, K):
         first_expert=E > 2,
     )
     for block, ours in zip(blocks, maps, strict=True):
-        want = triton_dispatch.tile_map(
+        expected = triton_dispatch.tile_map(
             offsets,
             T * K,
             block,
             int(E > 2),
         )
-        assert torch.equal(ours, want)
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("gate", ["xft", "softmax_topk"])
@@ -135,18 +133,16 @@ def test_the_routers_counts_make_the_same_plan(T, E, K, gate):
         count,
         tokens,
     )
-    *want, maps = cuda_kernels.route_plan(
+    *expected, maps = cuda_kernels.route_plan(
         idx,
         E + shared,
         (64,),
     )
     assert same(
         [*counted[:4], *counted[4]],
-        [*want, *maps],
+        [*expected, *maps],
     )
 
-
-# merging
 
 STACKS = [
     (8, 2048, 5504),
@@ -162,23 +158,22 @@ STACKS = [
 @pytest.mark.parametrize("shape", STACKS, ids=str)
 def test_merging_equals(shape, dtype):
     size = torch.Size(shape).numel()
-    weight = random(size + 1, dtype=dtype)[1:].view(shape)  # at no multiple of 16 bytes
+    weight = random(size + 1, dtype=dtype)[1:].view(shape)  # not aligned to 16 bytes
     alpha = torch.rand(shape[0], device="cuda")
     dout = random(*shape[1:], dtype=dtype)
     poison()
     leaf = alpha.clone().requires_grad_()
     out = merge_experts(weight, leaf, backend="cuda")
     (dalpha,) = torch.autograd.grad(out, leaf, dout)
-    want = torch.einsum("e,e...->...", alpha.double(), weight.double())
+    expected = torch.einsum("e,e...->...", alpha.double(), weight.double())
     terms = (weight.double() * dout.double()).flatten(1)
-    assert relative_error(out.detach(), want) < ROUNDING[dtype]
-    # of each sum against its terms: they cancel
+    assert relative_error(out.detach(), expected) < ROUNDING[dtype]
+    # the error is relative to the terms of each sum, since they cancel
     assert ((dalpha - terms.sum(1)).abs() < 1e-5 * terms.norm(dim=1) + 1e-6).all()
 
 
-# what only a GPU has
 def all_ops(logits, weight, alpha, y, backend="cuda"):
-    """One result of each op, gradients among them."""
+    """Return one result of each op, including gradients."""
     logits, alpha, y = (t.detach().requires_grad_() for t in (logits, alpha, y))
     gate, idx = route(logits, 3, "xft", backend=backend)
     plan = dispatch(idx, logits.shape[1] + 1, backend)
@@ -211,8 +206,8 @@ def same(ours, theirs) -> bool:
 )
 @pytest.mark.parametrize("T", [1, 33, 5000])
 def test_every_kernel_for_the_sanitizer(T, dtype):
-    """What bench/gpu.sh runs under compute-sanitizer: one block and several, rows that no 16 bytes
-    divide.
+    """bench/gpu.sh runs this under compute-sanitizer: one block and several, and rows whose size is
+    not a multiple of 16 bytes.
     """
     inputs = (
         random(T, 15, dtype=dtype),
@@ -298,7 +293,7 @@ def test_cuda_graph(T):
 
 def test_a_side_stream():
     inputs = samples(65536)
-    want = all_ops(*inputs)
+    expected = all_ops(*inputs)
     stream = torch.cuda.Stream()
     later = [torch.zeros_like(tensor) for tensor in inputs]
     torch.cuda.synchronize()
@@ -308,7 +303,7 @@ def test_a_side_stream():
             target.copy_(source)
         got = all_ops(*later)
     torch.cuda.current_stream().wait_stream(stream)
-    assert same(got, want)
+    assert same(got, expected)
 
 
 @pytest.mark.skipif(
@@ -317,12 +312,12 @@ def test_a_side_stream():
 )
 def test_a_device_that_is_not_the_current_one():
     inputs = samples()
-    want = all_ops(*inputs)
+    expected = all_ops(*inputs)
     got = all_ops(*(tensor.to("cuda:1") for tensor in inputs))
     assert torch.cuda.current_device() == 0
     assert same(
         [tensor.to("cuda:0") for tensor in got],
-        want,
+        expected,
     )
 
 
@@ -338,8 +333,8 @@ def test_no_op_waits_for_the_gpu():
 
 @pytest.mark.parametrize("shared", ["group", "dense"])
 @pytest.mark.parametrize("T", [1, 512, 5000])
-def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch):
-    """MOE_RUNTIME_BACKEND=cuda: csrc/'s kernels around Triton's products, in moe_layer."""
+def test_whole_layer_with_csrc_and_triton_kernels(T, shared, monkeypatch):
+    """MOE_RUNTIME_BACKEND=cuda in moe_layer: csrc/'s kernels around Triton's matrix products."""
     x = random(T, 64, dtype=torch.bfloat16)
     router = random(7, 64, dtype=torch.bfloat16)
     up = random(8, 96, 64, dtype=torch.bfloat16)

@@ -1,5 +1,6 @@
-"""Every op with Triton kernels natively, on the cases of the conformance table: what only a GPU can
-show. tests/conformance and tests/ops/test_every_op.py compare the same cases with their equations.
+"""Every op with Triton kernels natively, on the cases of the conformance table, for what only a GPU
+can show. tests/conformance and tests/ops/test_every_op.py compare the same cases with their
+equations.
 """
 
 import pytest
@@ -18,7 +19,7 @@ CUDA = torch.device("cuda")
 
 
 class Large(Draw):
-    """Draws sizes of several tiles each way."""
+    """Draws sizes of several tiles in each dimension."""
 
     def size(self) -> int:
         return self.of(512, 264, 768, 130)
@@ -28,7 +29,7 @@ class Large(Draw):
 
 
 def step_of(name: str, number: int):
-    """Return a function that runs an op forward and backward on inputs that stay where they are."""
+    """Return a function that runs an op forward and backward on inputs at fixed addresses."""
     case = case_of(name, number, torch.bfloat16, Large)
     leaves = {key: placed(leaf, CUDA).requires_grad_() for key, leaf in case.leaves.items()}
     fixed = {key: placed(tensor, CUDA) for key, tensor in case.fixed.items()}
@@ -42,7 +43,7 @@ def step_of(name: str, number: int):
             grads = torch.autograd.grad(roots, list(leaves.values()), upstream, allow_unused=True)
         return [tensor.detach() for tensor in (*outputs, *grads) if tensor is not None]
 
-    step()  # compiles
+    step()  # compiles the kernels
     torch.cuda.synchronize()
     return step
 
@@ -50,7 +51,7 @@ def step_of(name: str, number: int):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @OF_TRITON
 def test_is_the_equation_on_poisoned_memory(name, dtype):
-    torch.utils.deterministic.fill_uninitialized_memory = False  # what a user has
+    torch.utils.deterministic.fill_uninitialized_memory = False  # as users have it
     for number in range(8):
         poison()
         check(case_of(name, number, dtype, Blocks), "triton", "cuda")
@@ -68,7 +69,7 @@ def test_twenty_runs_give_the_same_bits(name, number):
 
 @NUMBERS
 @OF_TRITON
-def test_the_host_waits_for_nothing(name, number):
+def test_no_host_synchronization(name, number):
     step = step_of(name, number)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -86,7 +87,7 @@ def test_a_cuda_graph(name, number):
         captured = step()
     graph.replay()
     for replayed, expected in zip(captured, step(), strict=True):
-        # cuBLAS may sum in another order under capture
+        # cuBLAS may sum in a different order during capture
         torch.testing.assert_close(replayed, expected, rtol=2e-2, atol=2e-2)
 
 

@@ -10,7 +10,7 @@ from tests.support.oracle import relative_error
 pytestmark = pytest.mark.gpu
 
 
-def test_equal_experts_stay_and_all_become_equal():
+def test_averaging_keeps_equal_experts_and_converges():
     one = torch.randn(4097, device="cuda", dtype=torch.bfloat16)
     weight = one.expand(7, -1).clone()
     for w in average_experts_(weight, 0.3):
@@ -25,10 +25,10 @@ def test_layer_in_eval_mode_equals_the_cpu_and_trains_without_a_synchronization(
         MoEConfig(hidden_size=64, intermediate_size=96, num_experts=4, top_k=1, gate="topk_softmax")
     ).eval()
     x = torch.randn(3, 17, 64)
-    want = layer(x)
+    expected = layer(x)
     layer = layer.cuda()
     x = x.cuda()
-    assert relative_error(layer(x).cpu(), want) < 1e-5
+    assert relative_error(layer(x).cpu(), expected) < 1e-5
     layer.train()(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""kernels/expansion.py natively: what the interpreter cannot show. Its twin without a GPU is
+"""kernels/expansion.py natively, for what the interpreter cannot show. Without a GPU:
 tests/ops/test_expansion.py.
 """
 
@@ -62,7 +62,7 @@ def test_float32_is_not_rounded_to_tf32(monkeypatch):
     )
 
 
-def test_experts_apart_are_put_side_by_side_in_pieces():
+def test_scattered_experts_are_gathered_in_chunks():
     experts = [torch.randn((1 << 24) + 77, device="cuda") for _ in range(3)]
     stack = torch.stack(experts)
     torch.cuda.synchronize()
@@ -75,16 +75,16 @@ def test_experts_apart_are_put_side_by_side_in_pieces():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2048 * 5504, 100_003, 1])
-def test_a_child_has_the_bits_of_the_cpus(size, dtype):
+def test_a_child_is_bit_identical_to_the_cpu_result(size, dtype):
     parts = [torch.randn(size).to(dtype) for _ in range(3)]
-    want = dare_merge(*parts, **ARGS)
+    expected = dare_merge(*parts, **ARGS)
     assert torch.equal(
         dare_merge(
             *(p.cuda() for p in parts),
             **ARGS,
             backend="triton",
         ).cpu(),
-        want,
+        expected,
     )
     assert torch.equal(
         dare_merge(
@@ -92,7 +92,7 @@ def test_a_child_has_the_bits_of_the_cpus(size, dtype):
             **ARGS,
             backend="torch",
         ).cpu(),
-        want,
+        expected,
     )
 
 

@@ -1,8 +1,8 @@
 """Stock MoE models on the Triton kernels of a real GPU: bfloat16 against float64, no host
 synchronization, generate.
 
-Their twins without a GPU: tests/hf/dropin/test_experts.py (layer by layer, interpreted) and
-test_layers.py (whole models).
+Without a GPU: tests/hf/dropin/test_experts.py (layer by layer, interpreted) and test_layers.py
+(whole models).
 """
 
 import pytest
@@ -41,7 +41,7 @@ MODELS = {
         "intermediate_size": 256,
         "layer_types": ["full_attention"] * 2,
     },
-    # sizes that 16 does not divide
+    # sizes that are not divisible by 16
     "odd": {
         "num_experts": 6,
         "moe_intermediate_size": 136,
@@ -67,8 +67,8 @@ def stock(kind: str, dtype=torch.bfloat16):
 
 
 def layer_results(module, implementation: str, wide: bool) -> dict[str, torch.Tensor]:
-    """Output and gradients of one experts module on random tokens; `wide` in float64 on the same
-    quantised inputs.
+    """Return output and gradients of one experts module on random tokens; `wide` computes in
+    float64 on the same quantized inputs.
     """
     if wide:
         dtype = torch.float64
@@ -100,19 +100,19 @@ def layer_results(module, implementation: str, wide: bool) -> dict[str, torch.Te
     }
 
 
-def distance(got, want) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
+def distance(got, expected) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_as_near_to_float64_as_eager(kind):
+def test_error_is_at_most_that_of_eager(kind):
     module = next(module for module in stock(kind).modules() if is_experts(module))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(4)
     ours, eager = (layer_results(module, name, False) for name in ("moe_runtime", "eager"))
-    want = layer_results(module, "eager", True)
-    for name, value in want.items():
+    expected = layer_results(module, "eager", True)
+    for name, value in expected.items():
         assert distance(ours[name], value) < max(
             1.5 * distance(eager[name], value),
             4e-3,

@@ -1,4 +1,4 @@
-"""Frozen experts, dense and packed, with low-rank terms natively, at sizes that get the tiles of a
+"""Frozen experts, dense and packed, with low-rank terms natively, at sizes that use the tiles of a
 real layer.
 
 Without a GPU: tests/ops/test_frozen_mlp.py and test_frozen_mlp_packed.py, in the interpreter.
@@ -14,8 +14,8 @@ from tests.support.oracle import assert_parity, bounds, make_case, poison
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-SMOOTH = packed.GPT_OSS._replace(limit=None)  # no kink, which numbers are rounded across
-# T, H, I, E, K; RAGGED: no block divides anything, but rows are multiples of 16 bytes
+SMOOTH = packed.GPT_OSS._replace(limit=None)  # no clamp: rounding can move a value across its kink
+# T, H, I, E, K. RAGGED: no block size divides a dimension, but rows are multiples of 16 bytes
 EVEN = (1500, 512, 768, 6, 2)
 RAGGED = (1500, 520, 712, 6, 2)
 FEW = (40, 512, 768, 16, 4)
@@ -35,7 +35,7 @@ def layer(backend):
 
 
 def oracle(x, experts, topk_weight, topk_idx):
-    """The experts made whole, each on all tokens."""
+    """The experts with their low-rank terms merged in, each applied to all tokens."""
     pairs = (experts.up_lora, experts.down_lora)
     biases = (experts.up_bias, experts.down_bias)
     out = 0
@@ -87,14 +87,14 @@ def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
         act=act,
         bias=True,
     )
-    want = dense.run(case, oracle, torch.float64, "cuda")
+    expected = dense.run(case, oracle, torch.float64, "cuda")
     limit = bounds(
         dense.run(case, layer("torch"), device="cuda"),
-        want,
+        expected,
         tolerance[BF16],
     )
     poison()
-    assert_parity(dense.run(case, layer("triton"), device="cuda"), want, limit)
+    assert_parity(dense.run(case, layer("triton"), device="cuda"), expected, limit)
 
 
 @pytest.mark.parametrize("T", [1500, 40])
@@ -125,11 +125,11 @@ def test_packed_stacks(form, options, T, tolerance):
         rank=16,
         **options,
     )
-    want = case.oracle()
+    expected = case.oracle()
     limit = bounds(
         case.run("torch", "cuda"),
-        want,
+        expected,
         tolerance[BF16],
     )
     poison()
-    assert_parity(case.run("triton", "cuda"), want, limit)
+    assert_parity(case.run("triton", "cuda"), expected, limit)

@@ -1,4 +1,4 @@
-"""kernels/fusion.py natively: what the interpreter cannot show. Its twin without a GPU is
+"""kernels/fusion.py natively, for what the interpreter cannot show. Without a GPU:
 tests/ops/test_fusion.py.
 """
 
@@ -92,7 +92,7 @@ def test_parity_with_float64_on_poisoned_memory(shape, reduction, frozen, tf32, 
     case = sample(*shape, dtype)
     poison()
     got = gradients(case, frozen, reduction=reduction, backend="triton")
-    want = gradients(
+    expected = gradients(
         case,
         frozen,
         naive,
@@ -104,7 +104,7 @@ def test_parity_with_float64_on_poisoned_memory(shape, reduction, frozen, tf32, 
         torch.float16: 3e-3,
         torch.bfloat16: 1.5e-2,
     }[dtype]
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(got, expected, strict=True):
         if b.any():
             assert relative_error(a, b) < bound
 
@@ -133,7 +133,7 @@ def test_memory_is_a_share_of_the_naive(frozen):
 
 
 def test_beyond_two_to_the_31_elements():
-    """The last ids of a head lie behind 2^31 elements."""
+    """The last ids of a head are beyond 2^31 elements."""
     V = (1 << 20) + 64
     H = 2048
     head = torch.zeros(
@@ -161,17 +161,17 @@ def test_beyond_two_to_the_31_elements():
         loss.double(), F.cross_entropy(logits, labels, reduction="none"), rtol=1e-4, atol=1e-4
     )
     (dgate,) = torch.autograd.grad(loss.sum(), gate)
-    want = (logits.softmax(1) * logits).sum(1) - logits.gather(1, labels[:, None])[:, 0]
+    expected = (logits.softmax(1) * logits).sum(1) - logits.gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(
         dgate[:, 0].double(),
-        want,
+        expected,
         rtol=1e-3,
         atol=1e-3,
     )
 
 
 def test_more_tokens_than_an_int32_of_logits(monkeypatch):
-    """65,600 tokens by 32,768 ids, whose mixed logits are in memory at once."""
+    """65,600 tokens by 32,768 ids, whose mixed logits are all in memory at the same time."""
     monkeypatch.setattr(fusion, "CHUNK", 1 << 40)
     T = 65600
     V = 32768
@@ -191,14 +191,14 @@ def test_more_tokens_than_an_int32_of_logits(monkeypatch):
     )
     rows = slice(T - 128, T)
     last = hidden[rows].detach().double().requires_grad_()
-    want = F.cross_entropy(
+    expected = F.cross_entropy(
         last @ head.double().t(),
         labels[rows],
         reduction="none",
     )
     torch.testing.assert_close(
         loss[rows].double(),
-        want,
+        expected,
         rtol=1e-4,
         atol=1e-4,
     )
@@ -206,7 +206,7 @@ def test_more_tokens_than_an_int32_of_logits(monkeypatch):
     assert (
         relative_error(
             dhidden[rows],
-            torch.autograd.grad(want.sum(), last)[0],
+            torch.autograd.grad(expected.sum(), last)[0],
         )
         < 1e-2
     )

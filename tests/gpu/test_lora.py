@@ -1,5 +1,5 @@
-"""kernels/lora.py and lora_backward.py natively, what the interpreter cannot show. Without a GPU:
-tests/ops/test_lora.py.
+"""kernels/lora.py and lora_backward.py natively, for what the interpreter cannot show. Without a
+GPU: tests/ops/test_lora.py.
 """
 
 import pytest
@@ -38,19 +38,19 @@ TABLE = {
 )
 def test_parity_with_float64_on_poisoned_memory(shape, dtype):
     case = make_case(*shape, dtype=dtype)
-    want = run(case, lora_mlp_reference, torch.float64, "cuda")
+    expected = run(case, lora_mlp_reference, torch.float64, "cuda")
     eager = run(case, lora_mlp_reference, device="cuda")
     poison()
     got = run(case, lora_mlp, device="cuda", backend="triton")
-    for name in want:
-        if want[name].numel() and shape[0]:
+    for name in expected:
+        if expected[name].numel() and shape[0]:
             bound = max(
-                3 * relative_error(eager[name], want[name]),
+                3 * relative_error(eager[name], expected[name]),
                 TABLE[dtype] / 5,
             )
-            assert relative_error(got[name], want[name]) < min(bound, TABLE[dtype]), name
+            assert relative_error(got[name], expected[name]) < min(bound, TABLE[dtype]), name
         else:
-            assert got[name].shape == want[name].shape
+            assert got[name].shape == expected[name].shape
             assert not got[name].any()
 
 
@@ -64,7 +64,9 @@ def step(case):
 
 
 def test_rows_beyond_two_to_the_31_elements():
-    """The last rows of z and h lie behind 2^31; they get what the same tokens get in front."""
+    """The last rows of z and h are beyond 2^31 elements; they must equal the same tokens at the
+    start.
+    """
     T = (1 << 31) // 4096 // 2 + 64
     I = 4096
     E = 2
@@ -121,8 +123,8 @@ def test_keeps_no_row_of_a_single_expert():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run_step()
-    # z, dz, h, dh in front of and behind the kernels, and what has rank r; a row for each slot
-    # would be 6 x 2 x 2I
+    # z, dz, h, dh before and after the kernels, and tensors of rank r; one row per slot would take
+    # 6 x 2 x 2I
     assert torch.cuda.max_memory_allocated() - before < 2 * 4096 * (
         9 * 1408 + 16 * 8 * 16 + 6 * 256
     )

@@ -1,4 +1,4 @@
-"""kernels/merging.py natively: what the interpreter cannot show. Its twin without a GPU is
+"""kernels/merging.py natively, for what the interpreter cannot show. Without a GPU:
 tests/ops/test_merging.py.
 """
 
@@ -40,7 +40,6 @@ def test_beyond_two_to_the_31_elements():
     )
 
 
-# merged_linear
 def linear_sample(T, E, N, K, dtype, weight_dtype):
     x = torch.randn(T, K, device="cuda", dtype=dtype)
     weight = torch.randn(
@@ -100,11 +99,11 @@ def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monke
     poison()
     _, dx, dalpha = linear_gradients(x, weight, alpha, dout)
     dw = dout.double().t() @ x.double()
-    want = torch.stack([(dw * w.double()).sum() for w in weight])
+    expected = torch.stack([(dw * w.double()).sum() for w in weight])
     rough = dtype == torch.float32 and tf32
-    # the sums of E N K terms cancel: the error is that of the terms, not of the sum
+    # the sums of E N K terms cancel: the error is relative to the terms, not to the sum
     scale = dw.norm() * weight[0].double().norm()
-    assert (dalpha.double() - want).abs().max() < (1e-4 if rough else 1e-6) * scale
+    assert (dalpha.double() - expected).abs().max() < (1e-4 if rough else 1e-6) * scale
     merged = merge_experts(weight, alpha).to(dtype)
     assert relative_error(
         dx,
@@ -154,7 +153,6 @@ def test_linear_beyond_two_to_the_31_elements():
     assert torch.autograd.grad(out, alpha, dout)[0].item() == 2 << 16
 
 
-# the layer, which keeps its merged weights
 def layer_and_input(**kwargs):
     config = MoEConfig(
         hidden_size=256, intermediate_size=512, num_experts=8, initializer_range=0.1, **kwargs
@@ -164,7 +162,7 @@ def layer_and_input(**kwargs):
     )
 
 
-def anew(layer, x):
+def merge_again(layer, x):
     layer.release()
     with torch.no_grad():
         return layer(x)
@@ -178,7 +176,7 @@ def test_layer_follows_its_optimizer_without_a_synchronization(fused):
         lr=0.3,
         fused=fused,
     )
-    layer(x).square().sum().backward()  # compiles
+    layer(x).square().sum().backward()  # compiles the kernels
     optimizer.step()
     found = []
     torch.cuda.set_sync_debug_mode("error")
@@ -194,7 +192,7 @@ def test_layer_follows_its_optimizer_without_a_synchronization(fused):
     for out, logits in found:
         with torch.no_grad():
             layer.mixing_logits.copy_(logits)
-        assert torch.equal(anew(layer, x), out)
+        assert torch.equal(merge_again(layer, x), out)
 
 
 def test_layer_in_a_cuda_graph_merges_at_every_replay():
@@ -207,12 +205,12 @@ def test_layer_in_a_cuda_graph_merges_at_every_replay():
         for _ in range(2):
             layer.mixing_logits.data.normal_()
             graph.replay()
-            assert torch.equal(out, anew(layer, x))
+            assert torch.equal(out, merge_again(layer, x))
 
 
 def test_layer_on_two_streams():
     layer, x = layer_and_input()
-    want = anew(layer, x)
+    expected = merge_again(layer, x)
     torch.cuda.synchronize()
     for _ in range(5):
         layer.release()
@@ -223,4 +221,4 @@ def test_layer_on_two_streams():
                 found.append(layer(x))
         torch.cuda.synchronize()
         for out in found:
-            assert torch.equal(out, want)
+            assert torch.equal(out, expected)

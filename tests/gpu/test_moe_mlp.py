@@ -1,7 +1,7 @@
-"""The experts of a layer natively, at sizes of several tiles each way, config by config, against
-float64 on the same GPU.
+"""The experts of a layer natively, at sizes of several tiles in each dimension, config by config,
+against float64 on the same GPU.
 
-Without a GPU the tests that are not marked run in the interpreter, at sizes that it can bear.
+Without a GPU, the tests without the gpu mark run in the interpreter, at sizes that it can handle.
 """
 
 import os
@@ -29,7 +29,7 @@ from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile
 
 NATIVE = os.environ.get("TRITON_INTERPRET") != "1"
-# T, H, I, E, K; RAGGED: no block divides anything, but rows are multiples of 16 bytes
+# T, H, I, E, K. RAGGED: no block size divides a dimension, but rows are multiples of 16 bytes
 EVEN, RAGGED = (
     ((1500, 512, 768, 6, 2), (1500, 520, 712, 6, 2))
     if NATIVE
@@ -48,8 +48,10 @@ def everywhere(tile: Tile, **others):
 
 
 def check(case: Case, tolerance: float, device: str, **options) -> None:
-    """Fail unless the layer is as near to float64 as the eager path in its dtype."""
-    want = run(case, moe_eager, torch.float64, device)
+    """Fail if the layer's error against float64 exceeds the bound from the eager path in its
+    dtype.
+    """
+    expected = run(case, moe_eager, torch.float64, device)
     got = run(
         case,
         moe_layer(backend="triton", **options),
@@ -57,10 +59,10 @@ def check(case: Case, tolerance: float, device: str, **options) -> None:
     )
     bad = mismatches(
         got,
-        want,
+        expected,
         bounds(
             run(case, moe_eager, device=device),
-            want,
+            expected,
             tolerance,
         ),
     )
@@ -68,7 +70,7 @@ def check(case: Case, tolerance: float, device: str, **options) -> None:
 
 
 def table(dtype: str = "bfloat16") -> list:
-    """Every config of the built-in table, each with TMA and persistence the other way too."""
+    """Every config of the built-in table, also with TMA and with persistence toggled."""
     if dtype == "float32":
         rows = tiles._FLOAT32
     else:
@@ -90,7 +92,7 @@ def table(dtype: str = "bfloat16") -> list:
     ]
 
 
-def tried() -> list:
+def candidate_configs() -> list:
     """Every config that the tuner may choose."""
     found = {}
     for kernel in tiles.KERNELS:
@@ -118,7 +120,7 @@ def tried() -> list:
 
 
 def one_kernel(kernel: str, tile: Tile):
-    """This config for this kernel; in the interpreter few programs for the others."""
+    """Use this config for this kernel; in the interpreter the other kernels use few programs."""
     return tiles.force(
         **({} if NATIVE else dict.fromkeys(tiles.KERNELS, Tile(64, 64, 64))) | {kernel: tile}
     )
@@ -146,7 +148,7 @@ def test_every_config_of_the_table_where_blocks_divide(kernel, tile, tolerance, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel, tile", tried())
+@pytest.mark.parametrize("kernel, tile", candidate_configs())
 def test_every_config_that_may_be_tuned(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
         check(
@@ -173,8 +175,8 @@ def test_every_config_of_the_table_in_other_dtypes(dtype, kernel, tile, toleranc
     ids=str,
 )
 @pytest.mark.parametrize("routing", ["random", "all", "halves", "twice", "skip"])
-def test_what_a_user_gets(routing, dtype, tolerance, device):
-    """No config is forced: the table's own choice, for balanced and unbalanced experts."""
+def test_default_configs(routing, dtype, tolerance, device):
+    """No config is forced: the table chooses, for balanced and unbalanced experts."""
     check(
         make_case(*EVEN, dtype, routing),
         tolerance[dtype],
@@ -183,8 +185,8 @@ def test_what_a_user_gets(routing, dtype, tolerance, device):
 
 
 def form_case(sizes, form, dtype=BF16) -> Case:
-    """Stacks stored in x out; gate and up of few bits, so that none lies within a rounding of the
-    limit.
+    """Weights are stored in x out; gate and up have few bits, so that no value is within rounding
+    of the limit.
     """
     case = make_case(*sizes, dtype, "dropped", "quick_gelu", bias=True)
     case.form = form
@@ -201,7 +203,7 @@ def form_case(sizes, form, dtype=BF16) -> Case:
     "kernel, tile",
     [param for param in table() if param.values[0] != "dw"],
 )
-def test_every_config_of_the_table_for_gate_and_up_in_turns(kernel, tile, tolerance, device):
+def test_every_config_of_the_table_for_interleaved_gate_and_up(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
         case = form_case(RAGGED, {"limit": 0.6875, "up_offset": 1.0, "interleaved": True})
         check(case, tolerance[BF16], device)
@@ -221,7 +223,7 @@ def test_few_rows_and_many(T, tolerance, device):
 
 
 def shared_case(T, H, I, E, K, dtype) -> Case:
-    """Expert 0 has the last slot of every token."""
+    """Expert 0 uses the last slot of every token."""
     case = make_case(T, H, I, E, K, dtype)
     case.topk_idx = torch.cat(
         [
@@ -277,7 +279,7 @@ def test_twenty_runs_give_the_same_bits(variant, device):
 
 
 class Step:
-    """Forward and backward on inputs that stay where they are."""
+    """Forward and backward on inputs at fixed addresses."""
 
     def __init__(self, case: Case, **options):
         self.leaves = {name: leaf.to("cuda").requires_grad_() for name, leaf in case.leaves.items()}
@@ -328,14 +330,14 @@ def test_cuda_graph_of_forward_and_backward(T, variant, shared):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = step()
-        for _ in range(3):  # other tokens, other weights, other experts for each token
+        for _ in range(3):  # new tokens, weights and expert choices
             step.change(shared_case(*sizes, BF16))
             graph.replay()
-            for got, want in zip(captured, step()):
+            for got, expected in zip(captured, step()):
                 if shared == "group":
-                    assert torch.equal(got, want)
-                else:  # cuBLAS may sum in another order under capture
-                    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+                    assert torch.equal(got, expected)
+                else:  # cuBLAS may sum in a different order during capture
+                    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu
@@ -360,8 +362,8 @@ def test_beyond_two_to_the_31_elements():
     dout = torch.randn(T, H, **where)
     step = Step(Case(leaves, idx, dout))
     got = dict(zip(["out", *leaves], step()))
-    want = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in got.items()}
-    # float64 of all rows at once would be 17 GB a buffer
+    expected = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in got.items()}
+    # float64 of all rows at the same time would take 17 GB per buffer
     for part in torch.arange(T, device="cuda").split(2048):
         v = {
             name: leaf.double()[part] if leaf.shape[0] == T else leaf.double()
@@ -375,9 +377,9 @@ def test_beyond_two_to_the_31_elements():
             dout[part].double(),
         )
         for name, tensor in zip(
-            want,
+            expected,
             [out.detach(), *grads],
         ):
-            want[name][part if tensor.shape[0] == len(part) else slice(None)] += tensor
-    cpu = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (got, want)]
+            expected[name][part if tensor.shape[0] == len(part) else slice(None)] += tensor
+    cpu = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (got, expected)]
     assert_parity(*cpu, 1.5e-2)

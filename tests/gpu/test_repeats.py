@@ -1,8 +1,8 @@
-"""A large layer, forward and backward, many times over: every run must give the bits of the first.
+"""Many runs of a large layer, forward and backward, must all be bit-identical to the first.
 
-Without a fence between cp.async and wgmma a tensor core may read what was in shared memory before:
-once in many runs at most, and at sizes that keep every multiprocessor busy. Triton 3.6 leaves the
-fence out (triton#9610). The interpreter only runs it.
+Without a fence between cp.async and wgmma, a tensor core may read stale shared memory: rarely, and
+only at sizes that keep every multiprocessor busy. Triton 3.6 omits the fence (triton#9610). In the
+interpreter the test is only a smoke test.
 """
 
 import os
@@ -25,12 +25,12 @@ SIZES = LAYERS if NATIVE else {"tiny": (24, 32, 16, 4, 2)}
 
 @pytest.fixture(params=SIZES)
 def step(request, device):
-    """Return a function that runs a layer forward and backward; it has run once, and so compiled
-    its kernels.
+    """Return a function that runs a layer forward and backward; it has run once, so its kernels are
+    compiled.
 
-    Here and not in the test, whose time is limited: compiling takes longer than the test.
+    This is a fixture because the test's time is limited and compiling takes longer than the test.
     """
-    # a fill between the kernels would give them more time
+    # a fill between the kernels would hide a race
     torch.utils.deterministic.fill_uninitialized_memory = not NATIVE
     T, H, I, E, K = SIZES[request.param]
     where = {"device": device, "dtype": torch.bfloat16}
@@ -66,10 +66,12 @@ def test_many_runs_give_the_same_bits(step, device, record_property):
     counts = [0] * len(NAMES)
     began = time.monotonic()
     while runs < REPEATS and time.monotonic() - began < SECONDS:
-        for _ in range(min(20, REPEATS)):  # between two waits for the GPU
-            differing += torch.stack([(got != want).any() for got, want in zip(step(), first)])
+        for _ in range(min(20, REPEATS)):  # between two synchronizations
+            differing += torch.stack(
+                [(got != expected).any() for got, expected in zip(step(), first)]
+            )
             runs += 1
         counts = differing.tolist()
     record_property("runs", runs)
     wrong = {name: count for name, count in zip(NAMES, counts) if count}
-    assert not wrong, f"of {runs} runs, other bits than the first one's: {wrong}"
+    assert not wrong, f"of {runs} runs, these differ from the first one: {wrong}"

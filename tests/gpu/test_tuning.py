@@ -1,4 +1,4 @@
-"""The tuner with a real clock. Its twin without a GPU is tests/tools/test_tune.py."""
+"""The tuner with a real clock. Without a GPU: tests/tools/test_tune.py."""
 
 import json
 

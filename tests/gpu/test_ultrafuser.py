@@ -1,5 +1,5 @@
-"""UltraFuser on a GPU: the same loss and tokens as on the CPU, with specialists on one device and
-on two.
+"""UltraFuser on a GPU gives the same loss and tokens as on the CPU, with the specialists on one
+device or on two.
 """
 
 import pytest
@@ -21,9 +21,9 @@ def test_devices_change_nothing(places):
     inputs = fusers.batch(2)
     models = [fusers.specialist(s) for s in range(2)]
     fused = fusers.fuser(models).train_all()
-    want = fused(**inputs, want_logits=True)
+    expected = fused(**inputs, want_logits=True)
     grads = torch.autograd.grad(
-        want.loss,
+        expected.loss,
         list(fused.parameters()),
     )
     prompts = {name: value for name, value in inputs.items() if name.startswith("prompt")}
@@ -37,13 +37,13 @@ def test_devices_change_nothing(places):
     assert got.loss.device.type == PLACES[places][0]
     torch.testing.assert_close(
         got.loss.cpu(),
-        want.loss,
+        expected.loss,
         rtol=1e-3,
         atol=1e-3,
     )
     torch.testing.assert_close(
         got.logits.cpu(),
-        want.logits,
+        expected.logits,
         rtol=1e-2,
         atol=1e-2,
     )

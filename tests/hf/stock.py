@@ -1,5 +1,5 @@
-"""A tiny random model of every family whose experts go through transformers' interface, found in
-the installed transformers.
+"""A tiny random model of every family in the installed transformers whose experts use transformers'
+experts interface.
 """
 
 import functools
@@ -26,7 +26,7 @@ _HEADS = (
 
 @functools.cache
 def _sources() -> dict[str, tuple[str, str]]:
-    """Module name and text of every modeling file with experts behind transformers' interface."""
+    """Return module name and text of every modeling file that uses the experts interface."""
     found = {}
     for path in sorted(_FOLDER.glob("*/modeling_*.py")):
         text = path.read_text("utf-8")
@@ -35,12 +35,12 @@ def _sources() -> dict[str, tuple[str, str]]:
     return found
 
 
-# as transformers itself finds out whether a model can be switched: by the modeling file's text
+# transformers itself reads the modeling file to find out whether a model can be switched
 FAMILIES = tuple(_sources())
 
 
 def model_class(family: str) -> type[PreTrainedModel]:
-    """The family's class with a head: the causal language model where there is one."""
+    """Return the family's class with a head: the causal language model if there is one."""
     module = importlib.import_module(f"transformers.models.{family}.{_sources()[family][0]}")
     if family in CLASSES:
         return getattr(module, CLASSES[family])
@@ -52,11 +52,11 @@ def model_class(family: str) -> type[PreTrainedModel]:
                 and cls.__name__.endswith(head)
             ):
                 return cls
-    raise LookupError(f"{family} has no class that ends with one of {_HEADS}; add it to CLASSES")
+    raise LookupError(f"{family} has no class that ends in one of {_HEADS}; add it to CLASSES")
 
 
 def small_config(cls: type[PreTrainedConfig], changes: dict) -> PreTrainedConfig:
-    """The default config of `cls` with the sizes of `stock_sizes`, sub-configs too."""
+    """Return the default config of `cls` with the sizes of `stock_sizes`, including sub-configs."""
     default = cls()
     parts = cls.sub_configs or {}
     fields = {
@@ -77,7 +77,7 @@ def small_config(cls: type[PreTrainedConfig], changes: dict) -> PreTrainedConfig
     for name in parts:
         part = getattr(default, name, None)
         own = dict(changes.get(name, {}))
-        if "model_type" in own:  # a part without a default
+        if "model_type" in own:  # this part has no default
             part = AutoConfig.for_model(own.pop("model_type"))
         if part is not None:
             values[name] = small_config(type(part), own)
@@ -85,8 +85,8 @@ def small_config(cls: type[PreTrainedConfig], changes: dict) -> PreTrainedConfig
 
 
 def _layers(default: PreTrainedConfig) -> dict:
-    """One layer of each kind in the family's own pattern, in the order of their last layers; dense
-    MLPs before sparse ones.
+    """Return one layer of each kind in the family's own pattern, ordered by their last layers;
+    dense MLPs come before sparse ones.
     """
     found = {}
     for name in ("layer_types", "mlp_layer_types"):
@@ -107,7 +107,7 @@ def config_of(family: str) -> PreTrainedConfig:
 
 
 def build(family: str) -> PreTrainedModel:
-    """A tiny model in evaluation mode, its experts run by transformers' own loop."""
+    """Build a tiny model in evaluation mode, with experts run by transformers' own loop."""
     config = config_of(family)
     torch.manual_seed(0)
     model = model_class(family)(config)
@@ -117,8 +117,8 @@ def build(family: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _randomized(model: nn.Module) -> nn.Module:
-    """Weights larger than life and nothing left at a constant, so that every part shows and routing
-    depends on the token.
+    """Use large random weights and no constants, so that every part matters and routing depends on
+    the token.
     """
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -128,7 +128,7 @@ def _randomized(model: nn.Module) -> nn.Module:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and "bias" in name:
             buffer.normal_(0, 0.1)
-        # DeepSeek-V4: experts by token id, all of them expert 0 before a checkpoint is there
+        # DeepSeek-V4 maps token ids to experts, all to expert 0 until a checkpoint is loaded
         elif name.endswith("tid2eid"):
             buffer.copy_(
                 torch.stack(
@@ -147,7 +147,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def batch(rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
-    """Token ids without padding, special ones or images."""
+    """Token ids without padding, special tokens or image tokens."""
     return {
         "input_ids": torch.randint(
             3, VOCAB - 8, (rows, length), generator=torch.Generator().manual_seed(2)
@@ -156,7 +156,7 @@ def batch(rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
 
 
 def run(model: PreTrainedModel, implementation: str, **more):
-    """The model's output on `batch()` with its experts run by `implementation`."""
+    """Return the model's output on `batch()` with its experts run by `implementation`."""
     model.set_experts_implementation(implementation)
-    torch.manual_seed(0)  # block diffusion begins with noise
+    torch.manual_seed(0)  # block diffusion starts from noise
     return model(**batch(), **more)

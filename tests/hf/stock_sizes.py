@@ -1,9 +1,9 @@
-"""Sizes of the tiny models in `tests.hf.stock`: field names that families share, and what a family
-needs besides.
+"""Sizes of the tiny models in `tests.hf.stock`: field names shared by families, and settings of
+single families.
 """
 
 VOCAB = 96
-# set where the family has the field and a value of its own for it
+# set if the family has the field with its own value
 SMALL = {
     "vocab_size": VOCAB,
     "vocab_size_per_layer_input": VOCAB,
@@ -70,7 +70,7 @@ SMALL = {
     "downsample_hidden_size": 8,
     "mlp_dim": 23,
 }
-# set where the family has the field at all
+# set if the family has the field at all
 MOE = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -86,8 +86,8 @@ MOE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# where the tables and the families' own patterns do not give a model that runs, or not a tiny one
-# with experts
+# for families where the tables and the family's own pattern do not give a model that runs, or a
+# tiny one with experts
 CHANGES = {
     "dbrx": {"attn_config": {"rope_theta": 1e4}},
     "deepseek_ocr2": {
@@ -171,5 +171,5 @@ CHANGES = {
     "vitpose_backbone": {"part_features": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
-# the class to test where the heads' order would take another one
+# the class to test where the order of heads would select another one
 CLASSES = {"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"}

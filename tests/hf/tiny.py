@@ -1,5 +1,5 @@
-"""Small random models of every family, with what families have: grouped attention, a rope base of
-1e5, biases.
+"""Small random models of every family, with the family's features: grouped attention, a rope base
+of 1e5, biases.
 """
 
 import torch
@@ -10,7 +10,7 @@ from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape
 
 EVERY = list(FAMILIES)
-# what they have in common with these is tested once
+# features shared with these families are tested once
 LIKE_OTHERS = (
     "gemma",
     "olmo3",
@@ -56,7 +56,7 @@ _CHANGES = {
 
 
 def dense_config(model_type: str, **changes):
-    """Config of a tiny stock model; a value of None leaves the field to the family's default."""
+    """Return the config of a tiny stock model; None as a value keeps the family's default."""
     fields = _BASE | _CHANGES.get(model_type, {}) | changes
     return AutoConfig.for_model(
         model_type, **{name: value for name, value in fields.items() if value is not None}
@@ -64,7 +64,7 @@ def dense_config(model_type: str, **changes):
 
 
 def dense(model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes):
-    """A tiny stock model, its norms and biases random too, larger than life so that every part
+    """Return a tiny stock model with large random weights, norms and biases, so that every part
     shows in the logits.
     """
     torch.manual_seed(0)
@@ -82,14 +82,14 @@ def dense(model_type: str = "llama", dtype: torch.dtype = torch.float32, **chang
 
 
 def config_of(model, **settings) -> MoEConfig:
-    """MoEConfig of 4 experts, 3 per token, for a dense model."""
+    """Return a MoEConfig of 4 experts, 3 per token, for a dense model."""
     return MoEConfig(
         **moe_shape(family_of(model), model.config), **{"num_experts": 4, "top_k": 3} | settings
     )
 
 
 def upcycled(model_type: str = "llama", layers=None, changes: dict | None = None, **settings):
-    """A tiny model after dense_to_moe, with experts that differ."""
+    """Return a tiny model after dense_to_moe, with distinct experts."""
     model = dense(model_type, **changes or {})
     swap.dense_to_moe(model, config_of(model, **settings), layers=layers)
     generator = torch.Generator().manual_seed(1)
@@ -118,7 +118,7 @@ def batch(rows: int = 2, length: int = 12) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The model's logits on `batch()`, in evaluation mode."""
+    """Return the model's logits on `batch()`, in evaluation mode."""
     return model.eval()(batch() if ids is None else ids).logits
 
 
@@ -128,19 +128,19 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def assert_close(values, expected, tolerance: float) -> None:
-    """Assert that each tensor of `expected` is near the one of its name in `values`."""
+    """Assert that each tensor of `expected` is close to the one with the same name in `values`."""
     for name, tensor in expected.items():
         assert distance(values[name], tensor) < tolerance, name
 
 
 def assert_equal(values, expected) -> None:
-    """Assert that each tensor of `expected` equals the one of its name in `values`."""
+    """Assert that each tensor of `expected` equals the one with the same name in `values`."""
     for name, tensor in expected.items():
         assert torch.equal(values[name], tensor), name
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    """Copies of the gradients that there are, by the parameters' names."""
+    """Copy the existing gradients by parameter name."""
     parameters = model.named_parameters()
     values = {}
     for name, p in parameters:
@@ -159,7 +159,7 @@ def trained(model) -> list[torch.nn.Parameter]:
 
 
 def weights(model) -> dict[str, torch.Tensor]:
-    """Copies of the parameters by name."""
+    """Copy the parameters by name."""
     values = {}
     for name, parameter in model.named_parameters():
         values[name] = parameter.detach().clone()
@@ -167,7 +167,7 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 def state(model) -> dict[str, torch.Tensor]:
-    """Copies of the state_dict's tensors."""
+    """Copy the tensors of the state_dict."""
     values = {}
     for name, tensor in model.state_dict().items():
         values[name] = tensor.clone()
@@ -175,7 +175,7 @@ def state(model) -> dict[str, torch.Tensor]:
 
 
 def contents(folder) -> dict:
-    """The bytes of a folder's files by path."""
+    """Return the contents of a folder's files by path."""
     values = {}
     for path in folder.rglob("*"):
         if path.is_file():

@@ -32,7 +32,7 @@ from tests.support.checkpoints import (
     write,
 )
 
-# a shard left open is an error
+# an unclosed shard is an error
 pytestmark = [
     pytest.mark.filterwarnings("error::ResourceWarning"),
     pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, shards):
         if shards > 1:
             assert {index["weight_map"][key] for key in part} == {name}
         loaded |= part
-    # a snapshot of the Hugging Face cache is a folder of links to blobs
+    # a snapshot in the Hugging Face cache is a folder of links to blobs
     (tmp_path / "snapshot").mkdir()
     for file in out.iterdir():
         (tmp_path / "snapshot" / file.name).symlink_to(file)
@@ -72,7 +72,7 @@ def test_round_trip(tmp_path, shards):
             assert_same(loaded[key], tensor)
             assert_same(ours.get(key), tensor)
             for handle in Path("/proc/self/fd").iterdir():
-                assert not os.path.realpath(handle).startswith(str(out)), "a shard is left open"
+                assert not os.path.realpath(handle).startswith(str(out)), "a shard was left open"
 
 
 def test_every_dtype_is_read_as_safetensors_writes_and_written_as_it_reads(tmp_path):
@@ -131,7 +131,7 @@ def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path):
     out = write(tmp_path / "out", ten_tensors(), 800)
     with Checkpoint(out) as source:
         source.get("layers.9.weight")
-        # of the same sizes
+        # with the same sizes
         write(
             out,
             {key: tensor + 1 for key, tensor in ten_tensors().items()},
@@ -151,7 +151,6 @@ def test_the_first_shards_metadata_wins(tmp_path):
     assert Checkpoint(tmp_path).metadata == {"of": "a", "a": "1", "b": "1"}
 
 
-# the writer
 def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
     base = torch.arange(24.0).view(4, 6)
     complex_ = torch.complex(base, base + 1)
@@ -223,7 +222,7 @@ def test_keys_are_used_once_and_other_files_are_copied(tmp_path):
 
 
 def write_sparse(folder: Path, shards: int, per_shard: int) -> list[str]:
-    """Write shards of holes; the last number of each tensor tells which it is."""
+    """Write sparse shards; the last element of each tensor identifies it."""
     size = 10**7
     weight_map = {}
     folder.mkdir()
@@ -244,8 +243,6 @@ def write_sparse(folder: Path, shards: int, per_shard: int) -> list[str]:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return list(weight_map)
 
-
-# bounded memory
 
 COPY = """
 import sys
@@ -274,8 +271,8 @@ with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
 
 @pytest.mark.slow
 def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
-    """600 MB in 12 shards, with 80 MB allowed: enforced by RLIMIT_DATA, and measured as the peak
-    resident set.
+    """Copies 600 MB in 12 shards with 80 MB allowed, enforced by RLIMIT_DATA and measured as the
+    peak resident set.
     """
     out = tmp_path / "out"
     keys = write_sparse(tmp_path / "source", 12, 5)
@@ -293,7 +290,6 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-# sizes
 @pytest.mark.parametrize(
     "size, value",
     [

@@ -1,4 +1,4 @@
-"""What moe_runtime.io.checkpoint refuses to read: broken files, an index that leads elsewhere,
+"""What moe_runtime.io.checkpoint refuses to read: broken files, an index that points elsewhere,
 tensors of another model.
 """
 
@@ -15,7 +15,7 @@ from moe_runtime.io import checkpoint
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, TensorSpec, check_keys
 from tests.support.checkpoints import raw_file, ten_tensors, write
 
-# a shard left open is an error
+# an unclosed shard is an error
 pytestmark = [
     pytest.mark.filterwarnings("error::ResourceWarning"),
     pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
@@ -109,7 +109,7 @@ def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
 )
 def test_bad_headers(tmp_path, header, message):
     raw_file(tmp_path / SINGLE, header, bytes(16))
-    # whatever the reader of safetensors refuses we refuse, with the file's name
+    # we refuse whatever safetensors' reader refuses, with the file's name
     with pytest.raises(SafetensorError):
         load_file(tmp_path / SINGLE)
     with pytest.raises(ValueError, match=message) as error:
@@ -138,7 +138,6 @@ def test_what_is_not_finite_is_refused(value):
         checkpoint.check_finite(tensor, "w", "folder")
 
 
-# check_keys
 def test_check_keys_collects_everything_in_one_error():
     spec = TensorSpec((2, 3), torch.float32)
     same = {"a": spec, "b": spec}

@@ -1,5 +1,5 @@
-"""Progress: a bar with rate and time left on a terminal, few lines in a log, nothing from all
-processes but the first.
+"""Progress: a bar with rate and remaining time on a terminal, few lines in a log, and no output
+from processes other than the first.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.support.patience import PATIENCE
 
 @pytest.fixture
 def clock(monkeypatch, capsys):
-    """A clock that a test moves; stderr is no terminal."""
+    """A clock that the test controls; stderr is not a terminal."""
 
     class Clock:
         now = 100.0
@@ -48,20 +48,20 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
         clock.now += 3725
         update(1, 2)
     assert "[1:02:05<1:02:05" in clock.printed()
-    with console.bar("merging", "B") as update:  # what is quick says nothing
+    with console.bar("merging", "B") as update:  # quick work prints nothing
         for done in range(5):
             clock.now += 1
             update(done, 4)
     assert clock.printed() == ""
     with console.bar("training") as update:
-        update(900, 1000)  # from a checkpoint on
+        update(900, 1000)  # resumed from a checkpoint
         clock.now += 20
         update(910, 1000)
     assert clock.printed().splitlines()[0] == "training: 91% 910/1000 [00:20<03:00,  2.00s/step]"
 
 
 def wait_for(clock, text: str) -> str:
-    """What was printed, once it has `text`."""
+    """Return what was printed, as soon as it contains `text`."""
     printed = ""
     event = threading.Event()
     for _ in range(int(PATIENCE * 100)):
@@ -69,7 +69,7 @@ def wait_for(clock, text: str) -> str:
         if text in printed:
             return printed
         event.wait(0.01)
-    raise AssertionError(f"{text!r} was not printed in {PATIENCE} s, but {printed!r}")
+    raise AssertionError(f"{text!r} was not printed within {PATIENCE} s; got {printed!r}")
 
 
 def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
@@ -119,6 +119,6 @@ def test_a_table_is_plain_where_nobody_looks(monkeypatch, capsys):
     print_table("losses", columns, rows)
     out = capsys.readouterr().out
     for text in ("a [b]", "c" * 200):
-        assert text in out, "a row was folded or taken as markup"
+        assert text in out, "a row was wrapped or treated as markup"
     for sign in "\x1b┃│┏┓":
         assert sign not in out

@@ -1,4 +1,4 @@
-"""moe_runtime.io.files: folders and files that are written atomically; full disks, left-overs, two
+"""moe_runtime.io.files: folders and files that are written atomically; full disks, leftovers, two
 writers; JSON.
 """
 
@@ -27,7 +27,7 @@ from moe_runtime.io.files import (
 )
 from tests.support.checkpoints import assert_same, siblings, snapshot, ten_tensors, write
 
-# a shard left open is an error
+# an unclosed shard is an error
 pytestmark = [
     pytest.mark.filterwarnings("error::ResourceWarning"),
     pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
@@ -121,7 +121,7 @@ def small_disk(tmp_path):
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("may not mount")
+        pytest.skip("mounting is not permitted")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 
@@ -173,7 +173,7 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch):
     assert parent == str(tmp_path)
 
 
-def test_leftovers_of_the_dead_are_removed_and_of_the_living_stay(tmp_path, monkeypatch):
+def test_leftovers_are_removed_only_if_their_writer_has_died(tmp_path, monkeypatch):
     out = tmp_path / "out"
     others = [".out.tmp-abc", ".out.tmp-1", ".outer.tmp-1-2", "out.tmp-1-2", "x.out.tmp-1-2"]
     for name in [".out.tmp-1-2", f".out.tmp-{os.getpid()}-99999", *others]:
@@ -198,7 +198,7 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_stay(tmp_path, monk
             raise PermissionError(errno.EACCES, "Permission denied")
         return os_open(path, *args, **options)
 
-    with monkeypatch.context() as patch:  # one of another user does not stop the writer
+    with monkeypatch.context() as patch:  # another user's leftover does not stop the writer
         patch.setattr(os, "open", refuse)
         write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*others, left.name])
@@ -293,7 +293,7 @@ def test_atomic_text_and_json(tmp_path, monkeypatch):
     atomic_write_text(tmp_path / "link", "grüße\n")
     assert (tmp_path / "link").is_symlink()
     assert file.read_bytes() == "grüße\n".encode()
-    # replaced by another file, not written over
+    # replaced by another file, not overwritten
     assert read_json(tmp_path / "old") == {"ü": [1, None]}
 
     def full(_):
@@ -316,7 +316,7 @@ def write_model(path: Path) -> None:
         checkpoint.write_tensors(beside / path.name, ten_tensors())
 
 
-# how a file is replaced that may be in a folder which is replaced with it
+# ways to replace a file, one of them together with its folder
 WRITERS = {
     "text": lambda path: atomic_write_text(path, "new"),
     "model": write_model,
@@ -350,7 +350,7 @@ def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, before,
     assert path.read_bytes() != b"old"
     assert mode(path) == before
     assert mode(path.parent) == of_folder
-    # nobody else has read it in the hidden folder either
+    # other users could not read it in the hidden folder either
     if before == 0o600 and writer != "model":
         assert not hidden[0] & 0o011
 

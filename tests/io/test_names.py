@@ -1,5 +1,5 @@
-"""What files say reaches messages in one printable line of bounded length, whichever reader refuses
-it.
+"""Text from files appears in messages as one printable line of bounded length, whichever reader
+rejects it.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Chats to ids and a loss mask, with templates in the form of those that are published, and with
-TRL's.
-"""
+"""Chats to ids and a loss mask, with templates shaped like published ones, and with TRL's."""
 
 import copy
 import re
@@ -17,8 +15,7 @@ CHATML = LOOP + (
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# the reasoning is written behind the last turn of the user's alone, and there an empty one where
-# there is none
+# reasoning is rendered only after the last user turn, as an empty block if there is none
 QWEN3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
     "ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role "
@@ -47,10 +44,9 @@ DEEPSEEK = (
         "%}{% endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"
     )
 )
-# the prompt opens a thought
+# the prompt opens the reasoning
 REASONER = DEEPSEEK.replace("<|Assistant|>{% endif %}", "<|Assistant|><think>\n{% endif %}")
-# no generation prompt; the system's text is a part of the first user's turn, and the roles
-# alternate
+# no generation prompt; the system text is part of the first user turn, and the roles must alternate
 MISTRAL = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + "
     "'\n\n' %}{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if (m.role == "
@@ -58,7 +54,7 @@ MISTRAL = (
     "%}{% if m.role == 'user' %}[INST] {% if loop.first and first %}{{ first }}{% endif %}{{ "
     "m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# the system's text is in the last user's turn
+# the system text is in the last user turn
 LATE = MISTRAL.replace("if loop.first", "if loop.last or loop.revindex == 2")
 GEMMA = (
     (
@@ -74,7 +70,7 @@ ZEPHYR = LOOP + (
     "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt "
     "%}<|assistant|>\n{% endif %}"
 )
-UNPROMPTED = CHATML.partition("{% if add")[0]  # a role's header, and no generation prompt
+UNPROMPTED = CHATML.partition("{% if add")[0]  # a header per role, and no generation prompt
 OTHER_END = CHATML.replace(
     "<|im_end|>", "{{ '<|eot_id|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}"
 )
@@ -102,7 +98,7 @@ TOKENIZER.add_special_tokens(
 
 
 def chat(*texts: str, system: bool = True) -> list[dict]:
-    """Turns of a user and an assistant, by turns."""
+    """Alternate turns of a user and an assistant."""
     turns = [{"role": "system", "content": "Be brief."}] if system else []
     for i, text in enumerate(texts):
         turns.append({"role": ("user", "assistant")[i % 2], "content": text})
@@ -115,14 +111,14 @@ def with_template(template: str | None):
     return tokenizer
 
 
-def learnt(tokenizer, ids, mask) -> list[str]:
-    """The trained stretches of a row, as texts."""
+def trained_spans(tokenizer, ids, mask) -> list[str]:
+    """Return the trained spans of an example as texts."""
     text = "".join(tokenizer.decode([i]) if one else "\0" for i, one in zip(ids, mask, strict=True))
     return [part for part in text.split("\0") if part]
 
 
-# the second answer repeats the first, the third is a letter of "assistant", the last has a line
-# feed at its end
+# the second answer repeats the first, the third is a letter of "assistant", the last ends with a
+# line feed
 TEXTS = ("two and two", "four", "and?", "four", "an a?", "a", "code?", "def f(x):\n    return x\n")
 
 
@@ -163,7 +159,7 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
         answers[-1] = TEXTS[-1] + "<|eot_id|>"
     if template is OPEN:
         answers[-1] = TEXTS[-1]
-    assert learnt(tokenizer, ids, mask) == answers
+    assert trained_spans(tokenizer, ids, mask) == answers
     assert data.encode(tokenizer, row, train_on="all") == (ids, ids)
     assert data.encode(tokenizer, row)[0] == ids
 
@@ -204,7 +200,7 @@ def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, 
     )
     ids, mask = encode_chat(tokenizer, {"messages": messages, "chat_template_kwargs": options})
 
-    assert [part.strip("\n") for part in learnt(tokenizer, ids, mask)] == answers
+    assert [part.strip("\n") for part in trained_spans(tokenizer, ids, mask)] == answers
     assert ids == tokenizer.apply_chat_template(messages, **options)["input_ids"]
 
 
@@ -216,7 +212,7 @@ def trl_template(name: str) -> str:
     return path.read_text()
 
 
-# what TRL trains beside: the header of a role, a line feed behind the end of a turn
+# what TRL trains in addition: the header of a role, a line feed after the end of a turn
 @pytest.mark.parametrize(
     "name, before, after",
     [
@@ -228,8 +224,8 @@ def trl_template(name: str) -> str:
     ],
 )
 def test_the_mask_is_that_of_trls_training_templates(name, before, after):
-    """TRL's copies of published templates, which have no {% generation %}, against its own that
-    have it.
+    """Compares TRL's copies of published templates, without {% generation %}, with TRL's own
+    templates, which have it.
     """
     stock = trl_template(name)
     tokenizer = with_template(trl_template(f"{name}_training"))
@@ -245,8 +241,8 @@ def test_the_mask_is_that_of_trls_training_templates(name, before, after):
     tokenizer.chat_template = stock
     ids, mask = encode_chat(tokenizer, {"messages": messages})
     assert ids == theirs["input_ids"]
-    ours = learnt(tokenizer, ids, mask)
-    wider = learnt(tokenizer, ids, masks)
+    ours = trained_spans(tokenizer, ids, mask)
+    wider = trained_spans(tokenizer, ids, masks)
     assert wider.pop().removeprefix(before) in (ours[-1], ours[-1] + after)
     assert [part.removeprefix(before).removesuffix(after) for part in wider] == ours[:-1]
 
@@ -269,7 +265,7 @@ def test_of_a_prompt_of_messages_only_the_completion_is_trained(template, answer
     tokenizer = with_template(template)
     ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
 
-    assert learnt(tokenizer, ids, mask) == [answer]
+    assert trained_spans(tokenizer, ids, mask) == [answer]
     assert ids == tokenizer.apply_chat_template(turns)["input_ids"]
 
 
@@ -289,7 +285,7 @@ def test_tools_and_turns_without_content():
     ]
     ids, mask = encode_chat(tokenizer, {"messages": turns, "tools": '[{"name": "now"}]'})
 
-    assert learnt(tokenizer, ids, mask) == ["<call>now<|im_end|>", "noon<|im_end|>"]
+    assert trained_spans(tokenizer, ids, mask) == ["<call>now<|im_end|>", "noon<|im_end|>"]
     assert tokenizer.decode(ids).startswith("now;<|im_start|>system")
 
 
@@ -322,7 +318,7 @@ def test_a_tokenizer_without_a_template_names_the_options():
     with pytest.raises(ValueError, match=r"no chat template.*--chat_template_path.*jinja into"):
         encode_chat(tokenizer, row)
     ids, mask = encode_chat(tokenizer, row, prompt="deepseek")
-    assert learnt(TOKENIZER, ids, mask) == [" b</s>"]
+    assert trained_spans(TOKENIZER, ids, mask) == [" b</s>"]
 
 
 def test_a_registered_format(monkeypatch):

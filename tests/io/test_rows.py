@@ -1,4 +1,4 @@
-"""Rows and prompts: what is read and refused, and what is masked."""
+"""Examples and prompts: what is read and rejected, and what is masked."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ PAIR = {"prompt": "two and two\n", "completion": "four"}
 TEXT = {"text": "two and two is four"}
 
 
-# a row of each layout, and what it is read as
+# one example of each layout, and the result of reading it
 LAYOUTS = {
     "messages": ({"messages": CHAT}, {"messages": CHAT}),
     "text": (TEXT, TEXT),
@@ -84,7 +84,7 @@ def test_read_rows_reads_each_layout(tmp_path, layout, kind):
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_has_one_set_of_ids_and_labels(tokenizer, layout, train_on):
-    """Every layout is one of three that are written out here; trained on all, only the mask
+    """Every layout is one of the three that are written out here; with "all", only the mask
     differs.
     """
     tokenizer = copy.deepcopy(tokenizer)
@@ -123,7 +123,7 @@ def test_bos_and_eos_are_not_doubled(tokenizer):
     assert ids.count(bos) == ids.count(eos) == 1
 
 
-# a good row, a bad one, and what is said of it
+# a good example, a bad one, and the error
 BAD = [
     (TEXT, {"text": 3}, "text is 3, but expected a string"),
     (PAIR, {"prompt": "p"}, "completion is None, but expected a string"),
@@ -201,7 +201,7 @@ accurate and reliable responses to user instructions.
 
 
 def test_hold_out_parts_the_rows():
-    # ten doubles
+    # ten duplicates
     rows = [{"prompt": str(i % 30), "completion": "c"} for i in range(40)]
     rows = datasets.Dataset.from_list(rows)
     rest, held_out = data.hold_out(rows, 12)
@@ -227,14 +227,14 @@ def test_columns_of_later_rows_are_read(tmp_path):
     path = write(tmp_path / "x.parquet", [first], "parquet")
     with pytest.raises(ValueError, match="^example 1 of .*x.parquet: the roles are"):
         data.read_rows(path)
-    # uneven turns, and a text that looks like a date
+    # turns with different keys, and a text that looks like a date
     called = {"messages": [*CHAT, CHAT[1] | {"tool_calls": [{"n": 1}], "content": "2026-11-22"}]}
     path = write(tmp_path / "rows.jsonl", [{"messages": CHAT}, called], "jsonl")
     assert data.read_rows(path).to_list() == [{"messages": CHAT}, called]
 
 
-def test_what_is_not_used_is_not_judged(tmp_path):
-    """NaN in a column that is dropped, a .json over several lines."""
+def test_unused_columns_are_not_checked(tmp_path):
+    """NaN in a dropped column, and a .json file with line breaks."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "score": NaN}\n')
     assert data.read_rows(tmp_path / "rows.jsonl").to_list() == [{"text": "a"}]
     (tmp_path / "marked.jsonl").write_text('\ufeff{"text": "a"}\n')  # a byte order mark
@@ -325,7 +325,7 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
         expected.append(tokenizer.encode(text, add_special_tokens=False)[:8])
 
     assert list(data.token_ids(tokenizer, [*rows, {"text": "two"}, {"text": ""}], 8)) == expected
-    # which marks nothing
+    # a template without a mask
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     ids = tokenizer.encode("two and twofour", add_special_tokens=False)
     assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [ids]

@@ -1,5 +1,5 @@
-"""Real signals to real commands: the exit code, one line that says what is kept, nothing half
-written, and going on.
+"""Real signals to real commands: the exit code, one line that says what is kept, no partial output,
+and resuming.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# moe-runtime, which sends itself a signal when the bar of that title has come to that step
+# moe-runtime, which sends itself a signal when the progress bar with that title reaches that step
 COMMAND = """
 import os, signal, sys
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ def stopped(title: str, at: float, number: int, *arguments) -> subprocess.Comple
 
 
 def completed(*arguments) -> subprocess.CompletedProcess:
-    """Run the command to its end."""
+    """Run the command to completion."""
     program, arguments = program_of([str(argument) for argument in arguments])
     lines = [
         "import sys",
@@ -117,8 +117,7 @@ def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
     assert (out / "note").read_text() == "old"
 
 
-# moe-runtime, which sends itself a signal while its verbs are imported, or while its words are
-# parsed
+# moe-runtime, which sends itself a signal while its verbs are imported or its arguments are parsed
 EARLY = """
 import os, signal, sys
 from moe_runtime import cli
@@ -152,7 +151,7 @@ cli.main()
     [
         ("typer", ""),
         ("parsing", ""),
-        # within the verb it is known that it writes nothing
+        # inside the verb, it is known that the verb writes nothing
         ("moe_runtime.tools.doctor", "; no incomplete output was left"),
     ],
 )
@@ -179,7 +178,7 @@ def test_a_signal_before_a_verb_runs_ends_alike(place, rest, number, word):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """A recipe of few steps without save_steps: only the interruption writes a checkpoint."""
+    """A recipe with few steps and without save_steps: only the interruption writes a checkpoint."""
     folder = tmp_path_factory.mktemp("interrupted")
     values = make_recipe(folder, tune__save_steps=None).to_dict()
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"method": "xft"} | values))
@@ -225,7 +224,8 @@ def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
         "4",
         "--json",
     ]
-    # a whole start of Python: what other packages would print is settled before they are imported
+    # a fresh Python process, because output of other packages is configured before they are
+    # imported
     command = [sys.executable, "-c", TRAIN, *arguments]
     done = subprocess.run(
         command,
@@ -261,7 +261,7 @@ def test_signals_that_are_ignored_stay_ignored():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    """What each of two processes says of signals that reach them in different steps
+    """Results of two processes that receive signals in different steps
     (tests/support/dist_interruption.py).
     """
     folder = tmp_path_factory.mktemp("ranks")
@@ -278,7 +278,7 @@ def ranks(tmp_path_factory) -> list[dict]:
     "case, how, steps",
     [("one of them", "Terminated", 2), ("all, not together", "KeyboardInterrupt", 1)],
 )
-def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, steps):
+def test_all_processes_stop_after_the_same_step_and_resume(ranks, case, how, steps):
     for rank in ranks:
         run = rank[case]
         assert run["how"] == how

@@ -1,5 +1,5 @@
-"""Every Triton kernel compiles for the GPUs we ship to, without spills, on a machine that has none
-of them.
+"""Every Triton kernel compiles for the GPUs we ship to, without spills, on a machine without any of
+them.
 """
 
 import fcntl
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.aot
 CASES = aot.all_cases()
 JOBS = aot.jobs(CASES)
 NVIDIA = [job for job in JOBS if job[1] != AMD]
-AMD_FAILS = set()  # kernels that AMD's compiler refuses
+AMD_FAILS = set()  # kernels that AMD's compiler rejects
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[tuple[int, int | str], Report]:
-    """What each job became; compiled once, whichever test worker asks first."""
+    """Result of each job; compiled once, by the first test worker that needs it."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -67,7 +67,8 @@ def test_amd_compiles_no_fewer_than_it_did(reports):
         if target == AMD and report.error
     }
     assert fails.keys() <= AMD_FAILS, fails
-    hopper = {"grouped_gemm._grouped_gemm_stream_kernel"}  # reads and writes by descriptor alone
+    # only reads and writes through descriptors
+    hopper = {"grouped_gemm._grouped_gemm_stream_kernel"}
     assert {CASES[i].kernel for i, target in JOBS if target == AMD} == set(aot.kernels()) - hopper
 
 
@@ -104,8 +105,8 @@ def test_every_kernel_has_a_case_and_a_line_in_the_docs():
 
 @pytest.mark.parametrize("arch", tiles.TABLE)
 def test_every_config_has_a_case(arch):
-    """With sizes where nothing is small the launch is the table's, so what compiles here is what
-    runs.
+    """At sizes where no dimension is small the launch uses the table's config, so what compiles
+    here is what runs.
     """
     launched = {
         (
@@ -138,8 +139,8 @@ def test_every_config_has_a_case(arch):
 
 @pytest.mark.slow
 def test_docs_hold_what_compiles(reports):
-    """The whole table with the Triton that wrote it; with another, the kernels and their
-    configs.
+    """Compares the whole table for the Triton version that wrote it; for another one, the kernels
+    and their configs.
     """
     text = aot_table.PATH.read_text()
     version, rows = aot_table.read(text)
@@ -154,7 +155,7 @@ def test_docs_hold_what_compiles(reports):
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param({}, None, id="as it should be"),
+        pytest.param({}, None, id="as expected"),
         pytest.param({"error": "no"}, "no", id="does not compile"),
         pytest.param({"stack": 8}, "spills into 8 bytes", id="spills"),
         pytest.param({"registers": 200}, "200 registers; want 128", id="registers"),
@@ -164,7 +165,7 @@ def test_docs_hold_what_compiles(reports):
         pytest.param(
             {"features": ("cp.async",)}, "no mma.sync; has cp.async", id="no tensor cores"
         ),
-        pytest.param({"hazards": ("two tl.dot",)}, "two tl.dot", id="what is compiled wrongly"),
+        pytest.param({"hazards": ("two tl.dot",)}, "two tl.dot", id="miscompiled"),
     ],
 )
 def test_gate_sees(change, says):
@@ -244,7 +245,7 @@ def test_cases_are_what_the_launcher_gives():
     )
 
 
-# what Triton and ptxas are known to do wrongly
+# known bugs of Triton and ptxas
 LOOP = """tt.func public @_kernel(%n: i32) attributes {{noinline = false}} {{
   %acc = scf.for %k = %c0 to %n step %c1 iter_args(%sum = %zero) -> (tensor<16x16xf32>)  : i32 {{
     %first = tt.dot %a, %b, %sum : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>
@@ -267,7 +268,7 @@ DOT = (
     [
         pytest.param(DOT.format("%first"), "", 1, id="in one round"),
         pytest.param(DOT.format("%other"), "", 0, id="another accumulator"),
-        pytest.param("", DOT.format("%last"), 0, id="behind the loop"),
+        pytest.param("", DOT.format("%last"), 0, id="after the loop"),
     ],
 )
 def test_gate_sees_chained_products(inner, outer, wrong):
@@ -320,7 +321,7 @@ AGAIN = "@P0 BRA 0x10"
             0,
             id="others",
         ),
-        pytest.param([MMA, "SHFL.IDX PT, R25, R4, RZ, 0x1f", WAIT], 1, id="behind a predicate"),
+        pytest.param([MMA, "SHFL.IDX PT, R25, R4, RZ, 0x1f", WAIT], 1, id="under a predicate"),
         pytest.param(
             ["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, AGAIN, WAIT], 1, id="in the next round"
         ),
@@ -332,12 +333,12 @@ AGAIN = "@P0 BRA 0x10"
         pytest.param(
             [MMA, MMA.replace("R24", "R32"), "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
             0,
-            id="the older is done",
+            id="the older one is done",
         ),
         pytest.param(
             [MMA.replace("R24", "R32"), MMA, "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
             1,
-            id="the younger is not",
+            id="the younger one is not",
         ),
     ],
 )
@@ -387,8 +388,8 @@ with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
 
 @pytest.mark.slow
 def test_gates_see_what_is_planted_in_real_programs(tmp_path):
-    """The fence taken away, a register written too early, a product chained to another: none of the
-    kernels', all of theirs.
+    """A removed fence, a register written too early, chained products: each gate finds all of them,
+    and nothing in the real kernels.
     """
     (tmp_path / "mutant.py").write_text(PLANTED_KERNEL)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -52,7 +52,7 @@ def test_candidates_fit_the_gpu(arch, dtype):
                     assert min(tile[:3]) >= 16
                     assert tile.num_warps in (4, 8)
                     assert not (tile.TMA and arch < 90)
-                    if arch >= 100:  # what is wrong there, or was
+                    if arch >= 100:  # workarounds for bugs on Blackwell
                         assert not tile.TMA or (
                             problem.K % tile.BLOCK_K == 0 and problem.kernel != "dw"
                         )
@@ -76,7 +76,7 @@ def test_candidates_fit_the_gpu(arch, dtype):
     ],
 )
 def test_blackwell_has_no_descriptors_for_odd_sums_and_narrow_tiles(arch, K, tma, width):
-    """Of measured configs too."""
+    """This includes measured configs."""
     tile = tiles.Tile(128, 256, 64, TMA=True)
     problem = tiles.Problem("down", arch, "bfloat16", 4096, K, 512)
     for found in (tiles.clip(tile, problem), tiles.heuristic(problem)):

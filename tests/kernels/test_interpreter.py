@@ -1,6 +1,4 @@
-"""The interpreter that the kernel tests run in, and what tests/support repairs and watches
-in it.
-"""
+"""The interpreter that the kernel tests run in, and what tests/support fixes and checks in it."""
 
 import itertools
 import math
@@ -104,8 +102,8 @@ def test_dot_is_right(dtype, tolerance):
     b = torch.randn(16, 16).to(dtype)
     out = torch.empty(16, 16)
     _dot_kernel[(1,)](a, b, out, N=16)
-    want = a.double() @ b.double()
-    assert (out - want).norm() / want.norm() < tolerance[torch.float32]
+    expected = a.double() @ b.double()
+    assert (out - expected).norm() / expected.norm() < tolerance[torch.float32]
 
 
 def test_bf16_store_rounds_to_nearest_even():
@@ -153,7 +151,7 @@ def test_bf16_arithmetic_is_refused():
     ],
 )
 def test_out_of_bounds_is_caught(x, out, kind):
-    # views into larger storage: torch would not notice
+    # views into larger storage, where torch would not notice
     x = torch.ones(32)[:x]
     out = torch.empty(32)[:out]
     with pytest.raises(Exception, match=f"{kind} out of bounds: 3 lane"):
@@ -179,9 +177,9 @@ def test_descriptor_is_zero_outside(dtype):
         -8,
         N=16,
     )
-    want = torch.zeros(16, 16, dtype=dtype)
-    want[:4, 8:] = 1  # not the next matrix, not the row in front
-    assert torch.equal(out, want)
+    expected = torch.zeros(16, 16, dtype=dtype)
+    expected[:4, 8:] = 1  # not the next matrix, and not the previous row
+    assert torch.equal(out, expected)
 
 
 def test_descriptor_of_more_than_its_tensor_is_caught():
@@ -229,7 +227,7 @@ def test_unwritten_memory_is_nan():
 
 
 def test_remembered_types_are_those_described_first():
-    """tests/support/interp_fast.py describes each shape once; neither shapes nor elements may get
+    """tests/support/interp_fast.py describes each shape once; shapes and element types must not get
     mixed up.
     """
     elements = [
@@ -269,7 +267,7 @@ def test_remembered_types_are_those_described_first():
 
 
 def replaced(function):
-    """Return what tests/support/interp_fast.py put `function` in the place of."""
+    """Return the function that tests/support/interp_fast.py replaces by `function`."""
     (first,) = [
         c.cell_contents
         for c in function.__closure__
@@ -292,7 +290,7 @@ def replaced(function):
     ids=str,
 )
 def test_remembered_constants_are_those_made_first(dtype):
-    """Values that compare equal are kept apart by their Python type, and no zero is another's."""
+    """Values that compare equal are distinguished by their Python type, and zeros by their sign."""
     semantic = interpreter.interpreter_semantic
     make = replaced(TritonSemantic.scalar_constant)
     if dtype.is_int():
@@ -301,14 +299,14 @@ def test_remembered_constants_are_those_made_first(dtype):
         values = [0.5, 1, 1.0, -2.5, 0, 0.0, -0.0]
     for value in values + values:
         found = semantic.scalar_constant(value, dtype)
-        want = make(semantic, value, dtype)
-        assert found.type == want.type
-        assert found.handle.dtype == want.handle.dtype
-        assert found.handle.data.dtype == want.handle.data.dtype
-        assert found.handle.data.tobytes() == want.handle.data.tobytes()
+        expected = make(semantic, value, dtype)
+        assert found.type == expected.type
+        assert found.handle.dtype == expected.handle.dtype
+        assert found.handle.data.dtype == expected.handle.data.dtype
+        assert found.handle.data.tobytes() == expected.handle.data.tobytes()
 
 
-def test_two_types_compute_in_the_type_that_triton_says():
+def test_mixed_types_are_promoted_as_in_triton():
     semantic = interpreter.interpreter_semantic
     look = TritonSemantic.computation_type_impl
     types = [

@@ -1,11 +1,11 @@
-"""Fixtures that the tables of several methods share."""
+"""Fixtures shared by the tables of several methods."""
 
 import pytest
 
 
 @pytest.fixture(scope="module")
 def quick():
-    """Interpreted kernels would take minutes."""
+    """Use PyTorch, since interpreted kernels would take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_RUNTIME_BACKEND", "torch")
         yield
@@ -13,5 +13,5 @@ def quick():
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """The folder of all stages of this file."""
+    """The folder for all stages of this file."""
     return tmp_path_factory.mktemp("tables")

@@ -1,5 +1,5 @@
-"""What people pass to the methods by mistake, a path for a model or a list for a dataset, is a
-ValueError that names it.
+"""Common mistakes in calls of the methods, such as a path for a model or a list for a dataset,
+raise a ValueError that names the argument.
 """
 
 import datasets

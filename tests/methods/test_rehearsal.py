@@ -1,5 +1,5 @@
-"""Dress rehearsals: every paper-size recipe runs to its last model, on small bases and data sets of
-its forms.
+"""Rehearsals: every paper-size recipe runs to its final model, on small bases and small data sets
+with the same format.
 """
 
 import importlib
@@ -28,14 +28,14 @@ PATHS = [
         re.MULTILINE,
     )
 ]
-PATHS = [path for path in PATHS if path.stem != "smollm2"]  # of no paper
+PATHS = [path for path in PATHS if path.stem != "smollm2"]  # not from a paper
 MAGICODER = (
     "You are an exceptionally intelligent coding assistant that consistently delivers accurate "
     "and reliable responses"
 )
 DEEPSEEK = "User: Write a .*\n\nAssistant: def "
-# the model that comes out, and how its first example reads
-WANTED = {
+# class of the final model, and the beginning of its first example
+EXPECTED = {
     "deepseek-coder-1.3b": ("LlamaForCausalLM", rehearsal.DEEPSEEK_BOS + MAGICODER),
     "stablecode-3b": ("StableLmForCausalLM", re.escape("<|endoftext|>") + MAGICODER),
     "tinyllama-1.1b": ("LlamaForCausalLM", "<s> ?" + MAGICODER),
@@ -47,7 +47,7 @@ WANTED = {
 
 
 def test_every_recipe_is_rehearsed():
-    assert {path.stem for path in PATHS} == set(WANTED)
+    assert {path.stem for path in PATHS} == set(EXPECTED)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_recipe_end_to_end(path, tmp_path, monkeypatch):
             recipe.method,
             "mine.yaml",
         )
-    # what is there is found again by one process, whatever engine made it
+    # a single process finds existing results, whichever engine made them
     study = importlib.import_module(f"papers.{recipe.method}.study")
     before = {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")}
     results = study.run(
@@ -107,7 +107,7 @@ def test_recipe_end_to_end(path, tmp_path, monkeypatch):
 
 
 def _check(recipe, name: str, base, last, out) -> None:
-    kind, begins = WANTED[name]
+    kind, begins = EXPECTED[name]
     if recipe.method == "ultrafuser":
         fuser = ultrafuser.load(last.folder)
         assert len(fuser.specialists) == 3

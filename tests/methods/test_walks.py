@@ -1,4 +1,6 @@
-"""How far a reader follows a model through a method: `tests.support.walks` says what is counted."""
+"""How far a reader has to follow a model through a method; `tests.support.walks` defines what is
+counted.
+"""
 
 import json
 
@@ -32,7 +34,7 @@ def test_an_esft_run_finds_its_layers_once(tmp_path, quick):
     )
     assert walk.stays <= 45, "\n".join(walk.places)
     looks = [place for place in walk.places if place.endswith("layers.numbered_layers")]
-    assert len(looks) <= 2, looks  # of layers_of alone
+    assert len(looks) <= 2, looks  # only from layers_of
 
 
 def test_xft_upcycles_a_model_in_few_places(quick):

@@ -1,5 +1,5 @@
-"""One step of EWA's averaging against the paper's sum in float64: every layout and edge; what it
-leaves alone.
+"""One step of EWA's averaging against the paper's sum in float64: every layout and edge case, and
+what it must not change.
 """
 
 import pytest
@@ -12,8 +12,8 @@ from tests.support.oracle import assert_parity
 SHAPES = [
     pytest.param((8, 34, 33), id="XFT: 8 experts"),
     pytest.param((3, 17), id="E = 3, a bias"),
-    pytest.param((2, 1), id="one number each"),
-    pytest.param((4,), id="experts that are numbers"),
+    pytest.param((2, 1), id="one element each"),
+    pytest.param((4,), id="scalar experts"),
     pytest.param((2, 0, 7), id="no elements"),
     pytest.param((33, 129), id="many experts, odd sizes"),
 ]
@@ -54,7 +54,7 @@ def test_parity(shape, dtype, share, device, tolerance):
         pytest.param(
             (34, 33, 6),
             lambda w: w.permute(2, 0, 1),
-            id="the expert as the fastest dim",
+            id="the expert is the fastest dim",
         ),
         pytest.param(
             (12, 34, 33),
@@ -73,7 +73,7 @@ def test_layouts(stored, view, device, tolerance):
     expected = memory.double()
     view(expected).copy_(averaged(view(expected), 0.3))
     average_experts_(view(memory), 0.3)
-    # what lies between is untouched
+    # the elements in between do not change
     assert_parity(
         {"memory": memory},
         {"memory": expected},

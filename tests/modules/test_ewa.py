@@ -1,5 +1,5 @@
-"""EWA's layer: the partition it draws, the experts it trains, the mean it runs, and what repeats
-it.
+"""EWA's layer: the partition that it draws, the experts that it trains, the mean that it runs, and
+recomputation.
 """
 
 import pytest
@@ -76,11 +76,11 @@ def test_in_eval_mode_the_mean_expert_runs_and_follows_every_write(variant, tole
             tolerance[torch.float32],
         )
         for p in layer.parameters():
-            p.data.add_(torch.randn_like(p))  # which autograd's version counter does not see
+            p.data.add_(torch.randn_like(p))  # a write that autograd's version counter does not see
 
 
 def test_partition_favours_no_token_and_no_expert():
-    # one expert of four gets two of the five tokens
+    # one of the four experts gets two of the five tokens
     drawn = torch.stack([random_partition(5, 4) for _ in range(4000)])
     chosen = torch.nn.functional.one_hot(
         drawn.long(),

@@ -21,7 +21,7 @@ def sample(B=3, R=5, sizes=(16, 16, 16), V=40, dtype=torch.float32):
 
 
 def weights_of(gate, hidden):
-    """softmax_s of g(h_s), or of g(h_1 : ... : h_S), in float64."""
+    """Compute softmax_s of g(h_s), or of g(h_1 : ... : h_S), in float64."""
     parameters = {name: p.detach().double() for name, p in gate.named_parameters()}
 
     def g(x):
@@ -57,7 +57,7 @@ def test_weights(sizes, joint, kind, dtype):
     hidden, _, _ = sample(sizes=sizes, dtype=dtype)
     weight = gate(hidden)
     bound = 1e-5
-    if dtype == torch.float64:  # with parameters of float64 too
+    if dtype == torch.float64:  # float64 parameters, too
         wide = {name: p.detach().double() for name, p in gate.named_parameters()}
         weight = torch.func.functional_call(
             gate,
@@ -84,7 +84,7 @@ def test_the_paper_has_one_gate_for_all_specialists(kind, count):
     assert sum(p.numel() for p in gate.parameters()) == count
     hidden, _, _ = sample()
     weight = gate(hidden)
-    # who is who, the gate sees by the states alone
+    # the gate distinguishes specialists only by their states
     torch.testing.assert_close(
         gate(hidden[::-1]),
         weight.flip(-1),
@@ -104,7 +104,7 @@ def test_stays_float32_under_casts_and_autocast():
     assert gate.score.weight.requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         got = gate(hidden)
-    # a cast to bfloat16 and back has rounded the parameters; autocast nothing
+    # a cast to bfloat16 and back rounds the parameters; autocast does not
     assert got.dtype == torch.float32
     assert torch.equal(got, gate(hidden))
     torch.testing.assert_close(
@@ -116,7 +116,7 @@ def test_stays_float32_under_casts_and_autocast():
 
 
 def naive(weight, hidden, functions, labels, reduction):
-    """The loss of logits that are whole in memory."""
+    """Compute the loss from logits that are materialized as a whole."""
     logits = 0
     for w, h, head in zip(
         weight.unbind(-1),
@@ -225,7 +225,7 @@ def test_loss_is_the_naive_one(scales, frozen, reduction, joint):
 
 
 def bent(head, bias):
-    """A head that is no product: a bias and a soft cap."""
+    """A head that is not a plain matrix product: it has a bias and a soft cap."""
     return lambda h: 4 * torch.tanh((F.linear(h, head) + bias) / 4)
 
 

@@ -1,5 +1,5 @@
-"""LoRA experts as a layer: what it holds and trains, its routing, its merges, and its files as PEFT
-reads them.
+"""LoRA experts as a layer: what it holds and trains, its routing, its merges, and its files, which
+PEFT reads.
 """
 
 import copy
@@ -24,7 +24,7 @@ I = 40
 
 
 class MLP(nn.Module):
-    """A dense gated MLP, as the models name it."""
+    """A dense gated MLP with the models' names."""
 
     def __init__(self, hidden=H, intermediate=I, bias=False, dtype=None):
         super().__init__()
@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
 
 def fill(layer) -> None:
-    """Make every expert one of its own."""
+    """Make the experts distinct."""
     if isinstance(layer, LoRAMoE):
         experts = layer.experts
     else:
@@ -152,7 +152,7 @@ def test_layer_is_the_equation(options, tolerance):
         )
 
 
-def test_at_first_every_expert_is_the_base_which_it_holds_and_freezes():
+def test_experts_start_as_the_frozen_base():
     base = MLP()
     weights = {name: p.data_ptr() for name, p in base.named_parameters()}
     x = torch.randn(5, H)
@@ -285,9 +285,6 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
             match=rf"{target} of base .*Wrapped.*Merge adapters",
         ):
             call()
-
-
-# files
 
 
 def dense_model():

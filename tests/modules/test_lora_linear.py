@@ -1,5 +1,5 @@
-"""LoRA experts with a router for each linear layer, and what both forms share:
-merges, draws.
+"""LoRA experts with a router for each linear layer, and what both forms share: merging and
+draws.
 """
 
 import copy
@@ -33,7 +33,7 @@ def config_of(top_k=2, gate="softmax_topk_renorm", **settings) -> MoEConfig:
 
 
 def linear(bias=False, **settings) -> LoRALinear:
-    """A layer whose experts differ and whose router has a say."""
+    """A layer with distinct experts whose router affects the output."""
     torch.manual_seed(0)
     layer = LoRALinear(
         nn.Linear(H, I, bias=bias),
@@ -128,7 +128,7 @@ def test_layer_is_the_equation_with_its_gradients(name, bias):
     assert not layer.base.weight.requires_grad
 
 
-def test_at_first_it_is_the_linear_layer_which_it_holds():
+def test_starts_as_the_linear_layer():
     base = nn.Linear(H, I)
     layer = LoRALinear(base, config_of(), RANK)
     x = torch.randn(5, H)
@@ -161,9 +161,8 @@ def test_wide_pairs_over_a_narrow_base_and_autocast():
         assert_close(narrow, wide(x), 2e-2)
 
 
-# what both forms share
 def both() -> dict[str, nn.Module]:
-    """An MLP of each form, over the same weights, the same pairs in both."""
+    """An MLP of each form, over the same weights and with the same pairs."""
     torch.manual_seed(0)
     block = make(E=E, rank=RANK)
     mlp = copy.deepcopy(block.experts.base)

@@ -1,4 +1,4 @@
-"""The mergeable layer: XFT's merge claims on a layer, and what trains."""
+"""The mergeable layer: XFT's claims about merging a layer, and what trains."""
 
 import copy
 
@@ -88,8 +88,8 @@ def test_is_the_dense_mlp_with_merged_weights(variant, tolerance):
 
 
 def test_weights_keep_the_experts_dtype_and_the_logits_float32():
-    # lr 1e-5, the official one, is below bfloat16's step at 1: casting the layer must not freeze
-    # the mixture in silence
+    # lr 1e-5, the official one, is smaller than the spacing of bfloat16 at 1: casting the layer
+    # must not silently freeze the mixing coefficients
     for layer in (make(dtype=torch.bfloat16), make().to(torch.bfloat16)):
         assert layer.mixing_logits.dtype == torch.float32
         assert layer.alpha().dtype == torch.float32

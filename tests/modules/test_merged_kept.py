@@ -1,5 +1,5 @@
-"""MergedMLP merges once per optimizer step: what it keeps is never stale, never copied or saved,
-and changes no gradient.
+"""MergedMLP merges once per optimizer step: its cache is never stale, copied or saved, and changes
+no gradient.
 """
 
 import copy
@@ -22,7 +22,7 @@ BACKENDS = ("torch", "triton", "cpp")
 
 @pytest.fixture
 def merges(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of the stacks that were merged, biases left out."""
+    """The shapes of the stacks that are merged, without biases."""
     found = []
     original = merged.merge_experts
 
@@ -48,9 +48,7 @@ def backend(request, monkeypatch) -> str:
 
 
 def plain(layer, x):
-    """The layer with every forward pass's merging in the graph: what it was before anything was
-    kept.
-    """
+    """Compute the layer with merging in the graph of every forward pass, without a cache."""
     w = layer.merged_weights()
     up = layer.experts.up_name
     z = nn.functional.linear(
@@ -131,7 +129,8 @@ def test_merges_once_per_step_of_four_micro_batches(fused, merges, backend):
     )
     expected = 0
     for step, batch in enumerate(batches):
-        # a fused optimizer counts no version: then the kernel finds out and writes in place
+        # a fused optimizer does not change the version: the kernel detects the change and writes in
+        # place
         if step == 0 or not (fused and backend == "triton"):
             expected += 2
         for x in batch:
@@ -205,11 +204,11 @@ def test_is_in_no_copy_pickle_or_state_dict():
 @pytest.mark.parametrize(
     "is_counted",
     [False, True],
-    ids=["past autograd", "in place"],
+    ids=["bypassing autograd", "in place"],
 )
 def test_an_older_graph_has_its_own_mixture(is_counted, backend):
     """A kernel merges in place after a write that autograd does not count; the dx of an older graph
-    used the new weights.
+    then uses the new weights.
     """
     layer = make()
     logits = layer.mixing_logits
@@ -228,7 +227,7 @@ def test_an_older_graph_has_its_own_mixture(is_counted, backend):
             )
         )
         outs.append(layer(x))
-    for _ in range(2):  # in both orders: each merges what it needs
+    for _ in range(2):  # in both orders, each merges what it needs
         for x, out, wanted in zip(leaves, outs, expected, strict=True):
             result = torch.autograd.grad(
                 out.square().sum(),

@@ -1,5 +1,5 @@
-"""What the merge stage takes beside the experts, which it holds once: every allocation of a
-training step is watched.
+"""Memory of the merge stage besides the experts, which it holds once: every allocation of a
+training step is recorded.
 """
 
 import itertools
@@ -17,8 +17,8 @@ I = 512
 
 
 def allocations(function) -> list[int]:
-    """Bytes that were allocated (above 0) and freed (below) while `function` ran, inside of ops
-    too, in their order.
+    """Return the bytes allocated (positive) and freed (negative) while `function` runs, including
+    inside ops, in order.
     """
     with profile(
         activities=[ProfilerActivity.CPU],
@@ -26,7 +26,7 @@ def allocations(function) -> list[int]:
         acc_events=True,
     ) as seen:
         function()
-    # seen.events() gives most of them to the ops that made them
+    # seen.events() attributes most of them to ops
     events = [
         event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
@@ -83,7 +83,7 @@ def test_a_step_holds_the_experts_once_and_makes_no_stack():
     stacks = [p for name, p in model.named_parameters() if ".experts." in name]
     assert {p.dtype for p in stacks} == {torch.bfloat16}
     assert 0 < max(sizes) < min(map(size_of, stacks))
-    # one dense model's MLPs, kept for the next calls
+    # the MLPs of one dense model, kept for the next calls
     merged = sum(map(size_of, stacks)) // E
     largest = 4 * max(p[0].numel() for p in stacks)  # one expert's weight in float32
     assert merged <= peak(sizes) < merged + 3 * largest < E * merged

@@ -1,4 +1,4 @@
-"""The layer: router and experts against float64 loops, XFT's claims at a layer, noise, compile,
+"""The layer: router and experts against float64 loops, XFT's claims about a layer, noise, compile,
 memory.
 """
 
@@ -31,7 +31,9 @@ def make(dtype=None, device=None, spread=1.0, **kwargs) -> MoE:
 
 
 def forward_in_float64(layer: MoE, x: torch.Tensor) -> dict:
-    """out, dx and the gradient of every parameter for the loss sum(out * cos(0, 1, ...))."""
+    """Return the output, dx and the gradient of every parameter for the loss sum(out * cos(0, 1,
+    ...)).
+    """
     config = layer.config
     p = {n: v.detach().double().requires_grad_() for n, v in layer.named_parameters()}
     x = x.detach().double().requires_grad_()
@@ -145,13 +147,13 @@ def test_gates_are_float32(dtype):
     (record,) = layer.records
     assert record.topk_weight.dtype == torch.float32
     assert record.router_logits.dtype == torch.float32
-    # no copy without noise, unless somebody records
+    # no float32 copy without noise, unless the logits are recorded
     assert layer.gate(x).router_logits.dtype == dtype
 
 
 def dense_forward(layer: MoE, x: torch.Tensor) -> dict:
-    """The MLP that the layer was upcycled from: its expert 0, with its gradients under the experts'
-    names.
+    """Compute the MLP that the layer was upcycled from, its expert 0, with gradients under the
+    experts' names.
     """
     x = x.detach().double().requires_grad_()
     p = {n: v.detach()[0].double().requires_grad_() for n, v in layer.experts.named_parameters()}
@@ -187,11 +189,10 @@ def test_upcycled_equals_dense_and_its_gradients_add_up_to_the_dense_ones(gate, 
         2 * tolerance[torch.float32],
     )
     scale = result["dexperts.down_proj"].norm()
-    for name, _ in layer.gate.named_parameters():  # the router learns nothing yet
+    for name, _ in layer.gate.named_parameters():  # the router has no gradient yet
         assert result[f"dgate.{name}"].norm() < 1e-5 * scale
 
 
-# noise
 def test_noise_can_be_injected_and_follows_the_formula(tolerance):
     layer = make(noisy_gate=True, noise_epsilon=0.05)
     x = torch.randn(13, H)
@@ -251,12 +252,12 @@ def test_balance_loss_is_returned_and_reaches_the_router(kind, noisy):
         leaves.append(layer.gate.noise_weight)
     for gradient in torch.autograd.grad(loss, leaves):
         assert gradient.any()
-    # as in the official code: also in eval mode
+    # as in the official code, also in eval mode
     assert layer.eval().gate(x).balance_loss is not None
     assert make().gate(x).balance_loss is None
 
 
-def test_records_collect_what_the_router_said_and_only_when_asked():
+def test_records_collect_router_outputs_only_on_request():
     layer = make(balance_loss="switch", balance_loss_coef=0.1)
     x = torch.randn(2, 5, H)
     layer(x)
@@ -300,7 +301,8 @@ def test_checkpointing_leaves_one_record_of_one_forward_pass():
         x,
         use_reentrant=False,
     )
-    # a list while the forward pass lasts: the recomputation would count its loss twice
+    # records must only be collected during the forward pass: recomputation would count the loss
+    # twice
     layer.records = None
     (out.sum() + records[0].balance_loss).backward()
     assert len(records) == 1

@@ -1,4 +1,4 @@
-"""float64 stays float64: autocast leaves it alone, in torch's layers and in this one."""
+"""Autocast leaves float64 alone, in torch's layers and in this one."""
 
 import torch
 
@@ -11,7 +11,7 @@ def test_autocast_leaves_float64_alone():
         MoEConfig(hidden_size=8, intermediate_size=6, num_experts=4, top_k=2), dtype=torch.float64
     )
     x = torch.randn(13, 8, dtype=torch.float64)
-    want = layer(x)
+    expected = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         whole = layer(x)
         routing = layer.gate(x)
@@ -20,5 +20,5 @@ def test_autocast_leaves_float64_alone():
             routing.topk_idx,
             routing.topk_weight,
         )
-    assert torch.equal(whole, want)
+    assert torch.equal(whole, expected)
     assert parts.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Rows of an expert stack that train apart from it: the layer computes the same, the gradients are
+"""Separately trained rows of an expert stack: the layer computes the same, and the gradients equal
 those of the whole stack.
 """
 
@@ -29,10 +29,10 @@ LAYERS = [
     pytest.param(
         {"gate": "nonorm", "recompute": True},
         [2, 0],
-        id="the shared one, recomputed",
+        id="the shared expert, recomputed",
     ),
     pytest.param(
-        {"gate": "xft", "shared": "dense"}, [1], id="a shared one that runs alone, frozen"
+        {"gate": "xft", "shared": "dense"}, [1], id="a frozen shared expert that runs separately"
     ),
     pytest.param(
         {"gate": "softmax_topk", "top_k": 4},
@@ -75,7 +75,7 @@ def split(layer: MoE, ids: list[int], dtype: torch.dtype | None = None) -> MoE:
 
 
 def run(layer: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and every gradient."""
+    """Return the output and every gradient."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     out = layer(x)
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_whole_stack(changes, ids, backend, monkeypat
         rows = expected.pop(f"experts.{name}")[ids]
         assert rows.norm() > 0
         expected[f"experts.trained_{name}"] = rows
-    assert result.keys() == expected.keys()  # the frozen stacks have none
+    assert result.keys() == expected.keys()  # the frozen stacks get no gradient
     for name, value in expected.items():
         assert distance(result[name], value) < 5e-6, name
 

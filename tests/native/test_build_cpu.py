@@ -1,5 +1,5 @@
-"""Building csrc/cpu: what is missing is said, a library appears whole or not at all, and it needs
-libc alone.
+"""Building csrc/cpu: missing tools are reported, a library is written atomically, and it needs only
+libc.
 """
 
 import os
@@ -22,7 +22,7 @@ def library():
 
 @pytest.fixture
 def small(tmp_path, library):
-    """Sources that compile at once: kernels.cpp of no function but the tables."""
+    """Sources that compile quickly: kernels.cpp with nothing but the tables."""
     csrc = tmp_path / "csrc"
     csrc.mkdir()
     (csrc / "kernels.cpp").write_text(
@@ -95,7 +95,7 @@ def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
 
 @pytest.fixture
 def old(tmp_path):
-    """Make a g++ that refuses what names one of these words, in its flags or in the source on its
+    """Create a g++ that fails if one of these words is in its flags or in the source on its
     standard input.
     """
 
@@ -117,7 +117,7 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not i
 
 
 @needs_gxx
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are x86's")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the instruction sets are those of x86")
 @pytest.mark.parametrize(
     "flags, left",
     [
@@ -129,7 +129,7 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not i
 def test_sets_that_the_compiler_does_not_know_are_left_out(
     flags, left, tmp_path, library, old, monkeypatch
 ):
-    # an eighth of the compiler's time
+    # saves seven eighths of the compile time
     monkeypatch.setattr(build, "CPU_FLAGS", ("-O0", *build.CPU_FLAGS[1:]))
     monkeypatch.setenv("CXX", old(*flags))
     build.build_cpu(tmp_path / "lib.so")

@@ -1,5 +1,5 @@
-"""The CUDA library: what a build of it lacks is named, what it holds is what was asked, and it
-loads where no GPU is.
+"""The CUDA library: a build reports what is missing, contains what was requested, and loads without
+a GPU.
 """
 
 import json
@@ -30,7 +30,7 @@ from tests.support.cuda_build import (
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """No test leaves a library behind, and none sees the variables of a user."""
+    """Isolate tests from each other's libraries and from a user's environment variables."""
     for name in ("CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -39,7 +39,7 @@ def _alone(monkeypatch):
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """A toolkit whose nvcc is g++, in CUDA_HOME, and sources that it compiles."""
+    """A toolkit in CUDA_HOME whose nvcc is g++, and sources that it compiles."""
     home = fake_toolkit(tmp_path / "toolkit")
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -47,7 +47,6 @@ def toolkit(tmp_path, monkeypatch):
     return tmp_path
 
 
-# what is missing
 def test_no_nvcc_anywhere(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -85,7 +84,6 @@ def test_architectures_become_flags(toolkit):
             build.check_cuda(toolkit / "csrc", archs)
 
 
-# the build
 @needs_cxx
 def test_build_and_launch(toolkit):
     csrc = toolkit / "csrc"
@@ -112,7 +110,7 @@ def test_build_and_launch(toolkit):
 
 
 def compiled(toolkit: Path) -> list[str]:
-    """Name the sources that nvcc has compiled so far."""
+    """Return the sources that nvcc has compiled so far."""
     return re.findall(r"-c \S*/(\w+)\.cu", (toolkit / "toolkit" / "calls").read_text())
 
 
@@ -186,7 +184,7 @@ def test_a_library_of_other_sources_is_refused(toolkit, monkeypatch):
     (csrc / "moert.h").write_text(text + "MOERT_API int moert_new(int x);\n")
     with pytest.raises(OSError, match="and has no moert_new. To rebuild it"):
         cuda.bind(out, csrc)
-    # of the same sources, as far as the hash can tell
+    # with the hash of these sources
     monkeypatch.setattr(build, "source_hash", lambda *_: sources)
     (csrc / "moert.h").write_text(text.replace("ABI_VERSION 7", "ABI_VERSION 8"))
     with pytest.raises(OSError, match="was built from other sources"):
@@ -202,8 +200,8 @@ def test_a_library_of_other_sources_is_refused(toolkit, monkeypatch):
             [(9, 0), (7, 5)],
             id="machine code of one major version",
         ),
-        pytest.param(["sm_86"], [(8, 6), (8, 9)], [(8, 0)], id="not of an older minor one"),
-        pytest.param(["sm_90a"], [(9, 0)], [(9, 1), (10, 0)], id="one GPU alone"),
+        pytest.param(["sm_86"], [(8, 6), (8, 9)], [(8, 0)], id="not an older minor version"),
+        pytest.param(["sm_90a"], [(9, 0)], [(9, 1), (10, 0)], id="a single GPU"),
         pytest.param(
             ["sm_90", "compute_100"], [(9, 0), (10, 0), (11, 0), (12, 1)], [(8, 9)], id="PTX"
         ),
@@ -216,7 +214,6 @@ def test_code_runs_where_it_can(archs, gpus, others):
         assert not native.covers(archs, *gpu)
 
 
-# the header
 def test_types_of_the_header():
     header = (
         "// MOERT_API int moert_no(int);\n"
@@ -231,10 +228,11 @@ def test_types_of_the_header():
         native.read_header("MOERT_API int moert_g(size_t n);")
 
 
-# the real library
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """csrc/ for every architecture; compiled once, whichever test worker asks first."""
+    """Return csrc/ built for every architecture; compiled once, by the first test worker that needs
+    it.
+    """
     out = tmp_path_factory.mktemp("library") / build.NAMES["cuda"]
     build.build_cuda(out, csrc=CSRC)
     return out
@@ -264,7 +262,7 @@ def test_no_kernel_spills(library):
 @needs_nvcc
 def test_it_needs_libc_alone_and_shows_its_launchers_alone(library):
     needed = re.findall(r"NEEDED.*\[(?!ld-linux)(.*)\]", readelf("-Wd", library))
-    # the last four are parts of libc before glibc 2.34
+    # the last four are separate parts of libc before glibc 2.34
     parts = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6"}
     assert set(needed) <= parts
     symbols = readelf("-W", "--dyn-syms", library)
@@ -297,6 +295,7 @@ def test_it_loads_without_a_driver(library):
     described, refused, default = json.loads(done.stdout)
     assert described.startswith(f"{library}: nvcc ")
     assert "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in described
-    assert torch.cuda.is_available() or "; " in described  # what the driver, or its absence, says
+    # the error of the driver, or of its absence
+    assert torch.cuda.is_available() or "; " in described
     assert refused == "backend 'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"
     assert default == "torch"

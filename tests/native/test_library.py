@@ -1,5 +1,5 @@
-"""A library of the cache is loaded only if nobody but this user, or root, can have written it; what
-is refused has not run.
+"""A library from the cache is loaded only if nobody but this user or root can have written it; a
+refused library does not run.
 """
 
 import os
@@ -14,7 +14,7 @@ from moe_runtime.native import build, library
 from moe_runtime.tools import doctor
 
 COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-# what runs before a function of the library is asked for
+# runs when the library is loaded
 SOURCE = """
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,9 +28,9 @@ __attribute__((constructor)) static void run(void) {
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """Two libraries, each of which leaves its name where $PLANTED says when it is loaded."""
+    """Two libraries, each of which appends its name to the file $PLANTED when it is loaded."""
     if COMPILER is None:
-        pytest.skip("a C compiler makes the libraries")
+        pytest.skip("needs a C compiler to build the libraries")
     folder = tmp_path_factory.mktemp("planted")
     (folder / "run.c").write_text(SOURCE)
     for name in "ab":
@@ -48,9 +48,7 @@ def planted(tmp_path_factory):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, planted):
-    """Return where a library of a kind is planted, below a folder of caches, in the current
-    folder.
-    """
+    """Plant a library of a kind in a cache below the current folder, and return its path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PLANTED", str(tmp_path / "ran"))

@@ -1,5 +1,5 @@
-"""The CPU library on every kind of processor: no variant runs code at load, and what fails its
-self-test is not used.
+"""The CPU library on every kind of processor: no variant runs code at load, and a library that
+fails its self-test is not used.
 """
 
 import os
@@ -18,7 +18,7 @@ from moe_runtime.tools import doctor
 from tests.support import cpu_build
 
 DRIVER = Path(__file__).with_name("self_test_driver.c")
-AARCH64 = "/usr/aarch64-linux-gnu"  # Debian's cross compiler's libc
+AARCH64 = "/usr/aarch64-linux-gnu"  # libc of Debian's cross compiler
 is_x86 = os.uname().machine == "x86_64"
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 needs_readelf = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def code_at_load(path: Path) -> list[str]:
 
 
 def shared_symbols(path: Path) -> list[str]:
-    """Return the symbols of an object that the linker may take for those of another one."""
+    """Return the symbols of an object that the linker may merge with those of another one."""
     symbols = subprocess.run(
         ["nm", "--defined-only", "--extern-only", path], capture_output=True, text=True, check=True
     ).stdout
@@ -72,7 +72,7 @@ def test_no_variant_runs_code_when_the_library_is_loaded(tmp_path):
 
 
 def found() -> bool | str:
-    """Look the library up; returns whether it is used, or why it is not."""
+    """Look up the library; return whether it is used, or the reason why not."""
     library = CppLibrary().find()
     return library if isinstance(library, str) else True
 
@@ -80,13 +80,13 @@ def found() -> bool | str:
 @needs_gxx
 @needs_readelf
 @pytest.mark.slow
-def test_variants_as_they_are_built_share_no_code(tmp_path):
+def test_optimized_variants_share_no_code(tmp_path):
     for name, path in compile_sets(tmp_path, flags=("-O3",)).items():
         if name in ("moert_cpu", "self_test"):
             continue
         assert code_at_load(path) == []
-        # a function of one variant that the linker took for all would run on processors that lack
-        # its instructions
+        # if the linker used one variant's function for all, it would run on processors without its
+        # instructions
         assert shared_symbols(path) == [f"_ZN5moert{len(name)}{name}E"]
 
 
@@ -133,7 +133,7 @@ def test_aarch64_runs_the_generic_variant(tmp_path, monkeypatch):
 
 
 def copy_of_sources(tmp_path: Path, file: str, old: str, new: str) -> Path:
-    """Return a copy of csrc/cpu in which `old` of one file is `new`."""
+    """Copy csrc/cpu with `old` replaced by `new` in one file."""
     csrc = tmp_path / "csrc"
     shutil.copytree(build.csrc_dir("cpu"), csrc)
     text = (csrc / file).read_text()
@@ -187,7 +187,7 @@ PLANTED = {
 
 @pytest.fixture
 def quickly(monkeypatch, tmp_path):
-    """Build for any processor and without optimization, in a second, with an empty cache."""
+    """Build for any processor without optimization, which takes a second, with an empty cache."""
     monkeypatch.setattr(build, "CPU_FLAGS", ("-O0", *build.CPU_FLAGS[1:]))
     monkeypatch.setattr(build, "X86_SETS", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -209,7 +209,7 @@ def test_a_library_that_fails_its_self_test_is_not_installed(bug, tmp_path, quic
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch, library):
-    """Return the path of a good library in a cache of its own, where no library has been tested."""
+    """Return the path of a good library in its own cache, where no library has been tested."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = build.library_path("cpu")
     build.own_folder(path.parent)
@@ -300,7 +300,7 @@ def test_a_bad_library_is_one_line_and_experts_run_in_pytorch(how, cached, monke
 
 
 def test_a_processor_on_which_a_variant_dies(cached, monkeypatch):
-    # what a library with an instruction that the processor lacks looks like from outside
+    # simulates a library with an instruction that the processor lacks
     died = subprocess.CompletedProcess([], -signal.SIGILL, f"{selftest.TESTING}avx512\n", "")
     monkeypatch.setattr(selftest.subprocess, "run", lambda *_, **__: died)
     assert "its self-test died in the variant avx512: SIGILL (Illegal instruction)" in found()
@@ -321,5 +321,5 @@ def test_a_variant_that_does_not_compile_is_left_out(tmp_path, monkeypatch, quic
     assert list(made.left_out) == ["avx2"]
     assert "no such instruction" in made.left_out["avx2"]
     assert selftest.run(tmp_path / "library.so") is None
-    # which does not make it compile again at each build
+    # and it is not compiled again at each build
     assert not build.build_cpu(tmp_path / "library.so", csrc=csrc).compiled

@@ -11,7 +11,7 @@ VARIANTS = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 def pytest_generate_tests(metafunc):
-    """Run a test that takes `backend` on each that has kernels for the file's `OP`."""
+    """Run a test that uses `backend` on each backend with kernels for the file's `OP`."""
     op = getattr(metafunc.module, "OP", None)
     if op is not None and "backend" in metafunc.fixturenames:
         names = [name for name in ("torch", "cpp", "triton") if op in backends.KERNELS[name]]
@@ -29,7 +29,7 @@ def device(request, device) -> str:
 
 @pytest.fixture
 def backend(request, device) -> str:
-    """A backend of the file's op; the test is skipped where it cannot run."""
+    """A backend of the file's op; the test is skipped if it is unavailable."""
     if request.param == "cpp":
         request.getfixturevalue("cpu_library")
     why = backends.why_not(
@@ -44,7 +44,7 @@ def backend(request, device) -> str:
 
 @pytest.fixture
 def cpu_library(monkeypatch):
-    """The CPU library of this tree's sources."""
+    """The CPU library built from this tree."""
     library = cpu_build.library()
     monkeypatch.setattr(cpp, "_found", library)
     return library
@@ -52,7 +52,7 @@ def cpu_library(monkeypatch):
 
 @pytest.fixture(params=VARIANTS)
 def variant(request, cpu_library):
-    """Each instruction set that this machine has."""
+    """Each instruction set of this machine."""
     best = cpu_library.variant
     if not cpu_library.handle.moert_cpu_limit(request.param.encode()):
         pytest.skip(f"this machine has no {request.param}")

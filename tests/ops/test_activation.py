@@ -1,4 +1,4 @@
-"""Activations: by definition, and their derivatives against autograd through the definition."""
+"""Activations match their definitions, and their derivatives match autograd of the definitions."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_every_name_of_the_config_has_a_function_and_a_derivative():
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_follows_its_definition(act):
-    x = torch.linspace(-12, 12, 97, dtype=torch.float64)  # 0 among them
+    x = torch.linspace(-12, 12, 97, dtype=torch.float64)  # includes 0
     torch.testing.assert_close(
         ACT[act](x),
         oracle.ACT[act](x),
@@ -27,14 +27,14 @@ def test_follows_its_definition(act):
 def test_derivative_is_that_of_the_definition(act):
     x = torch.randn(200, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(200, dtype=torch.float64)
-    (want,) = torch.autograd.grad(
+    (expected,) = torch.autograd.grad(
         oracle.ACT[act](x),
         x,
         grad,
     )
     torch.testing.assert_close(
         ACT_BACKWARD[act](grad, x.detach()),
-        want,
+        expected,
         rtol=1e-12,
         atol=1e-14,
     )

@@ -15,7 +15,7 @@ from tests.support.oracle import relative_error
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By number of ranks: what each rank found."""
+    """Results of each rank, by number of ranks."""
     launches = Launches(worker.__file__, tmp_path_factory)
 
     def of(ranks: int) -> list[dict]:
@@ -27,7 +27,9 @@ def results(tmp_path_factory):
 
 @functools.cache
 def in_one_process(name: str, ranks: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
-    """Output and gradients of all ranks' tokens together, in float64 from what `dtype` holds."""
+    """Return output and gradients of all ranks' tokens together, in float64 from the values in
+    `dtype`.
+    """
     parts = [worker.case(name, rank, dtype) for rank in range(ranks)]
     inputs = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     leaves = {key: stack.double() for key, stack in worker.stacks(dtype).items()}
@@ -48,21 +50,21 @@ def in_one_process(name: str, ranks: int, dtype=torch.float64) -> dict[str, torc
     return {"out": out.detach(), "grads": grads, "idx": inputs["idx"]}
 
 
-def check(ranks: list[dict], want: dict, scale: float, tolerance: float) -> None:
-    """Compare what the ranks found; gradients of the stacks are `scale` times the sum."""
+def check(ranks: list[dict], expected: dict, scale: float, tolerance: float) -> None:
+    """Compare the results of the ranks; gradients of the stacks are `scale` times the sum."""
     out = torch.cat([rank["out"] for rank in ranks])
-    assert relative_error(out, want["out"]) < tolerance
+    assert relative_error(out, expected["out"]) < tolerance
     for key in ("x", "weight"):
         grad = torch.cat([rank["grads"][key] for rank in ranks])
-        assert relative_error(grad, want["grads"][key]) < tolerance, key
+        assert relative_error(grad, expected["grads"][key]) < tolerance, key
     for rank in ranks:
         for key in worker.stacks():
             grad = rank["grads"][key]
-            assert relative_error(grad, want["grads"][key] * scale) < tolerance, key
+            assert relative_error(grad, expected["grads"][key] * scale) < tolerance, key
 
 
 def counts_of(idx: torch.Tensor, experts: int) -> list[int]:
-    """Slots of each expert."""
+    """Count the slots of each expert."""
     return [int((idx == e).sum()) for e in range(experts)]
 
 
@@ -81,12 +83,12 @@ def scale_of(gradients: str, ranks: int) -> float:
     ],
 )
 def test_equals_one_process(ranks, ndim, name, gradients, results):
-    """A rank without tokens, an expert without tokens and dropped slots get gradients of zeros, not
-    none.
+    """A rank without tokens, an expert without tokens and dropped slots get gradients of zero, not
+    None.
     """
-    want = in_one_process(name, ranks)
+    expected = in_one_process(name, ranks)
     got = [result[name, ndim, gradients] for result in results(ranks)]
-    check(got, want, scale_of(gradients, ranks), 1e-12)
+    check(got, expected, scale_of(gradients, ranks), 1e-12)
     for rank, result in enumerate(got):
         idx = worker.case(name, rank)["idx"]
         assert result["offsets"].diff().tolist() == counts_of(idx, worker.E)

@@ -1,5 +1,5 @@
-"""Balance losses with noise, with padding and at their edges, against their formulas in plain
-Python. The conformance table has the losses of plain logits.
+"""Balance losses with noise, with padding and in edge cases, against their formulas in plain
+Python. The conformance table covers plain logits.
 """
 
 import math
@@ -26,7 +26,7 @@ KINDS = pytest.mark.parametrize("kind", ["cv2", "switch"])
 
 
 def make_config(R=7, k=5, gate="xft", **kwargs):
-    """A config of R routed experts, of which a token picks k."""
+    """Return a config with R routed experts, k per token."""
     shared = gate in SHARED
     return MoEConfig(
         hidden_size=4,
@@ -48,7 +48,7 @@ def selected(row, k):
 
 
 def importance_in_python(noisy, k):
-    """The sum over tokens of the probabilities of the experts that they selected."""
+    """Sum over tokens the probabilities of the experts that they selected."""
     total = [0.0] * len(noisy[0])
     for row in noisy:
         p = softmax(row)
@@ -58,8 +58,8 @@ def importance_in_python(noisy, k):
 
 
 def load_in_python(clean, noise, scale, k, quirk):
-    """P = Phi((clean - threshold) / scale), the threshold the (k+1)-th noisy logit for those
-    inside, else the k-th.
+    """P = Phi((clean - threshold) / scale); the threshold is the (k+1)-th noisy logit for selected
+    experts, else the k-th.
     """
     load = [0.0] * len(clean[0])
     for lg, eps, ctl in zip(clean, noise, scale, strict=True):
@@ -80,7 +80,7 @@ def load_in_python(clean, noise, scale, k, quirk):
 
 
 def draw(T=23, R=7, spread=1.0):
-    """Logits, noise and the noise's scale."""
+    """Draw logits, noise and the noise's scale."""
     logits = spread * torch.randn(T, R)
     scale = torch.nn.functional.softplus(torch.randn(T, R)) + 1e-2
     return logits, torch.randn(T, R) * scale, scale
@@ -94,7 +94,8 @@ def draw(T=23, R=7, spread=1.0):
         [0.0, 0.0, 0.0],
         [5.0],
         [2, 4, 9],  # counts are integers
-        [1e-6, 5e-6, 9e-6],  # their mean's square is a quarter of the 1e-10 that is added to it
+        # the square of their mean is a quarter of the 1e-10 that is added to it
+        [1e-6, 5e-6, 9e-6],
     ],
 )
 def test_cv2_is_the_squared_coefficient_of_variation(values):
@@ -262,7 +263,7 @@ def top_k_in_python(logits: list[list[float]], k: int, mask: list[int]) -> float
     [
         pytest.param([1] * 7, id="all"),
         pytest.param([1, 0, 1, 1, 0, 1, 1], id="padded"),
-        pytest.param([0] * 7, id="nothing but padding"),
+        pytest.param([0] * 7, id="only padding"),
     ],
 )
 @pytest.mark.parametrize("k", [1, 3, 6])
@@ -294,7 +295,8 @@ def test_top_k_equals_the_formula(k, mask):
 
 
 def test_top_k_gradient_is_that_of_the_probabilities_of_live_tokens():
-    logits = (torch.randn(9, 4) + torch.arange(4)).requires_grad_()  # the last experts get most
+    # the last experts get the most tokens
+    logits = (torch.randn(9, 4) + torch.arange(4)).requires_grad_()
     live = torch.arange(9) != 2
     (got,) = torch.autograd.grad(
         top_k_loss(

@@ -1,4 +1,6 @@
-"""Rows back to tokens on every backend: what the conformance table does not draw."""
+"""Summing rows back to tokens on every backend, in cases that the conformance table does not
+draw.
+"""
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ def test_rows_by_token_and_slot_as_well(backend, device):
     y = torch.randn(12, 5, device=device)
     weight = torch.rand(4, 3, device=device)
     slot_row = torch.randperm(12, device=device).int()
-    want = combine(y, weight, slot_row, backend)
+    expected = combine(y, weight, slot_row, backend)
     by_slot = slot_row.view(4, 3)
-    assert torch.equal(combine(y, weight, by_slot, backend), want)
+    assert torch.equal(combine(y, weight, by_slot, backend), expected)
     assert torch.equal(
         combine(
             y,
@@ -23,7 +25,7 @@ def test_rows_by_token_and_slot_as_well(backend, device):
             by_slot.t().contiguous().t(),
             backend,
         ),
-        want,
+        expected,
     )
 
 
@@ -44,7 +46,7 @@ def test_no_columns(backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_in_float32(dtype, backend, device):
-    # 1 + 64 * tiny: the terms vanish one by one in the narrow dtype, not in float32
+    # 1 + 64 * tiny: the terms vanish one by one in the narrow dtype, but not in float32
     eps = torch.finfo(dtype).eps
     tiny = eps / 8
     y = torch.full((65, 4), tiny, dtype=dtype, device=device)
@@ -72,9 +74,9 @@ def test_gather_rows_and_its_gradient(tokens, slots, backend, device, monkeypatc
     slot_row = torch.randperm(tokens * slots, device=device).int()
     row_token = (torch.argsort(slot_row) // slots).int()
     rows = gather_rows(x, row_token, slot_row)
-    want = x[row_token.long()]
-    assert torch.equal(rows, want)
+    expected = x[row_token.long()]
+    assert torch.equal(rows, expected)
     weight = torch.randn_like(rows)
     (got_gradient,) = torch.autograd.grad(rows, x, weight)
-    (want_gradient,) = torch.autograd.grad(want, x, weight)
+    (want_gradient,) = torch.autograd.grad(expected, x, weight)
     torch.testing.assert_close(got_gradient, want_gradient)

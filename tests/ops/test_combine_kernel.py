@@ -1,5 +1,5 @@
-"""The kernels that sum a token's rows: rows that nobody wrote, partial gradients, order of the sum,
-offsets beyond int32.
+"""The kernels that sum a token's rows: unwritten rows, partial gradients, order of the sum, offsets
+beyond int32.
 """
 
 from pathlib import Path
@@ -28,16 +28,16 @@ SHAPES = [  # T, K, H
 
 
 class Slots(NamedTuple):
-    """Rows in expert order; NaN where no kernel may look."""
+    """Rows in expert order; NaN where no kernel may read."""
 
     y: torch.Tensor  # [R, H]
     weight: torch.Tensor  # [T, K]
     slot_row: torch.Tensor  # [R]
-    num_rows: torch.Tensor  # [1], the rows that are not dropped
+    num_rows: torch.Tensor  # [1], the number of rows that are not dropped
     live: torch.Tensor  # [T, K], the slots that are not dropped
 
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """values [R, n] of each slot, [T, K, n] in float64, 0 for a dropped one."""
+        """Return the values [R, n] of each slot as [T, K, n] in float64, 0 for a dropped slot."""
         rows = values[self.slot_row.view(self.live.shape).long()].double()
         return torch.where(self.live[..., None], rows, 0)
 
@@ -80,14 +80,14 @@ def test_dropped_rows_are_not_read(T, K, H, dtype, tolerance, device):
     )
     assert out.dtype == dx.dtype == dtype
     assert dweight.dtype == torch.float32
-    want = {
+    expected = {
         "out": slots.weighted_sum(),
         "dx": slots.of_rows(slots.y).sum(1),
         "dweight": slots.of_rows(partial).sum(2),
     }
     assert_parity(
         {"out": out, "dx": dx, "dweight": dweight},
-        want,
+        expected,
         tolerance[dtype],
     )
 
@@ -106,8 +106,8 @@ def test_backward(T, K, H, dtype, tolerance, device):
     of_slots = dout.double()[:, None]
     want_dy = torch.zeros(T * K, H, dtype=torch.float64, device=device)
     want_dy[slots.slot_row.long()] = (slots.weight.double()[..., None] * of_slots).flatten(0, 1)
-    want = {"dy": want_dy, "dweight": (slots.of_rows(slots.y) * of_slots).sum(-1)}
-    assert_parity({"dy": dy, "dweight": dweight}, want, tolerance[dtype])
+    expected = {"dy": want_dy, "dweight": (slots.of_rows(slots.y) * of_slots).sum(-1)}
+    assert_parity({"dy": dy, "dweight": dweight}, expected, tolerance[dtype])
 
 
 def test_each_half_of_sum_rows_alone(device):
@@ -146,11 +146,9 @@ def test_each_half_of_sum_rows_alone(device):
 
 @pytest.mark.parametrize("H", [33, 64])
 def test_rows_beyond_int32(H, tmp_path):
-    """Rows around element 2^31 of y, dy and partial, the last one 100 rows behind, in files that
-    have no pages but those that are written.
-    """
+    """Rows near element 2^31 of y, dy and partial, the last one 100 rows later, in sparse files."""
     if not backends.interpreted():
-        pytest.skip("on a GPU the elements would have to be there")
+        pytest.skip("a GPU would need real memory")
 
     def sparse(name, dtype):
         file = np.memmap(
@@ -182,7 +180,7 @@ def test_rows_beyond_int32(H, tmp_path):
     dweight = torch.empty(6)
     out = kernels.combine_forward(y, weight, slot_row, num_rows)
     dx, sums = kernels.sum_rows(y, slot_row, partial, 3, 2)
-    # a launcher would make a program for every row of y; six slots are enough
+    # a launcher would start a program for every row of y; six slots are enough
     kernels._combine_bwd_kernel[(1,)](
         dout, y, weight, slot_row, dy, dweight, 6, H, 2, BLOCK_S=8, BLOCK_H=64
     )
@@ -201,14 +199,14 @@ def test_rows_beyond_int32(H, tmp_path):
         torch.ones(3, 2, dtype=torch.bool),
     )
     of_slots = dout.double().repeat_interleave(2, 0)
-    want = {
+    expected = {
         "out": slots.weighted_sum(),
         "dx": slots.of_rows(y).sum(1),
         "sums": slots.of_rows(partial).sum(2),
         "dy": weight.view(-1, 1).double() * of_slots,
         "dweight": (y[rows].double() * of_slots).sum(1),
     }
-    assert_parity(got, want, 1e-3)
+    assert_parity(got, expected, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -223,7 +221,7 @@ def test_rows_beyond_int32(H, tmp_path):
     ],
 )
 def test_router_joins_the_sum(T, K, H, N, dtype, tolerance, device):
-    """dx of the rows plus dlogits W_router, whose rows are longer than its columns."""
+    """dx of the rows plus dlogits W_router, where W_router's rows are longer than its columns."""
     slots = make(T, K, H, dtype, device)
     dlogits = torch.randn(T, N, device=device).to(dtype)
     router = torch.randn(N, 2 * H, device=device).to(dtype)[:, :H]
@@ -231,5 +229,5 @@ def test_router_joins_the_sum(T, K, H, N, dtype, tolerance, device):
         slots.y, slots.slot_row, T, K, slots.num_rows, dlogits, router
     )
     assert got.dtype == dtype
-    want = slots.of_rows(slots.y).sum(1) + dlogits.double() @ router.double()
-    assert_parity({"dx": got}, {"dx": want}, tolerance[dtype])
+    expected = slots.of_rows(slots.y).sum(1) + dlogits.double() @ router.double()
+    assert_parity({"dx": got}, {"dx": expected}, tolerance[dtype])

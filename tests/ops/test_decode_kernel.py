@@ -1,4 +1,4 @@
-"""Few slots: the fused launches compute what the steps that they replace do."""
+"""With few slots, the fused launches compute the same as the steps that they replace."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ NAN = float("nan")
 
 @pytest.fixture
 def both(monkeypatch):
-    """both(step) -> what `step` returns with the fused launches, and without."""
+    """both(step) returns the results of `step` with the fused launches, and without."""
 
     def run(step):
         fused = step()
@@ -34,7 +34,7 @@ def both(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The names of the kernels that are launched."""
+    """The names of the launched kernels."""
     names = []
     run = interpreter.GridExecutor.__call__
 
@@ -111,7 +111,7 @@ def test_routes_as_the_router_does(T, E, K, gate, device):
         pytest.param(1, 2, False, False, id="one token"),
         pytest.param(17, 3, True, False, id="biases"),
         pytest.param(30, 2, True, True, id="stacks stored in x out"),
-        pytest.param(60, 4, False, False, id="the weighted sum in a launch of its own"),
+        pytest.param(60, 4, False, False, id="the weighted sum in a separate launch"),
     ],
 )
 def test_same_experts(T, K, bias, transposed, dtype, both, device, tolerance):
@@ -146,7 +146,7 @@ def test_same_experts(T, K, bias, transposed, dtype, both, device, tolerance):
             **biases,
         )
     )
-    # products of tiles of other sizes: the order of their sums is the processor's
+    # the tile sizes differ, so the order of sums depends on the processor
     assert relative_error(fused, plain) <= tolerance[dtype]
 
 
@@ -200,7 +200,7 @@ def test_launches_of_a_layer(T, fused_names, plain_count, gate, both, launches, 
     ],
 )
 def test_a_new_number_of_tokens_compiles_at_most_once_more(E, K):
-    """A server's batches change: the launch has two sizes, whatever the number of tokens."""
+    """A server's batch sizes vary: the launch has two sizes, whatever the number of tokens."""
 
     def step():
         for T in range(1, decode.SMALL // K + 1):

@@ -1,5 +1,5 @@
-"""The stable counting sort of slots by expert: more experts and slots than the conformance table
-draws, and ids at the ends of their dtypes.
+"""The stable counting sort of slots by expert: more experts and slots than in the conformance
+table, and ids at the limits of their dtypes.
 """
 
 import pytest
@@ -27,16 +27,16 @@ OP = "dispatch"
 def test_equals_a_sort_in_python(T, E, K, routing, backend, device):
     idx = choose_experts(T, E, K, routing)
     got = dispatch(idx.to(device), E, backend)
-    want = oracle.dispatch(idx, E)
+    expected = oracle.dispatch(idx, E)
     for name, array in got._asdict().items():
-        assert torch.equal(array.cpu(), want[name]), name
+        assert torch.equal(array.cpu(), expected[name]), name
 
 
 @pytest.mark.parametrize(
     "dtype, E",
     [
-        pytest.param(torch.int8, 128, id="int8 cannot hold the mark E of a dropped slot"),
-        pytest.param(torch.uint8, 256, id="uint8 cannot hold the mark E of a dropped slot"),
+        pytest.param(torch.int8, 128, id="int8 cannot hold the sentinel E of a dropped slot"),
+        pytest.param(torch.uint8, 256, id="uint8 cannot hold the sentinel E of a dropped slot"),
         pytest.param(torch.int16, 40000, id="int16 cannot hold E"),
         pytest.param(torch.int32, 32767, id="the first E beyond 16-bit sort keys"),
         pytest.param(torch.int32, 32766, id="the last E of 16-bit sort keys"),
@@ -74,7 +74,7 @@ def test_far_ids_are_dropped_and_not_wrapped(e, backend, device):
     offsets, _, row_slot, _ = dispatch(idx, 2, backend)
     assert offsets.tolist() == [0, 1, 2]
     assert row_slot.tolist() == [2, 1, 0, 3]
-    # 0 in its low 32 bits
+    # its low 32 bits are 0
     offsets, _, _, _ = dispatch(
         torch.tensor([[2**32, 1]], device=device),
         2,

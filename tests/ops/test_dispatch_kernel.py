@@ -1,4 +1,6 @@
-"""The sort's and the tile map's kernels: their steps, their launches, and offsets beyond int32."""
+"""The kernels of the sort and the tile map: their steps, their launches, and offsets beyond
+int32.
+"""
 
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def test_scan_in_steps(T, E, K, routing, scan, device, monkeypatch):
 
 
 class Counted:
-    """Tells `log` of a launch in place of the kernel."""
+    """Reports a launch to `log` instead of running the kernel."""
 
     def __init__(self, name: str, log: list[str]):
         self.name = name
@@ -59,7 +61,7 @@ def launches(monkeypatch) -> list[str]:
 
 
 class Ops(TorchDispatchMode):
-    """Names of the torch ops that run."""
+    """Records the names of the torch ops that run."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +119,7 @@ COUNTS = [
     pytest.param([97], id="E = 1"),
     pytest.param([0, 0, 0], id="no rows"),
     pytest.param([16, 0, 128], id="E = 3, whole tiles, an empty expert"),
-    pytest.param([0, 129, 0, 1, 0, 0], id="empty experts in front, between and behind"),
+    pytest.param([0, 129, 0, 1, 0, 0], id="empty experts before, between and after"),
     pytest.param([1] * 100, id="more tiles than a program's, more experts than a step's"),
     pytest.param([*range(64)], id="E = 64"),
     pytest.param([(7 * e) % 40 for e in range(300)], id="E = 300"),
@@ -129,7 +131,7 @@ COUNTS = [
 @pytest.mark.parametrize("BLOCK_M", [16, 32, 64, 128])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_tile_map_is_the_list_of_tiles(counts, BLOCK_M, first_expert, device):
-    """[expert, first row, end of the expert's rows] of every tile."""
+    """Each tile is [expert, first row, end of the expert's rows]."""
     ends = np.cumsum([0, *counts]).tolist()
     want = []
     for e in range(first_expert, len(counts)):
@@ -153,9 +155,11 @@ def test_tile_map_is_the_list_of_tiles(counts, BLOCK_M, first_expert, device):
 
 
 def test_offsets_beyond_int32(tmp_path):
-    """Blocks 2^30 apart, in a sparse file of 20 GB: the counts of expert 2 begin at 2^31."""
+    """Blocks that are 2^30 apart, in a sparse file of 20 GB: the counts of expert 2 begin at
+    2^31.
+    """
     if not backends.interpreted():
-        pytest.skip("on a GPU the counts would have to be there")
+        pytest.skip("a GPU would need real memory")
     E = 3
     blocks = 2**30
     out = [torch.zeros(500, dtype=torch.int32) for _ in range(3)]

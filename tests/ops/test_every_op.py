@@ -1,8 +1,8 @@
-"""What every op promises beside its equation, on the cases of the conformance table.
+"""What every op guarantees besides its equation, on the cases of the conformance table.
 
-tests/conformance compares small inputs with the equations. Here the sizes are those of several
-blocks and tiles, on each instruction set of the CPU library, and the rest is what holds whatever
-the numbers are: the same bits again, each gradient alone, torch.compile, torch's rules for ops.
+tests/conformance compares small inputs with the equations. Here the sizes span several blocks and
+tiles, on each instruction set of the CPU library, and the other tests hold for any values:
+reproducible bits, each gradient on its own, torch.compile, torch's rules for custom ops.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.support.oracle import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning")
 NAMES = [*CASES]
-NUMBERS = {"torch": 8, "cpp": 8, "cuda": 8, "triton": 2}  # the interpreter takes a second a case
+NUMBERS = {"torch": 8, "cpp": 8, "cuda": 8, "triton": 2}  # the interpreter takes a second per case
 
 
 def runs(*names: str) -> list:
@@ -73,7 +73,7 @@ def test_several_blocks(name, backend, dtype, device, monkeypatch):
     if backend == "triton":
         from moe_runtime.kernels import decode
 
-        # the steps as launches of their own, whatever the number of slots
+        # run the steps as separate launches, whatever the number of slots
         monkeypatch.setattr(decode, "SMALL", 0)
     for number in range(NUMBERS[backend]):
         check(case_of(name, number, dtype, Blocks), backend, device)
@@ -121,7 +121,7 @@ def test_each_gradient_alone(name, backend, device):
                 fixed=case.fixed | others,
             )
             got = run(alone, backend, device=torch.device(device))
-            # the loss of frozen specialists has a path of its own
+            # the loss of frozen specialists has its own code path
             if name == "fused_cross_entropy":
                 torch.testing.assert_close(
                     got[f"d{leaf}"],
@@ -137,22 +137,22 @@ def test_each_gradient_alone(name, backend, device):
 def test_compiles_without_a_graph_break(name, backend, device):
     skip_without(CASES[name][0], backend, device)
     if (name, backend) == ("merged_linear", "triton"):
-        pytest.skip("its case calls remerge_experts, which no graph may hold")
+        pytest.skip("its case calls remerge_experts, which cannot be in a graph")
     for number in (5, 9):
         torch._dynamo.reset()
         case = case_of(name, number)
         product = torch.compile(case.product, fullgraph=True, backend="aot_eager")
-        want = run(case, backend, device=torch.device(device))
+        expected = run(case, backend, device=torch.device(device))
         got = run(
             replace(case, product=product),
             backend,
             device=torch.device(device),
         )
-        assert_same(got, want)
+        assert_same(got, expected)
 
 
 class Calls(TorchDispatchMode):
-    """Keeps the calls of our ops, forward and backward, by the op's name."""
+    """Records the calls of our ops, forward and backward, by the op's name."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ def test_a_backward_pass_under_autocast_rounds_nothing(name):
     if not leaves or not torch.is_tensor(loss):
         return
     options = {"retain_graph": True, "allow_unused": True}
-    want = torch.autograd.grad(
+    expected = torch.autograd.grad(
         loss,
         list(leaves.values()),
         **options,
@@ -215,5 +215,5 @@ def test_a_backward_pass_under_autocast_rounds_nothing(name):
             list(leaves.values()),
             **options,
         )
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(got, expected, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)

@@ -1,5 +1,5 @@
-"""Gram matrices, distances and children of two parents: what each reads and makes, and what a child
-depends on.
+"""Gram matrices, distances and children of two parents: what each reads and allocates, and what a
+child depends on.
 """
 
 import math
@@ -39,15 +39,15 @@ def test_several_blocks(shape, backend, device):
     base = torch.randn(shape[1:], device=device)
     found = gram(experts, base, backend=backend)
     assert torch.equal(found, found.t())
-    # float32 sums of 9001 products, in the order of the BLAS: 4e-6 on an EPYC
+    # float32 sums of 9001 products, in the order of the BLAS: the error is 4e-6 on an EPYC
     assert relative_error(found, gram_in_float64(experts, base)) < 6e-6
     listed = gram(list(experts.clone()), base, backend=backend)
     assert relative_error(listed, found) < 6e-6
 
 
 def test_near_experts_are_told_by_their_differences(backend, device):
-    """What training adds is a thousandth of the weight: the base is subtracted before the product,
-    not after.
+    """Training changes weights by about a thousandth: the base must be subtracted before the
+    product, not after.
     """
     base = torch.randn(5000, device=device)
     experts = base + 1e-3 * torch.randn(4, 5000, device=device)
@@ -56,7 +56,7 @@ def test_near_experts_are_told_by_their_differences(backend, device):
 
 
 class Sizes(TorchDispatchMode):
-    """Collects the number of elements of every tensor that an op makes, views aside."""
+    """Records the number of elements of every tensor that an op allocates, except views."""
 
     def __init__(self):
         super().__init__()
@@ -99,13 +99,13 @@ def test_distances_are_those_of_the_pairs(metric):
     found = distances(gram(experts), metric)
     for i, a in enumerate(experts):
         for j, b in enumerate(experts):
-            want = (a - b).norm().item()
+            expected = (a - b).norm().item()
             if metric == "cosine":
-                want = 1 - torch.cosine_similarity(a, b, 0).item()
+                expected = 1 - torch.cosine_similarity(a, b, 0).item()
             if i == j:
-                want = 0
+                expected = 0
             assert found[i, j].item() == pytest.approx(
-                want,
+                expected,
                 abs=1e-12,
                 rel=1e-12,
             )
@@ -165,8 +165,8 @@ def test_the_row_of_one_more(dtype, device, monkeypatch):
 )
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
-        pytest.skip("on a GPU tests/gpu/test_expansion.py fills that many elements")
-    # calloc gives pages that take no memory before they are touched
+        pytest.skip("tests/gpu/test_expansion.py covers it on a GPU")
+    # untouched pages from calloc take no memory
     memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.float16))
     experts = memory.as_strided((2, 5), (stride, 1))
     experts[0] = torch.arange(5)
@@ -178,7 +178,7 @@ KNOWN = [[153594439, 768515073], [1530661329, 4158700688]]
 
 
 def test_draws_are_those_of_the_element():
-    """The numbers must stay what they are, as a seed makes the same children again."""
+    """The values must never change, since a seed has to reproduce the same children."""
     whole = draws(42, stream_of("layers.0.up"), 0, 40)
     assert whole[:2].tolist() == KNOWN
     for start in (4, 20):
@@ -199,7 +199,9 @@ ARGS = {
 
 @pytest.mark.parametrize("drop", [0.0, 0.5, 0.9, 1.0])
 def test_drop_rates(drop, backend, device):
-    """p = 0 keeps all, p = 1 drops all, without a division by zero; the mean stays what it was."""
+    """p = 0 keeps everything, p = 1 drops everything, without a division by zero; the mean does not
+    change.
+    """
     base = torch.ones(40_000, device=device)
     first = base + 2
     second = base + 3
@@ -224,8 +226,8 @@ def test_drop_rates(drop, backend, device):
         return
     values, counts = found.double().unique(return_counts=True)
     scale = 0.5 / (1 - drop)
-    want = {1, 1 + 2 * scale, 1 + 3 * scale, 1 + 5 * scale}
-    assert values.tolist() == pytest.approx(sorted(want), rel=1e-6)
+    expected = {1, 1 + 2 * scale, 1 + 3 * scale, 1 + 5 * scale}
+    assert values.tolist() == pytest.approx(sorted(expected), rel=1e-6)
     one = drop * (1 - drop)
     chances = [
         drop**2,
@@ -248,39 +250,39 @@ def test_drop_rates(drop, backend, device):
 )
 def test_backends_give_the_same_bits(shape, offset, dtype, device):
     if backends.why_not("triton", "dare_merge", torch.device(device)):
-        pytest.skip("no Triton here")
+        pytest.skip("Triton is not installed")
     count = math.prod(shape)
     parts = torch.randn(3, count + offset).to(dtype)[:, offset:].view(3, *shape)
     args = ARGS | {"seed": 2**63 - 1, "weights": (1 / 3, 2 / 3)}
     for several in (parts, parts[:2]):
-        want = dare_merge(*several, **args, backend="torch")
+        expected = dare_merge(*several, **args, backend="torch")
         got = dare_merge(
             *several.to(device),
             **args,
             backend="triton",
         )
-        assert torch.equal(got.cpu(), want)
+        assert torch.equal(got.cpu(), expected)
 
 
 def test_a_child_depends_on_seed_tensor_and_element_alone(monkeypatch):
     parts = torch.randn(3, 9001)
     given = parts.clone()
-    want = dare_merge(*parts, **ARGS)
+    expected = dare_merge(*parts, **ARGS)
     assert torch.equal(parts, given)
     dare_merge(
         parts[1],
         parts[0],
         parts[2],
         **ARGS | {"tensor": "b"},
-    )  # in another order
-    assert torch.equal(dare_merge(*parts, **ARGS), want)
+    )  # in a different order
+    assert torch.equal(dare_merge(*parts, **ARGS), expected)
     monkeypatch.setattr(expansion, "BLOCK", 1000)
-    assert torch.equal(dare_merge(*parts, **ARGS), want)
-    assert torch.equal(dare_merge(*parts[..., None], **ARGS)[:, 0], want)
+    assert torch.equal(dare_merge(*parts, **ARGS), expected)
+    assert torch.equal(dare_merge(*parts[..., None], **ARGS)[:, 0], expected)
     strided = torch.stack([parts, parts], 2)[..., 0]
-    assert torch.equal(dare_merge(*strided, **ARGS), want)
+    assert torch.equal(dare_merge(*strided, **ARGS), expected)
     for other in ({"seed": 12}, {"tensor": "b"}, {"tensor": 5}):
-        assert (dare_merge(*parts, **ARGS | other) != want).float().mean() > 0.4
+        assert (dare_merge(*parts, **ARGS | other) != expected).float().mean() > 0.4
 
 
 @pytest.mark.parametrize(

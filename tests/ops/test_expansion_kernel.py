@@ -1,4 +1,4 @@
-"""The launcher of kernels/expansion.py that multiplies experts: every number of them, and what it
+"""The launcher of kernels/expansion.py that multiplies experts: any number of experts, and what it
 reads.
 """
 

@@ -1,5 +1,5 @@
 """Frozen experts with low-rank terms on every backend: adapters as PEFT stores them, ranks beyond a
-block, other dtypes, and what is made in memory.
+block, other dtypes, and allocations.
 """
 
 import pytest
@@ -18,8 +18,8 @@ OP = "frozen_mlp"
 
 
 def adapted(case, up_rank, down_rank):
-    """Add the pairs to a case's leaves: A [E, r, in], and B as PEFT stores it, [out, r E], its
-    expert the fastest index.
+    """Add the pairs to a case's leaves: A [E, r, in], and B as PEFT stores it, [out, r E], with the
+    expert as the fastest index.
     """
     dtype = case.leaves["x"].dtype
     for name, r in (("up", up_rank), ("down", down_rank)):
@@ -62,7 +62,9 @@ def experts_of(case, leaves) -> FrozenExperts:
 
 
 def run(case, layer, dtype=None, device="cpu"):
-    """Run `layer` on the case's leaves -> out and the gradients of all that train."""
+    """Run `layer` on the case's leaves; return the output and the gradients of everything that
+    trains.
+    """
     leaves = {}
     learned = {}
     for name, leaf in case.leaves.items():
@@ -94,7 +96,7 @@ def run(case, layer, dtype=None, device="cpu"):
 
 
 def oracle(x, experts, topk_weight, topk_idx):
-    """The experts made whole, slot by slot."""
+    """Compute the experts with merged weights, slot by slot."""
     whole = []
     for stack, low in ((experts.up, experts.up_lora), (experts.down, experts.down_lora)):
         weight = stack.data
@@ -123,13 +125,13 @@ def layer(backend):
 
 @pytest.fixture
 def check(layer, tolerance, device):
-    """check(case) compares a backend with the oracle."""
+    """Return check(case), which compares a backend with the oracle."""
 
     def check(case):
         dtype = case.leaves["x"].dtype
-        want = run(case, oracle, torch.float64)
-        limit = bounds(run(case, frozen_mlp_reference), want, tolerance[dtype])
-        assert_parity(run(case, layer, device=device), want, limit)
+        expected = run(case, oracle, torch.float64)
+        limit = bounds(run(case, frozen_mlp_reference), expected, tolerance[dtype])
+        assert_parity(run(case, layer, device=device), expected, limit)
 
     return check
 
@@ -165,7 +167,7 @@ def check(layer, tolerance, device):
             (23, 32, 16, 4, 2),
             (3, 0),
             {"gated": False},
-            id="up alone, without a gate",
+            id="only up, without a gate",
         ),
         pytest.param(
             (23, 32, 16, 4, 2),
@@ -177,7 +179,7 @@ def check(layer, tolerance, device):
             (40, 32, 16, 20, 2),
             (3, 3),
             {},
-            id="more experts than most have rows",
+            id="more experts than rows per expert",
         ),
     ],
 )
@@ -194,7 +196,7 @@ def in_x_out(stack):
 def test_a_stack_of_another_dtype_is_converted_one_expert_at_a_time(
     stored, layer, backend, tolerance, device
 ):
-    """As under autocast: the stacks float32, all else narrow."""
+    """As under autocast: float32 stacks, everything else narrow."""
     dtype = torch.float16 if backend == "triton" else torch.bfloat16
     case = adapted(
         make_case(29, 32, 16, 4, 2, dtype),
@@ -224,7 +226,7 @@ def test_a_stack_of_another_dtype_is_converted_one_expert_at_a_time(
 
 
 class Stacks(TorchDispatchMode):
-    """The shapes of three dimensions of the tensors that operators make."""
+    """Records the shapes of the three-dimensional tensors that operators allocate."""
 
     def __init__(self):
         super().__init__()
@@ -240,8 +242,10 @@ class Stacks(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["torch", "cpp"])
 def test_nothing_of_a_stacks_size_is_made(name, monkeypatch, cpu_library):
-    """Operators that make a tensor, and every allocation that the profiler sees, C++ included."""
-    # what is leased would come from outside of torch's allocator
+    """Covers operators that create a tensor, and every allocation that the profiler sees, including
+    C++.
+    """
+    # leased memory would come from outside torch's allocator
     monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 62)
     workspace.release()
     case = adapted(make_case(64, 128, 96, 32, 4), 2, 2)

@@ -1,5 +1,5 @@
-"""Experts over packed stacks against float64 of the weights that the bytes mean: transposed stacks,
-several tiles, scales and codes in other layouts, and what is refused.
+"""Experts over packed stacks against float64 of the dequantized weights: transposed stacks, several
+tiles, other layouts of scales and codes, and refusals.
 """
 
 import pytest
@@ -60,7 +60,7 @@ class Case:
         return found
 
     def run(self, backend, device="cpu"):
-        """Output and gradients of a backend."""
+        """Return output and gradients of a backend."""
         leaves = {}
         for name, leaf in self.leaves.items():
             leaves[name] = leaf.clone().to(device).requires_grad_()
@@ -83,7 +83,7 @@ class Case:
         return self.gradients(leaves, out)
 
     def oracle(self):
-        """The same by autograd in float64, from dense weights."""
+        """Compute the same by autograd in float64, from dense weights."""
         leaves = {name: leaf.double().requires_grad_() for name, leaf in self.leaves.items()}
         up, down = (packed.reference(*stack[:3]) for stack in self.stacks)
         if "up_a" in leaves:
@@ -102,7 +102,7 @@ class Case:
 
 
 def packed_stack(shape, form: str) -> Stack:
-    """Random weights whose rows have several sizes."""
+    """Return random weights with rows of several magnitudes."""
     sizes = 1 + torch.arange(shape[1]) % 3
     weight = torch.randn(shape) * sizes[:, None] * 0.1
     if form.endswith(packed.TRANSPOSED):
@@ -226,8 +226,8 @@ def test_tensors_that_do_not_fit_the_format_are_refused(form):
     ],
 )
 def test_wide_tiles(form, options, monkeypatch, device, tolerance):
-    """Tiles of 64 columns and steps of 64, as on a GPU: two groups of MXFP4 in one, and half of one
-    of FP8.
+    """Tiles of 64 columns and steps of 64, as on a GPU: two MXFP4 groups in one tile, and half an
+    FP8 group.
     """
     for kernel in tiles.KERNELS:
         monkeypatch.setitem(

@@ -1,5 +1,5 @@
-"""Mixed logits and their cross-entropy: what the conformance table does not draw, and what the op
-computes, keeps and refuses.
+"""Mixed logits and their cross-entropy: cases that the conformance table does not draw, and what
+the op computes, keeps and refuses.
 """
 
 import pytest
@@ -34,7 +34,7 @@ def sample(T, sizes, vocabularies, dtype=torch.float32, device="cpu", ignored=0.
 
 
 def run(f, case, dtype=None, train=ALL, scale=1.0, **options):
-    """The loss and the gradients of what trains."""
+    """Return the loss and the gradients of everything that trains."""
     hidden, heads, gate, labels = case
     learned = {}
 
@@ -72,7 +72,9 @@ def run(f, case, dtype=None, train=ALL, scale=1.0, **options):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Several chunks of tokens, several blocks of the vocabulary, the last of each in part."""
+    """Force several chunks of tokens and several blocks of the vocabulary, with a partial last
+    one.
+    """
     monkeypatch.setattr(fusion, "CHUNK", 2000)
     monkeypatch.setattr(fusion_torch, "ROWS", 8)
     monkeypatch.setattr(fusion_torch, "CACHED", 0)
@@ -94,8 +96,8 @@ def test_chunks(reduction, dtype, train, backend, small_blocks, device, toleranc
         device,
     )
     got = run(fused_cross_entropy, case, train=train, reduction=reduction, backend=backend)
-    want = run(by_the_paper, case, torch.float64, train=train, reduction=reduction)
-    assert_parity(got, want, tolerance[dtype])
+    expected = run(by_the_paper, case, torch.float64, train=train, reduction=reduction)
+    assert_parity(got, expected, tolerance[dtype])
 
 
 def test_gradients_of_many_chunks_are_rounded_once(small_blocks):
@@ -106,16 +108,16 @@ def test_gradients_of_many_chunks_are_rounded_once(small_blocks):
         torch.bfloat16,
     )
     got = run(fused_cross_entropy, case, train=("heads",))
-    want = run(by_the_paper, case, torch.float64, train=("heads",))
+    expected = run(by_the_paper, case, torch.float64, train=("heads",))
     for name in ("dheads0", "dheads1"):
-        error = (got[name].double() - want[name]).norm() / want[name].norm()
-        assert error < 5e-3, name  # a running sum in bfloat16 is at 1e-2
+        error = (got[name].double() - expected[name]).norm() / expected[name].norm()
+        assert error < 5e-3, name  # a running sum in bfloat16 has an error of 1e-2
 
 
 @pytest.mark.parametrize("reduction, scale", [("mean", 65536 / 2000), ("none", 1e-2)])
 def test_float16_neither_underflows_nor_overflows(reduction, scale):
-    """p / T alone is below what float16 holds, and the sum of a label's states above it; the scaled
-    loss's are not.
+    """p / T on its own underflows float16, and the sum of a label's states overflows it; those of
+    the scaled loss do not.
     """
     case = sample(
         2000,
@@ -127,9 +129,9 @@ def test_float16_neither_underflows_nor_overflows(reduction, scale):
     hidden[0][:, 0] = 100
     labels[:1500] = 3
     got = run(fused_cross_entropy, case, reduction=reduction, scale=scale)
-    want = run(by_the_paper, case, torch.float64, reduction=reduction, scale=scale)
-    assert want["dheads0"].abs().max() < 65504
-    assert_parity(got, want, 5e-3)
+    expected = run(by_the_paper, case, torch.float64, reduction=reduction, scale=scale)
+    assert expected["dheads0"].abs().max() < 65504
+    assert_parity(got, expected, 5e-3)
 
 
 @TRAIN
@@ -170,14 +172,14 @@ def test_another_index_may_be_ignored(backend, device):
 
 
 def test_more_dims_and_layouts(backend, device, tolerance):
-    """[B, R] of positions; states that are slices and transposed heads."""
+    """[B, R] positions; states that are slices and transposed heads."""
     hidden, heads, gate, labels = sample(
         24,
         (32, 33),
         (40, 40),
         device=device,
     )
-    want = run(by_the_paper, (hidden, heads, gate, labels), torch.float64)
+    expected = run(by_the_paper, (hidden, heads, gate, labels), torch.float64)
     labels = labels.view(4, 6)
     leaves = {}
     for s in range(2):
@@ -195,19 +197,18 @@ def test_more_dims_and_layouts(backend, device, tolerance):
     got = {"loss": loss.detach()}
     grads = torch.autograd.grad(loss, list(leaves.values()))
     for name, grad in zip(leaves, grads, strict=True):
-        got[f"d{name}"] = grad.reshape(want[f"d{name}"].shape)
-    assert_parity(got, want, tolerance[torch.float32])
+        got[f"d{name}"] = grad.reshape(expected[f"d{name}"].shape)
+    assert_parity(got, expected, tolerance[torch.float32])
     each = fused_cross_entropy(states, turned, gates, labels, reduction="none")
     assert each.shape == (4, 6)
     assert fuse_logits(states, turned, gates).shape == (4, 6, 40)
 
 
-# the graph
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @TRAIN
 def test_the_backward_pass_may_run_twice(train, dtype):
-    """A graph that is kept keeps its gradients, one that is not gives them away; scaled by the
-    loss's own gradient.
+    """A retained graph keeps its gradients, otherwise they are handed out; both are scaled by the
+    gradient of the loss.
     """
     case = sample(12, (16, 17), (20, 21), dtype)
     alone = run(fused_cross_entropy, case, train=train, scale=1 / 3)
@@ -238,10 +239,10 @@ def test_the_backward_pass_may_run_twice(train, dtype):
         alone,
     )
     whole = run(fused_cross_entropy, case, train=train)
-    bound = 4e-3 if dtype == torch.bfloat16 else 1e-6  # one rounding
+    bound = 4e-3 if dtype == torch.bfloat16 else 1e-6  # a single rounding
     for name in whole.keys() - {"loss"}:
-        want = whole[name].double()
-        assert (alone[name].double() * 3 - want).norm() <= bound * want.norm()
+        expected = whole[name].double()
+        assert (alone[name].double() * 3 - expected).norm() <= bound * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -279,22 +280,22 @@ def test_autocast_is_as_for_a_linear_layer(train):
     )
     narrow_hidden = [t.bfloat16() for t in hidden]
     narrow_heads = [t.bfloat16() for t in heads]
-    want = run(fused_cross_entropy, (narrow_hidden, narrow_heads, gate, labels), train=train)
+    expected = run(fused_cross_entropy, (narrow_hidden, narrow_heads, gate, labels), train=train)
     with torch.autocast("cpu", torch.bfloat16):
         got = run(fused_cross_entropy, (hidden, heads, gate, labels), train=train)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name].to(got[name].dtype))
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name].to(got[name].dtype))
 
 
 def products(profile) -> int:
-    """How many matrix products a profile holds."""
+    """Count the matrix products in a profile."""
     names = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
     return sum(event.name in names for event in profile.function_events)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_frozen_specialists_need_no_product_in_the_backward_pass(reduction):
-    """And nothing of the size of a state is saved for it."""
+    """Nothing as large as a state is saved for it."""
     sizes = []
     hidden, heads, gate, labels = sample(
         30,
@@ -328,7 +329,7 @@ def test_gradients_come_with_one_forward_pass():
         loss = fused_cross_entropy(hidden, heads, gate, labels)
     with torch.autograd.profiler.profile() as backward:
         torch.autograd.grad(loss, leaves)
-    assert products(forward) == 6  # of each head: logits, dx, dW
+    assert products(forward) == 6  # for each head: logits, dx, dW
     assert products(backward) == 0
 
 

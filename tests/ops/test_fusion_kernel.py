@@ -1,4 +1,4 @@
-"""The launchers of kernels/fusion.py alone: tiles, configs, labels that are not there, offsets."""
+"""The launchers of kernels/fusion.py: tiles, configs, out-of-range labels, offsets."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def config(m, n, k, precision="ieee", group=8):
 
 
 def expected(case, V, scale):
-    """What the launchers return, in float64."""
+    """Compute the results of the launchers in float64."""
     hidden, heads, gate, labels = case
     parts = []
     for h, head in zip(hidden, heads, strict=True):
@@ -42,7 +42,7 @@ def expected(case, V, scale):
 
 
 def launched(case, V, scale, tile=None):
-    """What the launchers return; the backward one repeats the loss."""
+    """Return the results of the launchers; the backward one repeats the loss."""
     hidden, heads, gate, labels = case
     if tile is None:
         nll, score = fusion.fused_loss_forward(
@@ -123,7 +123,7 @@ def test_every_tile(tile, T, sizes, V, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_dtypes_are_mixed_in_float32(dtype, device):
-    """A loss of products that nobody rounded; the logits' gradient rounded once."""
+    """The loss comes from unrounded products; the logits' gradient is rounded once."""
     case = sample(40, (48, 33), (70, 71), dtype, device)
     scale = scales(case[3])
     got = launched(case, 70, scale)
@@ -232,15 +232,15 @@ def test_config_fits_the_gpu(sizes, dtype):
             elements = c.num_stages * c.BLOCK_K * (c.BLOCK_M + c.BLOCK_N)
             assert elements * dtype.itemsize <= limit
             assert min(c.BLOCK_M, c.BLOCK_N, c.BLOCK_K) >= 16
-            # accumulators of all specialists in 8 warps' registers
+            # accumulators of all specialists in the registers of 8 warps
             accumulators = c.BLOCK_M * c.BLOCK_N * min(len(sizes), 32)
             assert not expect or accumulators <= 160 * 256
 
 
 def test_logits_beyond_int32(tmp_path):
-    """Rows of 2^30 ids: the third lies at 2^31. One tile of many, on a file without content."""
+    """Rows of 2^30 ids: the third one starts at 2^31. Runs one tile, on a sparse file."""
     if torch.cuda.is_available():
-        pytest.skip("a file is the CPU's")
+        pytest.skip("maps a file, which needs the CPU")
     V = 1 << 30
     T = 4
     hidden = torch.randn(T, 16)

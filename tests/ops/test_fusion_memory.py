@@ -1,5 +1,5 @@
-"""What a step of the mixture's loss takes at a vocabulary of 32,000: a share of what the formula in
-torch takes.
+"""The mixture's loss at a vocabulary of 32,000 takes a fraction of the memory of the formula in
+torch.
 """
 
 import json
@@ -39,7 +39,9 @@ print(json.dumps([memory("VmHWM") - before, *numbers]))
 
 
 def peak(which: str, frozen: bool, T=768, V=32000, H=32, S=3) -> tuple[int, list[float]]:
-    """Bytes above what was there before the step, and its loss and gradient."""
+    """Return the bytes allocated on top of what existed before the step, and its loss and
+    gradient.
+    """
     done = limited.run(STEP, which, frozen, T, V, H, S)
     assert done.returncode == 0, done.stderr[-2000:]
     found, *numbers = json.loads(done.stdout)
@@ -52,8 +54,8 @@ def peak(which: str, frozen: bool, T=768, V=32000, H=32, S=3) -> tuple[int, list
 )
 def test_peak_is_a_share_of_the_naive(frozen, share):
     ours, numbers = peak("ours", frozen)
-    naive, want = peak("naive", frozen)
-    assert numbers == pytest.approx(want, rel=1e-4)
+    naive, expected = peak("naive", frozen)
+    assert numbers == pytest.approx(expected, rel=1e-4)
     logits = 768 * 32000 * 4
-    assert naive > 4 * logits  # each specialist's and the mixture's, at least
+    assert naive > 4 * logits  # at least those of each specialist and of the mixture
     assert ours <= share * naive, f"{ours >> 20} MiB, naive {naive >> 20} MiB"

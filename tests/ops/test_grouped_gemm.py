@@ -1,4 +1,4 @@
-"""One matrix product per expert: rows and weights that belong to nobody."""
+"""One matrix product per expert: rows and weights that belong to no expert."""
 
 import torch
 
@@ -21,8 +21,8 @@ def test_rows_behind_the_last_expert_may_hold_anything(backend, device):
     assert not dx[4:].any()
 
 
-def test_rows_of_nobody_get_zero(backend, device):
-    """What the map names no expert for gets zero, in memory that holds NaN."""
+def test_unassigned_rows_get_zero(backend, device):
+    """Rows without an expert in the map get zero, in memory filled with NaN."""
     x = torch.randn(9, 33, device=device)
     weight = torch.randn(4, 17, 33, device=device)
     trained = torch.randn(5, 17, 33, device=device, requires_grad=True)
@@ -38,5 +38,5 @@ def test_rows_of_nobody_get_zero(backend, device):
     )
     (gradient,) = torch.autograd.grad(y.square().sum(), trained)
     assert gradient.isfinite().all()
-    # expert 1, whose row is 3, has no rows of x
+    # expert 1, which has row 3, gets no rows of x
     assert gradient.flatten(1).any(1).tolist() == [False, True, False, False, False]

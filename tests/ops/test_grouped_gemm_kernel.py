@@ -1,5 +1,5 @@
-"""The launchers of the grouped GEMMs alone against float64 loops over rows: every row of the tile
-map, and not one more.
+"""The launchers of the grouped GEMMs against float64 loops over rows: every row of the tile map,
+and no other.
 """
 
 import pytest
@@ -24,11 +24,12 @@ pytest.importorskip("triton")
 from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward
 from moe_runtime.kernels.tiles import Tile
 
-# a tail, none, a full tile and one row more, one row
+# a partial tile, none, a full tile plus one row, one row
 COUNTS = [21, 0, 33, 1]
 DROPPED = 5
 SLOTS = 2
-# neither is a multiple of a block; 16-byte rows in every dtype, so descriptors can hold them
+# neither is a multiple of a block; rows are multiples of 16 bytes in every dtype, as descriptors
+# need
 H = 40
 I = 24
 PLAIN = Tile(16, 32, 32)
@@ -61,7 +62,7 @@ TILES = [
     pytest.param(
         Tile(16, 256, 32, TMA=True),
         torch.float32,
-        id="the epilogue in eight pieces",
+        id="the epilogue in eight parts",
     ),
 ]
 
@@ -82,7 +83,7 @@ def check_up(
     trained=None,
     whole=None,
 ):
-    """Compare the up projection; `whole` has the weights that count where some are `trained`."""
+    """Compare the up projection; `whole` has the effective weights if some are `trained`."""
     tiles = tiles_of(rows, tile, first_expert)
     args = (x, up, bias, rows.row_slot, tiles, rows.slots, act, gated)
     z, h = grouped_gemm.up_forward(*args, True, tile, trained)
@@ -112,7 +113,7 @@ def check_product(rows, a, weight, bias=None, k_last=True, tile=PLAIN, first_exp
 
 
 def check_dz(rows, dout, down, weight, z, bias=None, act="silu", gated=True, tile=PLAIN):
-    """Compare what goes back through the down projection and the activation."""
+    """Compare the gradients that pass back through the down projection and the activation."""
     args = (dout, down, bias, weight, rows.row_slot, tiles_of(rows, tile), z, act, gated)
     dz, wh, partial = grouped_gemm_backward.dz_backward(*args, True, tile)
     want_dz, want_wh, want_dweight = dz_rows(
@@ -146,7 +147,7 @@ def rows(device):
 
 
 def of_tokens(rows, width, dtype=torch.float32):
-    """[T, width]; tokens of dropped rows alone are NaN."""
+    """[T, width]; tokens with only dropped rows are NaN."""
     x = torch.full((len(rows.expert) // rows.slots, width), NAN)
     for token, e in zip(rows.tokens, rows.expert, strict=True):
         if e < len(COUNTS):
@@ -162,7 +163,7 @@ def of_rows(rows, width, dtype=torch.float32):
 
 
 def of_experts(rows, *shape, dtype=torch.float32):
-    """[E, ...], outputs are O(1); the expert without rows is NaN."""
+    """[E, ...], so that outputs are O(1); the expert without rows is NaN."""
     weight = torch.randn(len(COUNTS), *shape)
     if len(shape) > 1:
         weight /= shape[-1] ** 0.5
@@ -251,8 +252,8 @@ def test_dz(tile, gated, act, has_bias, dtype, rows):
 
 
 def places_of(which, device):
-    """A map of four experts and the number of gradients it asks for: frozen ones get zero, or have
-    no place in a compact output.
+    """Return a map of four experts and the number of gradients that it requests: frozen experts get
+    zero, or have no place in a compact output.
     """
     if which == "all":
         return None, None
@@ -262,7 +263,7 @@ def places_of(which, device):
 
 
 def by_map(dw, which):
-    """The gradients that a map asks for."""
+    """Return the gradients that a map requests."""
     if which == "frozen":
         dw[[1, 2]] = 0
     if which == "compact":
@@ -409,14 +410,14 @@ def test_weight_gradients_in_front_stay_unwritten(first, rows):
         PLAIN,
         first=first,
     )
-    want = weight_rows(dz, x, rows, "x", len(COUNTS))
-    want[:first] = NAN
-    assert_rounded_once(dw, want)
+    expected = weight_rows(dz, x, rows, "x", len(COUNTS))
+    expected[:first] = NAN
+    assert_rounded_once(dw, expected)
 
 
 @pytest.mark.parametrize("act", ACT)
 def test_activations_at_the_edges(act, device):
-    """Far from zero, at both zeros and at NaN the numbers are torch's."""
+    """Far from zero, at both zeros and at NaN, values equal torch's."""
     edges = [
         -1e4,
         -200,
@@ -451,10 +452,10 @@ def test_activations_at_the_edges(act, device):
     _, h = grouped_gemm.up_forward(
         zeros[0, :1], zeros, z, rows.row_slot, tiles, 1, act, False, False, PLAIN
     )
-    want = ACT[act](pre)
+    expected = ACT[act](pre)
     torch.testing.assert_close(
         h[0].cpu(),
-        want.detach(),
+        expected.detach(),
         rtol=2e-6,
         atol=2e-6,
         equal_nan=True,
@@ -464,7 +465,7 @@ def test_activations_at_the_edges(act, device):
     dz, *_ = grouped_gemm_backward.dz_backward(
         one, down, None, one, rows.row_slot, tiles, z, act, False, False, PLAIN
     )
-    (slope,) = torch.autograd.grad(want.sum(), pre)
+    (slope,) = torch.autograd.grad(expected.sum(), pre)
     torch.testing.assert_close(
         dz[0].cpu(),
         slope,
@@ -509,7 +510,7 @@ LAYOUTS = [
     pytest.param(
         (4, 49, 41),
         lambda w: w[:, 1:, 1:],
-        id="a base that no 16 bytes divide",
+        id="a base address not aligned to 16 bytes",
     ),
 ]
 
@@ -555,7 +556,7 @@ def test_layouts(shape, view, tile, device):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("GROUP_M", [1, 2, 3, 8])
 def test_every_tile_is_computed_once(GROUP_M, persistent, device):
-    # 7 row tiles, so that no group size but 1 divides them; 3 column tiles; the sanitizer sees one
+    # 7 row tiles, which no group size but 1 divides; 3 column tiles; the sanitizer detects a tile
     # that is written twice
     rows = make_rows([7 * 16], 0, 1, device)
     a = torch.randn(112, 16, device=device)
@@ -567,7 +568,7 @@ def test_every_tile_is_computed_once(GROUP_M, persistent, device):
 
 
 class _Launches(TorchDispatchMode):
-    """Counts the ops of torch that would launch a kernel or a memset on a GPU."""
+    """Counts the torch ops that would launch a kernel or a memset on a GPU."""
 
     count = 0
 
@@ -578,17 +579,17 @@ class _Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("need_x", [False, True])
 def test_no_descriptor_before_the_first_launch_of_a_thread(need_x, monkeypatch, device):
-    """Autograd's thread has no CUDA context before its first launch; the weight's gradient encodes
-    descriptors.
+    """Autograd's thread has no CUDA context before its first launch, and the weight gradient
+    encodes descriptors.
     """
     counts = []
     launch = grouped_gemm_backward.weight_backward
 
-    def noted(*args):
+    def recorded(*args):
         counts.append(launches.count)
         return launch(*args)
 
-    monkeypatch.setattr(grouped_gemm_backward, "weight_backward", noted)
+    monkeypatch.setattr(grouped_gemm_backward, "weight_backward", recorded)
     x = torch.randn(6, 16, device=device)
     dy = torch.randn(6, 8, device=device)
     weight = torch.randn(2, 8, 16, device=device)

@@ -1,8 +1,8 @@
-"""What the grouped GEMMs touch: nothing outside of their tensors, and the right element beyond 2^31
-of them.
+"""The grouped GEMMs access nothing outside their tensors, and the right element beyond 2^31.
 
-Far elements lie in memory that takes no room before it is touched, so a launch here touches few;
-`one_tile` runs the first program of a launch alone where the others would fill gigabytes.
+Far elements are in memory that is not allocated until it is touched, so each launch touches only a
+few; where the other programs would fill gigabytes, `one_tile` runs only the first program of a
+launch.
 """
 
 import os
@@ -27,15 +27,16 @@ from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward, operands
 from moe_runtime.kernels.tiles import Tile
 from tests.ops import test_grouped_gemm_kernel as near
 
-# on a GPU a wrong index is not reported, it ends the process; and far elements take real memory
+# on a GPU a wrong index ends the process instead of being reported, and far elements need real
+# memory
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="for the interpreter"
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter"
 )
 TILE = Tile(16, 16, 16)
 HALF = torch.float16
 FORM = {"act": "gelu", "gated": False, "tile": TILE}
-# row * stride is 2^31 - 1 (the elements behind cross over), 2^31, 2^31 + 1, and every factor fits
-# in int32
+# row * stride is 2^31 - 1 (the following elements cross the limit), 2^31, 2^31 + 1, and every
+# factor fits in int32
 FAR = [
     pytest.param(1, 2**31 - 1, id="2^31 - 1"),
     pytest.param(2, 2**30, id="2^31"),
@@ -47,18 +48,17 @@ def half(*shape):
     return torch.randn(shape).to(HALF)
 
 
-# the right element beyond 2^31
 @pytest.fixture
 def room():
     try:
         sparse(9 * 2**30, torch.uint8)
     except MemoryError:
-        pytest.skip("the largest of these tensors asks for more memory than the machine has")
+        pytest.skip("the largest of these tensors needs more memory than the machine has")
 
 
 @pytest.fixture
 def unfilled(monkeypatch, room):
-    """Launchers may ask for gigabytes: torch.empty leaves their pages alone."""
+    """Launchers may allocate gigabytes, so torch.empty must not touch their pages."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
@@ -72,7 +72,7 @@ class _OneTile:
 
 @pytest.fixture
 def one_tile(monkeypatch, unfilled):
-    """Every launch runs its first program alone, of every expert."""
+    """Run only the first program of every launch, for every expert."""
     for module in (grouped_gemm, grouped_gemm_backward):
         for name in dir(module):
             if name.endswith("_kernel"):
@@ -80,7 +80,7 @@ def one_tile(monkeypatch, unfilled):
 
 
 def far(shape, stride):
-    """Zeros of `shape`, strided over memory that is not there."""
+    """Zeros of `shape`, strided over memory that is not allocated."""
     size = 1
     for n, s in zip(shape, stride, strict=True):
         size += (n - 1) * s
@@ -120,7 +120,7 @@ def check_bias_gradient(dy, weight, rows):
 
 @pytest.mark.parametrize("row, stride", FAR)
 def test_token_rows(row, stride, room):
-    """x of the up projection and of dW_up, dout of dz and of dW_down: gathered by token."""
+    """x of the up projection and of dW_up, and dout of dz and of dW_down, are gathered by token."""
     rows = make_rows([row], row + 2, 2)
     rows.row_slot[:] = torch.arange(2 * row + 2).flip(0).int()  # the last tokens first
     x = far((row + 1, 20), (stride, 1))
@@ -147,7 +147,7 @@ def test_rows_in_expert_order(row, stride, room):
     a = far((row + 1, 20), (stride, 1))
     a[:] = torch.randn(row + 1, 20)
     x = half(row + 1, 8)
-    for counts in ([row, 1], [0, row + 1]):  # the far row begins a tile, or lies inside one
+    for counts in ([row, 1], [0, row + 1]):  # the far row starts a tile, or is inside one
         rows = make_rows(counts, 0, 1)
         near.check_product(
             rows,
@@ -226,13 +226,13 @@ def test_rows_and_columns_of_a_weight(row, stride, k_last, room):
     assert_rounded_once(y, product_rows(a, weight, None, rows))
 
 
-FAR_ROWS = 2**27 - 2  # of 16 columns: the third of the rows from here begins at element 2^31
+FAR_ROWS = 2**27 - 2  # with 16 columns: the third of the following rows starts at element 2^31
 
 
 @pytest.fixture
 def far_rows(unfilled):
-    """Six rows, in two tiles, behind 2^27 others: the first tile crosses element 2^31, the second
-    begins behind it.
+    """Six rows, in two tiles, after 2^27 others: the first tile crosses element 2^31, the second
+    starts after it.
     """
     rows = make_rows([6], 0, 1)
     row_slot = sparse(FAR_ROWS + 6, torch.int32)
@@ -312,8 +312,8 @@ def test_rows_of_dz(far_rows):
 
 def test_partial_gradients_of_the_weights(unfilled, monkeypatch):
     monkeypatch.setattr(grouped_gemm_backward, "check_tile", lambda tile: None)
-    # a block of two columns (no GPU has one) makes `partial` large before z is: two thirds of its
-    # size
+    # a block of two columns (no GPU has one) makes `partial` large before z is: it is two thirds of
+    # z's size
     row = 2**30 - 1
     tile = TILE._replace(BLOCK_N=2)
     rows = make_rows([2], 0, 1)
@@ -356,7 +356,7 @@ def test_weight_gradient_of_a_far_expert(one_tile):
     dy = half(4, 2**15)
     x = half(4, 2**15)
     order = (rows.row_slot, rows.offsets, 1)
-    want = weight_rows(
+    expected = weight_rows(
         dy[:, :16],
         x[:, :16],
         rows,
@@ -364,7 +364,7 @@ def test_weight_gradient_of_a_far_expert(one_tile):
         3,
     )
     dw = grouped_gemm_backward.weight_backward(dy, x, *order, None, TILE)
-    assert_rounded_once(dw[:, :16, :16], want)
+    assert_rounded_once(dw[:, :16, :16], expected)
     places = torch.tensor([2, 0, 1], dtype=torch.int32)
     dw = grouped_gemm_backward.weight_backward(
         dy,
@@ -375,7 +375,7 @@ def test_weight_gradient_of_a_far_expert(one_tile):
         places,
         3,
     )
-    assert_rounded_once(dw[[2, 0, 1], :16, :16], want)
+    assert_rounded_once(dw[[2, 0, 1], :16, :16], expected)
 
 
 def test_far_rows_of_a_weight_gradient(one_tile):
@@ -405,7 +405,7 @@ def test_far_rows_of_a_weight_gradient(one_tile):
 
 
 def test_far_biases(one_tile):
-    """bias and its gradient, and the rows of y inside of one tile."""
+    """bias and its gradient, and the rows of y in one tile."""
     N = 2**30
     rows = make_rows([0, 0, 3], 0, 1)
     tiles = tile_map(rows.offsets, 3, 16)

@@ -1,5 +1,5 @@
-"""No launcher asks the GPU for a value: the Triton backend of every op runs on tensors of the meta
-device, which have none.
+"""No launcher reads a value from the GPU: the Triton backend of every op runs on tensors on the
+meta device, which have none.
 """
 
 import pytest
@@ -21,7 +21,7 @@ IN_TORCH = {"fused_nll_backward_gate", "fused_loss_backward", "merged_linear"}
 
 
 class Calls(TorchDispatchMode):
-    """Keeps the calls of our ops, forward and backward."""
+    """Records the calls of our ops, forward and backward."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Calls(TorchDispatchMode):
 
 
 def on_meta(func, args, backend: str):
-    """Run a backend of an op, not its fake, on the meta device."""
+    """Run a backend of an op, not its fake implementation, on the meta device."""
     args = list(tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), args))
     args[ARGUMENTS[func._opname].index("backend")] = backend
     return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)

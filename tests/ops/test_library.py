@@ -1,5 +1,5 @@
-"""What every op owes torch's own tools: no silent zeros from forward-mode AD, torch.func's
-transforms.
+"""Every op works with torch's own tools or refuses them: no silent zeros from forward-mode AD and
+torch.func's transforms.
 """
 
 import functools
@@ -41,7 +41,7 @@ def draw_ids() -> torch.Tensor:
 
 @pytest.fixture
 def ops() -> dict:
-    """A function of x [T, H] for each op."""
+    """Return a function of x [T, H] for each op."""
     up = torch.randn(E, 2 * I, H) / 3
     down = torch.randn(E, H, I) / 2
     weight = torch.rand(T, K)
@@ -117,7 +117,7 @@ DIFFERENTIABLE = (
 
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, "gram", "dare_merge"])
 def test_forward_mode_is_refused(ops, name):
-    """torch.func.jvp, jacfwd and dual tensors gave zeros, or no tangent at all."""
+    """torch.func.jvp, jacfwd and dual tensors would otherwise give zeros, or no tangent at all."""
     f = ops[name]
     x = torch.randn(T, H)
     v = torch.randn(T, H)
@@ -144,7 +144,7 @@ def test_forward_mode_is_refused(ops, name):
         with pytest.raises(NotImplementedError, match=message):
             transform()
     with fwAD.dual_level():
-        assert f(x) is not None  # nothing carries a tangent here
+        assert f(x) is not None  # nothing has a tangent here
         with pytest.raises(NotImplementedError, match=message):
             f(fwAD.make_dual(x, v))
 
@@ -168,7 +168,7 @@ def autograd(f, x, create_graph=False):
 
 
 def weighted(f, x):
-    """A loss of f, and the weights of its outputs."""
+    """Return a loss of f, and the weights of its outputs."""
     scale = torch.linspace(
         0.5,
         1,
@@ -179,7 +179,7 @@ def weighted(f, x):
 
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, "gather_rows"])
 def test_reverse_transforms(ops, name):
-    """What the refusal names as a remedy is autograd's own, alone and nested."""
+    """The alternatives that the refusal suggests match autograd, alone and nested."""
     f = ops[name]
     x = torch.randn(T, H)
     xs = torch.stack([x, x + 0.1])
@@ -187,7 +187,8 @@ def test_reverse_transforms(ops, name):
     wanted = torch.stack([autograd(loss, x) for x in xs])
     assert relative_error(grad(loss)(x), wanted[0]) < 1e-6
     assert relative_error(vjp(f, x)[1](scale)[0], wanted[0]) < 1e-6
-    if name.startswith("fused"):  # an op that returns lists has no batching rule, and torch says so
+    # an op that returns lists has no batching rule, and torch reports it
+    if name.startswith("fused"):
         with pytest.raises(RuntimeError, match="Batching rule not implemented"):
             vmap(f)(xs)
         return
@@ -200,7 +201,7 @@ def test_reverse_transforms(ops, name):
 
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE[:-2], "gather_rows"])
 def test_second_derivatives_of_transforms(ops, name):
-    """A second derivative is autograd's too, or it is refused."""
+    """A second derivative matches autograd, or it is refused."""
     leaf = torch.randn(T, H, requires_grad=True)
     x = leaf.detach()
     loss, _ = weighted(ops[name], x)
@@ -218,7 +219,6 @@ def test_second_derivatives_of_transforms(ops, name):
         rtol=1e-4,
         atol=1e-5,
     )
-    # autograd around a transform
     outside = grad(loss)(leaf).sum() + 0 * leaf.sum()
     (got,) = torch.autograd.grad(outside, leaf)
     torch.testing.assert_close(got, second, rtol=1e-4, atol=1e-5)
@@ -251,7 +251,7 @@ def double(*shape):
 
 
 def test_float64_inputs_have_float64_gradients():
-    """A router's float32 weights beside float64 experts: nothing is cast down."""
+    """A router's float32 weights next to float64 experts: nothing is cast down."""
     idx = draw_ids()
     weight = torch.rand(T, K)
     x = double(T, H)
@@ -271,9 +271,9 @@ def test_float64_inputs_have_float64_gradients():
 
     *got, got_weight = gradients(moe_mlp, weight)
     *wanted, wanted_weight = gradients(moe_mlp_reference, weight.detach().double())
-    for gradient, want in zip(got, wanted, strict=True):
+    for gradient, expected in zip(got, wanted, strict=True):
         assert gradient.dtype == torch.float64
-        assert relative_error(gradient, want) < 1e-14
+        assert relative_error(gradient, expected) < 1e-14
     assert relative_error(got_weight, wanted_weight) < 1e-7
 
 

@@ -1,5 +1,5 @@
-"""LoRA experts over one base: what the conformance table does not draw, what runs once, and what is
-saved.
+"""LoRA experts over one base: cases that the conformance table does not draw, what runs only once,
+and what is saved.
 """
 
 import pytest
@@ -17,13 +17,13 @@ OP = "lora_mlp"
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """Several blocks of tokens, with tokens of every kind."""
+    """Use several blocks of tokens, with tokens of every kind."""
     monkeypatch.setattr(lora_torch, "EXPERT_ELEMENTS", 1 << 9)
 
 
 @pytest.fixture
 def layer(backend, device):
-    """layer(case) is the output and every gradient of a backend."""
+    """Return layer(case), which gives the output and every gradient of a backend."""
 
     def layer(case, **options):
         return run(case, lora_mlp, device=device, backend=backend, **options)
@@ -58,38 +58,38 @@ def test_recomputed_gives_the_same_bits(layer):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered")
-def test_what_no_token_chose_may_be_anything(layer):
-    """An expert that overflows harms those alone that chose it, and the weights of dropped slots
-    nobody.
+def test_unused_experts_may_hold_anything(layer):
+    """An expert that overflows affects only the tokens that chose it, and weights of dropped slots
+    affect none.
     """
     case = make_case(24, 32, 48, 4, 2, 6, routing="skip")
     case.topk_idx[5] = torch.tensor([3, -1])
     case.leaves["topk_weight"][5, 1] = float("nan")
     others = torch.arange(24) != 5
-    want = layer(case)
-    assert want["out"].isfinite().all()
-    assert want["dtopk_weight"][5, 1] == 0
+    expected = layer(case)
+    assert expected["out"].isfinite().all()
+    assert expected["dtopk_weight"][5, 1] == 0
     for name in ("gate_b", "up_b"):
         case.leaves[name][3] *= 1e25
     got = layer(case)
     assert not got["out"][5].isfinite().any()
     for name in ("out", "dx", "dtopk_weight"):
-        assert torch.equal(got[name][others], want[name][others])
+        assert torch.equal(got[name][others], expected[name][others])
     for name in NAMES:
         for half in ("a", "b"):
-            assert torch.equal(got[f"d{name}_{half}"][:3], want[f"d{name}_{half}"][:3])
+            assert torch.equal(got[f"d{name}_{half}"][:3], expected[f"d{name}_{half}"][:3])
 
 
 def test_a_weight_of_zero_has_a_gradient(layer, tolerance):
     case = make_case(21, 32, 48, 4, 2, 6)
     case.leaves["topk_weight"][::2, 0] = 0
-    want = run(case, oracle, torch.float64)
-    assert want["dtopk_weight"][::2, 0].abs().min() > 0
-    assert_parity(layer(case), want, tolerance[torch.float32])
+    expected = run(case, oracle, torch.float64)
+    assert expected["dtopk_weight"][::2, 0].abs().min() > 0
+    assert_parity(layer(case), expected, tolerance[torch.float32])
 
 
 class Products(TorchDispatchMode):
-    """Counts the multiply-adds of matrix products, and those in which `weights` take part."""
+    """Counts the multiply-adds of matrix products, and those that involve `weights`."""
 
     def __init__(self, weights):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The launchers of kernels/lora.py and lora_backward.py alone: tiles, ranks, offsets."""
+"""The launchers of kernels/lora.py and lora_backward.py: tiles, ranks, offsets."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def config(t, i, rank):
 
 
 def inputs(T, I, E, rank, device, dtype=torch.float32):
-    """z, low, weight, gate_b, up_b, down_a, dh, dlow; some weights are zero."""
+    """Return z, low, weight, gate_b, up_b, down_a, dh, dlow; some weights are zero."""
     weight = torch.rand(T, E) * (torch.rand(T, E) < 0.7)
     tensors = {
         "z": torch.randn(T, 2 * I),
@@ -47,7 +47,7 @@ LEAVES = ("z", "weight", "gate_b", "up_b", "down_a", "low")
 
 
 def expected(case):
-    """Every result in float64 from the equations, the gradients by autograd."""
+    """Compute every result in float64 from the equations, gradients by autograd."""
     v = {name: case[name].double().requires_grad_() for name in LEAVES}
     gate, up = v["z"].chunk(2, 1)
     T, E = case["weight"].shape
@@ -71,7 +71,7 @@ def expected(case):
 
 
 def launched(case, tile):
-    """Every result of the launchers; the third plane of `low` is what the forward pass fills."""
+    """Return every result of the launchers; the forward pass fills the third plane of `low`."""
     low = case["low"].clone()
     low[2] = NAN
     halves = (case["weight"], case["gate_b"], case["up_b"], case["down_a"])
@@ -170,14 +170,12 @@ def test_only_what_is_asked_for(device):
 
 
 def test_rows_beyond_int32(tmp_path):
-    """Rows of z lie 2^30 apart, of h and the ranks of b 2^29: one program of many, on files without
-    content.
+    """Rows of z are 2^30 apart, of h and the ranks of b 2^29; runs one program, on sparse files.
 
-    The kernels that sum along I would have to read all of it; what they compute offsets with is the
-    same.
+    Kernels that sum along I would have to read all of it; they compute offsets in the same way.
     """
     if torch.cuda.is_available():
-        pytest.skip("a file is the CPU's")
+        pytest.skip("maps a file, which needs the CPU")
     I = 1 << 29
     T = 6
     E = 2

@@ -112,7 +112,7 @@ def test_saves_only_what_its_gradients_need(needed, saved):
 
 
 def second_gradients(f, *leaves):
-    """Gradients of the squares of the gradients of f(*leaves)."""
+    """Return gradients of the squares of the gradients of f(*leaves)."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     loss = f(*leaves).tanh().square().sum()
     first = torch.autograd.grad(loss, leaves, create_graph=True)
@@ -121,7 +121,7 @@ def second_gradients(f, *leaves):
 
 
 def test_second_gradient_of_the_layer_is_the_equations(backend, device):
-    """create_graph=True: the kernels' results have no graph, and a zero would be silent."""
+    """create_graph=True: the kernels' results have no graph, and would silently give zero."""
     x, weight, alpha, bias, _ = sample(device=device)
 
     def layer(x, alpha):
@@ -163,8 +163,8 @@ def test_second_gradient_of_merging_is_the_equations(backend, device):
 )
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
-        pytest.skip("on a GPU tests/gpu/test_merging.py fills that many elements")
-    # pages take memory once they are touched
+        pytest.skip("tests/gpu/test_merging.py covers it on a GPU")
+    # pages take no memory until they are touched
     dtype = torch.bfloat16 if backend == "cpp" else torch.float16
     memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.int16)).view(dtype)
     weight = memory.as_strided((2, 2, 3), (stride, 3, 1))

@@ -36,10 +36,10 @@ FLOATS = [torch.float32, torch.bfloat16]
 def test_rows_one_by_one_are_the_stack_bit_by_bit(shape, dtype):
     weight = torch.randn(shape).to(dtype)
     alpha = torch.randn(shape[0]).softmax(-1)
-    want = merge_experts(weight, alpha, backend="torch")
+    expected = merge_experts(weight, alpha, backend="torch")
     got = merge_rows((row.clone() for row in weight), alpha)
     assert got.dtype == dtype
-    assert torch.equal(got, want)
+    assert torch.equal(got, expected)
 
 
 def test_another_number_of_rows_than_alphas_is_refused():
@@ -49,28 +49,28 @@ def test_another_number_of_rows_than_alphas_is_refused():
 
 
 def test_experts_stored_fastest(backend, device, tolerance):
-    """Strides of the experts that no other case has, and the gradient of a sum."""
+    """Expert strides that no other case has, and the gradient of a sum."""
     weight = torch.randn(34, 33, 6, device=device).permute(2, 0, 1).requires_grad_()
     alpha = torch.randn(6, device=device, requires_grad=True)
     out = merge_experts(weight, alpha, backend=backend)
     dweight, dalpha = torch.autograd.grad(out.sum(), (weight, alpha))
     got = {"out": out, "dweight": dweight, "dalpha": dalpha}
     wide = weight.double()
-    want = {
+    expected = {
         "out": torch.tensordot(alpha.double(), wide, 1),
         "dweight": alpha.double().view(6, 1, 1).expand(6, 34, 33),
         "dalpha": wide.sum((1, 2)),
     }
-    assert_parity(got, want, tolerance[torch.float32])
+    assert_parity(got, expected, tolerance[torch.float32])
 
 
 def test_sums_in_float32_and_rounds_once(backend, device):
     weight = torch.randn(8, 64, 33, device=device).bfloat16()
     alpha = torch.rand(8, device=device).softmax(-1)
-    want = torch.tensordot(alpha.double(), weight.double(), 1)
+    expected = torch.tensordot(alpha.double(), weight.double(), 1)
     got = merge_experts(weight, alpha, backend=backend)
-    rounding = (want.bfloat16().double() - want).norm()
-    assert (got.double() - want).norm() <= 1.01 * rounding
+    rounding = (expected.bfloat16().double() - expected).norm()
+    assert (got.double() - expected).norm() <= 1.01 * rounding
 
 
 @pytest.mark.parametrize("shared_rate", [0.0, 0.3, 0.75, 0.85, 1.0])
@@ -85,7 +85,7 @@ def test_equal_experts_merge_to_themselves(dtype, shared_rate, backend, device):
     )
     if dtype == torch.float32:
         torch.testing.assert_close(got, one, rtol=1e-6, atol=0)
-    else:  # the float32 sum is nearer to `one` than its neighbours in the narrow dtype
+    else:  # the float32 sum is closer to `one` than to its neighbors in the narrow dtype
         assert torch.equal(got, one)
 
 
@@ -99,20 +99,19 @@ def test_rate_one_is_the_shared_expert_exactly_and_rate_zero_never_sees_it(backe
     other = weight.clone()
     other[0] = 1e30
     alpha = mixing(logits, 0.0)
-    want = merge_experts(weight, alpha, backend=backend)
-    assert torch.equal(merge_experts(other, alpha, backend=backend), want)
+    expected = merge_experts(weight, alpha, backend=backend)
+    assert torch.equal(merge_experts(other, alpha, backend=backend), expected)
 
 
-# alpha
 @pytest.mark.parametrize("shared_rate", [0.0, 0.5, 0.75, 0.85, 1.0, None])
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_mixing_follows_the_formula(n, shared_rate):
     logits = 2 * torch.randn(n)
     alpha = mixing(logits, shared_rate)
     assert alpha.dtype == torch.float32
-    want = mixing_oracle(logits.tolist(), shared_rate)
+    expected = mixing_oracle(logits.tolist(), shared_rate)
     assert alpha.tolist() == pytest.approx(
-        want,
+        expected,
         rel=1e-6,
         abs=1e-7,
     )
@@ -133,11 +132,11 @@ def test_mixing_follows_the_formula(n, shared_rate):
 )
 def test_soup_starts_at_the_mixture_that_xft_fixes(E, rate):
     alpha = mixing(soup_logits(E, rate), None)
-    want = [1.0]
+    expected = [1.0]
     if E > 1:
-        want = [rate] + [(1 - rate) / (E - 1)] * (E - 1)
+        expected = [rate] + [(1 - rate) / (E - 1)] * (E - 1)
     assert alpha.tolist() == pytest.approx(
-        want,
+        expected,
         rel=1e-5,
         abs=1e-6,
     )
@@ -148,7 +147,7 @@ def test_soup_starts_at_the_mixture_that_xft_fixes(E, rate):
     "weight, alpha, words",
     [
         pytest.param((8, 3), (7,), r"alpha is \(7,\)", id="alpha of another E"),
-        pytest.param((8, 3), (8, 1), r"alpha is \(8, 1\)", id="alpha with a dim too many"),
+        pytest.param((8, 3), (8, 1), r"alpha is \(8, 1\)", id="alpha with an extra dim"),
         pytest.param((), (), r"weight \(\)", id="a number"),
         pytest.param((0, 3), (0,), r"weight \(0, 3\)", id="no experts"),
     ],
@@ -169,8 +168,8 @@ def test_bad_arguments_are_named(weight, alpha, words):
 )
 def test_offsets_beyond_int32(stride, backend):
     if torch.cuda.is_available():
-        pytest.skip("on a GPU tests/gpu/test_merging.py fills that many elements")
-    # calloc gives pages that take no memory before they are touched
+        pytest.skip("tests/gpu/test_merging.py covers it on a GPU")
+    # untouched pages from calloc take no memory
     dtype = torch.bfloat16 if backend == "cpp" else torch.float16
     memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.int16)).view(dtype)
     weight = memory.as_strided((2, 5), (stride, 1))

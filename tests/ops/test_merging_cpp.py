@@ -1,5 +1,5 @@
-"""The cpp backend of merging: torch's bits forward, float64 within rounding backward, on every
-instruction set and layout.
+"""The cpp backend of merging: bit-identical to torch in the forward pass, within rounding of
+float64 in the backward pass, on every instruction set and layout.
 """
 
 import pytest
@@ -17,7 +17,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @DTYPES
 @pytest.mark.parametrize("E, P", CASES)
-def test_the_bits_are_torchs_and_the_gradient_float64s(E, P, dtype, variant):
+def test_bits_match_torch_and_the_gradient_float64(E, P, dtype, variant):
     assert not merge_mismatches(E, P, dtype)
 
 
@@ -56,7 +56,7 @@ LAYOUTS = [
         (34, 33, 6),
         lambda w: w.permute(2, 0, 1),
         False,
-        id="expert as the fastest dim",
+        id="the expert is the fastest dim",
     ),
     pytest.param(
         (6, 34, 66),
@@ -68,7 +68,7 @@ LAYOUTS = [
         (6, 34, 1),
         lambda w: w.expand(-1, -1, 33),
         False,
-        id="one number a row",
+        id="one element per row",
     ),
 ]
 
@@ -88,8 +88,8 @@ def test_layouts_are_read_where_they_are(stored, view, whole, dtype):
     turned = torch.randn(shape[::-1]).to(dtype).permute(reversed_dims)
     for upstream in (dout, dout.flatten()[0].expand(shape), turned):
         got = merging._merge_backward_alpha_cpp(upstream, weight)
-        want = merging._merge_backward_alpha_cpp(upstream.contiguous(), plain)
-        assert relative_error(got, want) < 1e-5
+        expected = merging._merge_backward_alpha_cpp(upstream.contiguous(), plain)
+        assert relative_error(got, expected) < 1e-5
     assert (merging._as_stored(weight)[0].data_ptr() == weight.data_ptr()) == whole
 
 
@@ -104,10 +104,10 @@ def test_threads_change_no_bit(dtype, monkeypatch, variant):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         return [merging._merge_cpp(weight, alpha), merging._merge_backward_alpha_cpp(dout, weight)]
 
-    want = results(1)
+    expected = results(1)
     for threads in (2, 3, 8, 64):
         for _ in range(3):
-            assert_same(results(threads), want)
+            assert_same(results(threads), expected)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_gradient_may_come_in_another_dtype(dtype, given, variant):
 
 
 def merged(weight, alpha, dout, backend):
-    """The merged weight and the gradient of alpha."""
+    """Return the merged weight and the gradient of alpha."""
     alpha = alpha.clone().requires_grad_()
     out = merge_experts(weight, alpha, backend=backend)
     (dalpha,) = torch.autograd.grad(out, alpha, dout)
@@ -145,10 +145,10 @@ def merged(weight, alpha, dout, backend):
         3e38,
     ],
 )
-def test_what_is_no_number_goes_where_it_goes_in_torch(value, dtype, variant):
+def test_nan_and_infinity_propagate_as_in_torch(value, dtype, variant):
     weight = torch.randn(9, 300).to(dtype)
     alpha = torch.randn(9)
-    alpha[4] = 0.0  # times infinity is no number
+    alpha[4] = 0.0  # times infinity is NaN
     weight[4, 7] = value
     weight[0, 130] = value
     weight[8, 299] = -value
@@ -169,13 +169,13 @@ def test_what_is_no_number_goes_where_it_goes_in_torch(value, dtype, variant):
 
 
 def test_long_sums_keep_float32s_last_digits(variant):
-    """Numbers of one sign: a float32 that sums a million of them one by one is wrong by a
+    """Values of one sign: a float32 that sums a million of them one by one is off by a
     thousandth.
     """
     weight = torch.rand(2, 1_000_003)
     dout = torch.rand(1_000_003)
-    want = weight.double() @ dout.double()
+    expected = weight.double() @ dout.double()
     got = merging._merge_backward_alpha_cpp(dout, weight)
     torchs = weight.mv(dout)
-    bound = ((torchs - want).abs() / want).max().item()
-    assert ((got - want).abs() / want).max() <= max(bound, 2e-7)
+    bound = ((torchs - expected).abs() / expected).max().item()
+    assert ((got - expected).abs() / expected).max() <= max(bound, 2e-7)

@@ -1,5 +1,5 @@
-"""The launchers of kernels/merging.py alone: tiles, the guard on alpha, offsets, what is never in
-memory.
+"""The launchers of kernels/merging.py: tiles, the guard on alpha, offsets, what is never
+materialized.
 """
 
 import numpy as np
@@ -115,8 +115,8 @@ def test_merge_and_dalpha_of_every_number_of_experts(E, P, device):
         "out": merging.merge_experts_forward(weight, alpha),
         "dalpha": merging.merge_experts_backward_alpha(dout, weight),
     }
-    want = {"out": alpha.double() @ weight.double(), "dalpha": weight.double() @ dout.double()}
-    assert_parity(got, want, BOUND)
+    expected = {"out": alpha.double() @ weight.double(), "dalpha": weight.double() @ dout.double()}
+    assert_parity(got, expected, BOUND)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,14 +140,14 @@ def test_merges_again_only_when_alpha_changed(E, dtype, device):
             ).to(dtype),
         )
         seen.copy_(alpha)
-    alpha[E - 1] = NAN  # nothing equals NaN
+    alpha[E - 1] = NAN  # NaN equals nothing
     seen[E - 1] = NAN
     remerge_experts(merged, weight, alpha, seen)
     assert merged.isnan().all()
 
 
 class Sizes(TorchDispatchMode):
-    """Collects the number of elements of every tensor that an op returns and that is no view of
+    """Records the number of elements of every tensor that an op returns and that is not a view of
     `known`.
     """
 
@@ -173,11 +173,11 @@ def test_the_gradient_of_the_experts_is_never_in_memory(name, device):
 
 
 def test_rows_beyond_int32(tmp_path):
-    """The second row of an expert and the third of x lie at 2^30 and 2^31: one program of many, on
-    files without content.
+    """The second row of an expert starts at 2^30 and the third row of x at 2^31; runs one program,
+    on sparse files.
     """
     if torch.cuda.is_available():
-        pytest.skip("a file is the CPU's")
+        pytest.skip("maps a file, which needs the CPU")
     K = 1 << 30
     N = 3
     T = 3
@@ -206,9 +206,9 @@ def test_rows_beyond_int32(tmp_path):
         dout, x, weight, partial, T, N, K, N * K, **constants
     )
     wide = (dout.double(), x[:, :16].double(), weight[:, :16].double())
-    want = torch.einsum("tn,tk,nk->", *wide)
+    expected = torch.einsum("tn,tk,nk->", *wide)
     assert_parity(
         {"dalpha": partial[0, 0]},
-        {"dalpha": want},
+        {"dalpha": expected},
         1e-5,
     )

@@ -1,5 +1,5 @@
-"""The layer as one op: bit-equal to its two halves on every backend, what it saves, and when the
-module uses it.
+"""The layer as one op: bit-identical to its two halves on every backend, what it saves, and when
+the module uses it.
 """
 
 import pytest
@@ -75,7 +75,9 @@ def halves(v, gate, backend, **options):
 
 
 def results(v, output) -> dict:
-    """Output and gradients of a loss that uses the output, the logits and the weights."""
+    """Return the output and gradients of a loss that uses the output, the logits and the
+    weights.
+    """
     out, logits, weight = (part.double() for part in output[:3])
     pattern = torch.cos(
         torch.arange(
@@ -98,17 +100,17 @@ def results(v, output) -> dict:
 def test_is_the_two_halves(gate, dtype, backend, tolerance, device):
     v = leaves(device, gate, dtype, bias=True)
     got = whole(v, gate, backend)
-    want = halves(v, gate, backend)
-    assert_same([got.topk_weight, got.topk_idx], list(want[2:]))
+    expected = halves(v, gate, backend)
+    assert_same([got.topk_weight, got.topk_idx], list(expected[2:]))
     got = results(v, got)
-    want = results(v, want)
-    # which is rounded once, not twice
+    expected = results(v, expected)
+    # dx is rounded once, not twice
     assert_parity(
         {"dx": got.pop("dx")},
-        {"dx": want.pop("dx")},
+        {"dx": expected.pop("dx")},
         tolerance[dtype],
     )
-    assert_same(got, want)
+    assert_same(got, expected)
 
 
 def test_a_loss_on_the_logits_alone_reaches_router_and_x(backend, device):
@@ -123,8 +125,8 @@ def test_a_loss_on_the_logits_alone_reaches_router_and_x(backend, device):
         ],
     )
     logits = v["x"] @ v["router"].t()
-    want = torch.autograd.grad(logits.square().sum(), [v["x"], v["router"]])
-    torch.testing.assert_close((dx, drouter), want)
+    expected = torch.autograd.grad(logits.square().sum(), [v["x"], v["router"]])
+    torch.testing.assert_close((dx, drouter), expected)
     assert not dup.any()
 
 
@@ -137,13 +139,13 @@ def test_one_shared_expert_is_the_dense_mlp(backend, device):
         top_k=1,
     )
     z = v["x"] @ v["up"][0].t()
-    want = (torch.nn.functional.silu(z[:, :I]) * z[:, I:]) @ v["down"][0].t()
-    torch.testing.assert_close(out, want)
+    expected = (torch.nn.functional.silu(z[:, :I]) * z[:, I:]) @ v["down"][0].t()
+    torch.testing.assert_close(out, expected)
     assert logits.shape == (T, 0)
     assert (weight == 1).all()
     assert not idx.any()
     (dx,) = torch.autograd.grad(out.sum(), v["x"])
-    torch.testing.assert_close(dx, torch.autograd.grad(want.sum(), v["x"])[0])
+    torch.testing.assert_close(dx, torch.autograd.grad(expected.sum(), v["x"])[0])
 
 
 def test_saves_x_z_weights_and_indices(backend, device):
@@ -180,7 +182,7 @@ def test_saves_x_z_weights_and_indices(backend, device):
 @pytest.mark.parametrize("shared", ["group", "dense"])
 def test_recompute_is_bit_equal(shared, backend, device):
     v = leaves(device, bias=True)
-    want = results(v, whole(v, "xft", backend, shared=shared))
+    expected = results(v, whole(v, "xft", backend, shared=shared))
     assert_same(
         results(
             v,
@@ -192,7 +194,7 @@ def test_recompute_is_bit_equal(shared, backend, device):
                 shared=shared,
             ),
         ),
-        want,
+        expected,
     )
 
 
@@ -214,7 +216,6 @@ def test_dense_shared_expert_wants_the_last_slot_of_every_token():
         )
 
 
-# the module uses it
 def module_of(**config):
     sizes = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K}
     return MoE(MoEConfig(**sizes, initializer_range=0.3, **config))
@@ -222,7 +223,7 @@ def module_of(**config):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the one op ran."""
+    """Count the calls of the fused op."""
     count = []
 
     def counted(*args, **options):
@@ -236,11 +237,11 @@ def calls(monkeypatch):
 def test_the_module_runs_as_one_op_unless_a_hook_looks_inside(calls):
     module = module_of(bias=True)
     x = torch.randn(2, 5, H)
-    want = module(x)
+    expected = module(x)
     assert len(calls) == 1
     seen = []
     handle = module.gate.register_forward_hook(lambda _, __, output: seen.append(output.topk_idx))
-    assert torch.equal(module(x), want)
+    assert torch.equal(module(x), expected)
     assert len(seen) == 1
     assert len(calls) == 1
     handle.remove()
@@ -287,7 +288,7 @@ def test_other_routers_go_through_their_own_forward(config, calls):
 def test_a_router_in_float32_stays_there(calls):
     module = module_of().bfloat16()
     module.gate.float()
-    with pytest.raises(RuntimeError):  # the router's own matmul wants x in its dtype
+    with pytest.raises(RuntimeError):  # the router's own matmul needs x in its dtype
         module(torch.randn(5, H).bfloat16())
     assert not calls
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The experts of a layer on every backend: what the conformance table does not draw."""
+"""The experts of a layer on every backend: cases that the conformance table does not draw."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def layer(backend, monkeypatch):
     if backend == "triton":
         from moe_runtime.kernels import decode
 
-        # the sort, the map and the sum as launches of their own, whatever the number of slots;
+        # run the sort, the map and the sum as separate launches, whatever the number of slots;
         # test_decode_kernel.py compares the fused ones with them
         monkeypatch.setattr(decode, "SMALL", 0)
 
@@ -53,7 +53,7 @@ def one_layout_each(case):
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(layouts.experts_last, id="weights with the expert as the fastest dim"),
+        pytest.param(layouts.experts_last, id="weights whose fastest dim is the expert"),
         pytest.param(one_layout_each, id="two layouts in one layer"),
         pytest.param(expanded_biases, id="E views of one bias"),
         pytest.param(layouts.expanded_gradient, id="gradient with stride 0, as of sum()"),
@@ -98,14 +98,13 @@ def test_gates_of_another_dtype_get_their_gradient_in_it(gate_dtype, layer, devi
 
 
 def test_gates_are_not_rounded_to_the_dtype_of_the_layer(layer, device):
-    # 257 / 256 is 1 in bfloat16; a gate that is off by its last bits shifts every output by as
-    # much, here of four experts, whose sum spreads what the rounding of each one's output does to
-    # it
+    # 257 / 256 is 1 in bfloat16; rounding a weight would shift every output by that much. With four
+    # experts the sum averages out the rounding of each expert's output
     case = make_case(64, 64, 64, 4, 4, torch.bfloat16)
     case.leaves["topk_weight"] = torch.full((64, 4), 257 / 256)
     got = run(case, layer(), device=device)["out"].double()
-    want = run(case, moe_oracle, torch.float64)["out"]
-    slope = (got * want).sum() / want.square().sum()
+    expected = run(case, moe_oracle, torch.float64)["out"]
+    slope = (got * expected).sum() / expected.square().sum()
     assert abs(slope - 1) < 2**-10
 
 
@@ -113,18 +112,18 @@ def test_gates_are_not_rounded_to_the_dtype_of_the_layer(layer, device):
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 def test_what_dropped_slots_and_idle_experts_hold_may_be_anything(value, dtype, layer, device):
     case = make_case(12, 40, 24, 5, 2, dtype, "dropped", bias=True)
-    case.topk_idx[case.topk_idx == 3] = -1  # no token picks expert 3
+    case.topk_idx[case.topk_idx == 3] = -1  # no token chooses expert 3
     case.topk_idx[7] = -1
     dead = (case.topk_idx < 0) | (case.topk_idx >= 5)
     case.leaves["topk_weight"][dead] = 0
-    want = run(case, layer(), device=device)
+    expected = run(case, layer(), device=device)
     case.leaves["topk_weight"][dead] = value
     case.leaves["x"][7] = value
     case.dout[7] = value
     for name in ("up", "down", "up_bias", "down_bias"):
         case.leaves[name][3] = value
     got = run(case, layer(), device=device)
-    assert_same(got, want)
+    assert_same(got, expected)
     assert not got["dtopk_weight"][dead].any()
     assert not got["out"][7].any()
     assert not got["dx"][7].any()
@@ -136,21 +135,21 @@ def test_what_dropped_slots_and_idle_experts_hold_may_be_anything(value, dtype, 
 def test_frozen_experts_get_zero_and_all_else_is_the_same(routing, layer, device):
     case = make_case(*SIZES, routing=routing, bias=True)
     trainable = torch.tensor([True, False, True, False])
-    want = run(case, layer(), device=device)
+    expected = run(case, layer(), device=device)
     for name in ("dup", "ddown", "dup_bias", "ddown_bias"):
-        want[name][~trainable] = 0
+        expected[name][~trainable] = 0
     assert_same(
         run(
             case,
             layer(trainable=trainable.to(device)),
             device=device,
         ),
-        want,
+        expected,
     )
 
 
-def test_rows_of_nobody_get_zero(backend, device):
-    """What the map names no expert for gets zero, in memory that holds NaN."""
+def test_unassigned_rows_get_zero(backend, device):
+    """Rows without an expert in the map get zero, in memory filled with NaN."""
     case = make_case(*SIZES)
     x, up, down, weight = (leaf.to(device) for leaf in case.leaves.values())
     places = torch.tensor([3, -1, 1, -1], dtype=torch.int32, device=device)
@@ -181,11 +180,11 @@ def test_rows_of_nobody_get_zero(backend, device):
 )
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
 def test_trained_weights_are_separate(recompute, order, layer, tolerance, device):
-    """Experts 2 and 0 train, in this order; what the frozen stacks hold for them is NaN."""
+    """Experts 2 and 0 train, in this order; the frozen stacks hold NaN for them."""
     case = make_case(19, 40, 24, 4, 2, bias=True)
-    want = run(case, moe_oracle, torch.float64)
+    expected = run(case, moe_oracle, torch.float64)
     for name in ("dup", "ddown", "dup_bias", "ddown_bias"):
-        want[name][[1, 3]] = 0
+        expected[name][[1, 3]] = 0
     inverse = torch.tensor(order).argsort().tolist()
 
     def stored(stack):
@@ -207,7 +206,7 @@ def test_trained_weights_are_separate(recompute, order, layer, tolerance, device
 
     assert_parity(
         run(case, call, device=device),
-        want,
+        expected,
         tolerance[torch.float32],
     )
 
@@ -239,14 +238,14 @@ def test_dense_shared_expert(T, E, K, layer, tolerance, device):
 @pytest.mark.parametrize("routing", ["random", "skip", "dropped"])
 def test_recompute_gives_the_same_bits(routing, dtype, layer, device):
     case = make_case(29, 33, 17, 4, 2, dtype, routing, bias=True)
-    want = run(case, layer(), device=device)
+    expected = run(case, layer(), device=device)
     assert_same(
         run(
             case,
             layer(recompute=True),
             device=device,
         ),
-        want,
+        expected,
     )
 
 
@@ -261,7 +260,6 @@ def test_gradients_are_added_in_place(form, backend, device):
     layouts.check_accumulation(form, backend, device)
 
 
-# the torch backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_beyond_one_block_of_the_elementwise_work(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(moe_mlp_torch, "BLOCK_ELEMENTS", 1, raising=False)
@@ -273,13 +271,13 @@ def test_rows_beyond_one_block_of_the_elementwise_work(dtype, tolerance, monkeyp
 
 
 @pytest.mark.parametrize("routing", ["random", "skip", "dropped", "halves", "all"])
-def test_experts_that_go_together_and_each_alone_give_the_same_bits(routing, monkeypatch):
+def test_grouped_and_separate_experts_give_the_same_bits(routing, monkeypatch):
     torchs = moe_layer(backend="torch")
     case = make_case(40, 33, 17, 6, 2, torch.float32, routing, bias=True)
-    want = run(case, torchs)
-    for rows in (1, 9, 25, 60):  # of a group, at most, if it has more than one expert
+    expected = run(case, torchs)
+    for rows in (1, 9, 25, 60):  # maximum number of rows of a group, if it has more than one expert
         monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", rows * 34)
-        assert_same(run(case, torchs), want)
+        assert_same(run(case, torchs), expected)
 
 
 ARGUMENTS = {

@@ -1,4 +1,4 @@
-"""The cpp backend's own: vectors, few tokens, threads, instruction sets, OpenMP."""
+"""Details of the cpp backend: vectors, few tokens, threads, instruction sets, OpenMP."""
 
 import ctypes
 import subprocess
@@ -28,7 +28,7 @@ def way(request, monkeypatch):
 
 
 def no_grad(case, layer=LAYER):
-    """The output of a case whose leaves need no gradient."""
+    """Return the output of a case whose leaves need no gradient."""
     v = case.view(case.leaves)
     biases = {"up_bias": v.get("up_bias"), "down_bias": v.get("down_bias")}
     options = {"act": case.act, "gated": case.gated}
@@ -38,7 +38,7 @@ def no_grad(case, layer=LAYER):
 
 
 def routed(counts, H, I, dtype, gated=True, bias=True):
-    """A case whose experts have so many rows each, of tokens that are shuffled."""
+    """Return a case whose experts have these numbers of rows, of shuffled tokens."""
     case = make_case(sum(counts), H, I, len(counts), 1, dtype, gated=gated, bias=bias)
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     case.topk_idx.copy_(ids[torch.randperm(len(ids))][:, None])
@@ -46,7 +46,7 @@ def routed(counts, H, I, dtype, gated=True, bias=True):
 
 
 class Kernels:
-    """The library's steps alone, on gated silu or another form."""
+    """The library's individual steps, on gated silu or another form."""
 
     def __init__(self, dtype, act=0, gate_kind=1, threads=1):
         self.form = (cpp.DTYPES[dtype], act, gate_kind, float("inf"), 0.0)
@@ -54,14 +54,14 @@ class Kernels:
         self.calls = cpp.library().handle
 
     def activate(self, z, width):
-        """h [rows, width] of z."""
+        """Compute h [rows, width] from z."""
         h = z.new_empty(len(z), width)
         data = (z.data_ptr(), len(z), width, h.data_ptr())
         self.calls.moert_cpu_activate(*self.form, *data, self.threads)
         return h
 
     def activate_backward(self, z, dh, weight, slots):
-        """dz, the weighted h and the gradient of the weights."""
+        """Compute dz, the weighted h and the gradient of the weights."""
         dz = torch.empty_like(z)
         wh = torch.empty_like(dh)
         dweight = torch.empty(len(z))
@@ -77,7 +77,7 @@ class Kernels:
         return dz, wh, dweight
 
     def combine(self, y, weight, slot_row, tokens, num_rows):
-        """The weighted sums of each token's rows."""
+        """Compute the weighted sums of each token's rows."""
         H = y.shape[1]
         out = y.new_empty(tokens, H)
         given = [t.data_ptr() for t in (y, weight, slot_row)]
@@ -105,26 +105,26 @@ def test_threads_change_no_bit(dtype, monkeypatch):
         out = kernels.combine(dh, weight, slots, 150, 280)
         return [h, *gradients, out, no_grad(case)]
 
-    want = results(1)
+    expected = results(1)
     for threads in (2, 3, 8, 64):
-        assert_same(results(threads), want)
+        assert_same(results(threads), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("threads", [2, 5, 64])
 def test_threads_that_share_the_tokens_change_no_bit(threads, dtype, monkeypatch, variant):
-    # fewer panels than threads, tokens enough to share
+    # fewer panels than threads, and enough tokens to share
     case = make_case(1300, 70, 33, 2, 1, dtype, "halves", bias=True)
-    case.topk_idx[:1100] = 0  # two pieces of one expert
+    case.topk_idx[:1100] = 0  # two parts of one expert
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: moe_mlp_cpp.ANY)
-    want = no_grad(case)
+    expected = no_grad(case)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     workspace.release()
-    assert torch.equal(no_grad(case), want)
+    assert torch.equal(no_grad(case), expected)
 
 
 def evaluate(act: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The library's activation and its slope at x."""
+    """Return the library's activation and its slope at x."""
     kernels = Kernels(
         torch.float32,
         act=cpp.ACTS[act],
@@ -147,12 +147,13 @@ def evaluate(act: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_activations_and_slopes_are_those_of_float64(act, variant):
     x = torch.linspace(-30, 30, 100_003)
     wide = x.double().requires_grad_()
-    want = ACT[act](wide)
-    (slope,) = torch.autograd.grad(want.sum(), wide)
+    expected = ACT[act](wide)
+    (slope,) = torch.autograd.grad(expected.sum(), wide)
     h, dz = evaluate(act, x)
-    # of the larger of x and the value: 1 + erf and 1 + tanh lose their last digits where they are
-    # next to 0
-    assert ((h - want).abs() / torch.maximum(x.abs(), want.abs()).clamp_min(1e-3)).max() < 4e-7
+    # relative to the larger of x and the value: 1 + erf and 1 + tanh lose their last digits near 0
+    assert (
+        (h - expected).abs() / torch.maximum(x.abs(), expected.abs()).clamp_min(1e-3)
+    ).max() < 4e-7
     assert ((dz - slope).abs() / x.abs().clamp_min(1)).max() < 6e-7
 
 
@@ -172,11 +173,11 @@ def test_extremes(act, variant):
             -1e-40,
         ]
     )
-    want = ACT[act](x.double()).float()
+    expected = ACT[act](x.double()).float()
     got = evaluate(act, x)[0]
     torch.testing.assert_close(
         got[:8],
-        want[:8],
+        expected[:8],
         rtol=1e-6,
         atol=1e-37,
         equal_nan=True,
@@ -216,12 +217,12 @@ def test_bfloat16_is_rounded_to_nearest_even(variant):
         ),
         y,
     )
-    # from float32 to bfloat16: relu of what is positive is itself; the rounding is in the store of
-    # the few-tokens way
+    # from float32 to bfloat16: relu leaves positive values unchanged; the few-token path rounds
+    # when it stores
     narrow = y.bfloat16()
     kernels = Kernels(torch.bfloat16)
     assert_same(kernels.combine(narrow, ones, rows, n, n), narrow)
-    # every product lies between two bfloat16, many half way
+    # every product is between two bfloat16 values, often halfway
     factor = 1 + 2**-8
     got = kernels.combine(narrow, ones * factor, rows, n, n)
     assert_same(got, (narrow.float() * factor).bfloat16())
@@ -268,22 +269,22 @@ def test_the_largest_expert_decides_who_multiplies(monkeypatch):
     taken = []
     one_call = moe_mlp_cpp._one_call
 
-    def noted(*args):
+    def recorded(*args):
         taken.append(1)
         return one_call(*args)
 
-    monkeypatch.setattr(moe_mlp_cpp, "_one_call", noted)
+    monkeypatch.setattr(moe_mlp_cpp, "_one_call", recorded)
     # a quarter of them each on average
-    for T, few, want in ((48, 48, 1), (49, 48, 0), (500, moe_mlp_cpp.ANY, 1)):
+    for T, few, expected in ((48, 48, 1), (49, 48, 0), (500, moe_mlp_cpp.ANY, 1)):
         taken.clear()
         monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype, few=few: few)
         case = make_case(T, 33, 17, 4, 1)
         case.topk_idx.fill_(2)
         no_grad(case)
-        assert len(taken) == want
+        assert len(taken) == expected
     taken.clear()
     case = make_case(5, 33, 17, 4, 2)
-    layouts.transposed_weights(case)  # whose rows are not in one piece
+    layouts.transposed_weights(case)  # their rows are not contiguous
     no_grad(case)
     assert not taken
 
@@ -292,11 +293,11 @@ def test_the_largest_expert_decides_who_multiplies(monkeypatch):
 def test_long_sums_are_as_exact_as_torchs(H, I, monkeypatch, variant):
     case = make_case(32, H, I, 1, 1)
     wide = [leaf.double() for leaf in case.leaves.values()]
-    want = moe_eager(*wide, case.topk_idx)
+    expected = moe_eager(*wide, case.topk_idx)
 
     def error(few):
         monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
-        return (no_grad(case) - want).norm()
+        return (no_grad(case) - expected).norm()
 
     assert error(moe_mlp_cpp.ANY) < 2 * error(0)
 
@@ -326,12 +327,12 @@ print(sum("gomp" in path.name for path in paths), same)
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_of_two_openmps_it_takes_torchs(where, tmp_path):
+def test_with_two_openmps_it_uses_torchs(where, tmp_path):
     torchs = Path(cpp.library().openmp)
     if torchs.name != "libgomp.so.1":
         pytest.skip(f"torch works in {torchs}")
     other = tmp_path / "libgomp-0.so"
-    # under its own name torch would be given the copy: the loader keeps one library of a name
+    # under the same name torch would get the copy, since the loader keeps one library per name
     other.write_bytes(torchs.read_bytes().replace(b"libgomp.so.1\0", b"libgomp.so.7\0"))
     program = SECOND
     if where == "last":
@@ -350,7 +351,7 @@ def test_without_an_openmp_it_says_so_where_there_are_threads(monkeypatch, cpu_l
         assert alone.openmp == library.NO_OPENMP
     finally:
         monkeypatch.undo()
-        cpp.bind(cpu_library.path)  # the library is one for the process: give it its threads again
+        cpp.bind(cpu_library.path)  # the library is shared by the process: restore its threads
     monkeypatch.setattr(cpp, "_found", alone)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert "no OpenMP runtime, but torch uses 4 threads. Load libgomp" in cpp.why_not(
@@ -371,11 +372,11 @@ def test_acts_are_numbered_once():
 
 
 def test_peak_counts_what_it_computes(variant, cpu_library):
-    """The ceiling of the benchmarks: none of the sums is left out by the compiler."""
+    """The ceiling of the benchmarks: the compiler must not remove any of the sums."""
     sink = torch.full((6,), float("nan"))
     arguments = (cpp.DTYPES[torch.float32], 6, 10, sink.data_ptr(), 2)
     lanes = {"generic": 4, "avx2": 8}.get(variant, 16)
     assert cpu_library.handle.moert_cpu_peak(*arguments) == 6 * 10 * 12 * 2 * lanes
-    # ten times x / 2 + 1 / 4, from each n on
+    # ten times x / 2 + 1 / 4, starting from each n
     total = sum(0.5 + (n - 0.5) / 1024 for n in range(12))
     torch.testing.assert_close(sink, torch.full((6,), lanes * total))

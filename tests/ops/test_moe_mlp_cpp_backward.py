@@ -1,5 +1,5 @@
-"""The backward pass of the cpp backend in one call: gradients, the order of sums, memory, and what
-is left to torch.
+"""The backward pass of the cpp backend in one call: gradients, the order of sums, memory, and cases
+that torch handles.
 """
 
 import math
@@ -29,31 +29,31 @@ ALL = Gradients(True, True, True, True, False, False)
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch, cpu_library):
-    """All backward passes that the library can do, it does; how often it did."""
+    """Let the library run every backward pass that it supports; return the calls."""
     made = []
 
-    def noted(*args):
+    def counted(*args):
         made.append(1)
         return CALL(*args)
 
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda *_: moe_mlp_cpp.ANY)
-    monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", noted)
+    monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", counted)
     return made
 
 
 def moe_mismatches(case, table) -> list[str]:
-    """As the oracle's, expert by expert instead of row by row."""
-    want = run(case, moe_eager, torch.float64)
+    """Like the oracle's, but by expert instead of by row."""
+    expected = run(case, moe_eager, torch.float64)
     return mismatches(
         run(case, LAYER),
-        want,
-        bounds(run(case, moe_eager), want, table),
+        expected,
+        bounds(run(case, moe_eager), expected, table),
     )
 
 
 SIZES = [
     pytest.param(70, 128, 96, 4, 2, id="whole vectors"),
-    pytest.param(65, 130, 65, 3, 2, id="rests"),
+    pytest.param(65, 130, 65, 3, 2, id="remainders"),
     pytest.param(560, 40, 33, 2, 1, id="rows of several blocks"),
     pytest.param(21, 580, 530, 2, 2, id="long sums"),
     pytest.param(35, 1060, 540, 2, 1, id="longer sums"),
@@ -63,7 +63,7 @@ SIZES = [
         17,
         1,
         1,
-        id="two pieces",
+        id="two parts",
         marks=pytest.mark.slow,
     ),
 ]
@@ -81,14 +81,14 @@ def test_gradients_are_those_of_float64(T, H, I, E, K, dtype, variant, tolerance
 @pytest.mark.parametrize("gated", [True, False])
 def test_recomputing_a_group_at_a_time_gives_the_same_bits(gated, dtype, monkeypatch, calls):
     case = make_case(19, 33, 37, 4, 2, dtype, "dropped", "gelu", gated)
-    want = run(case, LAYER)
-    monkeypatch.setattr(moe_mlp_cpp, "BACK_ELEMENTS", 12 * 111)  # groups of about an expert
-    assert_same(run(case, moe_layer(backend="cpp", recompute=True)), want)
+    expected = run(case, LAYER)
+    monkeypatch.setattr(moe_mlp_cpp, "BACK_ELEMENTS", 12 * 111)  # groups of about one expert
+    assert_same(run(case, moe_layer(backend="cpp", recompute=True)), expected)
     assert len(calls) == 2
 
 
 def gradients(v, idx, needs=ALL, into=NOWHERE, **options):
-    """dx, d up, d down and dweight of one call with the leaves `v`."""
+    """Return dx, d up, d down and dweight of one call with the leaves `v`."""
     experts = ExpertStacks(v["up"], v["down"], **options)
     _, z, *rows = moe_mlp_cpp.forward(
         v["x"],
@@ -115,10 +115,10 @@ def gradients(v, idx, needs=ALL, into=NOWHERE, **options):
 @pytest.mark.parametrize("T, H, I", [(300, 96, 130), (1300, 70, 33)])
 def test_threads_change_no_bit(T, H, I, dtype, monkeypatch, variant, calls):
     case = make_case(T, H, I, 3, 2, dtype, "dropped")
-    want = gradients(case.leaves, case.topk_idx)
+    expected = gradients(case.leaves, case.topk_idx)
     for threads in (1, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert_same(gradients(case.leaves, case.topk_idx), want)
+        assert_same(gradients(case.leaves, case.topk_idx), expected)
     assert len(calls) == 4
 
 
@@ -150,13 +150,13 @@ def test_accumulating_parameters(form, calls):
 def test_frozen_and_idle_experts_get_zeros_and_spread_no_nan(calls):
     case = make_case(40, 33, 17, 5, 2)
     idx = choose_experts(40, 4, 2, "random")  # none for the last
-    want = gradients(case.leaves, idx)
+    expected = gradients(case.leaves, idx)
     for name in ("up", "down"):
         case.leaves[name][4] = float("nan")
-    for stack in want[1:3]:
+    for stack in expected[1:3]:
         stack[[1, 4]] = 0
     trainable = torch.tensor([True, False, True, True, True])
-    assert_same(gradients(case.leaves, idx, trainable=trainable), want)
+    assert_same(gradients(case.leaves, idx, trainable=trainable), expected)
     assert len(calls) == 2
 
 
@@ -173,7 +173,7 @@ def test_weights_that_train_separately_go_to_torch(calls):
     case = make_case(21, 33, 17, 4, 2)
     v = case.leaves
     rows = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
-    trains = (rows >= 0)[:, None, None]  # whose rows of the stacks are not read
+    trains = (rows >= 0)[:, None, None]  # their rows of the stacks are not read
     frozen = dict(v)
     for name in ("up", "down"):
         frozen[name] = v[name].masked_fill(trains, math.nan)
@@ -185,16 +185,16 @@ def test_weights_that_train_separately_go_to_torch(calls):
         **trained,
     )
     assert not calls
-    want = gradients(v, case.topk_idx)
+    expected = gradients(v, case.topk_idx)
     torch.testing.assert_close(
         up,
-        want[1][[0, 2]],
+        expected[1][[0, 2]],
         rtol=1e-4,
         atol=1e-5,
     )
     torch.testing.assert_close(
         down,
-        want[2][[0, 2]],
+        expected[2][[0, 2]],
         rtol=1e-4,
         atol=1e-5,
     )
@@ -216,7 +216,7 @@ def test_its_memory_is_what_it_asks_for(T, E, recompute, monkeypatch, variant, c
     assert calls
     for space in spaces:
         assert (space[-4096:] == 77).all()
-    # beside what each thread has: dx of the rows; dz, wh and z of a group's; and indices
+    # in addition to each thread's own: dx of the rows; dz, wh and z of a group's rows; and indices
     group = T if E == 1 else 300
     rest = 4 * (T * 70 + group * (270 + 180 * recompute)) + 64 * (T + E)
     each = 4 * max(256 * (128 + 512) + 512 * 512, 4 * (512 + 1024) * 64)

@@ -1,6 +1,4 @@
-"""The experts on matrix tiles (AMX), and, so that the same holds without them, on every other
-instruction set.
-"""
+"""The experts on matrix tiles (AMX), and the same checks on every other instruction set."""
 
 import pytest
 import torch
@@ -17,11 +15,11 @@ LAYER = moe_layer(backend="cpp")
 @pytest.fixture(autouse=True)
 def _in_one_call(monkeypatch, cpu_library):
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: moe_mlp_cpp.ANY)
-    workspace.release()  # what a smaller case left there would be zero or finite
+    workspace.release()  # otherwise memory from a smaller case would be zero or finite
 
 
 def exact(case):
-    """What float64 makes of the same numbers."""
+    """Compute the same numbers in float64."""
     v = {name: leaf.double() for name, leaf in case.leaves.items()}
     weight = v.pop("topk_weight")
     x, up, down = (v.pop(name) for name in ("x", "up", "down"))
@@ -54,7 +52,7 @@ FORMS = [
             [3, 4, 0, 15, 1, 16],
             33,
             17,
-            id="from the fewest rows that tiles take",
+            id="around the fewest rows for tiles",
         ),
         pytest.param(
             [17, 31, 2, 32, 33, 0],
@@ -66,42 +64,42 @@ FORMS = [
             [257, 3, 48, 0, 64, 65],
             290,
             48,
-            id="more than one piece",
+            id="more than one part",
         ),
     ],
 )
 def test_every_count_of_rows_is_near_float64(counts, H, I, form, variant):
     case = routed(counts, H, I, BFLOAT, gated=form is not None)
     case.form = form or {}
-    want = exact(case)
-    error = (no_grad(case) - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-2)
+    expected = exact(case)
+    error = (no_grad(case) - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-2)
     assert error.max() < 0.02
 
 
-def test_what_memory_held_before_reaches_no_result(monkeypatch, variant):
+def test_stale_memory_does_not_affect_results(monkeypatch, variant):
     case = routed([3, 20, 1, 37, 2, 50], 70, 41, BFLOAT)
-    want = no_grad(case)
+    expected = no_grad(case)
     scratch = moe_mlp_cpp.scratch
 
     def dirty(*args):
         space = scratch(*args)
         if space.dtype == torch.uint8:
-            space.fill_(0xFF)  # every number a NaN
+            space.fill_(0xFF)  # every value a NaN
         return space
 
     monkeypatch.setattr(moe_mlp_cpp, "scratch", dirty)
-    assert torch.equal(no_grad(case), want)
+    assert torch.equal(no_grad(case), expected)
 
 
 def test_neither_saving_nor_threads_change_a_bit(monkeypatch, variant):
     case = routed([5, 300, 18, 0, 33, 2], 96, 160, BFLOAT)
-    want = no_grad(case)
+    expected = no_grad(case)
     for threads in (1, 2, 32):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         workspace.release()
-        assert torch.equal(no_grad(case), want)
+        assert torch.equal(no_grad(case), expected)
     saved = run(case, LAYER)
-    assert torch.equal(saved["out"], want)
+    assert torch.equal(saved["out"], expected)
     assert_same(run(case, moe_layer(backend="cpp", recompute=True)), saved)
 
 
@@ -127,11 +125,11 @@ def test_a_backward_pass_is_one_call(monkeypatch, variant):
     taken = []
     one_call = moe_mlp_cpp._one_call_back
 
-    def noted(*args):
+    def counted(*args):
         taken.append(1)
         return one_call(*args)
 
-    monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", noted)
+    monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", counted)
     for rows in (3, 9, 70):
         taken.clear()
         run(

@@ -1,8 +1,8 @@
-"""Experts whose gate and up are clamped, shifted or stored in turns, on every backend.
+"""Experts whose gate and up are clamped, shifted or interleaved, on every backend.
 
-A value near the limit may fall on either side of it by rounding alone, which is no error but looks
-like one: every case puts its limit into a gap between the values that occur, and asserts that some
-lie beyond it, on each side, and some do not.
+Rounding alone may move a value near the limit to its other side, which is no error but looks like
+one. Every case therefore puts its limit into a gap between the values that occur, and asserts that
+some are beyond it, on each side, and some are not.
 """
 
 import math
@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from moe_runtime.kernels.tiles import Tile
 
 OP = "moe_mlp"
-LIMITED = [  # act, form; what a limit is, the case decides
+LIMITED = [  # act, form; each case chooses its limit
     pytest.param(
         "quick_gelu",
         {"limit": 1, "up_offset": 1.0, "interleaved": True},
@@ -30,14 +30,14 @@ LIMITED = [  # act, form; what a limit is, the case decides
     ),
     pytest.param("silu", {"limit": 1}, id="DeepSeek-V4"),
     pytest.param("gelu", {"limit": 1, "up_offset": -0.5}, id="clamped and shifted, gate first"),
-    pytest.param("relu2", {"limit": 1, "interleaved": True}, id="clamped, in turns"),
+    pytest.param("relu2", {"limit": 1, "interleaved": True}, id="clamped, interleaved"),
 ]
 GPT_OSS = LIMITED[0].values
 
 
 def in_a_gap(case) -> None:
-    """Put the case's limit between two of the values that gate and up take, where nothing is near;
-    see that all sides occur.
+    """Put the case's limit into a gap between the values of gate and up, and check that all sides
+    occur.
     """
     v = case.view({name: leaf.double() for name, leaf in case.leaves.items()})
     z = []
@@ -53,7 +53,7 @@ def in_a_gap(case) -> None:
     case.form["limit"] = limit
     for beyond in (gate > limit, up > limit, up < -limit):
         assert 0.02 < beyond.double().mean() < 0.5
-    assert (gate < -limit).any()  # the gate has no lower limit: only so is one seen
+    assert (gate < -limit).any()  # the gate has no lower limit; if it had one, this would detect it
 
 
 def made(act, form, dtype=torch.float32, sizes=(19, 33, 17, 4, 2), routing="dropped", change=None):
@@ -123,8 +123,8 @@ def test_tiles(tile, change, check_kernels):
 
 
 def exactly_at_the_limit(form):
-    """One token that is e_0: gate and up are the first columns of the weights, at the limit, just
-    below it and beyond.
+    """Return one token that is e_0, so that gate and up are the first columns of the weights: at
+    the limit, just below it and beyond.
     """
     limit = 0.75
     below = math.nextafter(0.75, 0)
@@ -165,7 +165,7 @@ def exactly_at_the_limit(form):
 
 
 @pytest.mark.parametrize(
-    "form", [{}, {"interleaved": True, "up_offset": 1.0}], ids=["gate first", "in turns"]
+    "form", [{}, {"interleaved": True, "up_offset": 1.0}], ids=["gate first", "interleaved"]
 )
 def test_a_value_on_the_limit_has_a_gradient_and_one_beyond_has_none(
     form, backend, tolerance, device
@@ -179,10 +179,10 @@ def test_a_value_on_the_limit_has_a_gradient_and_one_beyond_has_none(
     assert (up != 0).tolist() == [True, True, True, True, True, False, False, True, True]
 
 
-@pytest.mark.parametrize("form", [GPT_OSS[1], {"limit": 1}], ids=["in turns", "gate first"])
+@pytest.mark.parametrize("form", [GPT_OSS[1], {"limit": 1}], ids=["interleaved", "gate first"])
 @pytest.mark.parametrize("I", [40, 272], ids=["one block", "two blocks of its activation"])
 def test_shared_expert_by_torchs_matmul(I, form, check_kernels):
-    """Expert 0 in the last slot of every token, and nowhere else."""
+    """Expert 0 is in the last slot of every token, and nowhere else."""
     case = make_case(9, 24, I, 3, 2, act="quick_gelu", bias=True)
     case.topk_idx = case.topk_idx % 2 + 1
     case.topk_idx[:, -1] = 0

@@ -53,9 +53,9 @@ def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, gated, 
 def test_autocast_rounds_nothing(backend, device):
     case = make_case(13, 33, 17, 4, 2, bias=True)
     layer = moe_layer(backend=backend)
-    want = run(case, layer, device=device)
+    expected = run(case, layer, device=device)
     with torch.autocast(device, torch.bfloat16):
-        assert_same(run(case, layer, device=device), want)
+        assert_same(run(case, layer, device=device), expected)
 
 
 @pytest.mark.parametrize("shared", ["group", "dense"])

@@ -14,12 +14,12 @@ from moe_runtime.kernels.tiles import Tile
 
 @pytest.fixture(autouse=True)
 def _steps_of_many_slots(monkeypatch):
-    """The sort, the map and the sum as launches of their own, whatever the number of slots."""
+    """Run the sort, the map and the sum as separate launches, whatever the number of slots."""
     monkeypatch.setattr(decode, "SMALL", 0)
 
 
 def everywhere(tile, **others):
-    """The same config for every kernel."""
+    """Use the same config for every kernel."""
     return tiles.force(**(dict.fromkeys(tiles.KERNELS, tile) | others))
 
 
@@ -77,8 +77,8 @@ def test_each_kernel_has_a_tile_of_its_own(check):
 
 
 def test_the_tiles_of_a_gpu(check):
-    """128 rows by 128 columns with the Hopper table's flags: what runs there, at sizes that have
-    tails.
+    """128 rows by 128 columns with the flags of the Hopper table, at sizes that have partial
+    tiles.
     """
     with everywhere(Tile(128, 128, 64, TMA=True), dw=Tile(128, 256, 64)):
         check(make_case(180, 136, 200, 2, 2, torch.bfloat16, "twice", bias=True))

@@ -1,5 +1,5 @@
-"""Packed stacks: the bytes that the libraries make, every value that the bytes mean, and what
-cannot be packed.
+"""Packed stacks: bytes equal those of the libraries, every value of the bytes, and what cannot be
+packed.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("cpu_library")
 
 
 def weights(E: int, P: int, Q: int, dtype=torch.float32) -> torch.Tensor:
-    """Numbers of all sizes, a row of zeros among them; largest values add up exactly, whatever
-    their order.
+    """Return numbers of all magnitudes, including a row of zeros; the largest values add up exactly
+    in any order.
     """
     w = ((torch.arange(E * P * Q) * 2654435761) % 1000003).double() / 500001.5 - 1
     w = (
@@ -54,7 +54,7 @@ def unpacked(stack: packed.Packed, dtype) -> torch.Tensor:
 
 
 # of weights(3, 40, 192) by bitsandbytes 0.50.2: data, absmax, nested absmax, nested map, offset,
-# and the weights again
+# and the dequantized weights
 BITSANDBYTES = {
     torch.float32: (
         "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 "
@@ -136,11 +136,11 @@ def test_mxfp4_takes_the_nearest_value_and_never_overflows():
     )
     assert ((w.abs() / step)[step > 1e-30] <= 6).all()
     largest = (w.abs() / step).unflatten(2, (3, 32)).amax(3)
-    assert (largest[1] > 3).all()  # half of the range is used, at least
+    assert (largest[1] > 3).all()  # at least half of the range is used
 
 
 def nibbles(data: torch.Tensor, first_is_high: bool) -> list[int]:
-    """The codes of 4 bits, in order."""
+    """Return the 4-bit codes, in order."""
     codes = []
     for byte in data.reshape(-1).view(torch.uint8).tolist():
         pair = [byte & 15, byte >> 4]
@@ -149,7 +149,7 @@ def nibbles(data: torch.Tensor, first_is_high: bool) -> list[int]:
 
 
 def by_hand(data: torch.Tensor, scales, name: str) -> torch.Tensor:
-    """The stack in float64 by another way: number by number."""
+    """Compute the stack in float64 independently, number by number."""
     E, P, Q = packed.shape_of(data, name)
     out = []
     if name == "nf4":
@@ -199,7 +199,7 @@ def test_reference(name):
 def test_the_library_makes_the_same_bits(name, variant, monkeypatch):
     stack = packed.pack(weights(*SHAPES[name]), name)
     every = stack.data.view(torch.uint8)[0, 0]
-    every.copy_(torch.arange(every.numel()) * 251 % 256)  # NaN among them
+    every.copy_(torch.arange(every.numel()) * 251 % 256)  # including NaN
     if name == "mxfp4":
         stack.scales[0][0, 0] = torch.tensor([0, 254, 255], dtype=torch.uint8)
     dtypes = (torch.float32, torch.bfloat16)

@@ -1,5 +1,5 @@
-"""How evenly slots fall on experts, by plain Python; the runs of the counter behind it are in
-tests/hf/dropin/test_stats.py.
+"""Load metrics of experts against plain Python; tests/hf/dropin/test_stats.py tests the counter
+behind them.
 """
 
 import math
@@ -25,6 +25,6 @@ def test_a_layer_of_one_expert_is_balanced(shape):
 
 def test_entropy_of_each_layer_over_that_of_even_shares():
     p = torch.tensor([1, 2, 5], dtype=torch.float64) / 8
-    want = -(p * p.log()).sum().item() / math.log(4)
+    expected = -(p * p.log()).sum().item() / math.log(4)
     counts = torch.tensor([[1, 2, 5, 0], [4, 4, 4, 4]])
-    assert load_entropy(counts).tolist() == pytest.approx([want, 1.0], rel=1e-12)
+    assert load_entropy(counts).tolist() == pytest.approx([expected, 1.0], rel=1e-12)

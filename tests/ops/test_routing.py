@@ -18,17 +18,17 @@ OP = "route"
 NAN = float("nan")
 INF = float("inf")
 EVERY_GATE = pytest.mark.parametrize("gate", GATES)
-# numpy's, of NaN and inf rows
+# numpy's warnings for NaN and inf rows
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning")
 
 
 def slots(gate: str, k: int) -> int:
-    """top_k of a gate that picks k experts: the shared one counts."""
+    """Return top_k of a gate that chooses k experts, including the shared one."""
     return k + (gate in SHARED)
 
 
 def results(f, logits, top_k, gate, dweight, **options) -> dict:
-    """Weights, ids and the gradient of the logits."""
+    """Return weights, ids and the gradient of the logits."""
     logits = logits.detach().requires_grad_()
     weight, idx = f(logits, top_k, gate, **options)
     (dlogits,) = torch.autograd.grad(
@@ -41,7 +41,7 @@ def results(f, logits, top_k, gate, dweight, **options) -> dict:
 
 @pytest.fixture
 def run(backend):
-    """run(logits, top_k, gate, dweight) is what `route` gives on a backend."""
+    """run(logits, top_k, gate, dweight) returns the results of `route` on a backend."""
 
     def run(*args, **options):
         return results(route, *args, backend=backend, **options)
@@ -51,7 +51,7 @@ def run(backend):
 
 @pytest.mark.parametrize(
     "T, R, k",
-    [  # tokens, experts in the router, experts that it picks
+    [  # tokens, experts in the router, experts per token
         pytest.param(69, 7, 5, id="XFT: 8 experts, top 6; the last block ragged"),
         pytest.param(6, 2, 1, id="XFT's E=3, K=2 or E=2"),
         pytest.param(17, 64, 8, id="E = 64"),
@@ -106,24 +106,24 @@ def test_second_gradient(gate, backend, device):
 def test_narrow_logits_are_computed_in_float32_and_rounded_once(gate, dtype, run, device):
     logits = torch.randn(21, 9, device=device).to(dtype)
     dweight = torch.randn(21, 4, device=device)
-    want = run(logits.float(), 4, gate, dweight)
-    want["dlogits"] = want["dlogits"].to(dtype)
-    assert_same(run(logits, 4, gate, dweight), want)
+    expected = run(logits.float(), 4, gate, dweight)
+    expected["dlogits"] = expected["dlogits"].to(dtype)
+    assert_same(run(logits, 4, gate, dweight), expected)
 
 
 @EVERY_GATE
 def test_gradient_at_ties_is_the_equations(gate):
-    """The routing of a new layer with zero weights is one big tie."""
+    """The routing of a new layer with zero weights is one large tie."""
     logits = torch.zeros(2, 4, dtype=torch.float64)
     dweight = torch.randn(2, 3, dtype=torch.float64)
     got = results(route, logits, 3, gate, dweight)["dlogits"]
     leaf = logits.clone().requires_grad_()
-    (want,) = torch.autograd.grad(
+    (expected,) = torch.autograd.grad(
         route_oracle(leaf, 3, gate)[0],
         leaf,
         dweight,
     )
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +181,11 @@ def test_ties_and_bad_rows_are_as_in_the_reference(gate, k, run, device):
     top_k = slots(gate, k)
     dweight = torch.randn(len(ROWS), top_k, device=device)
     got = run(logits, top_k, gate, dweight)
-    # the gradient in closed form: autograd of the reference has NaN where 0 inf is meant
-    want = results(route, logits, top_k, gate, dweight, backend="torch")
+    # the gradient in closed form, since autograd of the reference has NaN instead of 0 for 0 inf
+    expected = results(route, logits, top_k, gate, dweight, backend="torch")
     torch.testing.assert_close(
         got,
-        want,
+        expected,
         rtol=1e-5,
         atol=1e-6,
         equal_nan=True,
@@ -219,11 +219,11 @@ def test_many_ties(gate, dtype, backend, device):
     logits[::3, ::2] = -INF
     k = slots(gate, 40)
     got = route(logits, k, gate, backend=backend)
-    want = route_reference(logits.float(), k, gate)
-    assert torch.equal(got.topk_idx, want.topk_idx)
+    expected = route_reference(logits.float(), k, gate)
+    assert torch.equal(got.topk_idx, expected.topk_idx)
     torch.testing.assert_close(
         got.topk_weight,
-        want.topk_weight,
+        expected.topk_weight,
         rtol=1e-5,
         atol=1e-7,
     )
@@ -319,10 +319,10 @@ def test_xft_is_softmax_of_probabilities_and_not_of_logits():
     weight = route(logits, 3, "xft").topk_weight
     p = logits[0].exp() / logits[0].exp().sum()
     first, second = torch.exp(p[:2]) / torch.exp(p[:2]).sum() * p[0]
-    want = torch.stack([first, second, 1 - p[0]])
+    expected = torch.stack([first, second, 1 - p[0]])
     torch.testing.assert_close(
         weight[0],
-        want,
+        expected,
         rtol=1e-12,
         atol=1e-14,
     )
@@ -346,12 +346,12 @@ def test_bias_moves_the_choice_and_not_the_weights(dtype, bias_dtype, run, devic
     dweight = torch.randn(37, 4, device=device)
     got = run(logits, 4, "sigmoid_topk", dweight, bias=bias)
     exact = (logits.double(), 4, "sigmoid_topk", dweight)
-    want = results(route_reference, *exact, bias=bias.double())
+    expected = results(route_reference, *exact, bias=bias.double())
     idx = got.pop("idx")
-    assert torch.equal(idx, want.pop("idx"))
+    assert torch.equal(idx, expected.pop("idx"))
     assert not (idx == 3).any()
     assert (idx == 5).any()
-    assert_parity(got, want, {"weight": 5e-6, "dlogits": tolerance[dtype]})
+    assert_parity(got, expected, {"weight": 5e-6, "dlogits": tolerance[dtype]})
 
 
 def test_noise_is_added_before_the_choice_and_carries_a_gradient(backend, device):
@@ -382,7 +382,6 @@ def test_shared_expert_alone(gate, backend, device):
     assert torch.autograd.grad(weight.sum(), logits)[0].shape == (4, 0)
 
 
-# experts of the caller's choice
 @EVERY_GATE
 def test_forced_with_its_own_choice_changes_no_bit(gate, run, device):
     logits = torch.randn(35, 7, device=device)
@@ -392,7 +391,7 @@ def test_forced_with_its_own_choice_changes_no_bit(gate, run, device):
 
 
 def forced_weight(logits, chosen, gate):
-    """The equation for the routed experts `chosen`."""
+    """Compute the equation for the routed experts `chosen`."""
     s = logits.softmax(-1).gather(1, chosen)
     selected = logits.gather(1, chosen)
     weight = s
@@ -416,7 +415,7 @@ def forced_weight(logits, chosen, gate):
         pytest.param(
             1.0,
             [[3, 3, 5], [4, 0, 4], [2, 2, 2]],
-            id="one expert twice",
+            id="the same expert twice",
         ),
         pytest.param(
             104.0,
@@ -456,7 +455,7 @@ def test_forced_ids_have_the_weights_of_the_equation(gate, top, ids, run, device
     "arguments, words",
     [
         pytest.param({"gate": "top2"}, "gate must be", id="unknown gate"),
-        pytest.param({"top_k": 9}, "top_k must be", id="more experts than there are"),
+        pytest.param({"top_k": 9}, "top_k must be", id="more experts than available"),
         pytest.param({"noise": torch.randn(7)}, "noise is (7,)", id="noise that would broadcast"),
         pytest.param({"bias": torch.randn(7)}, "bias is (7,)", id="bias with a softmax gate"),
         pytest.param(

@@ -1,4 +1,4 @@
-"""The router's kernels alone: what is saved, and offsets."""
+"""The router's kernels: what is saved, and offsets."""
 
 import numpy as np
 import pytest
@@ -25,13 +25,13 @@ def test_saves_the_logits_as_they_came_and_the_ids(device):
     [
         pytest.param(2, 2**31 - 1, id="2^31 - 1"),
         pytest.param(2, 2**31 + 1, id="2^31 + 1"),
-        pytest.param(34, 2**26 + 1, id="the second program begins behind 2^31"),
+        pytest.param(34, 2**26 + 1, id="the second program starts after 2^31"),
     ],
 )
 def test_offsets_beyond_int32(rows, stride, device):
     if device == "cuda":
-        pytest.skip("calloc's trick is the CPU's")
-    # calloc gives pages that take no memory before they are touched
+        pytest.skip("relies on calloc on the CPU")
+    # untouched pages from calloc take no memory
     memory = torch.from_numpy(np.zeros((rows - 1) * stride + 8, dtype=np.float16))
     logits = memory.as_strided((rows, 7), (stride, 1))
     numbers = torch.randn(rows, 7).half()

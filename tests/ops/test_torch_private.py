@@ -1,4 +1,4 @@
-"""Private torch: one file names it, and the library works without each of those names."""
+"""Only one file uses private torch names, and the library works without each of them."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ PACKAGE = ROOT / "moe_runtime"
 ATTRIBUTES = {"_schema", "_opname", "_op_dk", "_dynamo_marked_constant"}  # of torch's objects
 ALLOWED = {
     "ops/_torch_private.py": {},
-    # below ops; without the attribute a graph breaks there
+    # lower layers than ops; without the attribute a graph breaks there
     "backends.py": {"_dynamo_marked_constant"},
     "native/library.py": {"_dynamo_marked_constant"},
 }
@@ -22,7 +22,7 @@ def is_private(name: str) -> bool:
 
 
 def private_torch(tree: ast.Module) -> Iterator[str]:
-    """Every private name of torch in a file."""
+    """Return every private torch name in a file."""
     torch_modules = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -114,7 +114,7 @@ with torch.autograd.forward_ad.dual_level():
 """
 
 
-# each in a fork of a process that has imported torch once
+# each runs in a fork of a process that has imported torch once
 FORKS = """
 import os, sys, traceback, torch, torch._dynamo
 text, *names = sys.argv[1:]

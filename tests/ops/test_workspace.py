@@ -1,5 +1,5 @@
-"""Leased memory: never shared by two live tensors, never read before it is written, back in the
-pool when a graph dies.
+"""Leased memory is never shared by two live tensors, never read before it is written, and returned
+to the pool when a graph is freed.
 """
 
 import concurrent.futures
@@ -30,8 +30,8 @@ def pool_bytes() -> int:
 
 
 def poison() -> int:
-    """Fill every free lease and all of this thread's scratch memory with bits that are NaN; returns
-    the number of blocks.
+    """Fill every free lease and all of this thread's scratch memory with NaN bits; return the
+    number of blocks.
     """
     for block in workspace._pool.free:
         block[:] = b"\xff" * len(block)
@@ -65,7 +65,7 @@ def finish(case, out, leaves, **kwargs):
 
 
 def test_release_reaches_the_scratch_memory_of_every_thread():
-    """A GPU's backward pass runs in a thread of autograd's."""
+    """A GPU's backward pass runs in an autograd thread."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         alive = pool.submit(
             lambda: weakref.ref(
@@ -92,10 +92,9 @@ def test_release_reaches_the_scratch_memory_of_every_thread():
         assert pool.submit(lambda: len(workspace._buffers())).result() == 0
         count = len(workspace._threads)
     gc.collect()
-    assert len(workspace._threads) < count  # a thread that ended leaves nothing
+    assert len(workspace._threads) < count  # a finished thread leaves nothing
 
 
-# leases by themselves
 LIKE = torch.empty(0)
 SHAPE = (3, 1 << 18)
 
@@ -171,14 +170,14 @@ def test_scratch_is_uninitialized_and_private_to_its_thread():
 
 def test_a_collection_in_the_middle_of_a_lease_does_not_deadlock():
     # a lease in a reference cycle (an exception's traceback is enough) is returned by the garbage
-    # collector, which may run between any two instructions from Python 3.12 on, also while this
+    # collector, which from Python 3.12 on may run between any two instructions, also while this
     # thread holds the pool's lock
     spec = importlib.util.find_spec("moe_runtime.ops.workspace")
-    # its own lock: a deadlock must not reach the other tests
+    # a separate lock: a deadlock must not affect the other tests
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     gc.collect()
-    gc.freeze()  # or every collection walks through torch
+    gc.freeze()  # otherwise every collection traverses torch
     cycles = []
     done = threading.Event()
     for n in range(40):
@@ -206,7 +205,6 @@ def test_a_collection_in_the_middle_of_a_lease_does_not_deadlock():
     assert finished
 
 
-# through the layer
 def test_layer_leases_and_returns():
     case = big_case()
     out, leaves = start(case)
@@ -214,7 +212,7 @@ def test_layer_leases_and_returns():
     finish(case, out, leaves)
     del out
     assert pool_bytes() == 256 * 2 * 512 * 4
-    start(case)  # a graph that is dropped without a backward pass
+    start(case)  # a graph that is freed without a backward pass
     gc.collect()
     assert pool_bytes() == 256 * 2 * 512 * 4
 
@@ -223,11 +221,11 @@ def test_layer_leases_and_returns():
 def test_poison_between_forward_and_backward_does_not_reach_the_graph(routing):
     case = big_case(routing=routing)
     other = big_case()
-    want = finish(case, *start(case))
+    expected = finish(case, *start(case))
     out, leaves = start(case)
     finish(other, *start(other))
     poison()
-    assert_same(finish(case, out, leaves), want)
+    assert_same(finish(case, out, leaves), expected)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +239,16 @@ def test_poison_between_forward_and_backward_does_not_reach_the_graph(routing):
 )
 def test_graphs_that_live_at_once(order):
     cases = [big_case(T) for T in (256, 256, 300)]
-    want = [finish(case, *start(case)) for case in cases]
+    expected = [finish(case, *start(case)) for case in cases]
     graphs = [start(case) for case in cases]
     for i in order:
         poison()
-        assert_same(finish(cases[i], *graphs[i]), want[i])
+        assert_same(finish(cases[i], *graphs[i]), expected[i])
 
 
 def test_backward_from_another_thread():
     case = big_case()
-    want = finish(case, *start(case))
+    expected = finish(case, *start(case))
     out, leaves = start(case)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         got = pool.submit(
@@ -259,27 +257,27 @@ def test_backward_from_another_thread():
             out,
             leaves,
         ).result(timeout=PATIENCE)
-    assert_same(got, want)
+    assert_same(got, expected)
     del out
-    assert_same(finish(case, *start(case)), want)
+    assert_same(finish(case, *start(case)), expected)
 
 
 @pytest.mark.parametrize("order", ["itit", "titi"])
 def test_inference_mode_and_training_take_turns(order):
     case = big_case()
-    want = finish(case, *start(case))
+    expected = finish(case, *start(case))
     workspace.release()
     for step in order:
         if step == "i":
             with torch.inference_mode():
                 got = moe_mlp(*case.leaves.values(), case.topk_idx)
-            assert torch.equal(got, want[0])
+            assert torch.equal(got, expected[0])
         else:
-            assert_same(finish(case, *start(case)), want)
+            assert_same(finish(case, *start(case)), expected)
 
 
 def test_pool_does_not_grow_with_every_new_length():
-    # batches of varying length, as every data loader without padding to a fixed length yields them
+    # batches of varying length, as from any data loader that does not pad to a fixed length
     lengths = range(256, 256 + 32)
     for T in lengths:
         case = big_case(T)
@@ -288,7 +286,7 @@ def test_pool_does_not_grow_with_every_new_length():
 
 
 def buffers_of(stream: int) -> set[int]:
-    """Addresses of this thread's scratch memory of a stream."""
+    """Return the addresses of this thread's scratch memory of a stream."""
     found = set()
     for key, buffer in workspace._buffers().items():
         if key[-1] == stream:
@@ -297,8 +295,8 @@ def buffers_of(stream: int) -> set[int]:
 
 
 def test_streams_have_scratch_memory_of_their_own(monkeypatch):
-    """Two streams of one thread wrote into each other's buffers; here two made-up ones take turns
-    at a whole forward pass.
+    """Two streams of one thread must not write into each other's buffers; here two fake streams
+    alternate for whole forward passes.
     """
     stream = [1]
     x = torch.randn(4, 3)

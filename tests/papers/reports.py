@@ -1,4 +1,4 @@
-"""What the tests of all tables look at in a report."""
+"""Helpers that read a report, for the tests of all tables."""
 
 
 def entries_of(report) -> list[str]:

@@ -1,4 +1,4 @@
-"""python -m papers: the commands that belong to no single table."""
+"""python -m papers: the commands that do not belong to a table."""
 
 import functools
 import importlib

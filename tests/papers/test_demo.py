@@ -1,5 +1,5 @@
-"""The main job from end to end, as `make demo` runs it, at a size of seconds; and the benchmarks,
-so that they keep running.
+"""The demo end to end, as `make demo` runs it, in seconds; and the benchmarks, so that they keep
+running.
 """
 
 import json
@@ -23,10 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of the tiny demo: its folder and what it printed."""
+    """A run of the tiny demo: its folder and its output."""
     folder = tmp_path_factory.mktemp("demo") / "first"
-    # a whole start of Python: its hashes differ from the server's, and so does the order in all
-    # sets
+    # a fresh Python process has other hashes than the server, and so another order in all sets
     command = [sys.executable, "-m", *WORDS, folder]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -106,7 +105,7 @@ def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
             [-100, -100, -100, 0],
         ]
     )
-    # at each place, of the next one
+    # at each position, for the next one
     likeliest = torch.tensor([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 1, 0]])
     logits = torch.nn.functional.one_hot(likeliest, 3).float()
     assert demo.all_right(logits, labels) == [True, False, False]
@@ -125,7 +124,7 @@ def test_every_benchmark_runs(tmp_path):
         "--tiny",
     ]
     command += ["--benchmark-json", str(tmp_path / "b.json")]
-    # pytest-benchmark switches itself off in a worker of xdist, which the environment says we are
+    # pytest-benchmark disables itself when the environment says that this is an xdist worker
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     out = subprocess.run(
         command,
@@ -136,7 +135,7 @@ def test_every_benchmark_runs(tmp_path):
     )
     assert out.returncode == 0, out.stdout[-3000:]
     benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
-    told = report.text([tmp_path / "b.json"])
+    table = report.text([tmp_path / "b.json"])
     files = set()
     for benchmark in benchmarks:
         files.add(Path(benchmark["fullname"].partition("::")[0]).name)
@@ -149,5 +148,5 @@ def test_every_benchmark_runs(tmp_path):
         assert info["dtype"] in described.DTYPES.values()
         assert set(info["ceilings"]) == {"TFLOP/s", "GB/s"}
         assert info["commit"]
-        assert f"| {benchmark['name'].partition('[')[0]} |" in told
+        assert f"| {benchmark['name'].partition('[')[0]} |" in table
     assert files == {path.name for path in (ROOT / "bench").glob("bench_*.py")}

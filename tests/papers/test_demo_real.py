@@ -29,7 +29,7 @@ MODELS = ["base", "SFT", "SFT_time", "MoE", "INIT", "merged"]
 
 
 def write_model(folder: Path) -> Path:
-    """Write a random Llama of two layers whose tokenizer knows the tasks' words."""
+    """Write a random Llama of two layers with a tokenizer that knows the tasks' words."""
     texts = []
     for name in ("intent", "json", "arithmetic"):
         for row in task_rows(name, train=16, held_out=1).train:
@@ -47,7 +47,7 @@ def write_model(folder: Path) -> Path:
 
 
 def recipe(**changes):
-    """The shipped recipe at a size of seconds."""
+    """The shipped recipe, reduced to seconds."""
     small = load_recipe("smollm2").change(
         layers=[1], data__limit=16, data__held_out_rows=4, mix__steps=1, mix__batch_size=4
     )
@@ -58,8 +58,8 @@ def recipe(**changes):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A model, a file of GSM8K's form, and the small recipe; the standard library is a few of its
-    packages.
+    """A model, a file in GSM8K's format, and the small recipe; a few packages stand in for the
+    standard library.
     """
     files = corpora.standard_library_files()
     few = tuple(file for file in files if file[0].startswith(("asyncio/", "email/", "logging/")))
@@ -96,17 +96,15 @@ def command(home: Path, out: Path, *more: str) -> list[str]:
 
 
 def call(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    """Run the command in this process; return its code and what it printed."""
+    """Run the command in this process; return its exit code and its output."""
     monkeypatch.setattr(sys, "argv", ["papers", *words])
     with pytest.raises(SystemExit) as end:
         cli.main("papers.cli")
     return (end.value.code or 0, *capsys.readouterr())
 
 
-def test_the_whole_way(home, tmp_path, monkeypatch, capsys):
-    """Also with GSM8K as a fifth task; a second call makes nothing anew and prints the same
-    table.
-    """
+def test_whole_demo(home, tmp_path, monkeypatch, capsys):
+    """GSM8K is a fifth task; a second call runs nothing again and prints the same table."""
     monkeypatch.setattr(demo_real, "TOKENS", dict.fromkeys(demo_real.TOKENS, 4))
     monkeypatch.setattr(demo_real, "MEASURED", 2)
     out = tmp_path / "out"
@@ -132,7 +130,8 @@ def test_the_whole_way(home, tmp_path, monkeypatch, capsys):
     assert rows["SFT"]["loss"] != rows["base"]["loss"] != rows["merged"]["loss"]
     assert set(results["measured"]) == {"sft", "tune", "mix", "dense tokens/s", "MoE tokens/s"}
     assert min(results["measured"].values()) > 0
-    # what was trained is what is asked: examples of five tasks, 4 of each, and one of each held out
+    # the trained tasks are also evaluated: five tasks, with 4 training examples and one held-out
+    # example each
     (tasks,) = out.glob("tasks-*")
     trained = (tasks / "train.jsonl").read_text()
     assert len(trained.splitlines()) == 20

@@ -31,7 +31,7 @@ def llama(vocab, hidden, inner, layers, heads, kv):
     }
 
 
-# config.json of the bases, as far as sizes go
+# config.json of the bases, with the fields that determine sizes
 LLAMA_13B = llama(32016, 5120, 13824, 40, 40, 40)
 BASES = {
     "deepseek-ai/deepseek-coder-1.3b-base": llama(32256, 2048, 5504, 24, 16, 16),
@@ -77,7 +77,7 @@ MACHINE = re.compile(
 
 @pytest.fixture
 def bases(tmp_path, monkeypatch):
-    """A folder in which the bases' ids are folders with a config and nothing else."""
+    """A folder in which the bases' ids are folders with only a config."""
     for name, config in BASES.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -115,12 +115,12 @@ def test_machine_of_recipe(path, bases):
                 covered.add(name)
                 fullest = max(fullest, share.total / (int(size) * 1e9))
     assert covered == run
-    assert fullest > 0.4  # a machine that is no larger than it must be
+    assert fullest > 0.4  # the machine is no larger than necessary
 
 
 @pytest.fixture
 def small(tmp_path):
-    """A recipe of UpIT on a folder that has a config and no weights."""
+    """A recipe of UpIT on a folder with a config and no weights."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text(json.dumps(llama(256, 64, 128, 2, 4, 4)))
     text = (METHODS / "upit/recipes/tiny.yaml").read_text()

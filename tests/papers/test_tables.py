@@ -1,5 +1,5 @@
-"""python -m papers METHOD TABLE as a user types it: what reaches the tables, and one clear error
-for bad input.
+"""python -m papers METHOD TABLE as a user types it: the arguments reach the tables, and bad input
+gives one clear error.
 """
 
 import functools
@@ -23,7 +23,7 @@ def invoke(*arguments):
 
 
 def report_of(command: str) -> Report:
-    """Numbers made up: what is tested is what the command line does with them."""
+    """Return made-up numbers, since the test is about the command line."""
     result = Result(
         name="SFT",
         folder=Path("sft-0/model"),
@@ -57,7 +57,7 @@ def report_of(command: str) -> Report:
 
 @pytest.fixture
 def calls(monkeypatch) -> list:
-    """The calls (method, table, recipe, out, options) that reach `run` of the methods."""
+    """The calls (method, table, recipe, out, options) of the methods' `run`."""
     calls = []
 
     def run(method, command, recipe, out, **options):

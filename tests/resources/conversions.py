@@ -1,8 +1,9 @@
-"""`main(FOLDER, LIMIT)`: each way of a folder to a folder in a process of its own, which may take
-LIMIT bytes more than it has.
+"""`main(FOLDER, LIMIT)`: run each conversion between folders in its own process, which may allocate
+LIMIT bytes more than it already has.
 
-Every source of a way holds more than twice the limit. What a way needs comes from those before it.
-A way prints a line of json: its name, whether the limit held to the end, and what went wrong.
+Every source folder is larger than twice the limit. A conversion uses the output of earlier ones.
+Each prints a line of JSON: its name, whether the limit was still in force at the end, and the
+error, if any.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ MOE = {"num_experts": 2, "top_k": 2}
 
 
 def prepare(place: Path, sizes: dict) -> None:
-    """Write what the ways begin with: a dense model, another of its kind, a stock mixture with an
-    adapter.
+    """Write the inputs of the first conversions: a dense model, two variants of it, and stock MoE
+    models with an adapter.
     """
     model = tiny.dense("llama", mlp_bias=None, **sizes)
     model.save_pretrained(place / "dense", **SIZE)
@@ -43,7 +44,7 @@ def prepare(place: Path, sizes: dict) -> None:
         "hidden_size": sizes["hidden_size"],
         "num_hidden_layers": -(-4 * sizes["num_hidden_layers"] // 9),
     }
-    for family in ("qwen3_moe", "gpt_oss"):  # a tensor for each expert, and stacks
+    for family in ("qwen3_moe", "gpt_oss"):  # one tensor per expert, and stacks
         stock = stock_moe.stock(
             family,
             **sizes,
@@ -54,7 +55,7 @@ def prepare(place: Path, sizes: dict) -> None:
         esft_adapter.random_adapter(stock).save(place / f"{family}-adapter")
 
 
-# a way: the folder that it reads, whose size counts, and what it does in the folder of all of them
+# a conversion: the folder that it reads, whose size counts, and a function of the parent folder
 WAYS = {
     "upcycle": (
         "dense",
@@ -163,7 +164,7 @@ def main(folder: str, limit: str) -> None:
     warm = Path(folder, "warm")
     prepare(warm, NARROW)
     with open(os.devnull, "w") as silent, contextlib.redirect_stderr(silent):
-        for _, way in WAYS.values():  # what a way imports is no part of it
+        for _, way in WAYS.values():  # imports do not count towards the limit
             way(warm)
     _in_a_child(lambda: prepare(wide, WIDE))
     for name, (source, way) in WAYS.items():
@@ -173,14 +174,14 @@ def main(folder: str, limit: str) -> None:
 
 
 def _limited(name: str, wide: Path, source: str, way, limit: int) -> None:
-    told = {"way": name, "size": size(wide / source), "limit": limit}
+    result = {"way": name, "size": size(wide / source), "limit": limit}
     limited.limit_data(limit)
     try:
         way(wide)
-        told["held"] = limited.is_held(limit + (16 << 20))
+        result["held"] = limited.is_held(limit + (16 << 20))
     except Exception:
-        told["error"] = traceback.format_exc()[-2000:]
-    print(json.dumps(told), flush=True)
+        result["error"] = traceback.format_exc()[-2000:]
+    print(json.dumps(result), flush=True)
 
 
 def _in_a_child(function) -> None:

@@ -1,5 +1,5 @@
-"""Every way from a folder to a folder, from folders of twice the memory that it may take, enforced
-by the kernel.
+"""Every conversion between folders, from folders of twice the memory limit, which the kernel
+enforces.
 """
 
 import json
@@ -13,8 +13,8 @@ LIMIT = 20 << 20
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What each way said, by its name, and what the process said besides."""
+def results(tmp_path_factory):
+    """Return the result of each conversion by name, and the error output of the process."""
     folder = tmp_path_factory.mktemp("conversions")
     code = "import sys; from tests.resources import conversions; conversions.main(*sys.argv[1:])"
     done = limited.run(code, folder, LIMIT)
@@ -27,8 +27,8 @@ def told(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", conversions.WAYS)
-def test_a_folder_of_twice_the_memory_limit(way, told):
-    ways, errors = told
+def test_a_folder_of_twice_the_memory_limit(way, results):
+    ways, errors = results
     assert way in ways, errors[-3000:]
     assert "error" not in ways[way], ways[way]["error"]
     assert ways[way]["held"]

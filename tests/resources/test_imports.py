@@ -1,5 +1,5 @@
-"""What importing costs and does: every module of the package, in a fresh process, watched by an
-audit hook.
+"""Cost and side effects of importing: every module of the package, in a fresh process, watched by
+an audit hook.
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# an import reads files and compiles; it writes no file, starts no program and no thread, and asks
-# no network
+# an import reads files and compiles; it writes no files, starts no programs or threads, and does
+# not use the network
 WATCH = """
 import json, os, signal, sys, threading, time, warnings
 
@@ -70,7 +70,7 @@ def state():
 
 
 def child(code: str, **env) -> dict:
-    """Run WATCH and `code` in a fresh process, where a warning is an error; return the json that it
+    """Run WATCH and `code` in a fresh process, where a warning is an error; return the JSON that it
     prints.
     """
     plain = {}
@@ -125,18 +125,18 @@ print(json.dumps({{"done": done, "changed": changed, "seconds": seconds, "brough
     ],
 )
 def test_what_is_light(code, brought):
-    """No torch, so no CUDA context and none of its threads; CPU time, for a busy machine is no slow
-    import.
+    """No torch, so neither its CUDA context nor its threads; measures CPU time, since a busy
+    machine does not make an import slow.
     """
-    told = child(LIGHT.format(code=code))
-    assert told["done"] == []
-    assert told["changed"] == []
-    assert set(told["brought"]) <= brought
-    assert told["seconds"] < 1
+    result = child(LIGHT.format(code=code))
+    assert result["done"] == []
+    assert result["changed"] == []
+    assert set(result["brought"]) <= brought
+    assert result["seconds"] < 1
 
 
-# transformers and torch write caches and start threads of their own when they are imported; what is
-# ours comes after
+# transformers and torch write caches and start threads when they are imported; our modules are
+# imported afterwards
 ALL = """
 import importlib, pathlib
 import torch, transformers, transformers.models.llama.modeling_llama
@@ -166,10 +166,10 @@ print(json.dumps({"done": done, "changed": changed, "modules": len(names)}))
 
 @pytest.mark.slow
 def test_every_module_of_ours_changes_nothing():
-    told = child(ALL, HF_HUB_OFFLINE="1")
-    assert told["modules"] > 120
-    assert told["done"] == []
-    assert told["changed"] == {}
+    result = child(ALL, HF_HUB_OFFLINE="1")
+    assert result["modules"] > 120
+    assert result["done"] == []
+    assert result["changed"] == {}
 
 
 PUBLIC = """
@@ -204,15 +204,15 @@ def test_the_layer_and_its_ops_bring_torch_alone():
     ],
 )
 def test_the_watcher_sees(code, found):
-    told = child(LIGHT.format(code=code))
-    assert any(line.startswith(found) for line in told["done"])
+    result = child(LIGHT.format(code=code))
+    assert any(line.startswith(found) for line in result["done"])
 
 
 def test_the_watcher_sees_a_thread_and_a_module():
-    told = child(
+    result = child(
         LIGHT.format(
             code="import numpy; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
         )
     )
-    assert {"threads", "tasks"} <= set(told["changed"])
-    assert "numpy" in told["brought"]
+    assert {"threads", "tasks"} <= set(result["changed"])
+    assert "numpy" in result["brought"]

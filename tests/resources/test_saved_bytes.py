@@ -1,5 +1,5 @@
-"""What a training step keeps for the backward pass is what docs/performance.md says, byte for byte,
-on every backend.
+"""The memory that a training step saves for the backward pass matches docs/performance.md to the
+byte, on every backend.
 
     T (s (H + Z K) + 12 K + s R) + 4 (E + 1)     of a layer; Z is 2 I with a gate, else I; R the
                                                  router's logits per token
@@ -31,21 +31,21 @@ BACKENDS = ("torch", "cpp", "triton")
 
 
 def formula(config: MoEConfig, tokens: int, size: int) -> int:
-    """Return the bytes that one layer keeps, from its config alone."""
+    """Return the bytes that one layer saves, from its config alone."""
     if config.recompute:
         rows = 0
     else:
         rows = config.intermediate_size * config.top_k * (2 if config.gated else 1)
     logits = config.num_experts - (config.gate in SHARED)
     if config.router == "mlp":
-        logits *= 2  # its hidden layer is as wide
+        logits *= 2  # its hidden layer has the same width
     per_token = size * (config.hidden_size + rows + logits) + 12 * config.top_k
     return tokens * per_token + 4 * (config.num_experts + 1)
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
-    """The backend that MOE_RUNTIME_BACKEND asks for."""
+    """The backend that MOE_RUNTIME_BACKEND selects."""
     if request.param == "cpp" and (reason := cpp.why_not(torch.device("cpu"))):
         pytest.skip(reason)
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", request.param)
@@ -86,7 +86,9 @@ def test_a_layer(settings, dtype, backend, device):
 
 
 def kept_by(model, ids: torch.Tensor) -> int:
-    """Bytes that a model keeps for the backward pass of a step, its parameters aside."""
+    """Return the bytes that a model saves for the backward pass of a step, without its
+    parameters.
+    """
     kept, _ = saved_bytes(
         lambda: model(input_ids=ids, use_cache=False).logits,
         [*model.parameters(), *model.buffers()],
@@ -101,7 +103,7 @@ def mixture(layers: int, recompute: bool = False):
 
 
 def selected(model, chosen: list[int]):
-    """The model where only `chosen` experts of each layer train."""
+    """Return the model with only `chosen` experts of each layer trained."""
     layers = range(model.config.num_hidden_layers)
     esft.train_only(
         model,
@@ -127,7 +129,7 @@ def test_experts_that_do_not_train_keep_no_more(recompute, backend):
     assert 0 < few <= every, (few, every)
 
 
-def test_the_formula_is_the_page_s():
+def test_the_formula_matches_the_page():
     text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
     per_token, each = re.search(
         r"([\dA-Z +]+) bytes in bfloat16, and ([^ ]+ \+ 1\)) a layer", text

@@ -1,4 +1,4 @@
-"""A training that stops after any step and goes on is the one that never stopped: weights,
+"""A training that is stopped after any step and resumed equals an uninterrupted one: weights,
 optimizer, losses, data, routers.
 """
 
@@ -21,22 +21,22 @@ pytestmark = pytest.mark.stress
 
 
 class Order:
-    """The rows of each batch, as the model gets them."""
+    """Records the examples of each batch, as the model receives them."""
 
     def __init__(self, trainer):
         self.rows = []
         prepare = trainer._prepare_inputs
 
-        def noted(inputs):
+        def recorded(inputs):
             self.rows.append(inputs["input_ids"].tolist())
             return prepare(inputs)
 
-        trainer._prepare_inputs = noted
+        trainer._prepare_inputs = recorded
 
 
 def state_of(folder, step) -> dict:
-    """What a checkpoint has beside the weights: optimizer, scheduler, and the generators'
-    states.
+    """Return the state of a checkpoint besides the weights: optimizer, scheduler, and
+    generators.
     """
     names = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     values = {}
@@ -49,7 +49,7 @@ def state_of(folder, step) -> dict:
 
 
 def same(a, b) -> bool:
-    """Whether two nests of dicts, lists, tensors and numbers are equal to the last bit."""
+    """Whether two nested structures of dicts, lists, tensors and numbers are bit-identical."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -61,8 +61,8 @@ def same(a, b) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that never stops; a noisy router draws numbers at every step, and the third batch
-    ends an epoch.
+    """The uninterrupted run; a noisy router draws numbers at every step, and the third batch ends
+    an epoch.
     """
     folder = tmp_path_factory.mktemp("whole")
     trainer = trainer_of(
@@ -77,7 +77,7 @@ def whole(tmp_path_factory):
 def test_stopped_after_any_step_it_is_the_same_training(step, whole, tmp_path):
     folder, wanted, rows, stats = whole
     (tmp_path / "router_stats.csv").write_text(stats)
-    torch.manual_seed(1234 + step)  # another process has other numbers
+    torch.manual_seed(1234 + step)  # a new process has other random numbers
     trainer = trainer_of(
         "trainer", upcycled(noisy_gate=True), tmp_path, places=[0, 1, 2, 3, 4, 5], **SETTINGS
     )
@@ -88,16 +88,16 @@ def test_stopped_after_any_step_it_is_the_same_training(step, whole, tmp_path):
             wanted, name
         ), name
     assert order.rows == rows[step:]
-    for (name, got), want in zip(
+    for (name, got), expected in zip(
         trainer.model.named_parameters(), wanted.model.parameters(), strict=True
     ):
-        assert torch.equal(got, want), name
+        assert torch.equal(got, expected), name
     assert same(state_of(tmp_path, STEPS), state_of(folder, STEPS))
     assert (tmp_path / "router_stats.csv").read_text() == stats
 
 
-def test_a_step_less_is_another_training(whole):
-    """The comparisons above could fail."""
+def test_one_step_less_differs(whole):
+    """Shows that the comparisons above can fail."""
     folder, wanted, rows, _ = whole
     assert not same(state_of(folder, STEPS - 1), state_of(folder, STEPS))
     assert len({str(batch) for batch in rows}) > 2

@@ -1,8 +1,8 @@
 """Kernels compiled for GPUs that are not present, for tests/kernels/test_aot.py and
 docs/kernels.md.
 
-As a program it compiles the [case, target] pairs that stand in its input, in a process that does
-not interpret.
+Run as a program, it compiles the [case, target] pairs from its standard input, in a process that
+does not interpret.
 """
 
 import collections
@@ -39,7 +39,7 @@ FEATURES = {  # name -> instructions in PTX and in SASS; AMD's assembly has only
     "cp.async": (r"cp\.async\.c[ag]", r"LDGSTS"),
 }
 TENSOR = {"tcgen05", "wgmma", "mma.sync"}
-# PTX names the state space unless it is a generic address
+# PTX names the state space unless the address is generic
 GLOBAL_ATOMICS = (r"(atom|red)\.(?!\S*shared)", r"(REDG?|ATOMG?|UTMAREDG?|UBLKRED)(\.|$)")
 SHARED_ATOMICS = r"(atom|red)\.\S*shared"
 KERNEL = r"_\w+_kernel"
@@ -47,27 +47,27 @@ BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
 
 
 class Case(NamedTuple):
-    """A kernel with the types, constants and launch options that a launcher of ours gives it."""
+    """A kernel with the types, constants and launch options that one of our launchers passes."""
 
     kernel: str  # module.name, such as "routing._route_fwd_kernel"
-    # argument -> "*bf16:16", "i32:16" (":16" as the JIT specialises what 16 divides), "fp32"; of a
-    # tuple or a group one of these, or a constant, for each member
+    # argument -> "*bf16:16", "i32:16" (":16" where the JIT specializes on divisibility by 16),
+    # "fp32"; for a tuple or a group, one of these or a constant per member
     signature: dict[str, str | tuple | dict[str, object]]
-    constants: dict[str, object]  # a group's as a dict
+    constants: dict[str, object]  # a dict for a group
     num_warps: int = 4
     num_stages: int = 3
     capabilities: tuple[int, ...] = CAPABILITIES
-    expect: tuple[str, ...] = ()  # of FEATURES
+    expect: tuple[str, ...] = ()  # a subset of FEATURES
     max_registers: int = 255
-    note: str = ""  # what distinguishes it from the kernel's other cases
+    note: str = ""  # distinguishes it from the kernel's other cases
     listed: bool = False  # in docs/kernels.md
-    shared_atomics: bool = False  # whether it may count in shared memory
-    # Triton version, such as "3.6" -> bytes that are known to spill there
+    shared_atomics: bool = False  # whether atomics in shared memory are allowed
+    # Triton version, such as "3.6" -> bytes that are known to spill with it
     stack: dict[str, int] = {}
 
     def allowed_stack(self) -> int:
-        """Return the bytes that may spill with the Triton that is installed; of an unknown one the
-        most that is known.
+        """Return the bytes that may spill with the installed Triton; for an unknown version, the
+        largest known number.
         """
         version = ".".join(importlib.metadata.version("triton").split(".")[:2])
         return self.stack.get(version, max(self.stack.values(), default=0))
@@ -80,7 +80,7 @@ class Case(NamedTuple):
         return default
 
     def types(self) -> list[str]:
-        """Return the types of all arguments, those in groups included."""
+        """Return the types of all arguments, including those in groups."""
         types = []
         for given in self.signature.values():
             members = given.values() if isinstance(given, dict) else given
@@ -88,7 +88,7 @@ class Case(NamedTuple):
         return [t for t in types if isinstance(t, str)]
 
     def title(self) -> str:
-        """Return the tile, or whatever constants the kernel has in its place."""
+        """Return the tile, or the constants of a kernel without one."""
         c = {}
         for name, value in self.constants.items():
             c |= value if isinstance(value, dict) else {name: value}
@@ -106,16 +106,16 @@ class Case(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a case became; `error` alone if it did not compile."""
+    """Result of compiling a case; if that fails, only `error` is set."""
 
     error: str = ""
     registers: int = 0
-    stack: int = 0  # bytes; a spilled register needs some
+    stack: int = 0  # bytes; spilled registers need some
     shared: int = 0  # bytes
     features: tuple[str, ...] = ()
     global_atomics: int = 0
     shared_atomics: int = 0
-    hazards: tuple[str, ...] = ()  # what Triton or ptxas is known to compile wrongly
+    hazards: tuple[str, ...] = ()  # known miscompilations by Triton or ptxas
 
 
 TYPES = {
@@ -133,7 +133,7 @@ TYPES = {
 
 @functools.cache
 def kernels() -> dict[str, object]:
-    """Return the kernels of kernels/ by the names that cases give them."""
+    """Return the kernels of kernels/ by the names that cases use."""
     names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
     modules = {}
     for name in names:
@@ -148,13 +148,13 @@ def kernels() -> dict[str, object]:
 
 @functools.cache
 def _parameters(kernel: str) -> tuple[dict[str, bool], set[str]]:
-    """Return the kernel's arguments, whether each is a constant, and those that the JIT shall not
-    specialise.
+    """Return the kernel's arguments, whether each is a constant, and those that the JIT must not
+    specialize.
     """
     import triton.language as tl
 
     fn = kernels()[kernel]
-    # the interpreter keeps what was given to triton.jit
+    # the interpreter keeps the arguments of triton.jit
     plain = fn.kwargs["do_not_specialize"] if hasattr(fn, "kwargs") else fn.do_not_specialize
     parameters = inspect.signature(fn.fn).parameters
     return {
@@ -163,8 +163,8 @@ def _parameters(kernel: str) -> tuple[dict[str, bool], set[str]]:
 
 
 def record(step: Callable[[], object]) -> list[Case]:
-    """Run `step`, which calls launchers on tensors of the meta device, and return a case for each
-    launch in its place.
+    """Run `step`, which calls launchers on tensors on the meta device, and return a case for each
+    launch instead of running it.
     """
     found = []
 
@@ -206,8 +206,8 @@ def record(step: Callable[[], object]) -> list[Case]:
 def cases_of(
     step: Callable[[], object], not_specialised: tuple[str, ...] = (), **fields
 ) -> list[Case]:
-    """Record `step` with some fields exchanged and some integers that the JIT does not
-    specialise.
+    """Record `step` with some fields replaced and some integers that the JIT does not
+    specialize.
     """
     cases = []
     for case in record(step):
@@ -234,7 +234,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# the instructions of tensor cores by capability
+# tensor core instructions by capability
 CORES = {
     80: "mma.sync",
     86: "mma.sync",
@@ -246,12 +246,14 @@ CORES = {
 
 
 def _constant(value):
-    """Return a constant, a group of them as a dict."""
+    """Return a constant; a group becomes a dict."""
     return value._asdict() if hasattr(value, "_fields") else value
 
 
 def _type(value, specialise: bool = True) -> str | int | tuple | dict | None:
-    """The type that the JIT would give an argument; itself where the JIT makes a constant of it."""
+    """Return the type that the JIT would give an argument, or the argument itself if the JIT makes
+    it a constant.
+    """
     if hasattr(value, "_fields"):
         values = {}
         for name, v in value._asdict().items():
@@ -276,7 +278,7 @@ def _type(value, specialise: bool = True) -> str | int | tuple | dict | None:
 
 
 def all_cases() -> list[Case]:
-    """Collect the CASES of every file in aot_cases/; of a kernel that lists none the first is
+    """Collect the CASES of every file in aot_cases/; if a kernel lists none, its first case is
     listed.
     """
     names = sorted(path.stem for path in (Path(__file__).parent / "aot_cases").glob("*.py"))
@@ -294,11 +296,12 @@ def all_cases() -> list[Case]:
 
 
 def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
-    """List (index into cases, target): capabilities of every case, and AMD once a kernel, where it
-    has no descriptors.
+    """List (index into cases, target): the capabilities of every case, and AMD once per kernel, for
+    a case without descriptors.
 
-    A case that leaves its capabilities open is compiled for all if it is listed, else for the two
-    that most have: in `make test` for one of them, a kernel's cases in turns.
+    A case that leaves its capabilities open is compiled for all of them if it is listed, else for
+    the two most common ones; `make test` uses only one of these, alternating between a kernel's
+    cases.
     """
     pairs = []
     first = {}
@@ -317,7 +320,7 @@ def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
 
 
 def compile_all(work: list[tuple[Case, int | str]]) -> list[Report]:
-    """Compile each case for its target, in PROCESSES processes; what a target is, `jobs` says."""
+    """Compile each case for its target (see `jobs`), in PROCESSES processes."""
     parts = [work[i::PROCESSES] for i in range(PROCESSES)]
     with ThreadPoolExecutor(PROCESSES) as pool:
         found = list(pool.map(_compile_part, parts))
@@ -325,8 +328,8 @@ def compile_all(work: list[tuple[Case, int | str]]) -> list[Report]:
 
 
 def _compile_part(work: list) -> list[Report]:
-    """Run one process after another until all is done: a failed assertion inside of the compiler
-    ends the process.
+    """Start one process after another until all cases are done, since a failed assertion in the
+    compiler ends the process.
     """
     env = {}
     for name, value in os.environ.items():
@@ -342,7 +345,7 @@ def _compile_part(work: list) -> list[Report]:
         if not done.stdout.startswith("ready"):
             raise RuntimeError(done.stderr[-2000:])
         for line in done.stdout.splitlines():
-            if line.startswith("report "):  # a compiler that fails prints whole programs here
+            if line.startswith("report "):  # a failing compiler prints whole programs here
                 fields = json.loads(line.removeprefix("report "))
                 found.append(
                     Report(
@@ -366,7 +369,7 @@ def _work() -> None:
 
 
 def assemble(case: Case, target: int | str):
-    """Compile a case for its target; of what Triton returns `asm` has each stage's text."""
+    """Compile a case for its target; `asm` of Triton's result has the text of each stage."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -433,11 +436,11 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
         compiled.metadata.shared,
     )
     hazards = chained_products(compiled.asm["ttir"])
-    # which leaves them out everywhere
+    # newer versions deliberately leave them out
     if not importlib.metadata.version("triton").startswith("3.6."):
         hazards += missing_fences(ptx)
     listed = case.listed and TENSOR & set(case.expect)
-    if listed or REGISTER_A.search(ptx):  # a disassembly takes longer than most compilations
+    if listed or REGISTER_A.search(ptx):  # disassembling takes longer than most compilations
         dump = _cuobjdump("-sass", file)
         hazards += rewritten_operands(dump)
         if listed:
@@ -446,8 +449,8 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
 
 
 def chained_products(ttir: str) -> list[str]:
-    """Find products of one round of a loop that are added to each other: wrong on sm_100, Triton
-    3.6 to 3.8 (triton#10821).
+    """Find products of one loop iteration that are added to each other, which is wrong on sm_100
+    with Triton 3.6 to 3.8 (triton#10821).
     """
     found = []
     open_regions = []
@@ -469,8 +472,8 @@ def chained_products(ttir: str) -> list[str]:
 
 
 def missing_fences(ptx: str) -> list[str]:
-    """Find loops in which tensor cores read what cp.async wrote, without a fence of the two proxies
-    (triton#9610).
+    """Find loops in which tensor cores read what cp.async wrote, without a fence between the two
+    proxies (triton#9610).
     """
     lines = ptx.splitlines()
     labels = {}
@@ -492,7 +495,7 @@ def missing_fences(ptx: str) -> list[str]:
     return found
 
 
-# wgmma's A is in registers: after the accumulators come other registers, and not a descriptor
+# wgmma's A is in registers: the accumulators are followed by more registers, not by a descriptor
 REGISTER_A = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
 SASS = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE
@@ -500,12 +503,12 @@ SASS = re.compile(
 
 
 def loops(sass: str) -> tuple[list, list[list]]:
-    """Return a program as (address, instruction, operands), and its loops with products of the
-    tensor cores in them.
+    """Return a program as (address, instruction, operands), and its loops that contain tensor core
+    products.
     """
     program = []
     for at, op, rest in SASS.findall(sass):
-        # behind a gap come the scheduler's notes, of newer architectures
+        # on newer architectures, scheduling notes follow after a gap
         operands = re.split(r"\s{2,}", rest)[0]
         program.append((int(at, 16), op, [part.strip() for part in operands.split(",")]))
     places = {at: i for i, (at, _, _) in enumerate(program)}
@@ -557,7 +560,7 @@ def rewritten_operands(sass: str) -> list[str]:
 
 
 def _rewritten(body: list) -> list[str]:
-    # A's registers of the products that may run: of complete groups, of the open one
+    # A's registers of the products that may be running: of complete groups, and of the open one
     found = []
     groups = []
     read = set()
@@ -578,7 +581,7 @@ def _rewritten(body: list) -> list[str]:
 
 def written(op: str, operands: list[str]) -> set[int]:
     """Return the numbers of the registers that an instruction writes."""
-    # a predicate comes first where there is one
+    # a predicate, if any, comes first
     first = next(
         (part for part in operands[:2] if not re.fullmatch(r"!?U?P\w+", part)),
         "",
@@ -622,7 +625,9 @@ def _read_ptx(ptx: str, registers: int, stack: int, shared: int) -> Report:
 
 
 def _check_sass(report: Report, dump: str) -> None:
-    """Fail where ptxas made other instructions than the PTX asks for, or spills without a stack."""
+    """Fail if ptxas generates other instructions than the PTX asks for, or spills without a
+    stack.
+    """
     ops = re.findall(
         r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)",
         dump,
@@ -658,9 +663,7 @@ def _read_amd(assembly: str, shared: int) -> Report:
 
 
 def complaints(case: Case, target: int | str, report: Report) -> list[str]:
-    """List what is wrong with the program that a case became. AMD's compiler is only asked
-    for one.
-    """
+    """List the problems of a compiled case. For AMD, it only has to compile."""
     from moe_runtime.kernels.tiles import SHARED_MEMORY
 
     if report.error or target == AMD:

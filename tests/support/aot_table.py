@@ -1,8 +1,8 @@
 """docs/kernels.md: what every kernel compiles to on every GPU.
 
 python -m tests.support.aot_table                   # rewrites it
-python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of
-                                                    these patterns finds
+python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note match
+                                                    one of these patterns
 python -m tests.support.aot_table --loops           # prints the main loops of the grouped products
                                                     on sm_90
 """
@@ -145,7 +145,7 @@ Configs that exceed {AMD}'s 64 KiB of shared memory or spill are listed as they 
 
 
 def plan(case: Case) -> list[str]:
-    """The columns that need no compiler."""
+    """Return the columns that need no compiler."""
     return [
         case.kernel,
         case.note or "-",
@@ -156,7 +156,7 @@ def plan(case: Case) -> list[str]:
 
 
 def row(case: Case, target: int | str, report: Report) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     if report.error:
         return f"| {' | '.join(plan(case))} | does not compile ||||"
     tensor = []
@@ -179,7 +179,7 @@ def row(case: Case, target: int | str, report: Report) -> str:
 
 
 def listed(cases: list[Case]) -> list[tuple[int, int | str]]:
-    """The jobs that have a line."""
+    """Return the jobs that have a line."""
     values = []
     for i, target in jobs(cases):
         if cases[i].listed or target == AMD:
@@ -188,7 +188,7 @@ def listed(cases: list[Case]) -> list[tuple[int, int | str]]:
 
 
 def render(cases: list[Case], reports: dict[tuple[int, int | str], Report]) -> str:
-    """The whole file, from the reports of `listed(cases)`."""
+    """Return the whole file, from the reports of `listed(cases)`."""
     what = "\n".join(f"| `{name}` | {text} |" for name, text in sorted(WHAT.items()))
     text = HEAD.format(
         version=importlib.metadata.version("triton"),
@@ -213,7 +213,7 @@ def render(cases: list[Case], reports: dict[tuple[int, int | str], Report]) -> s
 
 
 def read(text: str) -> tuple[str, dict[str, list[list[str]]]]:
-    """From the file: the Triton version, and for each GPU the columns that need no compiler."""
+    """Read from the file the Triton version, and for each GPU the columns that need no compiler."""
     version = re.search(r"with Triton ([\d.]+);", text)[1]
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     rows = {}

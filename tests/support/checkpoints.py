@@ -1,5 +1,5 @@
-"""Folders of safetensors to test readers and writers with: random tensors, files by hand, what a
-folder holds.
+"""Folders of safetensors to test readers and writers with: random tensors, handwritten files, the
+contents of a folder.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Random bits, NaNs included; bools are 0 or 1."""
+    """Random bits, including NaN; bools are 0 or 1."""
     count = torch.Size(shape).numel() * dtype.itemsize
     high = 2 if dtype == torch.bool else 256
     bits = torch.randint(
@@ -54,7 +54,7 @@ def write(
 def raw_file(
     path: Path, header: dict | bytes, data: bytes = b"", length: int | None = None
 ) -> None:
-    """A safetensors file by hand, as broken as asked."""
+    """Write a safetensors file by hand, with any kind of damage."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(
         struct.pack(
@@ -83,13 +83,13 @@ def environment() -> dict[str, str]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
+    """Return all tensors of a checkpoint."""
     with Checkpoint(folder) as checkpoint:
         return {key: checkpoint.get(key) for key in checkpoint.keys()}
 
 
 def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    """Fail unless both have the same names, and their tensors the same dtypes and bits."""
+    """Fail unless both have the same names, dtypes and bits."""
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert tensor.dtype == second[name].dtype, name

@@ -1,4 +1,4 @@
-"""The two command lines of this repository: `moe-runtime`, and `python -m papers` of a clone."""
+"""The two command lines of this repository: `moe-runtime`, and `python -m papers` in a clone."""
 
 import importlib
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ PAPERS = Program(
     "papers.cli",
     str(ROOT / "papers" / "__main__.py"),
 )
-# the first words of a command line; without any of them the words belong to `moe-runtime`
+# the first words of a command line; without any of them, the arguments are for `moe-runtime`
 STARTS = {
     ("python", "-m", "papers"): PAPERS,
     ("papers",): PAPERS,
@@ -37,7 +37,7 @@ STARTS = {
 
 
 def program_of(words: Sequence[str]) -> tuple[Program, list[str]]:
-    """Return the program that a command line calls, and the arguments that follow its name."""
+    """Return the program that a command line calls, and the arguments after its name."""
     for start, program in STARTS.items():
         if tuple(words[: len(start)]) == start:
             return program, list(words[len(start) :])

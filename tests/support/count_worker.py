@@ -1,4 +1,4 @@
-"""One of two processes that count and add their counts: `count_worker.py RENDEZVOUS`."""
+"""One of two processes that count tokens and add up their counts: `count_worker.py RENDEZVOUS`."""
 
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
-"""The library of csrc/cpu for the tests: built once into the user's cache, as `python -m
-moe_runtime.native.build cpu` does.
+"""The library of csrc/cpu for the tests, built once into the user's cache, like `python -m
+moe_runtime.native.build cpu`.
 """
 
 import functools
@@ -20,8 +20,8 @@ def _build() -> Loaded | build.BuildError:
 
 
 def library() -> Loaded:
-    """Return the library; skips the test where there is no compiler, and fails for a library that
-    does not compile or fails its self-test.
+    """Return the library; skip the test if there is no compiler, and fail if the library does not
+    compile or fails its self-test.
     """
     built = _build()
     if isinstance(built, Loaded):

@@ -1,5 +1,5 @@
-"""What the tests of csrc/'s build share: the library for every architecture, and a toolkit whose
-nvcc is g++.
+"""Shared by the build tests of csrc/: the library for every architecture, and a toolkit with g++ as
+nvcc.
 """
 
 import functools
@@ -18,7 +18,7 @@ CSRC = ROOT / "csrc"
 
 @functools.cache
 def missing() -> str | None:
-    """Say what a build of csrc/ lacks here; None if nothing."""
+    """Return what is missing here to build csrc/; None if nothing is."""
     try:
         build.check_cuda(CSRC)
     except build.BuildError as error:
@@ -34,7 +34,7 @@ needs_cxx = pytest.mark.skipif(
 
 
 def cuobjdump(library: Path, *options: str) -> str:
-    """Return what cuobjdump says of `library`: the toolkit's, or the one that Triton brings."""
+    """Return the output of cuobjdump for `library`, with the toolkit's cuobjdump or Triton's."""
     beside = build.find_toolkit().library_dir
     tools = [parent / "bin" / "cuobjdump" for parent in beside.parents]
     tools += Path(__import__("triton").__file__).parent.glob("backends/nvidia/bin/cuobjdump")
@@ -46,7 +46,7 @@ def cuobjdump(library: Path, *options: str) -> str:
 
 def cubins(library: Path) -> tuple[list[str], list[str]]:
     """Return the architectures of the machine code and of the PTX in `library`; older cuobjdumps
-    drop the 90a's letter.
+    drop the letter of 90a.
     """
     found = []
     for option, kind in (("-lelf", "cubin"), ("-lptx", "ptx")):
@@ -112,7 +112,7 @@ int moert_local() { return 0; }
 
 
 def fake_toolkit(home: Path, version: str = "13.0", runtime: bool = True) -> Path:
-    """Write a CUDA_HOME whose nvcc compiles for the host and says what nvcc and ptxas say."""
+    """Write a CUDA_HOME whose nvcc compiles for the host and prints what nvcc and ptxas print."""
     (home / "bin").mkdir(parents=True)
     nvcc = home / "bin" / "nvcc"
     nvcc.write_text(NVCC.format(version=version, home=home))
@@ -124,7 +124,7 @@ def fake_toolkit(home: Path, version: str = "13.0", runtime: bool = True) -> Pat
 
 
 def fake_sources(folder: Path) -> Path:
-    """Write sources of one launcher that need no CUDA."""
+    """Write sources of one launcher that do not need CUDA."""
     folder.mkdir()
     for name, text in SOURCES.items():
         (folder / name).write_text(

@@ -14,7 +14,7 @@ COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 class Density(NamedTuple):
-    """What a folder's Python files hold."""
+    """Counts of a folder's Python files."""
 
     files: int = 0
     lines: int = 0
@@ -32,7 +32,7 @@ class Density(NamedTuple):
         return self.nodes / max(self.lines, 1)
 
     def per_thousand(self, name: str) -> float:
-        """Return how many there are per 1,000 lines, of the field `name`."""
+        """Return the number of `name` per 1,000 lines."""
         return 1000 * getattr(self, name) / max(self.lines, 1)
 
 
@@ -54,7 +54,7 @@ def measured(text: str) -> Density:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """List a folder's Python files, not those behind links."""
+    """List a folder's Python files, except behind symlinks."""
     found = []
     for path in sorted(folder.rglob("*.py")):
         is_linked = any(parent.is_symlink() for parent in (path, *path.parents))
@@ -72,7 +72,7 @@ def total(folder: Path) -> Density:
 
 
 def main() -> None:
-    """Print a line for each folder down to the depth of the command line."""
+    """Print a line for each folder down to the depth given on the command line."""
     depth = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True

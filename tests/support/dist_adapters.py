@@ -1,8 +1,7 @@
-"""One of the ranks of tests/hf/dropin/test_adapters_parallel.py: `dist_adapters.py OUT
-SCENARIO...`.
+"""A rank of tests/hf/dropin/test_adapters_parallel.py: `dist_adapters.py OUT SCENARIO...`.
 
-Steps of SGD on PEFT's adapters of a tiny stock model, the ranks' batches so unlike that some leave
-experts without a token.
+Runs SGD steps on PEFT's adapters of a tiny stock model, with batches that differ so much between
+ranks that some leave experts without a token.
 """
 
 from typing import NamedTuple
@@ -31,7 +30,7 @@ class Scenario(NamedTuple):
     engine: str
     mesh: tuple[int, int] | None = None  # replicas, owners
     format: str = ""  # of packed stacks
-    # before shard_experts, "after" it, or "loaded", each rank's experts alone
+    # stacks are packed "first", "after" shard_experts, or "loaded" with only each rank's experts
     packed: str = "first"
 
 
@@ -82,7 +81,7 @@ SCENARIOS = {
 
 def base(family: str, format: str):
     """The stock model. With I = 64 an expert's down projection has 64 NF4 scales: blocks of 256
-    span ranks.
+    scales span ranks.
     """
     wide = 128 if format == "fp8_block" else 64
     if format:
@@ -97,8 +96,8 @@ def base(family: str, format: str):
 
 
 def make(scenario: Scenario, mesh=None, folder: str = ""):
-    """The model with adapters; the base equal in every process, the adapters by the process' own
-    generator.
+    """The model with adapters; the base is the same in every process, the adapters come from the
+    process's own generator.
     """
     model = base(scenario.family, scenario.format)
     loads = mesh is not None and scenario.packed == "loaded"
@@ -157,8 +156,8 @@ def learned(model) -> dict[str, torch.nn.Parameter]:
 
 
 def train(model, ranks, scale: float, lr: float = LR, folder: str = "") -> dict:
-    """Train on the batches of `ranks`; return losses, the last gradients and the weights. A
-    checkpoint to `folder` is read.
+    """Train on the batches of `ranks`, from the checkpoint in `folder` if there is one; return
+    losses, the last gradients and the weights.
     """
     optimizer = torch.optim.SGD(
         list(learned(model).values()),
@@ -196,7 +195,7 @@ def alone(scenario: Scenario, ranks: int) -> dict:
 
 @torch.no_grad()
 def resume(model, optimizer, folder: str) -> None:
-    """Write model and optimizer by torch.distributed.checkpoint, forget them, and read them
+    """Write model and optimizer with torch.distributed.checkpoint, reset them, and load them
     again.
     """
     parts = dict(
@@ -220,7 +219,7 @@ def resume(model, optimizer, folder: str) -> None:
 
 
 def lr_of(scenario: Scenario) -> float:
-    """Wider GPT-OSS makes a difference of 1e-7 one of 1e-3 in three steps of 0.5."""
+    """With the wider GPT-OSS, three steps of 0.5 amplify a difference of 1e-7 to 1e-3."""
     return LR / 50 if scenario.format and scenario.family == "gpt_oss" else LR
 
 

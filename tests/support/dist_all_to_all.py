@@ -1,6 +1,4 @@
-"""One of the ranks of tests/ops/test_all_to_all.py: `dist_all_to_all.py OUT`, started by
-dist_launch.
-"""
+"""A rank of tests/ops/test_all_to_all.py: `dist_all_to_all.py OUT`, started by dist_launch."""
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ TOKENS = {  # tokens of rank r, by case
 
 
 def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
-    """What rank `rank` brings: x [T, H], ids and weights [T, K], and the gradient dout [T, H]."""
+    """Inputs of rank `rank`: x [T, H], ids and weights [T, K], and the gradient dout [T, H]."""
     generator = torch.Generator().manual_seed(100 + rank)
     T = TOKENS[name](rank)
     idx = torch.rand(T, E, generator=generator).topk(K).indices
@@ -69,7 +67,7 @@ def stacks(dtype=torch.float64) -> dict[str, torch.Tensor]:
 
 
 def run_case(name: str, mesh, gradients: str, dtype=torch.float64) -> dict:
-    """This rank's share of a batch, through the experts of all ranks."""
+    """Run this rank's share of a batch through the experts of all ranks."""
     inputs = case(name, dist.get_rank(), dtype)
     experts = stacks(dtype)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
@@ -105,7 +103,7 @@ def run_case(name: str, mesh, gradients: str, dtype=torch.float64) -> dict:
 
 
 def rows_there_and_back(group) -> dict:
-    """Rank r sends r + s + 1 rows to rank s, so that what it gets says where it comes from."""
+    """Rank r sends r + s + 1 rows to rank s, so that each received row identifies its sender."""
     rank = dist.get_rank(group)
     n = dist.get_world_size(group)
     send = [rank + s + 1 for s in range(n)]

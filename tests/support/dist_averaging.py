@@ -1,5 +1,5 @@
-"""One of the ranks of tests/methods/xft/test_averaging.py: EWA under FSDP2, stacks of each
-placement; arguments OUT.
+"""A rank of tests/methods/xft/test_averaging.py: EWA under FSDP2, with stacks of each placement;
+arguments OUT.
 """
 
 import os
@@ -14,14 +14,14 @@ from moe_runtime.modules.ewa import average_experts_
 from tests.hf import tiny
 
 torch.set_num_threads(1)
-# which two ranks cannot share equally
+# a number that two ranks cannot share equally
 EXPERTS = 3
 STEPS = 3
 
 
 def train(model, ids: torch.Tensor) -> None:
-    """Three steps of AdamW with a share that rises, the partitions drawn from the same seed
-    wherever this runs.
+    """Run three steps of AdamW with an increasing share; partitions are drawn from the same seed
+    everywhere.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     averaging = baselines.average_after_steps(
@@ -37,7 +37,7 @@ def train(model, ids: torch.Tensor) -> None:
 
 
 def make():
-    """The model; equal in every process, its experts not equal."""
+    """The model, the same in every process, with distinct experts."""
     model = tiny.dense("llama")
     baselines.to_ewa(model, num_experts=EXPERTS)
     generator = torch.Generator().manual_seed(1)
@@ -55,7 +55,7 @@ def make():
 
 
 def stacks() -> dict[str, torch.Tensor]:
-    """A stack after one step, by how it was placed."""
+    """Return a stack after one step, by placement."""
     mesh = init_device_mesh("cpu", (2,))
     weight = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(3))
     found = {}

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/esft/test_processes.py: `dist_esft.py OUT ENGINE`."""
+"""A rank of tests/methods/esft/test_processes.py: `dist_esft.py OUT ENGINE`."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 def spread_over():
-    """A model whose experts are distributed over both ranks."""
+    """Return a model whose experts are distributed over both ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from moe_runtime.hf.dropin.parallel import shard_experts
@@ -31,7 +31,7 @@ def spread_over():
 
 
 def spread(out: str) -> None:
-    """Expert parallelism."""
+    """Train with expert parallelism."""
     model = spread_over()
     esft.train_only(model, SELECTION)
     with torch.no_grad():
@@ -56,11 +56,11 @@ TRAININGS = (
 
 
 def save_spread(out: str) -> None:
-    """Expert parallelism, saved by what cannot and by what can."""
+    """Save a model with expert parallelism, in ways that are refused and in ways that work."""
     model = spread_over()
     errors = []
     guard = model.save_pretrained
-    # DDP needs a parameter that it reduces itself
+    # DDP needs a parameter to reduce
     esft.train_only(model, SELECTION, shared_experts=True)
     try:
         model.save_pretrained(f"{out}/none")
@@ -80,7 +80,7 @@ def save_spread(out: str) -> None:
 
 
 def train(out: str) -> None:
-    """A trainer of both ranks, its checkpoint, and its adapter at the end."""
+    """Run a trainer on both ranks; save a checkpoint, and the adapter at the end."""
     trainer = trainer_of(
         MoETrainer,
         f"{out}/run",
@@ -95,8 +95,8 @@ def train(out: str) -> None:
 
 
 def train_folder(out: str) -> None:
-    """`esft train` of both ranks, on a base and rows in the folder; the selection is layer 1's
-    experts 5 and 2.
+    """Run `esft train` on both ranks, with a base and examples in the folder; the selection is
+    experts 5 and 2 of layer 1.
     """
     selection = esft.ExpertSelection(experts={1: (5, 2)})
     for name, lora, ep_size, optimizer in TRAININGS:
@@ -111,7 +111,8 @@ def train_folder(out: str) -> None:
             max_length=32,
             lora=lora,
         )
-        if lora is None:  # ends before it saves, and resumes from the checkpoint of the second step
+        # it ends before it saves, and resumes from the checkpoint of the second step
+        if lora is None:
             with (
                 mock.patch.object(
                     esft,

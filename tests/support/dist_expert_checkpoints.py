@@ -1,7 +1,6 @@
-"""One of the ranks of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py OUT
-BASE`.
+"""A rank of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py OUT BASE`.
 
-A training under DDP with the callback, and models that FSDP2 has split: whole and as an adapter.
+Trains under DDP with the callback, and saves models sharded by FSDP2, whole and as an adapter.
 """
 
 from pathlib import Path
@@ -25,7 +24,7 @@ def loaded(base: str, **settings):
 
 
 def changed(base: str, **settings):
-    """The same model in every process, other than the base in one tensor."""
+    """The same model in every process; it differs from the base in one tensor."""
     model = loaded(base, **settings)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(2)

@@ -1,7 +1,7 @@
-"""One of the ranks of tests/hf/dropin/test_parallel.py: `dist_expert_parallel.py OUT SCENARIO...`.
+"""A rank of tests/hf/dropin/test_parallel.py: `dist_expert_parallel.py OUT SCENARIO...`.
 
-Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unlike that some leave
-experts without a token.
+Runs AdamW steps with clipped gradients on tiny models, with batches that differ so much between
+ranks that some leave experts without a token.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Scenario(NamedTuple):
     engine: str
     mesh: tuple[int, int]  # replicas, owners
     checkpointing: bool = False
-    optimizer: str = ""  # a switch of AdamW
+    optimizer: str = ""  # an option of AdamW
     scaled: bool = False
 
 
@@ -93,8 +93,8 @@ SCENARIOS = {
 
 
 def make(family: str):
-    """The model, equal in every process, larger than life so that routing is not a matter of
-    rounding.
+    """The model, the same in every process, with large weights, so that rounding does not decide
+    the routing.
     """
     import transformers
 
@@ -126,7 +126,7 @@ def make(family: str):
 
 
 def batch(rank: int) -> torch.Tensor:
-    """Many tokens for the even ranks, two for the odd: 2 tokens of 2 slots leave at least half of 8
+    """Many tokens for even ranks, two for odd ones: 2 tokens with 2 slots leave at least half of 8
     experts idle.
     """
     return torch.randint(
@@ -142,13 +142,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizers_of(model, scenario: Scenario | None = None) -> list[torch.optim.Optimizer]:
-    """One AdamW as it comes, or as the docs say for its switches and a GradScaler."""
+    """A single AdamW by default, or several as the docs recommend for its options and a
+    GradScaler.
+    """
     if scenario and (scenario.optimizer or scenario.scaled):
         groups = parameter_groups(model)
     else:
         groups = model.parameters()
     switches = {scenario.optimizer: True} if scenario and scenario.optimizer else {}
-    # far from 1e-8, where the sign of a gradient of zero but for rounding would make a whole step
+    # far above 1e-8, where a gradient that is zero up to rounding would cause a whole step
     make = functools.partial(
         torch.optim.AdamW,
         lr=1e-2,
@@ -160,7 +162,7 @@ def optimizers_of(model, scenario: Scenario | None = None) -> list[torch.optim.O
 
 
 def steps(model, losses_of, clip, optimizers, scaler=NO_SCALER) -> dict:
-    """Train and return losses, the norms of the gradients, and the first step's gradients."""
+    """Train; return losses, the norms of the gradients, and the first step's gradients."""
     losses = []
     norms = []
     gradients = {}
@@ -189,8 +191,8 @@ def steps(model, losses_of, clip, optimizers, scaler=NO_SCALER) -> dict:
 
 
 def alone(family: str, ranks: int) -> dict:
-    """What all engines must come to: the mean of the ranks' losses in one process, the model as it
-    comes.
+    """Compute the reference for all engines: the mean of the ranks' losses in one process, with the
+    unchanged model.
     """
     model = make(family)
 
@@ -214,7 +216,7 @@ def alone(family: str, ranks: int) -> dict:
 
 
 def spread(model, scenario: Scenario):
-    """Put the model on the ranks as a user would; returns what to call."""
+    """Distribute the model over the ranks as a user would; return what to call."""
     mesh = init_device_mesh("cpu", scenario.mesh, mesh_dim_names=("dp", "ep"))
     if scenario.engine == "ddp":
         shard_experts(model, mesh if scenario.mesh[0] > 1 else mesh["ep"])
@@ -258,7 +260,7 @@ def run(scenario: Scenario, folder: str) -> dict:
         logits = model(batch(0)).logits
     save_pretrained(called, folder)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    states = get_model_state_dict(model, options=options)  # of torch, on rank 0
+    states = get_model_state_dict(model, options=options)  # saved by torch on rank 0
     weights = {name: whole(p) for name, p in model.named_parameters()}
     assert dist.get_rank() or all(
         torch.equal(states[name], weight) for name, weight in weights.items()
@@ -276,8 +278,8 @@ def run(scenario: Scenario, folder: str) -> dict:
 
 
 def trainer_of(model, ranks: int, folder: str, callbacks=(), kind=None, **options):
-    """transformers' Trainer, unless `kind` is another: two steps of 8 rows in two micro-batches on
-    `ranks` processes.
+    """transformers' Trainer, unless `kind` names another one: two steps of 8 rows in two
+    micro-batches on `ranks` processes.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -329,7 +331,7 @@ def sharded(model):
 
 
 def train_and_save(model, ranks: int, folder: str, save) -> dict:
-    """Train, with a checkpoint of the weights in step1 after the first step, as the docs say."""
+    """Train, and save the weights to step1 after the first step, as in the docs."""
     from transformers import TrainerCallback
 
     class Save(TrainerCallback):
@@ -353,7 +355,9 @@ def run_trainer(folder: str) -> dict:
 
 
 def run_resumed(folder: str) -> dict:
-    """MoETrainer that stops after a checkpoint, and one that resumes in a model of zeros."""
+    """MoETrainer that stops after a checkpoint, and one that resumes from it in a model of
+    zeros.
+    """
     from transformers import TrainerCallback
 
     from moe_runtime.hf import MoETrainer
@@ -389,7 +393,7 @@ def run_resumed(folder: str) -> dict:
 
 
 def write_base(folder: str) -> None:
-    """A model with its tokenizer, and rows."""
+    """Write a model with its tokenizer, and examples."""
     from tests.hf.dropin.test_layers import TOKENIZER, stock
 
     stock().save_pretrained(folder)
@@ -402,8 +406,8 @@ def write_base(folder: str) -> None:
 
 
 def run_command(folder: str) -> dict:
-    """`moe-runtime train` with each rank's experts, and with all of them on both: routers' losses
-    are those of a rank.
+    """Run `moe-runtime train` with the experts split over the ranks, and with all experts on both:
+    the routers' losses are per rank.
     """
     from moe_runtime.hf import train_command
 
@@ -450,9 +454,7 @@ def with_lora(model):
 
 
 def run_lora(folder: str) -> dict:
-    """Adapters of the attention over experts that are spread and frozen, with Trainer's own
-    checkpoints.
-    """
+    """LoRA on attention next to distributed frozen experts, with Trainer's own checkpoints."""
     model = sharded(with_lora(make("qwen3_moe")))
     return train(
         model,
@@ -464,7 +466,7 @@ def run_lora(folder: str) -> dict:
 
 
 def run_overflow(folder: str) -> dict:
-    """A gradient of one expert, on the last rank alone, is infinite."""
+    """Make a gradient of one expert infinite, only on the last rank."""
     model = sharded(make("qwen3_moe"))
     scaler = torch.amp.GradScaler("cpu")
     optimizers = []

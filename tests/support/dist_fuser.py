@@ -1,6 +1,4 @@
-"""One of the ranks of tests/methods/ultrafuser/test_training.py: `dist_fuser.py OUT`; trains both
-stages.
-"""
+"""A rank of tests/methods/ultrafuser/test_training.py: `dist_fuser.py OUT`; trains both stages."""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,5 @@
-"""One of two ranks of tests/io/test_signals.py: `dist_interruption.py OUT`; signals in different
-steps of each.
+"""One of two ranks of tests/io/test_signals.py: `dist_interruption.py OUT`; each gets signals in
+different steps.
 """
 
 import os
@@ -26,7 +26,7 @@ ROWS = torch.randint(
 ).tolist()
 TOKENIZER = train_tokenizer(["a"], 300)
 
-# of each rank: where a signal comes, and which
+# for each rank: where a signal arrives, and which one
 CASES = {
     "whole": ({}, {}),
     "one of them": ({}, {("step", 2): signal.SIGTERM}),
@@ -54,7 +54,7 @@ class Sender(TrainerCallback):
 
 
 def train(folder: Path, signals: dict, steps: list) -> dict:
-    """Train as recipes do; return the weights."""
+    """Train like a recipe; return the weights."""
     model = dense("llama")
     rows = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
 
@@ -79,7 +79,7 @@ def train(folder: Path, signals: dict, steps: list) -> dict:
 
 
 def ended(*arguments) -> tuple[str, dict | None]:
-    """Return what a training ends with: the kind of interruption, or "done" and the weights."""
+    """Return how training ends: the kind of interruption, or "done" and the weights."""
     try:
         return "done", train(*arguments)
     except KeyboardInterrupt as stop:
@@ -100,7 +100,7 @@ def main(out: str) -> None:
         with interruption.sigterm_raises():
             how, weights = ended(folder, signals[rank], steps)
             saved = sorted(path.name for path in folder.glob("checkpoint-*"))
-            dist.barrier()  # before the next training removes what it goes on from
+            dist.barrier()  # before the next training removes the checkpoints that it resumes from
             # a signal after the last step is raised here
             next_how, next_weights = ended(folder, {}, again)
         found[name] = {

@@ -1,8 +1,8 @@
-"""Runs a script in several processes that find each other through a file: no port to be taken, no
-hang that lasts.
+"""Run a script in several processes that find each other through a file, so that no port is needed
+and no hang lasts.
 
-A server imports what they share once for each worker of the tests, and forks them; each is alone
-otherwise. `forked` runs so what is no rank.
+For each test worker, a server imports the shared libraries once and forks the processes, which are
+otherwise independent. `forked` runs other code in the same way.
 """
 
 import multiprocessing
@@ -24,8 +24,7 @@ import torch.distributed as dist
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-# what nearly every rank imports, and no more: a rank starts from these without having computed
-# anything
+# what nearly every rank imports, and nothing that computes anything on import
 IMPORTED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -41,8 +40,8 @@ IMPORTED = [
 
 
 def launch(script: str | Path, ranks: int, folder: Path, *args: str) -> None:
-    """Run main(*args) of `script` in `ranks` processes that have met; fails with the first one's
-    output.
+    """Run main(*args) of `script` in `ranks` connected processes; on failure, raise an error with
+    the first failing rank's output.
     """
     env = _environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     env |= {
@@ -75,9 +74,7 @@ def launch(script: str | Path, ranks: int, folder: Path, *args: str) -> None:
 
 
 def forked(code: str, *args) -> subprocess.CompletedProcess:
-    """Run `python -c CODE ARGS` in a fork of the server, and return how it ended and what it
-    printed.
-    """
+    """Run `python -c CODE ARGS` in a fork of the server; return how it ended and its output."""
     with tempfile.TemporaryDirectory() as folder:
         process = _started(code, args, Path(folder))
         process.join(PATIENCE)
@@ -86,13 +83,13 @@ def forked(code: str, *args) -> subprocess.CompletedProcess:
         process.join()
         printed = [Path(folder, name) for name in ("out", "errors")]
         texts = [file.read_text() if file.exists() else "" for file in printed]
-    assert not is_late, f"{args} did not end in {PATIENCE} seconds:\n{texts[1][-6000:]}"
+    assert not is_late, f"{args} did not end within {PATIENCE} seconds:\n{texts[1][-6000:]}"
     return subprocess.CompletedProcess([*map(str, args)], process.exitcode, *texts)
 
 
 def killed(code: str, *args, when: Callable[[], object]) -> None:
-    """Run what `forked` runs, and kill it as soon as `when` finds something; fails where it ends
-    before.
+    """Run the same as `forked`, and kill it as soon as `when` finds something; fail if it ends
+    earlier.
     """
     with tempfile.TemporaryDirectory() as folder:
         process = _started(code, args, Path(folder))
@@ -109,7 +106,7 @@ def killed(code: str, *args, when: Callable[[], object]) -> None:
 
 
 def _started(code: str, args: tuple, folder: Path):
-    """Start a process that runs the code as a script and prints into out and errors."""
+    """Start a process that runs the code as a script, with output to out and errors."""
     script = folder / "script.py"
     script.write_text(code)
     words = [*map(str, args)]
@@ -120,9 +117,7 @@ def _started(code: str, args: tuple, folder: Path):
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the server and of all that it forks, some of which is read at
-    import.
-    """
+    """Return the environment of the server and its forks; some variables are read at import."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -138,8 +133,8 @@ def _environment() -> dict[str, str]:
 
 
 def _forks():
-    """Return the context of a server that has imported IMPORTED and forks the ranks: seconds less
-    for each of them.
+    """Return the context of a server that has imported IMPORTED and forks the ranks, which saves
+    seconds for each of them.
     """
     context = multiprocessing.get_context("forkserver")
     own = dict(os.environ)
@@ -162,8 +157,8 @@ def _run(
     errors: Path,
     rendezvous: str | None = None,
 ) -> None:
-    """Be a process of its own: environment, working directory, output, arguments; a rank, if there
-    is a `rendezvous`.
+    """Run as a separate process: environment, working directory, output, arguments; as a rank if
+    there is a `rendezvous`.
     """
     for number, path in ((1, out), (2, errors)):
         os.dup2(
@@ -188,8 +183,8 @@ def _run(
 
 
 class Launches:
-    """Launches of `script` in a folder of their own each, once: one that failed fails again and is
-    not run again.
+    """Runs `script` once per number of ranks, each in its own folder; after a failure it fails
+    again without another run.
     """
 
     def __init__(self, script: str, tmp_path_factory):
@@ -211,7 +206,7 @@ class Launches:
 
 
 def torchrun(*args: str, **options) -> None:
-    """Run `args` in two processes of torch's launcher; fails with what they printed."""
+    """Run `args` in two processes with torchrun; on failure, show their output."""
     command = [
         sys.executable,
         "-m",
@@ -230,14 +225,14 @@ def torchrun(*args: str, **options) -> None:
         try:
             out, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            # not kill: the launcher's processes, in sessions of their own, would live on
+            # not kill, because the launcher's processes have their own sessions and would survive
             process.terminate()
             raise
     assert process.returncode == 0, out[-2000:] + errors[-6000:]
 
 
 def start(rendezvous: str) -> None:
-    """Meet the other ranks of `launch`."""
+    """Connect to the other ranks of `launch`."""
     rank = int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"])
     seconds = timedelta(seconds=PATIENCE)
@@ -247,9 +242,9 @@ def start(rendezvous: str) -> None:
 
 
 def leave() -> NoReturn:
-    """End this rank when all have come here, without gloo's own end.
+    """End this rank when all ranks get here, without gloo's destructor.
 
-    Its destructor joins threads which may wait for the interpreter's lock that it holds (PyTorch
+    The destructor joins threads that may wait for the interpreter lock that it holds (PyTorch
     issues 56297, 190489), and then a rank never ends.
     """
     store = dist.distributed_c10d._get_default_store()
@@ -261,8 +256,8 @@ def leave() -> NoReturn:
 
 
 def _wait(processes: list, deadline: float) -> int | None:
-    """Return the first rank that failed or, at the deadline, that has not ended; None where all are
-    well.
+    """Return the first rank that failed or, at the deadline, has not ended; None if all
+    succeeded.
     """
     while True:
         codes = [process.exitcode for process in processes]
@@ -279,7 +274,7 @@ def _wait(processes: list, deadline: float) -> int | None:
 
 
 def times(out):
-    """When each finished stage of a study was written."""
+    """Return when each finished stage of a study was written."""
     values = {}
     for path in out.glob("*/result.json"):
         values[path.parent.name] = path.stat().st_mtime_ns

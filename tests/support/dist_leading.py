@@ -1,5 +1,5 @@
-"""One of the ranks of tests/papers/engine/test_stages.py: `dist_leading.py OUT`; what rank 0 alone
-cannot do ends all.
+"""A rank of tests/papers/engine/test_stages.py: `dist_leading.py OUT`; an error of only rank 0 must
+end all ranks.
 """
 
 import json
@@ -14,8 +14,8 @@ from papers.engine import stages
 from papers.xft.study import Stages
 
 
-def said(call) -> str:
-    """Return the error of a call, and its kind."""
+def error_of(call) -> str:
+    """Return the message and the type of a call's error."""
     try:
         call()
     except Exception as error:
@@ -40,7 +40,7 @@ def main(out: str) -> None:
 
     moe = SimpleNamespace(folder=out / "none")
     found = {
-        "merge": said(
+        "merge": error_of(
             lambda: Stages._merge(
                 SimpleNamespace(),
                 moe,
@@ -49,7 +49,7 @@ def main(out: str) -> None:
         )
     }
     xft_folders.merge_folder = full
-    found["full disk"] = said(
+    found["full disk"] = error_of(
         lambda: Stages._merge(
             SimpleNamespace(),
             moe,
@@ -57,7 +57,7 @@ def main(out: str) -> None:
         )
     )
     xft_folders.merge_folder = lacks
-    found["other"] = said(
+    found["other"] = error_of(
         lambda: Stages._merge(
             SimpleNamespace(),
             moe,
@@ -66,7 +66,7 @@ def main(out: str) -> None:
     )
     (out / "file").touch()
     dist.barrier()
-    found["no place"] = said(
+    found["no place"] = error_of(
         lambda: stages.made_once(
             out / "file" / "stage",
             "result.json",
@@ -78,7 +78,7 @@ def main(out: str) -> None:
     def make(tmp):
         return stages.KeptStages._made_data(rows, tmp)
 
-    found["rows"] = said(
+    found["rows"] = error_of(
         lambda: stages.made_once(
             out / "rows",
             "rows.json",
@@ -87,7 +87,7 @@ def main(out: str) -> None:
     )
     real = stages.atomic_write_text
     stages.atomic_write_text = full
-    found["mark"] = said(
+    found["mark"] = error_of(
         lambda: stages.made_once(
             out / "stage",
             "result.json",
@@ -95,7 +95,7 @@ def main(out: str) -> None:
         )
     )
     stages.atomic_write_text = real
-    found["whole"] = said(
+    found["whole"] = error_of(
         lambda: stages.made_once(
             out / "stage",
             "result.json",

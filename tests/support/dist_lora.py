@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/lora/test_lora.py: LoRA experts under DDP; arguments OUT."""
+"""A rank of tests/methods/lora/test_lora.py: LoRA experts under DDP; arguments OUT."""
 
 import os
 
@@ -13,12 +13,12 @@ torch.set_num_threads(1)
 
 
 def make():
-    """The model, equal in every process."""
+    """The model, the same in every process."""
     return lora_model().train()
 
 
 def train(model, ids: torch.Tensor) -> dict:
-    """Three steps of AdamW on `ids`; the losses, and what trains."""
+    """Run three steps of AdamW on `ids`; return the losses and the trained parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(3):

@@ -1,6 +1,4 @@
-"""One of the ranks of tests/methods/test_rehearsal.py: `dist_rehearsal.py OUT ENGINE METHOD
-RECIPE`.
-"""
+"""A rank of tests/methods/test_rehearsal.py: `dist_rehearsal.py OUT ENGINE METHOD RECIPE`."""
 
 import importlib
 from pathlib import Path

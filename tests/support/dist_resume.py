@@ -13,7 +13,7 @@ from moe_runtime.hf.training.ranks import expert_mesh
 from tests.support.dist_expert_parallel import whole
 
 torch.set_num_threads(1)
-# family, and the trainer and adapters if they are not MoETrainer without any
+# family, and the trainer and adapters unless they are MoETrainer without adapters
 CASES = {
     "olmoe": ("olmoe", {}),
     "mixtral": ("mixtral", {}),
@@ -23,8 +23,8 @@ CASES = {
     "lora": ("olmoe", {"lora": True}),
     "stock": ("olmoe", {"kind": "stock"}),
 }
-# fsdp2 is last, as accelerate's state stays changed; transformers' Trainer cannot save sharded
-# experts
+# fsdp2 comes last, since accelerate's state stays changed; transformers' Trainer cannot save
+# sharded experts
 ENGINES = {
     "ddp": list(CASES),
     "ep2": [case for case in CASES if case != "stock"],
@@ -33,7 +33,7 @@ ENGINES = {
 
 
 def run(engine: str, base: Path, folder: Path, settings: dict, callbacks=(), resume=None):
-    """Train, and return the losses, the weights, and whether parameters were distributed."""
+    """Train; return the losses, the weights, and whether parameters were distributed."""
     from tests.hf.training.test_resume import load, trainer_of
 
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def resumed(engine: str, case: str, out: Path) -> dict:
     if dist.get_rank() == 0 and not base.exists():
         write_base(family, base)
     dist.barrier()
-    wanted_losses, want, is_distributed = run(engine, base, folder / "whole", settings)
+    wanted_losses, expected, is_distributed = run(engine, base, folder / "whole", settings)
     run(engine, base, folder / "run", settings, [Stop()])
     losses, weights, _ = run(
         engine, base, folder / "run", settings, resume=str(folder / "run" / f"checkpoint-{STOP}")
@@ -82,10 +82,12 @@ def resumed(engine: str, case: str, out: Path) -> dict:
     start = load(base, lora=settings.get("lora", False)).state_dict()
     trained = "lora" if "lora" in settings else "experts"
     moved = []
-    for name, tensor in want.items():
+    for name, tensor in expected.items():
         if trained in name and not torch.equal(tensor, start[name]):
             moved.append(name)
-    different = [name for name, tensor in want.items() if not torch.equal(tensor, weights[name])]
+    different = [
+        name for name, tensor in expected.items() if not torch.equal(tensor, weights[name])
+    ]
     return {
         "losses": losses,
         "wanted_losses": wanted_losses,
@@ -96,20 +98,20 @@ def resumed(engine: str, case: str, out: Path) -> dict:
 
 
 def loaded_into_shards(base: Path) -> list[str]:
-    """Load a folder's tensors into sharded experts of other values; return the parameters that then
-    differ.
+    """Load a folder's tensors into sharded experts with other values; return the parameters that
+    differ afterwards.
     """
     from tests.hf.training.test_resume import load
 
     model = load(base)
-    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     shard_experts(model, expert_mesh(2))
     for parameter in model.parameters():
         (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).add_(1)
     model.load_state_dict(load_file(base / "model.safetensors"))
     values = []
     for name, tensor in model.state_dict().items():
-        if not torch.equal(whole(tensor), want[name]):
+        if not torch.equal(whole(tensor), expected[name]):
             values.append(name)
     return values
 
@@ -121,7 +123,8 @@ def main(out: str) -> None:
     for engine, cases in ENGINES.items():
         for case in cases:
             if engine == "fsdp2":
-                use_fsdp2()  # for each family, as accelerate's plugin remembers the layers' class
+                # for each family, because accelerate's plugin remembers the class of the layers
+                use_fsdp2()
             results[engine, case] = resumed(engine, case, Path(out))
         if engine == "ep2":
             results["loaded"] = loaded_into_shards(Path(out, "mixtral-base"))

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/esft/test_scores.py: scores of shared-out data, FSDP2 too;
+"""A rank of tests/methods/esft/test_scores.py: scores of data split over ranks, also with FSDP2;
 arguments OUT.
 """
 
@@ -21,7 +21,7 @@ def make():
 
 
 def shared_out(rank: int) -> list[torch.Tensor]:
-    """The first rank has more batches than the second."""
+    """The first rank gets more batches than the second."""
     return list((SAMPLES[:4] if rank == 0 else SAMPLES[4:]).split(1))
 
 

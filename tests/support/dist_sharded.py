@@ -1,8 +1,7 @@
-"""One of the ranks of tests/papers/engine/test_sharded.py: `dist_sharded.py OUT METHOD RECIPE
-STOPPED...`; FSDP2 on the CPU.
+"""A rank of tests/papers/engine/test_sharded.py: `dist_sharded.py OUT METHOD RECIPE STOPPED...`;
+FSDP2 on the CPU.
 
-The trainings of the stages `STOPPED` end with an error after their third step, and go on from their
-checkpoints.
+Trainings of the stages `STOPPED` fail after their third step, and resume from their checkpoints.
 """
 
 import importlib
@@ -31,8 +30,8 @@ STAGES = {
 
 
 class Watch(TrainerCallback):
-    """Notes where a training begins and what its parameters are; raises in the third step of the
-    one to be stopped.
+    """Records where a training starts and the types of its parameters; raises in the third step of
+    the training to be stopped.
     """
 
     def __init__(self, name: str, stopped: set[str]):
@@ -52,8 +51,8 @@ class Watch(TrainerCallback):
 
 
 def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
-    """Return the stages' results, where their trainings began, and the kinds of parameters that
-    they had.
+    """Return the stages' results, the steps where their trainings started, and the types of their
+    parameters.
     """
     stages = importlib.import_module(f"papers.{method}.study").Stages(
         recipe,

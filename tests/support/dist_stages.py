@@ -1,6 +1,4 @@
-"""One of the ranks of tests/methods/xft/test_distributed.py: `dist_stages.py OUT ENGINE RECIPE
-STAGES...`.
-"""
+"""A rank of tests/methods/xft/test_distributed.py: `dist_stages.py OUT ENGINE RECIPE STAGES...`."""
 
 from pathlib import Path
 
@@ -16,8 +14,8 @@ torch.set_num_threads(1)
 
 
 class Spy(TrainerCallback):
-    """Notes which parameters have a gradient when the optimizer steps, and of what kind the
-    parameters are.
+    """Records which parameters have a gradient when the optimizer steps, and the types of the
+    parameters.
     """
 
     def __init__(self):
@@ -34,9 +32,7 @@ class Spy(TrainerCallback):
 
 
 def use_fsdp2(mixed_precision: str | None = None) -> None:
-    """Have accelerate take FSDP2, which it turns off on the CPU; its own code runs there all the
-    same.
-    """
+    """Make accelerate use FSDP2, which it disables on the CPU although its own code works there."""
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
@@ -70,7 +66,7 @@ def main(out: str, engine: str, recipe: str, *names: str) -> None:
 
     def say(text: str) -> None:
         said.append(text)
-        print(text, flush=True)  # to the log that a failed launch shows
+        print(text, flush=True)  # to the log that a failed launch prints
 
     stages = Stages(load_recipe(recipe), Path(out, "out"), say=say)
     results = {}

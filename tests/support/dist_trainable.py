@@ -1,7 +1,6 @@
-"""One of the ranks of tests/hf/training/test_trainable_engines.py: `dist_trainable.py OUT
-SCENARIO...`.
+"""A rank of tests/hf/training/test_trainable_engines.py: `dist_trainable.py OUT SCENARIO...`.
 
-Steps of AdamW with clipped gradients on tiny models of which some experts train, more of them on
+Runs AdamW steps with clipped gradients on tiny models with some trained experts, more of them on
 one rank than on the other.
 """
 
@@ -30,10 +29,10 @@ class Scenario(NamedTuple):
     family: str
     engine: str
     spread: bool = False  # expert parallelism
-    everything: bool = False  # shared experts and what is no expert train too
+    everything: bool = False  # shared experts and all other modules train, too
     checkpointing: bool = False
-    low: bool = False  # a bfloat16 model, rows in float32
-    groups: bool = False  # the experts are an FSDP2 group of their own
+    low: bool = False  # a bfloat16 model with rows in float32
+    groups: bool = False  # the experts are a separate FSDP2 group
 
 
 SCENARIOS = {
@@ -51,7 +50,7 @@ SCENARIOS = {
         checkpointing=True,
     ),
     "qwen3-accelerate": Scenario("qwen3_moe", "accelerate"),
-    # nothing is left for DDP, which refuses that
+    # nothing is left for DDP, which refuses such a module
     "qwen3-ep2": Scenario("qwen3_moe", "none", spread=True),
     "gpt_oss-ep2-checkpointing": Scenario(
         "gpt_oss",
@@ -97,7 +96,7 @@ def made(scenario: Scenario):
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:
-    """Every gradient, whole; of rows, in the order of their ids."""
+    """Return every gradient, unsharded; rows are in the order of their ids."""
     gradients = {}
     for n, p in model.named_parameters():
         if p.grad is not None:
@@ -107,14 +106,14 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
         for name in split.requires_grad if split else ():
             padded = gradients[f"{path}.trained_{name}"]
             rows = gradients[f"{path}.trained_{name}"] = padded[list(split.places)]
-            # rows that belong to no expert get nothing
+            # rows that belong to no expert get no gradient
             assert padded.count_nonzero() == rows.count_nonzero()
     return gradients
 
 
 def steps(model, losses_of, optimizer) -> dict:
-    """Train; return losses, the norms of the gradients, the first step's gradients and the rows at
-    the end.
+    """Train; return losses, the norms of the gradients, the first step's gradients and the final
+    rows.
     """
     losses = []
     norms = []
@@ -141,7 +140,7 @@ def steps(model, losses_of, optimizer) -> dict:
 
 
 def optimizer_of(model) -> torch.optim.Optimizer:
-    # far from 1e-8, where the sign of a gradient of zero but for rounding would make a whole step
+    # far above 1e-8, where a gradient that is zero up to rounding would cause a whole step
     return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-5
     )
@@ -157,7 +156,7 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def alone(family: str, everything: bool, low: bool) -> dict:
-    """What all engines must come to: the mean of the ranks' losses in one process."""
+    """Compute the reference for all engines: the mean of the ranks' losses in one process."""
     scenario = Scenario(family, "none", everything=everything, low=low)
     model = made(scenario)
     before = weights_of(model)
@@ -182,7 +181,7 @@ def alone(family: str, everything: bool, low: bool) -> dict:
 
 
 def held_by(engine: str, model, mesh, scenario: Scenario):
-    """Give the model to its engine as a user would; returns what to call, and the optimizer."""
+    """Wrap the model in its engine as a user would; return what to call, and the optimizer."""
     if engine == "accelerate":
         from tests.support.engine_worker import accelerator_of
 
@@ -193,7 +192,8 @@ def held_by(engine: str, model, mesh, scenario: Scenario):
     for layer in model.model.layers:
         if scenario.spread:
             fully_shard(layer.mlp.experts, mesh=mesh["dp"])
-        elif scenario.groups:  # otherwise rows and other trained parameters would need one dtype
+        # otherwise rows and other trained parameters would need the same dtype
+        elif scenario.groups:
             fully_shard(layer.mlp.experts, mesh=everyone)
         fully_shard(layer, mesh=everyone)
     called = fully_shard(model, mesh=everyone)
@@ -242,7 +242,7 @@ def says(change) -> str:
 
 
 def run_order(folder: str) -> dict:
-    """The other order of the two calls."""
+    """Make the two calls in the other order."""
     model = make("qwen3_moe")
     train_rows(model, {1: [2]})
     before = dict(model.named_parameters())

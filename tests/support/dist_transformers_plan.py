@@ -1,6 +1,6 @@
-"""One of the ranks of tests/hf/dropin/test_parallel_plan.py: `dist_transformers_plan.py OUT`.
+"""A rank of tests/hf/dropin/test_parallel_plan.py: `dist_transformers_plan.py OUT`.
 
-transformers' own expert-parallel plan, our function behind its experts interface.
+Uses transformers' own expert-parallel plan, with our function behind its experts interface.
 """
 
 from dataclasses import fields
@@ -19,7 +19,7 @@ NEW = "ep_size" in {field.name for field in fields(DistributedConfig)}
 
 
 def plans(ranks: int) -> dict[str, dict]:
-    """DistributedConfigs by name: what this transformers has."""
+    """DistributedConfigs by name, as far as this transformers version has them."""
     if not NEW:
         return {"plan": {"tp_size": ranks, "enable_expert_parallel": True}}
     implementations = ("auto", "all_reduce", "all_to_all")
@@ -30,7 +30,8 @@ def plans(ranks: int) -> dict[str, dict]:
             "ep_size": ranks,
             "ep_implementation": name,
         }
-    # more than the tiny models have heads; the dense part goes over two ranks, or over none
+    # more ranks than the tiny models have heads: the dense part is split over two ranks, or not at
+    # all
     if ranks == 4:
         found = {"tp2": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}}
     return found | {
@@ -43,7 +44,7 @@ def plans(ranks: int) -> dict[str, dict]:
 
 
 def batches(plan: dict, ranks: int) -> list[torch.Tensor]:
-    """The batches of the ranks: those of one tensor-parallel group share one."""
+    """The batches of the ranks; a tensor-parallel group shares one."""
     return [batch(rank // plan.get("tp_size", 1)) for rank in range(ranks)]
 
 

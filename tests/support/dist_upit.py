@@ -1,6 +1,4 @@
-"""One of the ranks of tests/methods/upit/test_distributed.py: `dist_upit.py OUT EXPERTS
-ADAPTERS`.
-"""
+"""A rank of tests/methods/upit/test_distributed.py: `dist_upit.py OUT EXPERTS ADAPTERS`."""
 
 from pathlib import Path
 
@@ -17,7 +15,7 @@ SETTINGS = {"learning_rate": 3e-3, "steps": 2, "batch_size": 4}
 
 
 def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
-    """Perplexities of both kinds, and a trained router of each, in `out`; in one process or in
+    """Compute perplexities of both kinds and train a router of each, in `out`, with one process or
     several.
     """
     tokenizer = ranks.load_tokenizer(experts[0])

@@ -1,8 +1,8 @@
 """bench/gpu.sh without a GPU and without its processes, in seconds: python -m tests.support.dry_run
 FOLDER [PART ...]
 
-Every program is a stand-in that only writes down how it was called; limits, shares and leftovers
-are those of a GPU machine, since the script's clock is a file. HANG names words of commands that
+Every program is a stand-in that only records how it is called; time limits, shares and unused time
+are those of a GPU machine, since the script's clock is a file. HANG contains words of commands that
 never end, DIE words of commands that die once, each with an exit status: "bench_layer:99".
 
     python -m tests.support.dry_run /tmp/dry first        # the commands are in /tmp/dry/calls
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 COMMIT = "0123abc"
 
-# GNU's timeout by the clock of the file: what hangs spends all of its time at once
+# GNU timeout with the clock in the file: a hanging command uses up all of its time at once
 TIMEOUT = """#!{python} -SE
 import os, signal, subprocess, sys, time
 
@@ -57,7 +57,7 @@ while child.poll() is None:
         sys.exit(137)
 sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 """
-# writes its arguments, and a line into --results as a run of pytest does
+# writes its arguments, and a line to --results, like a run of pytest
 PYTHON = """#!/usr/bin/env bash
 [ "$1" != -c ] || exit 0
 echo "$*" >>"$CALLS"
@@ -96,7 +96,7 @@ echo 9.0
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Write the stand-ins and the clock into `folder`; return the environment of bench/gpu.sh."""
+    """Write the stand-ins and the clock to `folder`; return the environment of bench/gpu.sh."""
     programs = folder / "bin"
     programs.mkdir(parents=True, exist_ok=True)
     texts = {

@@ -1,8 +1,8 @@
 """One of the processes of tests/hf/dropin/test_engines.py: `python -m torch.distributed.run ...
 engine_worker.py ENGINE OUT`.
 
-Two steps of SGD on a tiny stock model, the batches of the two ranks so unlike that one leaves
-experts without a token.
+Runs two SGD steps on a tiny stock model, with batches that differ so much between the two ranks
+that one leaves experts without a token.
 """
 
 import os
@@ -33,8 +33,8 @@ FIELDS = {
 
 
 def make(kind: str):
-    """The model; equal in every process. Of "lora", PEFT's adapters of the experts and the
-    attention are what trains.
+    """The model, the same in every process. For "lora", PEFT's adapters of the experts and of
+    attention train.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -69,7 +69,7 @@ def make(kind: str):
 
 
 def batch(rank: int) -> torch.Tensor:
-    """Many tokens for rank 0, two for the others: 2 tokens of 2 slots leave at least half of 8
+    """Many tokens for rank 0, two for the others: 2 tokens with 2 slots leave at least half of 8
     experts idle.
     """
     size = (2, 40) if rank == 0 else (1, 2)
@@ -82,7 +82,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def steps_alone(kind: str) -> dict:
-    """What the engines must come to: the mean of the ranks' losses in one process."""
+    """Compute the reference for the engines: the mean of the ranks' losses in one process."""
     model = make(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses = []
@@ -110,7 +110,7 @@ def accelerator_of(engine: str):
 
     accelerator = Accelerator(cpu=True)
     if engine == "fsdp2":
-        # accelerate turns FSDP off on the CPU; its own code runs there all the same
+        # accelerate disables FSDP on the CPU although its own code works there
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -160,7 +160,7 @@ def steps_with_accelerate(engine: str) -> dict:
 def steps_with_deepspeed(kind: str) -> dict:
     import deepspeed
 
-    # minutes of g++ for collectives through shared memory, in each process; gloo's do
+    # avoids minutes of g++ in each process for collectives through shared memory; gloo's suffice
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     rank = int(os.environ["RANK"])

@@ -10,8 +10,8 @@ from moe_runtime.methods.esft.selection import ExpertSelection
 
 
 def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None) -> Adapter:
-    """The last and the second expert of every layer, and with `others` all that is no routed
-    expert.
+    """Use the last and the second expert of every layer, and with `others` everything that is not a
+    routed expert.
     """
     layers = layers_of(model, fresh=False)
     generator = torch.Generator().manual_seed(5)
@@ -48,7 +48,7 @@ def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None
 
 
 def weights(model) -> dict[str, torch.Tensor]:
-    """Copies of all tensors of a model."""
+    """Copy all tensors of a model."""
     values = {}
     for name, tensor in model.state_dict().items():
         values[name] = tensor.detach().clone()
@@ -56,7 +56,7 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Whether the same names have the same bits."""
+    """Whether both have the same names and bits."""
     return a.keys() == b.keys() and all(
         a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
     )

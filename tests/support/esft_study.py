@@ -1,5 +1,5 @@
-"""A study that runs in seconds: a random DeepSeek-V2 of three layers, two tasks of sums and words,
-and text of both.
+"""A study that runs in seconds: a random DeepSeek-V2 with three layers, two tasks of sums and
+words, and text of both.
 """
 
 import json
@@ -14,7 +14,7 @@ STEPS = {"steps": 4, "learning_rate": 1e-2, "batch_size": 8}
 
 
 def task_rows() -> dict[str, list[dict]]:
-    """Rows of the two tasks and of general text, all different."""
+    """Return distinct examples of the two tasks and of general text."""
     sums = []
     for i in range(8):
         for j in range(6):
@@ -41,7 +41,7 @@ def task_rows() -> dict[str, list[dict]]:
 
 
 def write_study(folder: Path, **changes) -> Path:
-    """Write the base, the rows and the recipe; return the recipe's file."""
+    """Write the base, the examples and the recipe; return the recipe's file."""
     rows = task_rows()
     for name, of_task in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_task))

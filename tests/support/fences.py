@@ -24,7 +24,7 @@ PAGES = [
 
 
 class Fence(NamedTuple):
-    """A fenced block: `options` is what follows the language, such as file=train.py."""
+    """A fenced block; `options` follow the language, such as file=train.py."""
 
     page: str
     line: int
@@ -39,7 +39,7 @@ class Fence(NamedTuple):
 
 
 def fences(path: Path) -> list[Fence]:
-    """List the blocks of a page; one that does not end is an error."""
+    """List the blocks of a page; an unterminated block is an error."""
     found = []
     opened = None
     last = ""
@@ -72,7 +72,7 @@ ALL = [fence for page in PAGES for fence in fences(page)]
 
 
 def statements(text: str) -> list[list[str]]:
-    """Return the words of each command of a shell block, without comments; pipes and && part
+    """Return the words of each command in a shell block, without comments; pipes and && separate
     commands.
     """
     joined = re.sub(r"\\\n\s*", " ", text)
@@ -93,8 +93,8 @@ def statements(text: str) -> list[list[str]]:
 
 
 def check_command(words: list[str], page: str) -> str:
-    """Parse one command with the parser of its program; return the program's name. Raises for what
-    would not run.
+    """Parse a command with its program's parser; return the program's name. Raises for a command
+    that would not run.
     """
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
@@ -105,7 +105,7 @@ def check_command(words: list[str], page: str) -> str:
     if name in COMMANDS:
         COMMANDS[name](arguments, page)
     elif name not in OTHERS:
-        assert (ROOT / program).is_file(), f"{page}: {program} is a command that no test knows"
+        assert (ROOT / program).is_file(), f"{page}: no test knows the command {program}"
     return name
 
 
@@ -119,7 +119,7 @@ def parse_verb(arguments: list[str], page: str = "", program: Program = LIBRARY)
     """Parse the words after a program's name with typer, and those of `train` with TRL."""
     command = command_line(program)
     path = program.name
-    # parsing one of these would do it
+    # parsing these options would already run something
     doing = ("--help", "--version", "--install-completion", "--show-completion")
     arguments = [argument for argument in arguments if argument not in doing]
     while True:
@@ -144,13 +144,13 @@ def parse_make(arguments: list[str], page: str) -> None:
     for argument in arguments:
         variable, is_setting, _ = argument.partition("=")
         known = f"$({variable})" in text if is_setting else argument in targets
-        assert known, f"{page}: make knows no {argument}"
+        assert known, f"{page}: make has no target {argument}"
 
 
 def parse_python(arguments: list[str], page: str) -> None:
     if arguments[0] != "-m":
         files = [fence.options.get("file") for fence in ALL]
-        assert arguments[0] in files, f"{page}: nothing is called {arguments[0]}"
+        assert arguments[0] in files, f"{page}: there is no file {arguments[0]}"
         return
     module, *rest = arguments[1:]
     if module == "moe_runtime":
@@ -174,17 +174,19 @@ COMMANDS = {
     "python": parse_python,
     "bash": parse_bash,
 }
-# programs that are not ours: what follows them is theirs to check
+# programs that are not ours: their arguments are not checked
 OTHERS = {"pip", "accelerate", "torchrun", "pre-commit", "vllm", "export"}
 
 
 def run_cli(words: list[str], monkeypatch) -> tuple[int, str, str]:
-    """Run a program in this process, NAME=VALUE words first; return exit code, stdout, stderr."""
+    """Run a program in this process, with optional NAME=VALUE words first; return exit code,
+    stdout, stderr.
+    """
     while "=" in words[0]:
         monkeypatch.setenv(*words[0].split("=", 1))
         words = words[1:]
     program, arguments = program_of(words)
-    assert len(arguments) < len(words), f"{words[0]} is no program of ours"
+    assert len(arguments) < len(words), f"{words[0]} is not one of our programs"
     monkeypatch.setattr(sys, "argv", [program.argv0, *arguments])
     out = io.StringIO()
     err = io.StringIO()

@@ -1,8 +1,8 @@
-"""The bash blocks of the README and docs/, run page by page: in order, in one folder, on models and
+"""Run the bash blocks of the README and docs/ page by page: in order, in one folder, on models and
 texts that take seconds.
 
-FLOWS says for each page what its folder contains beforehand and what is made smaller; NOT_RUN lists
-what cannot run here.
+FLOWS defines for each page what its folder contains beforehand and what is made smaller; NOT_RUN
+lists what cannot run here.
 """
 
 import contextlib
@@ -22,16 +22,14 @@ from tests.support.fences import ALL, ROOT, Fence, run_cli, statements
 
 
 class Flow(NamedTuple):
-    """What a page's commands find in their folder, and the texts in them that stand for something
-    smaller.
-    """
+    """What a page's commands find in their folder, and replacements that make them smaller."""
 
     prepare: tuple[Callable[[Path], None], ...] = ()
     smaller: dict[str, str] = {}
 
 
 NETWORK = "fetches packages or models"
-# commands, by what they begin with, and why they are not run here
+# prefixes of commands, and why these are not run here
 NOT_RUN = {
     "make demo": "fills a .venv, and takes minutes",
     "make demo-real": "fills a .venv, and takes minutes",
@@ -62,7 +60,7 @@ NOT_RUN = {
     "moe-runtime tune": "needs a GPU",
     "python -m papers data smollm2": "reads a package of 93 MB",
 }
-# pages whose commands follow one of NOT_RUN
+# pages whose commands depend on one of NOT_RUN
 PAGES_NOT_RUN = {"docs/real-model.md"}
 
 
@@ -80,7 +78,7 @@ def rows(path: Path, count: int = 16) -> None:
 
 
 def base(folder: Path) -> None:
-    """A dense model and pairs."""
+    """Create a dense model and pairs."""
     from tests.hf.dropin.test_layers import TOKENIZER
     from tests.hf.tiny import dense
 
@@ -94,7 +92,7 @@ def base(folder: Path) -> None:
 
 
 def benchmarks(folder: Path) -> None:
-    """Rows, one of which holds a benchmark's text."""
+    """Write examples, one of which contains a benchmark's text."""
     rows(folder / "rows.jsonl")
     (folder / "humaneval.jsonl").write_text(
         json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n"
@@ -111,7 +109,7 @@ def benchmarks(folder: Path) -> None:
 
 
 def law(folder: Path) -> None:
-    """A stock MoE model and a task's texts."""
+    """Create a stock MoE model and a task's texts."""
     from tests.hf.dropin.test_layers import TOKENIZER, stock
 
     stock().save_pretrained(folder / "olmoe")
@@ -121,7 +119,7 @@ def law(folder: Path) -> None:
 
 
 def peft_adapters(folder: Path) -> None:
-    """A stock model and an adapter of it, as PEFT of today and of 0.18 write it."""
+    """Create a stock model and an adapter for it, as written by current PEFT and by 0.18."""
     from tests.support.peft_adapter import adapted, as_written_by
 
     adapted(folder, modules=("q_proj", "v_proj"))
@@ -135,7 +133,7 @@ def peft_adapters(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> None:
-    """A base without biases in its MLPs, four checkpoints of its tuning, and rows."""
+    """Create a base without biases in its MLPs, four checkpoints of its tuning, and examples."""
     import torch
 
     from tests.hf.dropin.test_layers import TOKENIZER
@@ -152,7 +150,7 @@ def checkpoints(folder: Path) -> None:
 
 
 def specialists(folder: Path) -> None:
-    """Two specialists, their domains' rows, and the page's own mine.yaml."""
+    """Create two specialists, the examples of their domains, and the page's own mine.yaml."""
     from tests.methods.ultrafuser import fusers
 
     for name, model in zip(
@@ -186,7 +184,7 @@ def specialists(folder: Path) -> None:
 
 
 def evaluated(folder: Path) -> None:
-    """Every kind of model, and a file of each kind of problem."""
+    """Create a model of every kind, and a file of each kind of problem."""
     from tests.papers.evaluation import test_evaluate as files
 
     files.make_folders(folder)
@@ -227,27 +225,27 @@ def study(method: str, **changes) -> Callable[[Path], None]:
 
 
 def small_table(command: str, folder: str) -> dict[str, str]:
-    """Return what makes a paper's table small: one seed of the study in a folder."""
+    """Return options that make a paper's table small: one seed of the study in a folder."""
     return {
         f"papers {command} --seeds 3": f"papers {command} --seeds 1 --recipe {folder}/study.yaml"
     }
 
 
 def mine(folder: Path) -> None:
-    """The study as a recipe of one's own."""
+    """Save the study as a custom recipe."""
     (study,) = folder.glob("*/study.yaml")
     shutil.copy(study, folder / "mine.yaml")
 
 
 def theirs(folder: Path) -> None:
-    """A folder of the released XFT code."""
+    """Write a folder of the released XFT code."""
     from tests.support import official_xft
 
     official_xft.write_moe(folder / "THEIRS")
 
 
 def results(folder: Path) -> None:
-    """The newest results of a CPU, under the names that the page gives them."""
+    """Copy the latest results of a CPU to the names on the page."""
     newest = max((ROOT / "bench" / "results").glob("*-cpu.json"))
     (folder / "bench" / "results").mkdir(parents=True)
     for name in ("A.json", "B.json", f"bench/results/{newest.name}"):
@@ -255,7 +253,7 @@ def results(folder: Path) -> None:
 
 
 def library(folder: Path) -> None:
-    """What looks like a CUDA library that was built for the Hub."""
+    """Create a file that looks like a CUDA library built for the Hub."""
     (folder / "LIBRARY").write_bytes(b"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.17\0")
 
 
@@ -327,19 +325,17 @@ FLOWS = {
 
 
 def replaced(text: str, smaller: dict[str, str]) -> str:
-    """Return a text with each of the given ones in it exchanged; ValueError for one that is not
-    there.
-    """
+    """Replace each of the given texts; raise ValueError if one is missing."""
     for old, new in smaller.items():
         if old not in text:
-            raise ValueError(f"{old!r} is not in the page; want what stands there")
+            raise ValueError(f"{old!r} is not in the page; use text from the page")
         text = text.replace(old, new)
     return text
 
 
 def commands(page: str) -> list[tuple[Fence, list[str]]]:
-    """Return the commands of a page's bash blocks, in order, each with its block, as FLOWS makes
-    them smaller.
+    """Return the commands of a page's bash blocks, in order, each with its block, after FLOWS's
+    replacements.
     """
     fences = []
     for fence in ALL:
@@ -353,7 +349,7 @@ def commands(page: str) -> list[tuple[Fence, list[str]]]:
 
 
 def reason_of(words: list[str]) -> str | None:
-    """Return the key of NOT_RUN that a command falls under; None for one that is run."""
+    """Return the key of NOT_RUN that applies to a command; None if it runs."""
     while re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
     line = " ".join(words)
@@ -364,14 +360,14 @@ def reason_of(words: list[str]) -> str | None:
 
 
 def wants_a_compiler(words: list[str]) -> bool:
-    """Whether a command compiles, and this machine has no compiler."""
+    """Whether a command needs a compiler that this machine does not have."""
     has_one = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     return "moe_runtime.native.build cpu" in words and not has_one
 
 
 def run(words: list[str], monkeypatch) -> str:
-    """Run one command in this process, patterns of file names expanded; return what it printed.
-    Asserts that it ended well.
+    """Run a command in this process, with file patterns expanded; return its output. Asserts that
+    it succeeds.
     """
     words = [
         name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])

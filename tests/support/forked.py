@@ -1,8 +1,8 @@
-"""Runs pytest in forks of this process, which has imported the large libraries once: a run then
+"""Run pytest in forks of this process, which has imported the large libraries once, so that a run
 starts in one second instead of ten.
 
-Nothing below the root of the tree may stay imported in a fork, as the tree that is tested is a copy
-of the one that this module is from.
+Nothing below the root of the tree may stay imported in a fork, since the tested tree is a copy of
+the one with this module.
 """
 
 import functools
@@ -21,7 +21,7 @@ OURS = ("bench", "moe_runtime", "papers", "tests")
 
 @functools.cache
 def preload() -> None:
-    """Import what every run of the tests imports, as tests/conftest.py would."""
+    """Import what every run of the tests imports, like tests/conftest.py."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
@@ -30,7 +30,7 @@ def preload() -> None:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Return the environment in which the copy below `root` is what Python imports."""
+    """Return an environment in which Python imports the copy below `root`."""
     own = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     return os.environ | own
 
@@ -38,9 +38,9 @@ def environment(root: Path) -> dict[str, str]:
 def run_pytest(
     root: Path, arguments: list[str], timeout: float | None, output: Path | str = os.devnull
 ) -> int | None:
-    """Run pytest in the tree `root` and return its exit code, or None after `timeout` seconds.
+    """Run pytest in the tree `root`; return its exit code, or None after `timeout` seconds.
 
-    What it prints goes to the file `output`. A fork that is ended by a signal returns its negative
+    Its output goes to the file `output`. A fork killed by a signal returns the negative signal
     number.
     """
     preload()
@@ -60,7 +60,7 @@ def run_pytest(
 
 
 def _run(root: Path, arguments: list[str], output: Path | str) -> None:
-    """Be the fork: leave this tree, enter the other one, and end with pytest's exit code."""
+    """Run in the fork: leave this tree, enter the other one, and exit with pytest's exit code."""
     code = 70
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""Imported last by what forks: excludes what was imported from garbage collection, which every
+"""Imported last by forking servers: excludes imported modules from garbage collection, which every
 training runs.
 """
 

@@ -1,4 +1,4 @@
-"""A fuser study that runs in seconds: a random Llama of one layer, sums and words in files, a
+"""A fuser study that runs in seconds: a random Llama with one layer, sums and words in files, a
 template for each.
 """
 
@@ -17,17 +17,17 @@ STEPS = {"steps": 4, "learning_rate": 1e-2, "batch_size": 4}
 
 @functools.cache
 def folder() -> tempfile.TemporaryDirectory:
-    """A folder with a study, whose stages all tests of a process share; it goes when the process
-    does.
+    """Return a folder with a study, whose stages all tests of a process share; it is deleted at
+    exit.
     """
     made = tempfile.TemporaryDirectory(prefix="fuser-study-")
-    # steps enough for four checkpoints in the last seven ninths
+    # enough steps for four checkpoints in the last seven ninths
     write_study(Path(made.name), stage2=STEPS | {"steps": 6})
     return made
 
 
 def domain_rows() -> dict[str, list[dict]]:
-    """Rows of the two domains, all different; one has three times as many."""
+    """Return distinct examples of the two domains; one domain has three times as many."""
     sums = []
     for i in range(12):
         for j in range(4):
@@ -41,7 +41,7 @@ def domain_rows() -> dict[str, list[dict]]:
 
 
 def write_study(to: Path, **changes) -> Path:
-    """Write the base, the rows and the recipe; return the recipe's file."""
+    """Write the base, the examples and the recipe; return the recipe's file."""
     to.mkdir(parents=True, exist_ok=True)
     rows = domain_rows()
     for name, own in rows.items():

@@ -1,7 +1,7 @@
-"""A stand-in for the Hub's HTTP API on this machine: repositories are dictionaries in memory.
+"""A stand-in for the Hub's HTTP API on this machine, with repositories as dictionaries in memory.
 
-It knows what uploading and downloading of small files need, nothing of LFS, branches or rate
-limits. A card whose license is not in LICENSES is refused, as the Hub does.
+It supports uploading and downloading of small files, but no LFS, branches or rate limits. Like the
+Hub, it refuses a card whose license is not in LICENSES.
 """
 
 import base64
@@ -16,7 +16,7 @@ LICENSES = ("mit", "apache-2.0", "llama3", "other")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request; `server.repos` holds what it knows."""
+    """Answers one request; `server.repos` holds the repositories."""
 
     protocol_version = "HTTP/1.1"
 
@@ -56,8 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         data = self.received()
         repos = self.server.repos
         if path == "/api/repos/create":
-            asked = json.loads(data)
-            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            request = json.loads(data)
+            name = f"{request.get('organization') or 'me'}/{request['name']}"
             found = name in repos
             repos.setdefault(name, {"sha": "0" * 40, "files": {}})
             self.answer(
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def start() -> ThreadingHTTPServer:
-    """Start it in a thread; `.url` is its address, `.repos` what it holds."""
+    """Start it in a thread; `.url` is its address, `.repos` its repositories."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
     server.repos = {}

@@ -1,8 +1,7 @@
-"""Makes Triton's interpreter faster and changes nothing that it computes (triton 3.6 to 3.9).
+"""Make Triton's interpreter faster without changing what it computes (triton 3.6 to 3.9).
 
-Most of its time goes into describing types that it has described before, into asking which type two
-types compute in, into wrappers around wrappers, and into checks for integer overflow whose result
-reaches an assertion that is off.
+It spends most of its time on describing types again, finding out which type two types compute in,
+nested wrappers, and checks for integer overflow whose result only reaches a disabled assertion.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ def _patch_languages_once() -> None:
     """
     launch = interpreter.GridExecutor.__call__
     patch = interpreter._patch_lang
-    seen = None  # modules patched in the launch that runs; None between launches
+    seen = None  # modules patched in the current launch; None between launches
 
     def patch_once(fn):
         key = id(fn.__globals__)
@@ -64,8 +63,8 @@ def _patch_languages_once() -> None:
 
 
 def _know_the_builtins() -> None:
-    """Look through the language's modules and classes for what a launch patches now, not at each
-    launch.
+    """Look through the language's modules and classes once for what a launch patches, instead of at
+    each launch.
     """
     is_builtin = tl.core.is_builtin
     packages = (tl, tl.core, tl.math, tl.core.tensor, tl.core.tensor_descriptor_base)
@@ -79,7 +78,7 @@ def _know_the_builtins() -> None:
         if package not in names:
             return look(package, builder, scope)
         for name in names[package]:
-            # a launch within a launch finds them patched
+            # nested launches find them patched
             if is_builtin(member := getattr(package, name)):
                 interpreter._patch_attr(package, name, member, builder, scope)
         return None
@@ -88,9 +87,7 @@ def _know_the_builtins() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """A launch wraps every builtin again, around a wrapper that only looks whether it was given
-    `_semantic`.
-    """
+    """A launch wraps every builtin again, around a wrapper that only checks for `_semantic`."""
     semantic = interpreter.interpreter_semantic
     wrapper = tl.core.builtin(lambda: None).__code__
     patch = interpreter._patch_attr
@@ -115,7 +112,7 @@ def _call_builtins_directly() -> None:
 
 def _compute_no_unread_overflow() -> None:
     builder = interpreter.interpreter_builder
-    # its device_assert returns at once unless debug is on
+    # its device_assert returns immediately unless debug is on
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -146,7 +143,7 @@ def _describe_types_once() -> None:
         known = blocks.get(key)
         if known is None:
             block(self, element_ty, list(shape))
-            self.sizes = sizes  # a tuple of Python's, which compares faster than Triton's
+            self.sizes = sizes  # a Python tuple, which compares faster than Triton's
             blocks[key] = {
                 name: value for name, value in vars(self).items() if name != "element_ty"
             }
@@ -174,7 +171,7 @@ def _describe_types_once() -> None:
     def is_size_valid(array, dtype):
         width = widths.get(dtype.name)
         if width is None:
-            # a pointer's array may have any; a smaller number has a byte
+            # a pointer's array may have any size; an element smaller than a byte takes a byte
             width = widths[dtype.name] = (
                 1 << 30 if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) / 8
             )
@@ -191,7 +188,7 @@ def _describe_types_once() -> None:
 
 
 def _translate_types_once() -> None:
-    """The interpreter's builder has Triton's types for types of an IR: one for each name."""
+    """The interpreter's builder uses Triton's types as IR types: one for each name."""
 
     def once(to_ir):
         known = {}
@@ -220,7 +217,9 @@ def _unwrap_only_what_is_wrapped() -> None:
 
 
 def _know_what_two_types_compute_in() -> None:
-    """The answer follows from the types' names; of one type that is not narrow it is that type."""
+    """The result depends only on the types' names; if both types are the same and not narrow, it is
+    that type.
+    """
     compute = TritonSemantic.computation_type_impl
     check = TritonSemantic.binary_op_type_checking_impl
     answers = {}
@@ -244,7 +243,7 @@ def _know_what_two_types_compute_in() -> None:
 
 
 def _make_constants_once() -> None:
-    """No operation changes its operands; of the two zeros of a float either may be meant."""
+    """No operation modifies its operands; float zeros are excluded, since 0.0 equals -0.0."""
     constant = TritonSemantic.scalar_constant
     made = {}
 

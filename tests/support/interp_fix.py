@@ -1,8 +1,8 @@
-"""Makes Triton's NumPy interpreter tell the truth about bf16 and fp8 (triton 3.6 to 3.9).
+"""Make Triton's NumPy interpreter correct for bf16 and fp8 (triton 3.6 to 3.9).
 
-The interpreter keeps bf16 as raw uint16, so tl.dot multiplies and binary operators add and compare
-those integers, and casts truncate (bf16) or lose the mantissa's carry (fp8). This repairs dots,
-casts and comparisons, and raises on bf16 arithmetic, reductions and atomics: a kernel upcasts to
+The interpreter stores bf16 as raw uint16, so tl.dot multiplies and binary operators add and compare
+those integers, and casts truncate (bf16) or lose the mantissa's carry (fp8). This fixes dots, casts
+and comparisons, and raises on bf16 arithmetic, reductions and atomics: kernels must upcast to
 float32 right after the load, on the GPU as well.
 """
 
@@ -19,13 +19,13 @@ NARROW = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
-NARROW_NAMES = frozenset(dtype.name for dtype in NARROW)  # a type's own hash is slow
+NARROW_NAMES = frozenset(dtype.name for dtype in NARROW)  # hashing a Triton type is slow
 COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 EXACT = (*COMPARISONS, np.maximum, np.minimum, np.fmax, np.fmin)
 
 
 def decode(handle) -> np.ndarray:
-    """Return a handle's values, bf16 and fp8 as float32."""
+    """Return a handle's values, with bf16 and fp8 as float32."""
     dtype = NARROW.get(handle.dtype.scalar)
     if dtype is None:
         return handle.data
@@ -34,8 +34,8 @@ def decode(handle) -> np.ndarray:
 
 
 def encode(values: np.ndarray, scalar) -> np.ndarray:
-    """Return `values` as the interpreter stores the Triton type `scalar`, rounded to
-    nearest even.
+    """Return `values` as the interpreter stores the Triton type `scalar`, rounded to nearest
+    even.
     """
     dtype = NARROW.get(scalar)
     if dtype is None:
@@ -137,7 +137,7 @@ def _fix_reductions() -> None:
 
 def _fix_index() -> None:
     # triton < 3.7 calls int() on an array of one element in range(0, K, BLOCK_K), which numpy >=
-    # 2.4 refuses
+    # 2.4 rejects
     patch = interpreter._patch_lang_tensor
 
     def index(self) -> int:

@@ -1,9 +1,9 @@
 """A compute-sanitizer for Triton's interpreter (triton 3.6 to 3.9).
 
-- every unmasked lane of a load, store or atomic lies inside a tensor that was passed to the kernel
-- lanes masked off without `other=` read NaN or the smallest integer, not the interpreter's 0
-- two programs that store to one address, or one that reads what another stores, are a race
-  (atomics excepted)
+- every unmasked lane of a load, store or atomic must be inside a tensor passed to the kernel
+- lanes masked off without `other=` read NaN or the smallest integer instead of the interpreter's 0
+- two programs that store to the same address, or one that reads what another stores, are a race
+  (except for atomics)
 """
 
 import numpy as np
@@ -12,11 +12,13 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 
 class KernelMemoryError(AssertionError):
-    """A kernel touched memory that is not its own."""
+    """A kernel accessed memory that does not belong to its tensors."""
 
 
 class _Launch:
-    """The launch that runs: the byte ranges [low, high) of its tensors, and who touched what."""
+    """The current launch: the byte ranges [low, high) of its tensors, and which programs accessed
+    what.
+    """
 
     def __init__(self, ranges: list[tuple[int, int]]):
         self.low = np.array([low for low, _ in ranges], np.uint64)
@@ -52,7 +54,7 @@ class _Launch:
             (self.writes if kind == "store" else self.reads).append((self.program, address))
 
     def check_races(self) -> None:
-        """Raise if two programs stored to one address, or one read what another stored."""
+        """Raise if two programs stored to the same address, or one read what another one stored."""
         if not self.writes:
             return
         address, program = _flatten(self.writes)
@@ -85,7 +87,7 @@ def _flatten(accesses: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.nda
 
 
 def _ranges(args) -> list[tuple[int, int]]:
-    """Return the byte ranges of the tensors in `args`, tuples and tensor descriptors included."""
+    """Return the byte ranges of the tensors in `args`, including tuples and tensor descriptors."""
     found = []
     for arg in args:
         if isinstance(arg, (tuple, list)):
@@ -108,7 +110,7 @@ def _size(ptr) -> int:
 
 def _poison(ptr) -> TensorHandle:
     dtype = interpreter._get_np_dtype(ptr.get_element_ty())
-    # bf16 and fp8 are stored as these
+    # bf16 and fp8 are stored as these types
     nan_bits = {np.dtype(np.uint16): 0x7FC0, np.dtype(np.uint8): 0x7F}
     if dtype.kind == "f":
         value = np.nan

@@ -1,21 +1,22 @@
-"""Records, for each planted bug, all tests that fail because of it.
+"""Record, for each planted bug, all tests that fail because of it.
 
     python -m tests.support.kill_matrix               # record what is missing or has changed
     python -m tests.support.kill_matrix --only io/    # some bugs, by a part of their file or text
-    python -m tests.support.kill_matrix --budget 60   # at most about so many seconds of tests a bug
+    python -m tests.support.kill_matrix --budget 60   # at most about 60 s of tests per bug
     python -m tests.support.kill_matrix --named       # only the files that each bug names; no trace
-    python -m tests.support.kill_matrix --report      # print what the records say
+    python -m tests.support.kill_matrix --report      # print a report of the records
 
 The first run traces `make test` once, with coverage.py in one process, which takes about an hour;
 the trace is kept in runs/kill_matrix. A bug is then planted in a copy of the tree, and only the
 tests that run the changed lines are run: those of the trace, and all tests of the files that the
-bug names. A changed constant is seen by all tests of its file's functions; a change in C++ or CUDA
-by the tests that load the libraries. Each bug's record is written when it is complete, and is
-repeated if its file or its tests have changed. The trace may be older than the tree, as lines are
+bug names. For a changed constant, all tests of its file's functions are run; for a change in C++ or
+CUDA, the tests that load the libraries. Each bug's record is saved when it is complete, and is
+updated if its file or its tests have changed. The trace may be older than the tree, since lines are
 looked up in the traced tree; trace again (--trace) after larger changes.
 
-A test is a function, file::name; its parametrizations are joined. The report lists the bugs that
-no test sees, the bugs that exactly one sees, and the tests without which every bug is still seen.
+A test is a function, file::name; its parametrizations are merged. The report lists the bugs that
+no test detects, those that exactly one test detects, and the tests that could be removed without
+missing a bug.
 """
 
 import argparse
@@ -48,9 +49,9 @@ TRACE = ROOT / "runs" / "kill_matrix"
 
 
 class Record(NamedTuple):
-    """What is known of a bug."""
+    """The known results of a bug."""
 
-    key: str  # of the bug and its tests
+    key: str  # hash of the bug and its tests
     left: int  # tests that have not run
     fails: set[str]
 
@@ -77,7 +78,7 @@ class Matrix:
             self.records[what] = Record(key, int(left), failed)
 
     def save(self) -> None:
-        """Write a line for each test file and each bug, with the tests as numbers."""
+        """Write a line for each test file and each bug, with tests as numbers."""
         names = sorted(self.ran)
         number = {name: i for i, name in enumerate(names)}
         tests = defaultdict(str)
@@ -109,7 +110,7 @@ def key_of(bug: Bug, names: Iterable[str]) -> str:
 
 
 def within(bug: Bug, names: set[str], seconds: dict[str, float], budget: float) -> list[str]:
-    """Return the tests of the bug's files, and the quickest others that fit into the budget."""
+    """Return the tests of the bug's files, and the fastest others that fit the budget."""
     files = bug.test_files()
     chosen = [name for name in names if file_of(name) in files]
     spent = sum(seconds[name] for name in chosen)
@@ -139,7 +140,7 @@ class Work:
         self.key = key_of(bug, self.seeing)
 
     def is_done(self, matrix: Matrix) -> bool:
-        """Whether a record has run as many tests of the same."""
+        """Whether a record covers as many of the same tests."""
         before = matrix.records.get(title(self.bug))
         if before is None or before.key != self.key:
             return False
@@ -166,7 +167,7 @@ class Work:
 def run_all(
     matrix: Matrix, trace: Trace | Untraced, selected: list[Bug], args: argparse.Namespace
 ) -> None:
-    """Record the bugs whose records are missing or old, the quickest first."""
+    """Record the bugs whose records are missing or outdated, the fastest first."""
     every = [Work(bug, trace, args.budget) for bug in selected]
     todo = [work for work in every if not work.is_done(matrix)]
     print(f"{len(todo)} of {len(every)} bugs to record", flush=True)
@@ -177,7 +178,9 @@ def run_all(
 
 
 def spare_tests(matrix: Matrix) -> list[tuple[int, str]]:
-    """Return tests without which every bug is still seen, and how many bugs each sees."""
+    """Return tests without which every bug is still detected, and how many bugs each one
+    detects.
+    """
     seen = defaultdict(list)
     for record in matrix.records.values():
         seers = set(record.fails)
@@ -193,25 +196,25 @@ def spare_tests(matrix: Matrix) -> list[tuple[int, str]]:
 
 
 def report(matrix: Matrix, known: list[Bug]) -> None:
-    """Print the bugs that no test and that one test sees, and the tests that nothing needs."""
+    """Print the bugs that no test or only one test detects, and the redundant tests."""
     titles = list(map(title, known))
     matrix.records = {what: matrix.records[what] for what in titles if what in matrix.records}
-    nobody = []
+    undetected = []
     single = []
     partly = 0
     for what, record in matrix.records.items():
         partly += record.left > 0
         if not record.fails:
-            nobody.append(f"  {what}")
+            undetected.append(f"  {what}")
         if len(record.fails) == 1:
             single.append(f"  {what}: {min(record.fails)}")
     print(f"{len(matrix.records)} of {len(titles)} bugs are recorded,")
     print(f"{partly} of them without all tests that run their lines")
-    print(f"\n{len(nobody)} bugs that no test sees:", *nobody, sep="\n")
-    print(f"\n{len(single)} bugs that one test sees:", *single, sep="\n")
+    print(f"\n{len(undetected)} bugs that no test detects:", *undetected, sep="\n")
+    print(f"\n{len(single)} bugs that one test detects:", *single, sep="\n")
     spare = spare_tests(matrix)
     print(f"\n{len(spare)} of {len(matrix.ran)} tests are removable by the matrix, with the number")
-    print("of bugs that each sees; without all of them every bug is still seen:")
+    print("of bugs that each detects; without all of them every bug is still detected:")
     for count, name in spare:
         print(f"  {count:4} {name}")
 
@@ -223,7 +226,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--out", type=Path, default=OUT, help="the file of the records")
-    add("--report", action="store_true", help="print what the records say")
+    add("--report", action="store_true", help="print a report of the records")
     add("--only", default="", help="a part of a bug's file or description")
     add("--named", action="store_true", help="only the tests of the files that a bug names")
     add("--trace", action="store_true", help="trace the tests again")

@@ -1,13 +1,13 @@
-"""The pytest plugin of `tests.support.kill_matrix`: traces which tests run which lines, or runs
-a selection of tests and notes which fail.
+"""The pytest plugin of `tests.support.kill_matrix`: traces which tests run which lines, or runs a
+selection of tests and records which fail.
 
 `-p tests.support.kill_plugin --trace-to FOLDER` writes, with coverage.py, which lines each test
-function runs, in this process and in the processes that it starts. `--select FILE` runs only the
-test functions that FILE lists, one a line, and appends to FILE.log "start NAME" and "fail NAME".
+function runs, in this process and in its child processes. `--select FILE` runs only the test
+functions listed in FILE, one per line, and appends "start NAME" and "fail NAME" to FILE.log.
 
-A test is `file::function`; its parametrizations are joined. What a fixture of a module or of the
-session, or a cached function of the tests, runs is noted under its own name, for every test that
-uses it: the first of them alone would seem to need it.
+A test is `file::function`; its parametrizations are merged. Lines that run in module or session
+fixtures, or in cached functions of the tests, are recorded under the fixture's or function's own
+name, for every test that uses it; otherwise only the first test would seem to need them.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-CONTEXT = "KILL_MATRIX_CONTEXT"  # what a child process runs its lines for
+CONTEXT = "KILL_MATRIX_CONTEXT"  # the context that a child process runs in
 CONFIG = """
 [run]
 data_file = {folder}/coverage
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Selection:
-    """Runs the listed functions, the files in the list's order, and notes what fails."""
+    """Runs the listed functions, with files in the list's order, and records failures."""
 
     def __init__(self, file: Path):
         self.names = file.read_text().split()
@@ -112,7 +112,8 @@ class Tracer:
         self.context = ""
         self.seconds = defaultdict(float)
         self.failed = set()
-        self.uses = defaultdict(set)  # of a test or a shared context: the shared contexts
+        # a test or a shared context -> the shared contexts that it uses
+        self.uses = defaultdict(set)
         folder.mkdir(parents=True, exist_ok=True)
         rc = folder / "coveragerc"
         rc.write_text(CONFIG.format(folder=folder, root=root, context=CONTEXT))

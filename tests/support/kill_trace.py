@@ -1,7 +1,7 @@
-"""Which tests run which lines, and which tests fail among a selection; for
+"""Which tests run which lines, and which tests of a selection fail; for
 `tests.support.kill_matrix`.
 
-A trace is a folder with a copy of the tree (tree/) and what tests.support.kill_plugin wrote about
+A trace is a folder with a copy of the tree (tree/) and the output of tests.support.kill_plugin for
 one run of `make test` in it (data/).
 """
 
@@ -35,9 +35,9 @@ def file_of(name: str) -> str:
 
 
 def run_selected(root: Path, names: list[str], timeout: float) -> tuple[set[str], set[str]]:
-    """Run these tests and return which failed, and which did not end in time.
+    """Run these tests; return which failed, and which did not end in time.
 
-    A test that ends the process counts as failed, and the others run in a new one.
+    A test that ends the process counts as failed, and the others run in a new process.
     """
     deadline = time.monotonic() + timeout
     failed = set()
@@ -66,7 +66,7 @@ def run_selected(root: Path, names: list[str], timeout: float) -> tuple[set[str]
 
 
 def read_log(log: Path) -> tuple[set[str], list[str]]:
-    """Return the tests that failed and those that were started, of a log of the plugin."""
+    """Return the failed and the started tests from a log of the plugin."""
     failed = set()
     started = []
     if log.exists():
@@ -111,14 +111,14 @@ class Untraced:
 
 
 class Trace:
-    """What each test runs."""
+    """The lines that each test runs."""
 
     def __init__(self, folder: Path):
         from coverage import CoverageData
 
         self.tree = folder / "tree"
         self.seconds = {}  # of each test
-        self.users = defaultdict(set)  # of a shared fixture or a cached function: what uses it
+        self.users = defaultdict(set)  # of a shared fixture or a cached function -> what uses it
         failed = set()
         for path in sorted(folder.glob("data/tests-*.json")):
             table = json.loads(path.read_text())
@@ -133,7 +133,7 @@ class Trace:
         self.broken = self._broken(folder / "data" / "broken.json", failed)
         self.data = CoverageData(str(combined))
         self.data.read()
-        self.files = {}  # the traced name of each file; kernels/ has two
+        self.files = {}  # the traced name of each file; those of kernels/ have two
         for name in self.data.measured_files():
             self.files[os.path.realpath(self.tree / name)] = name
 
@@ -149,7 +149,9 @@ class Trace:
         os.replace(data / "joining", combined)
 
     def _broken(self, known: Path, failed: set[str]) -> set[str]:
-        """Return the tests that fail without a bug, and not for coverage.py alone."""
+        """Return the tests that fail without a bug, except those that fail only because of
+        coverage.py.
+        """
         if not known.exists():
             still, late = run_selected(self.tree, sorted(failed), 3600)
             known.write_text(json.dumps(sorted(still | late)))
@@ -169,8 +171,8 @@ class Trace:
         return found - self.broken
 
     def _contexts(self, path: Path, bug: Bug) -> set[str]:
-        """Return what runs the changed lines, or any line of the file's functions if the changed
-        ones run once.
+        """Return the contexts that run the changed lines, or any line of the file's functions if
+        the changed lines run only once.
         """
         name = self.files.get(os.path.realpath(self.tree / path))
         if name is None:
@@ -186,7 +188,7 @@ class Trace:
         return found
 
     def _tests(self, contexts: set[str]) -> set[str]:
-        """Return the tests among the contexts, and those that use the others."""
+        """Return the tests among the contexts, and those that use the other contexts."""
         found = set()
         left = list(contexts)
         while left:
@@ -199,8 +201,9 @@ class Trace:
 
 @functools.cache
 def statements(text: str) -> list[tuple[int, int, bool]]:
-    """Return each statement's first and last line, of a compound one those of its head, and whether
-    it runs with each test: not outside of functions, nor in those that cache their results.
+    """Return the first and last line of each statement (of a compound statement, only its head),
+    and whether it runs with each test: not outside functions, nor in functions that cache their
+    results.
     """
     found = []
 
@@ -231,7 +234,7 @@ def repeated_lines(text: str) -> set[int]:
 
 
 def common(one: str, other: str) -> int:
-    """Return the length of the beginning that two texts share."""
+    """Return the length of the common prefix of two texts."""
     same = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -241,7 +244,7 @@ def common(one: str, other: str) -> int:
 
 
 def changed_lines(text: str, bug: Bug) -> set[int] | None:
-    """Return the lines of the statements that a bug changes, or None if they run once."""
+    """Return the lines of the statements that a bug changes, or None if they run only once."""
     place = planted.find(text, bug)
     old = place[0]
     start = common(old, bug.new)
@@ -261,7 +264,7 @@ def changed_lines(text: str, bug: Bug) -> set[int] | None:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as 1-3,7."""
+    """Format numbers as 1-3,7."""
     parts = []
     ordered = enumerate(sorted(numbers))
     for _, group in itertools.groupby(ordered, lambda pair: pair[1] - pair[0]):
@@ -272,7 +275,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def numbers_of(text: str) -> list[int]:
-    """Read what `ranges` wrote."""
+    """Parse the output of `ranges`."""
     found = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

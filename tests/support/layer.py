@@ -1,11 +1,11 @@
-"""Layers with the arguments of the oracles, and the dense MLP that an expert is."""
+"""Layers with the arguments of the oracles, and the dense MLP that equals an expert."""
 
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.tools.conformance import oracle
 
 
 def moe_layer(**options):
-    """A layer for `oracle.run` and `oracle.moe_mismatches`."""
+    """Return a layer for `oracle.run` and `oracle.moe_mismatches`."""
 
     def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated, **form):
         biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
@@ -17,7 +17,9 @@ def moe_layer(**options):
 
 
 def dense_mlp(layer, weights, x):
-    """One dense MLP in float64; `weights` are by the names of the stacks of `layer.experts`."""
+    """Compute one dense MLP in float64; `weights` uses the names of the stacks of
+    `layer.experts`.
+    """
     up = layer.experts.up_name
     biases = [weights.get(f"{up}_bias"), weights.get("down_proj_bias")]
     config = layer.config

@@ -1,4 +1,4 @@
-"""The imports of moe_runtime, read without running them: for tests/test_layout.py."""
+"""The imports of moe_runtime, read without running them, for tests/test_layout.py."""
 
 import ast
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moe_runtime"
-PAPERS = "papers"  # the laboratory, which imports the package and is not shipped
-# a module imports from its own rank and below; the order within a rank is free, but for circles
+PAPERS = "papers"  # the experiments, which import the package and are not shipped
+# a module imports from its own rank and below; within a rank any order without cycles is fine
 RANK = {
     "kernels": 0,
     "config": 1,
@@ -42,7 +42,7 @@ RANK = {
 
 
 class Import(NamedTuple):
-    """One imported name; `level` counts its leading dots, and a `lazy` one stands inside a
+    """An imported name; `level` counts its leading dots, and a `lazy` import is inside a
     function.
     """
 
@@ -53,7 +53,7 @@ class Import(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """One module of ours imports another."""
+    """An import of one of our modules by another one."""
 
     source: str
     target: str
@@ -62,9 +62,7 @@ class Arrow(NamedTuple):
 
 
 def own_files(root: Path) -> list[Path]:
-    """List the package's files; kernels/ and bench/ are reached by links, and are not among
-    them.
-    """
+    """List the package's files; kernels/ and bench/ are symlinks, and are not included."""
     links = [root / PACKAGE / name for name in ("kernels", "bench")]
     paths = [
         *sorted((root / PACKAGE).rglob("*.py")),
@@ -78,7 +76,9 @@ def own_files(root: Path) -> list[Path]:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Return the dotted name of every module, those of kernels/ as they are imported."""
+    """Return the dotted name of every module; those of kernels/ have the names they are imported
+    by.
+    """
     found = {}
     for path in [*own_files(root), *sorted((root / "kernels").rglob("*.py"))]:
         parts = path.relative_to(root).with_suffix("").parts
@@ -88,7 +88,9 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
-    """Walk all imports of a module, those inside functions too, but not those for annotations."""
+    """Yield all imports of a module, including those in functions, but not those for
+    annotations.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (Import(alias.name, child.lineno, 0, lazy) for alias in child.names)
@@ -104,8 +106,8 @@ def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
 
 
 def arrows(root: Path) -> list[Arrow]:
-    """Return who imports whom. `from package import module` names the module, `from module import
-    name` its parent.
+    """Return which module imports which. `from package import module` counts for the module, `from
+    module import name` for its parent.
     """
     known = modules(root)
     found = []
@@ -113,7 +115,7 @@ def arrows(root: Path) -> list[Arrow]:
         for found_import in imports(ast.parse(path.read_text())):
             name = found_import.name
             target = name if name in known else name.rpartition(".")[0]
-            # the version, which the package itself holds, is not a dependency
+            # the version, which the package itself defines, is not a dependency
             if target in known and target != source and name != f"{PACKAGE}.__version__":
                 found.append(
                     Arrow(
@@ -127,7 +129,7 @@ def arrows(root: Path) -> list[Arrow]:
 
 
 def folder_of(module: str) -> str:
-    """Return the folder of a module as RANK names them: `ops`, `hf.models`, `papers.xft`."""
+    """Return the folder of a module as named in RANK: `ops`, `hf.models`, `papers.xft`."""
     parts = module.split(".")
     if parts[0] == PAPERS:
         folder = ".".join(parts[:2])
@@ -165,7 +167,7 @@ def components(targets: dict[str, set[str]]) -> list[list[str]]:
 
 
 def circles(root: Path) -> list[list[str]]:
-    """Return the groups of modules that import each other, also inside functions."""
+    """Return the groups of modules that import each other, including imports in functions."""
     targets: dict[str, set[str]] = {name: set() for name in modules(root)}
     for arrow in arrows(root):
         targets[arrow.source].add(arrow.target)

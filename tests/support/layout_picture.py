@@ -1,8 +1,8 @@
-"""docs/architecture.svg: the folders of moe_runtime and who imports whom: python -m
+"""docs/architecture.svg, the folders of moe_runtime and their imports: python -m
 tests.support.layout_picture.
 
-Who may import whom is tests.support.layout.RANK. An arrow that follows from two others is not
-drawn.
+tests.support.layout.RANK defines which imports are allowed. An arrow that is implied by two others
+is not drawn.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ WIDTH = 760
 ROW = 66
 BOX = 34
 TOP = 16
-ROWS = [  # from the top, a folder below those that import it; "" is room for arrows
+ROWS = [  # from the top, with a folder below those that import it; "" leaves room for arrows
     ["papers"],
     ["cli"],
     ["tools"],
@@ -29,7 +29,7 @@ ROWS = [  # from the top, a folder below those that import it; "" is room for ar
     ["native", "io", "config"],
     ["csrc"],
 ]
-COLOURS = {  # one for each part of the house
+COLOURS = {  # one for each part of the package
     "kernels": "#FBE3C8",
     "csrc": "#FBE3C8",
     "config": "#E8E8E8",
@@ -49,14 +49,16 @@ LABELS = {
     "csrc": "csrc (CUDA, C++)",
     "papers": "papers (from a clone)",
 }
-ASIDE = {("native", "csrc")}  # no import: it compiles and loads them
+EXTRA_ARROWS = {("native", "csrc")}  # not an import: it compiles and loads them
 
 
 def folder_arrows(root: Path) -> set[tuple[str, str]]:
-    """Return the arrows between folders; those of the package's own __init__, which only hands
-    names on, left out.
+    """Return the arrows between folders, except those of the package's own __init__, which only
+    re-exports names.
     """
-    pairs = {(folder_of(arrow.source), folder_of(arrow.target)) for arrow in arrows(root)} | ASIDE
+    pairs = {
+        (folder_of(arrow.source), folder_of(arrow.target)) for arrow in arrows(root)
+    } | EXTRA_ARROWS
     pairs = {
         (folder_of_init(a), folder_of_init(b))
         for a, b in pairs
@@ -77,8 +79,8 @@ def folder_of_init(folder: str) -> str:
 
 
 def reduced(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Leave out each arrow that follows from a longer path; two folders that import each other make
-    none.
+    """Leave out each arrow that is implied by a longer path; two folders that import each other
+    imply none.
     """
     targets: dict[str, set[str]] = {}
     for a, b in pairs:
@@ -102,7 +104,7 @@ def reduced(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 def places() -> dict[str, tuple[float, float, float]]:
-    """Return x of the middle, y of the top and width of each folder's box."""
+    """Return the horizontal center, the top and the width of each folder's box."""
     found = {}
     for number, row in enumerate(ROWS):
         widths = [8 * len(LABELS.get(folder, folder or "methods.upit")) + 22 for folder in row]
@@ -116,8 +118,8 @@ def places() -> dict[str, tuple[float, float, float]]:
 
 
 def path(a: tuple[float, float, float], b: tuple[float, float, float]) -> str:
-    """Return the path of an arrow between two boxes: down, or sideways in a row; around, where
-    another box is between.
+    """Return the path of an arrow between two boxes: downwards, sideways within a row, or around a
+    box in between.
     """
     (xa, ya, wa) = a
     (xb, yb, wb) = b
@@ -141,7 +143,7 @@ def path(a: tuple[float, float, float], b: tuple[float, float, float]) -> str:
 
 
 def draw(root: Path) -> str:
-    """Return the picture as SVG, the same text for the same imports."""
+    """Return the figure as SVG, with the same text for the same imports."""
     pairs = reduced(folder_arrows(root))
     at = places()
     height = TOP + ROW * (len(ROWS) - 1) + BOX + TOP
@@ -192,7 +194,7 @@ def draw(root: Path) -> str:
 
 
 def _toward(x: float, width: float, other: float) -> float:
-    """Return a place on a box's edge that leans towards `other`."""
+    """Return a point on a box's edge that is shifted towards `other`."""
     return x + max(-0.35, min(0.35, (other - x) / 600)) * width
 
 

@@ -1,5 +1,5 @@
-"""Ways to hold the same tensors of a `Case` in memory; each changes the leaves and the view that
-undoes the change.
+"""Memory layouts for the tensors of a `Case`; each changes the leaves and the view that undoes the
+change.
 """
 
 import torch
@@ -13,8 +13,8 @@ from tests.support.oracle import choose_experts, relative_error
 
 
 class _Large(TorchDispatchMode):
-    """Names the ops that return a tensor of `size` elements: copies, or with `every` all but views
-    and in-place ops.
+    """Records the ops that return a tensor of `size` elements: copies, or with `every` all ops
+    except views and in-place ops.
     """
 
     COPIES = (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy)
@@ -37,8 +37,8 @@ class _Large(TorchDispatchMode):
 
 
 def copies_of_transposed_gradients(layer, backend: str | None, device: str = "cpu") -> list[str]:
-    """Run layer(x, up, down, weight, idx, backend=) on stacks stored as [E, in, out]; return what
-    copied their gradients.
+    """Run layer(x, up, down, weight, idx, backend=) on stacks stored as [E, in, out]; return the
+    ops that copied their gradients.
     """
     E = 3
     H = 16
@@ -72,10 +72,10 @@ NARROW = "transposed stacks with H = 1"  # [E, 1, 2I] and [E, 2I, 1] may have th
 
 
 def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> None:
-    """Three micro-batches with `accumulate_into_grad` give the sums of separate adds, in the same
-    memory and no other.
+    """Assert that three micro-batches with `accumulate_into_grad` give the sums of separate adds,
+    in the same memory and without other allocations.
 
-    Our kernels add the rounded product, as autograd does, so they give its bits; a BLAS may round
+    Our kernels add the rounded product, like autograd, so the bits are equal; a BLAS may round only
     once.
     """
     E = 3
@@ -129,7 +129,7 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
         step(plain, x, weight, idx)
         large = step(added, x, weight, idx)
         memory.append([grad.data_ptr() for grad in sums()])
-    assert large == [], "the last backward pass made tensors of a stack's size"
+    assert large == [], "the last backward pass allocated tensors of a stack's size"
     assert memory[1] == memory[2]
     assert form != "main_grad" or added[0].grad is None
     is_exact = backend == "triton" or (backend == "cpp" and not is_swapped)

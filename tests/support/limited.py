@@ -1,5 +1,5 @@
-"""Children that may take a fixed number of bytes: RLIMIT_DATA, on top of what the process holds
-when it asks.
+"""Child processes that may allocate a fixed number of bytes: RLIMIT_DATA, relative to what the
+process has allocated.
 """
 
 import os
@@ -11,9 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# glibc raises the size from which it maps memory of its own as large blocks are freed, up to 32
-# MiB; smaller ones then leave holes in the heap, some 20 MiB of them in some runs and none in
-# others
+# glibc raises its mmap threshold as large blocks are freed, up to 32 MiB; smaller blocks then leave
+# holes in the heap, about 20 MiB in some runs and none in others
 ALLOCATOR = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
@@ -22,7 +21,7 @@ ALLOCATOR = {
 
 
 def memory(name: str) -> int:
-    """Bytes that /proc/self/status gives under `name` (VmData, VmRSS, VmHWM)."""
+    """Return the bytes in /proc/self/status under `name` (VmData, VmRSS, VmHWM)."""
     return (
         int(
             re.search(
@@ -35,7 +34,7 @@ def memory(name: str) -> int:
 
 
 def limit_data(extra: int) -> None:
-    """Allow this process `extra` bytes of memory more than it has."""
+    """Allow this process `extra` more bytes of memory than it has."""
     limit = memory("VmData") + extra
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
@@ -50,7 +49,7 @@ def is_held(size: int) -> bool:
 
 
 def run(code: str, *arguments) -> subprocess.CompletedProcess:
-    """Run `code` in a process with an allocator whose use of memory repeats."""
+    """Run `code` in a process with an allocator whose memory use is reproducible."""
     command = [
         sys.executable,
         "-c",

@@ -1,5 +1,5 @@
-"""Cases of LoRA experts, and their oracle: every expert's weights made whole, then the loops of
-`moe_oracle`.
+"""Cases of LoRA experts, and their oracle: every expert's weights are merged, then the loops of
+`moe_oracle` run.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ NAMES = ("gate", "up", "down")
 
 @dataclass
 class Case:
-    """Leaves as the user holds them; the base is frozen. `topk_idx` None: every expert, with
-    weights [T, E].
+    """Leaves as the user has them; the base is frozen. If `topk_idx` is None, every expert is used,
+    with weights [T, E].
     """
 
-    # x, topk_weight, <projection>_a, <projection>_b of those that have pairs
+    # x, topk_weight, <projection>_a, <projection>_b for projections with pairs
     leaves: dict[str, torch.Tensor]
-    base: dict[str, torch.Tensor]  # gate_proj, up_proj, down_proj, maybe biases
+    base: dict[str, torch.Tensor]  # gate_proj, up_proj, down_proj, and biases, if any
     topk_idx: torch.Tensor | None
     dout: torch.Tensor
     scaling: float = 1.5
@@ -42,7 +42,7 @@ def make_case(
     bias=False,
     seed=0,
 ) -> Case:
-    """A layer whose outputs and gradients are O(1); K = None is dense."""
+    """Return a layer whose outputs and gradients are O(1); K = None is dense."""
     torch.manual_seed(seed)
     base = {
         "gate_proj": torch.randn(I, H) / H**0.5,
@@ -71,7 +71,7 @@ def make_case(
 
 @torch.no_grad()
 def merged_base(experts, expert: int) -> torch.nn.Module:
-    """The base of LoRAExperts with one expert in its weights, in place."""
+    """Merge one expert into the base of LoRAExperts, in place."""
     for target in experts.targets:
         getattr(experts.base, target).weight.copy_(experts.whole_weight(target, expert))
     return experts.base
@@ -80,7 +80,7 @@ def merged_base(experts, expert: int) -> torch.nn.Module:
 def arguments(
     case: Case, leaves: dict, dtype: torch.dtype | None, device: str
 ) -> tuple[tuple, dict]:
-    """The arguments of `lora_mlp`: by position, and by name."""
+    """Return the arguments of `lora_mlp`, positional and named."""
     named = {"scaling": case.scaling, "act": case.act}
     for name, weight in case.base.items():
         named[name] = weight.to(device, dtype or weight.dtype)
@@ -95,7 +95,7 @@ def arguments(
 def run(
     case: Case, layer, dtype: torch.dtype | None = None, device: str = "cpu", **options
 ) -> dict[str, torch.Tensor]:
-    """Run `layer` as `lora_mlp` is called -> out and every d<leaf>, on the CPU."""
+    """Call `layer` like `lora_mlp`; return the output and every d<leaf>, on the CPU."""
     leaves = leaves_of(case, dtype, device)
     args, kwargs = arguments(case, leaves, dtype, device)
     out = layer(*args, **kwargs, **case.options, **options)
@@ -106,7 +106,7 @@ def run(
 def oracle(
     x, gate_proj, up_proj, down_proj, topk_weight, topk_idx, *, scaling, act, **given
 ) -> torch.Tensor:
-    """Every expert made whole."""
+    """Compute with the merged weights of every expert."""
     E = next(pair for name, pair in given.items() if name in NAMES).a.shape[0]
     stacks = []
     for name, weight in zip(NAMES, (gate_proj, up_proj, down_proj)):

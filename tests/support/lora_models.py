@@ -1,4 +1,4 @@
-"""Tiny models with LoRA experts that differ, and PEFT adapters of the tiny dense model."""
+"""Tiny models with distinct LoRA experts, and PEFT adapters of the tiny dense model."""
 
 import copy
 from pathlib import Path
@@ -13,7 +13,9 @@ from tests.hf import tiny
 def lora_model(
     model_type: str = "llama", form: str = "block", changes: dict | None = None, **settings
 ):
-    """A tiny model of 4 LoRA experts, rank 3, whose pairs and routers have a say in the logits."""
+    """Return a tiny model with 4 LoRA experts of rank 3, whose pairs and routers affect the
+    logits.
+    """
     model = tiny.dense(model_type, **changes or {})
     to_lora_moe(
         model,
@@ -25,7 +27,7 @@ def lora_model(
 
 @torch.no_grad()
 def shake(model) -> None:
-    """Make every expert one of its own, and the routers decided."""
+    """Make the experts distinct, and the routers decisive."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_b" in name or ".gate." in name or "lora_B" in name:
@@ -40,7 +42,7 @@ def shake(model) -> None:
 
 @torch.no_grad()
 def equalize(model, expert: int) -> None:
-    """Make all LoRA experts of a model one of them, whatever its routers choose."""
+    """Make all LoRA experts of a model equal, so that the routers' choice does not matter."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.copy_(parameter[expert].clone().expand_as(parameter))
@@ -55,8 +57,8 @@ def adapters(
     model=None,
     **extra,
 ) -> list[Path]:
-    """Adapter folders of the tiny Llama, by PEFT itself; `extra` are LoraConfig's fields, in place
-    of the MLPs alone.
+    """Write adapter folders of the tiny Llama with PEFT itself; `extra` replaces LoraConfig's
+    fields, which by default select the MLPs.
     """
     folders = []
     for e in range(count):
@@ -91,5 +93,5 @@ def adapters(
 
 
 def alone(model, e: int) -> torch.Tensor:
-    """Coefficients that leave expert e."""
+    """Coefficients that keep only expert e."""
     return torch.eye(model.config.moe_runtime["config"]["num_experts"])[e]

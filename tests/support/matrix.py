@@ -1,10 +1,10 @@
 """`make test-matrix`: part of the suite with the oldest, the pinned and the newest versions.
 
-python -m tests.support.matrix                # every cell, with each Python that is installed
-python -m tests.support.matrix floors-3.11    # one of them
+python -m tests.support.matrix                # every cell, with each installed Python
+python -m tests.support.matrix floors-3.11    # one cell
 
-Each cell has an environment in .venv-matrix, which is deleted when its tests have passed. The lines
-that are printed are those of the table of docs/dependencies.md.
+Each cell has an environment in .venv-matrix, which is deleted when its tests have passed. The
+printed lines are those of the table in docs/dependencies.md.
 """
 
 import importlib.metadata
@@ -22,7 +22,8 @@ FOLDER = ROOT / ".venv-matrix"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 VERSIONS = ("floors", "pinned", "newest")
 SHOWN = ("torch", "triton", "transformers", "numpy")
-# minutes on one core: of kernels, drop-in, saved forms, methods, data and commands the most telling
+# minutes on one core: the most telling tests of kernels, drop-in, saved formats, methods, data and
+# commands
 SELECTION = (
     "tests/test_config.py",
     "tests/kernels/test_interpreter.py",
@@ -39,7 +40,7 @@ SELECTION = (
 
 
 def floors() -> list[str]:
-    """Return the oldest versions that pyproject.toml allows users."""
+    """Return the oldest versions that pyproject.toml allows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = []
     for text in project["dependencies"] + project["optional-dependencies"]["train"]:
@@ -60,7 +61,7 @@ def run_cell(versions: str, version: str) -> bool:
     if versions != "pinned":
         constraints = folder / "constraints.txt"
         constraints.write_text("\n".join(floors()) if versions == "floors" else "")
-    # torch first and alone: the other packages then keep its build
+    # torch is installed first and separately, so that the other packages keep its build
     pip = [python, "-m", "pip", "install", "-qq", "-c", constraints]
     for words in (["--upgrade", "pip>=23"], ["torch"], ["-e", f"{ROOT}[train,dev]"]):
         subprocess.run([*pip, *words], check=True)
@@ -80,7 +81,7 @@ def run_cell(versions: str, version: str) -> bool:
 
 
 def main(names: list[str]) -> int:
-    """Run the named cells, or all of the installed Pythons; return 1 if any test failed."""
+    """Run the named cells, or all cells of the installed Pythons; return 1 if any test failed."""
     passed = True
     for version in PYTHONS:
         for versions in VERSIONS:

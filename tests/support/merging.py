@@ -1,13 +1,13 @@
-"""Where merging on the CPU library is not torch's to the last bit, or its gradient not
-float64's.
+"""Differences between merging in the CPU library and torch's bits, or between its gradient and
+float64.
 """
 
 import torch
 
 from moe_runtime.ops.merging import merge_experts
 
-# experts and numbers: less than a vector, a vector and more, several blocks with a rest; one group
-# of experts and several
+# experts and elements: less than a vector, a vector and more, several blocks with a remainder; one
+# group of experts and several
 CASES = [
     (1, 7),
     (3, 64),
@@ -20,8 +20,8 @@ CASES = [
 
 
 def merge_mismatches(E: int, P: int, dtype: torch.dtype) -> list[str]:
-    """Name what is wrong for `E` experts of `P` numbers; weights and dout in one dtype and
-    in both.
+    """Return the mismatches for `E` experts with `P` elements each, with weights and dout in the
+    same dtype and in different ones.
     """
     weight = torch.randn(E, P).to(dtype)
     alpha = torch.randn(E, requires_grad=True)
@@ -38,9 +38,9 @@ def merge_mismatches(E: int, P: int, dtype: torch.dtype) -> list[str]:
             weight,
             "cpp",
         )
-        want = weight.double() @ upstream.double()
-        # of the sum of magnitudes: what rounding may cost
+        expected = weight.double() @ upstream.double()
+        # relative to the sum of magnitudes: the rounding error that is allowed
         size = weight.double().abs() @ upstream.double().abs()
-        if not ((got - want).abs() <= 1e-6 * size).all():
+        if not ((got - expected).abs() <= 1e-6 * size).all():
             bad.append(f"dalpha: {case} from {upstream.dtype}")
     return bad

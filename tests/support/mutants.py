@@ -1,5 +1,5 @@
-"""Mistakes planted in the source of the kernels: one line is changed, and the modules that depend
-on it are reloaded.
+"""Bugs planted in the source of the kernels: one line is changed, and the modules that depend on it
+are reloaded.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ import pytest
 from triton.runtime.errors import InterpreterError
 
 from moe_runtime import backends
-from moe_runtime.ops import moe_mlp_triton  # noqa: F401  it imports the others, too
+from moe_runtime.ops import moe_mlp_triton  # noqa: F401  also imports the others
 from tests.support.interp_san import KernelMemoryError
 
 
 def edited(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
-    """`module`, one of kernels/, with `old` replaced by `new`, from a file of its own: a jit
-    function reads its source.
+    """Return `module`, one of kernels/, with `old` replaced by `new`, loaded from its own file,
+    since a jit function reads its source.
     """
     if not backends.interpreted():
         pytest.skip("some mutants write out of bounds")
@@ -37,8 +37,8 @@ def edited(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
 
 @contextlib.contextmanager
 def noting(found: list[str], *names: str) -> Iterator[None]:
-    """Add to `found` what the sanitizer raises, bare or wrapped by the interpreter, or an error of
-    one of these names.
+    """Add to `found` what the sanitizer raises, also when wrapped by the interpreter, or an error
+    with one of these names.
     """
     try:
         yield

@@ -1,5 +1,5 @@
-"""`python -m tests.support.notebooks [NAME ...]`: run the notebooks of docs/ and write what they
-print into them.
+"""`python -m tests.support.notebooks [NAME ...]`: run the notebooks of docs/ and save their output
+in them.
 """
 
 import sys
@@ -12,8 +12,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
 
 
 def execute(path: Path, folder: Path):
-    """Return a notebook, run in a folder by a kernel of this Python; of the outputs only stdout is
-    kept, and no metadata.
+    """Run a notebook in a folder with a kernel of this Python, and return it with only stdout as
+    outputs and without metadata.
     """
     import nbformat
     from nbclient import NotebookClient

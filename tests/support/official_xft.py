@@ -1,5 +1,5 @@
-"""Folders as the released XFT code writes them, tiny and random, and what that code computes on
-them, in plain float32.
+"""Tiny random folders as the released XFT code writes them, and what that code computes on them, in
+plain float32.
 """
 
 import json
@@ -69,7 +69,7 @@ WEIGHTED = {
 
 
 def shapes(values: dict, stage: str = "moe") -> dict[str, tuple[int, ...]]:
-    """The names and shapes of all tensors; a weighted model's experts are not among them."""
+    """Return the names and shapes of all tensors, without a weighted model's experts."""
     H = values["hidden_size"]
     I = values["intermediate_size"]
     V = values["vocab_size"]
@@ -105,7 +105,7 @@ def shapes(values: dict, stage: str = "moe") -> dict[str, tuple[int, ...]]:
 def draw(
     named: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict:
-    """Random tensors, large enough that each of them shows in the logits."""
+    """Random tensors, large enough that each one shows in the logits."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in named.items():
@@ -121,7 +121,7 @@ def draw(
 def write_moe(
     folder: Path, form: str = "safetensors", dtype: torch.dtype = torch.float32, **changes
 ):
-    """Write an MoE's folder; returns its config.json and its tensors. `form`: safetensors, bin,
+    """Write an MoE folder; return its config.json and its tensors. `form`: safetensors, bin,
     shards, old (no zip).
     """
     values = VALUES | {"torch_dtype": str(dtype).removeprefix("torch.")} | changes
@@ -131,7 +131,7 @@ def write_moe(
 
 
 def write_weighted(folder: Path, ffn_folder: Path, dtype: torch.dtype = torch.float32, **changes):
-    """Write a weighted model's folder and its experts' files; returns config.json, the tensors and
+    """Write a weighted model's folder and its experts' files; return config.json, the tensors and
     the experts by layer.
     """
     values = VALUES | WEIGHTED | {"ffn_folder_path": str(ffn_folder)} | changes
@@ -173,7 +173,7 @@ def _write(folder: Path, values: dict, tensors: dict, form: str) -> None:
 
 
 class Mlp(nn.Module):
-    """An MLP that computes what a function says."""
+    """An MLP that computes a given function."""
 
     def __init__(self, compute: Callable):
         super().__init__()
@@ -191,12 +191,12 @@ def forward(
     experts: list | None = None,
     eps: list | None = None,
 ):
-    """Return the logits [B, S, V] and the sum of the layers' balance losses; a weighted model's is
-    0.
+    """Return the logits [B, S, V] and the sum of the layers' balance losses, which is 0 for a
+    weighted model.
 
-    `experts` are a weighted model's; `eps` [T, R] of each layer are the noise of a training step.
+    `experts` are a weighted model's; `eps` [T, R] of each layer is the noise of a training step.
     """
-    # the MoE's attention has its own base, whatever the config says
+    # the MoE's attention uses its own base, regardless of the config
     rope = {"rope_type": "default", "rope_theta": values["rope_theta"] if experts else 10000.0}
     scaling = values["rope_scaling"]
     if scaling:
@@ -231,7 +231,7 @@ def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 
 
 def moe(values: dict, own: dict, x: torch.Tensor, eps: torch.Tensor | None):
-    """Official code: `x` [T, H] -> its output and the layer's balance loss."""
+    """Official code: `x` [T, H] -> the output and the layer's balance loss."""
     shared = values["gate_type"] != VANILLA
     name = "mlp.gate.gate_network"
     k = values["num_selects"] - shared
@@ -271,7 +271,7 @@ def expert(own: dict, e: int) -> list[torch.Tensor]:
 
 
 def noisy_load(clean, noise, logits, scale, k: int) -> torch.Tensor:
-    """Official code, with its quirk: the noise, not the noisy logit, is compared with the
+    """Official code, including a quirk: it compares the noise, not the noisy logit, with the
     threshold.
     """
     ranked = logits.sort(-1, descending=True).values

@@ -1,5 +1,5 @@
-"""torch.library.opcheck, whose last part traces an op with fakes: the same program for every
-backend, and most of the time.
+"""torch.library.opcheck; its last part traces an op with fake tensors, which gives the same program
+for every backend and takes most of the time.
 """
 
 import torch
@@ -15,7 +15,7 @@ PARTS = (
 
 
 def opcheck(op, args: tuple, is_traced: bool = True) -> None:
-    """Check an op; it is traced where `is_traced` says so, and always in `make stress`."""
+    """Check an op; it is traced if `is_traced` is true, and always in `make stress`."""
     torch.library.opcheck(
         op,
         args,

@@ -1,8 +1,7 @@
-"""The metrics that compare an implementation with the equations of moe_runtime.tools.conformance,
-and cases for them.
+"""Error metrics against the equations of moe_runtime.tools.conformance, and cases for them.
 
-The equations run in float64 on the inputs as they are after rounding to the tested dtype, so an
-error is the implementation's own. Gradients come from autograd.
+The equations run in float64 on the inputs after rounding to the tested dtype, so that an error is
+due to the implementation. Gradients come from autograd.
 """
 
 import math
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_runtime.tools.conformance.draw import choose_experts
-from moe_runtime.tools.conformance.oracle import (  # noqa: F401  tests take them from here
+from moe_runtime.tools.conformance.oracle import (  # noqa: F401  re-exported for the tests
     ACT,
     GATES,
     SHARED,
@@ -28,10 +27,9 @@ from moe_runtime.tools.conformance.oracle import (  # noqa: F401  tests take the
 SUM_ONE = ("xft", "topk_softmax", "softmax_topk_renorm")
 
 
-# metrics
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of `want`; of `got` itself where `want` is zero;
-    inf for a NaN.
+    """Frobenius norm of the difference, relative to `want`, or to `got` if `want` is zero; inf for
+    a NaN.
     """
     got = got.detach().double()
     want = want.detach().double()
@@ -43,7 +41,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def cosine(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Cosine of the angle between two tensors; 1 if both are zero, 0 if one is or the shapes
+    """Cosine of the angle between two tensors; 1 if both are zero, 0 if only one is or the shapes
     differ.
     """
     if got.shape != want.shape:
@@ -55,8 +53,8 @@ def cosine(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def worst_slice(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest error of a slice along dim 0 (a token, an expert) over the larger of its norm and the
-    slices' rms norm.
+    """Largest error of a slice along dim 0 (a token, an expert), relative to the larger of its norm
+    and the slices' rms norm.
     """
     if want.dim() < 2 or want.numel() == 0 or got.shape != want.shape:
         return 0.0
@@ -69,7 +67,7 @@ def worst_slice(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def mismatches(got: dict, want: dict, bound: dict | float) -> list[str]:
-    """Names and numbers of the tensors in `got` that are farther from `want` than `bound` (one for
+    """Names and errors of the tensors in `got` whose distance to `want` exceeds `bound` (one for
     all, or per name).
     """
     bad = []
@@ -95,15 +93,13 @@ def assert_parity(got: dict, want: dict, bound: dict | float) -> None:
 
 
 def assert_same(got, want) -> None:
-    """Fail unless two dicts or sequences of tensors hold the same numbers, NaN at the same
-    places.
-    """
+    """Fail unless two dicts or sequences of tensors are equal, with NaN in the same places."""
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, check_stride=False)
 
 
 def bounds(eager: dict, want: dict, table: float) -> dict:
-    """Per tensor a few times the error of an eager path in the tested dtype, and never more than
-    the table's tolerance.
+    """For each tensor, a few times the error of an eager path in the tested dtype, but at most the
+    table's tolerance.
     """
     limits = {}
     for name, tensor in want.items():
@@ -114,14 +110,13 @@ def bounds(eager: dict, want: dict, table: float) -> dict:
     return limits
 
 
-# one MoE layer's experts
 @dataclass
 class Case:
-    """Leaves as the user holds them, and `view`, which turns them into the op's arguments (strides
-    included).
+    """Leaves as the user has them, and `view`, which turns them into the op's arguments, including
+    strides.
     """
 
-    leaves: dict[str, torch.Tensor]  # x, up, down, topk_weight, maybe up_bias, down_bias
+    leaves: dict[str, torch.Tensor]  # x, up, down, topk_weight, and up_bias and down_bias, if any
     topk_idx: torch.Tensor
     dout: torch.Tensor
     act: str = "silu"
@@ -143,7 +138,7 @@ def make_case(
     bias=False,
     idx=torch.int32,
 ) -> Case:
-    """A layer whose outputs and gradients are O(1)."""
+    """Return a layer whose outputs and gradients are O(1)."""
     Z = 2 * I if gated else I
     leaves = {
         "x": torch.randn(T, H),
@@ -167,7 +162,7 @@ def make_case(
 def gradients(
     out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Gradients d<leaf> on the CPU; zeros of leaves that `out` does not depend on."""
+    """Gradients d<leaf> on the CPU; zeros for leaves that `out` does not depend on."""
     grads = torch.autograd.grad(
         out,
         list(leaves.values()),
@@ -185,7 +180,7 @@ def gradients(
 def leaves_of(
     case, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Copies of a case's leaves, to be differentiated."""
+    """Copy a case's leaves for differentiation."""
     copies = {}
     for name, leaf in case.leaves.items():
         copies[name] = (
@@ -203,10 +198,10 @@ def leaves_of(
 def run(
     case: Case, layer: Callable, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=, [form]) ->
-    out and every d<leaf>.
+    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=, [form]);
+    return the output and every d<leaf>.
 
-    It runs on `device`; what it gives comes back to the CPU.
+    It runs on `device`; the results are moved to the CPU.
     """
     leaves = leaves_of(case, dtype, device)
     given = case.view(leaves)
@@ -254,7 +249,7 @@ def moe_eager(
     gated=True,
     **form,
 ):
-    """What transformers' eager experts do, in the inputs' dtype: its error is the yardstick of the
+    """Compute like transformers' eager experts, in the inputs' dtype; their error sets the
     tolerance.
     """
     native = {"silu": torch.nn.functional.silu, "relu": torch.relu}.get(
@@ -280,8 +275,8 @@ def moe_eager(
 
 
 def moe_mismatches(layer: Callable, case: Case, table: float, device: str = "cpu") -> list[str]:
-    """Where `layer` is not the equation on this case: the parity check of the tests, and what the
-    mutants must not pass.
+    """Return where `layer` differs from the equation on this case: the parity check of the tests,
+    which mutants must fail.
     """
     want = run(case, moe_oracle, torch.float64)
     return mismatches(
@@ -289,12 +284,11 @@ def moe_mismatches(layer: Callable, case: Case, table: float, device: str = "cpu
     )
 
 
-# what autograd keeps
 def saved_bytes(
     step: Callable[[], torch.Tensor], besides: list[torch.Tensor]
 ) -> tuple[int, torch.Tensor]:
-    """Bytes of the distinct storages that step() saves for the backward pass, without those of
-    `besides`; and its result.
+    """Return the bytes of the distinct storages that step() saves for the backward pass, without
+    those of `besides`, and its result.
     """
     skip = {tensor.untyped_storage().data_ptr() for tensor in besides}
     saved = {}
@@ -313,15 +307,17 @@ def saved_bytes(
     return sum(saved.values()), out
 
 
-# routing, balance, merging: numbers, not tensors, wherever no gradient is wanted
+# routing, balance and merging use numbers instead of tensors where no gradient is needed
 def route_oracle(
     logits: torch.Tensor, top_k: int, gate: str
 ) -> tuple[torch.Tensor, list[list[int]]]:
-    """Weights [T, K] in logits' dtype (differentiable) and ids, from XFT's Eq. (1), (2)."""
+    """Return weights [T, K] in the logits' dtype (differentiable) and ids, from XFT's Eq. (1),
+    (2).
+    """
     ids = best_experts(logits, top_k, gate)
     if logits.shape[1]:
         weight = gate_weights(logits, ids, gate)
-    else:  # no routed experts leave everything to the shared one
+    else:  # without routed experts, the shared one gets everything
         weight = 1 + logits.sum(1, keepdim=True)
     return weight, ids.tolist()
 
@@ -329,8 +325,8 @@ def route_oracle(
 def route_mismatches(
     route: Callable, logits: torch.Tensor, top_k: int, gate: str, table: float
 ) -> list[str]:
-    """Where route(logits, top_k, gate) -> (weight, idx) is not the equation: ids, weights, gradient
-    of the logits.
+    """Return where route(logits, top_k, gate) -> (weight, idx) differs from the equation: ids,
+    weights, gradient of the logits.
     """
     logits = logits.detach().requires_grad_()
     weight, idx = route(logits, top_k, gate)
@@ -363,7 +359,7 @@ def route_mismatches(
 
 
 def mixing_oracle(logits: list[float], shared_rate: float | None) -> list[float]:
-    """alpha of XFT's Eq. (5)."""
+    """Compute alpha of XFT's Eq. (5)."""
     return mixing(
         torch.tensor(logits, dtype=torch.float64),
         shared_rate,
@@ -385,7 +381,7 @@ def normal_cdf(z: float) -> float:
 
 
 def poison() -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
+    """Leave NaN in the memory that the allocator returns next."""
     blocks = []
     for _ in range(8):
         blocks.append(torch.full((1 << 24,), float("nan"), device="cuda"))

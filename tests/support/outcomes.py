@@ -1,10 +1,10 @@
-"""A pytest plugin: each test's outcome into a file of JSON lines as it comes, and no test twice.
+"""A pytest plugin that writes each test's outcome to a JSONL file, and runs no test twice.
 
     python -m pytest -p tests.support.outcomes --results FILE.jsonl [--restarted] ...
 
-What the file has as passed is not run again; nor is, with --restarted, the test that the last
-process died in. A test that breaks the CUDA context ends its process with exit code 99, as all
-others would fail after it; pytest-xdist starts another worker then.
+Tests that the file lists as passed are not run again, and with --restarted neither is the test that
+the last process died in. A test that breaks the CUDA context ends its process with exit code 99,
+since all later tests would fail; pytest-xdist then starts another worker.
 """
 
 import os
@@ -18,16 +18,16 @@ DIED = "the process died"
 
 
 def pytest_addoption(parser):
-    # bench/conftest.py has options of the same names for its own records
+    # bench/conftest.py has options with the same names for its own records
     parser.addoption(
         "--results",
         type=Path,
-        help="JSON lines: each outcome is written as it comes, and no test run twice",
+        help="JSON lines: each outcome is written immediately, and no test is run twice",
     )
     parser.addoption(
         "--restarted",
         action="store_true",
-        help="the last run died in the test that it began last: not again",
+        help="do not rerun the test that was running when the last process died",
     )
 
 
@@ -36,8 +36,8 @@ def pytest_configure(config):
 
 
 class Outcomes:
-    """Writes in the process that the user started; workers of pytest-xdist only learn from it what
-    is done.
+    """Writes in the process that the user started; workers of pytest-xdist only get the list of
+    finished tests.
     """
 
     def __init__(self, config):
@@ -57,7 +57,7 @@ class Outcomes:
             self.write(lines[-1]["name"], "failed", why=DIED)
             lines = self.records.lines()
         last = {line["name"]: line for line in lines if "outcome" in line}
-        # what was skipped may find now what it missed
+        # a skipped test runs again, since what it needs may be available now
         self.done = {
             name
             for name, line in last.items()
@@ -74,7 +74,7 @@ class Outcomes:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
-        # all workers must collect the same tests, one that replaces another too
+        # all workers must collect the same tests, including replacement workers
         node.workerinput["done"] = sorted(self.done)
 
     def pytest_collection_modifyitems(self, config, items):
@@ -113,7 +113,7 @@ class Outcomes:
         if failed and torch.cuda.is_available() and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()
-            except Exception:  # torch.AcceleratorError or RuntimeError, by version
+            except Exception:  # torch.AcceleratorError or RuntimeError, depending on the version
                 os._exit(LOST)
 
 

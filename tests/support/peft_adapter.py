@@ -1,5 +1,5 @@
-"""PEFT adapters of tiny MoE models, and the files that older versions of PEFT would have written of
-them.
+"""PEFT adapters of tiny MoE models, and the files that older versions of PEFT would have written
+for them.
 """
 
 import json
@@ -25,7 +25,7 @@ def adapted(
     seed=2,
     **settings,
 ):
-    """Write a base to folder/base and a random adapter of it to folder/adapter; return the model
+    """Write a base to folder/base and a random adapter for it to folder/adapter; return the model
     with the adapter.
     """
     from peft import LoraConfig, get_peft_model
@@ -66,13 +66,12 @@ def deltas(model) -> dict[str, torch.Tensor]:
 def as_written_by(
     version: str | None, folder: Path, old: Path, transposed: bool, num_experts: int = 8
 ) -> Path:
-    """Write to `old` what PEFT of this version saves where the adapter in `folder` is the one that
-    it trained.
+    """Write to `old` what this version of PEFT would save for the adapter in `folder`.
 
     The axes are those of the table in `moe_runtime.hf.dropin.peft_files`, written out by indices.
-    Compared with files of PEFT 0.18.0 and 0.19.0 themselves, of Qwen3-MoE and GPT-OSS with these
-    sizes, on 2026-11-22: keys, shapes and order of the wrappers are theirs, and `read_peft` gives
-    the change that their get_delta_weight returns.
+    They were compared with files of PEFT 0.18.0 and 0.19.0 themselves, for Qwen3-MoE and GPT-OSS
+    with these sizes, on 2026-11-22: keys, shapes and order of the wrappers match, and `read_peft`
+    gives the same change as their get_delta_weight.
     """
     shutil.copytree(folder, old)
     config = json.loads((old / "adapter_config.json").read_text())

@@ -1,11 +1,11 @@
-"""A pickle that runs code where it is loaded without restrictions."""
+"""A pickle that runs code when it is loaded without restrictions."""
 
 import os
 from pathlib import Path
 
 
 class Planted:
-    """Makes a folder where it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,13 +1,13 @@
-"""Bugs that somebody could write, planted one at a time: `make test` must fail for each.
+"""Plausible bugs, planted one at a time: `make test` must fail for each.
 
     python -m tests.support.planted                 # each bug, with the test files that it names
-    python -m tests.support.planted --only io/      # some of them, by a part of their file or text
-    python -m tests.support.planted --check         # only that each bug's text still stands
-                                                    # somewhere, once
+    python -m tests.support.planted --only io/      # some bugs, by a part of their file or text
+    python -m tests.support.planted --check         # only that each bug's text still occurs
+                                                    # exactly once
 
 The bugs are in planted.toml. Each is a short text that is replaced in a copy of the working tree.
-If the text has moved to another file or is broken into other lines, it is found there; if it has
-changed, edit the table: what a bug breaks is what counts, not where.
+A text that has moved to another file or has other line breaks is still found; if it has changed,
+edit the table: what a bug breaks matters, not where.
 """
 
 import argparse
@@ -36,13 +36,13 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
 
 
 class Bug(NamedTuple):
-    """One replaced text."""
+    """A text replacement."""
 
-    file: str  # where it is expected
-    what: str  # it breaks
+    file: str  # where the text is expected
+    what: str  # what it breaks
     old: str
     new: str
-    tests: str  # files that must see it, separated by spaces, below tests/
+    tests: str  # test files that must detect it, separated by spaces, relative to tests/
 
     def test_files(self) -> list[str]:
         """Return the paths of the tests, from the root."""
@@ -57,7 +57,7 @@ def bugs(part: str = "") -> list[Bug]:
 
 
 def sources(root: Path) -> list[Path]:
-    """Return the files that a bug may be in, without those behind symbolic links."""
+    """Return the files that a bug may be in, except behind symlinks."""
     return [
         Path(folder, name)
         for top in FOLDERS
@@ -68,7 +68,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def find(text: str, bug: Bug) -> re.Match | None:
-    """Return where `text` has the bug's text, however it is broken into lines, if it is there
+    """Return where `text` contains the bug's text, with any line breaks, if it occurs exactly
     once.
     """
     pattern = ""
@@ -76,7 +76,7 @@ def find(text: str, bug: Bug) -> re.Match | None:
         if pattern and re.match(r"\w", token) and re.search(r"\w$", pattern):
             pattern += r"\s+"
         elif token in ")]}":
-            pattern += r"\s*,?\s*"  # a comma ends the last of several lines
+            pattern += r"\s*,?\s*"  # a trailing comma may follow the last of several lines
         else:
             pattern += r"\s*"
         pattern += re.escape(token)
@@ -91,7 +91,9 @@ def with_bug(text: str, bug: Bug) -> str:
 
 
 def locate(root: Path, bug: Bug) -> Path:
-    """Return the file that has the bug's text exactly once; LookupError if none or several do."""
+    """Return the file that contains the bug's text exactly once; LookupError if none or several
+    do.
+    """
     named = root / bug.file
     if named.is_file() and find(named.read_text(), bug):
         return named
@@ -105,7 +107,7 @@ def locate(root: Path, bug: Bug) -> Path:
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy the files that git knows, and new ones that it does not ignore, to `folder`."""
+    """Copy files that are tracked by git, and new ones that are not ignored, to `folder`."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, names.split("\0")):
@@ -118,7 +120,7 @@ def copy_tree(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def planted(file: Path, bug: Bug) -> Iterator[None]:
-    """Replace the bug's text in `file` for the time of a with block."""
+    """Replace the bug's text in `file` inside a with block."""
     source = file.read_text()
     file.write_text(with_bug(source, bug))
     try:
@@ -128,13 +130,13 @@ def planted(file: Path, bug: Bug) -> Iterator[None]:
 
 
 def failures(root: Path, arguments: list[str], timeout: float | None) -> list[str]:
-    """Run pytest and return the tests that failed; RuntimeError if it did not run to its end."""
+    """Run pytest and return the tests that failed; RuntimeError if it did not finish."""
     with tempfile.TemporaryDirectory(prefix="pytest-") as folder:
         output = Path(folder, "output")
         code = forked.run_pytest(root, [*QUIET, "-rfE", *arguments], timeout, output)
         text = output.read_text()
     if code is None:
-        raise RuntimeError(f"no end after {timeout:.0f} s")
+        raise RuntimeError(f"not finished after {timeout:.0f} s")
     if code not in (0, 1):
         raise RuntimeError(f"pytest ended with {code}: {text[-500:]}")
     return re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", text, re.MULTILINE)
@@ -146,17 +148,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="a part of a bug's file or description")
     parser.add_argument("--check", action="store_true", help="only look for each bug's text")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a bug")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds per bug")
     return parser.parse_args()
 
 
 def check(root: Path, selected: list[Bug]) -> int:
-    """Print what is wrong with the table; return the number of bugs that can be planted."""
+    """Print the problems of the table; return the number of bugs that can be planted."""
     fine = 0
     for bug in selected:
         missing = [name for name in bug.test_files() if not (root / name).is_file()]
         if missing:
-            print(f"{', '.join(missing)} does not exist; name the tests that see {bug.what!r}")
+            print(f"{', '.join(missing)} does not exist; name the tests that detect {bug.what!r}")
             continue
         try:
             file = locate(root, bug)

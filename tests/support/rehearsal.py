@@ -1,5 +1,5 @@
-"""The bases and data sets of paper-size recipes, as folders of their ids: real model classes and
-columns, all sizes divided, random weights, texts of ours.
+"""The bases and data sets of paper-size recipes as folders named by their ids: real model classes
+and columns, reduced sizes, random weights, our own texts.
 """
 
 import json
@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from moe_runtime.methods.prompts import MAGICODER
 
 WORDS = "sum list sort word count text line odd prime first last number index key".split()
-VOCAB = 480  # ids of a trained vocabulary, bytes included
+VOCAB = 480  # ids of a trained vocabulary, including bytes
 
 
 def pairs(count: int, seed: int) -> list[tuple[str, str]]:
-    """Return questions and answers, all different."""
+    """Return distinct questions and answers."""
     draw = random.Random(seed)
     found = []
     for i in range(count):
@@ -32,8 +32,8 @@ TEXTS = [part for pair in pairs(200, 0) for part in pair] + [MAGICODER] * 9
 
 
 def save_tokenizer(folder: Path, bos: str, eos: str, more: tuple[str, ...] = (), **values) -> int:
-    """Write a byte-level BPE, which puts BOS in front if it is not EOS; return how many ids there
-    are.
+    """Write a byte-level BPE, which prepends BOS if it differs from EOS; return the number of
+    ids.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +58,7 @@ def save_tokenizer(folder: Path, bos: str, eos: str, more: tuple[str, ...] = (),
 
 DEEPSEEK_BOS = "<｜begin▁of▁sentence｜>"
 DEEPSEEK_EOS = "<｜end▁of▁sentence｜>"
-# the strings that DeepSeek's card writes for a chat
+# the strings in DeepSeek's model card for a chat
 DEEPSEEK_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n"
     "\n"
@@ -70,7 +70,7 @@ DEEPSEEK_TEMPLATE = (
 
 
 def save_base(folder: Path, ids: int, layers: int = 2, **config) -> None:
-    """Write a random bfloat16 model of Llama's family, with some ids more than the tokenizer's."""
+    """Write a random bfloat16 model of Llama's family, with some more ids than the tokenizer's."""
     config = {
         "model_type": "llama",
         "hidden_act": "silu",
@@ -93,7 +93,7 @@ def save_base(folder: Path, ids: int, layers: int = 2, **config) -> None:
         AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
     )
     for name, parameter in model.named_parameters():
-        if name.endswith(".gate.weight"):  # transformers makes it zeros
+        if name.endswith(".gate.weight"):  # transformers initializes it to zeros
             torch.nn.init.normal_(parameter, std=0.02)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
@@ -154,7 +154,7 @@ def deepseek_v2(folder: Path) -> None:
 
 
 def of_13b(folder: Path, *more: str, **config) -> None:
-    """Write a specialist of 13 billion parameters, whose tokens beyond Llama's are its own."""
+    """Write a specialist of 13 billion parameters with its own tokens beyond Llama's."""
     padding = {"pad_token": more[0]} if len(more) == 1 else {}
     ids = save_tokenizer(folder, "<s>", "</s>", more, **padding)
     save_base(folder, ids, layers=1, vocab_size=ids, **config)
@@ -178,7 +178,7 @@ BASES = {
 
 
 def rows_of(name: str, count: int = 90) -> list[dict]:
-    """Return rows with the columns of a published set."""
+    """Return examples with the columns of a published data set."""
     rows = []
     for i, (question, answer) in enumerate(pairs(count, sum(map(ord, name)))):
         if name.endswith("MetaMathQA"):
@@ -202,7 +202,7 @@ def rows_of(name: str, count: int = 90) -> list[dict]:
     return rows
 
 
-# the file of each set that `datasets` finds in its folder
+# the file that `datasets` finds in the folder of each data set
 FILES = {
     "ise-uiuc/Magicoder-Evol-Instruct-110K": "data-evol_instruct-decontaminated.jsonl",
     "WizardLMTeam/WizardLM_evol_instruct_70k": "alpaca_evol_instruct_70k.json",
@@ -215,7 +215,7 @@ FILES = {
 
 
 def save_data(root: Path, name: str) -> None:
-    """Write a set in the form of its published files."""
+    """Write a data set in the format of its published files."""
     from datasets import Dataset
 
     path = root / name / FILES[name]
@@ -234,10 +234,10 @@ def save_data(root: Path, name: str) -> None:
         path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
 
 
-# at the paper's rates two steps are lost in bfloat16's rounding
+# at the paper's learning rates two steps are lost in bfloat16's rounding
 SMALL = {"batch_size": 4, "per_device_batch_size": 2, "learning_rate": 1e-2}
 SHORT = SMALL | {"steps": 2, "epochs": None, "warmup_steps": 0}
-# of the recipes' sizes, none of the paths that they take: engine, optimizer, schedule, precision,
+# reduces sizes, but none of the code paths of the recipes: engine, optimizer, schedule, precision,
 # checkpointing, prompts
 SIZES = {
     "xft": {
@@ -258,7 +258,7 @@ TRAININGS = {
 
 
 def divided(recipe):
-    """Return a recipe with its steps, batches and rows divided."""
+    """Return a recipe with its steps, batches and examples divided."""
     changes = SIZES[recipe.method] | {"evaluations": 1}
     short = SHORT
     if recipe.method == "ultrafuser":
@@ -281,9 +281,7 @@ def divided(recipe):
 
 
 def save_hub(root: Path, recipe) -> None:
-    """Write what a recipe names: its bases, its tokenizer and its data, each below `root` under its
-    id.
-    """
+    """Write what a recipe names: its bases, tokenizer and data, each below `root` under its id."""
     bases = [recipe.base_model, getattr(recipe, "tokenizer", None)]
     bases += [one.model for one in getattr(recipe, "specialists", {}).values()]
     for name in filter(None, bases):

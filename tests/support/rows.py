@@ -1,7 +1,7 @@
-"""Rows in expert order and loops over them: what the launchers of the grouped GEMMs take, and what
-they must give.
+"""Rows in expert order and loops over them: inputs and expected results of the launchers of the
+grouped GEMMs.
 
-The loops run in float64 on the CPU. A NaN in a result marks an element that nobody may write.
+The loops run in float64 on the CPU. A NaN in a result marks an element that must not be written.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,14 @@ NAN = float("nan")
 
 
 class Rows(NamedTuple):
-    """Rows as a dispatch leaves them: those of expert 0, of expert 1, ..., then the dropped
+    """Rows in the order of a dispatch: those of expert 0, of expert 1, ..., then the dropped
     ones.
     """
 
     offsets: torch.Tensor  # [E + 1] int32
     row_slot: torch.Tensor  # [R] int32
     expert: list[int]  # of each row; E for a dropped one
-    slots: int  # a token
+    slots: int  # slots per token
 
     @property
     def tokens(self) -> list[int]:
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(counts: list[int], dropped: int, slots: int, device: str = "cpu") -> Rows:
-    """counts[e] rows of expert e and some that are dropped; the slots are in any order."""
+    """Return counts[e] rows for each expert e and some dropped ones; the slots are in any order."""
     R = sum(counts) + dropped
     assert R % slots == 0
     offsets = torch.tensor([0, *counts]).cumsum(0).int().to(device)
@@ -41,8 +41,8 @@ def make_rows(counts: list[int], dropped: int, slots: int, device: str = "cpu") 
 
 
 def tile_map(offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
-    """[3, tiles] int32: expert, first row and end row of each tile; then up to the bound -1, the
-    number of tiles, anything.
+    """[3, tiles] int32: expert, first row and end row of each tile; the rest, up to the bound, is
+    -1, the number of tiles, and arbitrary values.
     """
     bounds = offsets.tolist()
     E = len(bounds) - 1
@@ -56,7 +56,7 @@ def tile_map(offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0)
 
 
 def sparse(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on pages that take no memory before they are written."""
+    """Zeros on pages that take no memory until they are written."""
     itemsize = torch.empty(0, dtype=dtype).element_size()
     return torch.from_numpy(np.zeros(size * itemsize, np.uint8)).view(dtype)
 
@@ -95,7 +95,7 @@ def product_rows(a, weight, bias, rows: Rows, first_expert: int = 0):
 
 
 def dz_rows(dout, down, bias, topk_weight, z, rows: Rows, act: str, gated: bool):
-    """dz, weight * h and the gradient of the row's weight of weight * (down[e] h(z) + bias[e]), by
+    """dz, weight * h and the gradient of each row's weight in weight * (down[e] h(z) + bias[e]), by
     autograd row by row.
     """
     dout, down, bias, topk_weight, z = wide(dout, down, bias, topk_weight, z)
@@ -117,7 +117,9 @@ def dz_rows(dout, down, bias, topk_weight, z, rows: Rows, act: str, gated: bool)
 
 
 def weight_rows(dy, x, rows: Rows, gather: str | None, E: int):
-    """dw[e] = sum of dy[r] x[r]^T over e's rows; the gathered operand's row is the row's token."""
+    """dw[e] = sum of dy[r] x[r]^T over e's rows; the row of the gathered operand is the row's
+    token.
+    """
     dy, x = wide(dy, x)
     if gather == "dy":
         dy = dy[rows.tokens]
@@ -145,8 +147,8 @@ def bias_rows(dy, topk_weight, rows: Rows, gather: bool, E: int):
 
 
 def assert_rounded_once(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Every element is `want`, from sums in float32, rounded once; where `want` is NaN, nothing was
-    written.
+    """Assert that every element is `want`, summed in float32 and rounded once; where `want` is NaN,
+    nothing may be written.
     """
     eps = torch.finfo(got.dtype).eps
     torch.testing.assert_close(

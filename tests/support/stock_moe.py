@@ -1,4 +1,4 @@
-"""Tiny stock MoE models with each kind of router: softmax, renormalised, after top-k, in groups
+"""Tiny stock MoE models with each kind of router: softmax, renormalized, after top-k, in groups
 with a bias, sparsemixer.
 """
 
@@ -60,14 +60,12 @@ _REMOVED = {
     "deepseek_v2": ("num_experts", "num_local_experts"),
     "deepseek_v3": ("num_experts", "num_local_experts", "head_dim"),
 }
-# the last has its files' layout of its own, and is for tests of those
+# the last one has its own file layout, and is only for tests of it
 FAMILIES = tuple(_CHANGES)[:-1]
 
 
 def stock(model_type: str = "qwen3_moe", **changes):
-    """A tiny model in training mode, its weights larger than life so that routing depends on the
-    token.
-    """
+    """A tiny model in training mode with large weights, so that routing depends on the token."""
     fields = _BASE | _CHANGES[model_type] | changes
     for name in _REMOVED.get(model_type, ()):
         fields.pop(name, None)
@@ -83,7 +81,7 @@ def stock(model_type: str = "qwen3_moe", **changes):
 def batch(
     rows: int = 2, length: int = 9, padding: int = 0, seed: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Token ids and labels, with a mask if the second row has `padding` at its end."""
+    """Token ids and labels, with a mask if the second row ends with `padding` tokens of padding."""
     ids = torch.randint(
         3,
         VOCAB,

@@ -13,7 +13,7 @@ def scaled(few: int, many: int) -> int:
 
 
 def share(names: list, begin: int, of: int = 3) -> list:
-    """Return every third of `names` from the one `begin` on in `make test`, all in `make
-    stress`.
+    """Return every third of `names`, starting with index `begin`, in `make test`, and all of them
+    in `make stress`.
     """
     return list(names) if STRESS else list(names)[begin::of]

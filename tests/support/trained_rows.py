@@ -1,4 +1,4 @@
-"""The rows that `train_rows` made trainable, of all layers of a model."""
+"""The rows that `train_rows` made trainable, in all layers of a model."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from moe_runtime.modules.trainable import Split, split_of, trained_parameters
 
 @dataclass(frozen=True, eq=False)
 class TrainedLayer:
-    """The experts of a layer that train. Rows are in the order of `ids`, but where experts are
-    spread over ranks.
+    """The trained experts of a layer. Rows are in the order of `ids`, except when experts are
+    distributed over ranks.
     """
 
     ids: tuple[int, ...]
@@ -21,8 +21,8 @@ class TrainedLayer:
 
 
 def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
-    """Return the layers whose experts train, and their parameters themselves: under FSDP2 and
-    expert parallelism DTensors.
+    """Return the layers with trained experts, and their actual parameters: DTensors under FSDP2 and
+    expert parallelism.
     """
     values = {}
     for number, (module, split) in _split_modules(model).items():
@@ -31,8 +31,8 @@ def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
 
 
 def gathered_rows(model: nn.Module) -> dict[int, TrainedLayer]:
-    """Return copies of `trained_rows` on the CPU, whole and in the order of their ids. Every rank
-    must call it.
+    """Return copies of `trained_rows` on the CPU, unsharded and in the order of their ids. Every
+    rank must call it.
     """
     values = {}
     for number, (module, split) in _split_modules(model).items():

@@ -1,5 +1,5 @@
-"""What tests of UpIT share: a tokenizer, tiny models whose checkpoints are the experts, adapters of
-one, rows of two kinds.
+"""Shared by the tests of UpIT: a tokenizer, tiny models whose checkpoints are the experts, adapters
+of one, two kinds of examples.
 """
 
 from pathlib import Path
@@ -17,13 +17,13 @@ ADAPTED = ("gate_proj", "up_proj", "down_proj")
 
 
 def make_tokenizer():
-    """All bytes, and hardly a word."""
+    """Return a tokenizer with all bytes and almost no merges."""
     return train_tokenizer(["a text of some words"], 270)
 
 
 def make_rows(count: int = 8, seed: int = 0, spread: int = 5) -> Dataset:
-    """Rows of `spread` different lengths with a prompt without labels: ids 10 to 39 or, in every
-    second row, 200 to 229.
+    """Return examples of `spread` different lengths with a prompt without labels: ids 10 to 39 or,
+    in every second example, 200 to 229.
     """
     generator = torch.Generator().manual_seed(seed)
     columns = {"input_ids": [], "labels": [], "domain": []}
@@ -49,7 +49,7 @@ def make_model(
     seed: int = 0,
     **changes,
 ):
-    """A tiny stock model, larger than life."""
+    """A tiny stock model with large weights."""
     torch.manual_seed(seed)
     settings = {"vocab_size": len(tokenizer), "mlp_bias": None} | changes
     model = AutoModelForCausalLM.from_config(
@@ -92,7 +92,7 @@ def save_experts(folder: Path, tokenizer, count: int = 3, **settings) -> list[Pa
 def save_adapters(
     folder: Path, base: Path, count: int = 3, targets=ADAPTED, rank: int = 2
 ) -> list[Path]:
-    """Save `count` PEFT adapters of a model folder, both halves random."""
+    """Save `count` PEFT adapters for a model folder, with both halves random."""
     paths = [folder / f"adapter-{i}" for i in range(count)]
     for seed, path in enumerate(paths):
         model = AutoModelForCausalLM.from_pretrained(base)
@@ -105,7 +105,7 @@ def save_adapters(
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, a model's or an adapter's."""
+    """Return all tensors of a folder, of a model or an adapter."""
     found = {}
     for file in sorted(folder.glob("*model*.safetensors")):
         found |= load_file(file)
@@ -113,6 +113,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def change(folder: Path, edit) -> None:
-    """Replace the tensors of a folder of one file by what `edit` makes of them."""
+    """Apply `edit` to the tensors of a folder with one file."""
     file = next(folder.glob("*model*.safetensors"))
     save_file(edit(load_file(file)), file, metadata={"format": "pt"})

@@ -1,5 +1,5 @@
-"""A study that runs in seconds: a random Llama of two layers, rows of sums and of words, experts of
-both kinds.
+"""A study that runs in seconds: a random Llama with two layers, examples of sums and words, experts
+of both kinds.
 """
 
 import json
@@ -14,7 +14,7 @@ TRAINING = {"epochs": 1, "learning_rate": 1e-2, "batch_size": 8}
 
 
 def domain_rows() -> dict[str, list[dict]]:
-    """Rows of two domains, all different."""
+    """Return distinct examples of two domains."""
     sums = []
     for i in range(8):
         for j in range(5):
@@ -33,7 +33,7 @@ def domain_rows() -> dict[str, list[dict]]:
 
 
 def write_study(folder: Path, **changes) -> Path:
-    """Write the base, the rows and the recipe; return the recipe's file."""
+    """Write the base, the examples and the recipe; return the recipe's file."""
     rows = domain_rows()
     for name, of_domain in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_domain))

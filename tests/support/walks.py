@@ -4,17 +4,17 @@
     walk.stays, walk.rooms, walk.returns
 
 A frame of the package holds the object if one of its named arguments is the object, or a list or
-tuple with it. Objects are compared by identity, paths by their text. A module that a function
-returns while it holds a followed path is followed too: a folder's name becomes the model in it.
+tuple that contains it. Objects are compared by identity, paths by their text. A module that a
+function returns while it holds a followed path is followed as well: the path becomes the model.
 
-    stay     a line of the package from which the object is handed to a function of another module;
-             the first function is one, and a line counts once, however often it runs
+    stay     a line of the package that passes the object to a function of another module; the first
+             function counts as one, and a line counts once, however often it runs
     room     a module that holds the object
-    return   a stay in a room that was left before: stays without rooms
+    return   a stay in a room that was left before: stays minus rooms
 
-A loop over steps or layers counts once, and ten functions that each look up the model's layers
-count ten times. Functions that torch or transformers call are handed the object by the line of the
-package from which torch or transformers was called.
+A loop over steps or layers counts once; ten functions that each look up the model's layers count
+ten times. Functions that torch or transformers call get the object from the line of the package
+that called torch or transformers.
 """
 
 import os
@@ -55,7 +55,7 @@ class Walk(NamedTuple):
 
 
 class _Follower:
-    """A profile function that notes the frames of the package that hold the followed objects."""
+    """A profile function that records the package's frames that hold the followed objects."""
 
     def __init__(self, value: Any):
         self.paths = set()
@@ -109,7 +109,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _ours(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the package from `frame` on."""
+    """Return the innermost frame of the package, starting from `frame`."""
     while frame is not None and not _is_ours(frame):
         frame = frame.f_back
     return frame

@@ -1,9 +1,9 @@
-"""Which kernels a model launches that its warmup did not compile: python -m tests.support.warmed
-CASE
+"""Find the kernels that a model launches but its warmup did not compile: python -m
+tests.support.warmed CASE
 
-Runs without a GPU and without the interpreter. The model's real tensors pass through the real code,
-and every launch only compiles, for sm_90; what its results would be, nobody reads. Prints the
-launches and the misses of Triton's cache.
+It runs without a GPU and without the interpreter. The model's real tensors pass through the real
+code, but every launch only compiles, for sm_90, and nothing reads its results. Prints the launches
+and the misses of Triton's cache.
 """
 
 import functools
@@ -67,7 +67,7 @@ CASES = {"stock model": _olmoe, "layer with its router": _layer}
 
 
 def _as_on_a_gpu(counts: list[bool]) -> None:
-    """Let every later launch compile only; `counts` gets whether each was in the cache."""
+    """Make every later launch only compile; `counts` records whether each was in the cache."""
     triton.runtime.driver.set_active(warmup.Driver(ARCH))
     triton.knobs.compilation.listener = lambda **event: counts.append(event["cache_hit"])
     backends.choose = lambda op, x, backend=None, cuda_fits=True: (

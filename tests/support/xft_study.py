@@ -1,4 +1,4 @@
-"""An XFT study that runs in seconds: a random Llama of two layers, sums to learn, a few steps of
+"""An XFT study that runs in seconds: a random Llama with two layers, sums to learn, a few steps of
 everything.
 """
 
@@ -14,7 +14,7 @@ TRAINING = {"steps": 4, "learning_rate": 1e-2, "batch_size": 8}
 
 
 def write_study(folder: Path, **changes) -> Path:
-    """Write the base, the rows and the recipe; return the recipe's file."""
+    """Write the base, the examples and the recipe; return the recipe's file."""
     rows = []
     for i in range(8):
         for j in range(8):
@@ -47,7 +47,7 @@ def write_study(folder: Path, **changes) -> Path:
         "shared_rate": 0.5,
         "sft": TRAINING,
         "tune": TRAINING,
-        # the first step of a warmup moves nothing
+        # the first warmup step has a learning rate of 0
         "mix": TRAINING | {"steps": 2, "learning_rate": 0.1},
         "evaluations": 2,
     }

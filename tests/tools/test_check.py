@@ -1,4 +1,4 @@
-"""`moe-runtime doctor --check`: sound ops pass, and one wrong result of any op fails on each
+"""`moe-runtime doctor --check`: correct ops pass, and one wrong result of any op fails on each
 backend.
 """
 
@@ -19,7 +19,7 @@ from moe_runtime.tools import check
 from moe_runtime.tools.conformance.cases import CASES
 
 CPU = torch.device("cpu")
-SEES = {  # the case that runs an op of the library, where it has another name
+SEES = {  # the case that runs an op of the library, if it has another name
     "route_to": "route",
     "fused_nll": "fused_cross_entropy",
     "fused_loss": "fused_cross_entropy",
@@ -33,7 +33,7 @@ def seen_by(name: str) -> str:
 
 @pytest.fixture
 def few(monkeypatch):
-    """Cases in float32 alone."""
+    """Cases only in float32."""
     monkeypatch.setattr(check, "DTYPES", {name: [torch.float32] for name in backends.BACKENDS})
 
 
@@ -61,7 +61,7 @@ def skip_without(op: str, backend: str) -> None:
         pytest.skip(why)
 
 
-# runs only where a graph is kept, which is when nobody may write into it
+# runs only when a graph is retained, and then nothing may write into it
 LIBRARY = {name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"}
 
 
@@ -81,14 +81,13 @@ for NAME in sorted(LIBRARY):
             PLANTED.append(pytest.param(NAME, BACKEND, marks=marks))
 
 
-# of the results of these the first alone is handed out; the others went into the gradient's hands
-# before they come here
+# only the first of these results is returned; the others are already bound to the gradient
 RESULTS = dict.fromkeys(("moe_mlp", "frozen_mlp", "lora_mlp", "fused_nll", "fused_loss"), 1)
 RESULTS["moe_layer"] = 3
 
 
 class Planted:
-    """An op of the library of whose results one, the one that `at` counts to, is wrong."""
+    """An op of the library with a wrong result: the one with index `at`."""
 
     def __init__(self, name: str):
         self.name = name
@@ -111,7 +110,9 @@ class Planted:
 
 @pytest.mark.parametrize("name, backend", PLANTED)
 def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
-    """Each result of each op in turn is a hundredth off, or of integers in another order."""
+    """Each result of each op in turn is off by one percent, or in another order if it is an
+    integer.
+    """
     case = seen_by(name)
     skip_without(case, backend)
     planted = Planted(name)
@@ -165,7 +166,7 @@ def test_what_else_may_be_wrong(few, monkeypatch, change, says):
 
 @pytest.fixture
 def one_op(few, monkeypatch):
-    """The check of `combine` on torch's backend and nothing else."""
+    """Check only `combine` on torch's backend."""
     monkeypatch.setattr(check, "CASES", {"combine": CASES["combine"]})
 
 
@@ -207,7 +208,7 @@ def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(
 
 @pytest.fixture
 def played(one_op, monkeypatch):
-    """Processes that compile are played by ones that answer at once; returns the commands
+    """Processes that compile are replaced by ones that answer immediately; returns the commands
     that ran.
     """
     ran = []

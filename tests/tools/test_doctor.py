@@ -1,5 +1,5 @@
-"""`moe-runtime doctor` on a broken setup: it never crashes, names each mend in one line, and ends
-in 1.
+"""`moe-runtime doctor` on a broken setup: it never crashes, names each fix in one line, and exits
+with 1.
 """
 
 import importlib.metadata
@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def sound(monkeypatch, tmp_path):
-    """A setup without what the machine of the tests may have: variables, a GPU, a folder of
-    measured configs.
+    """A setup without what the test machine may have: variables, a GPU, a folder of measured
+    configs.
 
-    PyTorch's backend is asked for, since a CPU without the library is a problem otherwise.
+    PyTorch's backend is requested, since otherwise a CPU without the library is a problem.
     """
     for name in (*doctor.VARIABLES, "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -43,7 +43,7 @@ def sound(monkeypatch, tmp_path):
 
 @pytest.fixture
 def versions(monkeypatch):
-    """Replace the versions that packages say they have; an exception is raised."""
+    """Replace the versions that packages report; an exception is raised."""
     real = importlib.metadata.version
 
     def use(**changed):
@@ -136,11 +136,11 @@ def test_a_driver_and_a_torch_without_cuda(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert list(problems()) == ["devices"]
     assert "is a build without CUDA, but there is an NVIDIA GPU" in problems()["devices"]
-    # what SLURM sets for a job without GPUs
+    # SLURM sets this for a job without GPUs
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
     assert problems() == {}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    (tmp_path / "nvidia0").unlink()  # a driver without a GPU is the host's
+    (tmp_path / "nvidia0").unlink()  # in a container, the host may have a driver without a GPU
     assert problems() == {}
 
 
@@ -153,10 +153,10 @@ def test_an_old_driver(gpu, monkeypatch):
     gpu("580.65.06")  # new enough
     assert list(problems()) == ["devices"]
     gpu("535.104.05")
-    monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
+    monkeypatch.setattr(torch.version, "cuda", "12.8")  # it is new enough for this one
     assert list(problems()) == ["devices"]
     assert "nvidia-smi" in problems()["devices"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody set that
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # set on purpose
     report = doctor.report()
     assert report["problems"] == {}
     assert report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
@@ -173,10 +173,10 @@ def test_torch_and_numpy_that_do_not_fit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "asked, says", [("fast", "backend must be one of"), ("triton", "TRITON_INTERPRET=1")]
+    "requested, says", [("fast", "backend must be one of"), ("triton", "TRITON_INTERPRET=1")]
 )
-def test_a_backend_that_cannot_run(monkeypatch, asked, says):
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", asked)
+def test_a_backend_that_cannot_run(monkeypatch, requested, says):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", requested)
     assert list(problems()) == ["MOE_RUNTIME_BACKEND"]
     assert says in problems()["MOE_RUNTIME_BACKEND"]
     assert problems()["MOE_RUNTIME_BACKEND"].endswith(
@@ -184,7 +184,7 @@ def test_a_backend_that_cannot_run(monkeypatch, asked, says):
     )
 
 
-def test_a_file_of_measured_configs_that_is_none(tmp_path):
+def test_a_file_without_measured_configs(tmp_path):
     path = tmp_path / "cache" / "moe_runtime" / "tiles.json"
     path.parent.mkdir(parents=True)
     path.write_text("{")
@@ -201,7 +201,7 @@ def test_a_library_of_other_sources(monkeypatch, library, row):
     assert problems() == {row: text}
     monkeypatch.setattr(library, "_found", "the library is not built. To build it, run how to")
     monkeypatch.delenv("MOE_RUNTIME_BACKEND")
-    # without a GPU the CPU's is what the experts would run in
+    # without a GPU the experts would run in the CPU library
     slow = problems().get(row)
     if library is cpp and not torch.cuda.is_available():
         assert slow.startswith("experts run in PyTorch, which is slower: the library is not built")

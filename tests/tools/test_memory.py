@@ -1,5 +1,5 @@
-"""The estimate against what small trainings measure on this machine: torch's own count of what is
-allocated and freed.
+"""The estimate against measurements of small trainings on this machine, from torch's own record of
+allocations.
 """
 
 import copy
@@ -66,7 +66,7 @@ def batch():
 
 
 def measured(call) -> int:
-    """Return the most bytes that a call has allocated at once, by the allocator's own events."""
+    """Return the peak number of allocated bytes during a call, from the allocator's own events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     sizes = {}
@@ -82,7 +82,7 @@ def measured(call) -> int:
 
 
 def state_bytes(optimizer) -> int:
-    """The bytes of an optimizer's tensors, of which maps are shared."""
+    """Return the bytes of an optimizer's tensors, counting shared maps once."""
     tensors = {}
     for state in optimizer.state.values():
         for value in state.values():
@@ -101,7 +101,7 @@ SLOW = [("dense", 4, True), ("stock", None, True)]
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_estimate(kind, lora, checkpointing, monkeypatch):
-    # or large ones come from the system, which nobody counts
+    # otherwise large allocations come from the system, which nothing counts
     monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     model = real_model(kind, "softmax_topk_renorm" if lora else "xft")
@@ -175,7 +175,7 @@ def test_gradients_of_earlier_micro_batches_are_there_before_the_step():
 
 @pytest.fixture
 def stock_folder(tmp_path):
-    """A folder with the configuration of a stock MoE model."""
+    """A folder with the config of a stock MoE model."""
     sizes = SIZES | {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -191,7 +191,7 @@ def stock_folder(tmp_path):
 
 
 def run(folder, *words) -> tuple[int, str]:
-    """Run the command; return its code and all that it said."""
+    """Run the command; return its exit code and all its output."""
     result = CliRunner().invoke(app, ["memory", str(folder), *map(str, words)])
     return result.exit_code, f"{result.output}{result.exception or ''}"
 

@@ -1,5 +1,5 @@
 """tools/router_report.py and the command `stats`: the router load of a model folder, stock or ours,
-on a file of text.
+on a text file.
 """
 
 import csv
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def lengths() -> list[int]:
-    # and EOS, as they are trained on
+    # including EOS, as in training
     return [len(TOKENIZER(text)["input_ids"]) + 1 for text in LINES]
 
 
@@ -51,7 +51,7 @@ def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
 
 
 def slots(data="data.jsonl", **options) -> int:
-    """How many slots of each layer of the stock model are used, two a token."""
+    """How many slots of each layer of the stock model are used, two per token."""
     report = router_report(
         "stock",
         data,

@@ -1,5 +1,5 @@
-"""The tuner from end to end in the interpreter, with a clock that a test sets; and the lists of
-configs it tries.
+"""The tuner end to end in the interpreter, with a clock that a test controls, and the lists of
+configs that it tries.
 """
 
 import json
@@ -37,7 +37,7 @@ KEYS = [tuning.problem_of(product, LAYER, 16, "float32", CPU).key() for product 
 
 
 class Clock:
-    """Milliseconds by config; counts the rounds, and stops the process in one of them."""
+    """Milliseconds by config; counts the rounds, and interrupts the process in one of them."""
 
     def __init__(self):
         self.ms = {}
@@ -55,8 +55,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch, tmp_path):
-    """The clock of a GPU that is the interpreter; the file is the user's own, in a home of
-    its own.
+    """A clock for a GPU that is really the interpreter; the file is the user's own, in a separate
+    home.
     """
     clock = Clock()
     monkeypatch.setattr(tuning, "find_gpu", lambda: (CPU, clock))
@@ -69,7 +69,7 @@ def clock(monkeypatch, tmp_path):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Three problems are enough where it is not about their kernels."""
+    """Use only three problems in tests that are not about their kernels."""
     monkeypatch.setattr(tuning, "PRODUCTS", tuning.PRODUCTS[:3])
 
 
@@ -98,12 +98,12 @@ def tile_of(entry: dict) -> Tile:
 
 
 def tried(entry: dict) -> dict[Tile, dict]:
-    """The configs that were tried for an entry."""
+    """Return the configs that were tried for an entry."""
     return {tile_of(one): one for one in entry["candidates"]}
 
 
 def states(**options) -> list[str]:
-    """How the steps of a run ended."""
+    """Return how the steps of a run ended."""
     return [step.state for step in tune(**options)]
 
 
@@ -130,7 +130,7 @@ def test_the_fastest_config_is_written_and_picked_up(clock):
         "layer, 16 tokens, float32: up: 32x32x32, 4 warps, 1 stages, 7.000 ms; built in 10.000 ms "
         "(measured)"
     )
-    clock.ms = {TALL: 9.95}  # a little faster is not enough
+    clock.ms = {TALL: 9.95}  # slightly faster is not enough
     for step in tune(again=True):
         assert tile_of(step.entry) == BUILT_IN
 
@@ -160,7 +160,7 @@ def test_what_is_looked_up_is_what_is_tuned(monkeypatch):
 
 
 def spoiled(out: tuple, how: str) -> tuple:
-    """The result of a config that is wrong."""
+    """Return the wrong result of a config."""
     if how == "raises":
         raise RuntimeError("out of resources\nand much more")
     if how == "unwritten":
@@ -192,7 +192,7 @@ def test_a_config_that_is_wrong_cannot_win(clock, monkeypatch, how):
         assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def test_a_stopped_run_goes_on_where_it_was(clock, few):
+def test_a_stopped_run_resumes(clock, few):
     clock.stop_at = 2 * tuning.ROUNDS + 2  # in the third problem
     with pytest.raises(KeyboardInterrupt):
         tune()
@@ -208,7 +208,7 @@ def test_a_stopped_run_goes_on_where_it_was(clock, few):
     assert states(again=True) == ["measured"] * 3
 
 
-def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
+def test_slow_configs_are_not_timed_to_the_end(clock, few):
     clock.ms = {TALL: 20.0, BUILT_IN: 30.0}
     tune()
     assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA]
@@ -226,9 +226,7 @@ def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text):
 
 
 def in_process(function: Callable, *args) -> int:
-    """Start a process that calls a function and then dies at once, without a word; return
-    its id.
-    """
+    """Start a process that calls a function and then dies without output; return its id."""
     pid = os.fork()
     if not pid:
         try:
@@ -296,7 +294,6 @@ def test_a_context_that_is_lost_ends_the_run_and_the_next_one_skips_the_config(c
     assert TALL not in tried(entries()[KEYS[0]])
 
 
-# errors of results
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worst_row_sees_one_block_and_one_nan(dtype):
     right = torch.randn(300, 1024).to(dtype)
@@ -313,7 +310,7 @@ def test_worst_row_sees_one_block_and_one_nan(dtype):
     assert worst_row(wrong[:, :5], right) == float("inf")
 
 
-# a driver without a GPU: kernels compile, and none may launch
+# a driver without a GPU: kernels compile, but cannot be launched
 AHEAD = """
 import torch, triton
 from moe_runtime.tools import tune, warmup

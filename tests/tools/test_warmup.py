@@ -1,5 +1,5 @@
-"""`moe_runtime.warmup`: what it compiles is what a model launches; without a GPU it says so; the
-line of a first launch.
+"""`moe_runtime.warmup` compiles what a model launches, and reports a missing GPU; the message of a
+first launch.
 """
 
 import json
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(command: list[str], cache: Path, *path: str) -> subprocess.CompletedProcess:
-    """Run Python without the interpreter, with an empty cache of Triton's and `path` in front of
-    all packages.
+    """Run Python without the interpreter, with an empty Triton cache and with `path` before all
+    packages.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join([*path, str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
@@ -96,7 +96,7 @@ print(frozen.variants, adapted.variants, adapted.compiled, *adapted.failed)
 """
 
 
-def test_adapters_and_frozen_experts_are_compiled_and_failures_are_told(tmp_path):
+def test_adapters_and_frozen_experts_are_compiled_and_failures_are_reported(tmp_path):
     pytest.importorskip("peft")
     done = run(["-c", ADAPTED], tmp_path)
     frozen, adapted, compiled, why = done.stdout.splitlines()[-1].split(maxsplit=3)
@@ -129,7 +129,7 @@ def test_what_cannot_be_warmed_up(tokens, says, monkeypatch):
         moe_runtime.warmup(torch.nn.Linear(2, 2), tokens, arch=90)
 
 
-# two kernels compile, as at their first launches
+# two kernels compile, as in their first launches
 FIRST = """
 import torch, triton
 from moe_runtime.tools import warmup
@@ -147,7 +147,7 @@ print(triton.__version__)
 
 
 def versions() -> list:
-    """Triton as it is installed, and the other versions that lie beside it."""
+    """The installed Triton, and other versions next to it."""
     others = sorted((Path(sys.prefix) / "triton").glob("*.*"))
     return ["", *map(str, others)]
 
@@ -155,7 +155,7 @@ def versions() -> list:
 @pytest.mark.aot
 @pytest.mark.parametrize("path", versions(), ids=lambda path: Path(path).name or "installed")
 def test_a_line_tells_that_first_launches_compile(path, tmp_path):
-    """Once for a process, on stderr, and not for what the cache holds."""
+    """It appears once per process, on stderr, and not for cached kernels."""
     first, second = (run(["-c", FIRST], tmp_path, *filter(None, [path])) for _ in range(2))
     assert first.stdout.strip() == (Path(path).name or first.stdout.strip())
     assert first.stderr.count("moe_runtime.warmup(model)") == 1

@@ -25,9 +25,7 @@ TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def adapted(family="qwen3_moe", r=3, targets=TARGETS, dtype=torch.float64, sizes=None, **options):
-    """A tiny model with adapters that change what it says; its experts run by transformers'
-    loop.
-    """
+    """A tiny model with adapters that change its output; transformers' loop runs its experts."""
     sizes = {"num_hidden_layers": 1} | (sizes or {})
     model = stock(family, **sizes).to(dtype)
     model.set_experts_implementation("eager")
@@ -42,7 +40,9 @@ def wrapper_of(model) -> ParamWrapper:
 
 
 def inputs(model, tokens=30, pool=None):
-    """Tokens of a size-32 layer, two experts each of the first `pool`, and their weights."""
+    """Tokens of a layer of size 32, two experts per token among the first `pool`, and their
+    weights.
+    """
     wrapper = wrapper_of(model)
     dtype = next(wrapper.parameters()).dtype
     generator = torch.Generator().manual_seed(5)
@@ -54,8 +54,8 @@ def inputs(model, tokens=30, pool=None):
 
 
 def results(model, pool=None) -> list[torch.Tensor]:
-    """What the outermost wrapper returns, and the gradients of x, the weights and all that
-    trains.
+    """Return the output of the outermost wrapper, and the gradients of x, the weights and all
+    trainable parameters.
     """
     wrapper = wrapper_of(model)
     x, idx, weight = inputs(model, pool=pool)
@@ -67,7 +67,7 @@ def results(model, pool=None) -> list[torch.Tensor]:
     out = wrapper(x, idx, weight)
     loss = (out * torch.linspace(-1, 1, 32, dtype=x.dtype)).sum()
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    # a merged adapter gets none
+    # a merged adapter has no gradient
     return [out, *(grad for grad in grads if grad is not None)]
 
 
@@ -101,7 +101,7 @@ FORMS = [
 
 @pytest.mark.parametrize("family, r, sizes, options", FORMS)
 def test_equals_peft_in_float64(family, r, sizes, options, calls):
-    """Forward and every gradient; with an expert without tokens too."""
+    """Compares the output and every gradient; in some cases an expert gets no tokens."""
     model = adapted(family, r, sizes=sizes, **options)
     pools = {None, max(1, wrapper_of(model).num_experts - 1)}
     expected = {pool: results(model, pool) for pool in pools}
@@ -111,13 +111,13 @@ def test_equals_peft_in_float64(family, r, sizes, options, calls):
         assert worst(results(model, pool), values) < 1e-14
     assert len(calls) == len(pools)
     moe_runtime.unpatch(model)
-    assert worst(results(model), expected[None]) == 0  # PEFT's own again
+    assert worst(results(model), expected[None]) == 0  # PEFT's own implementation again
     assert len(calls) == len(pools)
 
 
 def test_states(calls):
-    """Disabled, several adapters at once, merged (one stack of two, then both), unmerged, deleted,
-    added after `patch`.
+    """Disabled, several adapters at the same time, merged (one stack of two, then both), unmerged,
+    deleted, added after `patch`.
     """
     model = adapted()
     moe_runtime.patch(model)
@@ -149,7 +149,7 @@ def test_states(calls):
         same_output()
     for one in both:
         one.base_model.set_adapter("default")
-        wrapper_of(one).merge()  # the outer one: down; up's adapter is still separate
+        wrapper_of(one).merge()  # the outer one, down; up's adapter is still separate
     same()
     for one in both:
         wrapper_of(one).base_layer.merge()
@@ -174,7 +174,7 @@ def ids() -> dict:
 @pytest.mark.parametrize(
     "targets, count",
     [(TARGETS[:1], 2), (TARGETS[1:], 2), ([*TARGETS, "gate.weight"], 6)],
-    ids=["up alone", "down alone", "and the router"],
+    ids=["up only", "down only", "with the router"],
 )
 def test_targets(targets, count, calls):
     model = adapted(targets=targets, dtype=torch.float32)
@@ -196,8 +196,8 @@ def test_targets(targets, count, calls):
 
 @pytest.mark.parametrize("what", ["experts' biases", "a stack that trains"])
 def test_what_goes_through_pefts_own(what, calls):
-    """Two-dimensional parameters stay PEFT's matter; a stack that itself trains gets its gradient
-    through W + s B A.
+    """PEFT handles two-dimensional parameters; a stack that itself trains gets its gradient through
+    W + s B A.
     """
     biases = what == "experts' biases"
     if biases:
@@ -222,7 +222,7 @@ def test_what_goes_through_pefts_own(what, calls):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_narrow_stacks_and_autocast(dtype, calls):
-    """bfloat16 with float32 adapters as PEFT keeps them, and float32 stacks under autocast: both
+    """bfloat16 with float32 adapters, PEFT's default, and float32 stacks under autocast, both
     against float64.
     """
     exact = adapted()
@@ -247,13 +247,13 @@ def test_narrow_stacks_and_autocast(dtype, calls):
     grads = tiny.gradients(model)
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
     tiny.assert_close(grads, tiny.gradients(exact), 2e-2)
-    assert calls[0].up.data.dtype == dtype  # not converted as a whole
+    assert calls[0].up.data.dtype == dtype  # the whole stack is not converted
     assert calls[0].up_lora.a.dtype == torch.bfloat16
 
 
 def test_files_are_pefts_and_reload(tmp_path):
-    """Byte for byte those of the same model on transformers' own implementation; loaded, merged and
-    loaded again alike.
+    """Files are byte-identical to those of the same model on transformers' own implementation; they
+    can be loaded, merged and loaded again.
     """
     model = adapted(dtype=torch.float32)
     model.save_pretrained(tmp_path / "stock")
@@ -295,7 +295,7 @@ def test_gradient_checkpointing(reentrant, calls):
 
 
 def test_our_own_layers(calls):
-    """A MoE of this package is adapted as a stock one."""
+    """A MoE of this package is adapted like a stock one."""
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 24,
@@ -317,7 +317,7 @@ def test_our_own_layers(calls):
 
 
 def test_the_hook_is_there():
-    """Fails, and does not skip, where PEFT no longer has what the hook replaces."""
+    """Fails rather than skips if PEFT no longer has what the hook replaces."""
     assert adapters.install()
     assert hasattr(ParamWrapper._activate_lora, "moe_runtime_stock")
     before = ParamWrapper._activate_lora
@@ -325,7 +325,7 @@ def test_the_hook_is_there():
     assert ParamWrapper._activate_lora is before
 
 
-SQUARE = {"moe_intermediate_size": 16}  # gate_up: PEFT loads what 0.19 wrote, and transposes it
+SQUARE = {"moe_intermediate_size": 16}  # for gate_up, PEFT loads what 0.19 wrote, and transposes it
 
 
 def test_refusals():
@@ -348,7 +348,7 @@ def test_refusals():
         wrapper_of(model)(*inputs(model))
 
 
-def test_what_is_adapted_is_said():
+def test_adapted_layers_are_reported():
     model = adapted(sizes={"num_hidden_layers": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -367,8 +367,8 @@ def test_what_is_adapted_is_said():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_family_trains_its_adapters(family):
-    """Equal to PEFT's own; after one step every adapter that PEFT's own gives a gradient
-    has moved.
+    """The gradients equal PEFT's; after one step every adapter that gets a gradient from PEFT has
+    changed.
     """
     model = families.build(family)
     modules = families.experts_of(model)

@@ -1,4 +1,4 @@
-"""PEFT's adapters of expert stacks, dense and packed, under DDP, FSDP2, expert parallelism: the
+"""PEFT's adapters on expert stacks, dense and packed, under DDP, FSDP2 and expert parallelism: all
 ranks train one adapter.
 """
 
@@ -46,36 +46,36 @@ def results(tmp_path_factory):
 def test_equals_one_process(name, results, tmp_path):
     folder, ranks = results(name)
     scenario = worker.SCENARIOS[name]
-    want = alone(
+    expected = alone(
         scenario._replace(engine="", mesh=None, packed="first"),
         RANKS[name],
     )
     for rank, got in enumerate(ranks):
         assert [step[0] for step in got["losses"]] == pytest.approx(
-            [step[rank] for step in want["losses"]], rel=1e-5
+            [step[rank] for step in expected["losses"]], rel=1e-5
         )
-        assert got["weights"].keys() == want["weights"].keys()
-        for parameter, weight in want["weights"].items():
+        assert got["weights"].keys() == expected["weights"].keys()
+        for parameter, weight in expected["weights"].items():
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
             assert torch.equal(
                 got["weights"][parameter],
                 ranks[0]["weights"][parameter],
             ), parameter
-            assert want["gradients"][parameter].norm() > 0, parameter
+            assert expected["gradients"][parameter].norm() > 0, parameter
             # of the third step
             assert (
                 distance(
                     got["gradients"][parameter],
-                    want["gradients"][parameter],
+                    expected["gradients"][parameter],
                 )
                 < 1e-4
             ), parameter
-    if scenario.engine == "ddp":  # what rank 0 saves is the whole adapter, which stock PEFT reads
+    if scenario.engine == "ddp":  # rank 0 saves the whole adapter, which stock PEFT can read
         model = PeftModel.from_pretrained(
             worker.base(scenario.family, scenario.format),
             folder,
         )
-        for parameter, weight in want["weights"].items():
+        for parameter, weight in expected["weights"].items():
             assert (
                 distance(
                     model.get_parameter(parameter),
@@ -90,7 +90,7 @@ PACKED = [name for name, scenario in worker.SCENARIOS.items() if scenario.format
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKED)
-def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, results):
+def test_ranks_hold_their_shares_and_save_the_bytes_of_one_process(name, results):
     folder, ranks = results(name)
     scenario = worker.SCENARIOS[name]
     model = worker.base(scenario.family, scenario.format)
@@ -112,24 +112,24 @@ def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, resul
     for got in ranks:
         own = {n: size for n, size in got["held"].items() if not n.endswith("_packed4")}
         assert own.keys() == wrapped.keys()
-        for n, size in own.items():  # what scales NF4's scales is whole
+        for n, size in own.items():  # NF4's scales of scales are not sharded
             parts = 1 if n[-1] in "123" else owners * (1 if "_packed" in n else replicas)
             assert size == wrapped[n] // parts, n
-    want = model.state_dict()
+    expected = model.state_dict()
     saved = moe_runtime.load_quantized(f"{folder}-quantized").state_dict()
 
-    assert want.keys() == saved.keys()
-    for key in want:
+    assert expected.keys() == saved.keys()
+    for key in expected:
         assert torch.equal(
-            want[key].view(torch.uint8),
+            expected[key].view(torch.uint8),
             saved[key].view(torch.uint8),
         )
 
 
 @pytest.fixture
 def four():
-    """A group of four ranks that are not there: what is refused is refused before anything
-    is sent.
+    """A process group with four ranks that do not exist: every refusal must come before any
+    communication.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

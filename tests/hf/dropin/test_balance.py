@@ -21,8 +21,8 @@ from tests.support.stock_moe import FAMILIES, batch, stock
 
 COEF = 0.3
 KINDS = ("per_layer", "pooled")
-# whose classes add an auxiliary loss of their own; granitemoe's, too, but in transformers 5.17 it
-# crashes
+# families whose classes add their own auxiliary loss; so does granitemoe's, but it crashes in
+# transformers 5.17
 WITH_OWN_LOSS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "phimoe")
 
 
@@ -47,7 +47,9 @@ def a_mask(rows=3, length=7):
 
 
 def reference(model, inputs, kind="per_layer"):
-    """The loss and the balance loss, through the router logits that transformers itself gives."""
+    """Compute the loss and the balance loss from the router logits that transformers itself
+    returns.
+    """
     out = model(**inputs, output_router_logits=True)
     E = out.router_logits[0].shape[1]
     K = model.config.num_experts_per_tok
@@ -88,7 +90,7 @@ def test_both_are_transformers_formula(mask):
 def test_four_layers_that_collapse_on_different_experts_only_look_balanced_when_pooled():
     layers = torch.full((4, 100, 8), -1e4)
     for layer in range(4):
-        layers[layer, :, 2 * layer : 2 * layer + 2] = 0  # probability 1/2 each
+        layers[layer, :, 2 * layer : 2 * layer + 2] = 0  # with probability 1/2 each
     balanced = [torch.eye(8).roll(1, 0) + torch.eye(8)] * 4
     assert pooled_loss(list(layers), 2).item() == pytest.approx(2.0)
     assert pooled_loss(balanced, 2).item() == pytest.approx(2.0)
@@ -122,7 +124,7 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
     logits = []
     handles = []
 
-    def catch(module, args, out):  # the logits are the only floats of this width
+    def catch(module, args, out):  # the logits are the only floating-point output of this width
         for part in out:
             if part.is_floating_point() and part.shape[-1] == 8:
                 logits.append(part)
@@ -157,14 +159,14 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
 def test_routers_are_found_in_every_family(family):
     model = families.build(family)
     layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
-    # a layer whose experts go by the token's id has no say in the balance
+    # layers that choose experts by token id have no balance loss
     hashed = family == "deepseek_v4"
     assert len(balance._routers_of(model, layers)) == len(layers) - hashed
 
 
 class Collapse(torch.overrides.TorchFunctionMode):
-    """Makes a router's product, to a logit for each of 8 experts, 0 for the first `used` ones and
-    far less for the others.
+    """Set the logits of a router with 8 experts to 0 for the first `used` ones and to far less for
+    the others.
     """
 
     def __init__(self, used):
@@ -173,7 +175,8 @@ class Collapse(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        # some have a skip expert or shared ones beside the 8; nothing else in a router is as narrow
+        # some have a skip expert or shared experts besides the 8; no other output in a router is as
+        # narrow
         if func is torch.nn.functional.linear and 8 <= out.shape[-1] <= 12:
             return 0 * out - 1e4 * (torch.arange(out.shape[-1]) >= self.used)
         return out
@@ -198,7 +201,8 @@ def test_a_collapse_costs_every_family_the_same(family):
         )
     with torch.no_grad():
         families.run(model, "eager", output_router_logits=True)
-    # every slot on `used` experts, each of probability 1 / used: E sum_e (top_k / used) (1 / used)
+    # every slot is on `used` experts, each with probability 1 / used: E sum_e (top_k / used) (1 /
+    # used)
     (loss, E, top_k), *_ = seen
 
     assert loss.item() == pytest.approx(E / used * top_k, rel=1e-4)
@@ -233,7 +237,7 @@ def test_closing_gives_hooks_and_config_back():
     before = model.config.to_dict()
     hooks = hooks_of(model)
     use_balance_loss(model, "per_layer", 0.1)
-    in_use = use_balance_loss(model, "per_layer", 0.2)  # takes the place of the first
+    in_use = use_balance_loss(model, "per_layer", 0.2)  # replaces the first one
     out = model(**batch())
 
     assert close(out.loss, out.lm_loss + 0.2 * out.aux_loss)
@@ -259,7 +263,7 @@ def test_checkpointing_keeps_the_gradient_or_is_refused():
 
 
 def test_compiled_models_have_the_loss_too():
-    """As one graph."""
+    """The compiled model is one graph."""
     torch.compiler.reset()
     model = stock("qwen3_moe", num_hidden_layers=1).eval()
     model.set_experts_implementation("grouped_mm")
@@ -303,7 +307,7 @@ ROWS = list(rows_of_all_lengths())
 
 
 def collate(rows):
-    """Pad to the longest row, by hand."""
+    """Pad to the longest row."""
     length = max(len(row["input_ids"]) for row in rows)
     padded = {"input_ids": [], "labels": []}
     for row in rows:

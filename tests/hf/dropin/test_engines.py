@@ -1,4 +1,4 @@
-"""Data parallelism by the engines that users have: equal to one process, also where a rank leaves
+"""Data parallelism with the engines that users have equals one process, also when a rank leaves
 experts without a token.
 """
 
@@ -16,9 +16,9 @@ from tests.support import engine_worker
 from tests.support.dist_launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
-DEEPSPEED = Path(sys.prefix, "deepspeed")  # where `make test` puts it
-WHY_NOT = None if DEEPSPEED.is_dir() else f"wants {DEEPSPEED}, which make test installs"
-ENGINES = [  # the model's kind, and what they make of the model and its parameters
+DEEPSPEED = Path(sys.prefix, "deepspeed")  # `make test` installs it there
+WHY_NOT = None if DEEPSPEED.is_dir() else f"needs {DEEPSPEED}, which make test installs"
+ENGINES = [  # the kind of model, and the engine's classes of the model and its parameters
     pytest.param(
         "ddp",
         "stock",

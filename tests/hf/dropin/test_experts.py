@@ -1,4 +1,4 @@
-"""The contract of transformers' experts interface, layout by layout, on experts classes of our own
+"""The contract of transformers' experts interface, layout by layout, with our own experts classes
 against their eager code.
 """
 
@@ -50,10 +50,10 @@ def _softcapped(self, z):
 
 
 def experts_class(apply_gate=None, **flags):
-    """A stock experts class: eager code as transformers writes it, and the decorator."""
+    """Create a stock experts class: eager code as in transformers, and the decorator."""
 
     class Stock(nn.Module):
-        has_post_expert_norm = False  # transformers 5.17 has none
+        has_post_expert_norm = False  # transformers 5.17 lacks it
 
         def __init__(self, config):
             super().__init__()
@@ -74,7 +74,7 @@ def experts_class(apply_gate=None, **flags):
             self.limit = 1.5
             self.alpha = 1.702
             self.post_expert_norm = nn.LayerNorm(H)
-            nn.init.normal_(self.post_expert_norm.bias)  # what a row of no expert becomes
+            nn.init.normal_(self.post_expert_norm.bias)  # the norm's output for an unrouted row
 
         def linear(self, x, name, e):
             weight = getattr(self, name)[e]
@@ -133,7 +133,7 @@ if "has_post_expert_norm" in inspect.signature(use_experts_implementation).param
             id="muse_spark",
         )
     )
-# a decorator of an older transformers does not take them all
+# the decorator of an older transformers does not accept all of them
 LAYOUTS = [
     p
     for p in LAYOUTS
@@ -159,12 +159,12 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def eager(module, *args) -> torch.Tensor:
-    """What the class's own code computes."""
+    """Compute the output with the class's own code."""
     return type(module).forward.__wrapped__(module, *args)
 
 
 def slots(dropped: bool = False):
-    """Ids of which one expert gets none, and weights; with `dropped`, some ids are the sentinel E
+    """Return ids, with one expert unused, and weights; with `dropped`, some ids are the sentinel E
     and some -1.
     """
     idx = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])
@@ -177,7 +177,7 @@ def slots(dropped: bool = False):
 
 
 def run(module, x, idx, weight, implementation: str) -> dict[str, torch.Tensor]:
-    """Output and every gradient."""
+    """Return the output and every gradient."""
     module.config._experts_implementation = implementation
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     module.zero_grad()
@@ -203,7 +203,7 @@ def run(module, x, idx, weight, implementation: str) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize(("flags", "fields", "is_fused"), LAYOUTS)
 def test_same_as_eager(flags, fields, is_fused, dropped, backend, device, monkeypatch):
-    """In one op where that is possible; values and every gradient."""
+    """Compares the output and every gradient, in one op where possible."""
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
     module = module_of(flags, fields).to(device)
     x = torch.randn(T, H, device=device)
@@ -212,11 +212,11 @@ def test_same_as_eager(flags, fields, is_fused, dropped, backend, device, monkey
     calls = []
     composed = experts._composed
 
-    def noting(*args):
+    def counted(*args):
         calls.append(1)
         return composed(*args)
 
-    monkeypatch.setattr(experts, "_composed", noting)
+    monkeypatch.setattr(experts, "_composed", counted)
     values = run(module, x, idx, weight, "moe_runtime")
 
     assert bool(calls) != is_fused
@@ -274,7 +274,7 @@ def scaled(self, z):
         ),
     ],
 )
-def test_a_gate_is_known_by_what_the_instance_computes(apply_gate, changes, expected):
+def test_a_gate_is_recognized_by_its_values(apply_gate, changes, expected):
     module = module_of({"apply_gate": apply_gate})
     for name, value in changes.items():
         setattr(module, name, value)
@@ -282,7 +282,7 @@ def test_a_gate_is_known_by_what_the_instance_computes(apply_gate, changes, expe
 
 
 class Swish(nn.Module):
-    """SiLU as long as beta is 1."""
+    """SiLU while beta is 1."""
 
     def __init__(self, beta=1.0, learned=False):
         super().__init__()
@@ -303,7 +303,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_an_instance_has_changed_is_what_runs(change):
+def test_changes_to_an_instance_are_respected(change):
     module = module_of()
     args = inputs()
     assert gates.gate_of(module) == Activation()
@@ -402,7 +402,7 @@ def test_patch_and_unpatch(is_wrapped):
     expected = model(ids).logits
     keys = list(model.state_dict())
     outer = nn.ModuleDict({"inner": model}) if is_wrapped else model
-    # a second time changes nothing
+    # a second call changes nothing
     assert moe_runtime.patch(outer) == moe_runtime.patch(outer) == 2
     assert model.config._experts_implementation == "moe_runtime"
     assert distance(model(ids).logits, expected) < 1e-5
@@ -414,7 +414,7 @@ def test_patch_and_unpatch(is_wrapped):
 
 
 class Packed(torch.Tensor):
-    """Passes for floats, as torchao's quantized weights do; it knows no operation."""
+    """Looks like a float tensor, as torchao's quantized weights do, but supports no operation."""
 
     @staticmethod
     def __new__(cls, weight):
@@ -436,7 +436,7 @@ class Packed(torch.Tensor):
 
 @pytest.mark.parametrize("make", [upcycled, stock])
 def test_tensors_that_only_look_like_floats_are_refused(make):
-    """The class is named, and what to do."""
+    """The error names the class and what to do."""
     model = make()
     moe_runtime.patch(model)
     layer = next(module for module in model.modules() if hasattr(module, "down_proj"))

@@ -1,5 +1,5 @@
-"""Every stock MoE family of the installed transformers, our experts against its own eager loop on
-the same tiny model.
+"""Every stock MoE family of the installed transformers: our experts against its eager loop on the
+same tiny model.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from moe_runtime.hf.dropin import experts
 from tests.hf import stock, tiny
 from tests.hf.tiny import distance
 
-# families whose generation draws tokens: float32 noise moves a draw, under transformers' own
-# implementations too
+# families that sample during generation: float32 noise changes the draws, also with transformers'
+# own implementations
 DRAWS = ("diffusion_gemma",)
-# families whose loop computes in float32 whatever the weights are; ours and batched_mm compute in
-# theirs
+# families whose loop computes in float32 whatever the dtype of the weights; ours and batched_mm
+# compute in that dtype
 FLOAT32_LOOPS = ("openai_privacy_filter",)
 
 
@@ -37,7 +37,7 @@ def model(family):
 
 @pytest.fixture(scope="module")
 def logits(model):
-    """What the model says with transformers' own loop."""
+    """Return the model's logits with transformers' own loop."""
     with torch.no_grad():
         return stock.run(model, "eager").logits
 
@@ -54,7 +54,7 @@ def hooked(modules, hook):
 
 @contextlib.contextmanager
 def called():
-    """The experts modules that our function was called for, in order."""
+    """The experts modules that our function is called for, in order."""
     modules = []
 
     def counted(self, *args):
@@ -97,7 +97,7 @@ def test_logits_calls_and_hooks(model, logits):
             got = stock.run(model, implementation).logits
 
     assert distance(got, logits) < 2e-6
-    assert seen["moe_runtime"] == seen["eager"]  # the router's and the experts' among them
+    assert seen["moe_runtime"] == seen["eager"]  # including the router's and the experts'
     names = [watched[module] for module in modules]
     assert names
     assert names == [name for name, _ in seen["eager"] if name in stock.experts_of(model)]
@@ -117,25 +117,27 @@ def gradients(model, implementation: str) -> dict[str, torch.Tensor]:
 
 
 def test_gradients(model):
-    want = gradients(model, "eager")
+    expected = gradients(model, "eager")
     got = gradients(model, "moe_runtime")
-    assert got.keys() == want.keys()
+    assert got.keys() == expected.keys()
 
     assert any(got[name].norm() > 0 for name in got if "embed" in name)
-    noise = 1e-7 * torch.stack([value.norm() for value in want.values()]).norm()
-    for name, value in want.items():
+    noise = 1e-7 * torch.stack([value.norm() for value in expected.values()]).norm()
+    for name, value in expected.items():
         assert (got[name] - value).norm() < 1e-5 * value.norm() + noise, name
-    used = {prefix for prefix in stock.experts_of(model) if f"{prefix}.down_proj" in want}
+    used = {prefix for prefix in stock.experts_of(model) if f"{prefix}.down_proj" in expected}
     assert used
-    for prefix in used:  # the experts', and the router's next to them
+    for prefix in used:  # those of the experts and of the router next to them
         layer = prefix.rpartition(".")[0]
         routers = [
             name
-            for name in want
+            for name in expected
             if name.startswith(layer) and ("gate.w" in name or "router" in name)
         ]
         assert routers, routers
-        assert all(want[name].norm() > noise for name in [f"{prefix}.down_proj", *routers]), routers
+        assert all(expected[name].norm() > noise for name in [f"{prefix}.down_proj", *routers]), (
+            routers
+        )
 
 
 @torch.no_grad()
@@ -180,31 +182,31 @@ def test_saved_and_loaded(model, logits, tmp_path):
 def test_router_logits_and_auxiliary_loss(family, model):
     labels = stock.batch()["input_ids"]
     labels = labels % 2 if "TokenClassification" in type(model).__name__ else labels
-    # Granite in transformers 5.17 finds none of its router logits, its auxiliary loss is the int 0
-    # and breaks the sum of losses
+    # Granite in transformers 5.17 does not collect its router logits: its auxiliary loss is the int
+    # 0, which breaks the sum of losses
     whole = isinstance(
         stock.run(model, "eager", output_router_logits=True).get("aux_loss"),
         (torch.Tensor, NoneType),
     )
     labels = {"labels": labels} if whole and family not in DRAWS else {}
-    want = stock.run(model, "eager", output_router_logits=True, **labels)
+    expected = stock.run(model, "eager", output_router_logits=True, **labels)
     got = stock.run(model, "moe_runtime", output_router_logits=True, **labels)
 
-    assert got.keys() == want.keys()
-    losses = [key for key in ("loss", "aux_loss") if isinstance(want.get(key), torch.Tensor)]
+    assert got.keys() == expected.keys()
+    losses = [key for key in ("loss", "aux_loss") if isinstance(expected.get(key), torch.Tensor)]
     for key in losses:
-        assert want[key] > 0
-        assert distance(got[key], want[key]) < 2e-6
+        assert expected[key] > 0
+        assert distance(got[key], expected[key]) < 2e-6
     assert "loss" in losses or not labels
     for ours, theirs in zip(
-        got.get("router_logits") or (), want.get("router_logits") or (), strict=True
+        got.get("router_logits") or (), expected.get("router_logits") or (), strict=True
     ):
         assert theirs.numel()
         assert distance(ours, theirs) < 2e-6
 
 
 def first_calls(model) -> list[tuple[nn.Module, tuple]]:
-    """Each experts module that runs, and the arguments of its first call."""
+    """Each experts module that runs, with the arguments of its first call."""
     calls = {}
 
     def keep(module, args, _):
@@ -222,12 +224,12 @@ def apply(module, implementation: str, *args) -> torch.Tensor:
 
 @torch.no_grad()
 def test_error_in_bfloat16(family, model):
-    """Against the same bfloat16 weights and inputs in float64."""
+    """Compares with the same bfloat16 weights and inputs in float64."""
     peer = "batched_mm" if family in FLOAT32_LOOPS else "eager"
     for module, (x, idx, weight) in first_calls(model):
         module = copy.deepcopy(module).bfloat16()
         x = x.bfloat16()
-        want = apply(
+        expected = apply(
             copy.deepcopy(module).double(),
             "eager",
             x.double(),
@@ -236,7 +238,7 @@ def test_error_in_bfloat16(family, model):
         )
         theirs, ours = (apply(module, name, x, idx, weight) for name in (peer, "moe_runtime"))
         assert ours.dtype == torch.bfloat16
-        assert 0 < distance(ours, want) < 1.5 * distance(theirs, want) < 0.05
+        assert 0 < distance(ours, expected) < 1.5 * distance(theirs, expected) < 0.05
 
 
 def all_gradients(module, implementation: str, x, idx, weight) -> dict[str, torch.Tensor]:

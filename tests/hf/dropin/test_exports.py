@@ -1,5 +1,5 @@
-"""Exported graphs: for torch they hold our ops and no choice of this machine's, for other runtimes
-none of our ops.
+"""Exported graphs: for torch they contain our ops and nothing specific to this machine, for other
+runtimes none of our ops.
 """
 
 import os
@@ -87,7 +87,7 @@ def ours(program) -> list:
     ids=["not strict", "strict"],
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_an_exported_graph_is_of_no_machine(name, strict):
+def test_an_exported_graph_is_machine_independent(name, strict):
     layer = drawn(name)
     program = export(layer, strict)
     assert ours(program)
@@ -102,13 +102,13 @@ def test_an_exported_graph_is_of_no_machine(name, strict):
     expected = layer(x)
     out = program.module()(x)
     torch.testing.assert_close(out, expected)
-    # the pre-activation that is not kept is computed again
+    # the backward recomputes the pre-activation, which is not saved
     weights = torch.randn_like(out)
     grads = [torch.autograd.grad(y, x, weights)[0] for y in (out, expected)]
     torch.testing.assert_close(*grads)
 
 
-def test_a_compiled_graph_is_of_this_machine():
+def test_a_compiled_graph_uses_this_machines_backend():
     seen = []
 
     def backend(graph, _):
@@ -139,8 +139,8 @@ torch.save((there, kept, torch.export.load(f"{folder}/nowhere.pt2").module()(x),
 
 
 def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_path, monkeypatch):
-    """It asked for the backend of the machine that exported it: a ValueError where the library is
-    not built.
+    """A graph with the backend of the exporting machine would raise a ValueError where the library
+    is not built.
     """
     library = cpu_build.library()
     layer = LAYERS["one op"]()
@@ -239,4 +239,4 @@ def test_models_for_other_runtimes_hold_no_op_of_ours(target):
     torch.testing.assert_close(
         model(input_ids=ids).logits,
         wanted,
-    )  # nothing of it stays
+    )  # everything is restored

@@ -1,4 +1,4 @@
-"""Stock MoE models on our experts in the stack that users have: checkpointing, compile, autocast,
+"""Stock MoE models on our experts with the tools that users have: checkpointing, compile, autocast,
 Trainer, TRL, PEFT.
 """
 
@@ -45,7 +45,7 @@ STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def stock(kind: str = "qwen3_moe", implementation: str = "moe_runtime", **changes):
-    """A tiny stock model whose parts all show in the loss."""
+    """A tiny stock model in which every part affects the loss."""
     moe_runtime.register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **COMMON | MODELS[kind] | changes)
@@ -73,40 +73,40 @@ def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     return tiny.gradients(model)
 
 
-def assert_same(got: dict, want: dict, tolerance: float = 1e-5) -> None:
-    assert got.keys() == want.keys()
-    tiny.assert_close(got, want, tolerance)
+def assert_same(got: dict, expected: dict, tolerance: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    tiny.assert_close(got, expected, tolerance)
 
 
 @pytest.fixture
 def routed(monkeypatch):
-    """The ids of every call of our experts function, recomputation's too."""
+    """The ids of every call of our experts function, including recomputation."""
     seen = []
     run = experts.experts_forward
 
-    def noting(self, hidden_states, top_k_index, top_k_weights):
+    def recorded(self, hidden_states, top_k_index, top_k_weights):
         seen.append(top_k_index.clone())
         return run(self, hidden_states, top_k_index, top_k_weights)
 
-    monkeypatch.setattr(experts, "experts_forward", noting)
+    monkeypatch.setattr(experts, "experts_forward", recorded)
     return seen
 
 
 @EVERY
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(kind, reentrant, routed):
-    want = gradients(stock(kind).train())
+    expected = gradients(stock(kind).train())
     routed.clear()
     model = stock(kind).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     got = gradients(model)
-    tiny.assert_equal(got, want)
+    tiny.assert_equal(got, expected)
 
-    assert got.keys() == want.keys()
+    assert got.keys() == expected.keys()
     first = routed[:2]
     again = routed[2:]
-    # each layer ran again, and took the same way; the last layer comes first
+    # each layer ran again with the same routing; the last layer comes first
     assert len(again) == 2
     for a, b in zip(first, reversed(again)):
         assert torch.equal(a, b)
@@ -149,7 +149,7 @@ def trained(trainer: str, model, folder, **settings):
 
 @EVERY
 @pytest.mark.parametrize("trainer", ["trainer", "sft"])
-def test_trainers_come_to_eagers_losses_and_weights(trainer, kind, tmp_path):
+def test_trainers_reach_the_losses_and_weights_of_eager(trainer, kind, tmp_path):
     losses = []
     states = []
     for implementation in ("eager", "moe_runtime"):
@@ -169,13 +169,13 @@ def test_trainers_come_to_eagers_losses_and_weights(trainer, kind, tmp_path):
     assert losses[0][2] < losses[0][0]
     for name, before in stock(kind).state_dict().items():
         moved = states[0][name] - before
-        # Adam's first steps are signs: where a gradient is nothing but rounding, they differ
+        # Adam's first steps are signs, which differ where a gradient is nothing but rounding error
         assert moved.norm() > 0, name
         assert distance(states[1][name] - before, moved) < 2e-2, name
 
 
 def adapted(kind: str, r: int, implementation: str = "moe_runtime"):
-    """LoRA on attention and on the expert stacks, both factors random."""
+    """Add LoRA to attention and the expert stacks, with both factors random."""
     config = LoraConfig(
         r=r,
         lora_alpha=8,
@@ -195,7 +195,7 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     model = adapted(kind, r)
     assert moe_runtime.patch(model) == 2
     trains = {name for name, p in model.named_parameters() if p.requires_grad}
-    # q, v and both stacks, in both layers, two factors each
+    # q, v and both stacks, in two layers, with two factors each
     assert len(trains) == 16
     assert sum("experts" in name for name in trains) == 8
     assert_same(gradients(model), gradients(adapted(kind, r, "eager")))
@@ -223,8 +223,8 @@ def test_generate_takes_any_number_of_tokens():
     options = {"max_new_tokens": 6, "do_sample": False}
     for rows_, beams in ((1, 1), (3, 1), (2, 3)):
         prompts = ids(rows_, 5)
-        want = eager.generate(prompts, num_beams=beams, **options)
+        expected = eager.generate(prompts, num_beams=beams, **options)
         assert torch.equal(
             model.generate(prompts, num_beams=beams, **options),
-            want,
+            expected,
         )

@@ -1,5 +1,5 @@
-"""load_state_dict with the names and layouts of folders: a matrix per expert, in one file or spread
-over many.
+"""load_state_dict with the names and layouts of saved folders: one matrix per expert, in one file
+or across many.
 """
 
 import copy
@@ -46,7 +46,7 @@ def different(model: nn.Module, other: nn.Module) -> list[str]:
 
 
 def families():
-    """Of which the fast tests load some, Mixtral with more than ten experts."""
+    """The fast tests load only some of them, including Mixtral with more than ten experts."""
     for name in stock.FAMILIES:
         yield pytest.param(
             name,
@@ -56,7 +56,7 @@ def families():
 
 @pytest.mark.parametrize("family", families())
 def test_every_family_loads_what_it_has_saved(family, tmp_path):
-    """In one file, and in files of which few hold a whole stack."""
+    """The model is in one file, or in files of which few contain a whole stack."""
     config = stock.config_of(family)
     if family == "mixtral":
         config.num_local_experts = 12
@@ -105,7 +105,7 @@ def test_forms(form, assign, tmp_path):
     assert list(tensors) == names
 
 
-def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
+def test_a_partially_loaded_stack_cannot_be_used_or_saved(tmp_path):
     model = stock.build("mixtral")
     tensors = saved(model, tmp_path)
     other = moved(model)

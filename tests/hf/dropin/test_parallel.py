@@ -1,5 +1,5 @@
-"""Experts spread over 2 and 4 gloo processes: losses, gradients, clipped AdamW steps and the
-checkpoint of one process.
+"""Experts distributed over 2 and 4 gloo processes: losses, gradients, clipped AdamW steps and the
+checkpoint equal those of one process.
 """
 
 import functools
@@ -27,8 +27,8 @@ alone = functools.cache(worker.alone)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By scenario: its checkpoint folder and what each rank found; all scenarios of as many ranks
-    in one launch.
+    """Return the checkpoint folder and each rank's results of a scenario; scenarios with the same
+    number of ranks share one launch.
     """
     launches = Launches(worker.__file__, tmp_path_factory)
 
@@ -47,14 +47,14 @@ def results(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_equals_one_process(name, results):
-    """Steps, each rank's share of the experts and of the counts, and one checkpoint, which plain
-    from_pretrained reads and the stock implementation runs.
+    """Compares training steps, each rank's share of the experts and of the counts, and the
+    checkpoint, which plain from_pretrained reads and the stock implementation runs.
     """
     folder, ranks = results(name)
     scenario = worker.SCENARIOS[name]
     expected = alone(scenario.family, len(ranks))
 
-    assert min(expected["norms"]) > worker.MAX_NORM  # or nothing was clipped
+    assert min(expected["norms"]) > worker.MAX_NORM  # make sure that clipping takes effect
     for gradient in expected["gradients"].values():
         assert gradient.norm() > 0
     replicas = scenario.mesh[0] if scenario.engine == "fsdp2" else 1
@@ -102,7 +102,7 @@ def test_clipping_shrinks_large_gradients_alone(most, left):
 
 @pytest.mark.slow
 def test_trainer(results, tmp_path):
-    """transformers' Trainer as it comes: DDP, gradient accumulation, clipping."""
+    """Runs transformers' Trainer unchanged: DDP, gradient accumulation, clipping."""
     model = worker.make("qwen3_moe")
     expected = worker.train_and_save(
         model,
@@ -129,8 +129,8 @@ def test_trainer(results, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_every_rank_resumes(results, tmp_path):
-    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that
-    never stopped.
+    """MoETrainer with AdamW: weights and moments of each rank's experts equal those of an
+    uninterrupted process.
 
     Each rank also refuses a planted index of the optimizer's state.
     """
@@ -159,8 +159,8 @@ def test_the_command_trains_with_ep_size(results):
 
 @pytest.mark.slow
 def test_trainer_saves_adapters(results, tmp_path):
-    """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at
-    every step.
+    """LoRA on attention next to distributed frozen experts: Trainer's own checkpoints, at every
+    step.
     """
     from peft import PeftModel
 
@@ -185,8 +185,8 @@ def test_trainer_saves_adapters(results, tmp_path):
 
 @pytest.fixture
 def three():
-    """A mesh of three ranks that are not there: what is refused is refused before anything
-    is sent.
+    """A mesh with three ranks that do not exist: every refusal must come before any
+    communication.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -242,7 +242,7 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     first = dict(model.named_parameters())
     got = first["model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(got.to_local(), down[2:4]) and not got.requires_grad  # rank 1 of 3
-    assert got.to_local().untyped_storage().nbytes() == down.nbytes // 3  # the rest is gone
+    assert got.to_local().untyped_storage().nbytes() == down.nbytes // 3  # the rest is freed
     assert shard_experts(model, mesh) == 2
     for name, parameter in model.named_parameters():
         assert first[name] is parameter
@@ -250,4 +250,4 @@ def test_a_second_call_changes_nothing(three, tmp_path):
         ValueError,
         match="parallel.save_pretrained.* on every rank",
     ):
-        model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
+        model.save_pretrained(tmp_path)  # as Trainer would, on only one rank

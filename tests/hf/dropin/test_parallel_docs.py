@@ -1,6 +1,4 @@
-"""The examples of docs/expert-parallel.md run as they stand, by torch's launcher on two
-processes.
-"""
+"""The examples of docs/expert-parallel.md run unchanged with torchrun on two processes."""
 
 import json
 import os

@@ -30,7 +30,7 @@ def results(tmp_path_factory):
 
 
 def in_one_process(folder, batches: list[torch.Tensor]):
-    """The stock model: logits and loss by rank, gradients of the mean loss."""
+    """Run the stock model; return logits and loss by rank, and gradients of the mean loss."""
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         experts_implementation="eager",
@@ -49,15 +49,15 @@ def test_equals_one_process(ranks, family, name, results):
         folder / family,
         worker.batches(plan, ranks),
     )
-    for got, want in zip(
+    for got, expected in zip(
         (result[family, name] for result in found),
         outputs,
         strict=True,
     ):
         assert got["ours"] == {"moe_runtime"}
         assert set(got["experts"].values()) == {(8 if family == "qwen3_moe" else 4) // ranks}
-        assert distance(got["logits"], want.logits) < 1e-5
-        assert got["loss"] == pytest.approx(want.loss.item(), rel=1e-5)
+        assert distance(got["logits"], expected.logits) < 1e-5
+        assert got["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
         assert got["gradients"].keys() == gradients.keys()
         for parameter, gradient in gradients.items():
             assert gradient.norm() > 0, parameter

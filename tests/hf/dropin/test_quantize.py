@@ -1,6 +1,4 @@
-"""Stock models whose experts are quantized: logits, adapters, saving and loading, and what is
-refused.
-"""
+"""Stock models with quantized experts: logits, adapters, saving and loading, and refusals."""
 
 import copy
 import hashlib
@@ -70,7 +68,7 @@ def experts_in(model):
 
 
 def twin_of(model, quantized):
-    """`model` with the weights that the bytes of `quantized` mean, on transformers' own code."""
+    """Return `model` with the dequantized weights of `quantized`, on transformers' own code."""
     twin = copy.deepcopy(model)
     for mine, theirs in zip(
         experts_in(twin),
@@ -115,7 +113,7 @@ def digests(model) -> list[str]:
 
 
 def models():
-    """Each class in each format, the fast tests with one class for each of three formats."""
+    """Each class in each format; the fast tests use one class for each of three formats."""
     fast = {(qwen, "nf4"), (gpt_oss, "mxfp4"), (qwen, "fp8_block")}
     for make in (qwen, gpt_oss):
         for form in packed.FORMATS:
@@ -129,7 +127,7 @@ def models():
 
 
 MODELS = list(models())
-# what transformers itself reads
+# formats that transformers itself reads
 STOCK_METHODS = {(gpt_oss, "mxfp4"): "mxfp4", (qwen, "fp8_block"): "fp8"}
 
 
@@ -152,7 +150,8 @@ def test_save_and_load(make, form, tmp_path, capsys):
         assert torch.equal(loaded(IDS).logits, logits)
         model.save_pretrained(plain)
         state = quantized.state_dict()
-        for other in (loaded, moe_runtime.load_quantized(plain, form)):  # as it was read, too
+        # quantized while loading, too
+        for other in (loaded, moe_runtime.load_quantized(plain, form)):
             theirs = other.state_dict()
             assert state.keys() == theirs.keys()
             for key in state:
@@ -167,7 +166,7 @@ def test_save_and_load(make, form, tmp_path, capsys):
                 dtype=torch.float32,
             )
             assert error(stock(IDS).logits, logits) < 5e-6
-        else:  # no one else takes the bytes for weights
+        else:  # no other library mistakes the bytes for weights
             with pytest.raises(
                 RuntimeError,
                 match="size mismatch|ignore_mismatched_sizes",
@@ -218,7 +217,7 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
         ):
             merge()
     assert digests(mine) == before
-    mine.save_pretrained(tmp_path)  # the adapter alone
+    mine.save_pretrained(tmp_path)  # only the adapter
     again = PeftModel.from_pretrained(copy.deepcopy(quantized), tmp_path)
     assert torch.equal(again(IDS).logits, mine(IDS).logits)
 
@@ -288,7 +287,7 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
 
 
 def fp8_model(scale_fmt: str = "float", **sizes):
-    """Qwen3-MoE with transformers' own FP8Experts, and the model in float32 that they came from."""
+    """Qwen3-MoE with transformers' own FP8Experts, and the equivalent model in float32."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
@@ -338,7 +337,7 @@ def test_transformers_own_fp8_experts_are_served(scale_fmt, backend, monkeypatch
         scale = getattr(mine, f"{name}_scale_inv")
         if scale_fmt == "strided":
             scale.data = torch.stack([scale.data, scale.data * 7], -1)[..., 0]
-        elif scale_fmt == "bfloat16":  # as model.to(torch.bfloat16) leaves them
+        elif scale_fmt == "bfloat16":  # as after model.to(torch.bfloat16)
             scale.data = scale.data.bfloat16()
             getattr(theirs, name).data.copy_(
                 dequantized(

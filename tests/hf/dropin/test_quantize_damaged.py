@@ -1,5 +1,5 @@
-"""Quantized folders with one tensor or field changed: a ValueError that names it, or the numbers
-that the file means.
+"""Quantized folders with one tensor or field changed raise a ValueError that names it, or load the
+values in the file.
 """
 
 import json
@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import moe_runtime
 from tests.hf.dropin.test_quantize import gpt_oss, qwen
 
-# the folder's format and how it is saved: as stacks that load_quantized alone reads, or as
-# transformers does
+# the folder's format and layout: as stacks, which only load_quantized reads, or as transformers
+# saves them
 FOLDERS = {
     "nf4": (qwen, "nf4"),
     "nf4 [in, out]": (gpt_oss, "nf4"),
@@ -49,9 +49,7 @@ def folder(request, tmp_path_factory):
 
 
 def tensors_of(path) -> list[str]:
-    """One of each kind of tensor of the experts, the second of two matrices or scales among
-    them.
-    """
+    """Return one tensor of each kind in the experts; of two matrices or scales, the second."""
     kinds = {}
     for key in sorted(load_file(path / "model.safetensors")):
         if "experts" in key and not key.endswith("_bias") and "gate_proj" not in key:
@@ -94,7 +92,7 @@ def changes_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class Folder:
-    """A quantized folder, and a copy of it in which things are changed."""
+    """A quantized folder, and a copy of it to modify."""
 
     def __init__(self, whole: Path, changed: Path):
         self.whole = whole
@@ -104,7 +102,9 @@ class Folder:
         changed.mkdir()
 
     def write(self, tensors: dict | None = None, config: dict | None = None) -> None:
-        """Write the copy with some tensors or the config exchanged; a tensor None goes."""
+        """Write the copy with some tensors or the config replaced; a tensor that is None is
+        dropped.
+        """
         held = {}
         for key, tensor in (self.tensors | (tensors or {})).items():
             if tensor is not None:
@@ -117,10 +117,12 @@ class Folder:
 
 
 def test_each_tensor(folder):
-    """A folder with a tensor changed is loaded, or refused with a ValueError that names it."""
+    """A folder with one changed tensor loads, or is refused with a ValueError that names the
+    tensor.
+    """
     for key in tensors_of(folder.whole):
         folder.write({key: None})
-        if not key.endswith(".quant_map"):  # which says nothing that the format does not
+        if not key.endswith(".quant_map"):  # the format already implies it
             with pytest.raises(ValueError, match="experts"):
                 folder.load()
         refused = []

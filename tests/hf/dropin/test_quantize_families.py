@@ -1,5 +1,5 @@
-"""Every stock MoE family: what `save_quantized` writes, stock transformers loads with equal logits,
-or refuses.
+"""Every stock MoE family: stock transformers loads what `save_quantized` writes, with equal logits,
+or refuses it.
 """
 
 import copy
@@ -18,10 +18,10 @@ from moe_runtime.ops import packed
 from tests.hf import stock, stock_sizes
 from tests.hf.tiny import distance
 
-# families whose published names are DeepSeek's, Mixtral's, a stack's, GPT-OSS's and those of
-# another model around theirs
+# families with the checkpoint names of DeepSeek, Mixtral, stacks, GPT-OSS and a model nested in
+# another one
 FAST = ("qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "deepseek_ocr2")
-SIZE = 128  # of the experts: whole blocks of FP8
+SIZE = 128  # size of the experts: whole blocks of FP8
 
 
 @pytest.fixture(
@@ -35,7 +35,7 @@ SIZE = 128  # of the experts: whole blocks of FP8
     ],
 )
 def model(request):
-    """A tiny model whose experts every format can hold."""
+    """A tiny model with experts that fit every format."""
     with pytest.MonkeyPatch.context() as patch:
         for table in (stock_sizes.SMALL, stock_sizes.MOE):
             for name in table:
@@ -53,7 +53,7 @@ def model(request):
 
 
 def unpacked(model, quantized):
-    """`model` with the weights that the bytes of `quantized` mean."""
+    """Return `model` with the dequantized weights of `quantized`."""
     twin = copy.deepcopy(model)
     theirs = quantize.experts_of(quantized)
     for path, module in quantize.experts_of(twin).items():
@@ -66,7 +66,7 @@ def unpacked(model, quantized):
 
 
 @torch.no_grad()
-# NF4, whose rows of 64 these have not, is saved as int8 is
+# NF4, which is saved like int8, does not fit these rows of 64
 @pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "int8"])
 def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_path):
     quantized = copy.deepcopy(model)
@@ -95,7 +95,7 @@ def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_pa
     )
     assert not any(report.values()), report
     assert distance(stock.run(loaded.eval(), "eager").logits, expected) < 1e-5
-    # on a GPU, which keeps FP8, the experts alone are in it
+    # on a GPU, which keeps FP8, only the experts are quantized
     for name, module in loaded.named_modules():
         if isinstance(module, nn.Linear):
             assert not should_convert_module(

@@ -1,5 +1,5 @@
-"""hf/dropin/replay.py: stock models and our own choose the recorded experts, bit-equal where
-nothing else changed.
+"""hf/dropin/replay.py: stock models and our own choose the recorded experts, bit-identical if
+nothing else changes.
 """
 
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def model_of(name, **changes):
 
 
 def step(model, inputs):
-    """Logits, loss and gradients of one step."""
+    """Return logits, loss and gradients of one step."""
     model.zero_grad()
     out = model(**inputs)
     out.loss.backward()
@@ -53,7 +53,7 @@ def ids_equal(a, b) -> bool:
 
 
 def add_noise(*modules):
-    """Make every router in `modules` choose otherwise: its weights get noise, in place."""
+    """Add noise to the weights of every router in `modules` in place, which changes its choices."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for module in modules:
@@ -72,7 +72,9 @@ def routers_of(model) -> list[torch.nn.Module]:
 
 @pytest.mark.parametrize("name", [*STEERED, *GATES])
 def test_a_replay_keeps_the_experts_forward_and_backward(name):
-    """Bit by bit with the same routers; others keep the experts and get a gradient."""
+    """Bit-identical with the same routers; other routers still use the recorded experts and get a
+    gradient.
+    """
     model = model_of(name)
     inputs = batch()
     plain = step(model, inputs)
@@ -170,7 +172,7 @@ def test_checkpointing_repeats_the_ids_of_its_own_call(name, reentrant):
         model.zero_grad()
         with replay_routing(model, record):
             losses = [model(**inputs).loss for inputs in batches]
-            for i in (1, 2, 0):  # in no order
+            for i in (1, 2, 0):  # in shuffled order
                 losses[i].backward()
         return tiny.gradients(model)
 
@@ -179,10 +181,10 @@ def test_checkpointing_repeats_the_ids_of_its_own_call(name, reentrant):
     with record_routing(model) as again:
         assert same(gradients(), expected)
 
-    assert ids_equal(record, again)  # and what ran again is not recorded
+    assert ids_equal(record, again)  # and recomputation is not recorded
 
 
-def test_a_repetition_is_known_where_a_block_has_changed_its_input():
+def test_recomputation_is_recognized_after_an_in_place_change_of_the_input():
     ids = [torch.tensor([[0]]), torch.tensor([[1]])]
     calls = SimpleNamespace(is_open=True)
     layer = replay._Replay(SimpleNamespace(name="layer"), ids, calls)
@@ -198,12 +200,12 @@ def test_a_file_keeps_the_record(tmp_path):
     model = stock("deepseek_v3")
     inputs = batch()
     with record_routing(model) as record:
-        for _ in range(11):  # so that names do not sort as numbers do
+        for _ in range(11):  # more than ten, so that the names do not sort like the numbers
             inputs["input_ids"] = inputs["input_ids"].roll(1, 1)
             model(**inputs)
     record.save(tmp_path / "ids.safetensors")
     (tmp_path / "any").write_text("")
-    # save_file leaves 0600
+    # save_file creates files with mode 0600
     assert (tmp_path / "ids.safetensors").stat().st_mode == (tmp_path / "any").stat().st_mode
     read = RoutingRecord.load(tmp_path / "ids.safetensors")
     assert ids_equal(read, record)
@@ -229,7 +231,7 @@ def test_a_file_keeps_the_record(tmp_path):
             "outside of a call of the model",
         ),
     ],
-    ids=["tokens", "calls", "a-layer-alone"],
+    ids=["tokens", "calls", "one-layer"],
 )
 def test_what_does_not_fit_is_refused_and_leaves_no_trace(make_calls, says):
     model = stock("qwen3_moe")

@@ -1,6 +1,4 @@
-"""How many parameters a token passes through: of LoRA experts in test_lora_moe.py, of the others
-here.
-"""
+"""Parameters that are active per token; test_lora_moe.py covers LoRA experts."""
 
 import pytest
 
@@ -10,7 +8,7 @@ from moe_runtime.methods.xft import baselines
 from tests.hf import tiny
 
 
-def test_of_ewa_one_expert_is_active():
+def test_ewa_has_one_active_expert():
     model = tiny.dense()
     dense = sum(p.numel() for p in model.parameters())
     receipt = baselines.to_ewa(model, num_experts=4)
@@ -24,7 +22,7 @@ def count(model, part: str = "") -> int:
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 4])
-def test_of_a_moe_model_top_k_experts_and_the_routers_are(top_k):
+def test_a_moe_model_has_top_k_active_experts_and_routers(top_k):
     model = tiny.dense()
     mlps = count(model, ".mlp.")
     dense = count(model)

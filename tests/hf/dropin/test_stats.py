@@ -1,4 +1,4 @@
-"""stats.py: the measures against hand-made counts, the counting against the routers' own ids."""
+"""stats.py: metrics against counts by hand, and the counts against the routers' ids."""
 
 import math
 
@@ -21,7 +21,7 @@ H = 16
 
 
 class Toy(nn.Module):
-    """Two MoE layers with residuals."""
+    """Two MoE layers with residual connections."""
 
     def __init__(self, **settings):
         super().__init__()
@@ -87,7 +87,7 @@ def test_measures_of_a_balanced_a_collapsed_and_a_mixed_layer():
 
 
 def test_each_layer_is_measured_and_named_without_its_shared_expert():
-    # the first expert is shared; pooled over the layers the load of the others is even
+    # the first expert is shared; pooled over the layers, the other experts are balanced
     counts = torch.tensor(
         [
             [80, 80, 80, 0, 0],
@@ -177,7 +177,7 @@ def test_padding_is_left_out():
     model(x, mask)
     assert torch.equal(counter.read().counts, seen.counts)
     counter.close()
-    # with a cache, one new token per row and a mask over all
+    # with a cache: one new token per row and a mask over all tokens
     new = x[:, -1:]
     seen = collect_router_stats(model, [{"x": new, "attention_mask": mask}])
     assert torch.equal(
@@ -259,7 +259,7 @@ def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
 
 
 def stock_counts(model, batches):
-    """Slots by the ids that the stock experts of `model` get, padding left out."""
+    """Count slots by the ids that the stock experts of `model` receive, without padding."""
     counts = 0
     for inputs in batches:
         with record_routing(model) as record, torch.no_grad():
@@ -298,7 +298,7 @@ def test_stock_counts_are_the_bincount_of_the_ids(name, implementation):
     assert got.counts.sum(1).tolist() == [2 * (18 + 15 + 5)] * 2
 
 
-def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
+def test_our_experts_are_counted_by_dispatch_without_hooks(monkeypatch):
     model = stock("qwen3_moe")
     moe_runtime.patch(model)
     added = []
@@ -315,7 +315,7 @@ def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
     )
     assert not added
     collect_router_stats(model, [batch(padding=3)])
-    # padding is masked by a hook
+    # with padding, a hook masks the ids
     assert added == [
         "model.layers.0.mlp.experts",
         "model.layers.1.mlp.experts",
@@ -326,7 +326,7 @@ def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
 
 @pytest.mark.parametrize("name", ["mixtral", "ours"])
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(reentrant, name):
+def test_the_counter_keeps_outputs_and_ignores_recomputation(reentrant, name):
     results = []
     for count in (False, True):
         torch.manual_seed(3)
@@ -359,7 +359,7 @@ def test_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(ree
 
 
 def test_ids_of_no_expert_do_not_count():
-    # what expert parallelism gives for a slot of another rank
+    # expert parallelism uses these ids for slots of other ranks
     experts = stock("qwen3_moe", num_experts=5).model.layers[0].mlp.experts
     model = nn.Sequential(experts)
     model.forward = lambda x, ids: experts(x, ids, torch.ones(ids.shape))

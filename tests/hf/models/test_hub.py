@@ -1,4 +1,4 @@
-"""Misspelt folders are refused at once, and cards that nobody wrote are replaced."""
+"""Misspelled folder names are refused immediately, and auto-generated model cards are replaced."""
 
 import huggingface_hub
 import pytest

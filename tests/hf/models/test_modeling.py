@@ -1,5 +1,5 @@
-"""The saved form: what lies in the folder, who can load it and who may not, and that it generates,
-compiles and trains.
+"""The saved format: the contents of the folder, who can and cannot load it, and that the model
+generates, compiles and trains.
 """
 
 import json
@@ -89,8 +89,8 @@ def test_config_json(tmp_path):
 
 @pytest.mark.parametrize("model_type", tiny.ALL)
 def test_the_model_without_its_head_is_the_same_model(model_type, tmp_path):
-    """What a serving engine with a head of its own builds: AutoModel, from the config too, on the
-    meta device.
+    """A serving engine with its own head builds AutoModel, also from the config on the meta
+    device.
     """
     model = tiny.upcycled(model_type, layers=[1], router="mlp")
     model.save_pretrained(tmp_path / "whole")
@@ -233,7 +233,7 @@ def test_in_a_fresh_process(imports, flags, printed, tmp_path):
     assert re.match(printed, ran.stdout), ran.stdout + ran.stderr
     if "refused" in printed:
         return
-    # no source file is copied beside the weights, and auto_map still names the shim
+    # no source file is copied next to the weights, and auto_map still names the shim
     again = tmp_path / "again"
     assert [path.name for path in again.glob("*.py")] == ["modeling_moe_runtime.py"]
     for name in ("config.json", "modeling_moe_runtime.py"):
@@ -300,7 +300,6 @@ def test_from_config_initialises_everything(model_type, make):
     assert tiny.logits(model).isfinite().all()
 
 
-# --- what it computes
 @pytest.mark.parametrize(
     "model_type",
     ["llama", "gemma3_text", "phi3", "gpt_neox"],

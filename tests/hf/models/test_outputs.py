@@ -1,5 +1,5 @@
-"""What the classes return in training: the parts of the loss, whom they reach, and what
-checkpointing does to them.
+"""What the classes return in training: the parts of the loss, which parameters they reach, and the
+effect of checkpointing.
 """
 
 import pytest
@@ -20,7 +20,7 @@ def routers(model) -> list[torch.Tensor]:
 
 
 def checkpoint_layers(model, use_reentrant: bool):
-    # 5.23's name, and the one before it
+    # the name in 5.23, and the one before it
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable
@@ -73,14 +73,15 @@ def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
     model.eval()(tiny.batch(), labels=tiny.batch())
     plain = tiny.upcycled().train()
     checkpoint_layers(plain, use_reentrant=True)
-    gradients(plain, output_router_logits=True)  # nothing hangs on the logits: nothing is lost
+    # the loss does not depend on the logits, so nothing is lost
+    gradients(plain, output_router_logits=True)
     plain.config.router_aux_loss_coef = 0.1
     with pytest.raises(ValueError, match="use_reentrant=True"):
         gradients(plain, output_router_logits=True)
 
 
 def check_routers_have_a_gradient(model) -> None:
-    # the first layer's router has the second's loss too, through its experts
+    # the first layer's router also gets the second's loss, through its experts
     for weight in routers(model):
         assert weight.grad.abs().sum() > 0
 
@@ -96,12 +97,12 @@ def test_balance_losses_are_added_and_reported_separately(kind, training):
     out = model(tiny.batch(), labels=tiny.batch())
     losses = []
 
-    def note(module, args, _):
+    def record(module, args, _):
         losses.append(module.gate(args[0].flatten(0, 1)).balance_loss)
 
     for module in model.modules():
         if isinstance(module, MoE):
-            module.register_forward_hook(note)
+            module.register_forward_hook(record)
     model(tiny.batch())
 
     assert sum(losses) > 0

@@ -1,4 +1,4 @@
-"""The sizes of a MoE layer: those of the benchmarks, and those of model folders."""
+"""Reads the sizes of a MoE layer: those of the benchmarks, and those of model folders."""
 
 import json
 

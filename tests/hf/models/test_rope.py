@@ -1,4 +1,4 @@
-"""config.json in both spellings of rotary embeddings: each says all, and both say the same."""
+"""config.json has both spellings of rotary embeddings: each is complete, and both agree."""
 
 import json
 
@@ -41,7 +41,7 @@ CASES = [(model_type, None) for model_type in tiny.EVERY] + [
 
 
 @pytest.mark.parametrize(("model_type", "rope"), CASES)
-def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, tmp_path):
+def test_both_spellings_agree(model_type, rope, tmp_path):
     if rope is None:
         changes = {}
     else:
@@ -62,7 +62,7 @@ def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, 
     assert len(old) > len(json.loads(config.to_json_string())) - 1
     for spelling in (both, old):
         read = AutoConfig.for_model(**spelling).rope_parameters
-        read.pop("type", None)  # phi3's old name of rope_type
+        read.pop("type", None)  # phi3's old name for rope_type
         assert read == config.rope_parameters
 
 

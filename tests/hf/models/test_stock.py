@@ -1,5 +1,5 @@
-"""moe_runtime.hf.models.stock: transformers' own models compute what the upcycled one does; else it
-is refused or measured.
+"""moe_runtime.hf.models.stock: transformers' own models compute the same as the upcycled one;
+otherwise the export is refused or the error is measured.
 """
 
 import re
@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
 
 
 def cases():
-    """Every base of a family with its first gate, every gate with its first base."""
+    """Yield every base of a family with its first gate, and every gate with its first base."""
     for to, stock in STOCK.items():
         for base in stock.bases:
             yield to, base, next(iter(stock.gates))
@@ -32,7 +32,7 @@ CASES = sorted(set(cases()))
 
 
 def upcycled(base: str, gate: str, top_k: int = 3, layers=None, **changes):
-    """A tiny model with experts and routers that differ, on a base that every family may have."""
+    """A tiny model with distinct experts and routers, on a base that every family supports."""
     window = {} if "sliding_window" in changes else {"sliding_window": None}
     model = tiny.upcycled(
         base,
@@ -46,8 +46,8 @@ def upcycled(base: str, gate: str, top_k: int = 3, layers=None, **changes):
 
 
 def exported(model, folder: Path, to: str, **options):
-    """Export a model; return transformers' own model of the folder, in which no key is missing or
-    unknown, and the receipt.
+    """Export a model; return transformers' own model from the folder, without missing or unexpected
+    keys, and the receipt.
     """
     model.save_pretrained(folder / "moe")
     receipt = export_stock(folder / "moe", folder / "out", to, **options)
@@ -131,7 +131,7 @@ def test_what_a_family_cannot_say_is_refused(to, base, settings, changes, says):
 
 
 def test_the_page_has_the_table():
-    """docs/serving.md: families and bases, with the gates that are exact."""
+    """docs/serving.md lists families and bases, with the gates that are exact."""
     lines = re.findall(
         r"^\| `(\w+)` \| (.+?) \| (.+?) \|$",
         PAGE.read_text(),

@@ -1,5 +1,5 @@
-"""Dense models to mixtures of experts and back: the same function, the same untouched rest, or no
-change at all.
+"""Dense models to MoE models and back: the function and the other weights are the same, or the
+model is left unchanged.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from tests.hf import tiny
 
 
 def snapshot(model):
-    """Everything that a refused swap must leave alone."""
+    """Record everything that a refused swap must leave alone."""
     modules = []
     for name, module in model.named_modules():
         modules.append((name, id(module), type(module), module.training))
@@ -61,7 +61,7 @@ def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
     assert torch.equal(tiny.logits(loaded), upcycled_logits)
 
     ignored = dict.fromkeys(("architectures", "dtype", "_name_or_path", "transformers_version"))
-    for moe in (model, loaded):  # the config, too, comes back: from memory and from disk
+    for moe in (model, loaded):  # the config is restored, too, in memory and on disk
         assert swap.moe_to_dense(moe, first_expert) is moe
         assert type(moe) is modeling.model_classes(model_type).base_causal_lm
         assert list(moe.state_dict()) == list(state)
@@ -120,7 +120,7 @@ def test_corner_configs_are_dense_and_load(settings, tmp_path):
 
 @pytest.mark.parametrize(
     "dtype, tolerance",
-    # gates are float32 at every dtype: their sum is 1 to 6e-8
+    # gates are float32 for every dtype: their sum is 1 up to 6e-8
     [(torch.bfloat16, 2e-2), (torch.float16, 2e-2), (torch.float64, 1e-6)],
 )
 def test_dtype_is_kept(dtype, tolerance, tmp_path):
@@ -246,7 +246,7 @@ def scale_closure(model):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_is_not_what_it_seems_is_refused_untouched(spoil, says, dtype):
+def test_a_tampered_model_is_refused_and_unchanged(spoil, says, dtype):
     model = tiny.dense().to(dtype)
     config = tiny.config_of(model)
     spoil(model)
@@ -313,7 +313,7 @@ def test_merged_model_is_the_mergeable_one(model_type, tmp_path):
     assert torch.equal(tiny.logits(loaded), tiny.logits(stock))
 
 
-def test_some_layers_are_verified_and_every_odd_one():
+def test_sampled_and_unusual_layers_are_verified():
     model = tiny.dense(num_hidden_layers=6)
     assert list(swap.verify_mlp(model)) == [0, 3, 5]
     assert list(swap.verify_mlp(model, layers=[2, 1])) == [1, 2]

@@ -1,4 +1,4 @@
-"""A checkpoint that was planted or damaged: nothing in it runs, and the file is named before the
+"""A malicious or damaged checkpoint: nothing in it is executed, and the error names the file before
 training starts.
 """
 
@@ -28,7 +28,7 @@ ROWS = torch.randint(
     generator=torch.Generator().manual_seed(0),
 ).tolist()
 ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
-# ours, and accelerate's under FSDP2
+# folders of distributed checkpoints: ours, and accelerate's under FSDP2
 SPREAD = ("experts", "experts-optimizer", "pytorch_model_fsdp_0", "optimizer_0")
 
 
@@ -47,7 +47,7 @@ def trainer(folder: Path) -> MoETrainer:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Return a training's folder with the checkpoints of two steps."""
+    """Return the folder of a training run with checkpoints of two steps."""
     folder = tmp_path_factory.mktemp("trained")
     trainer(folder).train()
     return folder
@@ -55,9 +55,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory) -> Path:
-    """Return a folder as torch.distributed.checkpoint writes it: tensors, and values that
-    are not.
-    """
+    """Return a folder written by torch.distributed.checkpoint, with tensors and other values."""
     folder = tmp_path_factory.mktemp("spread")
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -116,14 +114,14 @@ def test_no_file_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, b
 
 
 def saved(value) -> bytes:
-    """Return what torch.save writes."""
+    """Return the output of torch.save."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def plant_in_index(folder: Path, payload, where: str) -> None:
-    """Put a payload into a readable index of torch.distributed.checkpoint, or into a value that it
+    """Plant a payload in a readable index of torch.distributed.checkpoint, or in a value that it
     describes.
     """
     index = pickle.loads((folder / ".metadata").read_bytes())

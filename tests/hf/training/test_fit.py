@@ -1,5 +1,5 @@
-"""moe_runtime.hf.training.fit.train: what a recipe's training asks for, and the losses of single
-rows.
+"""moe_runtime.hf.training.fit.train: the training settings of a recipe, and the losses of single
+examples.
 """
 
 import json
@@ -46,7 +46,7 @@ def model_of(tokenizer):
 
 
 class Watch(TrainerCallback):
-    """Notes the learning rate of every step, and a weight after it."""
+    """Record the learning rate of every step, and a weight after it."""
 
     def __init__(self):
         self.rates = []
@@ -63,7 +63,7 @@ class Watch(TrainerCallback):
 
 @pytest.fixture
 def train(tokenizer, rows, tmp_path):
-    """Train a new small model; return it, what `train` returned, and the Watch."""
+    """Train a new small model; return it, the result of `train`, and the Watch."""
 
     def run(**settings):
         model = model_of(tokenizer)
@@ -90,7 +90,7 @@ def train(tokenizer, rows, tmp_path):
     return run
 
 
-def test_how_a_step_is_computed_changes_nothing(train):
+def test_memory_options_do_not_change_the_result(train):
     (one, first, _) = train()
     (other, second, _) = train(per_device_batch_size=1, gradient_checkpointing=True)
     assert first.history.held_out[-1][1] == pytest.approx(
@@ -111,7 +111,7 @@ def test_the_last_step_of_an_epoch_may_be_smaller():
     assert fit.count_steps(17, 1, 2, 2) == 5
 
 
-def test_warmup_then_a_line_to_zero(train):
+def test_warmup_then_linear_decay(train):
     _, _, watch = train(steps=10, warmup_steps=4, learning_rate=1.0)
     assert watch.rates == pytest.approx(
         [
@@ -153,9 +153,7 @@ def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_answers_that_the_model_gives_are_exact(tokenizer, rows, batch_size):
-    """A right answer is what the model itself says; every second one has another token at the
-    end.
-    """
+    """The right answer is the model's own output; every second one has another last token."""
     model = model_of(tokenizer).eval()
 
     def answer(row, number):
@@ -174,7 +172,7 @@ def test_answers_that_the_model_gives_are_exact(tokenizer, rows, batch_size):
     assert exact == [1 - number % 2 for number in range(len(rows))]
 
 
-def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, train, tmp_path):
+def test_the_best_weights_are_restored(tokenizer, rows, train, tmp_path):
     model, done, watch = train(
         steps=8,
         evaluations=8,
@@ -185,7 +183,7 @@ def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, train, tmp_p
     best = losses.index(min(losses))
 
     assert len(losses) == 8
-    assert best < 7  # at such a rate the last is not the best
+    assert best < 7  # at such a learning rate the last evaluation is not the best
     assert torch.equal(model.model.norm.weight, watch.norms[best])
     assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
     again, tokens, exact = fit.row_losses(
@@ -195,11 +193,11 @@ def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, train, tmp_p
     )
     assert fit.mean_loss(again, tokens) == pytest.approx(min(losses), rel=1e-4)
     assert done.exact == exact
-    assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
+    assert list(tmp_path.glob("best-*"))  # kept until the result is saved and the folder is deleted
 
 
 class Stop(TrainerCallback):
-    """Breaks a training off."""
+    """Interrupts training."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 5:
@@ -233,7 +231,7 @@ def test_a_resumed_training_remembers_its_best(tokenizer, rows, tmp_path):
     assert torch.equal(resumed.lm_head.weight, straight.lm_head.weight)
 
 
-def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path):
+def test_a_balance_loss_is_removed_after_training(tokenizer, rows, tmp_path):
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,

@@ -1,5 +1,5 @@
-"""What TensorBoard, Weights & Biases and trackio get of a training: losses, router statistics,
-mixing coefficients.
+"""The values that TensorBoard, Weights & Biases and trackio get from training: losses, router
+statistics, mixing coefficients.
 """
 
 import math
@@ -35,7 +35,7 @@ NAMES = {
 
 
 class Recording(TrainerCallback):
-    """A reporting callback that keeps what it gets under the names that transformers' own ones
+    """A reporting callback that records values under the names that transformers' own callbacks
     write.
     """
 

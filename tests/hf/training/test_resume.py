@@ -1,5 +1,5 @@
-"""Stock MoE models resume from checkpoints with a matrix per expert, bit by bit as if they had
-never stopped.
+"""Stock MoE models resume from checkpoints with one matrix per expert, bit-identical to an
+uninterrupted run.
 """
 
 import functools
@@ -41,7 +41,7 @@ LORA = {
 
 
 class Stop(TrainerCallback):
-    """Ends a training after a step, as an interruption does."""
+    """Stops training after a step, like an interruption."""
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step == STOP
@@ -169,7 +169,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, family, settings, base, tm
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_the_best_checkpoint_is_loaded(kind, base, tmp_path, monkeypatch, caplog):
-    """Of files none of which has a whole stack; the loss grows, so the first one is the best."""
+    """No file holds a whole stack; the loss increases, so the first checkpoint is the best."""
     model = load(base("mixtral"))
     save = functools.partial(model.save_pretrained, max_shard_size="20KB")
     monkeypatch.setattr(model, "save_pretrained", save)
@@ -224,7 +224,7 @@ def test_a_checkpoint_without_experts_is_refused(kind, name, says, base, tmp_pat
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What two processes found, by scenario."""
+    """Results of two processes, by scenario."""
     launches = Launches(worker.__file__, tmp_path_factory)
     return lambda: [torch.load(launches(2) / f"rank{rank}.pt") for rank in range(2)]
 

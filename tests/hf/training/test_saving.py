@@ -1,4 +1,4 @@
-"""What a trainer writes into a folder where something stands already, and when it is stopped."""
+"""Files that a trainer writes into a folder with existing files, and when it is stopped."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
 
 
 def put(folder: Path, files: dict[str, str]) -> None:
-    """Save a model of these files as a trainer does."""
+    """Save a model made of these files, as a trainer does."""
     with atomic_model(folder) as tmp:
         for name, text in files.items():
             (tmp / name).write_text(text)
@@ -84,7 +84,7 @@ def test_an_adapter_saved_beside_its_base_leaves_the_base(tmp_path, max_shard_si
         } <= after.keys()
         for text in ("What I wrote.", "license: mit", "library_name: peft"):
             assert text in after["README.md"].decode()
-    # and a model saved beside an adapter leaves the adapter and the card
+    # a model saved next to an adapter leaves the adapter and the card alone
     MoETrainer(dense("llama"), args).save_model()
     last = contents(tmp_path)
     for name, value in after.items():
@@ -142,7 +142,8 @@ def test_weights_never_stand_under_another_config(tmp_path, monkeypatch, weights
         )
     note()
 
-    assert seen == {(b"0", b"a"), (b"1", b"a"), (b"2", b"b")}  # the same config need not go
+    # an equal config does not have to be removed first
+    assert seen == {(b"0", b"a"), (b"1", b"a"), (b"2", b"b")}
 
 
 EPOCH = 8  # steps
@@ -156,7 +157,7 @@ ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
 
 
 class Seen(TrainerCallback):
-    """Sends SIGTERM in the step `stop`; notes the steps that were saved and evaluated."""
+    """Sends SIGTERM in the step `stop`; records the steps that were saved and evaluated."""
 
     def __init__(self, stop: int):
         self.stop = stop
@@ -175,7 +176,7 @@ class Seen(TrainerCallback):
 
 
 def train(folder: Path, stop: int, resume: bool | None = None, callbacks=(), **settings) -> Seen:
-    """Train two epochs, and be stopped in a step."""
+    """Train for two epochs, interrupted in a step."""
     seen = Seen(stop)
     args = TrainingArguments(
         str(folder),
@@ -226,7 +227,7 @@ def test_a_signal_in_the_last_step_lets_the_training_finish():
     assert control.should_save and control.should_training_stop
 
 
-def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
+def test_an_incomplete_checkpoint_evicts_no_complete_one(tmp_path):
     settings = {
         "save_strategy": "steps",
         "save_steps": 2,

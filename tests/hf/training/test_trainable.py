@@ -1,5 +1,5 @@
-"""Training some experts of stock and upcycled models: gradients, what moves, what is left as it
-was.
+"""Training some experts of stock and upcycled models: gradients, which weights change and which do
+not.
 """
 
 import copy
@@ -81,8 +81,8 @@ def select(model, which: str) -> dict[int, list[int]]:
 
 
 def kind_of(name: str) -> str:
-    """Whether a parameter is of "experts", of "shared" MLPs or of the "rest": names written out, as
-    in the table.
+    """Return whether a parameter belongs to "experts", "shared" MLPs or the "rest", by explicit
+    names, as in the table.
     """
     parts = set(name.split("."))
     if "experts" in parts:
@@ -91,7 +91,7 @@ def kind_of(name: str) -> str:
 
 
 ROWS = list(itertools.product(("deepseek_v2", "qwen2_moe", "ours"), TABLE_3))
-# without shared experts
+# models without shared experts
 ROWS += [
     ("gpt_oss", ("relevant", False, False)),
     ("inkling2", ("relevant", False, False)),
@@ -100,8 +100,8 @@ ROWS += [
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=str)
 def test_table_3(name, row):
-    """What is said to train moves, all else is the same bit by bit after steps of AdamW with weight
-    decay, and the optimizer has no state of it.
+    """After AdamW steps with weight decay, everything selected has changed, the rest is
+    bit-identical, and the optimizer has no state for it.
     """
     which, shared, rest = row
     model = model_of(name)
@@ -110,7 +110,7 @@ def test_table_3(name, row):
     experts = select(model, which)
     receipt = freeze_for_esft(model, experts, shared, rest)
     paths = paths_of(model)
-    if name == "ours" and shared:  # the shared one is expert 0 of the stack
+    if name == "ours" and shared:  # the shared expert is expert 0 of the stack
         experts = {number: [*experts.get(number, []), 0] for number in paths}
 
     assert receipt.experts == {number: tuple(ids) for number, ids in experts.items()}
@@ -150,9 +150,9 @@ def test_table_3(name, row):
         "gemma4",
     ],
 )
-def test_what_routers_choose_by_stays_frozen(name):
-    """No gradient reaches it, and DDP would wait for one; shared MLPs under another name, and
-    beside the block, are found.
+def test_selection_biases_stay_frozen(name):
+    """They get no gradient, and DDP would wait for one; shared MLPs with another name, or next to
+    the block, are found.
     """
     model = model_of(name)
     receipt = freeze_for_esft(model, two_each(model), True, True)
@@ -200,7 +200,7 @@ def test_a_plain_model_again(name, undo):
 
 
 def traces_of(model) -> list:
-    """All that training of some experts could leave, but values of weights."""
+    """Everything that training of some experts could leave in a model, except values of weights."""
     tensors = []
     for name, p in model.named_parameters():
         tensors.append((name, p.requires_grad))
@@ -219,7 +219,7 @@ def test_rows_in_float32_beside_bfloat16(name):
     plain = copy.deepcopy(model)
     moe_runtime.patch(plain)
     freeze_for_esft(model, {number: [2, 1]}, dtype=torch.float32)
-    # each 1e-2 off float64
+    # each differs from float64 by about 1e-2
     assert (
         distance(
             run(model, ids)["logits"],
@@ -231,7 +231,7 @@ def test_rows_in_float32_beside_bfloat16(name):
     for name, p in model.named_parameters():
         assert p.dtype == (torch.float32 if "trained" in name else torch.bfloat16)
     before = {stack: p.detach().clone() for stack, p in rows.items()}
-    # steps that bfloat16 would lose
+    # steps that are too small for bfloat16
     torch.optim.AdamW(rows.values(), lr=1e-6, weight_decay=0).step()
     for stack, p in rows.items():
         assert p.grad.dtype == torch.float32

@@ -1,5 +1,5 @@
-"""Some experts train under DDP, FSDP2 and expert parallelism, in two gloo processes: equal to one
-process.
+"""Some experts train under DDP, FSDP2 and expert parallelism in two gloo processes, with the result
+of one process.
 """
 
 import pytest
@@ -15,7 +15,7 @@ SPREAD = [name for name, scenario in worker.SCENARIOS.items() if scenario.spread
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By scenario: its folder and what each rank found; all scenarios in one launch."""
+    """Return the folder and each rank's results of a scenario; all scenarios share one launch."""
     launches = Launches(worker.__file__, tmp_path_factory)
 
     def result(name: str):
@@ -34,11 +34,11 @@ def alone(name: str) -> dict:
 
 
 def check_shares(name: str, ranks: list[dict], expected: dict) -> None:
-    """Each rank holds its share of rows and of the optimizer's states."""
+    """Assert that each rank holds its share of rows and of the optimizer's states."""
     scenario = worker.SCENARIOS[name]
     if scenario.spread:
         for number, counts in per_rank(name, expected).items():
-            for values in ranks:  # as many rows a rank as the one with the most has
+            for values in ranks:  # each rank is padded to the largest number of rows
                 for shape in values["shapes"][number]:
                     assert shape[0] == 2 * max(counts)
         return
@@ -50,12 +50,12 @@ def check_shares(name: str, ranks: list[dict], expected: dict) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_equals_one_process(name, results):
-    """And what is frozen stays, bit by bit."""
+    """Frozen weights stay bit-identical."""
     _, ranks = results(name)
     expected = alone(name)
     close = 3e-2 if worker.SCENARIOS[name].low else 1e-5
 
-    assert min(expected["norms"]) > worker.MAX_NORM  # or nothing was clipped
+    assert min(expected["norms"]) > worker.MAX_NORM  # make sure that clipping takes effect
     frozen = expected["before"].keys() - expected["gradients"].keys()
     assert any("experts.down_proj" in path for path in frozen)
     for rank, values in enumerate(ranks):
@@ -80,7 +80,7 @@ def test_equals_one_process(name, results):
 
 
 def per_rank(name: str, expected: dict) -> dict[int, list[int]]:
-    """How many of a layer's experts that train each rank has."""
+    """Number of trained experts of a layer on each rank."""
     E = 8 if worker.SCENARIOS[name].family == "qwen3_moe" else 4
     counts = {}
     for number, ids in expected["receipt"].experts.items():
@@ -106,7 +106,9 @@ def test_ranks_hold_different_numbers_of_them():
     "name", [name for name in SPREAD if worker.SCENARIOS[name].engine != "fsdp2"]
 )
 def test_one_checkpoint_of_spread_experts(name, results):
-    """Not before the rows are in their stacks again; then plain from_pretrained reads it."""
+    """It can be saved only after the rows are back in their stacks; then plain from_pretrained
+    reads it.
+    """
     folder, ranks = results(name)
     folded = alone(name)["folded"]
     for values in ranks:

@@ -1,4 +1,6 @@
-"""Experts that train in part: models and selections that cannot, and what is left as it was."""
+"""Partly trained experts: unsupported models and selections are refused, and the model is left
+unchanged.
+"""
 
 import copy
 import functools
@@ -51,7 +53,7 @@ def check_untouched(model, change, says: str) -> None:
 
 
 def state_of(model) -> list:
-    """All that a call could leave in a model, but the values of its weights."""
+    """Everything that a call could leave in a model, except the values of its weights."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     hooks = ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
     return [
@@ -154,7 +156,7 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
         ValueError,
         match="Some experts of Qwen2MoeForCausalLM are stored sep",
     ):
-        train("steps", kind=Trainer)  # which asks the model at its first checkpoint
+        train("steps", kind=Trainer)  # Trainer calls it at the first checkpoint
     assert not (tmp_path / "checkpoint-1" / "model.safetensors").exists()
     train("no")
     assert not torch.equal(

@@ -1,5 +1,5 @@
-"""Experts that train in part: accumulation, compilation, generation, what is differentiated and
-allocated, copies.
+"""Partly trained experts: accumulation, compilation, generation, what autograd computes and
+allocates, copies.
 """
 
 import functools
@@ -63,20 +63,20 @@ def test_nothing_below_the_lowest_layer_that_trains_is_differentiated(name, monk
     seen = {}
     op = torch.ops.moe_runtime.moe_mlp_backward
 
-    def noting(*args):
+    def recorded(*args):
         needs.append(list(args[-2][:3]))
         return op(*args)
 
     def note(number, module, args, out):
         seen[number] = out.requires_grad
 
-    monkeypatch.setattr(torch.ops.moe_runtime, "moe_mlp_backward", noting)
+    monkeypatch.setattr(torch.ops.moe_runtime, "moe_mlp_backward", recorded)
     for number, layer in numbered_layers(model).items():
         experts_module(model, layer).register_forward_hook(functools.partial(note, number))
     grads = run(model, batch(name)).keys() - {"logits"}
 
     assert seen == dict.fromkeys(lower, False) | {last: True}
-    # x needs none; both weights do, and these are all that came out
+    # x needs no gradient; both weights do, and nothing else is computed
     assert needs == [[False, True, True]]
     trained = set()
     for stack in trained_rows(model)[last].stacks:

@@ -1,4 +1,4 @@
-"""hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on
+"""hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and
 mergeable models.
 """
 
@@ -58,9 +58,7 @@ SFT = {
 
 
 def upcycled(**settings):
-    """A tiny upcycled Llama with the tokenizer's vocabulary, and a balance loss unless told
-    otherwise.
-    """
+    """A tiny upcycled Llama with the tokenizer's vocabulary, and a balance loss by default."""
     return tiny.upcycled(
         changes={"vocab_size": len(TOKENIZER)},
         **BALANCE | settings,
@@ -88,7 +86,7 @@ def trainer_of(
     parts=None,
     **settings,
 ):
-    """A trainer of class MoETrainer ("trainer"), MoESFTTrainer ("sft") or transformers' own
+    """Return a MoETrainer ("trainer"), MoESFTTrainer ("sft") or transformers' own trainer
     ("plain").
     """
     train = train or rows(places)
@@ -140,7 +138,7 @@ class Gradients(TrainerCallback):
 
 
 def batch_of(*places):
-    """Rows as one batch, as the trainers make it."""
+    """Return examples as one batch, as the trainers build it."""
     return pair_collator(TOKENIZER)(list(tokenize_pairs(TOKENIZER, rows(places), 64)))
 
 
@@ -150,7 +148,7 @@ def use_pooled_loss(model, coef):
 
 
 def router_stats(folder) -> list[dict]:
-    """The lines of a run's router_stats.csv."""
+    """Return the lines of a run's router_stats.csv."""
     with open(folder / "router_stats.csv", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -178,11 +176,11 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, counts_tok
         "max_steps": 4,
         "per_device_eval_batch_size": 2,
     }
-    model.config.use_cache = True  # which Trainer would overwrite
+    model.config.use_cache = True  # Trainer would overwrite it
     trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
     assert model.config.use_cache
     parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
-    trainer.predict(trainer.train_dataset)  # whose losses are no evaluation's
+    trainer.predict(trainer.train_dataset)  # a prediction must not log losses as an evaluation
     metrics = trainer.evaluate()
     for number, name in enumerate(("eval_loss", "eval_lm_loss", "eval_balance_loss")):
         assert len(parts[number]) == 2
@@ -194,7 +192,7 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, counts_tok
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
 def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_path):
-    """As if the batch were one, and so are the other parts of the loss."""
+    """The balance loss equals that of a single batch, and so do the other parts of the loss."""
     places = [0, 3, 7, 9]
     one_a_step = {
         "per_device_train_batch_size": 1,
@@ -240,7 +238,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, stage, noisy, settings, tm
         return model
 
     folder = tmp_path / "run"
-    # 10 rows, 5 batches an epoch: step 4 lies inside the first epoch, step 8 inside the second
+    # 10 examples, 5 batches per epoch: step 4 is inside the first epoch, step 8 inside the second
     settings = {
         "max_steps": 8,
         "save_strategy": "steps",
@@ -284,7 +282,7 @@ def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
 
 
 class Poison(TrainerCallback):
-    """Makes a weight NaN in one step."""
+    """Sets a weight to NaN in one step."""
 
     def __init__(self, step):
         self.step = step
@@ -338,11 +336,11 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     assert torch.equal(
         moe_layers(saved)[0].gate.weight,
         router,
-    )  # the optimizer did not see step 3
+    )  # the optimizer did not run step 3
 
 
 class Seen(TrainerCallback):
-    """A reporting callback: keeps the logs it gets."""
+    """A reporting callback that keeps the logs."""
 
     def __init__(self):
         self.logs = []
@@ -435,7 +433,7 @@ def test_the_first_loss_is_the_models_own(kind, name, tmp_path):
     assert len(logged(trainer, "router/max_violation")) == 1
 
 
-# our tokenizer's template without the marks of what the assistant says
+# our tokenizer's template without the markers of assistant turns
 UNMARKED = re.sub("{% (end)?generation %}", "", TOKENIZER.chat_template)
 CHAT = [
     {"role": "user", "content": "add 1 to 2"},
@@ -466,7 +464,9 @@ LINES = {"text": "add 1 to 2\n3 is it"}
     ],
 )
 def test_sft_trains_on_what_all_commands_do(row, settings, train_on, tmp_path, monkeypatch):
-    """Read by --data or handed to TRL as it is, of a template with {% generation %} or without."""
+    """The data is read by --data or passed to TRL directly, with a template with or without {%
+    generation %}.
+    """
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
     read = read_rows(tmp_path / "rows.jsonl")
     raw = datasets.Dataset.from_list([row] * 8)
@@ -488,13 +488,13 @@ def test_sft_trains_on_what_all_commands_do(row, settings, train_on, tmp_path, m
         assert batch["input_ids"][0].tolist()[:count] == ids
         trained = batch["labels"][0].tolist()
         assert trained[:count] in (labels, [-100, *labels[1:]])
-        # a packed row goes on with the next one
+        # in packing, the next example follows
         assert set(trained[count:]) <= {-100} or settings.get("packing")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved upcycled model with its tokenizer, and a data file beside it."""
+    """A saved upcycled model with its tokenizer, and a data file next to it."""
     folder = tmp_path_factory.mktemp("folder")
     upcycled().save_pretrained(folder / "moe")
     TOKENIZER.save_pretrained(folder / "moe")
@@ -503,12 +503,12 @@ def folder(tmp_path_factory):
 
 
 def words(model, data, options: str) -> list[str]:
-    """The arguments of the command."""
+    """Return the arguments of the command."""
     return f"--model {model} --data {data} --report_to none {options}".split()
 
 
 def steps_of(checkpoint, name: str) -> list[int]:
-    """The steps whose log has a value."""
+    """Return the steps whose log has a value."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     return [entry["step"] for entry in state["log_history"] if name in entry]
 

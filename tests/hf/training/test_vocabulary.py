@@ -1,4 +1,6 @@
-"""Tokens that a model has no row for: named before anything runs, whatever reads them."""
+"""Tokens without a row in the model's embedding are reported before anything runs, whatever reads
+them.
+"""
 
 import pytest
 from datasets import Dataset, Features, IterableDataset, Sequence, Value
@@ -34,7 +36,7 @@ def dataset(ids: list, *features) -> Dataset:
             dataset([[[1], []], [[], [4, V - 1]]]),
             id="dataset of lists of lists",
         ),
-        pytest.param(dataset([1, V - 1]), id="one id a row"),
+        pytest.param(dataset([1, V - 1]), id="one id per row"),
         pytest.param(dataset([[1, V - 1]], FIXED), id="rows of one length"),
     ],
 )
@@ -57,7 +59,7 @@ def test_an_id_beyond_the_embedding(small, rows):
             id="a row that is not selected",
         ),
         pytest.param(Dataset.from_dict({"text": ["a"]}), id="text"),
-        pytest.param(dataset([[], []]), id="rows without a token"),
+        pytest.param(dataset([[], []]), id="rows without tokens"),
         pytest.param(
             IterableDataset.from_generator(lambda: iter([{"input_ids": [V]}])), id="read only later"
         ),

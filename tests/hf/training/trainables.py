@@ -1,4 +1,4 @@
-"""Models whose experts train in part, and how tests run and train them: for test_trainable*.py."""
+"""Models whose experts train partly, and how tests run and train them, for test_trainable*.py."""
 
 import copy
 import functools
@@ -9,8 +9,8 @@ from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from tests.hf import stock, tiny
 
 # deepseek_v2: a dense layer, shared MLPs; gpt_oss: transposed, interleaved, biases; nemotron_h: not
-# gated; qwen2_moe: a gate in front of the shared MLP; muse_spark: composed, a norm behind each
-# expert; inkling2: composed, a gate of its own
+# gated; qwen2_moe: a gate on the shared MLP; muse_spark: composed, a norm after each expert;
+# inkling2: composed, its own gate
 STOCK = ("deepseek_v2", "gpt_oss", "nemotron_h", "qwen2_moe", "muse_spark", "inkling2")
 OURS = {"ours": {}, "ours-plain-gate": {"gate": "topk_softmax"}}
 MODELS = (*STOCK, *OURS)
@@ -50,7 +50,7 @@ def paths_of(model) -> dict[int, str]:
 
 
 def run(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits and every gradient, of a loss that is O(1)."""
+    """Return the logits and every gradient, of a loss that is O(1)."""
     model.zero_grad()
     logits = model(ids).logits
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).mean().backward()

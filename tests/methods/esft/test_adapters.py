@@ -1,5 +1,5 @@
-"""moe_runtime.methods.esft.adapters: official names for every layout, in and out of any model bit
-by bit, clear errors.
+"""moe_runtime.methods.esft.adapters: official names for every layout, bit-exact in and out of any
+model, clear errors.
 """
 
 import copy
@@ -27,7 +27,7 @@ from tests.support.checkpoints import assert_equal
 from tests.support.esft_adapter import random_adapter, weights
 from tests.support.stock_moe import stock
 
-# two stacks of layers, whose numbers name two layers each
+# models with two stacks of layers, in which each number names two layers
 TWICE = ("diffusion_gemma", "ernie4_5_vl_moe")
 
 
@@ -44,7 +44,7 @@ def saved(model, folder, **options) -> Adapter:
         ("model.layers.1.mlp.shared_experts", "gate_proj.weight", None),
         ("model.layers.1.mlp.shared_experts", "0.gate_proj.weight", None),
         ("model.layers.1.mlp.experts", "gate_up_proj", None),
-        ("experts", "0.up_proj.weight", None),  # no layer
+        ("experts", "0.up_proj.weight", None),  # not a layer
     ],
 )
 def test_names_of_experts(path, row, expected):
@@ -164,7 +164,7 @@ def test_the_shared_expert_of_our_own_layers_needs_its_flag():
     )
     remove(model)
     assert_equal(before, weights(model))
-    for wrong in (0, 2):  # never selected, and no shared one
+    for wrong in (0, 2):  # a shared expert is never selected
         selection = replace(adapter.selection, shared_experts=wrong != 0)
         tensors = with_expert(wrong)
         with pytest.raises(ValueError, match=f"expert {wrong} of layer 0, which its selection"):
@@ -243,7 +243,7 @@ def test_another_base_is_refused(tmp_path, changes, match):
 def test_other_weights_are_refused_unless_asked_for(tmp_path):
     model = stock("qwen3_moe")
     adapter = saved(model, tmp_path / "adapter")
-    # another task's experts are no other base
+    # another task's experts do not make it another base
     experts_module(model, numbered_layers(model)[0]).down_proj.data[3].mul_(2)
     apply(model, adapter)
     remove(model)
@@ -255,7 +255,7 @@ def test_other_weights_are_refused_unless_asked_for(tmp_path):
 
 
 LAST = "model.layers.1.mlp.experts.7"
-BAD = [  # experts of the selection, tensors that are replaced or go, whether other modules train
+BAD = [  # selected experts, tensors that are replaced or removed, whether other modules train
     ({0: (1, 7), 1: (1, 7, 9)}, {}, False, "lacks expert 9 of layer 1, which its selection has"),
     ({0: (1,), 1: (1, 7)}, {}, False, "has expert 7 of layer 0, which its selection lacks"),
     (

@@ -1,5 +1,5 @@
-"""moe_runtime.methods.esft.folders: what apply and save_pretrained write, bit for bit, in bounded
-memory, or nothing at all.
+"""moe_runtime.methods.esft.folders: apply and save_pretrained write exact bits in bounded memory,
+or nothing at all.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.support.stock_moe import stock
 
 
 def assert_merged(model, tmp_path: Path, adapter, **options) -> None:
-    """Merge base and adapter, and compare with the same in memory; `model` is the base."""
+    """Merge base and adapter, and compare with merging in memory; `model` is the base."""
     adapter.save(tmp_path / "adapter")
     receipt = merge_folder(
         tmp_path / "base",
@@ -127,14 +127,14 @@ def test_trained_wide_saved_narrow_and_in_shards(tmp_path, dtype):
 
 
 def folder(tmp_path):
-    """A base in a folder and an adapter of it."""
+    """A base in a folder and an adapter for it."""
     model = stock("qwen3_moe")
     model.save_pretrained(tmp_path / "base")
     return tmp_path / "base", random_adapter(model)
 
 
 def edit_base(base: Path, change) -> None:
-    """Write what `change` makes of each of the base's tensors, None for one that goes."""
+    """Apply `change` to each of the base's tensors; None drops one."""
     whole = load_file(base / "model.safetensors")
     changed = {name: change(name, tensor) for name, tensor in whole.items()}
     changed = {name: tensor for name, tensor in changed.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""methods/esft/lora.py: LoRA of the selected experts alone, in PEFT's files; merged, applied and
+"""methods/esft/lora.py: LoRA of only the selected experts, in PEFT's files; merged, applied and
 resumed.
 """
 
@@ -32,7 +32,7 @@ def adapted(family="qwen3_moe", selection=CHOSEN, model=None, **settings):
 
 
 def by_expert(matrix: torch.Tensor, name: str) -> torch.Tensor:
-    """A view of PEFT's lora_A [8 r, in] or lora_B [out, r 8] as [8, ...]."""
+    """View PEFT's lora_A [8 r, in] or lora_B [out, r 8] as [8, ...]."""
     is_a = ".lora_A." in name
     if is_a:
         return matrix.view(8, -1, matrix.shape[1])
@@ -49,7 +49,7 @@ def halves(model) -> dict[str, SelectedHalf]:
 
 
 def matrices(model) -> dict[str, torch.Tensor]:
-    """Every matrix of LoRA by expert [E, ...], by name."""
+    """Return every LoRA matrix by expert, [E, ...], by name."""
     result = {}
     for name, half in halves(model).items():
         result[name] = by_expert(
@@ -88,21 +88,21 @@ def test_every_selected_expert_moves_and_no_other_bit_does(family):
             if e in CHOSEN.experts[layer_of(name)]:
                 assert (matrix != start[name][e]).double().mean() > 0.9, (name, e)
             else:
-                assert not matrix.view(torch.int32).any(), (name, e)  # not -0.0 either
+                assert not matrix.view(torch.int32).any(), (name, e)  # not even -0.0
     for name, before in frozen.items():
         assert torch.equal(model.get_parameter(name), before), name
 
 
 def start_matrices(model):
-    """Give the selected experts' B random values, so that all of A and B have gradients."""
+    """Give the selected experts' B random values, so that all of A and B get gradients."""
     generator = torch.Generator().manual_seed(4)
     for key, half in halves(model).items():
         if "lora_B" in key:
             half.selected.data.normal_(generator=generator)
 
 
-def test_the_equation_is_that_of_a_mask_on_whole_lora():
-    """The gradients of the selected experts are those of PEFT's LoRA on all experts."""
+def test_equals_masked_lora_of_all_experts():
+    """The gradients of the selected experts equal those of PEFT's LoRA on all experts."""
     model, _ = adapted(model=stock().double())
     start_matrices(model)
     targets = ["experts.gate_up_proj", "experts.down_proj"]
@@ -115,7 +115,7 @@ def test_the_equation_is_that_of_a_mask_on_whole_lora():
             every.get_parameter(f"{name}.weight").data.zero_(),
             name,
         )
-        if "lora_A" in name:  # of the others: their B is zero, so the function stays
+        if "lora_A" in name:  # the other experts have zeros in B, so the function does not change
             whole.normal_(generator=generator)
         ids = list(CHOSEN.experts[layer_of(name)])
         whole[ids] = matrix[ids]
@@ -140,7 +140,7 @@ def test_the_equation_is_that_of_a_mask_on_whole_lora():
 
 
 def test_experts_that_are_not_selected_cost_no_bytes():
-    """AdamW's state is that of the selected experts; PEFT's names and shapes are of all."""
+    """AdamW's state covers the selected experts; PEFT's names and shapes cover all of them."""
     model, receipt = adapted()
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
@@ -158,7 +158,7 @@ def test_experts_that_are_not_selected_cost_no_bytes():
     everyone = sum(tensor.numel() for tensor in saved.values())
     assert everyone == 16 * receipt.trainable_parameters / 3  # 3 of 2 x 8 experts
     again, _ = adapted(seed=1)
-    assert experts.patch(again) == 2  # which looks at the adapters
+    assert experts.patch(again) == 2  # patch checks the adapters
     assert not peft.set_peft_model_state_dict(again, saved).unexpected_keys
     for one, other in zip(
         halves(model).values(),
@@ -175,7 +175,7 @@ def test_experts_that_are_not_selected_cost_no_bytes():
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_saved_it_is_pefts_adapter_and_merged_it_is_the_same_model(tmp_path, family):
+def test_saves_a_peft_adapter_and_merges_to_the_same_model(tmp_path, family):
     law = tmp_path / "law"
     model = stock(family)
     model.save_pretrained(tmp_path / "base")
@@ -230,7 +230,7 @@ def test_saved_it_is_pefts_adapter_and_merged_it_is_the_same_model(tmp_path, fam
 
 @pytest.fixture
 def saved(tmp_path):
-    """A base and an adapter of it, in folders."""
+    """A base and an adapter for it, in folders."""
     model = stock()
     model.save_pretrained(tmp_path / "base")
     model, _ = adapted(model=model)

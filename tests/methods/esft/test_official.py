@@ -1,4 +1,4 @@
-"""methods/esft/official.py: the official summaries, and what is wrong with bad ones."""
+"""methods/esft/official.py: the official summaries, and the errors of bad ones."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from moe_runtime.methods.esft.selection import select_experts
 
 
 def summary(**changes) -> dict:
-    """An official summary of two layers and three experts, v1."""
+    """Return an official summary (v1) of two layers and three experts."""
     token = {"1": {"0": 0.5, "1": 0.3, "2": 0.2}, "10": {"0": 0.1, "1": 0.2, "2": 0.7}}
     gate = {
         layer: {e: round(value / 2, 4) for e, value in row.items()} for layer, row in token.items()

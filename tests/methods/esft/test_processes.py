@@ -1,4 +1,4 @@
-"""Adapters of a model in two processes, under DDP, FSDP2 and expert parallelism, are those of one
+"""Adapters of a model in two processes, under DDP, FSDP2 and expert parallelism, equal those of one
 process.
 """
 
@@ -57,19 +57,19 @@ def test_two_processes_save_what_one_does(tmp_path, alone, engine):
 
 
 def _is_one_more(adapter) -> None:
-    """Whether an adapter is the base's experts and one: what the ranks did to experts that lay on
-    both.
+    """Assert that an adapter is the base's experts plus one, the change that the ranks made to the
+    distributed experts.
     """
     model = stock("deepseek_v2")
     esft.train_only(model, SELECTION)
-    want = {name: tensor + 1 for name, tensor in esft.adapter_of(model).tensors.items()}
-    assert same(dict(adapter.tensors), want)
+    expected = {name: tensor + 1 for name, tensor in esft.adapter_of(model).tensors.items()}
+    assert same(dict(adapter.tensors), expected)
     esft.apply(stock("deepseek_v2"), adapter)
 
 
 def _is_saved_by_the_trainer_that_can(folder) -> None:
-    """Whether MoETrainer wrote what both ranks trained, and nothing else did; the guard of spread
-    experts is back then.
+    """Assert that only MoETrainer saved what both ranks trained, and that the guard of distributed
+    experts is back.
     """
     for rank in range(2):
         found = torch.load(folder / f"spread-{rank}.pt")

@@ -1,5 +1,5 @@
-"""methods/esft/recorder.py: slots and gates of stock routers and ours against the routers' logits;
-padding and wrappers.
+"""methods/esft/recorder.py: slots and gate values of stock routers and ours against the routers'
+logits; padding and wrappers.
 """
 
 import pytest
@@ -32,7 +32,7 @@ def build(kind: str):
 
 @torch.no_grad()
 def logits_of(model, inputs: dict) -> dict[int, torch.Tensor]:
-    """Router logits [T, R] float64 by layer, taken where the routers compute them."""
+    """Router logits [T, R] in float64 by layer, taken where the routers compute them."""
     logits = {}
     handles = []
     for name, module in model.named_modules():
@@ -53,7 +53,7 @@ def logits_of(model, inputs: dict) -> dict[int, torch.Tensor]:
 
 
 def gates(kind: str, model, logits: torch.Tensor) -> torch.Tensor:
-    """Gate values [T, E] float64 as each family's paper has them, 0 where an expert is not
+    """Gate values [T, E] in float64 as each family's paper defines them, 0 where an expert is not
     chosen.
     """
     config = model.config
@@ -71,7 +71,7 @@ def gates(kind: str, model, logits: torch.Tensor) -> torch.Tensor:
         idx,
         weight,
     )
-    if kind.startswith("ours"):  # the shared expert's value is not the router's choice
+    if kind.startswith("ours"):  # the router does not choose the shared expert
         result = torch.nn.functional.pad(result, (1, 0))
     return result
 
@@ -125,7 +125,7 @@ def test_sums_are_those_of_the_router_logits(kind, padding):
 
 
 def record(model, *batches):
-    """The sums of some calls; a batch is ids or arguments."""
+    """Return the sums over some calls; a batch is ids or keyword arguments."""
     with GateRecorder(model) as recorder, torch.no_grad():
         for batch in batches:
             if isinstance(batch, torch.Tensor):
@@ -204,7 +204,7 @@ def test_only_narrows_what_counts():
     model = stock("mixtral", "eager").eval()
     samples = tiny.batch()
     only = torch.tensor([[1] * 12, [1] * 5 + [0] * 7]).bool()
-    # attention is causal: the tokens that count do not see the others
+    # attention is causal: the counted tokens do not see the others
     expected = record(
         model,
         {"input_ids": samples, "attention_mask": only.long()},

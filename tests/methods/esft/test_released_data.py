@@ -67,7 +67,7 @@ def test_other_turns_are_refused(tokenizer, first):
 
 
 def write_rows(path, rows):
-    """JSON for a file of that name, JSONL for another."""
+    """Write JSON or JSONL, depending on the file's name."""
     if path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:
@@ -76,7 +76,7 @@ def write_rows(path, rows):
 
 
 def test_keys_of_later_turns_are_read(tmp_path):
-    """`datasets` takes its types from the first thousand examples."""
+    """`datasets` infers types from the first thousand examples."""
     rows = []
     for _ in range(1501):
         rows.append({"messages": [turn("user", "1"), turn("assistant", "2")]})
@@ -109,7 +109,7 @@ def test_oss_instruct_asks_for_a_solution(tmp_path, kind, is_oss):
     assert list(data.read_rows(path)) == [{"prompt": prompt, "completion": "+"}]
 
 
-def test_a_chat_of_which_bos_alone_would_train_is_left_out(tokenizer):
+def test_a_chat_that_would_train_only_bos_is_dropped(tokenizer):
     masked = [turn("user", "1"), turn("assistant", "2", mask=1)]
     chats = [{"messages": masked}, {"messages": CHATS["one answer"]}]
     assert len(data.tokenize_pairs(tokenizer, chats, 64, prompt="esft")) == 1

@@ -1,6 +1,4 @@
-"""moe_runtime.methods.esft.runs: trainings of a model folder, what they keep, and how they
-resume.
-"""
+"""moe_runtime.methods.esft.runs: training on a model folder, what it keeps, and how it resumes."""
 
 import json
 import shutil
@@ -33,7 +31,7 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder with a base, rows and a selection."""
+    """A folder with a base, examples and a selection."""
     home = tmp_path_factory.mktemp("esft")
     tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
     stock("deepseek_v2", vocab_size=len(tokenizer)).save_pretrained(home / "base")
@@ -56,7 +54,7 @@ SETTINGS = {
 
 
 def train_alone(home, out, base=None, selection=None, rows=None, options=None, **settings):
-    """Train in one process, three steps unless said otherwise."""
+    """Train in one process, for three steps by default."""
     return esft_runs.train_folder(
         base or home / "base",
         selection or home / "config.json",
@@ -96,7 +94,7 @@ def half(home, tmp_path_factory) -> Path:
         ({"shared_experts": True, "non_expert_modules": True}, None, torch.float32),
         ({}, "bfloat16", torch.bfloat16),
     ],
-    ids=["experts", "all that may", "bfloat16 if asked for"],
+    ids=["experts", "everything trainable", "bfloat16 on request"],
 )
 def test_a_small_learning_rate_trains_a_bfloat16_base(home, half, tmp_path, flags, dtype, expected):
     selection = replace(
@@ -174,8 +172,8 @@ def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(
 
 
 def test_a_call_killed_before_or_after_its_training_can_be_made_again(home, tmp_path, monkeypatch):
-    """While the settings are written, and while the checkpoints of a training that ended are
-    removed.
+    """The call is killed while writing the settings, or while removing the checkpoints of a
+    finished training.
     """
     out = tmp_path / "out"
     checkpoints = tmp_path / "out-checkpoints"
@@ -309,7 +307,7 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
         optimizer="sgd",
     )
     alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")
-    for name in ("law", "law-ep2"):  # with all experts on both, and with each rank's
+    for name in ("law", "law-ep2"):  # with all experts on both, and with each rank's own
         both = load_file(tmp_path / name / "adapter_model.safetensors")
         assert read_lora(tmp_path / name).selection == selection
         torch.testing.assert_close(

@@ -16,18 +16,20 @@ from tests.hf.dropin.test_layers import ids, stock
 from tests.support import dist_scores
 from tests.support.dist_launch import launch
 
-# two samples, of 2 tokens and of 1; K = 2 of 3 experts; one layer:
-# {0: 0.5, 1: 0.25}, {0: 0.5, 2: 0.125} and {1: 0.25, 2: 0.5}
+# two samples of 2 tokens and 1 token; K = 2 of 3 experts; one layer: {0: 0.5, 1: 0.25}, {0: 0.5, 2:
+# 0.125} and {1: 0.25, 2: 0.5}
 
 
 def by_hand(layers: int = 1) -> GateSums:
-    """The sums of these tokens by hand; layer l has l + 1 times the gate values."""
+    """Return the sums of these tokens, computed by hand; layer l has l + 1 times the gate
+    values.
+    """
     count = torch.tensor([2, 2, 2])
     gate = torch.tensor(
         [1.0, 0.5, 0.625],
         dtype=torch.float64,
     )
-    # the first sample's 2 tokens have half the weight of the second one's
+    # each of the first sample's 2 tokens has half the weight of the second sample's token
     sample_count = torch.tensor(
         [1.0, 1.5, 1.5],
         dtype=torch.float64,
@@ -105,14 +107,13 @@ def test_sums_of_rows_and_columns():
             sums,
             torch.ones_like(sums),
         )
-    # to the mean gate mass of a token's top K
+    # gate scores sum to the mean gate mass of a token's top K
     torch.testing.assert_close(
         scores.gate.sum(1),
         by_hand(4).gate.sum(1) / 3,
     )
 
 
-# of models
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "ours"])
 def test_token_scores_sum_to_one_and_the_model_is_left_as_it_was(kind):
     if kind == "ours":
@@ -170,7 +171,7 @@ def test_stops_at_the_budget_and_counts_the_first_tokens():
         expected.sums.count,
     )
     assert scores.sums.n_samples == 2
-    # to the token: no further batch
+    # exactly at the budget: no further batch is read
     assert score_experts(model, samples.split(2), n_tokens=24).sums.n_samples == 2
     assert score_experts(model, samples.split(2), n_tokens=1000).n_tokens == 48
 
@@ -191,7 +192,6 @@ def test_bad_input_is_named(batches, options, error):
     assert_no_hooks(model)
 
 
-# samples
 def test_packed_samples_are_the_rows_in_a_drawn_order():
     rows = [
         list(
@@ -210,7 +210,7 @@ def test_packed_samples_are_the_rows_in_a_drawn_order():
 
     packed = tokens()
     read = []
-    while len(read) < 64:  # whole rows but for the last one
+    while len(read) < 64:  # whole rows except the last one
         read += rows[packed[len(read)] // 10]
     assert packed == read[:64]
     assert len(set(packed)) == 64
@@ -237,7 +237,6 @@ def test_single_samples_are_cut_and_padded():
     assert max(lengths) == 4
 
 
-# files
 @pytest.mark.parametrize("variant", ["v1", "paper", "head"])
 def test_a_summary_comes_back_as_it_was(variant, tmp_path):
     file = tmp_path / "summary.json"
@@ -258,7 +257,7 @@ def test_a_summary_comes_back_as_it_was(variant, tmp_path):
             )
     assert ExpertScores.load(file, "normalized").variant == "normalized"
     values = json.loads(file.read_text())
-    # the official script reads these, by layer and expert; the shared expert is no choice
+    # the official script reads these, by layer and expert; the shared expert is not listed
     assert list(values)[:2] == ["token_scores", "gate_scores"]
     assert list(values["gate_scores"]["1"]) == ["1", "2", "3"]
 
@@ -284,7 +283,6 @@ def test_a_rounded_summary_is_the_official_one(tmp_path):
     )
 
 
-# over processes
 def test_two_processes_score_as_one(tmp_path):
     base = tmp_path / "base"
     tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
@@ -327,7 +325,7 @@ def test_two_processes_score_as_one(tmp_path):
                 rtol=1e-5,
                 atol=1e-7,
             )
-    # the samples of a folder's rows, dealt out before batches are made
+    # the samples of a folder are distributed before batches are formed
     one = score_folder(
         base,
         data,

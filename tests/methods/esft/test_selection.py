@@ -34,7 +34,7 @@ def published(task: str, name: str) -> torch.Tensor:
 
 
 def sums_of(task: str) -> GateSums:
-    """What the task's published logs add up to; sample means are not among them."""
+    """Return the sums of the task's published logs; they do not contain sample means."""
     count = published(task, "count").long()
     gate = published(task, "gate_sum")
     n_tokens = int(published(task, "n_tokens"))
@@ -61,14 +61,13 @@ def scores_of(*rows: list[float], **options) -> ExpertScores:
     )
 
 
-# the published results
 @pytest.mark.parametrize("score", ["gate", "token"])
 @pytest.mark.parametrize("task", TASKS)
 def test_published_scores_are_reproduced(task, score):
     scores = ExpertScores.from_sums(sums_of(task))
     want = published(task, f"{score}_scores")
     assert (scores.scores(score) - want).abs().max() <= 5e-5
-    # and rounded, to the last digit
+    # including rounding, to the last digit
     assert torch.equal(
         scores.scores(score, round=4),
         want,
@@ -85,7 +84,7 @@ def test_published_selections_are_reproduced(task, source, tmp_path):
         scores = ExpertScores.load(tmp_path / "summary.json")
         digits = None
     selection = select_experts(scores, 0.2, "token", round=digits)
-    # a published expert's place in the order of selection, from 1; 0 for the others
+    # the rank of each published expert in the order of selection, from 1; 0 for the others
     places = published(task, "config_token_p0.2")
     for layer, row in zip(LAYERS, places, strict=True):
         order = row.argsort()[64 - row.count_nonzero() :]
@@ -113,7 +112,6 @@ def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
     assert 1.0 <= per_layer("head") <= 1.1
 
 
-# Eq. (8)
 @pytest.mark.parametrize(
     ("row", "p", "want"),
     [
@@ -155,9 +153,7 @@ def test_the_smallest_set_that_reaches_p(row, p, want):
     ids=str,
 )
 def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_does(options):
-    """Rounded scores sum to less than 1 in some layers; unused experts can be left out by an
-    option.
-    """
+    """Rounded scores sum to less than 1 in some layers; an option leaves out unused experts."""
     scores = ExpertScores.from_sums(sums_of("translation"))
     unused = 0
     for p in (0.1, 0.9, 1.0):
@@ -215,7 +211,6 @@ def test_bad_options_are_named(options, error):
         select_experts(scores_of([0.5, 0.5]), 0.1, **options)
 
 
-# controls
 def test_random_experts_are_as_many_per_layer():
     scores = ExpertScores.from_sums(sums_of("law"))
     selection = select_experts(scores, 0.2, "token", shared_experts=True)
@@ -236,7 +231,6 @@ def test_random_experts_are_as_many_per_layer():
     assert (times[1:] - 300).abs().max() < 60
 
 
-# the configuration
 def test_the_configuration_is_the_official_one(tmp_path):
     file = tmp_path / "config.json"
     selection = ExpertSelection(

@@ -1,5 +1,5 @@
-"""esft.train_only and what it saves: adapters at any time, a Trainer's checkpoints, and training
-that goes on from them.
+"""esft.train_only and what it saves: adapters at any time, a Trainer's checkpoints, and resuming
+from them.
 """
 
 import copy
@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def trained(model, steps: int = 3):
-    """Train in place, with a weight decay that would move what is not frozen."""
+    """Train in place, with weight decay that would change parameters that are not frozen."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
     for step in range(steps):
@@ -51,7 +51,7 @@ def logits(model):
 
 
 def tensors_of(adapter) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter, of a model that trains one, or of a folder."""
+    """Return the tensors of an adapter, of a model that trains one, or of a folder."""
     if isinstance(adapter, Path):
         adapter = esft.load_adapter(adapter)
     elif isinstance(adapter, torch.nn.Module):
@@ -70,7 +70,7 @@ def tensors_of(adapter) -> dict[str, torch.Tensor]:
     ids=FAMILIES,
 )
 def test_train_save_apply_remove(tmp_path, family, selection, dtype):
-    """The rows that train are float32, those of a bfloat16 model too."""
+    """The trained rows are float32, also for a bfloat16 model."""
     base = stock(family).to(dtype)
     before = weights(base)
     at_first = logits(base)
@@ -102,14 +102,14 @@ def test_train_save_apply_remove(tmp_path, family, selection, dtype):
     assert_equal(before, weights(base))
 
 
-TABLE_3 = [  # routed experts, shared experts, all that is no expert
+TABLE_3 = [  # routed experts, shared experts, all other modules
     pytest.param(True, False, False, id="ESFT"),
-    pytest.param(True, True, False, id="and shared"),
-    pytest.param(True, False, True, id="and non-expert"),
-    pytest.param(True, True, True, id="and both"),
+    pytest.param(True, True, False, id="with shared"),
+    pytest.param(True, False, True, id="with non-expert"),
+    pytest.param(True, True, True, id="with both"),
     pytest.param(False, True, True, id="no routed"),
-    pytest.param(False, True, False, id="shared alone"),
-    pytest.param(False, False, True, id="non-expert alone"),
+    pytest.param(False, True, False, id="only shared"),
+    pytest.param(False, False, True, id="only non-expert"),
 ]
 
 
@@ -191,7 +191,7 @@ def test_drop_is_the_base_and_fold_a_plain_model(tmp_path):
         atol=1e-5,
         rtol=1e-4,
     )
-    esft.train_only(model, selection)  # and again
+    esft.train_only(model, selection)  # and train again
 
 
 def test_an_adapter_does_not_follow_the_training():
@@ -251,7 +251,7 @@ def test_load_state_dict_takes_the_adapter_s_names(tmp_path, family, selection):
     assert not loaded.unexpected_keys
     assert "trained_" not in str(loaded.missing_keys)
     assert_equal(tensors_of(model), tensors_of(other))
-    other.load_state_dict(model.state_dict())  # its own names, strictly
+    other.load_state_dict(model.state_dict())  # also strictly, with its own names
     esft.drop(other)
     others = {layer: (ids[0], 4) for layer, ids in selection.experts.items()}
     esft.train_only(other, ExpertSelection(experts=others))
@@ -274,7 +274,7 @@ def test_load_trained_wants_the_same_training_and_base(tmp_path):
         ((1,), {}, None, "has model.layers.0.mlp.experts.0"),
         ((0, 1, 4), {}, None, "lacks model.layers.0.mlp.experts.4"),
         ((1, 0), {"moe_intermediate_size": 16}, None, sizes),
-        ((1, 0), {}, "lm_head", None),  # one matrix may differ
+        ((1, 0), {}, "lm_head", None),  # a single matrix may differ
         ((1, 0), {}, "", "other weights"),
         ((1, 0), {}, "mlp.experts.", "other experts: 100%"),
     ):
@@ -309,7 +309,7 @@ def test_experts_that_an_adapter_trains_may_differ_from_its_base():
     esft.apply(other, adapter)
 
 
-def test_what_trains_beside_the_experts_is_cast_too_and_is_what_it_was_in_the_end(tmp_path):
+def test_trained_non_experts_are_cast_and_restored(tmp_path):
     model = stock("deepseek_v2").to(torch.bfloat16)
     before = weights(model)
     selection = replace(SELECTION, shared_experts=True, non_expert_modules=True)
@@ -366,7 +366,7 @@ def test_peft_and_esft_do_not_undo_each_other(tmp_path):
 
 @pytest.fixture
 def wrapped(tmp_path):
-    """A model in DDP, in a run of one process."""
+    """A model in DDP, in a run with a single process."""
     url = f"file://{tmp_path}/rendezvous"
     torch.distributed.init_process_group("gloo", url, rank=0, world_size=1)
     yield torch.nn.parallel.DistributedDataParallel(stock("qwen3_moe"))
@@ -421,8 +421,8 @@ ROWS["labels"] = ROWS["input_ids"]
 
 
 def trainer_of(kind, folder, selection=SELECTION, family="deepseek_v2", model=None, **settings):
-    """A trainer over `model`, or over one that trains `selection`; None for a model that trains
-    all.
+    """A trainer of `model`, or of a model that trains `selection`; None means a model that trains
+    everything.
     """
     if model is None:
         model = stock(family)
@@ -504,8 +504,8 @@ def test_an_adapter_never_replaces_a_whole_model(tmp_path, shards):
         with pytest.raises(ValueError, match="base holds a whole model .*Choose another folder"):
             call()
         assert snapshot(base) == before
-    # an adapter's own folder may be written again, with its base's config too, as hub folders have
-    # it
+    # an adapter's own folder may be overwritten, also if it has its base's config, as folders on
+    # the Hub do
     trainer.save_model()
     model.config.save_pretrained(run)
     trainer.save_model()
@@ -517,7 +517,7 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
     write = mock.Mock(wraps=trained_files.write_files)
     gather = mock.Mock()
     monkeypatch.setattr(trained_files, "write_files", write)
-    # as under FSDP with FULL_STATE_DICT; Trainer would then gather all of the model
+    # as under FSDP with FULL_STATE_DICT, where Trainer would gather the whole model
     trainer.is_fsdp_enabled = True
     monkeypatch.setattr(trainer.accelerator, "get_state_dict", gather)
     trainer.save_model(str(tmp_path / "last"))
@@ -537,7 +537,7 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
         (None, SELECTION, "that trains all.*this model trains experts separately"),
         (SELECTION, replace(SELECTION, experts={1: (7,)}), "has model.layers.1"),
     ],
-    ids=["not made ready", "of a whole model", "other experts"],
+    ids=["not prepared", "of a whole model", "other experts"],
 )
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, match):
     trainer_of(MoETrainer, tmp_path, first, max_steps=1, save_steps=1).train()

@@ -1,4 +1,4 @@
-"""LoRA experts from PEFT adapters and to them, merged or made whole: the ways in and out of
+"""LoRA experts from and to PEFT adapters, merged or expanded: conversions of
 moe_runtime.methods.lora.
 """
 
@@ -24,7 +24,6 @@ from tests.support.lora_models import adapters, alone, lora_model
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
 
 
-# ways out
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_whole_experts_are_the_same_function(model_type, tmp_path):
     model = lora_model(model_type, balance_loss="switch", balance_loss_coef=0.1)
@@ -66,7 +65,6 @@ def test_an_expert_is_the_adapter_that_is_saved_of_it(form, tmp_path):
         assert ".gate." in name or torch.equal(again.get_parameter(name), p), name
 
 
-# adapters as experts
 @pytest.fixture(scope="module")
 def peft_folders(tmp_path_factory):
     return adapters(tmp_path_factory.mktemp("mlp"), count=3)
@@ -126,7 +124,7 @@ def test_pairs_on_the_attention_go_to_the_backbone(backbone, with_attention):
         assert tiny.distance(result, mean) < 1e-6, name
         if name.endswith(("q_proj.weight", "o_proj.weight")):
             assert not torch.equal(result, weight), name
-    for layer, moe in lora_layers(model).items():  # the experts' part is the MLP's alone
+    for layer, moe in lora_layers(model).items():  # the experts contain only the MLP's part
         assert moe.experts.scaling == pytest.approx(5 / 2**0.5)
         up = merged[1].model.layers[layer].mlp.up_proj.weight
         assert (
@@ -139,7 +137,7 @@ def test_pairs_on_the_attention_go_to_the_backbone(backbone, with_attention):
 
 
 def edited(folder, out, tensors, values):
-    """A copy of an adapter folder with other settings, and with what `tensors` makes of its own."""
+    """Copy an adapter folder with other settings, and with its tensors changed by `tensors`."""
     shutil.copytree(folder, out)
     path = out / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -1,5 +1,5 @@
-"""methods/lora/baseline.py: matrices on all linear layers and experts, the base at the start,
-written and read back.
+"""methods/lora/baseline.py: matrices on all linear layers and experts, equal to the base at first,
+saved and loaded.
 """
 
 import warnings
@@ -60,7 +60,7 @@ def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
     torch.testing.assert_close(
         model(IDS).logits,
         expected,
-    )  # the second matrices are zeros
+    )  # the second matrices are zero
 
 
 def test_the_seed_draws_the_matrices(tokenizer):

@@ -1,5 +1,5 @@
-"""methods.lora: LoRA tuned, grown to experts, tuned by Trainer and resumed, merged back, in memory
-and by folders.
+"""methods.lora: tuned LoRA is grown to experts, tuned by Trainer, resumed and merged back, in
+memory and in folders.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""LoRA experts in a live model: the same function at first, what trains, the saved form, adapters
+"""LoRA experts in a live model: the same function at first, what trains, the saved format, adapters
 in and out, refusals.
 """
 
@@ -24,7 +24,6 @@ THREE = [name for name, family in FAMILIES.items() if (*family.up, family.down) 
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
 
 
-# the saved form
 def frozen_in(model) -> set[str]:
     return {name for name, p in model.named_parameters() if not p.requires_grad}
 
@@ -138,7 +137,7 @@ def test_wide_pairs_of_a_narrow_model_are_saved_as_they_are(form, tmp_path):
 
 @FORMS
 def test_a_model_of_the_config_alone_is_drawn_alike(form):
-    sizes = {"hidden_size": 64, "intermediate_size": 96}  # enough numbers for a spread
+    sizes = {"hidden_size": 64, "intermediate_size": 96}  # large enough to estimate a spread
     made = to_lora_moe(
         tiny.dense(**sizes),
         num_experts=4,
@@ -208,7 +207,6 @@ def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows):
         assert torch.equal(moes[layer].gate.weight, vector)
 
 
-# training
 @FORMS
 @pytest.mark.parametrize("train_backbone", [False, True])
 def test_trains_what_it_says_bit_for_bit(form, train_backbone):
@@ -232,7 +230,7 @@ def test_trains_what_it_says_bit_for_bit(form, train_backbone):
             base.add(name)
         trains = is_ours or (train_backbone and not is_base)
         assert torch.equal(p, before[name]) == (not trains), name
-    assert len(base) == 2 * 6  # weights and biases: the tiny Llama has them
+    assert len(base) == 2 * 6  # weights and biases: the tiny Llama has both
 
 
 @FORMS
@@ -278,7 +276,6 @@ def test_ddp_is_one_process(tmp_path):
     assert mean.tolist() == pytest.approx(expected["losses"], rel=1e-5)
 
 
-# what is refused
 @pytest.mark.parametrize(
     "settings, words",
     [

@@ -1,5 +1,5 @@
-"""methods/lora/stacks.py: adapters of any PEFT read, converted and merged; every change is PEFT's
-own.
+"""methods/lora/stacks.py: adapters from any PEFT version are read, converted and merged with
+exactly PEFT's changes.
 """
 
 import itertools
@@ -22,9 +22,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def model_of(family: str, shape: str):
-    """A model whose down stack is square (gpt_oss) or whose gate_up stack is (qwen3_moe), or
-    neither.
-    """
+    """A model with a square down stack (gpt_oss) or gate_up stack (qwen3_moe), or with neither."""
     return stock(
         family,
         **(SQUARE[family] if shape == "square" else {}),
@@ -173,7 +171,7 @@ def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path)
     wrong = load("old")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     expected = deltas(made)[name]
-    # PEFT's silent mistake
+    # PEFT transposes it silently
     torch.testing.assert_close(
         deltas(wrong)[name],
         expected.transpose(1, 2),
@@ -299,7 +297,7 @@ ROUTER = (*BOTH, "mlp.gate.weight")
             "qwen3_moe",
             torch.float32,
             {"parameters": ROUTER},
-            id="a matrix each",
+            id="one matrix per expert",
         ),
         pytest.param("mixtral", torch.bfloat16, {}, id="other names, bfloat16"),
         pytest.param(

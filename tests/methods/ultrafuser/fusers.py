@@ -1,5 +1,5 @@
-"""Small specialists with one tokenizer, the batch of answers that they are asked about, and
-UltraFuser's formula.
+"""Small specialists with one tokenizer, a batch of prompts and answers, and UltraFuser's
+formula.
 """
 
 import functools
@@ -21,12 +21,12 @@ TEXTS = [
 
 @functools.cache
 def tokenizer():
-    """A byte-level tokenizer of at most VOCAB ids, with a chat template."""
+    """Return a byte-level tokenizer of at most VOCAB ids, with a chat template."""
     return train_tokenizer(TEXTS * 4, VOCAB - 10)
 
 
 def specialist(seed: int, model_type: str = "llama", **changes):
-    """A tiny model of any family, with weights of its own."""
+    """Return a tiny model of any family, with its own weights."""
     model = tiny.dense(
         model_type,
         **{"vocab_size": VOCAB} | changes,
@@ -39,7 +39,7 @@ def specialist(seed: int, model_type: str = "llama", **changes):
 
 
 def specialists(count: int = 3, **changes) -> list:
-    """Models that differ; the second one has more ids."""
+    """Return distinct models; the second one has a larger vocabulary."""
     models = []
     for s in range(count):
         if s == 1:
@@ -51,7 +51,9 @@ def specialists(count: int = 3, **changes) -> list:
 
 
 def fuser(models: list | None = None, **settings) -> UltraFuser:
-    """An UltraFuser whose gate prefers nobody in general and somebody for each token."""
+    """Return an UltraFuser whose gate has no overall preference, but prefers a specialist for each
+    token.
+    """
     torch.manual_seed(1)
     made = UltraFuser(
         specialists() if models is None else models,
@@ -64,8 +66,8 @@ def fuser(models: list | None = None, **settings) -> UltraFuser:
 
 
 def batch(count: int = 3, rows: int = 3, lengths=(7, 5, 9), answer: int = 6) -> dict:
-    """Prompts of several lengths, one set per specialist, padded left, and answers, of which the
-    last row's is shorter.
+    """Return prompts of several lengths, one set per specialist, padded on the left, and answers,
+    with a shorter one in the last row.
     """
     generator = torch.Generator().manual_seed(2)
     ids = [
@@ -93,8 +95,8 @@ def batch(count: int = 3, rows: int = 3, lengths=(7, 5, 9), answer: int = 6) -> 
 
 
 def naive(fuser: UltraFuser, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula row by row without padding or tricks: logits [B, R, V] and weights [B, R, S], on
-    the graph.
+    """Compute the formula row by row, without padding or optimizations: logits [B, R, V] and
+    weights [B, R, S], with gradients.
     """
     logits = []
     weights = []

@@ -1,5 +1,5 @@
-"""Folders of an UltraFuser: saved by reference or copied, loaded by one call, strict about what
-they hold.
+"""Folders of an UltraFuser: saved by reference or as copies, loaded with one call, strict about
+their contents.
 """
 
 import json
@@ -24,8 +24,8 @@ TEMPLATES = ["ultralm", "{system}>{prompt}", "chat"]
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Folders of three specialists, the last one's weights tied and in bfloat16, with their
-    tokenizer.
+    """Folders of three specialists with their tokenizer; the last one has tied weights in
+    bfloat16.
     """
     root = tmp_path_factory.mktemp("specialists")
     models = fusers.specialists(tie_word_embeddings=True)
@@ -95,13 +95,13 @@ def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
         assert_same(alone, specialist)
         assert alone.lm_head.weight is alone.model.embed_tokens.weight
         assert len(AutoTokenizer.from_pretrained(copied)) == len(fusers.tokenizer())
-        # as transformers 4 reads it
+        # transformers 4 reads this key
         assert "rope_theta" in json.loads((copied / "config.json").read_text())
-    # a folder can be written over the one that it was loaded from
+    # a folder can overwrite the one that it was loaded from
     again.gate.score.weight.data.add_(1)
     ultrafuser.save(again, moved, specialists="copy", overwrite=True)
     assert_same(ultrafuser.load(moved), again)
-    # but not over a folder in which its specialists have another place
+    # but not a folder inside it that its specialists are read from
     with pytest.raises(ValueError, match="which is read. Choose another"):
         ultrafuser.save(
             again,
@@ -134,7 +134,7 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
     with pytest.raises(ValueError, match="Specialist '.*' is at .*Use specialists='copy' or"):
         ultrafuser.save(made, folder, overwrite=True)
     assert snapshot(tmp_path) == before
-    # beside them is another folder, though its name begins alike
+    # a sibling folder is allowed, though its name has the same prefix
     ultrafuser.save(made, f"{folder}-too", overwrite=True)
 
 
@@ -143,11 +143,11 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
     [
         pytest.param(
             torch.arange(6, dtype=torch.bfloat16),
-            id="no whole words",
+            id="size not a multiple of 8 bytes",
         ),
         pytest.param(
             torch.arange(40, dtype=torch.float32)[1:34],
-            id="off the words",
+            id="unaligned",
         ),
         pytest.param(
             torch.arange(float((1 << 21) + 3)),
@@ -155,7 +155,7 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
         ),
     ],
 )
-def test_fingerprints_tell_one_number_and_its_place(tensor):
+def test_fingerprints_depend_on_each_element_and_its_position(tensor):
     def of(tensor):
         model = torch.nn.Module()
         model.register_buffer("weight", tensor)

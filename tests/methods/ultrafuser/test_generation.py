@@ -1,4 +1,4 @@
-"""generate(): a cache per specialist changes no token, whatever transformers' loop does with the
+"""generate(): a cache per specialist changes no token, however transformers' loop reorders the
 rows.
 """
 
@@ -26,7 +26,9 @@ def prompts(**settings) -> dict:
 
 @torch.no_grad()
 def greedy(fused, inputs: dict, start: torch.Tensor | None = None) -> torch.Tensor:
-    """Token after token from whole forward passes, no cache, no loop of transformers'."""
+    """Generate token by token with whole forward passes, without a cache and without transformers'
+    loop.
+    """
     answer = start
     if start is None:
         answer = torch.zeros(
@@ -35,7 +37,7 @@ def greedy(fused, inputs: dict, start: torch.Tensor | None = None) -> torch.Tens
             dtype=torch.long,
         )
     for _ in range(NEW):
-        # its own place is not seen
+        # the logits do not depend on the last token itself
         guess = torch.nn.functional.pad(answer, (0, 1))
         logits = fused(**inputs, response_ids=guess, want_logits=True).logits[:, -1]
         answer = torch.cat(
@@ -61,7 +63,7 @@ def assert_caches_change_nothing(fused, inputs, **settings) -> None:
 
 def test_greedy_is_the_uncached_forward(fused):
     expected = greedy(fused, prompts())
-    assert len(expected.unique()) > 8  # a model that repeats itself would hide much
+    assert len(expected.unique()) > 8  # a repetitive model would hide errors
     assert torch.equal(
         run(fused, prompts(), do_sample=False),
         expected,

@@ -1,4 +1,4 @@
-"""Prompts in each specialist's template and answers by ids."""
+"""Prompts in each specialist's template, and answers by ids."""
 
 import copy
 
@@ -45,7 +45,7 @@ def test_templates_of_the_paper():
     assert texts[2].endswith("\n\n### Instruction:\nWhy?\n\n### Response:")
 
 
-def test_bos_stands_once_where_the_tokenizer_puts_one():
+def test_bos_appears_once_if_the_tokenizer_adds_one():
     other = fusers.tokenizer()
     spelled, begun = Encoder([other] * 2, ["<s>{prompt}", "{prompt}"], VOCAB).prompt("hi")
     assert spelled == begun
@@ -115,7 +115,7 @@ def test_chats_and_system_texts(encoder):
         fits.prompt(chat, system="x")
 
 
-def test_answers_are_the_same_ids_whatever_stands_before(encoder):
+def test_answer_ids_do_not_depend_on_the_prompt(encoder):
     prompts = ["add 2 and 3", "fox"]
     answers = ["2 + 3 = 5", "The quick brown fox jumps"]
     batch = encoder.batch(prompts, answers)

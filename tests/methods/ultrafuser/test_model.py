@@ -1,5 +1,5 @@
-"""UltraFuser the model: its loss is the paper's formula, its two stages train what they say, and
-Trainer goes on with it.
+"""The UltraFuser model: its loss is the paper's formula, its two stages train the right parameters,
+and Trainer resumes it.
 """
 
 import copy
@@ -62,7 +62,7 @@ def test_loss_is_the_formula(fused, reduction):
     )
     assert not out.gate_weight.requires_grad
     assert out.logits.shape[-1] == fusers.VOCAB
-    # a gate that does nothing would hide a swap
+    # an inactive gate would hide swapped specialists
     assert (weight.amax(-1) - weight.amin(-1)).mean() > 0.1
 
 
@@ -133,7 +133,7 @@ CASES = [  # families, changes of the first and of the second, whether the loss 
         ("granite", "cohere"),
         ({"logits_scaling": 3.0}, {"logit_scale": 0.3}),
         True,
-        id="a scale each",
+        id="different scales",
     ),
     pytest.param(
         ("gemma2", "llama"), ({"final_logit_softcapping": 5.0}, {}), False, id="a soft cap"
@@ -158,7 +158,7 @@ def test_families_with_other_heads(kinds, changes, is_fused, monkeypatch):
             **changes[s],
         )
         bias = getattr(model.get_output_embeddings(), "bias", None)
-        if bias is not None:  # a bias of zeros would not be missed
+        if bias is not None:  # zero biases would not be missed
             nn.init.normal_(bias)
         models.append(model)
     fused = fusers.fuser(models).train_all()
@@ -173,7 +173,7 @@ def test_families_with_other_heads(kinds, changes, is_fused, monkeypatch):
     if not is_fused:
         with pytest.raises(ValueError, match="backend must be None, but got 'torch': a head has"):
             fused(**inputs, backend="torch")
-    # as transformers says them: its own forward, head and all
+    # transformers' own forward, including the head
     loss = fusers.naive_loss(fused, inputs)
     logits, _ = fusers.naive(fused, inputs)
     torch.testing.assert_close(
@@ -335,7 +335,7 @@ def test_adapters_count_train_and_merge(tmp_path):
 
 
 class Rows(Dataset):
-    """Batches of one row, as a collator would make them."""
+    """Batches of one row, as a collator would build them."""
 
     def __len__(self):
         return 8
@@ -385,7 +385,7 @@ def test_a_plain_trainer_saves_and_goes_on(tmp_path, stage):
     else:
         expected = {f"gate.{name}" for name in whole.gate.state_dict()}
     assert load_file(checkpoint / "model.safetensors").keys() == expected
-    # the optimizer of the other half goes on from the middle, and ends where the first did
+    # the other half's training resumes in the middle, and ends with the same weights
     train(
         resumed,
         tmp_path / "second",
@@ -402,7 +402,7 @@ def test_a_checkpoint_before_the_first_move_holds_what_trains(tmp_path):
     names = {name for name in fused.state_dict() if not name.startswith("specialists.1")}
     fused.save_pretrained(tmp_path / "first")
     assert load_file(tmp_path / "first" / "model.safetensors").keys() == names
-    # one that was run for a gradient may move again
+    # after a backward pass the specialists may train again
     fused(**fusers.batch(2)).loss.backward()
     fused.freeze_specialists().save_pretrained(tmp_path / "frozen")
     assert load_file(tmp_path / "frozen" / "model.safetensors").keys() == names

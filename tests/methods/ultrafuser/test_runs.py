@@ -20,7 +20,7 @@ STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 1}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with two specialists, the rows of two domains, and a config."""
+    """A folder with two specialists, the examples of two domains, and a config."""
     home = tmp_path_factory.mktemp("home")
     for name, model in zip(
         ("a", "b"),
@@ -83,7 +83,7 @@ def test_two_stages_make_a_folder_that_generates(done):
     torch.manual_seed(0)
     fresh = ultrafuser.UltraFuser(base, gate="mlp").gate.state_dict()
     for name, trained in gate.gate.state_dict().items():
-        # the last bias moves all scores alike
+        # the last bias shifts all scores equally
         assert name == "score.bias" or not torch.equal(trained, fresh[name])
     assert fused.complete(["1 and 2"], max_new_tokens=3, do_sample=False)
     assert not list(done.path.parent.glob("*checkpoints"))
@@ -101,7 +101,7 @@ def test_a_finished_run_is_not_run_again(done, home, monkeypatch):
 
 @pytest.mark.parametrize("stage", ["gate", "model"])
 def test_an_interrupted_stage_resumes(done, home, tmp_path, monkeypatch, stage):
-    """After its last step, or after one of its checkpoints."""
+    """It stops after the last step, or after one of the checkpoints."""
     out = tmp_path / "out"
     save = folders.save
 

@@ -1,5 +1,5 @@
-"""moe_runtime.methods.ultrafuser.training: every batch is balanced, every row has its turn, every
-process its part.
+"""moe_runtime.methods.ultrafuser.training: every batch is balanced, every example is used, every
+process gets its share.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def test_each_row_comes_once_before_any_comes_twice():
         passes = [tuple(rows[i : i + size]) for i in range(0, 21, size)]
         for one in passes:
             assert len(set(one)) == len(one)
-        assert len(set(passes[: 21 // size])) > 1  # drawn anew
+        assert len(set(passes[: 21 // size])) > 1  # shuffled again
 
 
 def test_seed_and_epoch_decide_and_nothing_else():
@@ -48,7 +48,7 @@ def test_seed_and_epoch_decide_and_nothing_else():
     assert list(again) != first
     again.set_epoch(0)
     assert list(again) == first
-    # the rows of one domain come in the same order whatever the others have
+    # the order of a domain's examples does not depend on the other domains
     longer = list(BalancedSampler([*DOMAINS, "prose"], seed=4))
     assert [place for place in longer if place < 7] == [place for place in first if place < 7]
 

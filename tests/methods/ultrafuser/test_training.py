@@ -1,5 +1,5 @@
-"""moe_runtime.methods.ultrafuser.training: encoded rows, losses of single rows, and both stages
-through fit.train.
+"""moe_runtime.methods.ultrafuser.training: encoded examples, losses of single examples, and both
+stages through fit.train.
 """
 
 import functools
@@ -42,7 +42,7 @@ def encoder() -> Encoder:
 
 @functools.cache
 def rows():
-    """Rows of two domains, their answers of several lengths."""
+    """Examples of two domains, with answers of several lengths."""
     texts = [{"prompt": f"add {i} and 1", "completion": f"{i + 1}" * (1 + i % 3)} for i in range(8)]
     texts += [{"prompt": f"say fox {i}", "completion": "the fox " * (1 + i % 2)} for i in range(4)]
     return encode_rows(encoder(), texts, 64).add_column(
@@ -145,9 +145,9 @@ def test_stage_one_leaves_the_specialists_as_they_are(tmp_path):
     gate = sum(p.numel() for p in model.gate.parameters())
     assert done.trained_parameters == gate
     for name, weight in before.items():
-        # the last bias moves all scores alike, and only weight decay moves it
+        # the last bias shifts all scores equally, so that only weight decay changes it
         assert torch.equal(after[name], weight) == (not name.startswith("gate.")), name
-    # two moments, and a count of steps for each
+    # two moments and a step count for each
     assert done.optimizer_bytes == 2 * 4 * gate + 4 * len(list(model.gate.parameters()))
     model.train_all()
     train(model, tmp_path / "2")
@@ -174,7 +174,7 @@ def test_micro_batches_make_the_same_step(tmp_path, reduction):
 
 
 def test_the_first_step_is_the_paper_s(tmp_path):
-    """One step of SGD is the gradient of the loss of n rows of each domain, as Eq. (2) has it."""
+    """One SGD step uses the gradient of the loss of n examples of each domain, as in Eq. (2)."""
     places = list(sampler_for(rows()["domain"], steps=1, batch_size=6))
     assert sorted(rows()[places]["domain"]) == ["sums"] * 3 + ["words"] * 3
     expected = make(loss_reduction="sample").train_all()

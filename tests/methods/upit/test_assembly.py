@@ -1,5 +1,5 @@
-"""moe_runtime.methods.upit.assembly: experts and routers in order, the backbone's mean, all equal
-is dense, or nothing.
+"""moe_runtime.methods.upit.assembly: experts and routers in order, the backbone's mean, equal
+experts give the dense model, atomic output.
 """
 
 import pytest
@@ -211,7 +211,7 @@ def test_adapters_become_lora_experts(tmp_path, experts, vectors, backbone):
         if f"{path}.lora_A.weight" not in pairs[1]:
             continue
         changes = [2.0 * t[f"{path}.lora_B.weight"] @ t[f"{path}.lora_A.weight"] for t in pairs]
-        # expert 1's own of the MLPs; of attention the mean of all, or nothing
+        # expert 1's own pairs on the MLPs; on attention the mean of all, or nothing
         if ".mlp." in path:
             weight.data += changes[1]
         elif backbone == "mean":

@@ -1,5 +1,5 @@
-"""moe_runtime.methods.upit.buckets: perplexities of each kind are those of the model alone; buckets
-are Algorithm 3's.
+"""moe_runtime.methods.upit.buckets: perplexities of each kind equal those of the model alone;
+buckets follow Algorithm 3.
 """
 
 import math
@@ -30,7 +30,7 @@ def experts(tmp_path_factory, tokenizer):
 
 @torch.no_grad()
 def alone(model, row, tokens: str = "response") -> float:
-    """exp of the mean of -log p of one row, in float64, by hand."""
+    """Compute exp of the mean of -log p of one example in float64."""
     ids = row["input_ids"]
     labels = row["labels" if tokens == "response" else "input_ids"]
     log_p = model.double()(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -74,7 +74,7 @@ def test_kinds_may_be_mixed_and_keep_their_places(tmp_path, experts, rows, token
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("capacity", [None, 1, 3, 20])
 def test_buckets_are_the_algorithm(seed, capacity):
-    # few values: ties are common
+    # few distinct values, so that ties are common
     values = torch.randint(
         1,
         4,

@@ -1,4 +1,6 @@
-"""moe_runtime.methods.upit.checkpoints: what is saved, when, by whom, and in how much memory."""
+"""moe_runtime.methods.upit.checkpoints: what is saved, when, by which process, and in how much
+memory.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,7 @@ def rows(count: int = 16) -> Dataset:
 
 
 def trainer(model, folder: Path, *callbacks, kind=Trainer, tokenizer=None, **settings):
-    """A training of 8 steps, 4 an epoch."""
+    """Return a trainer for 8 steps, 4 per epoch."""
     arguments = {
         "per_device_train_batch_size": 4,
         "num_train_epochs": 2,
@@ -94,7 +96,7 @@ def loaded(base: Path):
             id="half an epoch",
         ),
         pytest.param(
-            {"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no number of steps"
+            {"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no whole number of steps"
         ),
         pytest.param(
             {"every_epochs": 0.5},
@@ -106,7 +108,7 @@ def loaded(base: Path):
             {"every_steps": 3},
             {},
             [3, 6, 8],
-            id="steps, and the last",
+            id="steps, and the last one",
         ),
     ],
 )
@@ -134,7 +136,7 @@ def test_intervals(base, tmp_path, every, settings, want):
     "family, changes",
     [
         pytest.param("llama", {"tie_word_embeddings": True}, id="tied"),
-        pytest.param("gpt_neox", {}, id="a head of another name"),
+        pytest.param("gpt_neox", {}, id="a head with another name"),
         pytest.param("gemma3_text", {}, id="a rope per layer type"),
         pytest.param("phi3", {}, id="fused"),
     ],
@@ -188,18 +190,18 @@ def test_a_peft_model_saves_its_adapter(base, tmp_path):
 
 
 class Killed(Exception):
-    """Stands for the end of a process."""
+    """Simulates the end of a process."""
 
 
 class Kill(TrainerCallback):
-    """Ends a training when the Trainer has saved a step."""
+    """Ends training when the Trainer has saved a step."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 5:
             raise Killed
 
 
-def test_a_resumed_training_writes_none_twice_and_loses_none(base, tmp_path):
+def test_a_resumed_training_writes_each_checkpoint_once(base, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 
     def run(name: str, *callbacks, resume: bool = False):
@@ -235,9 +237,7 @@ def test_a_resumed_training_writes_none_twice_and_loses_none(base, tmp_path):
     ids=["before", "after"],
 )
 def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, tmp_path, first):
-    """The greatest loss is called the best: it is that of step 2, and the training ends at
-    step 4.
-    """
+    """The greatest loss counts as the best, which is that of step 2; training ends at step 4."""
     stop = EarlyStoppingCallback(1)
     experts = ExpertCheckpoints(tmp_path / "experts", every_steps=3)
     settings = {
@@ -273,7 +273,7 @@ def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, 
         ),
         pytest.param({"every_steps": 0}, "every_steps must be", id="no interval"),
         pytest.param({"every_epochs": float("nan")}, "every_epochs must be", id="not a number"),
-        pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
+        pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="not a floating-point dtype"),
     ],
 )
 def test_bad_settings_are_named(tmp_path, arguments, words):
@@ -319,7 +319,7 @@ def test_models_that_cannot_be_saved_are_refused_before_the_first_step(
 
 @pytest.fixture(scope="module")
 def two_ranks(base, tmp_path_factory):
-    """What two processes have saved."""
+    """The files that two processes have saved."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).parents[2] / "support" / "dist_expert_checkpoints.py"
     launch(script, 2, folder, str(folder), str(base))

@@ -1,5 +1,5 @@
-"""UpIT's perplexities and routers in two processes: what one process finds, on every rank, and
-written once.
+"""UpIT's perplexities and routers in two processes equal those of one process on every rank, and
+are written once.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ from tests.support import dist_launch, dist_upit, upit
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """What one process found, and what each of two did: (alone, [rank 0's, rank 1's], their
-    folders).
+    """Return the results of one process and of each of two, and their folders: (alone, [rank 0's,
+    rank 1's], folders).
     """
     root = tmp_path_factory.mktemp("ranks")
     experts = upit.save_experts(

@@ -21,7 +21,7 @@ from moe_runtime.methods.upit.experts import open_expert
 from moe_runtime.ops.expansion import stream_of
 from moe_runtime.tools.conformance import oracle
 from tests.hf.tiny import dense, logits
-from tests.methods.upit.test_experts import stirred
+from tests.methods.upit.test_experts import perturbed
 from tests.support import limited
 from tests.support.checkpoints import assert_equal, tensors
 from tests.support.oracle import relative_error
@@ -34,7 +34,7 @@ def place(tmp_path_factory) -> Path:
     base = folder / "base"
     dense("llama").save_pretrained(base)
     for i in range(3):
-        model = stirred(base, i, "")
+        model = perturbed(base, i, "")
         save_expert(model, folder / f"ffn-{i}")
         torch.manual_seed(i)
         adapted = peft.get_peft_model(model, lora_of(rank=3))
@@ -56,13 +56,13 @@ def given(place: Path, kind: str, count: int = 3) -> list[Path]:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an expert of any kind."""
+    """Read all tensors of an expert of any kind."""
     expert = open_expert(folder)
     return {key: expert.get(key) for key in expert.keys()}
 
 
 def child_of(parents, base, made, options: dict, seed: int, key: str) -> torch.Tensor:
-    """DARE of one matrix in float64, with the masks of its seed."""
+    """Apply DARE to one matrix in float64, with the masks of its seed."""
     drop = options.get("drop", 0.5)
     scale = 1 / (1 - drop)
     keeps = oracle.kept_by_dare(
@@ -78,7 +78,7 @@ def child_of(parents, base, made, options: dict, seed: int, key: str) -> torch.T
 
 
 def distance_of(first, second, base, options: dict) -> float:
-    """Between the changes of the MLPs."""
+    """Return the distance between the changes of the MLPs."""
 
     def flat(expert):
         parts = []
@@ -95,7 +95,7 @@ def distance_of(first, second, base, options: dict) -> float:
 
 
 def reference(experts, base, found, options: dict):
-    """Algorithm 2's loop in float64, with the weights that the results name: the children's
+    """Run Algorithm 2's loop in float64 with the weights in the results; return the children's
     parents, distances and tensors, and the pool.
     """
     pool = [{key: t.double() for key, t in expert.items()} for expert in experts]
@@ -167,7 +167,7 @@ def test_children_are_those_of_the_equations(place, tmp_path, monkeypatch, kind,
         assert written.keys() == new.keys()
         for key, tensor in new.items():
             assert relative_error(written[key], tensor) < 1e-6
-    assert len({made.weights for made in found.children}) == 3  # fresh ones for each
+    assert len({made.weights for made in found.children}) == 3  # new ones for each
     for i, j in itertools.combinations(range(6), 2):
         distance = distance_of(
             pool[i],
@@ -221,7 +221,7 @@ def test_experts_narrower_than_their_base(place, tmp_path, dtype):
     folders = [tmp_path / "0", tmp_path / "1"]
     for i, folder in enumerate(folders):
         save_expert(
-            stirred(place / "base", i),
+            perturbed(place / "base", i),
             folder,
             dtype=dtype,
         )
@@ -279,7 +279,6 @@ def test_random_parents(place, tmp_path):
     assert parents_of(1) != parents
 
 
-# What is kept
 def written(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("expert-*/*")}
 
@@ -345,31 +344,30 @@ def test_children_of_another_call_are_replaced_only_if_asked(place, tmp_path, ch
     settings |= change
     if "base" in change:
         settings["base"] = tmp_path / "changed"
-        stirred(place / "base", 4).save_pretrained(settings["base"])
+        perturbed(place / "base", 4).save_pretrained(settings["base"])
     with pytest.raises(ValueError, match=r"expert-\d.*(from other experts|would not create)"):
         expand_experts(given(place, "ffn"), **settings)
     assert written(out) == before
     found = expand_experts(given(place, "ffn"), **settings, overwrite=True)
     after = written(out)
     assert not before.items() & after.items()
-    # and nothing lies beside them
+    # no other files are left
     assert {path.parent for path in after} == {made.folder for made in found.children}
 
 
-# What is refused
 def edited(place: Path, tmp_path: Path, name: str) -> Path:
-    """An expert that does not fit the others."""
+    """Make an expert that does not match the others."""
     folder = tmp_path / name
     if name == "narrow":
         dense("llama", hidden_size=16).save_pretrained(folder)
     elif name == "nan":
-        model = stirred(place / "base", 1)
+        model = perturbed(place / "base", 1)
         model.model.layers[1].mlp.up_proj.weight.data[3, 3] = math.nan
         model.save_pretrained(folder)
     elif name == "rank-4":
         save_expert(
             peft.get_peft_model(
-                stirred(place / "base", 0),
+                perturbed(place / "base", 0),
                 lora_of(rank=4),
             ),
             folder,
@@ -385,11 +383,11 @@ def edited(place: Path, tmp_path: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param({"count": 2}, "but got 3 experts and count 2", id="fewer than there are"),
+        pytest.param({"count": 2}, "but got 3 experts and count 2", id="fewer than the experts"),
         pytest.param({"experts": ["ffn-0"]}, "at least 2 experts, as a child has", id="one"),
         pytest.param({"experts": ["ffn-0", "lora-0"]}, "must be the same for all", id="kinds"),
         pytest.param({"experts": ["ffn-0", "narrow"]}, "with a wrong shape", id="another size"),
-        pytest.param({"base": "lora-0"}, "Expected model.safetensors", id="a base that is none"),
+        pytest.param({"base": "lora-0"}, "Expected model.safetensors", id="not a base"),
         pytest.param({"experts": ["ffn-0", "nan"]}, "have NaN or infinite values", id="NaN"),
         pytest.param({"experts": ["lora-0", "rank-4"]}, "but is 4 for", id="another rank"),
         pytest.param({"experts": ["dora", "lora-0"]}, "uses DoRA", id="dora"),
@@ -475,7 +473,7 @@ print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 
 @pytest.mark.slow
 def test_4_experts_become_8_of_a_model_larger_than_the_memory_limit(tmp_path):
-    """And the 4 are saved from a model beside which there is no room for another."""
+    """The 4 experts are saved from a model that does not fit in memory twice."""
     limit = 16 << 20
     done = limited.run(CHILD, tmp_path, limit)
     assert done.stdout.strip().endswith("held"), done.stderr[-2000:]

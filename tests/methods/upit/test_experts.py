@@ -1,4 +1,6 @@
-"""moe_runtime.methods.upit.experts: both kinds read alike, and which checkpoints are chosen."""
+"""moe_runtime.methods.upit.experts: both kinds are read in the same way, and which checkpoints are
+chosen.
+"""
 
 import shutil
 from pathlib import Path
@@ -14,8 +16,10 @@ from tests.hf.tiny import dense
 from tests.support.checkpoints import tensors
 
 
-def stirred(base: Path, seed: int, only: str = ".mlp."):
-    """The model of `base`, as if trained: noise on the parameters whose names have `only`."""
+def perturbed(base: Path, seed: int, only: str = ".mlp."):
+    """Return the model of `base` as if it were trained: noise on the parameters with `only` in
+    their names.
+    """
     model = AutoModelForCausalLM.from_pretrained(base)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -27,11 +31,11 @@ def stirred(base: Path, seed: int, only: str = ".mlp."):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """base, an expert of it as a whole model, and an adapter."""
+    """A base, an expert of it as a whole model, and an adapter."""
     folder = tmp_path_factory.mktemp("experts")
     base = folder / "base"
     dense("llama", tie_word_embeddings=True).save_pretrained(base)
-    model = stirred(base, 1)
+    model = perturbed(base, 1)
     save_expert(model, folder / "ffn", max_shard_size=20_000)
     targets = ["q_proj", "gate_proj", "down_proj"]
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
@@ -50,7 +54,7 @@ def test_an_adapter_of_peft(place):
     assert expert.adapter["r"] == 2
     assert expert.config.hidden_size == 32
     ffn = [key for key in expert.keys() if expert.is_ffn(key)]
-    assert len(ffn) == 2 * 2 * 2  # q_proj is none
+    assert len(ffn) == 2 * 2 * 2  # q_proj is not an MLP matrix
     assert len(expert.keys()) == 2 * 2 * 3
     place_of = expert.locate("base_model.model.model.layers.1.mlp.gate_proj.lora_B.weight")
     assert (place_of.layer, place_of.name, place_of.part) == (1, "gate_up_proj", 0)

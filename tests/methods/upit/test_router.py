@@ -1,5 +1,5 @@
-"""moe_runtime.methods.upit.router: Eq. (1) and (2), what trains and what must not, what is written,
-resume and processes.
+"""moe_runtime.methods.upit.router: Eq. (1) and (2), what trains and what must not, saved files,
+resuming, processes.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def batch_of(rows, tokenizer) -> dict:
 
 @contextlib.contextmanager
 def inputs_of_mlps(model):
-    """The list to which each MLP adds its input."""
+    """The list to which each MLP appends its input."""
     inputs = []
     handles = []
     for layer in model.model.layers:
@@ -100,7 +100,7 @@ def test_the_routing_loss_reaches_the_mlps_below(experts, rows, tokenizer):
     model(**batch_of(rows, tokenizer)).loss.backward()
     first, last = (mlp.down_proj.weight.grad.norm() for mlp in routing.mlps)
     assert first > 1e-4
-    assert last == 0  # the last MLP lies above the last h
+    assert last == 0  # the last MLP comes after the last h
     for mlp in routing.mlps:
         assert mlp.routing_vector.grad.norm() > 1e-4
 
@@ -170,7 +170,7 @@ def test_vectors_learn_and_the_backbone_stays(tmp_path, experts, rows, tokenizer
             tensor,
             old[name].to(tensor.dtype),
         ) == (".mlp." not in name)
-    # what is saved is what was trained
+    # what was trained is saved
     read = load_routed(out)
     assert torch.equal(read.vectors, routed.vectors)
     for name in ("before", "after", "steps", "folder"):
@@ -200,8 +200,8 @@ def test_vectors_learn_and_the_backbone_stays(tmp_path, experts, rows, tokenizer
     ids=["plain", "autocast"],
 )
 def test_a_narrow_expert_trains_as_a_wide_one(tmp_path, tokenizer, rows, dtype, bf16):
-    """At the paper's rate, of which a narrow weight would take on next to nothing, or
-    become NaN.
+    """At the paper's learning rate, updates of narrow weights would round to nothing, or the
+    weights would become NaN.
     """
     narrow = upit.save_experts(
         tmp_path / "narrow",
@@ -254,12 +254,12 @@ def test_vectors_may_have_a_rate_of_their_own(tmp_path, experts, rows, tokenizer
 
     same = trained("same")
     faster = trained("faster", vector_learning_rate=1e-2)
-    # AdamW's first steps are of the rate's size; these begin at 0
+    # AdamW's first steps are as large as the learning rate, and the vectors start at 0
     assert same.vectors.abs().max() < 2.1e-4
     assert 1e-2 < faster.vectors.abs().max() < 2.1e-2
     assert same.before.sigmoid == [0.5, 0.5]
     assert sum(faster.after.sigmoid) > sum(same.after.sigmoid) > 1
-    # the expert's own rate stays
+    # the expert keeps its own learning rate
     key = "model.layers.1.mlp.up_proj.weight"
     old = upit.tensors_of(experts[0])[key]
     for name in ("same", "faster"):
@@ -293,7 +293,7 @@ def test_of_adapters_their_mlp_pairs_train(tmp_path, adapters, rows, tokenizer):
 
 @torch.no_grad()
 def states_and_loss(expert, rows) -> tuple[list[torch.Tensor], float]:
-    """The h [tokens, H] of each layer, and the mean loss, from one row at a time."""
+    """Return h [tokens, H] of each layer and the mean loss, computed one row at a time."""
     model = AutoModelForCausalLM.from_pretrained(expert)
     states = [[], []]
     losses = []
@@ -331,7 +331,7 @@ def test_measured_numbers_are_means_over_tokens(experts, rows, tokenizer):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, experts, adapters, rows, tokenizer):
-    """What an adapter's folder was made of, with the default rate."""
+    """An adapter's folder and what it was made from, with the default learning rate."""
     folder = tmp_path_factory.mktemp("made")
     base = shutil.copytree(
         experts[0].parent / "base",
@@ -347,7 +347,7 @@ def made(tmp_path_factory, experts, adapters, rows, tokenizer):
     return settings
 
 
-def test_what_was_made_of_anything_else_is_not_read(tmp_path, made, adapters, experts):
+def test_results_with_other_inputs_are_not_reused(tmp_path, made, adapters, experts):
     touched = shutil.copytree(
         made["base"],
         tmp_path / "base",

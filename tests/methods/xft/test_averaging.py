@@ -1,5 +1,5 @@
-"""methods/xft/baselines.py: experts averaged after each step: in a loop, in Trainer, resumed, and
-split over ranks.
+"""methods/xft/baselines.py: experts are averaged after each step, in a loop, in Trainer, when
+resumed, and sharded over ranks.
 """
 
 import copy
@@ -23,7 +23,7 @@ SHARE = 0.3
 
 
 def ewa():
-    """A tiny model of EWA whose experts differ."""
+    """A tiny EWA model with distinct experts."""
     model = tiny.dense("llama")
     baselines.to_ewa(model, num_experts=4)
     generator = torch.Generator().manual_seed(1)
@@ -81,7 +81,7 @@ def test_a_linear_share_rises_to_the_end_and_stays():
     assert Averaging([], 0.4, "constant", None, 0).share_at(1) == 0.4
 
 
-def test_a_step_that_overflowed_is_none():
+def test_an_overflowed_step_is_skipped():
     model = ewa()
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -91,14 +91,14 @@ def test_a_step_that_overflowed_is_none():
     averaging = average_after_steps(model, optimizer, share=SHARE)
     before = [stack.clone() for stack in stacks(model)]
     for overflowed, steps in ((1, 0), (0, 1)):
-        optimizer.found_inf = torch.tensor([float(overflowed)])  # as GradScaler tells a fused one
+        # GradScaler's flag for a fused optimizer
+        optimizer.found_inf = torch.tensor([float(overflowed)])
         averaging._after_step(optimizer, (), {})
         assert averaging.step == steps
         for stack, old in zip(stacks(model), before, strict=True):
             assert torch.equal(stack, old) == bool(overflowed)
 
 
-# in Trainer
 ROWS = datasets.Dataset.from_list(
     [{"input_ids": row, "labels": row} for row in tiny.batch(12, 10).tolist()]
 )
@@ -119,7 +119,7 @@ def train(model, folder, callbacks, resume=None, **settings):
     shares = {}
     original = Averaging.share_at
 
-    def noted(self, at):
+    def recorded(self, at):
         shares[at] = original(self, at)
         return shares[at]
 
@@ -138,7 +138,7 @@ def train(model, folder, callbacks, resume=None, **settings):
     )
     callbacks = [callback, *callbacks]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Averaging, "share_at", noted)
+        patch.setattr(Averaging, "share_at", recorded)
         trainer = MoETrainer(
             model=model,
             args=arguments,
@@ -180,7 +180,6 @@ def test_a_resumed_run_is_the_whole_run_bit_by_bit(tmp_path):
     )
 
 
-# over ranks
 @pytest.mark.slow
 def test_fsdp2_is_one_process(tmp_path):
     launch(
@@ -193,7 +192,7 @@ def test_fsdp2_is_one_process(tmp_path):
     alone = dist_averaging.make()
     dist_averaging.train(alone, tiny.batch())
     assert ranks[0]["kinds"] == {"DTensor"}
-    for name, want in alone.named_parameters():
+    for name, expected in alone.named_parameters():
         assert torch.equal(
             ranks[0]["weights"][name],
             ranks[1]["weights"][name],
@@ -201,7 +200,7 @@ def test_fsdp2_is_one_process(tmp_path):
         assert (
             tiny.distance(
                 ranks[0]["weights"][name],
-                want,
+                expected,
             )
             < 1e-5
         ), name
@@ -212,12 +211,12 @@ def test_fsdp2_is_one_process(tmp_path):
         generator=torch.Generator().manual_seed(3),
     )
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        want = average_experts_(weight.to(dtype, copy=True), SHARE)
+        expected = average_experts_(weight.to(dtype, copy=True), SHARE)
         for name in ("experts", "columns", "copies"):
             assert (
                 tiny.distance(
                     ranks[0]["stacks"][f"{name} {dtype}"],
-                    want,
+                    expected,
                 )
                 < bound
             ), (name, dtype)

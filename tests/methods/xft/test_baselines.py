@@ -1,4 +1,4 @@
-"""moe_runtime.methods.xft.baselines: EWA from the dense model back to it, in memory and by
+"""moe_runtime.methods.xft.baselines: EWA from the dense model and back to it, in memory and in
 folders.
 """
 
@@ -21,7 +21,7 @@ from tests.support.checkpoints import assert_equal
 
 
 def tuned(family: str = "llama", **changes):
-    """A tiny model of EWA whose experts differ."""
+    """A tiny EWA model with distinct experts."""
     model = tiny.dense(family, **changes)
     baselines.to_ewa(model, num_experts=4)
     generator = torch.Generator().manual_seed(1)
@@ -43,7 +43,7 @@ def test_equal_experts_are_the_dense_model_for_every_family(family):
     assert receipt.moe_parameters == sum(p.numel() for p in model.parameters())
     assert distance(tiny.logits(model), expected) <= 1e-5
     assert {type(module) for module in moe_layers(model).values()} == {EWAMLP}
-    model.train()  # a token is seen by one expert, and they are equal
+    model.train()  # each token uses one expert, and the experts are equal
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

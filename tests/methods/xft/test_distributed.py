@@ -1,4 +1,4 @@
-"""Stages in two processes, under DDP and FSDP2, come to what one process comes to; rank 0 alone
+"""Stages in two processes, under DDP and FSDP2, give the results of one process; only rank 0
 writes.
 """
 
@@ -17,7 +17,8 @@ from tests.papers.xft.test_study import make_recipe
 from tests.support import dist_stages
 from tests.support.dist_launch import launch
 
-# not Adam: at first a router's gradient is rounding alone, which Adam makes steps of
+# not Adam, because a router's first gradient is only rounding error, which Adam amplifies to full
+# steps
 SGD = {"optimizer": "sgd", "learning_rate": 0.3, "batch_size": 4, "steps": 4}
 ENGINES = [
     pytest.param(
@@ -32,7 +33,7 @@ ENGINES = [
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The stages in one process, whose base and rows the others start from."""
+    """Run the stages in one process; the other runs start from its base and examples."""
     folder = tmp_path_factory.mktemp("alone")
     plan = {
         "sft": SGD | {"optimizer": "adafactor", "learning_rate": 1e-2, "save_steps": 2},
@@ -63,20 +64,22 @@ def alone(tmp_path_factory):
 
 
 def run(folder: Path, engine: str, recipe: Path, *names: str) -> list[dict]:
-    """Run stages in two processes; return what each of them found."""
+    """Run stages in two processes; return the results of each."""
     launch(dist_stages.__file__, 2, folder, str(folder), engine, str(recipe), *names)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def assert_equal(got, want, base, near: float) -> None:
-    """A stage's result, and its model, are those of one process."""
-    assert got.folder.parent.name.partition("-")[0] == want.folder.parent.name.partition("-")[0]
+def assert_equal(got, expected, base, near: float) -> None:
+    """Assert that a stage's result and its model equal those of one process."""
+    assert got.folder.parent.name.partition("-")[0] == expected.folder.parent.name.partition("-")[0]
     assert len(got.losses) == 7
-    assert (got.tokens, got.steps) == (want.tokens, want.steps)
-    assert got.losses == pytest.approx(want.losses, rel=near)
+    assert (got.tokens, got.steps) == (expected.tokens, expected.steps)
+    assert got.losses == pytest.approx(expected.losses, rel=near)
     assert got.loss != pytest.approx(base.loss, rel=1e-3)
-    assert got.active_parameters == want.active_parameters
-    mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, want))
+    assert got.active_parameters == expected.active_parameters
+    mine, other = (
+        AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, expected)
+    )
     assert mine.keys() == other.keys()
     for key, value in other.items():
         assert distance(mine[key], value) < near, key
@@ -85,32 +88,34 @@ def assert_equal(got, want, base, near: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "names", "kind"), ENGINES)
 def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
-    folder, want = alone
+    folder, expected = alone
     shutil.copytree(folder / "start", tmp_path / "out")
     first, second = run(tmp_path, engine, folder / "recipe.yaml", *names)
     assert first["results"] == second["results"]
     assert first["said"]
     assert not second["said"]
     for name in names:
-        # each rank deals out its own tokens; Adafactor divides by gradients that are small
+        # each rank shuffles its own tokens; Adafactor divides by small gradients
         near = 1e-3 if name in ("ewa", "sft") else 1e-5
-        assert_equal(first["results"][name], want[name], want["base"], near)
+        assert_equal(first["results"][name], expected[name], expected["base"], near)
         graded, kinds = first["seen"][name]
         assert kinds == {kind}
         assert graded
         assert all(key.endswith(".mixing_logits") for key in graded) == (name == "mix")
-    alpha, other = (torch.tensor(result.alpha) for result in (first["results"]["mix"], want["mix"]))
+    alpha, other = (
+        torch.tensor(result.alpha) for result in (first["results"]["mix"], expected["mix"])
+    )
     assert (other[:, 1:] - 0.25 / 3).abs().max() > 1e-4 > 50 * (alpha - other).abs().max()
     assert not [path for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
 
 
 @pytest.mark.slow
 def test_experts_divided_among_processes_equal_one(alone, tmp_path):
-    folder, want = alone
+    folder, expected = alone
     recipe = load_recipe(folder / "recipe.yaml").change(tune__ep_size=2)
     shutil.copytree(folder / "start", tmp_path / "out")
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
     first, second = run(tmp_path, "ddp", tmp_path / "recipe.yaml", "moe")
     assert first["results"] == second["results"]
-    assert_equal(first["results"]["moe"], want["moe"], want["base"], 1e-5)
+    assert_equal(first["results"]["moe"], expected["moe"], expected["base"], 1e-5)
     assert first["seen"]["moe"][1] == {"Parameter", "DTensor"}

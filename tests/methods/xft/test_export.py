@@ -1,5 +1,5 @@
-"""What a merge exports is the base's model and nothing else: stock loaders read it where
-moe_runtime cannot be imported.
+"""A merge exports only the base's model: stock loaders read it where moe_runtime cannot be
+imported.
 """
 
 import json
@@ -25,8 +25,8 @@ from tests.support.patience import PATIENCE
 # family: changes to tests.hf.tiny's config, which has grouped attention and a rope base of 1e5
 MODELS = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True},  # and biases in the MLP
-    "qwen2": {"rope_theta": 5e5},  # biases in the attention
-    "phi3": {},  # gate and up in one matrix, query, key and value in another
+    "qwen2": {"rope_theta": 5e5},  # biases in attention
+    "phi3": {},  # gate and up are one matrix; query, key and value are another
     "gpt_neox": {},  # no gate, other names, embed_out
 }
 SETTINGS = {
@@ -44,7 +44,7 @@ WAYS = ("memory", "folders")
 
 
 class Exported(NamedTuple):
-    """The folders of one family: the base, the tuned MoE, what it merges to."""
+    """The folders of one family: the base, the tuned MoE, and the results of merging it."""
 
     base: Path
     moe: Path
@@ -52,7 +52,7 @@ class Exported(NamedTuple):
 
 
 def merge_both_ways(moe: Path, out: Path) -> dict[str, Path]:
-    """Merge an MoE's folder through the mergeable stage, with logits moved by hand, in memory and
+    """Merge an MoE folder through the mergeable stage, with logits changed by hand, in memory and
     in folders.
     """
     model = xft.to_mergeable(AutoModelForCausalLM.from_pretrained(moe))
@@ -78,7 +78,7 @@ def merge_both_ways(moe: Path, out: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict[str, Exported]:
-    """Every family, all the way."""
+    """Run every family through all stages."""
     made = {}
     for family, changes in MODELS.items():
         root = tmp_path_factory.mktemp(family)
@@ -111,7 +111,7 @@ def test_the_names_are_the_bases_and_only_mlp_weights_are_new(family, way, expor
     mlp = 0
     for key, tensor in merged.items():
         assert not torch.equal(tensor, base[key]), key
-        if locate_key(FAMILIES[family], key) is None:  # those of the tuned MoE
+        if locate_key(FAMILIES[family], key) is None:  # from the tuned MoE
             assert torch.equal(tensor, moe[key]), key
             continue
         mlp += 1
@@ -138,7 +138,7 @@ def test_config_tokenizer_and_generation_config_are_the_bases(family, way, expor
     for name, values in files.items():
         expected = json.loads((base / name).read_text())
         if name == "config.json":
-            # the old spelling of the rotary keys is added, for readers of it
+            # the old spelling of the rotary keys is added for readers that need it
             for key in LEGACY - expected.keys():
                 values.pop(key, None)
         assert values == expected, name

@@ -1,4 +1,4 @@
-"""moe_runtime.methods.xft.folders: the same as in memory, bit for bit, in bounded memory, or
+"""moe_runtime.methods.xft.folders: bit-identical to the conversion in memory, in bounded memory, or
 nothing at all.
 """
 
@@ -31,7 +31,7 @@ LEGACY = {
 
 
 def config_of(folder: Path) -> dict:
-    """config.json but for the old rotary keys, which a stock model's own save lacks."""
+    """Return config.json without the old rotary keys, which a stock model does not save."""
     values = json.loads((folder / "config.json").read_text())
     return {key: value for key, value in values.items() if key not in LEGACY}
 
@@ -42,7 +42,7 @@ def assert_same(a: Path, b: Path) -> None:
 
 
 def edit_tensors(folder: Path, change) -> None:
-    """Write what `change` makes of the tensors of a folder."""
+    """Apply `change` to the tensors of a folder."""
     (file,) = folder.glob("*.safetensors")
     save_file(
         change(tensors(folder)),
@@ -51,8 +51,8 @@ def edit_tensors(folder: Path, change) -> None:
     )
 
 
-def stir(folder: Path) -> None:
-    """Stand in for tuning: random noise on every tensor of a folder."""
+def perturb(folder: Path) -> None:
+    """Simulate tuning with random noise on every tensor of a folder."""
     generator = torch.Generator().manual_seed(1)
 
     def noisy(tensors):
@@ -77,7 +77,7 @@ def moe(base, tmp_path):
         tmp_path / "moe",
         **SMALL,
     )
-    stir(tmp_path / "moe")
+    perturb(tmp_path / "moe")
     return tmp_path / "moe"
 
 
@@ -87,7 +87,7 @@ def moe(base, tmp_path):
     ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
+def test_all_stages_equal_those_in_memory(tmp_path, family, dtype):
     def load(name: str):
         return AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype)
 
@@ -109,7 +109,7 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
     xft.upcycle(model, **SMALL)
     compare("moe", model)
 
-    stir(tmp_path / "moe")
+    perturb(tmp_path / "moe")
     xft_folders.mergeable_folder(
         tmp_path / "moe",
         tmp_path / "mergeable",
@@ -121,7 +121,7 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
         tmp_path / "unlearned",
     )
     assert "Learn to mix with a larger learning rate" in receipt.mixing
-    stir(tmp_path / "mergeable")
+    perturb(tmp_path / "mergeable")
     receipt = xft_folders.merge_folder(
         tmp_path / "mergeable",
         tmp_path / "merged",
@@ -157,7 +157,7 @@ def test_shards_and_side_files(base, tmp_path):
     "convert",
     [xft_folders.mergeable_folder, xft_folders.merge_folder],
 )
-def test_what_a_training_says_of_its_weights_stays_with_them(convert, moe, tmp_path):
+def test_training_metadata_stays_with_the_weights(convert, moe, tmp_path):
     stays = {"router_stats.csv", "README.md", "trainer_state.json", "adapter_config.json"}
     goes = {"tokenizer.json", "LICENSE", "chat_template.jinja"}
     for name in stays | goes:

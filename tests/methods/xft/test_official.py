@@ -1,5 +1,5 @@
-"""moe_runtime.methods.xft.official: the released code's folders compute here what they do there,
-and back, bit for bit.
+"""moe_runtime.methods.xft.official: the released code's folders compute the same here, and convert
+back bit for bit.
 """
 
 import json
@@ -63,7 +63,7 @@ def load(folder: Path, dtype=torch.float32):
 
 
 def assert_same(a: Path, b: Path) -> None:
-    """Equal tensors, names and dtypes."""
+    """Assert equal tensors, names and dtypes."""
     first = open_model(a)
     second = open_model(b)
     assert first.specs() == second.specs()
@@ -87,7 +87,6 @@ def assert_logits(folder: Path, expected: torch.Tensor) -> None:
     )
 
 
-# --- what is imported computes what the released code does
 @case(MODELS)
 @torch.no_grad()
 def test_an_moe_gives_the_released_codes_logits_and_balance_loss(changes, tmp_path, monkeypatch):
@@ -111,7 +110,7 @@ def test_an_moe_gives_the_released_codes_logits_and_balance_loss(changes, tmp_pa
         assert receipt.config.balance_loss == "none"
         assert "aux_loss" not in out
         return
-    # in evaluation too, and apart from the language model's loss
+    # also in evaluation, and separate from the language model's loss
     torch.testing.assert_close(
         out.aux_loss,
         balance,
@@ -174,8 +173,7 @@ def test_the_moes_rope_base_is_10000_whatever_its_config_says(tmp_path):
         xft_official.import_official(theirs, tmp_path / "ours")
     expected, _ = released.forward(values, tensors, IDS)
     assert_logits(tmp_path / "ours", expected)
-    # a folder whose attention was trained with its own base, by a reader that heeds it, is imported
-    # as that
+    # a folder whose attention was trained with its own base can be imported with that base
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         xft_official.import_official(theirs, tmp_path / "heeded", rope_theta=1e5)
@@ -191,16 +189,16 @@ def test_the_moes_rope_base_is_10000_whatever_its_config_says(tmp_path):
 
 
 def test_defaults_are_the_released_config_classs(tmp_path):
-    """convert_dense_to_moe names three options; a config.json that names no more means the rest of
-    its class's.
+    """convert_dense_to_moe names three options; a config.json without the others uses the defaults
+    of its class.
     """
-    said = {
+    official = {
         "model_type": "llama_moe_upscaling",
         "gate_type": released.XFT,
         "num_experts": 8,
         "num_selects": 6,
     }
-    config = xft_official_config.import_config(said, "moe")
+    config = xft_official_config.import_config(official, "moe")
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (2048, 24, 32256)
     assert config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
     got = MoEConfig.from_dict(config.moe_runtime["config"])
@@ -213,7 +211,6 @@ def test_defaults_are_the_released_config_classs(tmp_path):
     )
 
 
-# --- there and back
 @case(["as convert_dense_to_moe leaves it", "no balance loss", "scaled positions, tied"])
 def test_theirs_comes_back_bit_for_bit(changes, tmp_path):
     values, _ = released.write_moe(tmp_path / "theirs", **changes)
@@ -240,7 +237,7 @@ def test_their_weighted_model_comes_back_bit_for_bit(tmp_path):
     xft_official.export_official(tmp_path / "ours", again)
     saved = Checkpoint(again)
     for name, tensor in tensors.items():
-        # without the MLP that is never used
+        # without the unused MLP
         if not name.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight")):
             assert torch.equal(saved.get(name), tensor), name
     for layer, expected in enumerate(experts):
@@ -264,11 +261,11 @@ SCALED = {
     "rope_theta": None,
     "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0},
 }
-BIASED = {"attention_bias": True, "rope_theta": 1e5}  # which their weighted model reads
+BIASED = {"attention_bias": True, "rope_theta": 1e5}  # their weighted model reads this key
 
 
 def ours(folder: Path, changes: dict, dtype=torch.float32, **settings) -> Path:
-    """A folder of ours at stage "moe", its experts and routers unlike each other."""
+    """One of our folders at stage "moe", with distinct experts and routers."""
     stock = {"mlp_bias": False, "rope_theta": 1e4} | changes
     model = tiny.upcycled(
         "llama",
@@ -315,11 +312,11 @@ def test_what_is_exported_computes_the_same_there(name, tmp_path):
     assert_logits(source, expected)
 
 
-# --- what goes wrong there and does not here
+# bugs of the released code that are not reproduced here
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(attention, tmp_path):
-    """No row is padded: there the causal mask gets lost, and the attention's choice is not heard at
-    all.
+    """No row is padded: the released code then drops the causal mask, and it ignores the attention
+    option.
     """
     folder = tmp_path / "ours"
     values, tensors, experts = released.write_weighted(
@@ -356,7 +353,7 @@ def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(at
 
 
 def test_every_deviation_has_a_test_that_exists():
-    """docs/xft-official.md names X1 to X14 in order, and in each row tests that are there."""
+    """docs/xft-official.md names X1 to X14 in order, and each row names tests that exist."""
     root = Path(__file__).resolve().parents[3]
     rows = re.findall(
         r"^\| (X\d+) \|(.*)\|$", (root / "docs" / "xft-official.md").read_text(), re.MULTILINE

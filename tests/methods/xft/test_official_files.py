@@ -1,5 +1,5 @@
-"""moe_runtime.methods.xft.official: the forms that folders come in, and everything that is refused
-before a byte is written.
+"""moe_runtime.methods.xft.official: the formats of folders, and everything that is refused before
+anything is written.
 """
 
 import json
@@ -41,13 +41,12 @@ def edit(folder: Path, **changes) -> None:
 
 
 def edit_tensors(folder: Path, **changes) -> None:
-    """Change tensors, None for one that goes."""
+    """Change tensors; None drops one."""
     whole = load_file(folder / "model.safetensors") | changes
     whole = {key: tensor for key, tensor in whole.items() if tensor is not None}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# --- forms
 @pytest.mark.parametrize("form", ["bin", "shards", "old"])
 def test_every_form_is_imported_to_the_same_bits(form, theirs, tmp_path):
     ours = tmp_path / "ours"
@@ -105,7 +104,7 @@ def test_side_files_go_along(theirs, tmp_path):
 def test_where_the_experts_of_a_weighted_model_are_looked_for(
     written, beside, given, weighted, tmp_path
 ):
-    """And the mixing logits are float32, whatever they were."""
+    """The mixing logits are float32, whatever their dtype was."""
     xft_official.import_official(weighted, tmp_path / "expected")
     name = "model.layers.0.mlp.average_weights"
     logits = load_file(weighted / "model.safetensors")[name].bfloat16()
@@ -126,7 +125,6 @@ def test_where_the_experts_of_a_weighted_model_are_looked_for(
     assert_equal(tensors(tmp_path / "out"), expected)
 
 
-# --- pickles
 class Harmful:
     """A pickle that writes a file when it is loaded."""
 
@@ -163,7 +161,6 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(
     assert not (tmp_path / "out").exists()
 
 
-# --- what is refused
 @pytest.mark.parametrize(
     "changes, match",
     [

@@ -25,7 +25,7 @@ def logits(model):
 
 
 def perturb(model, scale=0.05):
-    """Stand in for tuning: no two experts are equal any more."""
+    """Simulate tuning: no two experts are equal any more."""
     torch.manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -81,8 +81,8 @@ def test_bad_settings_leave_the_model_alone(changes, match):
 
 
 def test_weights_that_are_not_finite_are_refused_or_said():
-    """In a layer that the check of the formula does not sample, and outside the MLPs, where the
-    logits show them.
+    """They are in a layer that the check of the formula does not sample, or outside the MLPs, where
+    the logits show them.
     """
     model = dense("llama", num_hidden_layers=4)
     weight = model.model.layers[1].mlp.down_proj.weight
@@ -152,11 +152,11 @@ def test_merged_equals_mergeable(family, soup):
 
 def test_merged_folder_is_a_stock_model(tmp_path):
     merged = xft.merge(tuned())
-    want = logits(merged)
+    expected = logits(merged)
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert type(again).__module__.startswith("transformers.")
-    assert torch.equal(logits(again), want)
+    assert torch.equal(logits(again), expected)
 
 
 def test_only_the_mixing_logits_train_and_all_else_stays_bit_identical():
@@ -200,7 +200,7 @@ def test_init_merge_equals_one_step_before_training():
 
 def test_a_merge_says_whether_mixing_was_learned():
     mergeable = xft.to_mergeable(tuned())
-    # a few steps of TRL's default learning rate
+    # a few steps at TRL's default learning rate
     move_mixing_logits(
         mergeable,
         torch.tensor([1e-4, -1e-4, 0]),
@@ -222,14 +222,14 @@ def test_a_merge_says_whether_mixing_was_learned():
         pytest.param(
             {"shared_rate": 0.0},
             [0, 1 / 3, 1 / 3, 1 / 3],
-            id="without the shared one",
+            id="without the shared expert",
         ),
         pytest.param(
             {"alpha": "uniform"},
             [0.25] * 4,
             id="uniform",
         ),
-        pytest.param({"alpha": [[1, 0, 0, 0], [0, 1, 0, 0]]}, torch.eye(2, 4), id="of each layer"),
+        pytest.param({"alpha": [[1, 0, 0, 0], [0, 1, 0, 0]]}, torch.eye(2, 4), id="per layer"),
     ],
 )
 def test_merged_weights_are_the_mixture(options, alpha):

@@ -1,5 +1,5 @@
-"""Verdicts on random data at the stated rate, what is found when it is there, and the corners:
-ties, one row, no number.
+"""Verdicts on random data at the stated rate, detection of real differences, and edge cases: ties,
+one row, NaN.
 """
 
 import math
@@ -20,8 +20,8 @@ ROWS = 60
 
 
 def family(draw, shifts, rng, seeds=2):
-    """One table: a reference of `ROWS` rows, and a method per shift, each with noise of its own by
-    `draw`.
+    """Return one table: a reference of `ROWS` rows, and a method per shift, each with its own noise
+    from `draw`.
     """
     base = rng.gamma(2.0, 1.0, ROWS)
     losses = {"reference": [base + draw(rng, ROWS) for _ in range(seeds)]}
@@ -43,7 +43,7 @@ def heavy(rng, n):
 
 
 @pytest.mark.parametrize("draw", [normal, skewed, heavy])
-def test_a_table_without_differences_says_so_in_95_of_100(draw):
+def test_a_table_without_differences_reports_none_in_95_of_100(draw):
     rng = np.random.default_rng(1)
     wrong = 0
     for _ in range(TABLES):
@@ -57,8 +57,8 @@ def test_a_table_without_differences_says_so_in_95_of_100(draw):
 
 
 def test_one_sided_skew_alone_is_no_verdict():
-    # the mean difference is 0 and the ranks point down: Wilcoxon alone would call most of these
-    # tables
+    # the mean difference is 0 and the ranks point down: Wilcoxon on its own would reject in most of
+    # these tables
     rng = np.random.default_rng(2)
     by_ranks = by_both = 0
     for _ in range(TABLES):
@@ -113,7 +113,7 @@ def test_seeds_are_averaged_and_counted():
     assert found.verdict == LOWER
     assert "a against b: lower by 0.1333" in str(found)
     assert "lower with 2 of 3 seeds" in str(found)
-    # which are no more rows than one
+    # seeds do not count as rows
     noisy = rows + normal(np.random.default_rng(6), 30)
     (one,) = compare({"a": [noisy], "b": [rows]}, "b")
     (three,) = compare({"a": [noisy] * 3, "b": [rows] * 3}, "b")
@@ -173,14 +173,14 @@ def test_a_loss_that_is_not_finite_spoils_only_its_own_comparison(bad):
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
 def test_holm(n):
     p = list(np.random.default_rng(n).uniform(0, 0.05, n))
-    # the definition: the adjusted value of a hypothesis is the largest of the steps up to it
+    # by definition, the adjusted value of a hypothesis is the largest of the steps up to it
     adjusted = {}
     largest = 0.0
     for step, value in enumerate(sorted(p)):
         largest = max(largest, (n - step) * value)
         adjusted[value] = min(largest, 1.0)
     assert holm(p) == pytest.approx([adjusted[value] for value in p])
-    # a comparison without a p is one of the family
+    # a comparison without a p-value still counts in the family
     assert math.isnan(holm([*p, math.nan])[n])
     assert holm([0.01, math.nan, 0.02])[0] == pytest.approx(0.03)
 

@@ -1,5 +1,5 @@
-"""The standard library as data: pairs of a signature with its docstring and the function,
-and text.
+"""The standard library as data: pairs of a signature with its docstring and the function body, and
+text.
 """
 
 import ast
@@ -31,8 +31,8 @@ def test_library_pairs_are_functions_without_their_docstring(pairs):
         assert not row["prompt"].endswith("\n\n")
         (function,) = ast.parse(row["completion"]).body
         assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        asked, _, doc = row["prompt"].partition("\n")
-        assert f" {function.name}(" in asked
+        signature, _, doc = row["prompt"].partition("\n")
+        assert f" {function.name}(" in signature
         assert ast.get_docstring(function) is None
         assert len(doc) < 60 or doc.strip() not in row["completion"]
 
@@ -47,7 +47,7 @@ def test_library_pairs_do_not_leak(pairs):
 
 
 def library(monkeypatch, *files):
-    """Pairs of a library of these files; "b.py" is not held out, "held.py" is."""
+    """Return pairs from a library of these files; "b.py" is not held out, "held.py" is."""
     monkeypatch.setattr(corpora, "is_held_out", lambda name: name == "held.py")
     monkeypatch.setattr(corpora, "standard_library_files", lambda: files)
     monkeypatch.setattr(corpora, "_library_rows", SCAN)
@@ -119,7 +119,7 @@ def test_library_text_is_the_files_in_pieces():
     [
         pytest.param(HEAD + "return x", id="short"),
         pytest.param("def f(x):\n    " + BODY, id="no-docstring"),
-        # such a line counts as one to the parser and as two to splitlines
+        # the parser counts such a line as one, splitlines as two
         pytest.param("x = 1\n\f\n" + HEAD + BODY, id="form-feed"),
     ],
 )

@@ -1,5 +1,5 @@
-"""papers.engine.corpora: three kinds of rows, the same on every call, and nothing held
-out in what is trained on.
+"""papers.engine.corpora: three kinds of examples, the same on every call, and no held-out example
+in the training data.
 """
 
 import re
@@ -13,7 +13,7 @@ from papers.engine.stages import domain_documents
 
 
 def texts_of(rows) -> set[str]:
-    """Each row as one text."""
+    """Return each example as one text."""
     return {row["prompt"] + row["completion"] for row in rows}
 
 
@@ -35,12 +35,14 @@ VALUE = {
 }
 
 
-def checked_steps(steps: list[str], asked: str, result: int) -> int:
-    """Compute the steps of an answer one after another, from the first number of the question."""
+def checked_steps(steps: list[str], question: str, result: int) -> int:
+    """Compute the steps of an answer one after another, starting from the first number of the
+    question.
+    """
     for step in steps:
         left, sign, right, after = re.fullmatch(r"(\d+) ([-+*/]) (\d+) = (\d+)", step).groups()
         assert int(left) == result
-        assert right in asked
+        assert right in question
         assert sign != "/" or int(left) % int(right) == 0
         result = VALUE[sign](int(left), int(right))
         assert int(after) == result > 0

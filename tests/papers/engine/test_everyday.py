@@ -1,6 +1,4 @@
-"""papers/engine/everyday.py: the examples are what they say, are held out by wording, and stay the
-same.
-"""
+"""papers/engine/everyday.py: the examples are correct, held out by wording, and reproducible."""
 
 import re
 
@@ -16,7 +14,7 @@ def rows():
 
 
 def worded(wording: str, text: str) -> bool:
-    """Whether a text is this wording with its places filled."""
+    """Whether a text has this wording, with its placeholders filled."""
     return re.fullmatch(re.sub(r"\\\{\w+\\\}", r"[\\w:]+", re.escape(wording)), text) is not None
 
 

@@ -1,13 +1,13 @@
-"""papers.engine.plots: colours that everyone tells apart, nothing hidden, files for light
-and dark pages.
+"""papers.engine.plots: colors that everyone can distinguish, nothing hidden, files for light and
+dark pages.
 """
 
 from matplotlib.image import imread
 
 from papers.engine import plots
 
-# Machado, Oliveira and Fernandes, 2009, severity 1: linear RGB as it is seen without red or without
-# green
+# Machado, Oliveira and Fernandes, 2009, severity 1: linear RGB as seen with protanopia or
+# deuteranopia
 
 
 def test_files_follow_the_page_and_are_the_same_each_time(tmp_path):

@@ -1,5 +1,5 @@
-"""Stages of UpIT and UltraFuser whose models FSDP2 splits over two processes: what one process
-makes, resumed on the way.
+"""Stages of UpIT and UltraFuser whose models FSDP2 shards over two processes equal those of one
+process, also when resumed.
 """
 
 import json
@@ -33,7 +33,7 @@ PLANS = {
                 "at_least": 12,
                 "capacity": 4,
             },
-            # a balance loss is of the rows that a process takes at once, and a choice of
+            # a balance loss is computed over the examples of each process, and the choice of
             # experts may flip
             "experts": {
                 "num_experts": 3,
@@ -51,11 +51,11 @@ PLANS = {
 
 
 def write_even_rows(folder) -> None:
-    """Examples of as many tokens each: the routers' loss is a mean over the tokens that a process
-    takes at once.
+    """Write examples with the same number of tokens, because the routers' loss is a mean over the
+    tokens that a process sees at once.
     """
     draw = random.Random(0)
-    # which the tokenizer merges nowhere
+    # the tokenizer has no merges for these
     for name, letters in {
         "sums": "ABCDEFGHIJKLM",
         "words": "NOPQRSTUVWXYZ",
@@ -77,7 +77,7 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
     if method == "upit":
         write_even_rows(tmp_path)
     values = yaml.safe_load(recipe.read_text())
-    # batches that both processes fill: accelerate would repeat rows
+    # batches that both processes fill, since accelerate would otherwise repeat examples
     for domain in values["domains"].values():
         domain["held_out_rows"] = 8 if method == "upit" else 4
     recipe.write_text(yaml.safe_dump(values))
@@ -107,7 +107,7 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
     assert first["results"] == second["results"]
     for stage in stopped:
         begun = [begins for name, begins, _ in first["seen"] if name == stage]
-        # the second one went on from the checkpoint of step 2
+        # the second run resumes from the checkpoint of step 2
         assert begun[:2] == [0, 2], first["seen"]
     for name, _, kinds in first["seen"]:
         assert kinds == {"DTensor"}, name
@@ -120,12 +120,12 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
 
 
 def assert_same_tensors(ours: dict, theirs: dict) -> None:
-    """Compare small tensors, such as routers that began at 0, by what they are rounded to beside
-    the others.
+    """Compare tensors relative to the rounding of the others, since routers that start at 0 are
+    small.
     """
     assert theirs
     for key in ours:
-        # FSDP2 gives a tied head too
+        # FSDP2 saves a tied head, too
         assert key in theirs or key.endswith(" lm_head.weight")
     for key, value in theirs.items():
         distance = (ours[key] - value).norm().item() / max(value.norm().item(), 1)
@@ -133,7 +133,9 @@ def assert_same_tensors(ours: dict, theirs: dict) -> None:
 
 
 def _trained(names: list[str]) -> set[str]:
-    """Names of what is made anew: all but the base and the rows."""
+    """Return the names of everything that is newly created, that is, all but the base and the
+    examples.
+    """
     trained = set()
     for name in names:
         if "-" in name and len(name) > 14 and not name.startswith(("data-", "base-")):

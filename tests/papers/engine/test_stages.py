@@ -1,5 +1,5 @@
-"""What the studies of all methods share: a stage is made by all processes or by none; rows of one
-source or of several.
+"""Common parts of the studies of all methods: a stage succeeds in all processes or in none;
+examples of one source or of several.
 """
 
 import importlib
@@ -38,14 +38,14 @@ def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
     assert first["whole"] == "no error"
     assert first["there"] == [".locks", "stage"]
     for name, message in first.items():
-        # an error that only one process has keeps its words everywhere, and its kind where the
-        # command line knows it
+        # an error in a single process is raised everywhere with the same message, and with the same
+        # type if the command line handles it
         if second[name] != message:
             assert second[name].partition(": ")[2] == message.partition(": ")[2], name
 
 
 def chat(user: str, **more) -> dict:
-    """A row of one exchange."""
+    """Return an example with one exchange."""
     answer = {"role": "assistant", "content": "That."} | more
     return {"messages": [{"role": "user", "content": user}, answer]}
 
@@ -56,7 +56,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """A folder of files of four forms; the first letter of a prompt says of which file it is."""
+    """A folder with files in four formats; the first letter of a prompt identifies its file."""
     folder = tmp_path_factory.mktemp("sources")
     pairs = [{"prompt": f"p{i}", "completion": "c"} for i in range(40)]
     alpaca = [
@@ -82,7 +82,7 @@ def rows_of(folder: Path, listed: list[dict], **more) -> Rows:
 
 
 def beginnings(rows) -> list[str]:
-    """The first letter of each row's prompt."""
+    """Return the first letter of each example's prompt."""
     letters = []
     for row in rows:
         row = data.one_form(row)
@@ -156,7 +156,7 @@ def test_a_source_has_its_own_limit_and_held_out_files_may_be_several(sources):
     ]
     train, judging = split_rows(rows_of(sources, listed, held_out=held_out), shuffle=True)
     assert Counter(beginnings(judging)) == {"c": 20, "p": 12}
-    # both draw from the shuffled file: the first eight of its rows are among the first twelve
+    # both draw from the shuffled file: its first eight examples are among its first twelve
     assert Counter(beginnings(train)) == {"a": 5}
 
 

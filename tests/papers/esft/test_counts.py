@@ -1,5 +1,5 @@
-"""papers/esft/esft_counts.py and counts.py: what the figures show, on real routing
-and on tiny models.
+"""papers/esft/esft_counts.py and counts.py: the figures, on published routing data and on tiny
+models.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""papers.esft.frontier: what trainings judged on the way say, who chooses, and the
-report of real, small ones.
+"""papers.esft.frontier: results of trainings evaluated at several points, which examples choose,
+and the report of real, small trainings.
 """
 
 import json
@@ -25,7 +25,9 @@ ROWS = 8
 
 
 def course(general=(3.0, 3.2, 3.6), validation=None, task=TASK, rate=0.1, spread=0.0) -> Course:
-    """A course of three points; general row r has `spread` r more from the first step on."""
+    """Return a course of three points; general example r is `spread` r higher from the first step
+    on.
+    """
     history = []
     for i in range(3):
         losses = {
@@ -72,7 +74,7 @@ def test_a_level_lies_between_two_points(depth, value):
 def test_a_level_is_reached_only_if_every_seed_reaches_it(task):
     assert course(task=task).at(0.5, "held_out") is None
     assert general_at(Entry("a", [course(), course(task=task)]), 0.5) == math.inf
-    # a loss that comes back up was at the level before
+    # the level was reached before the loss rose again
     assert course(task=(2.0, 1.0, 1.9)).at(0.5, "held_out") == pytest.approx([3.1] * ROWS)
 
 
@@ -92,7 +94,7 @@ def report_of(**ladders) -> Frontier:
     )
 
 
-def test_validation_rows_choose_and_held_out_rows_judge(tmp_path):
+def test_validation_rows_select_and_held_out_rows_evaluate(tmp_path):
     worse = course(
         (3.0, 3.5, 4.0),
         validation=(3.0, 3.1, 3.3),

@@ -1,6 +1,4 @@
-"""papers.esft.recipe: what a recipe may say, that the shipped ones say what the paper
-does, clear errors.
-"""
+"""papers.esft.recipe: valid values, shipped recipes that match the paper, clear errors."""
 
 import pytest
 import yaml

@@ -1,5 +1,5 @@
-"""papers.esft.study: each stage is made once, is what its parts alone give, and goes
-on after a kill.
+"""papers.esft.study: each stage runs once, equals its parts run separately, and resumes after a
+kill.
 """
 
 import re
@@ -35,7 +35,7 @@ class Made:
         self.lora = self.stages.lora("sums")
 
     def again(self, say=lambda text: None, seed=0, **changes) -> Stages:
-        """The same stages, with other settings of the recipe."""
+        """Return the same stages with other recipe settings."""
         return Stages(
             self.recipe.change(**changes),
             self.out,
@@ -64,7 +64,7 @@ def loss_of(made, model, part) -> float:
     return pytest.approx(fit.mean_loss(*rows), rel=1e-5)
 
 
-def test_what_was_saved_is_what_was_judged(made):
+def test_what_was_saved_is_what_was_evaluated(made):
     base = made.model()
     assert type(base) is DeepseekV2ForCausalLM
     assert list(made.base.tasks) == ["sums", "words"]
@@ -98,7 +98,7 @@ def test_the_scores_are_those_of_the_training_rows(made):
     stored = made.stages.scores("sums").scores
     assert stored.n_tokens == scored.n_tokens == sum(map(len, rows)) < 2048
     torch.testing.assert_close(stored.gate, scored.gate, rtol=1e-4, atol=1e-6)
-    # a tie may fall either way in a batch
+    # in a batch, ties may be broken differently
     torch.testing.assert_close(stored.token, scored.token, rtol=0, atol=2e-3)
 
 
@@ -109,7 +109,7 @@ def test_a_second_call_reads_what_is_there(made):
     assert again.fft("sums") == made.fft
     assert again.lora("sums") == made.lora
     assert again.esft("sums", again.selection("sums", "gate")) == made.esft
-    # how a training is carried out does not make another stage of it
+    # options of how a training is run do not define another stage
     assert made.again(esft__save_steps=2).fft("sums") == made.fft
     assert times(made.out) == before
     assert not list(made.out.glob("*.checkpoints"))

@@ -1,5 +1,5 @@
-"""Each table of ESFT from real, very small trainings: what it holds, that nothing is trained twice,
-and what it refuses.
+"""Each table of ESFT from real, very small trainings: its contents, that nothing is trained twice,
+and refusals.
 """
 
 import json
@@ -24,19 +24,19 @@ def recipe(tmp_path_factory):
 
 
 def make(command, recipe, out, **options):
-    said = []
+    messages = []
     return esft_tables.run(
         command,
         recipe,
         out,
-        say=said.append,
+        say=messages.append,
         **{"seeds": 1} | options,
-    ), said
+    ), messages
 
 
 @pytest.fixture(scope="module")
 def main(recipe, out):
-    """The table of all methods, as it was made first."""
+    """The table of all methods, which runs first."""
     report, _ = make("main", recipe, out)
     return report
 
@@ -74,7 +74,7 @@ def test_main(main, recipe, out):
 
 
 def assert_of_stages(out, seed: dict, result) -> None:
-    """A method's numbers are those of its stages, task by task."""
+    """Assert that a method's numbers equal those of its stages, task by task."""
     parts = []
     losses = []
     for task in seed["tasks"].values():

@@ -1,4 +1,4 @@
-"""papers.esft.recipe: the standard library's tasks, rows told apart, joined and mixed,
+"""papers.esft.recipe: the standard library's tasks, examples that are kept apart, joined and mixed,
 DeepSeek's prompt.
 """
 
@@ -81,11 +81,13 @@ def test_no_row_is_in_two_parts(tokenizer, tmp_path, held_out):
     assert len(task_rows(tokenizer, few.tasks["sums"], recipe)["train"]) == 3
 
 
-# SPEC 3.6: "User: {x}\n\nAssistant: {y}" and EOS, the user's part masked
+# the prompt: "User: {x}\n\nAssistant: {y}" and EOS, with the user's part masked
 
 
 def samples(*lengths, bos=1):
-    """Samples of BOS, a masked prompt id and answer ids that tell sample and place."""
+    """Return samples of BOS, a masked prompt id and answer ids that identify sample and
+    position.
+    """
     rows = []
     for number, length in enumerate(lengths):
         answer = [100 * (number + 1) + place for place in range(length - 2)]
@@ -109,11 +111,11 @@ def test_samples_are_joined_to_full_rows_and_lose_their_start():
             assert label in (-100, i)
             if label != -100:
                 learned.append(label)
-        # what a row ends with is the end of a sample, so its answer
+        # a row ends with the end of a sample, which is part of its answer
         assert row["input_ids"][-1] in ends
     for row in [*joined][:-1]:
         assert len(row["input_ids"]) == 10
-    assert len(learned) == len(set(learned))  # no sample twice
+    assert len(learned) == len(set(learned))  # no sample appears twice
     assert sorted(join(rows, 10, 1, seed=3)["input_ids"]) == sorted(joined["input_ids"])
     assert join(rows, 10, 1, seed=4)["input_ids"] != joined["input_ids"]
 

@@ -1,5 +1,5 @@
-"""papers.evaluation.decontaminate: rows with a benchmark's text are found, dropped and listed;
-nothing else is touched.
+"""papers.evaluation.decontaminate: examples with a benchmark's text are found, dropped and listed;
+all others are unchanged.
 """
 
 import errno
@@ -58,7 +58,7 @@ ROWS = [
 
 @pytest.fixture()
 def files(tmp_path):
-    """A folder of rows, of a benchmark, and of the benchmark gzipped."""
+    """A folder of examples, a benchmark, and the benchmark gzipped."""
     for name, rows in (("rows", ROWS), ("bench", BENCHMARK)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path

@@ -1,5 +1,5 @@
-"""papers/evaluation/evaluate.py: answers against transformers' own, verdicts on known answers,
-resumption, bad input.
+"""papers/evaluation/evaluate.py: answers against transformers' own, scores of known answers,
+resuming, bad input.
 """
 
 import copy
@@ -42,7 +42,7 @@ def write(path, rows):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Every kind of folder, made once."""
+    """A folder of every kind, created once."""
     return make_folders(tmp_path_factory.mktemp("evaluate"))
 
 
@@ -51,7 +51,7 @@ def lines_of(path) -> list[dict]:
 
 
 def make_folders(home):
-    """Write every kind of folder that can be evaluated."""
+    """Write a folder of every kind that can be evaluated."""
     made = {
         "dense": tiny.dense(**SIZES),
         "moe": tiny.upcycled(changes=SIZES),
@@ -108,7 +108,7 @@ WORDS = {
 
 
 class Request:
-    """What lm-eval asks."""
+    """A request of lm-eval."""
 
     def __init__(self, *args):
         self.args = args
@@ -134,14 +134,14 @@ def recorded(word, path, prompt="plain", batch_size=2):
 QUESTIONS = ["What is 2 + 3?", "def add(a, b):", "The quick brown fox jumps over"]
 
 
-FEW = ("lora-moe", "fused", "mixtral+esft")  # the others take seconds that `make test` has not
+FEW = ("lora-moe", "fused", "mixtral+esft")  # the others take too long for `make test`
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.slow) for k in WORDS]
 )
 def test_every_kind_of_folder_answers_as_its_model_does(kind, home, tmp_path):
-    # the oracle: one question at a time, without padding, by generate() of the model itself
+    # the oracle: one question at a time, without padding, with generate() of the model itself
     lm = recorded(WORDS[kind].format(home), tmp_path / "answers.jsonl")
     requests = [ask(question, lm) for question in QUESTIONS]
     answers = lm.generate_until(requests)
@@ -160,18 +160,18 @@ def test_every_kind_of_folder_answers_as_its_model_does(kind, home, tmp_path):
         with torch.no_grad():
             out = loaded.model.generate(ids, **greedy)[0, ids.shape[1] :]
         assert answer == tokenizer().decode(out, skip_special_tokens=True)
-    if "peft" in kind or "+" in kind:  # the adapter says something
+    if "peft" in kind or "+" in kind:  # the adapter changes the answer
         base = recorded(lm.model.base, tmp_path / "base.jsonl")
         assert base.generate_until(requests) != answers
 
 
 def numbered(text: str) -> int:
-    """The number that a question of `sums_file` begins with."""
+    """Return the number that a question of `sums_file` starts with."""
     return int(re.search(r"(\d+) and 1\?", text)[1])
 
 
 def sums_file(path, count: int):
-    """Questions whose answers are their numbers and one more."""
+    """Write questions whose answers are their numbers plus one."""
     rows = [
         {
             "prompt": f"{i} and 1?",
@@ -183,8 +183,8 @@ def sums_file(path, count: int):
 
 
 class Scripted:
-    """A language model whose answers a function gives; `crash` is the number of answers after which
-    it dies.
+    """A language model whose answers come from a function; `crash` is the number of answers after
+    which it fails.
     """
 
     max_length = 4096
@@ -215,7 +215,7 @@ class Scripted:
 
 @pytest.fixture
 def scripted(home, monkeypatch, tmp_path):
-    """Evaluate scripted models, by name, in the place of the folder `dense`."""
+    """Evaluate scripted models, by name, in place of the folder `dense`."""
 
     def run(answers, tasks, crash=None, **settings):
         lms = {name: Scripted(answer, crash) for name, answer in answers.items()}
@@ -286,7 +286,7 @@ def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
     assert scripted.asked == {"a": 4, "b": 9}
     assert report == whole._replace(settings=report.settings)
     assert json.loads((tmp_path / "out/results.json").read_text())["scores"]
-    # whole lines again
+    # complete lines again
     assert [json.loads(line)["key"] for line in record.read_text().splitlines()]
     again = scripted(answers, "arithmetic", limit=9)
     assert again == report
@@ -311,7 +311,7 @@ def test_numbers_are_found(text, strict, last):
     assert (number_after_mark(text), last_number(text)) == (strict, last)
 
 
-SCHOOL = {  # answers to a question whose gold answer is 18, and their strict and flexible score
+SCHOOL = {  # answers to a question with gold answer 18, and their strict and flexible scores
     "so\n#### 18": (1, 1),
     "#### 18.": (1, 1),
     "#### **18**": (0, 1),

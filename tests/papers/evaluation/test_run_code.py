@@ -1,4 +1,6 @@
-"""papers/evaluation/run_code.py: programs that do harm fail, side by side, and harm nothing."""
+"""papers/evaluation/run_code.py: harmful programs fail without harming anything, and run in
+parallel.
+"""
 
 import signal
 import socket
@@ -36,7 +38,8 @@ HARMLESS = {
     "assert set(os.environ) <= {'PATH', 'LANG', 'LC_CTYPE', 'PWD', 'OMP_NUM_THREADS', "
     "'OPENBLAS_NUM_THREADS'}",
     "no text": "'\ud800'".replace("'", "") and "x = 'no surrogate'",
-    # but what the harness itself has open: null thrice, the rest of its input, its report
+    # apart from the files that the harness opens: /dev/null three times, the rest of its input, its
+    # report
     "open files": "import os\nfound = [int(one) for one in os.listdir('/proc/self/fd')]\n"
     "assert len([one for one in found if 4 < one < 62]) == 0, found",
     "limits": (
@@ -57,7 +60,7 @@ for value in found:
     os.write(63, value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
 os._exit(0)
 """
-HARMFUL = {  # a program and a part of the reason
+HARMFUL = {  # a program and part of the reason
     "wrong": ("assert 1 == 2, 'no'", "AssertionError: no"),
     "syntax": ("def (", "SyntaxError"),
     "loops": ("while True: pass", "stopped after"),
@@ -76,8 +79,8 @@ HARMFUL = {  # a program and a part of the reason
     "is no text": ("'\ud800'", "UnicodeEncodeError"),
     "reads its callers' frames": (FORGES, ""),
 }
-# what a namespace prevents: a program, a part of the reason, and the ways of CONFINED that prevent
-# it
+# attacks that a namespace prevents: a program, part of the reason, and the methods of CONFINED that
+# prevent it
 CONFINED = {
     "calls out": (
         "import socket\nsocket.create_connection(('127.0.0.1', {port}))",
@@ -92,9 +95,9 @@ CONFINED = {
 
 @pytest.fixture(scope="module")
 def verdicts():
-    """All programs, side by side."""
+    """Run all programs in parallel."""
     programs = HARMLESS | {name: text for name, (text, _) in HARMFUL.items()}
-    # a low limit on CPU time only for those that are to reach it, as starting Python takes long on
+    # only programs that should reach the CPU limit get a low one, as starting Python takes long on
     # a busy machine
     slow = {name: programs.pop(name) for name in ("loops", "sleeps")}
     verdicts = {}
@@ -124,7 +127,9 @@ def test_harmful_programs_fail(verdicts):
 
 
 def children(parent: int, known: set[str]) -> set[str]:
-    """Which processes live that are, or were, children of `parent`; `known` remembers them."""
+    """Return the running processes that are, or were, children of `parent`; `known` remembers
+    them.
+    """
     table = subprocess.run(
         ["ps", "-eo", "pid,ppid"],
         capture_output=True,

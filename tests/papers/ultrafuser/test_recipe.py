@@ -1,5 +1,5 @@
-"""papers.ultrafuser.recipe: the shipped studies, the paper's numbers, one clear error
-for each mistake.
+"""papers.ultrafuser.recipe: the shipped studies, the paper's numbers, one clear error for each
+mistake.
 """
 
 import pytest
@@ -47,7 +47,7 @@ def test_the_tiny_study():
     assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
     assert len(set(recipe.templates)) == 3
     assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
-    # or balance would change nothing
+    # otherwise `balance` would change nothing
     assert len({domain.limit for domain in recipe.domains.values()}) == 3
     values = recipe.to_dict()
     values["specialists"]["code"]["steps"] = 7
@@ -68,7 +68,7 @@ def test_a_recipe_comes_back_from_its_values():
         specialist=None,
         specialists=given,
     )
-    assert recipe.domain_of("x") is None  # a given one may be of no domain
+    assert recipe.domain_of("x") is None  # a given specialist may belong to no domain
     assert recipe.domain_of("b") == "b"
 
 

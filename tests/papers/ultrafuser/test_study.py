@@ -1,5 +1,5 @@
-"""papers.ultrafuser.study: each stage is made once, from its parents, and is judged as
-it was saved.
+"""papers.ultrafuser.study: each stage runs once, uses its parents, and is evaluated as it was
+saved.
 """
 
 import json
@@ -40,7 +40,7 @@ def made():
 
 
 def losses(made, model):
-    """Held-out losses row by row, from the text alone."""
+    """Compute held-out losses example by example, from only the text."""
     prompts = {}
     for rows in fuser_study.domain_rows().values():
         for row in rows:
@@ -55,7 +55,7 @@ def losses(made, model):
     return pytest.approx(computed, rel=1e-5)
 
 
-def test_what_was_saved_is_what_was_judged(made):
+def test_what_was_saved_is_what_was_evaluated(made):
     for result in (made.gate, made.fused):
         assert result.losses == losses(made, ultrafuser.load(result.folder))
         assert result.loss == pytest.approx(fit.mean_loss(result.losses, result.tokens))
@@ -92,7 +92,7 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
     config = json.loads((made.gate.folder / "fuser_config.json").read_text())
     assert config["specialists"][0]["path"] == made.sources[0]
     assert not any(made.gate.folder.rglob("model*.safetensors"))
-    # stage two begins with the gate of stage one, which is drawn by the seed
+    # stage two starts with the gate of stage one, which is initialized by the seed
     begun = made.stages._fuser(
         made.sources,
         "float32",
@@ -107,7 +107,7 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
 
 
 def given(made, *models, **changes):
-    """The recipe with specialists that are given: `models`, or those that it made."""
+    """Return the recipe with given specialists: `models`, or those that the run trained."""
     specialists = {}
     for name, model in zip(
         made.stages.names,
@@ -125,12 +125,12 @@ def given(made, *models, **changes):
 
 
 class Caught(Exception):
-    """A training that was about to begin."""
+    """A training that was about to start."""
 
 
 @pytest.fixture
 def caught(monkeypatch):
-    """What the next training is called with: the model and the settings."""
+    """The arguments of the next training: the model and the settings."""
     calls = []
 
     def train(model, *arguments, **settings):
@@ -142,7 +142,9 @@ def caught(monkeypatch):
 
 
 def test_every_training_draws_as_the_recipe_says(made, caught):
-    """By its seed; those tuned further as the fused ones."""
+    """Draws depend on its seed; specialists that are tuned further use the same draws as the fused
+    ones.
+    """
     stage1 = fuser_study.STEPS | {"steps": 3}
     recipe = given(
         made,
@@ -230,7 +232,7 @@ def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path
 
 
 def chats(path, system=False):
-    """Chats of which four at a time begin with the same exchange."""
+    """Return chats, in groups of four that start with the same exchange."""
     rows = []
     for i in range(40):
         turns = [
@@ -246,7 +248,7 @@ def chats(path, system=False):
 
 
 def test_no_prompt_is_in_both_parts(made, tmp_path):
-    """Of chats that differ after their first exchange, in one domain or two."""
+    """Chats differ after their first exchange, in one domain or two."""
     path = chats(tmp_path / "chats.jsonl")
     recipe = made.recipe.change(
         domains__sums__train=path, domains__words__train=path, domains__words__held_out_rows=2
@@ -276,7 +278,7 @@ def test_what_is_there_is_not_made_again(made, monkeypatch):
     assert again.fused() == made.fused
     assert again.gate() == made.gate
     assert again.further("sums") == made.further
-    # what a stage does not depend on changes nothing of it
+    # changes of options that a stage does not depend on have no effect on it
     recipe = made.recipe.model_copy(update={"stage2": made.recipe.stage2.change(steps=9)})
     assert Stages(recipe, made.out, say=print).gate() == made.gate
 
@@ -293,7 +295,7 @@ def test_other_settings_are_other_stages(made):
 
 
 def test_given_specialists_are_taken_as_they_are(made, tmp_path):
-    """And a run of the method says what came out."""
+    """A run of the method also prints the results."""
     lines = []
     out = tmp_path / "out"
     results = ultrafuser_study.run(
@@ -304,7 +306,7 @@ def test_given_specialists_are_taken_as_they_are(made, tmp_path):
     for one, before in zip(results[:2], made.specialists, strict=True):
         assert one.source == before.source
         assert one.losses == pytest.approx(before.losses)
-    # the same rows, gate and draws
+    # the same examples, gate and draws
     fused = results[-1]
     assert fused.losses == pytest.approx(made.fused.losses, rel=1e-4)
     assert lines[-1] == f"the fused model: {out / 'model'}, which is {fused.folder}"

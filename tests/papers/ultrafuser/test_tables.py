@@ -1,6 +1,4 @@
-"""papers.ultrafuser.tables: each table, its numbers taken from the stages, its
-picture, its page.
-"""
+"""papers.ultrafuser.tables: each table, its numbers from the stages, its figure, its page."""
 
 import json
 import statistics
@@ -74,7 +72,8 @@ def test_weights_are_means_over_tokens(tables):
         say=print,
     )
     weights = stages.weights(stages.fused())
-    tokens = [token for row in weights[6:10] for token in row]  # of the second domain's first rows
+    # of the second domain's first examples
+    tokens = [token for row in weights[6:10] for token in row]
     means = [statistics.fmean(column) for column in zip(*tokens, strict=True)]
     assert report.mean[0][1] == pytest.approx(means)
     assert report.tokens["words"] == len(tokens)

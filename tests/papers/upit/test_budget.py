@@ -1,5 +1,5 @@
-"""Equal optimizer steps: what is averaged, what an expert per domain has seen, and what the table
-counts.
+"""Equal optimizer steps: what is averaged, which data an expert per domain has seen, and what the
+table counts.
 """
 
 import json
@@ -46,7 +46,8 @@ def test_swa_is_the_mean_of_the_second_half(stages):
         torch.testing.assert_close(weight, mean, msg=name)
     assert averaged.loss != tuned.loss
     assert averaged.steps == 0
-    assert len(averaged.exact) == len(tuned.exact) == 16  # judged anew, and judged as trained
+    # evaluated again, and evaluated as trained
+    assert len(averaged.exact) == len(tuned.exact) == 16
 
 
 def test_an_expert_per_domain_has_seen_no_other(stages, recipe):
@@ -65,7 +66,7 @@ def test_an_expert_per_domain_has_seen_no_other(stages, recipe):
                 stored["rows"],
             )
         )
-    # each is the better one on its own rows
+    # each is better on its own examples
     sums, words = losses
     assert sums["sums"] < words["sums"]
     assert words["words"] < sums["words"]

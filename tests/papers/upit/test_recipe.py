@@ -1,5 +1,5 @@
-"""papers.upit.recipe: the shipped studies, the paper's numbers as defaults, and one
-error per mistake.
+"""papers.upit.recipe: the shipped studies, the paper's numbers as defaults, and one error per
+mistake.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""papers.upit.study: each stage is made once, is what its parts alone give, and goes
-on after a kill.
+"""papers.upit.study: each stage runs once, equals its parts run separately, and resumes after a
+kill.
 """
 
 import re
@@ -42,7 +42,7 @@ class Made:
             self.upit[form] = self.stages.upit(form)
 
     def again(self, say=lambda text: None, seed=0) -> Stages:
-        """The same stages in another object."""
+        """Return the same stages in another object."""
         return Stages(
             self.recipe,
             self.out,
@@ -53,7 +53,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Interpreted kernels would take minutes."""
+    """Use PyTorch, since interpreted kernels would take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_RUNTIME_BACKEND", "torch")
         yield Made(tmp_path_factory.mktemp("upit"))
@@ -65,7 +65,7 @@ def loss_of(made, model) -> float:
     return pytest.approx(fit.mean_loss(*rows), rel=1e-5)
 
 
-def test_the_base_is_judged_by_domain(made):
+def test_the_base_is_evaluated_by_domain(made):
     base = made.base
     assert type(load(base.folder)) is LlamaForCausalLM
     assert base.rows == {"sums": 8, "words": 8}
@@ -93,7 +93,7 @@ def test_each_stage_is_made_of_the_one_before(made, form):
     assert [Path(path) for path in pool.experts[:2]] == saved[-2:]
     assert pool.parents == [[0, 1]]
     assert upit_experts.open_expert(pool.experts[2], made.base.folder).kind == form
-    # each expert has rows, and its vectors fire more on them
+    # each expert gets examples, and its vectors respond more to them
     dealt = made.stages.buckets(form, pool)
     routers = made.routers[form]
     assert len(made.stages.seed_rows()) == 13 == sum(map(len, routers.buckets))
@@ -101,7 +101,7 @@ def test_each_stage_is_made_of_the_one_before(made, form):
     assert routers.buckets == upit_buckets.fill_buckets(dealt.perplexity) == dealt.buckets
     for before, after in zip(routers.before, routers.after, strict=True):
         assert after > before
-    # what was saved is what was judged
+    # what was saved is what was evaluated
     result = made.upit[form]
     model = load(result.folder)
     assert result.loss == loss_of(made, model)
@@ -136,7 +136,7 @@ def test_only_the_routers_of_self_moe_are_tuned(made, tmp_path):
     assert made.stages.self_moe("lora").trained_parameters == 2 * 3 * 16
 
 
-def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
+def test_copies_start_as_the_copied_model(made, monkeypatch):
     begun = {}
     at_once = {
         "ffn__post__per_device_batch_size": 4,

@@ -1,5 +1,5 @@
-"""Each table of UpIT from real, very small trainings: what it holds, that nothing is trained twice,
-and what it refuses.
+"""Each table of UpIT from real, very small trainings: its contents, that nothing is trained twice,
+and refusals.
 """
 
 import json
@@ -33,14 +33,14 @@ def recipe(tmp_path_factory):
 
 
 def make(command, recipe, out, **options):
-    said = []
+    messages = []
     return upit_tables.run(
         command,
         recipe,
         out,
-        say=said.append,
+        say=messages.append,
         **{"seeds": 1} | options,
-    ), said
+    ), messages
 
 
 NAMES = ["base", *OF_FFN, *OF_LORA]
@@ -48,7 +48,7 @@ NAMES = ["base", *OF_FFN, *OF_LORA]
 
 @pytest.fixture(scope="module")
 def main(recipe, out):
-    """The table of all methods, as it was made first."""
+    """The table of all methods, which runs first."""
     report, _ = make("main", recipe, out)
     return report
 
@@ -89,7 +89,7 @@ def test_what_the_methods_of_main_train(main):
     assert of["Self-MoE (FFN)"].trained_parameters == routers
     assert of["SFT"].trained_parameters == base
     assert of["SFT"].steps == of["Upcycle_PT"].steps == 16
-    # 3 experts of which 2 see a token
+    # 3 experts, of which each token uses 2
     mlps = 2 * 3 * 16 * 24
     assert of[UPIT].parameters == base + 2 * mlps + routers
     assert of[UPIT].active_parameters == base + mlps + routers

@@ -1,5 +1,5 @@
-"""methods.xft.recipe and experiments.recipe: what a recipe may say, what the shipped ones say, and
-clear errors.
+"""methods.xft.recipe and experiments.recipe: valid values, the shipped recipes, and clear
+errors.
 """
 
 import re
@@ -95,7 +95,7 @@ def test_the_experts_are_the_papers_and_fit_the_base(name, experts, top_k, rate)
     assert recipe.data.max_length <= base.max_position_embeddings
 
 
-# sizes as their model cards give them
+# sizes from their model cards
 BASES = {
     "deepseek-coder-1.3b": LlamaConfig(
         hidden_size=2048, intermediate_size=5504, max_position_embeddings=16384
@@ -132,7 +132,7 @@ def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
 
 
 def blocks(name: str, language: str) -> list[str]:
-    """The code blocks of a file in docs/."""
+    """Return the code blocks of a file in docs/."""
     text = (METHODS.parent / "docs" / name).read_text()
     return re.findall(
         rf"^```{language}\b.*?\n(.*?)^```$",

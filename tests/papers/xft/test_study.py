@@ -1,5 +1,5 @@
-"""papers.xft.study: each stage is made once, is what its parts alone give, and goes on
-after a kill.
+"""papers.xft.study: each stage runs once, equals its parts run separately, and resumes after a
+kill.
 """
 
 import json
@@ -32,7 +32,7 @@ STEPS = {
 
 
 def write_rows(path: Path, count: int = 40) -> Path:
-    """Rows in the columns of evol-codealpaca, all different."""
+    """Write distinct examples in the columns of evol-codealpaca."""
     with path.open("w") as file:
         for i in range(count):
             word = WORDS[i % len(WORDS)]
@@ -46,7 +46,9 @@ def write_rows(path: Path, count: int = 40) -> Path:
 
 
 def write_base(folder: Path) -> Path:
-    """A random Llama of two layers, tied, with its tokenizer, as a base to tune."""
+    """Write a random Llama of two layers with tied weights, and its tokenizer, as a base to
+    tune.
+    """
     tokenizer = train_tokenizer(
         ["def add(x): return x + 1", "@@ Instruction Response Write"] * 9, 280
     )
@@ -71,7 +73,7 @@ def write_base(folder: Path) -> Path:
 
 
 def make_recipe(folder: Path, **changes) -> Recipe:
-    """A recipe of seconds on the two of above."""
+    """Return a recipe that takes seconds, on these examples and this base."""
     values = {
         "base_model": str(write_base(folder / "base")),
         "data": {
@@ -105,7 +107,7 @@ class Made:
         self.all = (self.base, self.sft, self.moe, self.init, self.mix, self.ewa)
 
     def again(self, say=lambda text: None, seed=0, **changes) -> Stages:
-        """The same stages, with other settings of the recipe."""
+        """Return the same stages with other recipe settings."""
         return Stages(
             self.recipe.change(**changes),
             self.out,
@@ -115,7 +117,7 @@ class Made:
 
 
 def loss_of(stages, result, part="held_out"):
-    """The loss of a saved model."""
+    """Return the loss of a saved model."""
     model = ranks.load_model(result.folder, "float32")
     losses = row_losses(model, stages.part(part), stages.tokenizer)
     return pytest.approx(mean_loss(*losses), rel=1e-5)
@@ -180,8 +182,8 @@ def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made, monkeypat
 
 
 def joined_stages(tmp_path: Path, monkeypatch) -> Stages:
-    """Stages on a joined source of made-up rows, some of which are too long to keep, with two
-    experts per token.
+    """Stages on a joined source of made-up examples, some too long to keep, with two experts per
+    token.
     """
     words = {
         "code": "def",
@@ -245,7 +247,7 @@ def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(tmp_path, monkey
     assert moe.loss == loss_of(stages, moe)
 
 
-def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
+def test_validation_rows_only_choose_the_best_step(tmp_path):
     far = {
         "learning_rate": 1.0,
         "schedule": "constant",
@@ -304,7 +306,7 @@ def test_a_second_call_reads_what_is_there(made):
     assert again.mix(made.moe) == made.mix
     assert again.sft() == made.sft
     assert again.ewa() == made.ewa
-    # how a training is carried out does not make another stage of it
+    # options of how a training is run do not define another stage
     settings = {
         "per_device_batch_size": 2,
         "save_steps": 5,

@@ -1,5 +1,5 @@
-"""Each table of XFT from real, very small trainings: what it holds, that it goes on after a kill,
-and what it refuses.
+"""Each table of XFT from real, very small trainings: its contents, that it resumes after a kill,
+and refusals.
 """
 
 import json
@@ -22,7 +22,7 @@ TRAINING = {
     "max_grad_norm": 1.0,
 }
 TWO_SEEDS = {"seeds": 2}
-# name -> methods, options; the tables whose stages the others hold too come late
+# name -> methods, options; tables that reuse stages of other tables come late
 TABLES = {
     "sweep-lambda": (
         ["SFT", "MoE", "XFT, lambda 0.5", "XFT, lambda 1"],
@@ -49,7 +49,8 @@ def recipe(tmp_path_factory):
         "sft": TRAINING | {"steps": 6},
         "tune": TRAINING | {"steps": 4},
     }
-    mix = TRAINING | {"steps": 2, "learning_rate": 0.1}  # the first step of a warmup moves nothing
+    # the first warmup step has a learning rate of 0
+    mix = TRAINING | {"steps": 2, "learning_rate": 0.1}
     return write_study(
         tmp_path_factory.mktemp("recipe"),
         **stages,
@@ -58,15 +59,15 @@ def recipe(tmp_path_factory):
 
 
 def make(command, recipe, out, **options):
-    said = []
+    messages = []
     report = xft_tables.run(
         command,
         recipe,
         out,
-        say=said.append,
+        say=messages.append,
         **{"seeds": 1} | options,
     )
-    return report, said
+    return report, messages
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_table(command, recipe, out):
         **options,
     )
     assert entries_of(report) == names
-    # nothing was trained twice
+    # nothing is trained twice
     assert times(out).items() >= before.items()
     assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((out / f"{command}.json").read_text())

@@ -26,7 +26,7 @@ def _cases(step, note: str, H: int = 0, max_registers: int = 128) -> list[Case]:
 def _layer(
     dtype=BF16, K: int = 8, H: int = 4096, partials: int | None = 11, note: str = ""
 ) -> list[Case]:
-    """As `ops.moe_mlp_triton` launches them: with a bound on the rows."""
+    """As launched by `ops.moe_mlp_triton`, with a bound on the rows."""
     y = meta(T * K, H, dtype=dtype)
     weight = meta(T, K, dtype=FP32)
     slot_row = meta(T * K)
@@ -41,7 +41,7 @@ def _layer(
 
 
 def _op(dtype=BF16, K: int = 8, H: int = 4096, index=torch.int32) -> list[Case]:
-    """As `ops.combine` launches them."""
+    """As launched by `ops.combine`."""
     y = meta(T * K, H, dtype=dtype)
     weight = meta(T, K, dtype=FP32)
     slot_row = meta(T * K, dtype=index)
@@ -72,7 +72,7 @@ def _weights(partials: int) -> list[Case]:
 
 
 def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
-    """The layer's gradient with the router's in one sum."""
+    """The gradient of the layer and of the router in one sum."""
     rows = meta(T * 6, H, dtype=dtype)
     dlogits = meta(T, N, dtype=dtype)
     weight = meta(N, H, dtype=dtype)

@@ -9,7 +9,7 @@ from tests.support.aot import Case, cases_of, meta, name_of
 BF16 = torch.bfloat16
 FP32 = torch.float32
 LOOSE = ("T", "R", "num_tiles", "num_m")
-# (tokens, experts) -> bytes that ptxas is known to keep on the stack, by Triton's version
+# (tokens, experts) -> bytes that ptxas is known to keep on the stack, by Triton version
 SPILLS = {
     (16, 64): {"3.6": 8, "3.7": 0, "3.9": 0},
     (64, 128): {"3.6": 0, "3.7": 0, "3.9": 24},

@@ -11,8 +11,8 @@ H = 5120
 BF16 = torch.bfloat16
 FP16 = torch.float16
 FP32 = torch.float32
-# 8 bytes are one register that ptxas keeps elsewhere for the sake of one more block per processor:
-# Triton -> bytes
+# 8 bytes are one register that ptxas spills to fit one more block per processor: Triton version ->
+# bytes
 SPILLS = {(100, FP32, "ieee", False): {"3.6": 8, "3.7": 0, "3.9": 0}}
 
 

@@ -1,5 +1,5 @@
-"""The grouped GEMMs with every launch config of `kernels.tiles`, launched as `ops.moe_mlp_triton`
-and `ops.grouped_gemm` do.
+"""The grouped GEMMs with every launch config of `kernels.tiles`, launched like `ops.moe_mlp_triton`
+and `ops.grouped_gemm`.
 """
 
 import torch
@@ -16,9 +16,9 @@ I = 1408
 E = 8
 K = 6
 GPT_OSS = {"limit": 7.0, "up_offset": 1.0, "interleaved": True}
-# what spills: (architecture, note) -> Triton -> bytes. Without 16 bytes of alignment every element
-# has an address of its own; 8 bytes are one register that ptxas keeps elsewhere for the sake of one
-# more block per processor
+# known spills: (architecture, note) -> Triton version -> bytes. Without 16-byte alignment every
+# element has its own address; 8 bytes are one register that ptxas spills to fit one more block per
+# processor
 SPILLS = {
     (80, "up float32 from 0 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
     (80, "up float32 from 48 rows an expert"): {"3.6": 0, "3.7": 0, "3.9": 16},
@@ -32,11 +32,11 @@ SPILLS = {
 
 
 class Layer:
-    """A layer's tensors, of one dtype.
+    """A layer's tensors, with one dtype.
 
-    `odd`: H and I are, so no stride keeps 16 bytes of alignment. `split`: trained experts' weights
-    are in stacks of their own. `form`: of the gate; `in_out`: the stacks are stored as [E, H, 2I]
-    and [E, I, H]; `rank`: of LoRA, B stored as [r, E, out].
+    `odd`: H and I are odd, so no stride keeps 16-byte alignment. `split`: the weights of trained
+    experts are in separate stacks. `form`: of the gate. `in_out`: the stacks are stored as [E, H,
+    2I] and [E, I, H]. `rank`: of LoRA, with B stored as [r, E, out].
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Layer:
                 self.lora[name] = {"lora": operands.LowRank(low, b)}
 
     def options(self, product: str) -> dict:
-        """Return the form of the gate, where there is one, and the low-rank term."""
+        """Return the form of the gate, if any, and the low-rank term."""
         form = self.form if product in ("up", "dz") else {}
         return form | self.lora.get(product, {})
 
@@ -136,7 +136,9 @@ class Layer:
         )
 
     def dw(self, tile, gather="x", **trained):
-        """gather None is what `grouped_gemm` does, "x" the gradient of up, "dy" of down."""
+        """gather None is the launch of `grouped_gemm`, "x" the gradient of up, "dy" that of
+        down.
+        """
         dy, x = {
             "x": (self.z, self.x),
             "dy": (self.x, self.h),
@@ -153,15 +155,15 @@ class Layer:
 
 
 def launched(layer: Layer, kernel: str, tile: Tile, **options) -> Case:
-    """Record the one launch of a product."""
+    """Record the only launch of a product."""
     method = {"up": "up_forward", "down": "down_forward"}.get(kernel, kernel)
     (made,) = record(lambda: getattr(layer, method)(tile, **options))
     return made
 
 
 def expect(arch: int, case: Case) -> tuple[str, ...]:
-    """Which instructions make the tile what it is: tensor cores, TMA for descriptors, cp.async for
-    what comes by pointer.
+    """Return the instructions that the tile should use: tensor cores, TMA for descriptors, cp.async
+    for pointers.
     """
     features = []
     has_descriptors = any(type.startswith("tensordesc") for type in case.types())
@@ -176,7 +178,7 @@ def expect(arch: int, case: Case) -> tuple[str, ...]:
 def case(
     arch: int, kernel: str, tile: Tile, note="", listed=False, layer=None, sizes=(H, H), **options
 ) -> Case:
-    """The launch of `kernel` on `arch` with `tile`, as it is fitted to the GPU."""
+    """Return the launch of `kernel` on `arch` with `tile`, after fitting the tile to the GPU."""
     layer = layer or Layer()
     dtype = name_of(layer.dtype)
     problem = tiles.Problem(
@@ -204,7 +206,7 @@ def case(
 
 
 def table_of(arch: int, *kernels: str):
-    """Walk the table's configs: kernel, rows an expert from which one is used, tile."""
+    """Yield the table's configs: kernel, minimum rows per expert, tile."""
     for kernel, rows in tiles.TABLE[arch].items():
         if not kernels or kernel in kernels:
             for least, tile in rows:
@@ -226,8 +228,8 @@ def defaults(arch: int, table: dict, dtype=torch.bfloat16):
 
 
 def short_sums(arch: int):
-    """Down and dx where `tiles.heuristic` lets the next tile's loads run under the epilogue, which
-    a bias adds to.
+    """Down and dx where `tiles.heuristic` overlaps the next tile's loads with the epilogue, which
+    adds a bias.
     """
     for kernel in ("down", "dx"):
         tile = largest(arch, kernel)._replace(PERSISTENT=True)
@@ -239,7 +241,7 @@ def largest(arch: int, kernel: str) -> Tile:
     return tiles.TABLE[arch][kernel][0][1]
 
 
-# of a product, what else it may be launched with
+# other options of a product's launch
 VARIANTS = {
     "up": {
         "without a gate": {"layer": Layer(gated=False)},
@@ -255,8 +257,8 @@ VARIANTS = {
 
 
 def variants(arch: int):
-    """The other ways to launch each config: layers without a gate, inference, gradients that nobody
-    needs, fp16.
+    """Other ways to launch each config: layers without a gate, inference, unneeded gradients,
+    fp16.
     """
     for kernel in tiles.TABLE[arch]:
         yield case(
@@ -270,7 +272,7 @@ def variants(arch: int):
             yield case(arch, kernel, tile, note, **options)
 
 
-# what adds to a product's epilogue, or takes the fast loads away
+# additions to a product's epilogue, or cases without the fast loads
 RARE = {
     **{act: (("up", "dz"), {"act": act}) for act in ACTS[1:]},
     "bias": (("up", "down", "dz"), {"layer": Layer(bias=True)}),
@@ -280,7 +282,7 @@ RARE = {
 
 
 def rare(arch: int):
-    """The largest configs with what is rare."""
+    """The largest configs with the rare options."""
     for note, (kernels, options) in RARE.items():
         for kernel in kernels:
             yield case(arch, kernel, largest(arch, kernel), note, **options)
@@ -305,8 +307,8 @@ GPT_OSS_SIZES = {
 
 
 def gpt_oss_case(arch: int, kernel: str, tile: Tile, note: str, listed=False, rank=0, **options):
-    """A launch of GPT-OSS-20B: gate and up in turns, clamped, biases, stacks stored in x out, so
-    that n is contiguous.
+    """A launch of GPT-OSS-20B: interleaved gate and up, clamped, with biases, stacks stored in x
+    out, so that n is contiguous.
     """
     if kernel in ("up", "dz"):
         options["act"] = "quick_gelu"
@@ -340,8 +342,8 @@ def gpt_oss(arch: int):
 
 
 def adapters(arch: int):
-    """Every config with a low-rank term in its epilogue: LoRA on Qwen3-30B-A3B; and GPT-OSS-20B's
-    largest.
+    """Every config with a low-rank term in its epilogue: LoRA on Qwen3-30B-A3B, and the largest
+    config of GPT-OSS-20B.
     """
     layer = Layer(sizes=(2048, 768, 128, 8), rank=16)
     for kernel, least, tile in table_of(arch, "up", "down", "dz", "dx"):
@@ -385,7 +387,7 @@ def gathered(arch: int) -> Case:
 
 
 def tf32(arch: int):
-    """What torch.backends.cuda.matmul.allow_tf32 makes of the largest configs for float32."""
+    """The largest configs for float32 with torch.backends.cuda.matmul.allow_tf32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -402,8 +404,8 @@ def tf32(arch: int):
 
 
 def persistent(arch: int):
-    """What `moe-runtime tune` may choose: the table's configs, each program processing tile
-    after tile.
+    """Configs that `moe-runtime tune` may choose: the table's, with each program processing several
+    tiles.
     """
     for kernel, _, tile in table_of(arch, "up", "down", "dx", "dz"):
         yield case(arch, kernel, tile._replace(PERSISTENT=True), "candidate")

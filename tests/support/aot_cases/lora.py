@@ -16,7 +16,7 @@ ALL = (True, True, True)
 def _layer(
     dtype=BF16, experts=8, columns=5504, rank=16, act="silu", targets=ALL, note="", stack=8
 ) -> list[Case]:
-    """The launches of a layer; `stack` is what ptxas is known to keep there of sizes that are not
+    """The launches of a layer; `stack` is what ptxas is known to spill at sizes that are not
     listed, mostly on sm_80.
     """
     z = meta(T, 2 * columns, dtype=dtype)

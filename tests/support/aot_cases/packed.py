@@ -1,5 +1,5 @@
-"""The grouped GEMMs over packed stacks: every format and direction on the GPUs that most have, with
-adapters and without.
+"""The grouped GEMMs over packed stacks: every format and direction on the most common GPUs, with
+and without adapters.
 """
 
 import torch
@@ -27,8 +27,8 @@ def weight(name: str, out: int, into: int, transposed: bool = False) -> PackedWe
 
 
 class Layer(grouped_gemm.Layer):
-    """A layer of 16 bits whose stacks are packed; its products add a low-rank term, as those of
-    `frozen_mlp` do.
+    """A 16-bit layer with packed stacks; its products add a low-rank term, like those of
+    `frozen_mlp`.
     """
 
     def __init__(self, name: str, transposed: bool = False, **options):
@@ -42,7 +42,7 @@ class Layer(grouped_gemm.Layer):
 
 
 def cases(arch: int, name: str, layer: Layer, note: str, all_tiles: bool, **options):
-    """Every direction of a format, with each tile of the table or the largest."""
+    """Every direction of a format, with each tile of the table or the largest one."""
     for kernel in ("up", "down", "dx", "dz"):
         rows = tiles.TABLE[arch][kernel]
         for least, tile in rows if all_tiles else rows[:1]:

@@ -18,7 +18,7 @@ def _cases(
     bias: bool = False,
     forced: bool = False,
 ) -> list[Case]:
-    """Forward and backward over E routed experts, K slots (the shared expert's, too)."""
+    """Forward and backward over E routed experts and K slots, including the shared expert's."""
     logits = meta(T, E, dtype=dtype)
     b = meta(E, dtype=FP32) if bias else None
     given = meta(T, K) if forced else None
@@ -30,7 +30,7 @@ def _cases(
     row = E * dtype.itemsize
     cases = []
     for case in cases_of(step, max_registers=128, note=note):
-        # where rows allow it and there are 16 bytes for every lane
+        # where the row size allows it and every lane has 16 bytes
         is_wide = row % 16 == 0 and row * case.constant("BLOCK_T") >= 512
         cases.append(case._replace(expect=("wide",) * is_wide))
     return cases

@@ -1,4 +1,4 @@
-"""Launches of kernels/shared_expert.py, as `ops.moe_mlp_triton` makes them with shared="dense"."""
+"""Launches of kernels/shared_expert.py, as made by `ops.moe_mlp_triton` with shared="dense"."""
 
 import torch
 

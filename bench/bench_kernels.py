@@ -21,7 +21,7 @@ GPU_SHAPES = shapes.kernels()
 DTYPE = torch.bfloat16
 
 
-class Rows:
+class RowLayout:
     """The row layout of a layer, for random experts."""
 
     def __init__(self, shape):
@@ -50,7 +50,7 @@ def others(product: str, shape) -> dict:
     and without an epilogue.
     """
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
-    ends = Rows(shape).offsets[1:].contiguous()
+    ends = RowLayout(shape).offsets[1:].contiguous()
     if product.startswith("dw"):
         a = random(R, N).t()
         out = random(N, K)
@@ -155,7 +155,7 @@ def move(kernel: str, shape):
             gate,
             int(shared),
         )
-    at = Rows(shape)
+    at = RowLayout(shape)
     if kernel == "dispatch":
         return lambda: dispatch.dispatch_forward(at.idx, E)
     y = random(R, H)

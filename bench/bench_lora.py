@@ -23,7 +23,7 @@ RANK = 16
 NAMES = ("gate", "up", "down")
 
 
-class Layer:
+class LoRAVariants:
     """A base, pairs, tokens and routing of one shape, and every variant as a function of no
     argument.
     """
@@ -126,7 +126,7 @@ class Layer:
 )
 def bench_lora_experts(interleaved, shape, backward, dtype):
     with fits():
-        layer = Layer(shape, dtype)
+        layer = LoRAVariants(shape, dtype)
     learned = [layer.x, layer.topk_weight, *layer.halves]
 
     def step_of(function, leaves=learned):

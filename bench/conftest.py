@@ -204,7 +204,7 @@ def interleaved(benchmark, request):
                     notes,
                     compare,
                 )
-            except clock.ContextLost as lost:
+            except clock.VariantCrashed as lost:
                 # without a name that is new, the next process would get as far as this one
                 if lost.variant in broken:
                     records.write(name, failed=str(lost))

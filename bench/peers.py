@@ -153,7 +153,7 @@ PACKAGES = {
 
 def installed(layer, notes: dict) -> dict:
     """Return the packages that can be imported and run this layer, in the form of
-    `Layer.gpu_variants`.
+    `LayerVariants.gpu_variants`.
     """
     variants = {}
     for name, build in PACKAGES.items():

@@ -38,7 +38,7 @@ SETTINGS = (
 )
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """What a run ended with: the file, and benchmark -> why of those that failed or were
     skipped.
     """
@@ -227,7 +227,7 @@ def _end(process) -> None:
             step()
 
 
-def gather(lines: Path, target: Path | None) -> Outcome:
+def gather(lines: Path, target: Path | None) -> RunOutcome:
     """Write what `lines` holds as one JSON file, with `target`'s results of other benchmarks;
     `lines` can then be removed.
 
@@ -240,7 +240,7 @@ def gather(lines: Path, target: Path | None) -> Outcome:
             if state in line:
                 names[name] = line[state]
     if target is None:
-        return Outcome(None, **states)
+        return RunOutcome(None, **states)
     measured = {}
     newest = {}
     for bench in (*_there(target), *benchmarks(lines)):
@@ -261,7 +261,7 @@ def gather(lines: Path, target: Path | None) -> Outcome:
         atomic_write_text(lines, "".join(left))
     else:
         lines.unlink()
-    return Outcome(target if measured else None, **states)
+    return RunOutcome(target if measured else None, **states)
 
 
 def _there(target: Path) -> list[dict]:

@@ -15,7 +15,7 @@ import torch
 
 from moe_runtime.bench import bench_qlora, bench_step, clock, goals, machine, report, shapes
 from moe_runtime.bench.bench_cuda import KERNELS
-from moe_runtime.bench.bench_layer import Layer
+from moe_runtime.bench.bench_layer import LayerVariants
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.tools import tune
 
@@ -109,7 +109,7 @@ def test_a_lost_context_names_its_variant(gpu):
         gpu["lost"] = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with pytest.raises(clock.ContextLost, match="bad broke the CUDA context: Runtime") as lost:
+    with pytest.raises(clock.VariantCrashed, match="bad broke the CUDA context: Runtime") as lost:
         measure(
             {
                 "floor": lambda: 0,
@@ -225,7 +225,7 @@ def test_memory_on_the_cpu_is_what_the_call_takes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_variants_of_a_layer_agree(dtype):
     """What is timed side by side computes the same, but for its rounding; gradients of x too."""
-    layer = Layer(shapes.TINY["tiny"], dtype)
+    layer = LayerVariants(shapes.TINY["tiny"], dtype)
     variants = layer.variants({}) | {"official": layer.official()}
     assert {"transformers batched_mm", "torch grouped_mm"} <= variants.keys()
     want = layer.ours().detach()

@@ -103,7 +103,7 @@ def test_is_what_the_formulas_of_the_released_code_say():
 def test_a_tuning_step_computes_the_same_whoever_runs_the_layers():
     def step(name: str):
         """The loss, and of each parameter how far it moved and the average of its gradients."""
-        tuned = bench_xft.Tuned(shapes.TUNING_TINY["tiny"], torch.float32)
+        tuned = bench_xft.XftModel(shapes.TUNING_TINY["tiny"], torch.float32)
         parameters = dict(tuned.model.named_parameters())
         before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
         loss = tuned.step_of(name)().item()
@@ -113,7 +113,7 @@ def test_a_tuning_step_computes_the_same_whoever_runs_the_layers():
             moved[key] = parameter.detach() - before[key], states[parameter]["exp_avg"]
         return loss, moved
 
-    names = list(bench_xft.Tuned(shapes.TUNING_TINY["tiny"], torch.float32).blocks)
+    names = list(bench_xft.XftModel(shapes.TUNING_TINY["tiny"], torch.float32).blocks)
     assert len(names) == 4
     loss, moved = step("moe_runtime")
     for name in names:

@@ -36,7 +36,7 @@ from papers.engine.corpora import (
     domain_text,
     standard_library_text,
 )
-from papers.engine.recipe import Pretrain, Rows, load_recipe
+from papers.engine.recipe import DataSplits, Pretrain, load_recipe
 from papers.engine.tiny import small_llama, train_tokenizer
 
 
@@ -51,7 +51,7 @@ def remove(folder: Path) -> None:
 NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
 
 
-class Result(NamedTuple):
+class StageResult(NamedTuple):
     """A finished stage."""
 
     name: str
@@ -97,7 +97,7 @@ class KeptStages:
     FORMAT: int
     HAS_EXPERTS = False  # whether the base is already an MoE model
     Recipe: type[Node]
-    result: type = Result
+    result: type = StageResult
 
     def __init__(
         self,
@@ -357,7 +357,7 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
                 stack.close()
 
 
-def read_result(stage: Path, kind: type = Result, **changes):
+def read_result(stage: Path, kind: type = StageResult, **changes):
     """Read result.json of a stage's folder as the NamedTuple `kind`; `changes` replace its
     fields.
     """
@@ -413,7 +413,9 @@ def sizes_of(model) -> dict:
     return {"parameters": total, "active_parameters": active}
 
 
-def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool = False) -> tuple:
+def split_rows(
+    rows: DataSplits, built_in: Mapping[str, Callable] = {}, shuffle: bool = False
+) -> tuple:
     """Return the training and the held-out rows, not tokenized; no row is in both.
 
     `built_in` maps names of sources to functions that return both parts. `shuffle` puts a file's
@@ -438,7 +440,7 @@ def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool 
     ), held_out
 
 
-def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
+def _read(rows: DataSplits, part: str, built_in: Mapping[str, Callable]):
     """Return the rows of one part: of a single source in order, or of several, mixed."""
     answers = getattr(rows, "train_on", "assistant") == "assistant"
     listed = rows.listed(part)

@@ -27,7 +27,7 @@ SHINGLE = 16  # characters used to find candidates
 WORD = re.compile(r"\w+")
 
 
-class Report(NamedTuple):
+class DecontaminationReport(NamedTuple):
     """Result of `decontaminate`."""
 
     path: Path
@@ -49,7 +49,7 @@ def decontaminate(
     min_chars: int = 20,
     columns: Sequence[str] = (),
     overwrite: bool = False,
-) -> Report:
+) -> DecontaminationReport:
     """Write the examples of a .jsonl, .json or .parquet file without texts of the files `against`
     to the .jsonl file `out`.
 
@@ -108,7 +108,7 @@ def decontaminate(
             )
         texts = {name: len(given) for name, given in benchmarks.items()}
         by_benchmark = {name: counts[name] for name in benchmarks}
-        report = Report(
+        report = DecontaminationReport(
             Path(out),
             count,
             count - len(dropped),

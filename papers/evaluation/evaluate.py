@@ -48,7 +48,7 @@ class Score(NamedTuple):
     values: list[float]  # of each problem; empty if the metric has none
 
 
-class Comparison(NamedTuple):
+class TaskComparison(NamedTuple):
     """One model against the reference on one task."""
 
     task: str
@@ -63,12 +63,12 @@ class Comparison(NamedTuple):
     verdict: str  # higher, lower or no difference found
 
 
-class Report(NamedTuple):
+class EvaluationReport(NamedTuple):
     """The results that `evaluate` returns and writes."""
 
     settings: dict[str, Any]
     scores: list[Score]
-    comparisons: list[Comparison]
+    comparisons: list[TaskComparison]
     notes: list[str]
 
     def print(self) -> None:
@@ -120,7 +120,7 @@ def evaluate(
     dtype: str = "auto",
     max_new_tokens: int | None = None,
     code_seconds: int = 10,
-) -> Report:
+) -> EvaluationReport:
     """Evaluate models (see `find_models`) on tasks (see `find_tasks`) and write the results to
     `out`.
 
@@ -194,7 +194,7 @@ def evaluate(
     }
     order = list(dict.fromkeys((score.task, score.metric) for score in scores))
     scores.sort(key=lambda score: order.index((score.task, score.metric)))
-    report = Report(
+    report = EvaluationReport(
         settings,
         scores,
         _compared(scores, reference),
@@ -296,7 +296,7 @@ def _problem(sample: dict, metric: str, is_ours: bool) -> dict:
     return record | {"answer": given, "expected": sample["target"]}
 
 
-def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
+def _compared(scores: Sequence[Score], reference: str) -> list[TaskComparison]:
     of_reference = {}
     for score in scores:
         if score.model == reference:
@@ -314,7 +314,7 @@ def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
     return comparisons
 
 
-def _difference(score: Score, other: Score) -> Comparison:
+def _difference(score: Score, other: Score) -> TaskComparison:
     """Compare two models on a task; p and the verdict are not corrected yet."""
     stats = require("scipy.stats")
     moved = [a - b for a, b in zip(score.values, other.values, strict=True) if a != b]
@@ -334,7 +334,7 @@ def _difference(score: Score, other: Score) -> Comparison:
         verdict = higher
     elif total < 0:
         verdict = lower
-    return Comparison(
+    return TaskComparison(
         task=score.task,
         metric=score.metric,
         model=score.model,
@@ -377,7 +377,7 @@ def _notes(
     return notes
 
 
-def picture(report: Report, path: Path) -> None:
+def picture(report: EvaluationReport, path: Path) -> None:
     """Plot the scores with their intervals, one group of bars for each task."""
     tasks: dict[str, None] = {}
     scores: dict[str, list[float]] = {}

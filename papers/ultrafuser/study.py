@@ -127,7 +127,7 @@ def sources(recipe: FuserRecipe) -> list[str]:
 MODEL = "model"  # in OUT: a link to the model of the last `run`
 
 
-class Stages(KeptStages):
+class UltrafuserStages(KeptStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 2
@@ -597,7 +597,7 @@ def run(
     model = Path(out) / MODEL
     if model.exists() and not model.is_symlink():
         raise ValueError(f"{MODEL} in {str(out)!r} exists and is not a link. Choose another folder")
-    stages = Stages(recipe, out, seed=seed, say=say)
+    stages = UltrafuserStages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     results = [*map(stages.specialist, stages.names)]
     if recipe.two_stage:

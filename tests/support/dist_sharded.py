@@ -55,7 +55,8 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
     """Return the stages' results, where their trainings began, and the kinds of parameters that
     they had.
     """
-    stages = importlib.import_module(f"papers.{method}.study").Stages(
+    study = importlib.import_module(f"papers.{method}.study")
+    stages = getattr(study, f"{method.title()}Stages")(
         recipe,
         out,
         say=say,

@@ -47,11 +47,11 @@ class Partly(LayerVariants):
         """Return name -> (weights, what to differentiate by, options): all experts train, or some
         in two ways, or none.
         """
-        apart = {"trainable": self.place, "trained": tuple(self.apart)}
+        options = {"trainable": self.place, "trained": tuple(self.apart)}
         return {
             "all experts (floor)": (self.stacks, self.stacks, {}),
             "moe_runtime, a mask": (self.stacks, self.stacks, {"trainable": self.mask}),
-            "moe_runtime, apart": (self.frozen, self.apart, apart),
+            "moe_runtime, apart": (self.frozen, self.apart, options),
             "no expert": (self.frozen, [], {}),
         }
 

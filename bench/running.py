@@ -52,8 +52,8 @@ def kinds() -> dict[str, list[Path]]:
     """Return kind -> files of benchmarks, as each says it in its KIND; none is imported."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(FOLDER.glob("bench_*.py")):
-        said = re.search(r'^KIND = "(\w+)"', path.read_text(), re.MULTILINE)
-        kinds.setdefault(said[1] if said else "op", []).append(path)
+        match = re.search(r'^KIND = "(\w+)"', path.read_text(), re.MULTILINE)
+        kinds.setdefault(match[1] if match else "op", []).append(path)
     return kinds
 
 
@@ -150,15 +150,15 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
     while True:
         before = len(records.lines())
         # a folder that is there: by default pytest-benchmark makes one where the command was given
-        own = [
+        arguments = [
             "--results",
             str(lines),
             "--owner",
             str(os.getpid()),
             f"--benchmark-storage={lines.parent.absolute()}",
         ]
-        status, said = _pytest(
-            [*map(str, paths), *own, *options],
+        status, output = _pytest(
+            [*map(str, paths), *arguments, *options],
             records,
             update,
         )
@@ -168,14 +168,14 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
             break
         if len(records.lines()) == before:
             break
-    if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", said)):
+    if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", output)):
         raise OSError(
             int(told[1]),
             os.strerror(int(told[1])),
             str(lines),
         )
     if status not in (0, 1, 5):  # passed, some failed, nothing was left to run
-        raise RuntimeError(f"pytest failed with exit code {status}:\n{said}")
+        raise RuntimeError(f"pytest failed with exit code {status}:\n{output}")
 
 
 def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:

@@ -146,12 +146,12 @@ def _made(stages: XftStages, clock: Clock) -> dict[str, tuple[StageResult, str]]
     clock.begin("base: pre-training a small Llama on text", "base", kinds)
     made = {"base": (stages.base(), "pre-trained on text")}
     clock.learn("base", made["base"][0].seconds)
-    for place, times in enumerate(RATES):
+    for index, times in enumerate(RATES):
         name = f"SFT {times * rate:g}"
         clock.begin(
             f"{name}: tuning the dense model on {tuning} examples",
             "sft",
-            kinds[place + 1 :],
+            kinds[index + 1 :],
         )
         made[name] = (
             stages.sft(learning_rate=times * rate),

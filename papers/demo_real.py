@@ -291,9 +291,9 @@ def _minutes(stages: XftStages, measured: dict[str, float], longer: int) -> floa
     rows = len(stages.held_out)
     trained = (recipe.sft.steps + longer) * measured["sft"]
     trained += recipe.tune.steps * measured["tune"] + recipe.mix.steps * measured["mix"]
-    judged = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
+    evaluated = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
     answered = 32 * rows * (4 / measured["dense tokens/s"] + 1 / measured["MoE tokens/s"])
-    return (1.1 * trained + judged + answered) / 60 + 1
+    return (1.1 * trained + evaluated + answered) / 60 + 1
 
 
 def _results(

@@ -247,11 +247,11 @@ def write_tasks(
     )
     files = {}
     generator = random.Random(f"order {seed}")
-    for place, part in enumerate(SplitRows._fields):
-        files[part] = [row for rows in tasks.values() for row in rows[place]]
+    for index, part in enumerate(SplitRows._fields):
+        files[part] = [row for rows in tasks.values() for row in rows[index]]
         generator.shuffle(files[part])
         for name, rows in tasks.items():
-            files[f"{name}-{part}"] = rows[place]
+            files[f"{name}-{part}"] = rows[index]
     with atomic_folder(folder, overwrite) as tmp:
         for name, rows in files.items():
             (tmp / f"{name}.jsonl").write_text(

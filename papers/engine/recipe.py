@@ -44,7 +44,7 @@ def _as_sources(value: Any) -> str | list[RowSource]:
     if isinstance(value, str):
         return value
     sources = []
-    for place, one in enumerate(value):
+    for index, one in enumerate(value):
         try:
             sources.append(
                 one
@@ -52,7 +52,7 @@ def _as_sources(value: Any) -> str | list[RowSource]:
                 else RowSource.from_dict({"source": one} if isinstance(one, str) else one)
             )
         except ValueError as error:
-            raise ValueError(f"{place}.{error}") from None
+            raise ValueError(f"{index}.{error}") from None
     weighed = sum(one.weight is not None for one in sources)
     if weighed not in (0, len(sources)):
         raise ValueError(
@@ -85,8 +85,8 @@ class DataSplits(Node):
         """
         value = getattr(self, part)
         split = self.split if part == "train" else self.held_out_split
-        found = value if isinstance(value, list) else [RowSource(source=value)] if value else []
-        return [one.change(split=one.split or split) for one in found]
+        sources = value if isinstance(value, list) else [RowSource(source=value)] if value else []
+        return [one.change(split=one.split or split) for one in sources]
 
     @property
     def sources(self) -> list[str]:

@@ -466,9 +466,9 @@ def domain_pairs(domain) -> tuple:
     """Return a domain's training and held-out rows, not tokenized; a built-in domain returns all
     its held-out rows.
     """
-    asked = max(domain.limit or 0, domain.held_out_rows)
+    count = max(domain.limit or 0, domain.held_out_rows)
     # SUMS bounds generated problems; some extra rows, since those that are too long are dropped
-    limit = asked + asked // 8 if asked > SUMS else None
+    limit = count + count // 8 if count > SUMS else None
     made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
     return split_rows(domain, made, shuffle=True)
 
@@ -481,7 +481,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     that has one, or its own if a domain's prompt is "chat". A domain's first `validation_rows`
     held-out rows become `<name>-validation`.
     """
-    own = tokenizer.chat_template
+    template = tokenizer.chat_template
     parts = {}
     counts = {}
     for name, domain in domains.items():
@@ -515,14 +515,14 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
             parts[f"{name}-validation"] = judging.select(range(first))
     prompts = [domain.prompt for domain in domains.values()]
     if "chat" in prompts:
-        tokenizer.chat_template = own
+        tokenizer.chat_template = template
     else:
-        tokenizer.chat_template = next(filter(None, map(TEMPLATES.get, prompts)), own)
+        tokenizer.chat_template = next(filter(None, map(TEMPLATES.get, prompts)), template)
     # truncation at max_length may have made rows equal
     known = {tuple(ids) for name in domains for ids in parts[f"{name}-held_out"]["input_ids"]}
     for name in domains:
         ids = parts[f"{name}-train"]["input_ids"]
-        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
+        left = [index for index, row in enumerate(ids) if tuple(row) not in known]
         if not left:
             raise ValueError(
                 f"All examples of {name}, truncated to {max_length} tokens, are in the domains' "
@@ -539,14 +539,14 @@ def without(train, held_out, source: str | None):
     """
     known = {str(data.one_form(row)) for row in held_out}
     left = []
-    for place, row in enumerate(train):
+    for index, row in enumerate(train):
         if str(data.one_form(row)) not in known:
-            left.append(place)
+            left.append(index)
     if not left:
         raise ValueError(
             f"held_out {source!r} contains every example of train. Choose other examples"
         )
-    return train.select(left) if hasattr(train, "select") else [train[place] for place in left]
+    return train.select(left) if hasattr(train, "select") else [train[index] for index in left]
 
 
 def documents(pretrain: Pretrain) -> list[str]:

@@ -140,7 +140,7 @@ def evaluate(
         raise ValueError(f"shots must be at least 0, but got {shots}")
     check_choice("dtype", dtype, DTYPES)
     known = find_models(models)
-    asked = find_tasks(tasks)
+    requested = find_tasks(tasks)
     reference = known[0].name if reference is None else reference
     check_choice(
         "reference",
@@ -150,7 +150,7 @@ def evaluate(
     require("lm_eval", "eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
-    for one in asked:
+    for one in requested:
         one.build(choices)
     tokenizers = [tokenizer_of(model, prompt) for model in known]
     out = Path(out)
@@ -170,7 +170,7 @@ def evaluate(
                 answers,
                 lambda m=model, t=tokenizer: load_lm(m, t, dtype, batch_size),
             )
-            for one in asked:
+            for one in requested:
                 scores += _scores(
                     lm,
                     one,
@@ -205,18 +205,18 @@ def evaluate(
 
 
 def _scores(
-    lm: RecordedLM, asked: Asked, choices: Choices, limit: int | None, folder: Path
+    lm: RecordedLM, requested: Asked, choices: Choices, limit: int | None, folder: Path
 ) -> list[Score]:
     """Run a task or a group of tasks, and write each problem's verdict to `folder`."""
     evaluator = require("lm_eval.evaluator", "eval")
-    built = asked.build(choices)
-    lm.is_rendered = asked.task is not None or choices.chat
+    built = requested.build(choices)
+    lm.is_rendered = requested.task is not None or choices.chat
     lm.truncated = 0
     lm.cut = 0
     # lm-eval's progress bar counts the preparation of requests and reaches 100% before the model
     # starts
     require("lm_eval.api.task", "eval").tqdm = lambda rows, **_: rows
-    with bar(f"{lm.model.name}, {asked.name}", "request") as lm.progress:
+    with bar(f"{lm.model.name}, {requested.name}", "request") as lm.progress:
         try:
             output = evaluator.evaluate(
                 lm,
@@ -230,7 +230,7 @@ def _scores(
             raise
         except Exception as error:  # the templates and metrics of a YAML file may raise anything
             raise ValueError(
-                f"Task {asked.name!r} failed: {type(error).__name__}: {one_line(error, 400)}"
+                f"Task {requested.name!r} failed: {type(error).__name__}: {one_line(error, 400)}"
             ) from error
     scores = []
     for name, samples in output["samples"].items():
@@ -241,7 +241,7 @@ def _scores(
         problems = []
         for one in samples:
             if one["filter"] == samples[0]["filter"]:
-                problems.append(_problem(one, metric, asked.task is not None))
+                problems.append(_problem(one, metric, requested.task is not None))
         for filter_name, of_filter in by_filter.items():
             label = metric if len(by_filter) == 1 else f"{metric}, {filter_name}"
             values = [one[metric] for one in of_filter]

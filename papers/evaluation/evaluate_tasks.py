@@ -498,19 +498,19 @@ class _Judging:
         )
 
 
-def _configured(asked: Asked, choices: Choices):
+def _configured(requested: Asked, choices: Choices):
     """Return a built-in task as a task of lm-eval, with the problems that are not shown as
     examples.
     """
-    task = asked.task
+    task = requested.task
     problems = []
-    for i, row in enumerate(asked.rows):
+    for i, row in enumerate(requested.rows):
         name = str(row.get("task_id", row.get("idx", i)))
         problems.append({"id": name} | task.problem(row, choices.chat))
     shots = choices.shots or 0
     if shots >= len(problems):
         raise ValueError(
-            f"shots must be below the {len(problems)} problems of {asked.name}, but got {shots}"
+            f"shots must be below the {len(problems)} problems of {requested.name}, but got {shots}"
         )
     has_prefix = "prefix" in problems[0]
     shown_ones = problems[:shots]
@@ -526,7 +526,7 @@ def _configured(asked: Asked, choices: Choices):
             until = list(task.form_until)
     metric = {"metric": task.metric, "aggregation": "mean", "higher_is_better": True}
     config = {
-        "task": asked.name,
+        "task": requested.name,
         "output_type": "generate_until",
         "test_split": "test",
         "custom_dataset": lambda **_: {"test": require("datasets").Dataset.from_list(problems)},

@@ -176,8 +176,8 @@ def measure(process, rows: int | None) -> dict:
         weights = stages.weights(fused)
         means.append([])
         by_row.append([])
-        for domain, place in places.items():
-            of_domain = weights[place][:rows]
+        for domain, span in places.items():
+            of_domain = weights[span][:rows]
             all_tokens = list(itertools.chain(*of_domain))
             tokens[domain] = len(all_tokens)
             means[-1].append(_mean(all_tokens))

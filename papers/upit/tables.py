@@ -34,8 +34,8 @@ class UpitReport(DomainReport):
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
         columns = super().columns()
-        place = columns.index(("trained", "right"))
-        return [*columns[:place], ("per token", "right"), *columns[place:]]
+        position = columns.index(("trained", "right"))
+        return [*columns[:position], ("per token", "right"), *columns[position:]]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         *row, trained, seconds = super()._row(entry)

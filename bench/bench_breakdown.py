@@ -22,7 +22,7 @@ CPU_SHAPES = shapes.STEPS_CPU
 GPU_SHAPES = shapes.STEPS
 
 
-class Step:
+class StepParts:
     """A model, its batch and the parts of its step as functions without arguments."""
 
     def __init__(self, shape, dtype):
@@ -142,7 +142,7 @@ def beside(experts: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_step_breakdown(interleaved, shape, dtype):
     with fits():
-        step = Step(shape, dtype)
+        step = StepParts(shape, dtype)
         experts = {}
         for name, implementation in IMPLEMENTATIONS.items():
             experts[name] = step.experts(implementation)

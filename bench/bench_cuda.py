@@ -57,7 +57,7 @@ def cost(kernel: str, shape, id_bytes: int = 4) -> tuple[int, int]:
     }[kernel]
 
 
-class Layer:
+class CudaInputs:
     """Logits, rows and experts of one shape."""
 
     def __init__(self, shape):
@@ -149,7 +149,7 @@ def bench_cuda_kernel(interleaved, shape, kernel):
     names, notes = usable()
     bytes, flops = cost(kernel, shape)
     with fits():
-        layer = Layer(shape)
+        layer = CudaInputs(shape)
         variants = copy_floor(bytes, DEVICE) | {
             f"moe_runtime {name}": layer.call(kernel, name) for name in names
         }
@@ -178,7 +178,7 @@ def bench_cuda_plan(interleaved, shape, counted):
 
     T, _, _, E, K, shared = shape
     with fits():
-        layer = Layer(shape)
+        layer = CudaInputs(shape)
         floor = copy_floor(16 * T * K, DEVICE)
     router = (layer.logits, None, K, layer.gate, int(shared))
 
@@ -226,7 +226,7 @@ def bench_cuda_layer(interleaved, shape):
     names, notes = usable()
     T, H, I, _, K, _ = shape
     with fits(), torch.no_grad():
-        layer = Layer(shape)
+        layer = CudaInputs(shape)
         rows = random(T * K, H)
         weight = random(I, H)
         h = random(T * K, I)

@@ -20,7 +20,7 @@ GPU_SHAPES = shapes.kernels()
 DTYPE = torch.bfloat16
 
 
-class Rows:
+class RowLayout:
     """The row layout of a layer, for random experts."""
 
     def __init__(self, shape):
@@ -47,7 +47,7 @@ def sizes(product: str, shape) -> tuple[int, int]:
 def others(product: str, shape) -> dict:
     """A dense matmul and torch's grouped_mm of the same FLOPs, gathered rows, no epilogue."""
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
-    ends = Rows(shape).offsets[1:].contiguous()
+    ends = RowLayout(shape).offsets[1:].contiguous()
     if product.startswith("dw"):
         a = random(R, N).t()
         out = random(N, K)
@@ -152,7 +152,7 @@ def move(kernel: str, shape):
             gate,
             int(shared),
         )
-    at = Rows(shape)
+    at = RowLayout(shape)
     if kernel == "dispatch":
         return lambda: dispatch.dispatch_forward(at.idx, E)
     y = random(R, H)

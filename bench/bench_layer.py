@@ -58,7 +58,7 @@ def random_experts(shape) -> torch.Tensor:
     return torch.cat([idx, idx.new_zeros(shape.T, shared)], 1)
 
 
-class Layer:
+class LayerVariants:
     """Weights, tokens and routing of one shape, and each variant as a function."""
 
     def __init__(self, shape, dtype):
@@ -214,7 +214,7 @@ class Layer:
         return lambda: torch.autograd.grad(variant(), inputs, dout)
 
 
-def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
+def variants_of(layer: LayerVariants, tiny: bool) -> tuple[dict, dict]:
     """Return every variant that runs here, and the reasons why others do not."""
     notes: dict = {}
     variants = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
@@ -227,7 +227,9 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     return variants, notes
 
 
-def measure(interleaved, layer: Layer, variants: dict, notes: dict, floor=None, backward=False):
+def measure(
+    interleaved, layer: LayerVariants, variants: dict, notes: dict, floor=None, backward=False
+):
     """Measure a floor, if given, and the variants: forward without gradients, or both passes."""
     functions = {}
     if floor is not None:
@@ -249,7 +251,7 @@ def measure(interleaved, layer: Layer, variants: dict, notes: dict, floor=None, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward(interleaved, shape, dtype, request):
     with fits():
-        layer = Layer(shape, dtype)
+        layer = LayerVariants(shape, dtype)
     variants, notes = variants_of(layer, request.config.getoption("--tiny"))
     measure(interleaved, layer, variants, notes, layer.floor_forward)
 
@@ -257,7 +259,7 @@ def bench_forward(interleaved, shape, dtype, request):
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward_backward(interleaved, shape, dtype, request):
     with fits():
-        layer = Layer(shape, dtype)
+        layer = LayerVariants(shape, dtype)
     variants, notes = variants_of(layer, request.config.getoption("--tiny"))
     measure(
         interleaved,

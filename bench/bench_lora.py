@@ -23,7 +23,7 @@ RANK = 16
 NAMES = ("gate", "up", "down")
 
 
-class Layer:
+class LoRAVariants:
     """Base, pairs, tokens and routing of one shape, and each variant as a function."""
 
     def __init__(self, shape, dtype):
@@ -122,7 +122,7 @@ class Layer:
 )
 def bench_lora_experts(interleaved, shape, backward, dtype):
     with fits():
-        layer = Layer(shape, dtype)
+        layer = LoRAVariants(shape, dtype)
     learned = [layer.x, layer.topk_weight, *layer.halves]
 
     def step_of(function, leaves=learned):

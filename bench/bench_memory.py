@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_layer import DTYPES, Layer
+from moe_runtime.bench.bench_layer import DTYPES, LayerVariants
 from moe_runtime.bench.bench_tokens import experts
 
 KIND = "memory"
@@ -36,13 +36,13 @@ def saved_bytes(function, besides) -> int:
     return sum(saved.values())
 
 
-def formula(layer: Layer) -> int:
+def formula(layer: LayerVariants) -> int:
     """Return the most bytes per token that our implementation saves."""
     _, H, I, _, K, _ = layer.shape
     return layer.x.element_size() * (H + 2 * I * K) + 12 * K
 
 
-def count(layer: Layer, variant) -> int:
+def count(layer: LayerVariants, variant) -> int:
     """Return the bytes that a variant saves, without weights, including its own if it has any."""
     weights = {layer.up, layer.down}
     if isinstance(variant, tuple):

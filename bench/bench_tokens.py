@@ -8,7 +8,7 @@ those of bench_layer.py. Few tokens choose few experts, and only the bytes of us
 import pytest
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_layer import DTYPES, Layer, measure, variants_of
+from moe_runtime.bench.bench_layer import DTYPES, LayerVariants, measure, variants_of
 from moe_runtime.bench.machine import CUDA, fits
 
 KIND = "tokens"
@@ -18,10 +18,10 @@ CPU_SHAPES = shapes.sweep(shapes.CPU, shapes.SWEEP_CPU)
 GPU_SHAPES = shapes.sweep(SWEPT, shapes.SWEEP_GPU)
 
 
-def experts(shape, dtype, request) -> tuple[Layer, dict, dict]:
+def experts(shape, dtype, request) -> tuple[LayerVariants, dict, dict]:
     """Return a layer, its variants without floor and dense FFN, and notes on missing ones."""
     with fits():
-        layer = Layer(shape, dtype)
+        layer = LayerVariants(shape, dtype)
         variants, notes = variants_of(layer, request.config.getoption("--tiny"))
     variants.pop("dense FFN", None)
     layer.buffers.clear()

@@ -5,7 +5,7 @@ backward pass alone, a step.
 import torch
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_layer import Layer
+from moe_runtime.bench.bench_layer import LayerVariants
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops.moe_mlp import moe_mlp
 
@@ -16,7 +16,7 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 FIFTH = 5  # every fifth expert trains
 
 
-class Partly(Layer):
+class Partly(LayerVariants):
     """The layer with the weights of `experts` stored separately from the frozen stacks."""
 
     def __init__(self, shape, experts: range):
@@ -48,11 +48,11 @@ class Partly(Layer):
 
         All experts train, or some in two ways, or none.
         """
-        apart = {"trainable": self.place, "trained": tuple(self.apart)}
+        options = {"trainable": self.place, "trained": tuple(self.apart)}
         return {
             "all experts (floor)": (self.stacks, self.stacks, {}),
             "moe_runtime, a mask": (self.stacks, self.stacks, {"trainable": self.mask}),
-            "moe_runtime, apart": (self.frozen, self.apart, apart),
+            "moe_runtime, apart": (self.frozen, self.apart, options),
             "no expert": (self.frozen, [], {}),
         }
 

@@ -43,7 +43,7 @@ class TransformersBlock(nn.Module):
         return self.experts(x, idx.long(), weight).view_as(hidden_states)
 
 
-class Tuned:
+class XftModel:
     """The model, and each variant's layers."""
 
     def __init__(self, size, dtype):
@@ -156,7 +156,7 @@ def flops_of(size) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_xft_step(interleaved, size, dtype):
     with fits():
-        tuned = Tuned(size, dtype)
+        tuned = XftModel(size, dtype)
         variants = {}
         for name in tuned.blocks:
             variants[name] = tuned.step_of(name)

@@ -22,7 +22,7 @@ OUT_OF_TIME = "out of time"
 AHEAD_MS = 3.0
 
 
-class ContextLost(RuntimeError):
+class VariantCrashed(RuntimeError):
     """A variant broke the CUDA context, so nothing can run in this process anymore."""
 
     def __init__(self, variant: str, note: str):
@@ -214,7 +214,7 @@ def _memory(function) -> dict[str, float]:
 
 def _check_context(name: str, error: Exception) -> None:
     if context_lost():
-        raise ContextLost(name, one_line(error)) from None
+        raise VariantCrashed(name, one_line(error)) from None
 
 
 def context_lost() -> bool:

@@ -80,7 +80,7 @@ class Missing(NamedTuple):
         return f"missing: {self.why}"
 
 
-class Comparison(NamedTuple):
+class FileComparison(NamedTuple):
     """Common variants of two files, those missing in the second, and warnings."""
 
     rows: list[Row]
@@ -93,7 +93,7 @@ class Comparison(NamedTuple):
         return [one for one in (*self.rows, *self.missing) if one.regression]
 
 
-def compare(a: Path, b: Path) -> Comparison:
+def compare(a: Path, b: Path) -> FileComparison:
     """Compare two results files."""
     one = {bench["name"]: bench["extra_info"] for bench in benchmarks(a)}
     other = {bench["name"]: bench["extra_info"] for bench in benchmarks(b)}
@@ -115,7 +115,7 @@ def compare(a: Path, b: Path) -> Comparison:
                 note = now.get("notes", {}).get(variant, why)
                 missing.append(Missing(name, kind, variant, note))
     alone = [name for name in one if name not in other], [name for name in other if name not in one]
-    return Comparison(
+    return FileComparison(
         rows,
         missing,
         _warnings(one, other),
@@ -225,7 +225,7 @@ def _warnings(one: dict, other: dict) -> list[str]:
     return warnings
 
 
-def text(compared: Comparison) -> str:
+def text(compared: FileComparison) -> str:
     """Return the comparison as a Markdown table, warnings first and regressions last."""
     rows = []
     for row in compared.rows:
@@ -249,7 +249,7 @@ def text(compared: Comparison) -> str:
     return "\n".join(lines).strip()
 
 
-def as_json(compared: Comparison) -> dict:
+def as_json(compared: FileComparison) -> dict:
     """Return the comparison as one JSON object; unknown noise is null."""
     rows = []
     for row in compared.rows:

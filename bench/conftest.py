@@ -202,7 +202,7 @@ def interleaved(benchmark, request):
                     notes,
                     compare,
                 )
-            except clock.ContextLost as lost:
+            except clock.VariantCrashed as lost:
                 # a variant that is already excluded means that restarting does not help
                 if lost.variant in broken:
                     records.write(name, failed=str(lost))

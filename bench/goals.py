@@ -58,10 +58,10 @@ def _saved(rows):
 
 def _gradients(rows):
     """Memory of the trained weights' gradients, as a share of that of all weights' gradients."""
-    apart = rows["moe_runtime, apart"]["kept MiB"]
+    separate = rows["moe_runtime, apart"]["kept MiB"]
     whole = rows["all experts (floor)"]["kept MiB"]
     none = rows["no expert"]["kept MiB"]
-    return (apart - none) / (whole - none)
+    return (separate - none) / (whole - none)
 
 
 def _each(function: str, *ways: str) -> list[str]:

@@ -55,12 +55,12 @@ def commit() -> str:
 
     The variable is for copies of the files without .git.
     """
-    if said := os.environ.get("COMMIT"):
-        return said
+    if revision := os.environ.get("COMMIT"):
+        return revision
     if (ROOT / ".git").exists() and (
-        said := _said("git", "describe", "--always", "--dirty", "--exclude=*")
+        revision := _said("git", "describe", "--always", "--dirty", "--exclude=*")
     ):
-        return said
+        return revision
     return f"v{moe_runtime.__version__}"
 
 
@@ -73,17 +73,17 @@ def _said(*command: str) -> str:
 
 def public(text: str) -> str:
     """Return a text without the user's paths, as results are published."""
-    places = {
+    paths = {
         str(ROOT): ".",
         os.getcwd(): ".",
         sys.prefix: "PREFIX",
         os.path.expanduser("~"): "~",
     }
-    for place in sorted(places, key=len, reverse=True):
-        if len(place) > 1:
+    for path in sorted(paths, key=len, reverse=True):
+        if len(path) > 1:
             text = re.sub(
-                re.escape(place) + r"(?![\w-])",
-                places[place],
+                re.escape(path) + r"(?![\w-])",
+                paths[path],
                 text,
             )
     return text

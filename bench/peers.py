@@ -148,7 +148,9 @@ PACKAGES = {
 
 
 def installed(layer, notes: dict) -> dict:
-    """Return the packages that can be imported and run this layer, like `Layer.gpu_variants`."""
+    """Return variants of the packages that can be imported and run this layer; see
+    `LayerVariants.gpu_variants`.
+    """
     variants = {}
     for name, build in PACKAGES.items():
         try:

@@ -38,7 +38,7 @@ SETTINGS = (
 )
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """The file of a run, and benchmark -> reason for those that failed or were skipped."""
 
     path: Path | None
@@ -50,8 +50,8 @@ def kinds() -> dict[str, list[Path]]:
     """Return kind -> files of benchmarks, by their KIND, without importing them."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(FOLDER.glob("bench_*.py")):
-        said = re.search(r'^KIND = "(\w+)"', path.read_text(), re.MULTILINE)
-        kinds.setdefault(said[1] if said else "op", []).append(path)
+        match = re.search(r'^KIND = "(\w+)"', path.read_text(), re.MULTILINE)
+        kinds.setdefault(match[1] if match else "op", []).append(path)
     return kinds
 
 
@@ -145,15 +145,15 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
     while True:
         before = len(records.lines())
         # an existing folder: by default pytest-benchmark creates one in the working directory
-        own = [
+        arguments = [
             "--results",
             str(lines),
             "--owner",
             str(os.getpid()),
             f"--benchmark-storage={lines.parent.absolute()}",
         ]
-        status, said = _pytest(
-            [*map(str, paths), *own, *options],
+        status, output = _pytest(
+            [*map(str, paths), *arguments, *options],
             records,
             update,
         )
@@ -163,14 +163,14 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
             break
         if len(records.lines()) == before:
             break
-    if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", said)):
+    if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", output)):
         raise OSError(
             int(told[1]),
             os.strerror(int(told[1])),
             str(lines),
         )
     if status not in (0, 1, 5):  # passed, some failed, nothing left to run
-        raise RuntimeError(f"pytest failed with exit code {status}:\n{said}")
+        raise RuntimeError(f"pytest failed with exit code {status}:\n{output}")
 
 
 def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
@@ -222,7 +222,7 @@ def _end(process) -> None:
             step()
 
 
-def gather(lines: Path, target: Path | None) -> Outcome:
+def gather(lines: Path, target: Path | None) -> RunOutcome:
     """Write the results in `lines` as one JSON file, keeping `target`'s of other benchmarks.
 
     `lines` is removed unless benchmarks failed; failures are not kept there, so that a rerun
@@ -235,7 +235,7 @@ def gather(lines: Path, target: Path | None) -> Outcome:
             if state in line:
                 names[name] = line[state]
     if target is None:
-        return Outcome(None, **states)
+        return RunOutcome(None, **states)
     measured = {}
     newest = {}
     for bench in (*_there(target), *benchmarks(lines)):
@@ -256,7 +256,7 @@ def gather(lines: Path, target: Path | None) -> Outcome:
         atomic_write_text(lines, "".join(left))
     else:
         lines.unlink()
-    return Outcome(target if measured else None, **states)
+    return RunOutcome(target if measured else None, **states)
 
 
 def _there(target: Path) -> list[dict]:

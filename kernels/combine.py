@@ -19,7 +19,7 @@ UNROLL = 8  # rows of one token in flight
 BLOCK_S = 32  # slots per program when summing the partial gradients of their weights
 
 
-class Rows(NamedTuple):
+class SummedRows(NamedTuple):
     """The rows that are summed for each token."""
 
     y: torch.Tensor | None  # [R, H], any float
@@ -61,7 +61,7 @@ def sum_slots(
 
 @triton.jit(do_not_specialize=["T"], repr=named("combine_fwd"))
 def _combine_fwd_kernel(
-    rows,  # Rows
+    rows,  # SummedRows
     out_ptr,  # [T, H], dtype of y
     T,
     H,
@@ -125,7 +125,7 @@ def _combine_bwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "R", "n", "programs"], repr=named("sum_rows"))
 def _sum_rows_kernel(
-    rows,  # Rows of dy, without weights
+    rows,  # SummedRows of dy, without weights
     partial_ptr,  # [R, n] float32 or None
     dx_ptr,  # [T, H], dtype of dy, or None
     dweight_ptr,  # [R] float32 or None
@@ -177,7 +177,7 @@ def _sum_rows_kernel(
 
 @triton.jit(do_not_specialize=["T"], repr=named("sum_rows_router"))
 def _sum_rows_router_kernel(
-    rows,  # Rows of dy, without weights
+    rows,  # SummedRows of dy, without weights
     dlogits_ptr,  # [T, N], dtype of dy
     router_ptr,  # [N, H], dtype of dy
     dx_ptr,  # [T, H], dtype of dy
@@ -245,7 +245,7 @@ def combine_forward(
     BLOCK_T, BLOCK_H = _tile(y)
     with torch.cuda.device_of(y):  # Triton launches on the current device
         _combine_fwd_kernel[(triton.cdiv(T, BLOCK_T) * triton.cdiv(H, BLOCK_H),)](
-            Rows(y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows),
+            SummedRows(y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows),
             out,
             T,
             H,
@@ -318,7 +318,7 @@ def sum_rows(
     if R and grid:
         with torch.cuda.device_of(slot_row):
             _sum_rows_kernel[(grid,)](
-                Rows(_contiguous(dy), None, slot_row.contiguous(), num_rows),
+                SummedRows(_contiguous(dy), None, slot_row.contiguous(), num_rows),
                 _contiguous(partial),
                 dx,
                 dweight,
@@ -363,7 +363,7 @@ def sum_rows_and_router(
     if dx.numel():
         with torch.cuda.device_of(dy):
             _sum_rows_router_kernel[(triton.cdiv(T, 16) * triton.cdiv(H, BLOCK_H),)](
-                Rows(dy.contiguous(), None, slot_row.contiguous(), num_rows),
+                SummedRows(dy.contiguous(), None, slot_row.contiguous(), num_rows),
                 dlogits.contiguous(),
                 router_weight,
                 dx,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.combine import UNROLL, Rows, sum_slots
+from moe_runtime.kernels.combine import UNROLL, SummedRows, sum_slots
 from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.dispatch import (
     BLOCK_E,
@@ -180,7 +180,7 @@ def _down_combine_kernel(
         tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=outer(live, n < H))
     # y is written by other threads of this program, never by other programs
     tl.debug_barrier()
-    rows = Rows(y_ptr, topk_ptr, slot_row_ptr, offsets_ptr + E)
+    rows = SummedRows(y_ptr, topk_ptr, slot_row_ptr, offsets_ptr + E)
     for t0 in range(0, T, BLOCK_T):
         t = tl.program_id(1).to(tl.int64) + t0 + tl.arange(0, BLOCK_T)
         out = sum_slots(

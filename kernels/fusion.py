@@ -230,7 +230,7 @@ def fused_loss_forward(
     score = gate.new_empty((T, S) if need_score else 0)
     for start in range(0, T, ROWS):
         rows = slice(start, start + ROWS)
-        found = _forward(
+        outputs = _forward(
             gate[rows],
             labels[rows],
             [h[rows] for h in hidden],
@@ -239,9 +239,9 @@ def fused_loss_forward(
             ignore_index,
             need_score,
         )
-        nll[rows] = found[0]
+        nll[rows] = outputs[0]
         if need_score:
-            score[rows] = found[2]
+            score[rows] = outputs[2]
     return nll, score
 
 

@@ -359,10 +359,10 @@ def tuned_path() -> Path:
 
 def refused(path: Path) -> str | None:
     """Return why a file of measured configs, if other users can write it, is refused; or None."""
-    found = path.stat()
-    if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022:
+    status = path.stat()
+    if status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022:
         return None
-    how = f"belongs to user {found.st_uid}, its mode is {found.st_mode & 0o777:o}"
+    how = f"belongs to user {status.st_uid}, its mode is {status.st_mode & 0o777:o}"
     return f"{path} is refused: it {how}. Remove it, or run chmod go-w {path} if it is yours"
 
 

@@ -163,9 +163,9 @@ def _verb_of(method: str, table: Table):
 
     signature = inspect.signature(run)
     shared = [one for one in signature.parameters.values() if one.name != "options"]
-    own = []
+    parameters = []
     for name, annotation in table.options.items():
-        own.append(
+        parameters.append(
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
@@ -173,8 +173,8 @@ def _verb_of(method: str, table: Table):
                 annotation=annotation,
             )
         )
-    run.__signature__ = signature.replace(parameters=[*own, *shared])
-    run.__annotations__ = {one.name: one.annotation for one in (*own, *shared)}
+    run.__signature__ = signature.replace(parameters=[*parameters, *shared])
+    run.__annotations__ = {one.name: one.annotation for one in (*parameters, *shared)}
     run.__doc__ = table.help
     return run
 

@@ -30,10 +30,10 @@ from moe_runtime.io.rows import require, tokenize_pairs
 from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.corpora import domain_rows
-from papers.engine.stages import Result
+from papers.engine.stages import StageResult
 from papers.engine.tables import columns_of
 from papers.xft.recipe import load_recipe
-from papers.xft.study import Stages
+from papers.xft.study import XftStages
 
 PRESETS = {"small": "demo", "tiny": "demo-tiny"}  # -> the recipe
 RATES = (0.5, 1.0, 2.0)  # learning rates of the SFT baselines, as multiples of XFT's
@@ -92,7 +92,7 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
     require("matplotlib", "plot")  # now, not after minutes of training
     recipe = load_recipe(PRESETS[preset])
     clock = Clock(recipe)
-    stages = Stages(
+    stages = XftStages(
         recipe,
         out.with_name(f"{out.name}.stages"),
         seed=seed,
@@ -134,7 +134,7 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
     return rows
 
 
-def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
+def _made(stages: XftStages, clock: Clock) -> dict[str, tuple[StageResult, str]]:
     """Make all models; return {name: (result, note)}."""
     recipe = stages.recipe
     rate = stages.recipe.tune.learning_rate
@@ -146,12 +146,12 @@ def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
     clock.begin("base: pre-training a small Llama on text", "base", kinds)
     made = {"base": (stages.base(), "pre-trained on text")}
     clock.learn("base", made["base"][0].seconds)
-    for place, times in enumerate(RATES):
+    for index, times in enumerate(RATES):
         name = f"SFT {times * rate:g}"
         clock.begin(
             f"{name}: tuning the dense model on {tuning} examples",
             "sft",
-            kinds[place + 1 :],
+            kinds[index + 1 :],
         )
         made[name] = (
             stages.sft(learning_rate=times * rate),
@@ -173,7 +173,7 @@ def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
     return made
 
 
-def _row(name: str, result: Result, note: str, solved: float) -> dict:
+def _row(name: str, result: StageResult, note: str, solved: float) -> dict:
     """Return a model's row of the table."""
     return {
         "model": name,
@@ -187,7 +187,7 @@ def _row(name: str, result: Result, note: str, solved: float) -> dict:
     }
 
 
-def _results(stages: Stages, made: dict, rows: list[dict]) -> dict:
+def _results(stages: XftStages, made: dict, rows: list[dict]) -> dict:
     """Return the contents of results.json: numbers, curves, and a comparison of the merged model
     with the best SFT.
     """
@@ -212,7 +212,7 @@ def _results(stages: Stages, made: dict, rows: list[dict]) -> dict:
     }
 
 
-def _loaded(stages: Stages, result: Result):
+def _loaded(stages: XftStages, result: StageResult):
     return ranks.load_model(
         result.folder,
         stages.recipe.dtype,
@@ -220,7 +220,7 @@ def _loaded(stages: Stages, result: Result):
     )
 
 
-def _solved(stages: Stages, result: Result, sums) -> float:
+def _solved(stages: XftStages, result: StageResult, sums) -> float:
     """Return the share of sums for which greedy decoding gets every token right."""
 
     def take(model, batch: dict) -> list[bool]:
@@ -244,7 +244,7 @@ def all_right(logits: torch.Tensor, labels: torch.Tensor) -> list[bool]:
     return ((logits[:, :-1].argmax(-1) == labels) | (labels == -100)).all(1).tolist()
 
 
-def _answers(stages: Stages, result: Result, rows: list[dict]) -> list[str]:
+def _answers(stages: XftStages, result: StageResult, rows: list[dict]) -> list[str]:
     """Return the first line of a model's completion of each prompt."""
     model = _loaded(stages, result)
     answers = []
@@ -254,7 +254,7 @@ def _answers(stages: Stages, result: Result, rows: list[dict]) -> list[str]:
     return answers
 
 
-def _routed(stages: Stages, moe: Result) -> RouterStats:
+def _routed(stages: XftStages, moe: StageResult) -> RouterStats:
     """Count which experts held-out rows go to."""
     model = _loaded(stages, moe)
     rows = stages.held_out.select(range(min(ROUTED, len(stages.held_out))))

@@ -40,16 +40,16 @@ from moe_runtime.io.rows import in_form, layout_of, require
 from moe_runtime.methods import xft
 from papers.engine import plots
 from papers.engine.compare import compare
-from papers.engine.corpora import Pairs
+from papers.engine.corpora import SplitRows
 from papers.engine.everyday import TASKS, write_tasks
-from papers.engine.stages import Result, link
+from papers.engine.stages import StageResult, link
 from papers.engine.tables import columns_of
-from papers.evaluation.evaluate import Report, evaluate
+from papers.evaluation.evaluate import EvaluationReport, evaluate
 from papers.evaluation.evaluate_models import find_models, tokenizer_of
 from papers.evaluation.evaluate_tasks import find_tasks, hub_rows
 from papers.evaluation.smollm2 import check_smollm2, write_smollm2
 from papers.xft.recipe import Recipe, load_recipe
-from papers.xft.study import Stages
+from papers.xft.study import XftStages
 
 GSM8K = "openai/gsm8k"
 TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # maximum length of an answer
@@ -117,7 +117,7 @@ def run(
         tasks,
         len(names),
     )
-    stages = Stages(settings, out, seed=seed)
+    stages = XftStages(settings, out, seed=seed)
     clock = out / f"measured-{hash_of(settings.to_dict())}.json"
     if not clock.is_file():
         stages.say(f"measuring some steps of each training on this machine ({_machine(settings)})")
@@ -166,7 +166,7 @@ def run(
     return results
 
 
-def _school(source: str, train: int, held_out: int) -> Pairs:
+def _school(source: str, train: int, held_out: int) -> SplitRows:
     """Return training and held-out rows of GSM8K; raises ValueError for a file with too few rows or
     other columns.
     """
@@ -179,7 +179,7 @@ def _school(source: str, train: int, held_out: int) -> Pairs:
             f"{source} must have at least {train + held_out} examples, but has {len(rows)}"
         )
     rows = [in_form(row, layout_of(row), source) for row in rows[: train + held_out]]
-    return Pairs(rows[held_out:], rows[:held_out])
+    return SplitRows(rows[held_out:], rows[:held_out])
 
 
 def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
@@ -210,7 +210,7 @@ def _machine(recipe: Recipe) -> str:
     return f"{where}, {'bfloat16' if recipe.tune.bf16 else 'float32'}"
 
 
-def _measured(stages: Stages) -> dict[str, float]:
+def _measured(stages: XftStages) -> dict[str, float]:
     """Return the seconds per step of each training, and the tokens per second that dense and MoE
     models generate.
     """
@@ -260,7 +260,7 @@ def _measured(stages: Stages) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _speed(model, stages: Stages, tokens: int = 16) -> float:
+def _speed(model, stages: XftStages, tokens: int = 16) -> float:
     """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at a time, as in
     evaluation.
     """
@@ -285,19 +285,22 @@ def _speed(model, stages: Stages, tokens: int = 16) -> float:
     return len(rows) * tokens / seconds
 
 
-def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
+def _minutes(stages: XftStages, measured: dict[str, float], longer: int) -> float:
     """Return the estimated minutes of the whole run."""
     recipe = stages.recipe
     rows = len(stages.held_out)
     trained = (recipe.sft.steps + longer) * measured["sft"]
     trained += recipe.tune.steps * measured["tune"] + recipe.mix.steps * measured["mix"]
-    judged = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
+    evaluated = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
     answered = 32 * rows * (4 / measured["dense tokens/s"] + 1 / measured["MoE tokens/s"])
-    return (1.1 * trained + judged + answered) / 60 + 1
+    return (1.1 * trained + evaluated + answered) / 60 + 1
 
 
 def _results(
-    stages: Stages, models: dict[str, Result], report: Report, measured: dict[str, float]
+    stages: XftStages,
+    models: dict[str, StageResult],
+    report: EvaluationReport,
+    measured: dict[str, float],
 ) -> dict:
     tasks = dict.fromkeys(one.task for one in report.scores)  # None: not asked
     rows = {}

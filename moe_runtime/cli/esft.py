@@ -89,12 +89,12 @@ def score(
         typer.echo(
             f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json"
         )
-    found = {
+    counts = {
         "tokens": scores.n_tokens,
         "layers": len(scores.layers),
         "experts": scores.num_experts,
     }
-    return found | {"files": [out]}
+    return counts | {"files": [out]}
 
 
 @verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json")
@@ -296,7 +296,7 @@ def apply(
         require("datasets")
     from moe_runtime.methods.esft.runs import check_folder
 
-    found = check_folder(
+    result = check_folder(
         model,
         adapter,
         data,
@@ -306,22 +306,24 @@ def apply(
         prompt=prompt,
         check_weights=not any_weights,
     )
-    _say_selection(found.adapter.selection)
-    typer.echo(f"{found.adapter.num_parameters:,} parameters, {found.adapter.nbytes / 1e6:,.1f} MB")
-    typer.echo(f"it fits {model}, and changes {found.tensors} of its tensors")
-    if found.loss is not None:
+    _say_selection(result.adapter.selection)
+    typer.echo(
+        f"{result.adapter.num_parameters:,} parameters, {result.adapter.nbytes / 1e6:,.1f} MB"
+    )
+    typer.echo(f"it fits {model}, and changes {result.tensors} of its tensors")
+    if result.loss is not None:
         typer.echo(
-            f"loss of {found.rows} examples: {found.base_loss:.4f} without, {found.loss:.4f} with "
-            "it"
+            f"loss of {result.rows} examples: {result.base_loss:.4f} without, {result.loss:.4f} "
+            "with it"
         )
     return {
-        "selection": found.adapter.selection.to_dict(),
-        "parameters": found.adapter.num_parameters,
-        "bytes": found.adapter.nbytes,
-        "tensors": found.tensors,
-        "rows": found.rows,
-        "base_loss": found.base_loss,
-        "loss": found.loss,
+        "selection": result.adapter.selection.to_dict(),
+        "parameters": result.adapter.num_parameters,
+        "bytes": result.adapter.nbytes,
+        "tensors": result.tensors,
+        "rows": result.rows,
+        "base_loss": result.base_loss,
+        "loss": result.loss,
     }
 
 

@@ -143,7 +143,7 @@ def memory(
             packed=accounts.BITS[bits],
         )
         return print_plan(Planner([stage]), gpus, gpu_memory, engine)
-    found = accounts.estimate(
+    estimate = accounts.estimate(
         make(),
         lambda: accounts.causal_batch(batch, length),
         packed=accounts.BITS[bits],
@@ -152,9 +152,9 @@ def memory(
         checkpointing=checkpointing,
         bf16=bf16,
     )
-    typer.echo(f"{found.parameters:,} parameters, of which {found.trained:,} train")
-    typer.echo(accounts.as_text(accounts.table(found)))
-    return found._asdict()
+    typer.echo(f"{estimate.parameters:,} parameters, of which {estimate.trained:,} train")
+    typer.echo(accounts.as_text(accounts.table(estimate)))
+    return estimate._asdict()
 
 
 def print_plan(planner: Any, gpus: int, gpu_memory: float | None, engine: str | None) -> Ends:

@@ -140,8 +140,8 @@ def generate(
     check_positive("batch_size", batch_size)
     check_number("temperature", temperature)
     if bool(prompt) == bool(data) or bool(data) != bool(out):
-        found = f"prompt {prompt or None}, data {data} and out {out}"
-        raise ValueError(f"Pass either --prompt, or both --data and --out, but got {found}")
+        given = f"prompt {prompt or None}, data {data} and out {out}"
+        raise ValueError(f"Pass either --prompt, or both --data and --out, but got {given}")
     if out is not None:
         files.check_out_file(out, overwrite, [folder, data])
     one_gpu()
@@ -157,7 +157,7 @@ def generate(
     else:
         prompt = [_question(row) for row in read_rows(data, answers=False)]
         answers = folders.answer(folder, prompt, batch_size=batch_size, **settings)
-    answered = [{"prompt": asked, "answer": text} for asked, text in zip(prompt, answers)]
+    answered = [{"prompt": question, "answer": text} for question, text in zip(prompt, answers)]
     if out is None:
         for text in answers:
             typer.echo(text)

@@ -51,10 +51,10 @@ def choose(
     """Print which checkpoints become experts, one folder per line."""
     from moe_runtime.methods.upit import choose_checkpoints
 
-    found = choose_checkpoints(folder, count, which)
-    for path in found:
+    checkpoints = choose_checkpoints(folder, count, which)
+    for path in checkpoints:
         typer.echo(path)
-    return {"checkpoints": found}
+    return {"checkpoints": checkpoints}
 
 
 @verb(
@@ -80,7 +80,7 @@ def grow(
     """
     from moe_runtime.methods.upit import expand_experts
 
-    found = with_bar(
+    expansion = with_bar(
         "growing",
         expand_experts,
         experts,
@@ -93,17 +93,17 @@ def grow(
         seed=seed,
         overwrite=overwrite,
     )
-    for child in found.children:
+    for child in expansion.children:
         (i, j), (a, b) = child.parents, child.weights
         typer.echo(
             f"{child.folder}: {a:.3f} of expert {i}, {b:.3f} of expert {j}; their distance "
             f"{child.distance:.4f}"
         )
     typer.echo(
-        f"next: moe-runtime upit init-routers {' '.join(map(str, found.experts))} --data "
+        f"next: moe-runtime upit init-routers {' '.join(map(str, expansion.experts))} --data "
         "rows.jsonl --out routers"
     )
-    return found
+    return expansion
 
 
 @verb(app, "step-100 step-200 --data rows.jsonl --out routers", resumes=True, drop=("--overwrite",))

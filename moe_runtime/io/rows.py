@@ -255,8 +255,8 @@ def in_form(
     Raises:
         BadRow: A value does not fit the layout.
     """
-    kept = (*layout, *KEPT_WITH.get(layout[0], ()))
-    form = {name: row[name] for name in kept if name in row}
+    columns = (*layout, *KEPT_WITH.get(layout[0], ()))
+    form = {name: row[name] for name in columns if name in row}
     if layout == ("conversations",):  # ShareGPT's, or messages under another name
         turns = form.pop("conversations")
         if isinstance(turns, list | tuple):

@@ -79,14 +79,14 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> Tensor:
     return mixing(torch.ones(config.num_experts - 1), shared_rate)
 
 
-def check_mixture(alpha: Tensor, place: str) -> Tensor:
+def check_mixture(alpha: Tensor, layer: str) -> Tensor:
     """Return the coefficients `alpha` [E] of a layer; raises ValueError unless all are finite.
 
     The message names the layer.
     """
     if not alpha.isfinite().all():
         raise ValueError(
-            f"alpha of {place} must be finite, but is {alpha.tolist()}. Train the mixing logits "
+            f"alpha of {layer} must be finite, but is {alpha.tolist()}. Train the mixing logits "
             "again"
         )
     return alpha

@@ -59,7 +59,7 @@ def check(
     here.
     """
     gpu = torch.device("cuda" if _has_gpu() else "cpu")
-    found = []
+    results = []
     reasons = {}
     threads = torch.get_num_threads()
     for op, backend in itertools.product(ops, only):
@@ -74,9 +74,9 @@ def check(
                 continue
         # the sizes are small; only the library uses threads
         torch.set_num_threads(threads if backend == "cpp" else 1)
-        found.append(_check_op(op, backend, device))
+        results.append(_check_op(op, backend, device))
         torch.set_num_threads(threads)
-    return found, reasons
+    return results, reasons
 
 
 def _has_gpu() -> bool:
@@ -109,8 +109,8 @@ def _check_op(op: str, backend: str, device: torch.device) -> Result:
             case = CASES[op][1](Draw.numbered(dtype, number))
             where = f"{where} ({case.note})"
             upstream: measure.Tensors = {}
-            got = measure.run(case, backend, upstream, device)
-            errors = measure.errors(got, measure.allowance(case, got, upstream))
+            actual = measure.run(case, backend, upstream, device)
+            errors = measure.errors(actual, measure.allowance(case, actual, upstream))
         except Exception as error:
             errors = {(str(error).strip() or type(error).__name__).splitlines()[0]: math.inf}
         name = max(errors, key=errors.get)
@@ -165,11 +165,11 @@ def _children(
             left.append(op)
             return []
         timeout = None if seconds is None else LAST * seconds - passed
-        found = _run_child(op, only, interpreted, timeout)
-        failures = [line for one in found for line in one.failures]
-        cases = sum(one.cases for one in found)
+        of_op = _run_child(op, only, interpreted, timeout)
+        failures = [line for one in of_op for line in one.failures]
+        cases = sum(one.cases for one in of_op)
         print(f"{op}: {cases} cases, {len(failures)} failed", *failures[:1], sep="\n  ", flush=True)
-        return found
+        return of_op
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(itertools.chain(*pool.map(run, CASES)))
@@ -191,21 +191,21 @@ def report(
         raise ValueError(problem)
     began = time.monotonic()
     here = [*only]
-    apart = []
+    isolated = []
     if ops is None and _has_gpu():
-        apart = [name for name in only if name != "cpp"]
+        isolated = [name for name in only if name != "cpp"]
         here = [name for name in only if name == "cpp"]
     results, reasons = check(CASES if ops is None else ops, here)
     left = []
-    if apart:
-        for name in apart:
+    if isolated:
+        for name in isolated:
             if why := backends.why_not(name, "route", torch.device("cuda")):
                 reasons[name] = why
-        found, left = _children(apart, False, seconds)
-        results += found
+        more, left = _children(isolated, False, seconds)
+        results += more
     if interpret:
-        found, late = _children(["triton"], True, seconds)
-        results += found
+        more, late = _children(["triton"], True, seconds)
+        results += more
         left += late
     failures = [line for one in results for line in one.failures]
     _print(results)
@@ -259,10 +259,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
-        found = report(given.ops, given.backends, given.interpret, given.seconds)
+        summary = report(given.ops, given.backends, given.interpret, given.seconds)
     if given.json:
-        print(json.dumps(found))
-    return int(bool(found["failures"]))
+        print(json.dumps(summary))
+    return int(bool(summary["failures"]))
 
 
 if __name__ == "__main__":

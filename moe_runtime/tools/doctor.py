@@ -281,35 +281,35 @@ def explain(op: str, device: Any) -> str:
     return "; ".join(parts)
 
 
-def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
+def _problems(facts: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
     """Yield (part, problem with its fix)."""
     for name in SUPPORTED:
-        text = found["packages"][name]
+        text = facts["packages"][name]
         if ". " in text:
             yield name, f"{name} is {text}"
     if torch is None:
         remedy = f"Run pip install --force-reinstall 'torch{SUPPORTED['torch']}'"
         yield "torch", f"torch cannot be imported: {reason}. {remedy}"
     else:
-        yield from _device_problems(torch, found["packages"]["triton"])
+        yield from _device_problems(torch, facts["packages"]["triton"])
         yield from _numpy_problems(torch)
-    text = found["settings"]["launch configs"]
+    text = facts["settings"]["launch configs"]
     if text.startswith("error: "):
         text = text.removeprefix("error: ")
         if " is refused: " not in text:
             text = f"{text}. Remove it and rerun moe-runtime tune"
         yield "launch configs", text
-    is_torch = found["backends"].get("moe_mlp", "").startswith("torch")
+    is_torch = facts["backends"].get("moe_mlp", "").startswith("torch")
     is_slow = is_torch and not os.environ.get("MOE_RUNTIME_BACKEND")
     for row in ("cuda library", "cpu library"):
-        text = found["system"][row]
+        text = facts["system"][row]
         why = text.removeprefix("none: ")
         if "rebuild it" in text or " is refused: " in text:
             yield row, why
         elif row == "cpu library" and text != why and is_slow:
             yield row, f"experts run in PyTorch, which is slower: {why}"
     failed = []
-    for text in found["backends"].values():
+    for text in facts["backends"].values():
         if text.startswith("error: "):
             failed.append(text.removeprefix("error: "))
     if failed:

@@ -43,7 +43,7 @@ BITS = {"16": None, "4": "nf4", "8": "int8"} | {name: name for name in FORMATS}
 class Step(NamedTuple):
     """What one forward and backward pass allocates, in bytes."""
 
-    kept: int  # at the end of the forward pass
+    saved: int  # at the end of the forward pass
     peak: int  # of everything that the step allocates, including gradients
     gradients: int
     active: int  # the peak without gradients
@@ -261,9 +261,9 @@ def step_of(
             before = ledger.now
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 loss = model(**batch).loss
-            kept = ledger.now - before
+            saved = ledger.now - before
             loss.backward()
-    return Step(kept, ledger.peak, sum(map(nbytes, trained)), ledger.active)
+    return Step(saved, ledger.peak, sum(map(nbytes, trained)), ledger.active)
 
 
 def checkpoint(model: nn.Module) -> None:
@@ -353,7 +353,7 @@ def estimate(
             else:
                 experts += nbytes(p)
     state, temporary = optimizer_bytes(trained, optimizer)
-    activations = step.kept
+    activations = step.saved
     top = max(step.peak, step.gradients + temporary)
     return Estimate(
         experts=experts,

@@ -94,31 +94,31 @@ def shapes_of(model: nn.Module, tokens: int, size: int) -> Shapes:
 
 
 def share_of(
-    found: Estimate, shapes: Shapes, engine: str, gpus: int, compute: float = 1.0
+    estimate: Estimate, shapes: Shapes, engine: str, gpus: int, compute: float = 1.0
 ) -> Share:
     """Return what each of `gpus` GPUs holds.
 
     `compute` is the size of a gathered weight relative to a stored one.
     """
-    weights = found.experts + found.rest + found.adapters
-    held = (weights, found.gradients, found.optimizer)
+    weights = estimate.experts + estimate.rest + estimate.adapters
+    held = (weights, estimate.gradients, estimate.optimizer)
     if engine == "ddp" or gpus == 1:
-        active = found.activations + found.temporary - found.overlap
-        buckets = found.gradients if gpus > 1 else 0
+        active = estimate.activations + estimate.temporary - estimate.overlap
+        buckets = estimate.gradients if gpus > 1 else 0
         return Share(*held, active, buckets)
     if engine == "ep":
-        kept = 1 - shapes.expert_share * (1 - 1 / gpus)
-        buffers = (1 - shapes.expert_share) * found.gradients + 2 * shapes.row_bytes
+        fraction = 1 - shapes.expert_share * (1 - 1 / gpus)
+        buffers = (1 - shapes.expert_share) * estimate.gradients + 2 * shapes.row_bytes
     else:
-        kept = 1 / gpus
+        fraction = 1 / gpus
         if engine == "fsdp2":
             live = 2 * shapes.block + shapes.outside
         else:
-            live = min(weights, LIVE * (shapes.weights / found.parameters))
-        reduced = (shapes.block + shapes.outside) * found.gradients / max(weights, 1)
+            live = min(weights, LIVE * (shapes.weights / estimate.parameters))
+        reduced = (shapes.block + shapes.outside) * estimate.gradients / max(weights, 1)
         buffers = compute * (live + reduced)
-    parts = [math.ceil(kept * size) for size in held]
-    return Share(*parts, found.active, math.ceil(buffers))
+    parts = [math.ceil(fraction * size) for size in held]
+    return Share(*parts, estimate.active, math.ceil(buffers))
 
 
 class Planner:

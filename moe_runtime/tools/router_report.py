@@ -82,8 +82,8 @@ def _batches(
     rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str
 ) -> Iterator[dict]:
     """Yield padded batches of `tokens` tokens in all; the last example is truncated accordingly."""
-    found = token_ids(tokenizer, rows, max_length)
-    while ids := list(itertools.islice(found, batch_size)):
+    sequences = token_ids(tokenizer, rows, max_length)
+    while ids := list(itertools.islice(sequences, batch_size)):
         for i, row in enumerate(ids):
             ids[i] = row[:tokens]
             tokens -= len(ids[i])

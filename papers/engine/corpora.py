@@ -33,7 +33,7 @@ from typing import NamedTuple
 from pydantic import model_validator
 
 from moe_runtime.config import check_choice, check_positive
-from papers.engine.recipe import Rows
+from papers.engine.recipe import DataSplits
 from papers.engine.sums import KINDS, sums_of
 
 PIECE = 2000  # characters of a document of `standard_library_text`
@@ -56,14 +56,14 @@ SKIPPED = {
 }
 
 
-class Pairs(NamedTuple):
+class SplitRows(NamedTuple):
     """Result of `standard_library_pairs`; no held-out completion occurs in a training file."""
 
     train: list[dict[str, str]]
     held_out: list[dict[str, str]]
 
 
-def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
+def standard_library_pairs(limit: int | None = None, seed: int = 0) -> SplitRows:
     """Return instruction-answer pairs from the documented functions of the running Python's
     standard library.
 
@@ -73,10 +73,10 @@ def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
     """
     if limit is not None:
         check_positive("limit", limit)
-    pairs = Pairs(*([dict(row) for row in rows] for rows in _library_rows()))
+    pairs = SplitRows(*([dict(row) for row in rows] for rows in _library_rows()))
     for rows in pairs:
         random.Random(seed).shuffle(rows)
-    return Pairs(pairs.train[:limit], pairs.held_out[:limit])
+    return SplitRows(pairs.train[:limit], pairs.held_out[:limit])
 
 
 def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[str]:
@@ -239,7 +239,7 @@ PARAGRAPH = (100, 600)
 LETTERS = 0.93  # minimum share of letters, spaces, commas and periods in prose
 
 
-class Domain(Rows):
+class Domain(DataSplits):
     """A domain in a recipe, with examples of SOURCES or of the user."""
 
     @model_validator(mode="after")
@@ -252,7 +252,7 @@ class Domain(Rows):
         return self
 
 
-def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
+def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> SplitRows:
     """Return a domain's training and held-out rows of prompt and completion, disjoint, in an order
     drawn by `seed`.
 
@@ -261,15 +261,15 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
     check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
-    return Pairs(*_ROWS[name](limit, seed))
+    return SplitRows(*_ROWS[name](limit, seed))
 
 
-def joined_rows(names: Iterable[str]) -> Pairs:
+def joined_rows(names: Iterable[str]) -> SplitRows:
     """Return the rows of several domains in turn, until one of them runs out."""
     parts = []
     for of_domains in zip(*map(domain_rows, names), strict=True):
         parts.append([*itertools.chain(*zip(*of_domains))])
-    return Pairs(*parts)
+    return SplitRows(*parts)
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:

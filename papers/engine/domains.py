@@ -62,8 +62,8 @@ def by_domain(
 ) -> dict[str, float]:
     """Return each domain's mean loss per label token, for examples ordered by domain."""
     return {
-        domain: trainers.mean_loss(losses[place], tokens[place])
-        for domain, place in places_of(rows).items()
+        domain: trainers.mean_loss(losses[span], tokens[span])
+        for domain, span in places_of(rows).items()
     }
 
 
@@ -79,10 +79,10 @@ def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
 
 def of_domain(result, domain: str):
     """Return a result restricted to the examples of one domain."""
-    place = places_of(result.rows)[domain]
-    losses = result.losses[place]
-    tokens = result.tokens[place]
-    exact = result.exact and result.exact[place]
+    span = places_of(result.rows)[domain]
+    losses = result.losses[span]
+    tokens = result.tokens[span]
+    exact = result.exact and result.exact[span]
     return result._replace(
         rows={domain: len(losses)},
         history=[],

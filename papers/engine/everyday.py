@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.io.files import atomic_folder
-from papers.engine.corpora import Pairs, domain_rows, standard_library_pairs
+from papers.engine.corpora import SplitRows, domain_rows, standard_library_pairs
 from papers.engine.sums import NAMES, THINGS
 
 # wordings to train on, and held-out ones
@@ -198,7 +198,7 @@ _MAKERS = {"intent": _intents, "json": _objects, "arithmetic": _sums, "function"
 TASKS = tuple(_MAKERS)
 
 
-def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
+def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> SplitRows:
     """Return distinct training and held-out examples of a task, with prompt and completion.
 
     Raises ValueError if there are fewer: the standard library has only a few hundred functions.
@@ -225,7 +225,7 @@ def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
                 for prompt, completion in examples.items()
             ]
         )
-    return Pairs(*parts)
+    return SplitRows(*parts)
 
 
 def write_tasks(
@@ -234,7 +234,7 @@ def write_tasks(
     train: int = 80,
     held_out: int = 40,
     seed: int = 0,
-    more: dict[str, Pairs] | None = None,
+    more: dict[str, SplitRows] | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:
     """Write train.jsonl and held_out.jsonl with all tasks, shuffled, and TASK-train.jsonl and
@@ -247,11 +247,11 @@ def write_tasks(
     )
     files = {}
     generator = random.Random(f"order {seed}")
-    for place, part in enumerate(Pairs._fields):
-        files[part] = [row for rows in tasks.values() for row in rows[place]]
+    for index, part in enumerate(SplitRows._fields):
+        files[part] = [row for rows in tasks.values() for row in rows[index]]
         generator.shuffle(files[part])
         for name, rows in tasks.items():
-            files[f"{name}-{part}"] = rows[place]
+            files[f"{name}-{part}"] = rows[index]
     with atomic_folder(folder, overwrite) as tmp:
         for name, rows in files.items():
             (tmp / f"{name}.jsonl").write_text(

@@ -352,9 +352,9 @@ def dots(report):
     return figure
 
 
-def dots_in(axes, report, said: Callable | None = None) -> None:
-    """Draw a report's methods as dots, to the right of each what `said` makes of its entry, or the
-    verdict on it.
+def dots_in(axes, report, label_of: Callable | None = None) -> None:
+    """Draw a report's methods as dots, to the right of each what `label_of` makes of its entry, or
+    the verdict on it.
     """
     entries = report.entries[::-1]
     reference = report.entry(report.reference)
@@ -399,7 +399,7 @@ def dots_in(axes, report, said: Callable | None = None) -> None:
                 colour,
             )
         axes.annotate(
-            said(entry) if said else _said(one),
+            label_of(entry) if label_of else _said(one),
             (1.02, y),
             xycoords=axes.get_yaxis_transform(),
             va="center",

@@ -27,7 +27,7 @@ Prompt = Literal[tuple(PROMPTS)]
 TrainOn = Annotated[Literal[TRAIN_ON], Field(exclude_if=lambda value: value == "assistant")]
 
 
-class Source(Node):
+class RowSource(Node):
     """One of several sources of rows; each has its own columns."""
 
     source: str
@@ -37,22 +37,22 @@ class Source(Node):
     split: str | None = None  # None: that of the recipe
 
 
-def _as_sources(value: Any) -> str | list[Source]:
+def _as_sources(value: Any) -> str | list[RowSource]:
     """Return a single source unchanged, several as a list of Source."""
     if not isinstance(value, str | list) or not value:
         raise PydanticCustomError("sources", "a source, or a list of sources")
     if isinstance(value, str):
         return value
     sources = []
-    for place, one in enumerate(value):
+    for index, one in enumerate(value):
         try:
             sources.append(
                 one
-                if isinstance(one, Source)
-                else Source.from_dict({"source": one} if isinstance(one, str) else one)
+                if isinstance(one, RowSource)
+                else RowSource.from_dict({"source": one} if isinstance(one, str) else one)
             )
         except ValueError as error:
-            raise ValueError(f"{place}.{error}") from None
+            raise ValueError(f"{index}.{error}") from None
     weighed = sum(one.weight is not None for one in sources)
     if weighed not in (0, len(sources)):
         raise ValueError(
@@ -65,7 +65,7 @@ def _as_sources(value: Any) -> str | list[Source]:
 Sources = Annotated[Any, PlainValidator(_as_sources)]  # str | list[Source]
 
 
-class Rows(Node):
+class DataSplits(Node):
     """Training and held-out rows: their sources and numbers."""
 
     # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or a Hub id; or several
@@ -79,14 +79,14 @@ class Rows(Node):
     # whether weighted sources that run out start again, until each has been read once
     repeat: bool = Field(False, exclude_if=lambda repeats: not repeats)
 
-    def listed(self, part: str = "train") -> list[Source]:
+    def listed(self, part: str = "train") -> list[RowSource]:
         """Return the sources of `train` or `held_out`, each with its split; an empty list if not
         given.
         """
         value = getattr(self, part)
         split = self.split if part == "train" else self.held_out_split
-        found = value if isinstance(value, list) else [Source(source=value)] if value else []
-        return [one.change(split=one.split or split) for one in found]
+        sources = value if isinstance(value, list) else [RowSource(source=value)] if value else []
+        return [one.change(split=one.split or split) for one in sources]
 
     @property
     def sources(self) -> list[str]:

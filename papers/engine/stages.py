@@ -36,7 +36,7 @@ from papers.engine.corpora import (
     domain_text,
     standard_library_text,
 )
-from papers.engine.recipe import Pretrain, Rows, load_recipe
+from papers.engine.recipe import DataSplits, Pretrain, load_recipe
 from papers.engine.tiny import small_llama, train_tokenizer
 
 
@@ -51,7 +51,7 @@ def remove(folder: Path) -> None:
 NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
 
 
-class Result(NamedTuple):
+class StageResult(NamedTuple):
     """A finished stage."""
 
     name: str
@@ -97,7 +97,7 @@ class KeptStages:
     FORMAT: int
     HAS_EXPERTS = False  # whether the base is already an MoE model
     Recipe: type[Node]
-    result: type = Result
+    result: type = StageResult
 
     def __init__(
         self,
@@ -357,7 +357,7 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
                 stack.close()
 
 
-def read_result(stage: Path, kind: type = Result, **changes):
+def read_result(stage: Path, kind: type = StageResult, **changes):
     """Read result.json of a stage's folder as the NamedTuple `kind`; `changes` replace its
     fields.
     """
@@ -413,7 +413,9 @@ def sizes_of(model) -> dict:
     return {"parameters": total, "active_parameters": active}
 
 
-def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool = False) -> tuple:
+def split_rows(
+    rows: DataSplits, built_in: Mapping[str, Callable] = {}, shuffle: bool = False
+) -> tuple:
     """Return the training and the held-out rows, not tokenized; no row is in both.
 
     `built_in` maps names of sources to functions that return both parts. `shuffle` puts a file's
@@ -438,7 +440,7 @@ def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool 
     ), held_out
 
 
-def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
+def _read(rows: DataSplits, part: str, built_in: Mapping[str, Callable]):
     """Return the rows of one part: of a single source in order, or of several, mixed."""
     answers = getattr(rows, "train_on", "assistant") == "assistant"
     listed = rows.listed(part)
@@ -464,9 +466,9 @@ def domain_pairs(domain) -> tuple:
     """Return a domain's training and held-out rows, not tokenized; a built-in domain returns all
     its held-out rows.
     """
-    asked = max(domain.limit or 0, domain.held_out_rows)
+    count = max(domain.limit or 0, domain.held_out_rows)
     # SUMS bounds generated problems; some extra rows, since those that are too long are dropped
-    limit = asked + asked // 8 if asked > SUMS else None
+    limit = count + count // 8 if count > SUMS else None
     made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
     return split_rows(domain, made, shuffle=True)
 
@@ -479,7 +481,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     that has one, or its own if a domain's prompt is "chat". A domain's first `validation_rows`
     held-out rows become `<name>-validation`.
     """
-    own = tokenizer.chat_template
+    template = tokenizer.chat_template
     parts = {}
     counts = {}
     for name, domain in domains.items():
@@ -513,14 +515,14 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
             parts[f"{name}-validation"] = judging.select(range(first))
     prompts = [domain.prompt for domain in domains.values()]
     if "chat" in prompts:
-        tokenizer.chat_template = own
+        tokenizer.chat_template = template
     else:
-        tokenizer.chat_template = next(filter(None, map(TEMPLATES.get, prompts)), own)
+        tokenizer.chat_template = next(filter(None, map(TEMPLATES.get, prompts)), template)
     # truncation at max_length may have made rows equal
     known = {tuple(ids) for name in domains for ids in parts[f"{name}-held_out"]["input_ids"]}
     for name in domains:
         ids = parts[f"{name}-train"]["input_ids"]
-        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
+        left = [index for index, row in enumerate(ids) if tuple(row) not in known]
         if not left:
             raise ValueError(
                 f"All examples of {name}, truncated to {max_length} tokens, are in the domains' "
@@ -537,14 +539,14 @@ def without(train, held_out, source: str | None):
     """
     known = {str(data.one_form(row)) for row in held_out}
     left = []
-    for place, row in enumerate(train):
+    for index, row in enumerate(train):
         if str(data.one_form(row)) not in known:
-            left.append(place)
+            left.append(index)
     if not left:
         raise ValueError(
             f"held_out {source!r} contains every example of train. Choose other examples"
         )
-    return train.select(left) if hasattr(train, "select") else [train[place] for place in left]
+    return train.select(left) if hasattr(train, "select") else [train[index] for index in left]
 
 
 def documents(pretrain: Pretrain) -> list[str]:

@@ -42,7 +42,7 @@ THINGS = (
 CASES = ("bags", "baskets", "jars", "rows", "trays")
 
 
-class Kind(NamedTuple):
+class ProblemKind(NamedTuple):
     """The numbers and steps that problems of a kind may have."""
 
     largest: int  # of the first number and of added ones
@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "arithmetic": Kind(60, 3, 40, 999),
-    "sums": Kind(9, 1, 0, 9),
-    "steps": Kind(9, 3, 5, 9),
+    "arithmetic": ProblemKind(60, 3, 40, 999),
+    "sums": ProblemKind(9, 1, 0, 9),
+    "steps": ProblemKind(9, 3, 5, 9),
 }
 
 
@@ -71,7 +71,7 @@ def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str
             yield question, answer
 
 
-def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
+def _sum(generator: random.Random, kind: ProblemKind) -> tuple[str, str]:
     """Make one problem: a first number, one or more changes of it, and a question."""
     name, other = generator.sample(NAMES, 2)
     thing = generator.choice(THINGS)
@@ -103,7 +103,7 @@ def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
     )
 
 
-def _change(generator: random.Random, count: int, of: Kind) -> tuple[str, str, int, int]:
+def _change(generator: random.Random, count: int, of: ProblemKind) -> tuple[str, str, int, int]:
     """Return an event, its sign and number, and the new count; all numbers are above 0."""
     parts = [d for d in range(2, 10) if count % d == 0]
     more = ["times"] * (1 < count < of.factors) + ["share"] * bool(parts and of.factors)

@@ -42,7 +42,7 @@ from papers.engine.tables import (
 )
 from papers.esft.recipe import EsftRecipe
 from papers.esft.results import FFT, GATE, LORA, TOKEN
-from papers.esft.study import GENERAL, Stages
+from papers.esft.study import GENERAL, EsftStages
 
 FACTORS = (0.1, 0.3, 1.0)
 DEPTHS = (0.12, 0.15, 0.18)
@@ -85,12 +85,12 @@ class Course(NamedTuple):
         return None
 
 
-class Courses(Stages):
+class Courses(EsftStages):
     """The stages of a study at `factor` times its learning rates, tuned on a task's rows alone,
     each returning a Course.
     """
 
-    def __init__(self, stages: Stages, factor: float):
+    def __init__(self, stages: EsftStages, factor: float):
         vars(self).update(vars(stages))
         r = stages.recipe
         rates = {
@@ -326,7 +326,7 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
         makes[f"{LORA}, rank {one}"] = lambda at, one=one: at.lora(task, one)
     makes[FFT] = lambda at: at.fft(task)
 
-    def plan(stages: Stages) -> Iterator[tuple[str, Course]]:
+    def plan(stages: EsftStages) -> Iterator[tuple[str, Course]]:
         for name, make in makes.items():
             for factor in factors:
                 yield f"{name} x {factor:g}", make(Courses(stages, factor))

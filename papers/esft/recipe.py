@@ -39,10 +39,10 @@ from papers.engine.corpora import (
     standard_library_text,
 )
 from papers.engine.recipe import (
+    DataSplits,
     Dtype,
     Pretrain,
     Prompt,
-    Rows,
     Sources,
     TrainOn,
     check_base,
@@ -170,7 +170,7 @@ BUILT_IN = {
 }
 
 
-class Task(Rows):
+class Task(DataSplits):
     """The rows of a task: for training, for choosing the best step, and for evaluation."""
 
     validation_rows: Count = 64  # taken from the train rows; neither trained on nor evaluated

@@ -46,7 +46,7 @@ SIZES = (
 GENERAL = "general"  # the name of the general rows among the tasks'
 
 
-class Stages(KeptStages):
+class EsftStages(KeptStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 1
@@ -454,7 +454,7 @@ def run(
 
     `seed` is the recipe's unless given. A result's folder is the task's adapter.
     """
-    stages = Stages(recipe, out, seed=seed, say=say)
+    stages = EsftStages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     base = stages.base()
     tuned = {}

@@ -20,7 +20,7 @@ from papers.engine.compare import LEVEL
 from papers.engine.tables import Command, Entry, Report, Run, compared, finite, over_seeds
 from papers.esft import counts, frontier
 from papers.esft.results import BASE, FFT, GATE, LORA, TOKEN, join
-from papers.esft.study import Stages
+from papers.esft.study import EsftStages
 
 MANY = 3  # with more tasks than this, tasks have no columns of their own
 
@@ -179,7 +179,7 @@ OF_SCORE = {"token": TOKEN, "gate": GATE}
 
 
 def _main(process: Run) -> dict:
-    def plan(stages: Stages):
+    def plan(stages: EsftStages):
         tasks = stages.recipe.tasks
         yield BASE, stages.base()
         yield FFT, join(FFT, {task: stages.fft(task) for task in tasks})
@@ -216,4 +216,4 @@ COMMANDS = {
     **counts.COMMANDS,
     **frontier.COMMANDS,
 }
-run = functools.partial(tables.run, COMMANDS, Stages)
+run = functools.partial(tables.run, COMMANDS, EsftStages)

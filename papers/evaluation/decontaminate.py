@@ -27,7 +27,7 @@ SHINGLE = 16  # characters used to find candidates
 WORD = re.compile(r"\w+")
 
 
-class Report(NamedTuple):
+class DecontaminationReport(NamedTuple):
     """Result of `decontaminate`."""
 
     path: Path
@@ -49,7 +49,7 @@ def decontaminate(
     min_chars: int = 20,
     columns: Sequence[str] = (),
     overwrite: bool = False,
-) -> Report:
+) -> DecontaminationReport:
     """Write the examples of a .jsonl, .json or .parquet file without texts of the files `against`
     to the .jsonl file `out`.
 
@@ -108,7 +108,7 @@ def decontaminate(
             )
         texts = {name: len(given) for name, given in benchmarks.items()}
         by_benchmark = {name: counts[name] for name in benchmarks}
-        report = Report(
+        report = DecontaminationReport(
             Path(out),
             count,
             count - len(dropped),
@@ -185,13 +185,13 @@ class Substrings:
         there is none.
         """
         text = "\n\n".join(texts).lower()
-        for own, name in self.short.items():
-            if own in text:
-                return name, own
-        for place in range(len(text) - SHINGLE + 1):
-            for own, name in self.long.get(text[place : place + SHINGLE], ()):
-                if text.startswith(own, place):
-                    return name, own
+        for passage, name in self.short.items():
+            if passage in text:
+                return name, passage
+        for start in range(len(text) - SHINGLE + 1):
+            for passage, name in self.long.get(text[start : start + SHINGLE], ()):
+                if text.startswith(passage, start):
+                    return name, passage
         return None
 
 
@@ -205,8 +205,8 @@ class NGrams:
         for name, texts in benchmarks.items():
             grams = [dict.fromkeys(self._of(text), name) for text in texts]
             self.searched[name] = sum(map(bool, grams))
-            for found in grams:
-                self.known |= found
+            for of_text in grams:
+                self.known |= of_text
 
     def _of(self, text: str) -> Iterator[tuple[str, ...]]:
         words = WORD.findall(text.lower())

@@ -48,7 +48,7 @@ class Score(NamedTuple):
     values: list[float]  # of each problem; empty if the metric has none
 
 
-class Comparison(NamedTuple):
+class TaskComparison(NamedTuple):
     """One model against the reference on one task."""
 
     task: str
@@ -63,12 +63,12 @@ class Comparison(NamedTuple):
     verdict: str  # higher, lower or no difference found
 
 
-class Report(NamedTuple):
+class EvaluationReport(NamedTuple):
     """The results that `evaluate` returns and writes."""
 
     settings: dict[str, Any]
     scores: list[Score]
-    comparisons: list[Comparison]
+    comparisons: list[TaskComparison]
     notes: list[str]
 
     def print(self) -> None:
@@ -120,7 +120,7 @@ def evaluate(
     dtype: str = "auto",
     max_new_tokens: int | None = None,
     code_seconds: int = 10,
-) -> Report:
+) -> EvaluationReport:
     """Evaluate models (see `find_models`) on tasks (see `find_tasks`) and write the results to
     `out`.
 
@@ -140,7 +140,7 @@ def evaluate(
         raise ValueError(f"shots must be at least 0, but got {shots}")
     check_choice("dtype", dtype, DTYPES)
     known = find_models(models)
-    asked = find_tasks(tasks)
+    requested = find_tasks(tasks)
     reference = known[0].name if reference is None else reference
     check_choice(
         "reference",
@@ -150,7 +150,7 @@ def evaluate(
     require("lm_eval", "eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
-    for one in asked:
+    for one in requested:
         one.build(choices)
     tokenizers = [tokenizer_of(model, prompt) for model in known]
     out = Path(out)
@@ -170,7 +170,7 @@ def evaluate(
                 answers,
                 lambda m=model, t=tokenizer: load_lm(m, t, dtype, batch_size),
             )
-            for one in asked:
+            for one in requested:
                 scores += _scores(
                     lm,
                     one,
@@ -194,7 +194,7 @@ def evaluate(
     }
     order = list(dict.fromkeys((score.task, score.metric) for score in scores))
     scores.sort(key=lambda score: order.index((score.task, score.metric)))
-    report = Report(
+    report = EvaluationReport(
         settings,
         scores,
         _compared(scores, reference),
@@ -205,18 +205,18 @@ def evaluate(
 
 
 def _scores(
-    lm: RecordedLM, asked: Asked, choices: Choices, limit: int | None, folder: Path
+    lm: RecordedLM, requested: Asked, choices: Choices, limit: int | None, folder: Path
 ) -> list[Score]:
     """Run a task or a group of tasks, and write each problem's verdict to `folder`."""
     evaluator = require("lm_eval.evaluator", "eval")
-    built = asked.build(choices)
-    lm.is_rendered = asked.task is not None or choices.chat
+    built = requested.build(choices)
+    lm.is_rendered = requested.task is not None or choices.chat
     lm.truncated = 0
     lm.cut = 0
     # lm-eval's progress bar counts the preparation of requests and reaches 100% before the model
     # starts
     require("lm_eval.api.task", "eval").tqdm = lambda rows, **_: rows
-    with bar(f"{lm.model.name}, {asked.name}", "request") as lm.progress:
+    with bar(f"{lm.model.name}, {requested.name}", "request") as lm.progress:
         try:
             output = evaluator.evaluate(
                 lm,
@@ -230,7 +230,7 @@ def _scores(
             raise
         except Exception as error:  # the templates and metrics of a YAML file may raise anything
             raise ValueError(
-                f"Task {asked.name!r} failed: {type(error).__name__}: {one_line(error, 400)}"
+                f"Task {requested.name!r} failed: {type(error).__name__}: {one_line(error, 400)}"
             ) from error
     scores = []
     for name, samples in output["samples"].items():
@@ -241,7 +241,7 @@ def _scores(
         problems = []
         for one in samples:
             if one["filter"] == samples[0]["filter"]:
-                problems.append(_problem(one, metric, asked.task is not None))
+                problems.append(_problem(one, metric, requested.task is not None))
         for filter_name, of_filter in by_filter.items():
             label = metric if len(by_filter) == 1 else f"{metric}, {filter_name}"
             values = [one[metric] for one in of_filter]
@@ -296,7 +296,7 @@ def _problem(sample: dict, metric: str, is_ours: bool) -> dict:
     return record | {"answer": given, "expected": sample["target"]}
 
 
-def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
+def _compared(scores: Sequence[Score], reference: str) -> list[TaskComparison]:
     of_reference = {}
     for score in scores:
         if score.model == reference:
@@ -314,7 +314,7 @@ def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
     return comparisons
 
 
-def _difference(score: Score, other: Score) -> Comparison:
+def _difference(score: Score, other: Score) -> TaskComparison:
     """Compare two models on a task; p and the verdict are not corrected yet."""
     stats = require("scipy.stats")
     moved = [a - b for a, b in zip(score.values, other.values, strict=True) if a != b]
@@ -334,7 +334,7 @@ def _difference(score: Score, other: Score) -> Comparison:
         verdict = higher
     elif total < 0:
         verdict = lower
-    return Comparison(
+    return TaskComparison(
         task=score.task,
         metric=score.metric,
         model=score.model,
@@ -377,7 +377,7 @@ def _notes(
     return notes
 
 
-def picture(report: Report, path: Path) -> None:
+def picture(report: EvaluationReport, path: Path) -> None:
     """Plot the scores with their intervals, one group of bars for each task."""
     tasks: dict[str, None] = {}
     scores: dict[str, list[float]] = {}

@@ -286,8 +286,8 @@ class RecordedLM:
         self.progress(self._done, self._total)
 
     def _answered(self, kind: str, requests: list) -> list:
-        answers = {}  # place -> answer
-        missing = {}  # place -> request
+        answers = {}  # index -> answer
+        missing = {}  # index -> request
         for i, one in enumerate(requests):
             key = _key(kind, one.args)
             if key in self._answers and not _is_sampled(one.args):
@@ -301,12 +301,12 @@ class RecordedLM:
             lm = self._load()
             lm.cache_hook = self
             lm.add_bos_token = False if self.is_rendered else None
-            asked = [*missing.values()]
+            unanswered = [*missing.values()]
             if kind == "generate_until":
-                self._check_lengths(lm, asked)
+                self._check_lengths(lm, unanswered)
             answers |= zip(
                 missing,
-                getattr(lm, kind)(asked, disable_tqdm=True),
+                getattr(lm, kind)(unanswered, disable_tqdm=True),
                 strict=True,
             )
         return [answers[i] for i in range(len(requests))]

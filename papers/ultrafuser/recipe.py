@@ -93,12 +93,12 @@ class FuserRecipe(Node):
         bases = len(given) - (self.specialist is not None)
         if bases != bool(made) or bool(made) != (self.specialist is not None):
             if made:
-                want = "one of base_model and pretrain, and specialist"
+                expected = "one of base_model and pretrain, and specialist"
             else:
-                want = "none of base_model, pretrain, specialist"
+                expected = "none of base_model, pretrain, specialist"
             raise ValueError(
                 f"Specialists without a model are {', '.join(made) or 'none'} and given is "
-                f"{', '.join(given) or 'no base'}. Set {want}"
+                f"{', '.join(given) or 'no base'}. Set {expected}"
             )
         for name, one in self.specialists.items():
             if one.model is not None and one.steps is not None:
@@ -164,16 +164,16 @@ def check_models(recipe: FuserRecipe) -> None:
         )
 
 
-def encoder_of(recipe: FuserRecipe, own) -> Encoder:
-    """Return the Encoder of a recipe's specialists, with the base's tokenizer `own` and those of
+def encoder_of(recipe: FuserRecipe, tokenizer) -> Encoder:
+    """Return the Encoder of a recipe's specialists, with the base's `tokenizer` and those of
     given models.
     """
     if recipe.tokenizer is not None:
-        own = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")
+        tokenizer = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")
     tokenizers = []
     for name, one in recipe.specialists.items():
         if recipe.tokenizer or one.model is None:
-            tokenizers.append(own)
+            tokenizers.append(tokenizer)
         else:
             tokenizers.append(ranks.load_tokenizer(one.model, f"specialists.{name}.model"))
     templates = [one.template for one in recipe.specialists.values()]

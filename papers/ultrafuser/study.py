@@ -102,7 +102,7 @@ def _named(name: str) -> Iterator[None]:
         raise ValueError(f"domains.{name}: {error}") from error
 
 
-def _where(domain: Domain, place: int, row: Mapping) -> str:
+def _where(domain: Domain, index: int, row: Mapping) -> str:
     """Return a row's position in its file; rows have been shuffled, so it is searched for."""
     for of in (*domain.listed(), *domain.listed("held_out")):
         if of.source in SOURCES:
@@ -110,7 +110,7 @@ def _where(domain: Domain, place: int, row: Mapping) -> str:
         for number, one in enumerate(data.read_rows(of.source, of.split), 1):
             if dict(one) == data.one_form(row):
                 return f"example {number} of {of.source!r}"
-    return f"example {place + 1} of {str(domain)!r}"
+    return f"example {index + 1} of {str(domain)!r}"
 
 
 def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
@@ -127,7 +127,7 @@ def sources(recipe: FuserRecipe) -> list[str]:
 MODEL = "model"  # in OUT: a link to the model of the last `run`
 
 
-class Stages(KeptStages):
+class UltrafuserStages(KeptStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 2
@@ -468,8 +468,8 @@ class Stages(KeptStages):
     def _course(self, trained: trainers.TrainingResult) -> dict:
         return course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
 
-    def _loss(self, *found: list) -> dict:
-        return loss_of(*found) | {"rows": self.counts}
+    def _loss(self, *measured: list) -> dict:
+        return loss_of(*measured) | {"rows": self.counts}
 
     @property
     def _base_text(self) -> list[str]:
@@ -494,7 +494,9 @@ class Stages(KeptStages):
         """
         rows = self.part(part)
         if domain is not None:
-            rows = rows.select([place for place, own in enumerate(rows["domain"]) if own == domain])
+            rows = rows.select(
+                [index for index, value in enumerate(rows["domain"]) if value == domain]
+            )
         return fuser_training.single_rows(rows, number)
 
     def _sampler(self, training: Training, balanced: bool):
@@ -597,7 +599,7 @@ def run(
     model = Path(out) / MODEL
     if model.exists() and not model.is_symlink():
         raise ValueError(f"{MODEL} in {str(out)!r} exists and is not a link. Choose another folder")
-    stages = Stages(recipe, out, seed=seed, say=say)
+    stages = UltrafuserStages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     results = [*map(stages.specialist, stages.names)]
     if recipe.two_stage:

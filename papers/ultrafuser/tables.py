@@ -15,7 +15,7 @@ from papers.engine.compare import signed
 from papers.engine.domains import DomainReport
 from papers.engine.tables import Command, Run, each
 from papers.ultrafuser import weights_study
-from papers.ultrafuser.study import Stages
+from papers.ultrafuser.study import UltrafuserStages
 
 GATE = "stage 1 alone, balanced"
 FULL = "two-stage, balanced"
@@ -26,7 +26,7 @@ TWO_STAGE = "two-stage"
 def _ablate(process: Run) -> dict:
     names = list(process.recipe.specialists)
 
-    def plan(stages: Stages):
+    def plan(stages: UltrafuserStages):
         for name in names:
             yield f"specialist {name}", stages.specialist(name)
         for name in names:
@@ -68,4 +68,4 @@ COMMANDS = {
         weights_study.GateWeights,
     ),
 }
-run = functools.partial(tables.run, COMMANDS, Stages)
+run = functools.partial(tables.run, COMMANDS, UltrafuserStages)

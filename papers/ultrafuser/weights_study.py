@@ -16,7 +16,7 @@ from papers.engine.domains import places_of
 from papers.engine.plots import cycle, figure_of, legend_below
 from papers.engine.tables import Finding, columns_of, over_seeds, spread
 from papers.ultrafuser.recipe import FuserRecipe
-from papers.ultrafuser.study import Stages
+from papers.ultrafuser.study import UltrafuserStages
 
 
 def losses(report):
@@ -164,7 +164,7 @@ def measure(process, rows: int | None) -> dict:
     default all.
     """
     recipe = process.recipe
-    first: Stages = process.all[0]
+    first: UltrafuserStages = process.all[0]
     places = places_of(first.counts)
     folders = []
     means = []
@@ -176,8 +176,8 @@ def measure(process, rows: int | None) -> dict:
         weights = stages.weights(fused)
         means.append([])
         by_row.append([])
-        for domain, place in places.items():
-            of_domain = weights[place][:rows]
+        for domain, span in places.items():
+            of_domain = weights[span][:rows]
             all_tokens = list(itertools.chain(*of_domain))
             tokens[domain] = len(all_tokens)
             means[-1].append(_mean(all_tokens))

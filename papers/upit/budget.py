@@ -26,7 +26,7 @@ from moe_runtime.methods.upit.experts import saved_experts
 from papers.engine.domains import Judged
 from papers.engine.tables import Report, Run, against
 from papers.upit import study
-from papers.upit.study import Pool
+from papers.upit.study import ExpertPool
 
 SFT = "SFT"
 SWA = "SFT, SWA"
@@ -38,7 +38,7 @@ EQUAL = f"{UPIT}, two equal schedules"
 BRANCHES = f"{UPIT}, an expert per domain"
 
 
-class Stages(study.Stages):
+class BudgetStages(study.UpitStages):
     """The stages of a study, with SWA and experts tuned on one domain each."""
 
     only: str | None = None  # the domain to tune on; None: all
@@ -56,7 +56,7 @@ class Stages(study.Stages):
             settings["only"] = self.only
         return settings
 
-    def branches(self) -> Pool:
+    def branches(self) -> ExpertPool:
         """Return an expert per domain: the last checkpoint of stage 1 on that domain's examples
         only.
         """
@@ -80,7 +80,7 @@ class Stages(study.Stages):
             tuned,
             make,
             holds="experts",
-            result=Pool,
+            result=ExpertPool,
         )
         return pool._replace(experts=[*map(str, last)])
 
@@ -125,7 +125,7 @@ def make(process: Run) -> dict:
     for changes in ({}, equal):
         process.all[0].change(**changes).check("ffn")
 
-    def plan(stages: Stages) -> Iterator[tuple[str, Judged]]:
+    def plan(stages: BudgetStages) -> Iterator[tuple[str, Judged]]:
         yield "base", stages.base()._replace(history=[])
         one = stages.change(**annealed)
         sft = one.change(ffn__sft__epochs=epochs).prepared("ffn")

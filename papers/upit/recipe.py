@@ -53,7 +53,7 @@ class Checkpoints(Node):
     which: Literal["back", "front", "uniform"] = "back"
 
 
-class Expansion(Node):
+class ExpansionSettings(Node):
     """Expert expansion (step 2)."""
 
     metric: Literal["cosine", "l2"] = "cosine"
@@ -79,7 +79,7 @@ class RouterInit(Node):
     vector_learning_rate: Number | None = None  # None: that of the experts
 
 
-class Form(Node):
+class ExpertForm(Node):
     """The training stages of one kind of expert: of the dense model, of experts with their vectors,
     of the MoE model.
     """
@@ -112,7 +112,7 @@ class Form(Node):
         return self.whole.change(**{name: getattr(self.post, name) for name in at_once})
 
 
-class LoraForm(Form):
+class LoraForm(ExpertForm):
     """The same with LoRA experts; the paper gives neither rank nor alpha."""
 
     rank: Count = 8
@@ -121,7 +121,7 @@ class LoraForm(Form):
     loramoe: Literal["top_k", "dense"] = "top_k"
 
 
-class Experts(Node):
+class UpitExperts(Node):
     """The MoE model's size, gate and balance loss (step 5)."""
 
     num_experts: int = 8
@@ -147,12 +147,12 @@ class UpitRecipe(Node):
     dtype: Dtype = "float32"
     max_length: Count = 2048
     domains: dict[str, PromptedDomain]
-    experts: Experts = Experts()
+    experts: UpitExperts = UpitExperts()
     checkpoints: Checkpoints = Checkpoints()
-    expansion: Expansion = Expansion()
+    expansion: ExpansionSettings = ExpansionSettings()
     seed_data: SeedData = SeedData()
     router: RouterInit = RouterInit()
-    ffn: Form | None = None
+    ffn: ExpertForm | None = None
     lora: LoraForm | None = None
     evaluations: Count = 4  # how often a training run computes the held-out loss
     seed: int = 0

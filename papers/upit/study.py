@@ -44,7 +44,7 @@ from papers.engine.domains import DomainStages, Judged
 from papers.upit.recipe import UpitRecipe
 
 
-class Pool(NamedTuple):
+class ExpertPool(NamedTuple):
     """Experts: checkpoints of one tuning run, and experts grown from them."""
 
     name: str
@@ -61,7 +61,7 @@ NAMES = {"ffn": "FFN", "lora": "LoRA"}
 DENSE = {"ffn": "SFT", "lora": "LoRA"}
 
 
-class Stages(DomainStages):
+class UpitStages(DomainStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 2
@@ -207,7 +207,7 @@ class Stages(DomainStages):
             holds="experts",
         )
 
-    def pool(self, form: str) -> Pool:
+    def pool(self, form: str) -> ExpertPool:
         """Return the recipe's number of experts (steps 1 and 2): checkpoints, and others grown."""
         r = self.recipe
         base = self.base()
@@ -259,7 +259,7 @@ class Stages(DomainStages):
             [prepared],
             make,
             holds="experts",
-            result=Pool,
+            result=ExpertPool,
         )
         experts = [str(self.out / name) for name in pool.experts[:m]]
         experts += [str(pool.folder / name) for name in pool.experts[m:]]
@@ -330,7 +330,7 @@ class Stages(DomainStages):
             **more,
         )
 
-    def buckets(self, form: str, pool: Pool) -> upit_buckets.Buckets:
+    def buckets(self, form: str, pool: ExpertPool) -> upit_buckets.Buckets:
         """Return the seed data, assigned by the experts' perplexity (step 3)."""
         seed_data = self.recipe.seed_data
         init = self._form(form).init
@@ -401,7 +401,7 @@ class Stages(DomainStages):
                 "may get. Use more seed data or a lower capacity"
             )
 
-    def routers(self, form: str, pool: Pool) -> router.Routers:
+    def routers(self, form: str, pool: ExpertPool) -> router.Routers:
         """Return experts and routing vectors, tuned on the experts' rows (step 4)."""
         dealt = self.buckets(form, pool)
         r = self.recipe
@@ -444,7 +444,7 @@ class Stages(DomainStages):
             result=kind,
         )
 
-    def upit(self, form: str, pool: Pool | None = None) -> Judged:
+    def upit(self, form: str, pool: ExpertPool | None = None) -> Judged:
         """Return UpIT's result: experts and vectors, assembled and tuned (step 5)."""
         self.check(form)
         pool = pool or self.pool(form)
@@ -638,7 +638,7 @@ def run(
     """Run the method for every kind of expert and report the results; return the base and the MoE
     models.
     """
-    stages = Stages(recipe, out, seed=seed, say=say)
+    stages = UpitStages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     for form in recipe.forms:
         stages.check(form)

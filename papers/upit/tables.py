@@ -19,7 +19,7 @@ from papers.engine import domains, plots, tables
 from papers.engine.domains import DomainReport, Routed
 from papers.engine.tables import Command, Entry, Run, against
 from papers.upit import budget
-from papers.upit.budget import Stages
+from papers.upit.budget import BudgetStages
 from papers.upit.recipe import UpitRecipe
 from papers.upit.study import NAMES, STARTS
 
@@ -34,8 +34,8 @@ class UpitReport(DomainReport):
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
         columns = super().columns()
-        place = columns.index(("trained", "right"))
-        return [*columns[:place], ("per token", "right"), *columns[place:]]
+        position = columns.index(("trained", "right"))
+        return [*columns[:position], ("per token", "right"), *columns[position:]]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         *row, trained, seconds = super()._row(entry)
@@ -47,7 +47,7 @@ def _main(process: Run) -> dict:
     for form in forms:
         process.all[0].check(form)
 
-    def plan(stages: Stages):
+    def plan(stages: BudgetStages):
         yield "base", stages.base()
         for form in forms:
             copied = stages.upcycled if form == "ffn" else stages.loramoe
@@ -130,4 +130,4 @@ COMMANDS = {
         report=UpitReport,
     ),
 }
-run = functools.partial(tables.run, COMMANDS, Stages)
+run = functools.partial(tables.run, COMMANDS, BudgetStages)

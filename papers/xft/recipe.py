@@ -18,22 +18,22 @@ from moe_runtime.hf.training.settings import AnyNumber, Count, Fraction, Node, S
 from moe_runtime.io.rows import BUILT_IN
 from moe_runtime.methods.xft.presets import PRESETS
 from papers.engine import recipe as recipes
-from papers.engine.recipe import Dtype, Pretrain, Prompt, Rows, Sources, TrainOn
+from papers.engine.recipe import DataSplits, Dtype, Pretrain, Prompt, Sources, TrainOn
 
 # MoEConfig's fields set by the base
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")
 SETTINGS = {
     name: kind for name, kind in typing.get_type_hints(MoEConfig).items() if name not in OF_THE_BASE
 }
-Experts = create_model(
-    "Experts",
+XftExperts = create_model(
+    "XftExperts",
     __base__=Node,
     preset=(str | None, None),
     **{name: (AnyNumber if kind is float else kind, None) for name, kind in SETTINGS.items()},
 )
 
 
-class Data(Rows):
+class Data(DataSplits):
     """The data of an XFT run, and their prompt format."""
 
     train: Sources = BUILT_IN
@@ -113,7 +113,7 @@ def resolve_experts(values: dict) -> dict:
     """Return MoEConfig's settings of `values`, completed by their preset if any; raises ValueError
     for invalid ones.
     """
-    values = Experts.from_dict(values).model_dump(exclude_unset=True)
+    values = XftExperts.from_dict(values).model_dump(exclude_unset=True)
     preset = values.pop("preset", None)
     if preset is not None:
         check_choice("preset", preset, tuple(PRESETS))

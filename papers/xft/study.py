@@ -34,7 +34,7 @@ from moe_runtime.modules.moe import Router
 from moe_runtime.ops.merging import mixing
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import domains_key, joined_rows, standard_library_pairs
-from papers.engine.stages import KeptStages, Result, course_of, loss_of, sizes_of
+from papers.engine.stages import KeptStages, StageResult, course_of, loss_of, sizes_of
 from papers.xft.recipe import Recipe, check_shared, resolve_experts
 
 # built-in sources of three domains, also used to train the base
@@ -44,7 +44,7 @@ SOURCES = {data.BUILT_IN: standard_library_pairs} | {
 }
 
 
-class Stages(KeptStages):
+class XftStages(KeptStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 3
@@ -83,7 +83,7 @@ class Stages(KeptStages):
         counts = read_json(self.out / f"data-{self._key}" / "rows.json")
         return counts["domains"].get(part, [0] * count)
 
-    def by_domain(self, result: Result) -> Result:
+    def by_domain(self, result: StageResult) -> StageResult:
         """Return a result with held-out rows ordered by domain, as tables with a column per domain
         require.
         """
@@ -110,7 +110,7 @@ class Stages(KeptStages):
             return stage_rows.domain_documents(pretrain, self.domains)
         return stage_rows.documents(pretrain)
 
-    def base(self) -> Result:
+    def base(self) -> StageResult:
         """Return the dense model that all others start from: pre-trained here, or the recipe's, as
         safetensors.
         """
@@ -143,7 +143,7 @@ class Stages(KeptStages):
 
         return self._stage("base", "base", settings, [], make, seed=0)
 
-    def sft(self, steps: int | None = None, averages: bool = False, **changes) -> Result:
+    def sft(self, steps: int | None = None, averages: bool = False, **changes) -> StageResult:
         """Return the baseline: the dense base tuned by the recipe's `sft`, optionally with other
         `steps` or `changes`.
 
@@ -191,7 +191,7 @@ class Stages(KeptStages):
             callbacks,
         )
 
-    def average(self, sft: Result, kind: str) -> Result:
+    def average(self, sft: StageResult, kind: str) -> StageResult:
         """Return an average, "ema" or "swa", of the weights over the steps of an SFT run with
         `averages`.
         """
@@ -210,7 +210,7 @@ class Stages(KeptStages):
             make,
         )
 
-    def moe(self, by_domain: bool = False, **moe_settings) -> Result:
+    def moe(self, by_domain: bool = False, **moe_settings) -> StageResult:
         """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned,
         optionally `routed_by_domain`.
         """
@@ -256,7 +256,7 @@ class Stages(KeptStages):
 
         return self._stage("moe", "moe", settings, [base], make)
 
-    def mix(self, moe: Result, shared_rate: float | None = None) -> Result:
+    def mix(self, moe: StageResult, shared_rate: float | None = None) -> StageResult:
         """Return the merged dense model with trained mixing coefficients.
 
         They are learned on the rows that the MoE model was tuned on, or on the recipe's `mix_rows`.
@@ -288,7 +288,7 @@ class Stages(KeptStages):
         settings = self._settings(training) | {"shared_rate": rate, "soup": False}
         return self._stage("mix", "xft", settings, [moe], make)
 
-    def merge(self, moe: Result, shared_rate: float | None = None) -> Result:
+    def merge(self, moe: StageResult, shared_rate: float | None = None) -> StageResult:
         """Merge a tuned MoE model without training, with INIT's coefficients."""
         rate = self._rate(shared_rate)
 
@@ -304,7 +304,7 @@ class Stages(KeptStages):
         check_shared_rate(rate)
         return rate
 
-    def ewa(self) -> Result:
+    def ewa(self) -> StageResult:
         """Return the dense mean of experts averaged after every step; see
         methods.xft.baselines.to_ewa.
         """
@@ -371,7 +371,7 @@ class Stages(KeptStages):
         return course | self._judge(folder)
 
     def _merge(
-        self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None
+        self, moe: StageResult, target: Path, shared_rate: float | None = None, alpha=None
     ) -> list:
         """Merge a tuned MoE model to the dense model `target`, on rank 0; return the coefficients
         [L][E].
@@ -474,13 +474,13 @@ class Stages(KeptStages):
 
 def run(
     recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, say=print
-) -> list[Result]:
+) -> list[StageResult]:
     """Run the whole method and report the results; return the base, the MoE model, its INIT merge
     and the learned merge.
 
     `seed` is the recipe's unless given. The last result's folder is the dense model.
     """
-    stages = Stages(recipe, out, seed=seed, say=say)
+    stages = XftStages(recipe, out, seed=seed, say=say)
     check_shared(stages.recipe)
     base = stages.base()
     moe = stages.moe()

@@ -23,7 +23,7 @@ from papers.engine import plots, tables
 from papers.engine.domains import DomainReport
 from papers.engine.tables import Command, Report, Run, against, best, different, each, verdict
 from papers.xft.recipe import Recipe, check_shared, resolve_experts
-from papers.xft.study import Stages
+from papers.xft.study import XftStages
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TIMES = (0.5, 1.0, 2.0)  # learning rates of `overfit`, as multiples of the recipe's tune
@@ -35,7 +35,7 @@ XFT = "XFT"
 
 
 def _table1(process: Run) -> dict:
-    def plan(stages: Stages):
+    def plan(stages: XftStages):
         yield "base", stages.base()
         yield SFT, stages.sft()
         yield EWA, stages.ewa()
@@ -57,7 +57,7 @@ def _ablate_gate(process: Run) -> dict:
         "no shared expert (softmax_topk)": "softmax_topk",
     }
 
-    def plan(stages: Stages):
+    def plan(stages: XftStages):
         yield SFT, stages.sft()
         yield f"{MOE} ({full})", stages.moe()
         for name, gate in others.items():
@@ -75,7 +75,7 @@ def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
     for rate in shared_rates:
         names[rate] = f"{XFT}, lambda {rate:g}"
 
-    def plan(stages: Stages):
+    def plan(stages: XftStages):
         yield SFT, stages.sft()
         moe = stages.moe()
         yield MOE, moe
@@ -96,7 +96,7 @@ def _overfit(process: Run) -> dict:
     kinds = (XFT, SFT, "EMA", "SWA")
     rates = {}  # name -> learning rate
 
-    def plan(stages: Stages):
+    def plan(stages: XftStages):
         for times in TIMES:
             learning_rate = times * tuned_at
             at = stages.change(tune__learning_rate=learning_rate)
@@ -178,7 +178,7 @@ def _mix_rows(process: Run) -> dict:
     ):
         routings["domain"] = True
 
-    def plan(stages: Stages):
+    def plan(stages: XftStages):
         stages = stages.change(mix_rows=None)
         fewer = stages.change(mix_rows=max(len(stages.train_rows) // HELD_BACK, 1))
         sft = stages.sft(learning_rate=recipe.tune.learning_rate, averages=True)
@@ -280,4 +280,4 @@ COMMANDS = {
         report=DomainReport,
     ),
 }
-run = functools.partial(tables.run, COMMANDS, Stages)
+run = functools.partial(tables.run, COMMANDS, XftStages)

@@ -15,7 +15,7 @@ import torch
 
 from moe_runtime.bench import bench_qlora, bench_step, clock, goals, machine, report, shapes
 from moe_runtime.bench.bench_cuda import KERNELS
-from moe_runtime.bench.bench_layer import Layer
+from moe_runtime.bench.bench_layer import LayerVariants
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.tools import tune
 
@@ -109,7 +109,7 @@ def test_a_lost_context_names_its_variant(gpu):
         gpu["lost"] = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with pytest.raises(clock.ContextLost, match="bad broke the CUDA context: Runtime") as lost:
+    with pytest.raises(clock.VariantCrashed, match="bad broke the CUDA context: Runtime") as lost:
         measure(
             {
                 "floor": lambda: 0,
@@ -227,7 +227,7 @@ def test_variants_of_a_layer_agree(dtype):
     """Variants that are timed side by side compute the same output and gradient of x, up to
     rounding.
     """
-    layer = Layer(shapes.TINY["tiny"], dtype)
+    layer = LayerVariants(shapes.TINY["tiny"], dtype)
     variants = layer.variants({}) | {"official": layer.official()}
     assert {"transformers batched_mm", "torch grouped_mm"} <= variants.keys()
     want = layer.ours().detach()

@@ -43,7 +43,7 @@ def file_of(path: Path, rows: dict, **info) -> Path:
     return path
 
 
-def compared(tmp_path, a: dict, b: dict) -> compare.Comparison:
+def compared(tmp_path, a: dict, b: dict) -> compare.FileComparison:
     """Compare two files of one benchmark."""
     one = file_of(tmp_path / "a.json", {"bench_x[a]": a})
     return compare.compare(one, file_of(tmp_path / "b.json", {"bench_x[a]": b}))

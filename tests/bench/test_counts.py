@@ -21,7 +21,7 @@ def test_saved_bytes_counts_storages_once_and_skips_weights():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ours_saves_at_most_the_formula_and_less_than_others(dtype):
-    layer = bench_layer.Layer(
+    layer = bench_layer.LayerVariants(
         shapes.Shape(
             96,
             64,
@@ -48,7 +48,7 @@ def test_ours_saves_at_most_the_formula_and_less_than_others(dtype):
 
 def test_flops_of_a_tuning_step_are_those_of_its_products():
     size = shapes.TUNING_TINY["tiny"]
-    tuned = bench_xft.Tuned(size, torch.float32)
+    tuned = bench_xft.XftModel(size, torch.float32)
     with FlopCounterMode(display=False) as counter:
         tuned.step_of("official")()
     # the counter sees the router, but not attention on the CPU

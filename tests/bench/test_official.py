@@ -103,7 +103,7 @@ def test_matches_the_formulas_of_the_released_code():
 def test_a_tuning_step_is_the_same_with_every_implementation():
     def step(name: str):
         """Return the loss, and for each parameter its change and its average gradient."""
-        tuned = bench_xft.Tuned(shapes.TUNING_TINY["tiny"], torch.float32)
+        tuned = bench_xft.XftModel(shapes.TUNING_TINY["tiny"], torch.float32)
         parameters = dict(tuned.model.named_parameters())
         before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
         loss = tuned.step_of(name)().item()
@@ -113,7 +113,7 @@ def test_a_tuning_step_is_the_same_with_every_implementation():
             moved[key] = parameter.detach() - before[key], states[parameter]["exp_avg"]
         return loss, moved
 
-    names = list(bench_xft.Tuned(shapes.TUNING_TINY["tiny"], torch.float32).blocks)
+    names = list(bench_xft.XftModel(shapes.TUNING_TINY["tiny"], torch.float32).blocks)
     assert len(names) == 4
     loss, moved = step("moe_runtime")
     for name in names:

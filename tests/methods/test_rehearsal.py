@@ -118,7 +118,8 @@ def _check(recipe, name: str, base, last, out) -> None:
         return
     ids = AutoTokenizer.from_pretrained(next(out.glob("data-*")) / "tokenizer")
     part = {"xft": "train", "esft": "code-train", "upit": "code-train"}[recipe.method]
-    stages = importlib.import_module(f"papers.{recipe.method}.study").Stages(
+    study = importlib.import_module(f"papers.{recipe.method}.study")
+    stages = getattr(study, f"{recipe.method.title()}Stages")(
         "mine.yaml", out, say=lambda text: None
     )
     assert re.match(

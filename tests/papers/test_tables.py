@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from papers.cli import app
 from papers.cli_tables import TABLES
 from papers.engine.tables import Entry, Report
-from papers.xft.study import Result
+from papers.xft.study import StageResult
 
 ALL = [f"{method} {table.name}" for method, tables in TABLES.items() for table in tables]
 
@@ -24,7 +24,7 @@ def invoke(*arguments):
 
 def report_of(command: str) -> Report:
     """Return made-up numbers, since the test is about the command line."""
-    result = Result(
+    result = StageResult(
         name="SFT",
         folder=Path("sft-0/model"),
         loss=1.5,

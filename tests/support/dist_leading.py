@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods.xft import folders as xft_folders
 from papers.engine import stages
-from papers.xft.study import Stages
+from papers.xft.study import XftStages
 
 
 def error_of(call) -> str:
@@ -41,7 +41,7 @@ def main(out: str) -> None:
     moe = SimpleNamespace(folder=out / "none")
     found = {
         "merge": error_of(
-            lambda: Stages._merge(
+            lambda: XftStages._merge(
                 SimpleNamespace(),
                 moe,
                 out / "dense",
@@ -50,7 +50,7 @@ def main(out: str) -> None:
     }
     xft_folders.merge_folder = full
     found["full disk"] = error_of(
-        lambda: Stages._merge(
+        lambda: XftStages._merge(
             SimpleNamespace(),
             moe,
             out / "dense",
@@ -58,7 +58,7 @@ def main(out: str) -> None:
     )
     xft_folders.merge_folder = lacks
     found["other"] = error_of(
-        lambda: Stages._merge(
+        lambda: XftStages._merge(
             SimpleNamespace(),
             moe,
             out / "dense",

@@ -54,7 +54,8 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
     """Return the stages' results, the steps where their trainings started, and the types of their
     parameters.
     """
-    stages = importlib.import_module(f"papers.{method}.study").Stages(
+    study = importlib.import_module(f"papers.{method}.study")
+    stages = getattr(study, f"{method.title()}Stages")(
         recipe,
         out,
         say=say,

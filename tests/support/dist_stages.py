@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from moe_runtime.hf.training import fit as trainers
 from papers.xft.recipe import load_recipe
-from papers.xft.study import Stages
+from papers.xft.study import XftStages
 
 torch.set_num_threads(1)
 
@@ -68,7 +68,7 @@ def main(out: str, engine: str, recipe: str, *names: str) -> None:
         said.append(text)
         print(text, flush=True)  # to the log that a failed launch prints
 
-    stages = Stages(load_recipe(recipe), Path(out, "out"), say=say)
+    stages = XftStages(load_recipe(recipe), Path(out, "out"), say=say)
     results = {}
     for name in names:
         results[name] = stages.mix(results["moe"]) if name == "mix" else getattr(stages, name)()

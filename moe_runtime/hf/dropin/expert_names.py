@@ -58,22 +58,22 @@ def matrices_of(model: nn.Module, stacks: Mapping[str, Sequence[int]]) -> dict[s
         rows = torch.arange(start, stop, device="cpu")
         stand_ins[stack] = rows.view(shape[0], ROWS, 1)
         start = stop
-    # an expert's number over all stacks -> rows and place of its published matrices
+    # an expert's number over all stacks -> rows and location of its published matrices
     matrices = {}
     for name, tensor in published(model, stand_ins).items():
         is_stack = tensor.dim() == 3
         for i, matrix in enumerate(tensor if is_stack else tensor[None]):
             rows = matrix.flatten().tolist()
-            place = (name, i if is_stack else None)
+            location = (name, i if is_stack else None)
             if matrix.shape[1] == 1:
-                matrices.setdefault(rows[0] // ROWS, []).append((rows, place))
+                matrices.setdefault(rows[0] // ROWS, []).append((rows, location))
     names = {}
     for stack, stand_in in stand_ins.items():
         experts = {}
         for e, expected in enumerate(stand_in.flatten(1).tolist()):
             parts = sorted(matrices.get(expected[0] // ROWS, ()))
             if [row for rows, _ in parts for row in rows] == expected:
-                experts[e] = [place for _, place in parts]
+                experts[e] = [location for _, location in parts]
         if len(experts) == len(stand_in):
             names[stack] = experts
     return names

@@ -121,12 +121,12 @@ class SelectedHalf(nn.Module):
         self.shape = weight.shape
         self.dim = 0 if is_a else 1
         self.out_features, self.in_features = weight.shape  # as in nn.Linear, which it replaces
-        place = torch.arange(weight.shape[self.dim], device=weight.device)
+        positions = torch.arange(weight.shape[self.dim], device=weight.device)
         if is_a:
-            place = place.view(num_experts, -1)[list(ids)]
+            positions = positions.view(num_experts, -1)[list(ids)]
         else:
-            place = place.view(-1, num_experts)[:, list(ids)]
-        self.register_buffer("index", place.flatten(), persistent=False)
+            positions = positions.view(-1, num_experts)[:, list(ids)]
+        self.register_buffer("index", positions.flatten(), persistent=False)
         self.selected = nn.Parameter(weight.index_select(self.dim, self.index))
 
     @property

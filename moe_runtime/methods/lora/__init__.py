@@ -185,14 +185,14 @@ def _check_routers(
     not support.
     """
     shape = None
-    want = (layers, config.num_routed_experts, config.hidden_size)
+    expected = (layers, config.num_routed_experts, config.hidden_size)
     if vectors is not None:
         shape = tuple(getattr(vectors, "shape", ())) or type(vectors).__name__
     is_float = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-    fits = shape is None or (shape == want and form == "block" and config.router == "linear")
+    fits = shape is None or (shape == expected and form == "block" and config.router == "linear")
     if not is_float or not fits or (config.recompute and form == "linear"):
         raise ValueError(
-            f"Expected a floating torch.dtype or None, vectors {want} for a 'linear' router if "
+            f"Expected a floating torch.dtype or None, vectors {expected} for a 'linear' router if "
             f"any, and neither vectors nor recompute for form 'linear', but dtype is {dtype!r}, "
             f"form is {form!r}, router is {config.router!r}, recompute is {config.recompute}, "
             f"vectors is {shape}"

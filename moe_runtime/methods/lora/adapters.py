@@ -80,9 +80,9 @@ def save_single(
         check_expert(expert, layer.num_experts)
         config = _config(layer, base_model) | {"target_modules": list(layer.targets)}
         for target in layer.targets:
-            place = f"{PREFIX}{name}.{target}"
-            tensors[place + HALVES[0]] = layer.lora_a[target][expert]
-            tensors[place + HALVES[1]] = layer.lora_b[target][expert].t()
+            key = f"{PREFIX}{name}.{target}"
+            tensors[key + HALVES[0]] = layer.lora_a[target][expert]
+            tensors[key + HALVES[1]] = layer.lora_b[target][expert].t()
     write_adapter(folder, tensors, config, overwrite)
 
 

@@ -98,10 +98,10 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     config = read_json(folder / CONFIG)
     tensors = read_tensors(folder)
     _check_config(config, folder / CONFIG)
-    found, whole = _found(model, config, tensors, folder)
-    reverse = _reversed(folder, config, found)
+    all_halves, whole = _found(model, config, tensors, folder)
+    reverse = _reversed(folder, config, all_halves)
     pairs = {}
-    for name, halves in found.items():
+    for name, halves in all_halves.items():
         rank, scaling = _rank(config, name)
         a, b = halves.unpacked(reverse)
         if [b.shape[-2], a.shape[-1]] != halves.size or not a.shape[-2] == b.shape[-1] == rank:
@@ -111,7 +111,7 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
                 f"{halves.size}, as {name} of the base"
             )
         pairs[name] = AdapterPair(a, b, scaling, halves.transposed)
-    keys = {name: halves.key for name, halves in found.items()}
+    keys = {name: halves.key for name, halves in all_halves.items()}
     return PeftAdapter(folder, config, pairs, whole, keys, reverse)
 
 
@@ -144,33 +144,33 @@ def _found(
 ) -> tuple[dict[str, _Halves], dict[str, torch.Tensor]]:
     """Return an adapter's pairs and whole tensors, by the names of the parameters of `model`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = {}
+    all_halves = {}
     odd = []
     for key in [key for key in tensors if key.endswith(HALVES[0])]:
-        place = key.removesuffix(HALVES[0])
-        name = _parameter_of(model, config, place.removeprefix(PREFIX))
+        pair_key = key.removesuffix(HALVES[0])
+        name = _parameter_of(model, config, pair_key.removeprefix(PREFIX))
         a = tensors.pop(key)
-        b = tensors.pop(place + HALVES[1], torch.empty(0))
+        b = tensors.pop(pair_key + HALVES[1], torch.empty(0))
         are_matrices = a.dim() == b.dim() == 2 and a.is_floating_point() and b.is_floating_point()
-        if name is None or name in found or not are_matrices or not key.startswith(PREFIX):
+        if name is None or name in all_halves or not are_matrices or not key.startswith(PREFIX):
             odd.append(key)
             continue
         module = model.get_submodule(name.rpartition(".")[0])
         transposed = parameters[name].dim() == 3 and getattr(module, "is_transposed", False)
-        found[name] = _Halves(place, parameters[name], transposed, a, b)
+        all_halves[name] = _Halves(pair_key, parameters[name], transposed, a, b)
         # PEFT also saves the frozen weight of a head that has a pair
         tensors.pop(f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight", None)
     whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
     for key, tensor in whole.items():
         if key not in parameters or parameters[key].shape != tensor.shape:
             odd.append(key)
-    if odd or not found:
+    if odd or not all_halves:
         raise ValueError(
             f"{folder / WEIGHTS} has {odd[0] if odd else 'no pair'}, but must have lora_A.weight "
             f"and lora_B.weight of linear layers or of the target_parameters in {folder / CONFIG}, "
             f"for a {type(model).__name__} like the base"
         )
-    return found, whole
+    return all_halves, whole
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
@@ -195,9 +195,9 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> str | None:
-    """Return the name of the parameter that a pair at `place` changes, or None."""
-    path = place
+def _parameter_of(model: nn.Module, config: Mapping[str, Any], pair_path: str) -> str | None:
+    """Return the name of the parameter that a pair at `pair_path` changes, or None."""
+    path = pair_path
     while path.endswith(".base_layer"):
         path = path.removesuffix(".base_layer")
     try:
@@ -205,14 +205,14 @@ def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> st
     except AttributeError:
         return None
     if isinstance(module, nn.Linear):
-        return f"{path}.weight" if path == place else None
+        return f"{path}.weight" if path == pair_path else None
     targets = config.get("target_parameters") or []
     chain = []
     for parameter, _ in module.named_parameters(recurse=False):
         name = f"{path}.{parameter}"
         if any(name == target or name.endswith(f".{target}") for target in targets):
             chain.append(name)
-    outer = place.count(".base_layer") - path.count(".base_layer")
+    outer = pair_path.count(".base_layer") - path.count(".base_layer")
     return chain[-1 - outer] if outer < len(chain) else None
 
 
@@ -230,14 +230,14 @@ def _rank(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _reversed(folder: Path, config: Mapping[str, Any], found: Mapping[str, _Halves]) -> bool:
+def _reversed(folder: Path, config: Mapping[str, Any], all_halves: Mapping[str, _Halves]) -> bool:
     """Return whether the file's pairs of stacks are reversed, by their sizes or, if all are square,
     by the version.
     """
     version = config.get("peft_version")
     by_size = set()
     by_version = set()
-    for halves in found.values():
+    for halves in all_halves.values():
         if halves.parameter.dim() != 3:
             continue
         out, size = halves.size

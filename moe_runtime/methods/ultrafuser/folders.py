@@ -225,9 +225,9 @@ def read(folder: str | os.PathLike, moved: Mapping[str, str | os.PathLike] = {})
                 f"Specialist {part.name!r} of {str(folder)!r} was not found at {part.path}. Put "
                 f"its folder there, or pass specialists={{{part.name!r}: its folder}}"
             )
-        for place in (Path(folder, TOKENIZERS, part.name), copied):
-            if (place / "tokenizer_config.json").is_file():
-                part.tokenizer = place
+        for source in (Path(folder, TOKENIZERS, part.name), copied):
+            if (source / "tokenizer_config.json").is_file():
+                part.tokenizer = source
     return saved
 
 

@@ -96,13 +96,15 @@ def fingerprint(model: nn.Module) -> str | None:
             return None
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        place = torch.arange(1, min(flat.numel(), CHUNK) // 8 + 2, device=flat.device)
+        positions = torch.arange(1, min(flat.numel(), CHUNK) // 8 + 2, device=flat.device)
         for start in range(0, flat.numel(), CHUNK):
             part = flat[start : start + CHUNK]
             if part.numel() % 8 or part.storage_offset() % 8:
                 part = F.pad(part, (0, -part.numel() % 8))
             part = part.view(torch.int64)
-            digest.update(str((int(part.sum()), int((part * place[: len(part)]).sum()))).encode())
+            digest.update(
+                str((int(part.sum()), int((part * positions[: len(part)]).sum()))).encode()
+            )
     return digest.hexdigest()
 
 
@@ -170,9 +172,9 @@ def names_of(specialists: Sequence[Any], names: Sequence[str] | None) -> tuple[s
     differ.
     """
     count = len(specialists)
-    found = names or [Path(path or "").name for path in paths_of(specialists)]
-    if len(found) == len(set(found)) == count and all(map(is_plain_name, found)):
-        return tuple(found)
+    candidates = names or [Path(path or "").name for path in paths_of(specialists)]
+    if len(candidates) == len(set(candidates)) == count and all(map(is_plain_name, candidates)):
+        return tuple(candidates)
     if names:
         raise ValueError(
             f"names must be different words, one for each of the {count} specialists, but got "

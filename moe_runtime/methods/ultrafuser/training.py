@@ -49,8 +49,8 @@ class BalancedSampler(Sampler[int]):
 
     def __init__(self, domains: Sequence, *, rounds: int | None = None, seed: int = 0):
         places: dict = {}
-        for place, domain in enumerate(domains):
-            places.setdefault(domain, []).append(place)
+        for index, domain in enumerate(domains):
+            places.setdefault(domain, []).append(index)
         self.names = tuple(sorted(places, key=str))
         self.places = [torch.tensor(places[name]) for name in self.names]
         self.rounds = rounds or max(map(len, self.places))
@@ -86,20 +86,20 @@ def encode_rows(
     limit: int | None = None,
     *,
     without: Iterable[Sequence[Sequence[int]]] = (),
-    where: Callable[[int, Mapping], str] = lambda place, row: f"example {place + 1}",
+    where: Callable[[int, Mapping], str] = lambda index, row: f"example {index + 1}",
 ) -> "Dataset":
     """Encode the first `limit` rows of prompt and completion, or messages, for every specialist;
     return a datasets.Dataset.
 
     The first answer of a chat is the response, all before it the prompt. A response is cut so that
     it and the longest prompt fit into `max_length`; a row is dropped if its prompt leaves no room,
-    or is among `without`, the prompt_ids of held-out rows. `where(place, row)` names a row in
+    or is among `without`, the prompt_ids of held-out rows. `where(index, row)` names a row in
     errors.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
     dropped = 0
-    for place, row in enumerate(map(one_form, rows)):
+    for index, row in enumerate(map(one_form, rows)):
         if len(columns["response_ids"]) == limit:
             break
         try:
@@ -107,7 +107,7 @@ def encode_rows(
             prompts = encoder.prompt(prompt)
             answer = encoder.answer(response)
         except ValueError as error:
-            raise ValueError(f"{where(place, row)}: {error}") from error
+            raise ValueError(f"{where(index, row)}: {error}") from error
         answer = answer[: max(max_length - max(map(len, prompts)), 0)]
         if known and _key(prompts) in known:
             dropped += 1
@@ -265,6 +265,6 @@ def gate_weights(
     def take(model, batch: dict) -> list[list[list[float]]]:
         counts = (batch.pop("labels") != -100).sum(1).tolist()
         weight = model(**batch).gate_weight.float().cpu()
-        return [own[:count].tolist() for own, count in zip(weight, counts, strict=True)]
+        return [row[:count].tolist() for row, count in zip(weight, counts, strict=True)]
 
     return each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)

@@ -198,24 +198,24 @@ class _Made:
         """Return the target's tensors for a key of the experts; a stack comes with its first part,
         the others give none.
         """
-        place = families.locate_key(self.family, key)
-        if place is None and self.source is not None:
+        mlp_key = families.locate_key(self.family, key)
+        if mlp_key is None and self.source is not None:
             return {key: self.source.get(key)}
-        if place is None:
+        if mlp_key is None:
             return {key: self._mean(key)}
-        if place.part > 0:
+        if mlp_key.part > 0:
             return {}
-        layer = place.layer
+        layer = mlp_key.layer
         bias = self.moe.bias
-        parts = families.mlp_keys(self.family, layer, bias)[place.name]
+        parts = families.mlp_keys(self.family, layer, bias)[mlp_key.name]
         sizes = [self.specs[part].shape[0] for part in parts]
         spec = self.specs[key]
         stack = torch.empty(len(self.opened), sum(sizes), *spec.shape[1:], dtype=spec.dtype)
         for expert, row in zip(self.opened, stack, strict=True):
             for part, rows in zip(parts, row.split(sizes), strict=True):
                 rows.copy_(_finite(expert.get(part), part, expert))
-        tensors = {families.expert_keys(self.family, layer, bias)[place.name]: stack}
-        if place.name == "down_proj":
+        tensors = {families.expert_keys(self.family, layer, bias)[mlp_key.name]: stack}
+        if mlp_key.name == "down_proj":
             if self.vectors is None:
                 router = swap.draw_router(self.moe, self.seed, layer)["weight"]
             else:
@@ -259,8 +259,8 @@ def _assemble_adapters(
         for key in expert.keys():
             _finite(expert.get(key), key, expert)
     model = models.load_base(opened, device="cpu")
-    places = map(opened[0].locate, opened[0].keys())
-    layers = sorted({place.layer for place in places if place is not None})
+    mlp_keys = map(opened[0].locate, opened[0].keys())
+    layers = sorted({mlp_key.layer for mlp_key in mlp_keys if mlp_key is not None})
     rows = None if vectors is None else vectors[:, layers].transpose(0, 1).contiguous()
     to_lora_moe(
         model,

@@ -179,7 +179,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> None
     """Write a child unless it exists."""
     first = pool.experts[mix.parents[0]]
     child = {
-        "parents": [pool.prints[place] for place in mix.parents],
+        "parents": [pool.prints[parent] for parent in mix.parents],
         "base": pool.base_print,
         "mix": json.loads(json.dumps(mix._asdict())),
     }

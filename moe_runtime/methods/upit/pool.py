@@ -217,7 +217,7 @@ class Pool:
 
     def _walk(self, key: str, places: Sequence[int], with_base: bool) -> Iterator[_Rows]:
         """Read rows of a tensor of the experts at `places`, and of the base."""
-        sources = [self.experts[place] for place in places]
+        sources = [self.experts[e] for e in places]
         dtypes = [expert.spec(key).dtype for expert in sources]
         if with_base and self.base is not None:
             sources.append(self.base)

@@ -185,8 +185,8 @@ def routing_loss(logits: list[torch.Tensor], mask: torch.Tensor | None = None) -
     losses = F.softplus(-_stacked(logits))
     if mask is None:
         return losses.mean()
-    kept = (mask != 0).to(losses)
-    return (losses * kept).sum() / (len(logits) * kept.sum())
+    valid = (mask != 0).to(losses)
+    return (losses * valid).sum() / (len(logits) * valid.sum())
 
 
 def _stacked(logits: list[torch.Tensor]) -> torch.Tensor:

@@ -97,23 +97,23 @@ def _mlp_error(
 def _upcycle_key(
     job: Conversion, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int
 ) -> None:
-    place = families.locate_key(family, key)
-    if place is None or place.layer not in layers:
+    mlp_key = families.locate_key(family, key)
+    if mlp_key is None or mlp_key.layer not in layers:
         job.add(key, job.source.get(key))
         return job.read(key)
-    if place.part > 0:  # written with the first part
+    if mlp_key.part > 0:  # written with the first part
         return None
-    parts = families.mlp_keys(family, place.layer, moe.bias)[place.name]
+    parts = families.mlp_keys(family, mlp_key.layer, moe.bias)[mlp_key.name]
     weight = torch.cat([job.source.get(part) for part in parts])
     check_finite(weight, key, job.source.path)
     # expanded, not repeated: the writer copies it once
     job.add(
-        families.expert_keys(family, place.layer, moe.bias)[place.name],
+        families.expert_keys(family, mlp_key.layer, moe.bias)[mlp_key.name],
         weight.expand(moe.num_experts, *weight.shape),
     )
-    if place.name == "down_proj":
-        path = family.path.format(place.layer)
-        for name, router in swap.draw_router(moe, seed, place.layer).items():
+    if mlp_key.name == "down_proj":
+        path = family.path.format(mlp_key.layer)
+        for name, router in swap.draw_router(moe, seed, mlp_key.layer).items():
             job.add(f"{path}.gate.{name}", router.to(weight.dtype))
     return job.read(*parts)
 
@@ -123,8 +123,8 @@ def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequ
     total = 0
     dtypes = {}
     for key, spec in checkpoint.specs().items():
-        place = families.locate_key(family, key)
-        if place is None or place.layer not in layers:
+        mlp_key = families.locate_key(family, key)
+        if mlp_key is None or mlp_key.layer not in layers:
             total += spec.nbytes
         else:
             total += spec.nbytes * moe.num_experts

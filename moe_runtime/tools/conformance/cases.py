@@ -83,15 +83,15 @@ def route(d: Draw) -> Case:
 
     def product(v, backend):
         given = (v.get("noise"), v.get("bias"), backend, v.get("idx"))
-        found = routing.route(v["logits"], top_k, gate, *given)
-        return {"weight": found.topk_weight, "idx": found.topk_idx}
+        choice = routing.route(v["logits"], top_k, gate, *given)
+        return {"weight": choice.topk_weight, "idx": choice.topk_idx}
 
     # the op's own sum and sigmoid, in its precision, decide between numbers that nearly tie
     scores = sum(leaves.values())
     if "bias" in fixed:
         scores = scores.to(d.gate_dtype).sigmoid() + fixed["bias"]
 
-    def equation(v, got):
+    def equation(v, actual):
         total = v["logits"]
         if "noise" in v:  # the sum is rounded to the logits' dtype
             total = total + v["noise"]
@@ -111,7 +111,7 @@ def dispatched(d: Draw) -> Case:
     def product(v, backend):
         return dispatch.dispatch(v["ids"], E, backend)._asdict()
 
-    return Case({}, product, lambda v, got: oracle.dispatch(ids, E), {"ids": ids}, note=how)
+    return Case({}, product, lambda v, actual: oracle.dispatch(ids, E), {"ids": ids}, note=how)
 
 
 def grouped(d: Draw) -> Case:
@@ -146,7 +146,7 @@ def grouped(d: Draw) -> Case:
         )
         return {"y": y}
 
-    def equation(v, got):
+    def equation(v, actual):
         rows = []
         for e in range(E):
             is_frozen = is_separate and row_of[e] < 0
@@ -176,7 +176,7 @@ def combined(d: Draw) -> Case:
     def product(v, backend):
         return {"out": combine.combine(v["y"], v["weight"], v["slot_row"], backend)}
 
-    def equation(v, got):
+    def equation(v, actual):
         rows = v["y"][slot_row.long()].view(T, K, H)
         return {"out": (v["weight"][..., None] * rows).sum(1)}
 
@@ -242,7 +242,7 @@ def experts(d: Draw) -> Case:
                 rows[e] = v[f"{name}_trained"][row]
         return torch.stack(rows)
 
-    def equation(v, got):
+    def equation(v, actual):
         names = ("up_bias", "down_bias")
         both = {name: stack(v, name) for name in names}
         up, down = stack(v, "up"), stack(v, "down")
@@ -266,15 +266,15 @@ def layer(d: Draw) -> Case:
         stacks = ExpertStacks(
             v["up"], v["down"], **biases(v), activation=Activation(**form), shared=mode
         )
-        found = moe_layer.moe_layer(
+        output = moe_layer.moe_layer(
             v["x"], v["router"], stacks, top_k, gate, recompute=recompute, backend=backend
         )
-        return found._asdict()
+        return output._asdict()
 
-    def equation(v, got):
+    def equation(v, actual):
         logits = v["x"] @ v["router"].t()
         # the op's own logits decide between experts that are equal but for rounding
-        ids = oracle.best_experts(got["router_logits"], top_k, gate)
+        ids = oracle.best_experts(actual["router_logits"], top_k, gate)
         weight = oracle.gate_weights(logits, ids, gate)
         out = oracle.moe(v["x"], v["up"], v["down"], weight, ids, **biases(v), **form)
         return {"out": out, "router_logits": logits, "topk_weight": weight, "topk_idx": ids}
@@ -294,7 +294,7 @@ def merged(d: Draw) -> Case:
     def product(v, backend):
         return {"merged": merging.merge_experts(v["weight"], v["alpha"], backend=backend)}
 
-    def equation(v, got):
+    def equation(v, actual):
         return {"merged": sum(v["alpha"][e] * v["weight"][e] for e in range(E))}
 
     sums = max(E, leaves["weight"][0].numel())
@@ -318,19 +318,19 @@ def merged_layer(d: Draw) -> Case:
         alpha = v["alpha"].detach()
         given = merging.merge_experts(frozen, alpha, backend=backend) if is_given else None
         y = merging.merged_linear(v["x"], frozen, v["alpha"], given, v.get("bias"), backend=backend)
-        found = {"y": y}
+        results = {"y": y}
         if backend in ("triton", "cuda") and frozen.is_contiguous():
             for name, seen in (("same", alpha), ("new", alpha + 1)):
-                found[name] = torch.zeros_like(frozen[0])
-                merging.remerge_experts(found[name], frozen, alpha.float(), seen.float(), backend)
-        return found
+                results[name] = torch.zeros_like(frozen[0])
+                merging.remerge_experts(results[name], frozen, alpha.float(), seen.float(), backend)
+        return results
 
-    def equation(v, got):
+    def equation(v, actual):
         whole = torch.einsum("e,enk->nk", v["alpha"], weight.double())
-        found = {"y": v["x"] @ whole.t() + v.get("bias", 0)}
-        if "new" in got:
-            found |= {"same": torch.zeros_like(whole.detach()), "new": whole.detach()}
-        return found
+        results = {"y": v["x"] @ whole.t() + v.get("bias", 0)}
+        if "new" in actual:
+            results |= {"same": torch.zeros_like(whole.detach()), "new": whole.detach()}
+        return results
 
     sums = max(N * K, leaves["x"].numel())
     note = f"merged_linear, {'given' if is_given else 'made'}"
@@ -372,7 +372,7 @@ def lora_experts(d: Draw) -> Case:
         )
         return {"out": out}
 
-    def equation(v, got):
+    def equation(v, actual):
         whole = {}
         for name in PROJECTIONS:
             whole[name] = base[f"{name}_proj"].double().expand(E, -1, -1)
@@ -439,7 +439,7 @@ def frozen_experts(d: Draw) -> Case:
         whole = FrozenExperts(*held, *biases(v).values(), *pairs, Activation(**form))
         return {"out": frozen_mlp.frozen_mlp(v["x"], whole, v["weight"], v["ids"], backend)[0]}
 
-    def equation(v, got):
+    def equation(v, actual):
         whole = {name: mean.double() for name, mean in means.items()}
         for name in adapted:
             whole[name] = whole[name] + v[f"{name}_b"].transpose(1, 2) @ v[f"{name}_a"]
@@ -463,7 +463,7 @@ def gram(d: Draw) -> Case:
         stack = [*v["experts"]] if is_list else v["experts"]
         return {"gram": expansion.gram(stack, v.get("base"), backend=backend)}
 
-    def equation(v, got):
+    def equation(v, actual):
         rows = (v["experts"] - v.get("base", 0)).detach().reshape(n, -1)
         return {"gram": rows @ rows.t()}
 
@@ -494,17 +494,17 @@ def child(d: Draw) -> Case:
             parts.append(expansion.dare_merge(*part, **options, start=start, backend=backend))
         return {"child": torch.cat(parts).view(shape)}
 
-    def equation(v, got):
+    def equation(v, actual):
         scale = 1.0
         if options["rescale"] and drop < 1:
             scale = 1 / (1 - drop)
         base = fixed.get("base", torch.zeros(shape)).double()
         keeps = oracle.kept_by_dare(options["seed"], options["tensor"], P, drop)
-        found = base
+        total = base
         for name, weight, keep in zip(("first", "second"), weights, keeps, strict=True):
             delta = weight * scale * (fixed[name].double() - base)
-            found = found + torch.where(keep.view(shape), delta, 0.0)
-        return {"child": found}
+            total = total + torch.where(keep.view(shape), delta, 0.0)
+        return {"child": total}
 
     return Case({}, product, equation, fixed, 2, note=f"dare_merge drop {drop} cut {cut}")
 
@@ -537,7 +537,7 @@ def fused(d: Draw) -> Case:
         loss = fusion.fused_cross_entropy(*lists(v), v["gate"], v["labels"], **options)
         return {"loss": loss, "logits": fusion.fuse_logits(*lists(v), v["gate"])}
 
-    def equation(v, got):
+    def equation(v, actual):
         frozen = {n: t.double() for n, t in fixed.items() if n in parts}
         logits = oracle.fused_logits(*lists(frozen | v), v["gate"])
         return {"loss": oracle.cross_entropy(logits, labels, reduction), "logits": logits}

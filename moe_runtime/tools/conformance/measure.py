@@ -47,15 +47,15 @@ class Case:
 
 def _with_gradients(outputs: Tensors, leaves: Tensors, upstream: Tensors) -> Tensors:
     """Return the outputs, and as d<leaf> the gradients of their sum weighted by `upstream`."""
-    found = {name: t.detach().cpu() for name, t in outputs.items()}
+    results = {name: t.detach().cpu() for name, t in outputs.items()}
     roots = {name: t for name, t in outputs.items() if t.requires_grad}
     if not roots or not leaves:
-        return found
+        return results
     into = [upstream[name].to(t) for name, t in roots.items()]
     grads = torch.autograd.grad([*roots.values()], [*leaves.values()], into, allow_unused=True)
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        found[f"d{name}"] = torch.zeros_like(leaf).cpu() if grad is None else grad.cpu()
-    return found
+        results[f"d{name}"] = torch.zeros_like(leaf).cpu() if grad is None else grad.cpu()
+    return results
 
 
 def run(
@@ -75,7 +75,7 @@ def run(
 
 
 def _equation(
-    case: Case, got: Tensors, upstream: Tensors, nudge: float, rng: torch.Generator
+    case: Case, actual: Tensors, upstream: Tensors, nudge: float, rng: torch.Generator
 ) -> Tensors:
     """Return the oracle's results, each number of its inputs moved by +-`nudge` of itself."""
 
@@ -84,7 +84,7 @@ def _equation(
         return t.double() * (1 + nudge * signs.double())
 
     leaves = {name: near(t).requires_grad_() for name, t in case.leaves.items()}
-    outputs = case.oracle(leaves, got)
+    outputs = case.oracle(leaves, actual)
     return _with_gradients(outputs, leaves, {name: near(t) for name, t in upstream.items()})
 
 
@@ -93,57 +93,57 @@ class Allowance(NamedTuple):
     them.
     """
 
-    want: Tensors
+    expected: Tensors
     moved: Tensors
     ulp: float
     scales: dict[str, float]
 
 
-def allowance(case: Case, got: Tensors, upstream: Tensors) -> Allowance:
+def allowance(case: Case, actual: Tensors, upstream: Tensors) -> Allowance:
     """Return what the equation gives, and what rounding explains.
 
-    `got` tells the oracle which of several equal choices the op made.
+    `actual` tells the oracle which of several equal choices the op made.
     """
     rng = torch.Generator().manual_seed(22)
     ulp = case.unit + math.sqrt(case.sums) * torch.finfo(torch.float32).eps
     if all(t.dtype == torch.float64 for t in case.leaves.values()):
         ulp = math.sqrt(case.sums) * torch.finfo(torch.float64).eps
-    want = _equation(case, got, upstream, 0.0, rng)
-    near = [_equation(case, got, upstream, ulp, rng) for _ in range(PROBES)]
+    expected = _equation(case, actual, upstream, 0.0, rng)
+    near = [_equation(case, actual, upstream, ulp, rng) for _ in range(PROBES)]
     moved = {}
-    for name, true in want.items():
+    for name, true in expected.items():
         if true.is_floating_point():
             moved[name] = torch.stack([one[name] - true for one in near]).square().mean(0)
-    return Allowance(want, moved, ulp, case.scales)
+    return Allowance(expected, moved, ulp, case.scales)
 
 
-def errors(got: Tensors, allowed: Allowance) -> dict[str, float]:
+def errors(actual: Tensors, allowed: Allowance) -> dict[str, float]:
     """Return each result's largest error over its allowance; infinite for a wrong integer, shape or
     name, and for NaN.
     """
-    found = {}
-    for name in got.keys() | allowed.want.keys():
-        found[name] = math.inf
-        if name in got and name in allowed.want:
-            found[name] = _error(name, got[name], allowed)
-    return found
+    ratios = {}
+    for name in actual.keys() | allowed.expected.keys():
+        ratios[name] = math.inf
+        if name in actual and name in allowed.expected:
+            ratios[name] = _error(name, actual[name], allowed)
+    return ratios
 
 
-def _error(name: str, got: torch.Tensor, allowed: Allowance) -> float:
-    want = allowed.want[name]
-    if got.shape != want.shape or got.is_floating_point() != want.is_floating_point():
+def _error(name: str, actual: torch.Tensor, allowed: Allowance) -> float:
+    expected = allowed.expected[name]
+    if actual.shape != expected.shape or actual.is_floating_point() != expected.is_floating_point():
         return math.inf
     if name not in allowed.moved:
-        return 0.0 if torch.equal(got.long(), want.long()) else math.inf
-    if got.numel() == 0:
+        return 0.0 if torch.equal(actual.long(), expected.long()) else math.inf
+    if actual.numel() == 0:
         return 0.0
-    info = torch.finfo(got.dtype)
+    info = torch.finfo(actual.dtype)
     floor = allowed.scales.get(name, 0.0) * allowed.ulp
-    bound = allowed.moved[name] + (max(info.eps, allowed.ulp) * want).square()
+    bound = allowed.moved[name] + (max(info.eps, allowed.ulp) * expected).square()
     bound = bound + floor**2 + (info.tiny * info.eps) ** 2
-    error = (got.double() - want).square()
-    bound = bound.expand(want.shape)
-    if want.dim():
+    error = (actual.double() - expected).square()
+    bound = bound.expand(expected.shape)
+    if expected.dim():
         # slices along dimension 0, each of which has at least the mean allowance
         error = error.reshape(len(error), -1).sum(1)
         bound = bound.reshape(len(bound), -1).sum(1)
@@ -153,10 +153,10 @@ def _error(name: str, got: torch.Tensor, allowed: Allowance) -> float:
     return ratio / SLACK if math.isfinite(ratio) else math.inf
 
 
-def mismatches(got: Tensors, allowed: Allowance) -> list[str]:
+def mismatches(actual: Tensors, allowed: Allowance) -> list[str]:
     """Describe what is farther from the equation than rounding explains."""
     return [
         f"{name}: the error is {error:.3g} times its allowance"
-        for name, error in sorted(errors(got, allowed).items())
+        for name, error in sorted(errors(actual, allowed).items())
         if error > 1
     ]

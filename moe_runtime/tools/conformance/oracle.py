@@ -129,13 +129,13 @@ def dispatch(ids: torch.Tensor, E: int) -> dict[str, torch.Tensor]:
     expert = [e if 0 <= e < E else E for e in ids.reshape(-1).tolist()]
     row_slot = sorted(range(len(expert)), key=lambda slot: (expert[slot], slot))
     slot_row = sorted(range(len(expert)), key=lambda slot: row_slot[slot])
-    found = {
+    indices = {
         "expert_offsets": [sum(e < bound for e in expert) for bound in range(E + 1)],
         "row_token": [slot // max(K, 1) for slot in row_slot],
         "row_slot": row_slot,
         "slot_row": slot_row,
     }
-    return {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in found.items()}
+    return {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in indices.items()}
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from papers.xft.recipe import load_recipe
-from papers.xft.study import Stages
+from papers.xft.study import XftStages
 from tests.hf.tiny import distance
 from tests.papers.xft.test_study import make_recipe
 from tests.support import dist_stages
@@ -43,7 +43,7 @@ def alone(tmp_path_factory):
     }
     recipe = make_recipe(folder, data__held_out_rows=7, data__limit=32, **plan)
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
-    stages = Stages(
+    stages = XftStages(
         recipe,
         folder / "out",
         say=lambda text: None,

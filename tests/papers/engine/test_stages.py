@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.io import rows as data
-from papers.engine.recipe import Rows, load_recipe
+from papers.engine.recipe import DataSplits, load_recipe
 from papers.engine.stages import _read, split_rows
 from papers.xft.recipe import Recipe
 from tests.support import dist_leading, esft_study, xft_study
@@ -76,9 +76,9 @@ def sources(tmp_path_factory) -> Path:
     return folder
 
 
-def rows_of(folder: Path, listed: list[dict], **more) -> Rows:
+def rows_of(folder: Path, listed: list[dict], **more) -> DataSplits:
     train = [one | {"source": str(folder / one["source"])} for one in listed]
-    return Rows.from_dict({"train": train} | more)
+    return DataSplits.from_dict({"train": train} | more)
 
 
 def beginnings(rows) -> list[str]:
@@ -207,7 +207,8 @@ PLACES = {
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(
     tmp_path, method, key, value, says
 ):
-    Stages = importlib.import_module(f"papers.{method}.study").Stages
+    study = importlib.import_module(f"papers.{method}.study")
+    Stages = getattr(study, f"{method.title()}Stages")
     path = STUDIES[method].write_study(tmp_path)
     recipe = load_recipe(Stages.Recipe, path).change(**{key.format(*PLACES[method]): value})
     with pytest.raises(ValueError, match=says):

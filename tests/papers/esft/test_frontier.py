@@ -156,7 +156,7 @@ def test_the_table_from_real_trainings(out, tmp_path):
         "FFT",
     ]
     assert report.task == "sums"
-    stages = esft_tables.Stages(recipe, out, say=lambda text: None)
+    stages = esft_tables.EsftStages(recipe, out, say=lambda text: None)
     base = stages.base()
     for (entry,) in report.ladders.values():
         (one,) = entry.results

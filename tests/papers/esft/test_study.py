@@ -14,7 +14,7 @@ from moe_runtime.methods import esft
 from moe_runtime.methods.lora import baseline as lora_baseline
 from papers.esft import study as esft_study
 from papers.esft.recipe import load_recipe
-from papers.esft.study import Stages, join
+from papers.esft.study import EsftStages, join
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -34,9 +34,9 @@ class Made:
         self.fft = self.stages.fft("sums")
         self.lora = self.stages.lora("sums")
 
-    def again(self, say=lambda text: None, seed=0, **changes) -> Stages:
+    def again(self, say=lambda text: None, seed=0, **changes) -> EsftStages:
         """Return the same stages with other recipe settings."""
-        return Stages(
+        return EsftStages(
             self.recipe.change(**changes),
             self.out,
             seed=seed,

@@ -99,7 +99,7 @@ def test_counts(recipe, out):
     names = ["sums, gate", "sums, token", "words, gate", "words, token"]
     assert list(rows_of(report)) == names
     (counted,) = report.found
-    stages = esft_tables.Stages(recipe, out, say=lambda text: None)
+    stages = esft_tables.EsftStages(recipe, out, say=lambda text: None)
     for name, counts in zip(counted.tasks, counted.counts, strict=True):
         selection = stages.selection(*name.split(", "))
         assert counts == [len(selection.experts[layer]) for layer in counted.layers]

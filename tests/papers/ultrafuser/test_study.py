@@ -15,7 +15,7 @@ from papers.engine.domains import of_domain, places_of
 from papers.engine.tiny import small_llama, train_tokenizer
 from papers.ultrafuser import study as ultrafuser_study
 from papers.ultrafuser.recipe import load_recipe
-from papers.ultrafuser.study import Stages
+from papers.ultrafuser.study import UltrafuserStages
 from tests.support import fuser_study
 
 
@@ -26,7 +26,7 @@ class Made:
         folder = Path(fuser_study.folder().name)
         self.out = folder / "out"
         self.recipe = load_recipe(folder / "study.yaml")
-        self.stages = Stages(self.recipe, self.out, say=print)
+        self.stages = UltrafuserStages(self.recipe, self.out, say=print)
         self.specialists = [self.stages.specialist(name) for name in self.stages.names]
         self.sources = [one.source for one in self.specialists]
         self.gate = self.stages.gate()
@@ -151,7 +151,7 @@ def test_every_training_draws_as_the_recipe_says(made, caught):
         further=fuser_study.STEPS,
         stage1=stage1,
     )
-    stages = Stages(
+    stages = UltrafuserStages(
         recipe,
         made.out,
         seed=3,
@@ -205,7 +205,7 @@ def write_lines(path, rows) -> str:
 def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):
     model = model.format(**strangers)
     with pytest.raises(ValueError, match=match):
-        Stages(
+        UltrafuserStages(
             given(made, made.specialists[0].source, model),
             tmp_path / "out",
             say=print,
@@ -274,13 +274,13 @@ def test_a_bad_row_is_named_where_it_stands(made, tmp_path):
 
 def test_what_is_there_is_not_made_again(made, monkeypatch):
     monkeypatch.setattr(fit, "train", None)
-    again = Stages(made.recipe, made.out, say=print)
+    again = UltrafuserStages(made.recipe, made.out, say=print)
     assert again.fused() == made.fused
     assert again.gate() == made.gate
     assert again.further("sums") == made.further
     # changes of options that a stage does not depend on have no effect on it
     recipe = made.recipe.model_copy(update={"stage2": made.recipe.stage2.change(steps=9)})
-    assert Stages(recipe, made.out, say=print).gate() == made.gate
+    assert UltrafuserStages(recipe, made.out, say=print).gate() == made.gate
 
 
 def test_other_settings_are_other_stages(made):

@@ -66,7 +66,7 @@ def test_ablate_compares_all_with_the_full_method(tables):
 
 def test_weights_are_means_over_tokens(tables):
     report = tables.reports["weights"]
-    stages = ultrafuser_tables.Stages(
+    stages = ultrafuser_tables.UltrafuserStages(
         tables.recipe,
         tables.out,
         say=print,

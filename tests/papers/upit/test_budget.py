@@ -30,7 +30,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stages(recipe, tmp_path_factory):
-    return budget.Stages(
+    return budget.BudgetStages(
         recipe,
         tmp_path_factory.mktemp("runs"),
         say=lambda text: None,

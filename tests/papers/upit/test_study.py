@@ -17,7 +17,7 @@ from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
 from papers.upit import study as upit_study
 from papers.upit.recipe import load_recipe
-from papers.upit.study import Stages
+from papers.upit.study import UpitStages
 from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
 
@@ -41,9 +41,9 @@ class Made:
             self.routers[form] = self.stages.routers(form, self.pools[form])
             self.upit[form] = self.stages.upit(form)
 
-    def again(self, say=lambda text: None, seed=0) -> Stages:
+    def again(self, say=lambda text: None, seed=0) -> UpitStages:
         """Return the same stages in another object."""
-        return Stages(
+        return UpitStages(
             self.recipe,
             self.out,
             seed=seed,
@@ -150,7 +150,7 @@ def test_copies_start_as_the_copied_model(made, monkeypatch):
         begun[name] = loss_of(made, model).expected
         raise InterruptedError
 
-    monkeypatch.setattr(Stages, "_train", no_training)
+    monkeypatch.setattr(UpitStages, "_train", no_training)
     for make in (stages.upcycled, stages.loramoe):
         for start in ("pt", "sft"):
             with pytest.raises(InterruptedError):
@@ -213,7 +213,7 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monke
         "lora": None,
         "ffn__sft__learning_rate": 2e-5,
     }
-    stages = Stages(
+    stages = UpitStages(
         made.recipe.change(**change),
         tmp_path / "out",
         say=lambda text: None,
@@ -246,7 +246,7 @@ def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
     recipe = load_recipe(write_study(tmp_path)).change(**changes)
     with (tmp_path / "words.jsonl").open("a") as file:
         file.write((tmp_path / "sums.jsonl").read_text())
-    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    stages = UpitStages(recipe, tmp_path / "out", say=lambda text: None)
     for domain in ("sums", "words"):
         assert len(stages.part(f"{domain}-held_out")) == 8
     trained = "\n".join(texts_of(stages, stages.train_rows))

@@ -18,7 +18,7 @@ from papers.engine.tiny import train_tokenizer
 from papers.xft import recipe as recipe_module
 from papers.xft import study as xft_study
 from papers.xft.recipe import Recipe
-from papers.xft.study import Stages
+from papers.xft.study import XftStages
 from tests.papers.xft.test_recipe import blocks
 from tests.support.dist_launch import times
 
@@ -106,9 +106,9 @@ class Made:
         self.ewa = self.stages.ewa()
         self.all = (self.base, self.sft, self.moe, self.init, self.mix, self.ewa)
 
-    def again(self, say=lambda text: None, seed=0, **changes) -> Stages:
+    def again(self, say=lambda text: None, seed=0, **changes) -> XftStages:
         """Return the same stages with other recipe settings."""
-        return Stages(
+        return XftStages(
             self.recipe.change(**changes),
             self.out,
             seed=seed,
@@ -153,7 +153,7 @@ def ids_of(rows) -> set[tuple]:
 
 def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made, monkeypatch):
     rows = {}
-    train = Stages._train
+    train = XftStages._train
 
     def spy(self, name, model, train_rows, *arguments, **more):
         rows[name] = ids_of(train_rows)
@@ -166,7 +166,7 @@ def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made, monkeypat
             **more,
         )
 
-    monkeypatch.setattr(Stages, "_train", spy)
+    monkeypatch.setattr(XftStages, "_train", spy)
     stages = made.again(mix_rows=5)
     stages.sft(steps=1)
     moe = stages.moe()
@@ -181,7 +181,7 @@ def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made, monkeypat
     assert mixed.alpha != made.mix.alpha
 
 
-def joined_stages(tmp_path: Path, monkeypatch) -> Stages:
+def joined_stages(tmp_path: Path, monkeypatch) -> XftStages:
     """Stages on a joined source of made-up examples, some too long to keep, with two experts per
     token.
     """
@@ -209,7 +209,7 @@ def joined_stages(tmp_path: Path, monkeypatch) -> Stages:
         data__held_out_rows=5,
         data__validation_rows=3,
     )
-    return Stages(recipe, tmp_path / "out", say=lambda text: None)
+    return XftStages(recipe, tmp_path / "out", say=lambda text: None)
 
 
 def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(tmp_path, monkeypatch):
@@ -260,7 +260,7 @@ def test_validation_rows_only_choose_the_best_step(tmp_path):
         evaluations=4,
         **changes,
     )
-    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    stages = XftStages(recipe, tmp_path / "out", say=lambda text: None)
     parts = [ids_of(stages.part(name)) for name in ("train", "held_out", "validation")]
     assert [len(part) for part in parts] == [26, 8, 6]
     assert len(set.union(*parts)) == 40

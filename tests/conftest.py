@@ -18,6 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
+# MOE_RUNTIME_EMULATE=90 compiles the kernels for a GPU of capability 9.0 and executes their PTX
+EMULATED = int(os.environ.get("MOE_RUNTIME_EMULATE", "0"))
+if EMULATED:
+    os.environ["TRITON_INTERPRET"] = "0"
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
     assert "triton" not in sys.modules, (
         "triton was imported before tests/conftest.py could choose its interpreter"
@@ -31,6 +35,11 @@ if INTERPRETED:
     interp_fix.install()
     interp_fast.install()
     interp_san.install()
+
+if EMULATED:
+    from tests.emulator import driver
+
+    driver.install(EMULATED)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -46,10 +55,13 @@ TOLERANCE = {
 
 
 def pytest_report_header() -> str:
-    return (
-        "triton kernels: "
-        f"{'interpreted on the CPU' if INTERPRETED else 'on ' + torch.cuda.get_device_name()}"
-    )
+    if INTERPRETED:
+        where = "interpreted on the CPU"
+    elif EMULATED:
+        where = f"compiled for sm_{EMULATED} and executed by tests/emulator"
+    else:
+        where = f"on {torch.cuda.get_device_name()}"
+    return f"triton kernels: {where}"
 
 
 _modules_frozen = 0
@@ -81,7 +93,7 @@ def _seed_and_poison():
 
 @pytest.fixture
 def device() -> str:
-    return "cpu" if INTERPRETED else "cuda"
+    return "cpu" if INTERPRETED or EMULATED else "cuda"
 
 
 @pytest.fixture

@@ -1,0 +1,65 @@
+"""Compiled kernels on the emulator, in processes that do not interpret them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[2]
+LONG = pytest.mark.slow
+
+
+def lines_of(*arguments: str) -> list[dict]:
+    """Run tests.emulator.cases and return what it prints."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.emulator.cases", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_a_layer_is_the_equation_in_every_order_of_time(arch):
+    found = lines_of(arch, "--quick")
+    assert [(line["name"], line["problem"]) for line in found] == [("few", None), ("many", None)]
+
+
+@pytest.mark.parametrize(
+    "arch, part",
+    [
+        ("80", "a wait leaves one group more"),
+        ("90", "stores are not fenced"),
+        pytest.param("80", "", marks=LONG),
+        pytest.param("90", "", marks=LONG),
+    ],
+)
+def test_planted_faults_are_caught(arch, part):
+    found = lines_of(arch, "--faults", "--only", part)
+    assert found
+    assert [line["name"] for line in found if not line["problem"]] == []
+
+
+@LONG
+@pytest.mark.parametrize("arch", ["80", "86", "90", "120"])
+def test_every_tile_of_the_table(arch):
+    found = lines_of(arch)
+    assert len(found) >= 6
+    assert [line for line in found if line["problem"]] == []
+
+
+@LONG
+@pytest.mark.parametrize("arch", ["80", "90", "120"])
+def test_every_op_conforms(arch):
+    """Every op and gradient, through the host code that a GPU would see."""
+    env = os.environ | {"MOE_RUNTIME_EMULATE": arch}
+    del env["TRITON_INTERPRET"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
+    done = subprocess.run(
+        [*command, "tests/conformance"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout

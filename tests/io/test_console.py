@@ -47,7 +47,9 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
         update(0, 2)
         clock.now += 3725
         update(1, 2)
-    assert "[1:02:05<1:02:05" in clock.printed()
+    printed = clock.printed()
+    assert "[1:02:05<1:02:05" in printed
+    assert "training: done in 1:02:05" in printed
     with console.bar("merging", "B") as update:  # quick work prints nothing
         for done in range(5):
             clock.now += 1

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gzip
 import json
 
 import datasets
@@ -329,3 +330,27 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     ids = tokenizer.encode("two and twofour", add_special_tokens=False)
     assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [ids]
+
+
+@pytest.mark.parametrize(
+    "sizes, weights, repeat, counts",
+    [
+        ((4, 10), (0.25, 0.75), False, (3, 10)),
+        ((4, 10), (0.25, 0.75), True, (4, 12)),
+        ((10, 10), (1.0, 0.01), False, (10, 1)),
+        ((4, 10), None, False, (4, 7)),
+    ],
+    ids=["weights", "weights, repeating", "a small weight", "all"],
+)
+def test_mix_takes_the_share_of_each_part(sizes, weights, repeat, counts):
+    parts = [[{"text": f"{part}: {i}"} for i in range(size)] for part, size in enumerate(sizes)]
+    limits = (None, None if weights else 7)
+    texts = data.mix(parts, weights, limits, repeat)["text"]
+    assert tuple(sum(text[0] == str(part) for text in texts) for part in (0, 1)) == counts
+    assert len(set(texts)) == sum(min(count, size) for count, size in zip(counts, sizes))
+
+
+def test_raw_rows_reads_compressed_lines(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a", "n": 1}\n'))
+    assert list(data.raw_rows(path)) == [{"text": "a", "n": 1}]

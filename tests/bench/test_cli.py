@@ -137,6 +137,12 @@ def test_compare_on_the_command_line(tmp_path):
     assert regression == {"benchmark": "bench_x", "variant": "moe_runtime"}
 
 
+@pytest.mark.parametrize("failed, code", [({}, 0), ({"bench_a": "boom"}, 1)])
+def test_a_failed_benchmark_ends_in_1(failed, code):
+    outcome = running.RunOutcome(None, failed, {})
+    assert cli_tools._report(outcome, [], True).code == code
+
+
 def test_kinds_and_names_choose_files():
     assert tuple(described.KINDS) == cli_tools.KINDS
     groups = running.kinds()

@@ -238,6 +238,9 @@ def test_tune_resumes_after_an_interruption_and_doctor_finds_the_file(run, clock
     assert "built in" in run("doctor").stdout  # this process has cached the file
     tiles.read_tuned.cache_clear()
     assert f"{path}: 2 measured here" in run("doctor").stdout
+    lines = succeed(run, "tune", *sizes, "--again").stdout.splitlines()
+    assert lines[-1] == f"{path}: 2 measured"
+    tiles.read_tuned.cache_clear()
     path.write_text("{")
     tiles.read_tuned.cache_clear()
     assert f"error: {path} is not a file of `moe-runtime tune`" in run("doctor").stdout

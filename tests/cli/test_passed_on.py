@@ -47,6 +47,11 @@ CASES = [
         {"tokens": "all"},
     ),
     (
+        "xft merge m o --alpha 0.25,0.75",
+        "moe_runtime.methods.xft.folders.merge_folder",
+        {"alpha": [0.25, 0.75]},
+    ),
+    (
         "xft upcycle s t --top-k 3 --seed 7",
         "moe_runtime.methods.xft.folders.upcycle_folder",
         {"top_k": 3, "seed": 7},

@@ -250,3 +250,13 @@ def test_help_and_version_start_without_torch(line):
     program, arguments = cli.program_of(line.split())
     printed = imports_of(program, arguments, dict(os.environ))
     assert printed == f"moe-runtime {__version__}\n" if "--version" in line else printed
+
+
+@pytest.mark.parametrize("visible, expected", [(None, "0"), ("3", "3")])
+def test_one_gpu_keeps_the_users_choice(monkeypatch, visible, expected):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    cli_verbs.one_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected

@@ -299,9 +299,12 @@ def test_a_bad_library_is_one_line_and_experts_run_in_pytorch(how, cached, monke
     assert report["problems"]["cpu library"] == found
 
 
+TESTED = f"{selftest.TESTING}generic\n{selftest.TESTING}avx512\n"
+
+
 def test_a_processor_on_which_a_variant_dies(cached, monkeypatch):
     # simulates a library with an instruction that the processor lacks
-    died = subprocess.CompletedProcess([], -signal.SIGILL, f"{selftest.TESTING}avx512\n", "")
+    died = subprocess.CompletedProcess([], -signal.SIGILL, TESTED, "")
     monkeypatch.setattr(selftest.subprocess, "run", lambda *_, **__: died)
     assert "its self-test died in the variant avx512: SIGILL (Illegal instruction)" in found()
     assert not list(cached.parents[1].glob("tested/*"))

@@ -1,6 +1,7 @@
 """Details of the cpp backend: vectors, few tokens, threads, instruction sets, OpenMP."""
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,27 @@ def test_threads_change_no_bit(dtype, monkeypatch):
     expected = results(1)
     for threads in (2, 3, 8, 64):
         assert_same(results(threads), expected)
+
+
+SMALL_TEAM = """
+import torch
+from moe_runtime.ops.moe_mlp import moe_mlp
+torch.manual_seed(0)
+weights = torch.randn(4, 64, 64), torch.randn(4, 64, 32)
+tensors = (torch.randn(1300, 64), *weights, torch.rand(1300, 2))
+idx = torch.randint(0, 4, (1300, 2))
+results = []
+for threads in (1, 64):
+    torch.get_num_threads = lambda: threads
+    results.append(moe_mlp(*tensors, idx, backend="cpp"))
+assert torch.equal(*results)
+"""
+
+
+def test_a_smaller_team_of_threads_computes_everything():
+    env = os.environ | {"OMP_THREAD_LIMIT": "2", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", SMALL_TEAM], env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -164,6 +164,11 @@ def test_what_else_may_be_wrong(few, monkeypatch, change, says):
     assert says in failures("combine", "torch")[0]
 
 
+def test_twice_the_allowance_is_a_failure(few, monkeypatch):
+    monkeypatch.setattr(check.measure, "errors", lambda *_: {"out": 2.0})
+    assert "out: the error is 2 times its allowance" in failures("combine", "torch")[0]
+
+
 @pytest.fixture
 def one_op(few, monkeypatch):
     """Check only `combine` on torch's backend."""

@@ -90,3 +90,5 @@ def test_command(folder, capsys, monkeypatch):
     assert head.split() == ["layer", "experts", "dead", "max", "violation", "entropy"]
     assert first.split()[0] == "0"
     assert second.split()[0] == "1"
+    violation, entropy = map(float, first.split()[3:])
+    assert violation > 1 > entropy

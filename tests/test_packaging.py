@@ -403,6 +403,11 @@ def test_public_names_resolve(name):
     assert getattr(moe_runtime, name) is getattr(moe_runtime, name)
 
 
+def test_public_functions_are_the_ops():
+    for name in ("merge_experts", "mixing", "moe_mlp"):
+        assert getattr(moe_runtime, name).__name__ == name
+
+
 # each runs in a fork of a process that has imported only third-party packages, without transformers
 REGISTERED = """
 import json, os, sys, traceback

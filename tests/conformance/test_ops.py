@@ -23,7 +23,7 @@ DTYPES = {
     "triton": (torch.float32, *HALF),
 }
 # the interpreter takes a second per case
-NUMBERS = {"torch": 12, "cpp": 12, "cuda": 12, "triton": 4}
+NUMBERS = {"torch": 16, "cpp": 12, "cuda": 12, "triton": 4}
 EXAMPLES = {"torch": 1500, "cpp": 1500, "cuda": 1500, "triton": 250}  # drawn by hypothesis
 RUNS = [
     pytest.param(name, backend, dtype, id=f"{name}-{backend}-{str(dtype).removeprefix('torch.')}")

@@ -340,3 +340,10 @@ def test_kernels_compile_ahead_and_none_is_launched(tmp_path):
     )
     assert out.returncode == 0, out.stderr[-2000:]
     assert out.stdout.strip().count("CompiledKernel") == 2
+
+
+def test_deterministic_algorithms_are_as_before_after_a_measurement():
+    torch.use_deterministic_algorithms(False)
+    with tuning._poisoned():
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -19,7 +19,7 @@ SERVING := $(VENV)-serving
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-slow test-all test-avx2 stress test-triton test-aot test-transformers test-serving test-matrix lint bench docs wheel wheel-cuda clean
+.PHONY: help demo demo-real test test-slow test-all test-avx2 stress test-triton test-aot test-emulated test-transformers test-serving test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## print this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -59,6 +59,9 @@ test: $(INSTALLED) $(CPU_LIBRARY)  ## run the tests that are not marked slow, on
 
 test-slow: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## run the slow tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m slow $(ARGS)
+
+test-emulated: $(INSTALLED)  ## every kernel's PTX on the emulator (tests/emulator): an hour
+	MOE_STRESS=1 $(PY) -m pytest -v tests/emulator $(ARGS)
 
 test-all: test test-slow  ## run all tests
 

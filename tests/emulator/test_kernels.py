@@ -1,4 +1,7 @@
-"""Compiled kernels on the emulator, in processes that do not interpret them."""
+"""Compiled kernels on the emulator, in processes that do not interpret them.
+
+`make test-emulated` and `make stress` run all cases instead of a few.
+"""
 
 import json
 import os
@@ -8,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stress import STRESS
+
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
-LONG = pytest.mark.slow
+LONG = pytest.mark.skipif(not STRESS, reason="make test-emulated and make stress run it")
+pytestmark = pytest.mark.stress
 
 
 def lines_of(*arguments: str) -> list[dict]:

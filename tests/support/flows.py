@@ -39,6 +39,7 @@ NOT_RUN = {
     "make test-avx2": "is a part of the suite",
     "make test-aot": "is a part of the suite",
     "make stress": "is the suite's longer form",
+    "make test-emulated": "is a part of the suite's longer form",
     "python -m tests.support.planted": "runs parts of the suite, once for each bug",
     "vllm serve": "starts a server of another package",
     "make lint": "is of the developers' .venv",

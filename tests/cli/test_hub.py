@@ -132,7 +132,7 @@ torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(UPCYCLE_AND_MERGE, id="upcycle and merge"),
+        pytest.param(UPCYCLE_AND_MERGE, id="upcycle and merge", marks=pytest.mark.slow),
         pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
     ],
 )

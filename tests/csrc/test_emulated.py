@@ -68,7 +68,12 @@ def test_under_address_and_undefined_behavior_sanitizers(sanitizer):
 
 OUTSIDE = [  # file, text, its replacement, the check that must detect it
     pytest.param(
-        "combine.cu", "H - h, whole),", "H, whole),", "combine", id="a row read beyond its end"
+        "combine.cu",
+        "H - h, whole),",
+        "H, whole),",
+        "combine",
+        id="a row read beyond its end",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         "route_plan.cu",

@@ -43,6 +43,11 @@ ARCH = (
 BF16 = torch.bfloat16
 
 
+def slow_if_interpreted(test):
+    """Mark a test as slow in the interpreter, where tests/emulator covers it."""
+    return test if NATIVE else pytest.mark.slow(test)
+
+
 def everywhere(tile: Tile, **others):
     return tiles.force(**(dict.fromkeys(tiles.KERNELS, tile) | others))
 
@@ -126,6 +131,7 @@ def one_kernel(kernel: str, tile: Tile):
     )
 
 
+@slow_if_interpreted
 @pytest.mark.parametrize("kernel, tile", table())
 def test_every_config_of_the_table(kernel, tile, tolerance, device):
     with one_kernel(kernel, tile):
@@ -199,6 +205,7 @@ def form_case(sizes, form, dtype=BF16) -> Case:
     return case
 
 
+@slow_if_interpreted
 @pytest.mark.parametrize(
     "kernel, tile",
     [param for param in table() if param.values[0] != "dw"],

@@ -239,6 +239,7 @@ def library(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @needs_nvcc
 def test_machine_code_for_every_architecture(library):
     assert cubins(library) == (["80", "86", "89", "90", "100", "120"], ["100"])
@@ -249,6 +250,7 @@ def readelf(*words) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_no_kernel_spills(library):
     usage = cuobjdump(library, "-res-usage")
@@ -259,6 +261,7 @@ def test_no_kernel_spills(library):
         assert stack == local == "0"
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_it_needs_libc_alone_and_shows_its_launchers_alone(library):
     needed = re.findall(r"NEEDED.*\[(?!ld-linux)(.*)\]", readelf("-Wd", library))
@@ -285,6 +288,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @needs_nvcc
 def test_it_loads_without_a_driver(library):

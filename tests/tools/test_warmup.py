@@ -149,7 +149,7 @@ print(triton.__version__)
 def versions() -> list:
     """The installed Triton, and other versions next to it."""
     others = sorted((Path(sys.prefix) / "triton").glob("*.*"))
-    return ["", *map(str, others)]
+    return ["", *(pytest.param(str(other), marks=pytest.mark.slow) for other in others)]
 
 
 @pytest.mark.aot

@@ -138,6 +138,7 @@ torch.save((there, kept, torch.export.load(f"{folder}/nowhere.pt2").module()(x),
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_path, monkeypatch):
     """A graph with the backend of the exporting machine would raise a ValueError where the library
     is not built.

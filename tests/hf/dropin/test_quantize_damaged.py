@@ -26,7 +26,7 @@ FOLDERS = {
 }
 
 
-FAST = ("nf4", "fp8_block, a matrix per expert")
+FAST = ("fp8_block, a matrix per expert",)
 
 
 @pytest.fixture(

@@ -371,6 +371,7 @@ def test_installed_wheel_imports(installed, tmp_path):
     assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_editable_install_imports(tree, build_env, tmp_path):
     build("build_editable", tmp_path, tree, build_env)
     venv.create(tmp_path / "venv", with_pip=False)

@@ -57,6 +57,7 @@ def text_of(page) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 
+@pytest.mark.slow
 def test_every_verb_and_every_public_name_is_on_its_page(site):
     page = text_of(site / "cli.html")
     verbs = [" ".join(path) for path, _ in hooks.commands()]

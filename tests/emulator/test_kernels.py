@@ -37,7 +37,6 @@ def test_a_layer_is_the_equation_in_every_order_of_time(arch):
 @pytest.mark.parametrize(
     "arch, part",
     [
-        ("80", "a wait leaves one group more"),
         ("90", "stores are not fenced"),
         pytest.param("80", "", marks=LONG),
         pytest.param("90", "", marks=LONG),

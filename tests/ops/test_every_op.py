@@ -66,7 +66,9 @@ def check(case, backend: str | None, device="cpu") -> None:
     assert not bad, f"{case}: {'; '.join(bad)}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name, backend", runs("torch", "triton"))
 def test_several_blocks(name, backend, dtype, device, monkeypatch):
     skip_without(CASES[name][0], backend, device)

@@ -70,6 +70,8 @@ SLOW = {
     ("moe_layer", "triton"),
     ("moe_layer_backward", "triton"),
     ("frozen_mlp_backward", "triton"),
+    ("lora_mlp_backward", "triton"),
+    ("moe_mlp_backward", "triton"),
 }
 PLANTED = []
 

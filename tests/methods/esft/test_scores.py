@@ -283,6 +283,7 @@ def test_a_rounded_summary_is_the_official_one(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_score_as_one(tmp_path):
     base = tmp_path / "base"
     tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)

@@ -463,6 +463,14 @@ def registered(tmp_path_factory) -> Path:
     return folder
 
 
+def test_auto_config_knows_our_families():
+    code = (
+        "import moe_runtime; from transformers import AutoConfig; "
+        "print(type(AutoConfig.for_model('moe_runtime_llama')).__name__)"
+    )
+    assert run("-c", code, cwd=ROOT, path=SITE).stdout.strip() == "MoeRuntimeLlamaConfig"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IMPORTS)
 def test_auto_classes_know_ours(registered, name):

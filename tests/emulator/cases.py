@@ -26,7 +26,6 @@ from tests.emulator import driver
 from tests.emulator.library import ARRIVALS, EmulationError
 
 BOUND = 1e-2  # relative error of bfloat16 outputs and gradients
-SEEDS = 3
 
 
 class Case(NamedTuple):

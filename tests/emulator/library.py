@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from moe_runtime.native.build import cache_dir
+
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror")
 MESSAGE = 4096  # bytes
@@ -83,8 +85,8 @@ def build() -> Path:
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for path in [*sources, *sorted(FOLDER.glob("*.h"))]:
         digest.update(path.read_bytes())
-    cache = Path(tempfile.gettempdir(), f"moe_runtime-emulator-{os.getuid()}")
-    cache.mkdir(mode=0o700, exist_ok=True)
+    cache = cache_dir("emulator")
+    cache.mkdir(parents=True, exist_ok=True)
     library = cache / f"{digest.hexdigest()[:16]}.so"
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

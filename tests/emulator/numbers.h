@@ -1,6 +1,7 @@
 // The number formats of PTX, in the lower bits of 64-bit registers.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -9,29 +10,10 @@
 
 namespace emulator {
 
-inline float float_of_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-inline double double_of_bits(uint64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, 8);
-  return value;
-}
-
-inline uint64_t bits_of_double(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, 8);
-  return bits;
-}
+inline float float_of_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t bits_of_float(float value) { return std::bit_cast<uint32_t>(value); }
+inline double double_of_bits(uint64_t bits) { return std::bit_cast<double>(bits); }
+inline uint64_t bits_of_double(double value) { return std::bit_cast<uint64_t>(value); }
 
 inline float float_of_bfloat(uint16_t bits) { return float_of_bits(uint32_t{bits} << 16); }
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.csrc.emulator import needs_cxx
 from tests.support.stress import STRESS
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 LONG = pytest.mark.skipif(not STRESS, reason="make test-emulated and make stress run it")
-pytestmark = pytest.mark.stress
+pytestmark = [needs_cxx, pytest.mark.stress]
 
 
 def lines_of(*arguments: str) -> list[dict]:
@@ -61,7 +62,7 @@ def test_every_tile_of_the_table(arch):
 def test_every_op_conforms(arch):
     """Every op and gradient, through the host code that a GPU would see."""
     env = os.environ | {"MOE_RUNTIME_EMULATE": arch}
-    del env["TRITON_INTERPRET"]
+    env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
     done = subprocess.run(
         [*command, "tests/conformance"], cwd=ROOT, env=env, capture_output=True, text=True

@@ -5,8 +5,10 @@ import struct
 import pytest
 import torch
 
+from tests.csrc.emulator import needs_cxx
 from tests.emulator.library import EmulationError, Program, Schedule
 
+pytestmark = needs_cxx
 HEADER = """
 .version 8.7
 .target sm_90a

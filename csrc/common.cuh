@@ -1,10 +1,10 @@
-// Code that all kernels share: the CUDA runtime (or, with MOERT_EMU, the tests' emulator of it), dtypes, sums over lanes.
+// Code that all kernels share: the CUDA runtime (or, with MOERT_EMU, what the tests have instead), dtypes, sums over lanes.
 #pragma once
 #include <string.h>
 
 #include "moert.h"
 #ifdef MOERT_EMU
-#include "emu/cuda_emu.h"
+#include "cuda_host.h"
 #else
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>

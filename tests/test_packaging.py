@@ -222,7 +222,6 @@ def test_sdist_holds_sources_only(sdist):
     expected = {"pyproject.toml", "setup.py", "LICENSE", "README.md", "papers/__main__.py"}
     expected |= {"csrc/moert.h", "papers/esft/recipes/tiny.yaml"}
     for path in (*(ROOT / "csrc").rglob("*"), *(ROOT / "papers").rglob("*.yaml")):
-        # including the emulator's header
         if path.suffix in (*SOURCES, ".yaml"):
             expected.add(path.relative_to(ROOT).as_posix())
     assert expected <= names

@@ -1,8 +1,8 @@
-"""python check.py LIBRARY SEEDS [CHECK ...]: compare csrc/, built for the CPU, with plain numpy;
-exit with 1 and print what differs.
+"""python check.py LIBRARY SEEDS [CHECK ...]: compare csrc/ on the emulator with plain numpy; exit
+with 1 and print what differs.
 
-It does not import torch, so that it starts fast under sanitizers and may crash on what it finds.
-The seeds determine the order of the threads.
+It does not import torch, so that it starts fast, and may crash on what it finds. The seeds
+determine the order of the warps and when asynchronous copies arrive.
 """
 
 import ctypes
@@ -32,7 +32,15 @@ def argument(value):
     return value
 
 
-def call(name: str, *values) -> None:
+def allow(arrays) -> None:
+    """Let kernels access the bytes of these arrays only."""
+    bounds = [number for array in arrays for number in (array.ctypes.data, array.nbytes)]
+    LIBRARY.emulator_allow((ctypes.c_uint64 * len(bounds))(*bounds), len(arrays))
+
+
+def call(name: str, *values, also=()) -> None:
+    """Call a launcher. `also` has the arrays that are not among its arguments."""
+    allow([value for value in values if isinstance(value, np.ndarray)] + [*also])
     code = getattr(LIBRARY, name)(
         *map(argument, values),
         None,
@@ -129,6 +137,7 @@ def plan(
         len(blocks),
         workspace,
         workspace.nbytes,
+        also=maps,
     )
     want = sort(ids, E, K)
     for name, a, b in zip(("expert_offsets", "row_token", "row_slot", "slot_row"), got, want):
@@ -143,6 +152,7 @@ def plan(
                 E,
                 tiles,
                 len(blocks),
+                also=maps,
             )
         for block, m in zip(blocks, maps):
             same(
@@ -636,4 +646,4 @@ if __name__ == "__main__":
             try:
                 CHECKS[name](np.random.default_rng(seed))
             except AssertionError as error:
-                sys.exit(f"{name}, threads in order {seed}: {error}")
+                sys.exit(f"{name}, with seed {seed}: {error}")

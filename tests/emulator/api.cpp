@@ -15,9 +15,9 @@ int report(const std::exception& error, char* message, int size) {
 
 extern "C" {
 
-emulator::Program* emulator_parse(const char* text, char* message, int size) {
+emulator::Program* emulator_parse(const char* text, const char* entry, char* message, int size) {
   try {
-    return new emulator::Program(emulator::parse(text));
+    return new emulator::Program(emulator::parse(text, entry));
   } catch (const std::exception& error) {
     report(error, message, size);
     return nullptr;

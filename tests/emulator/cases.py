@@ -65,6 +65,10 @@ HOPPER = {
     "up": Tile(64, 64, 64, 4, 3, TMA=True, JOINED=True),
     "down": Tile(64, 128, 64, 4, 3, TMA=True, PERSISTENT=True),
 }
+BLACKWELL = {
+    "up": Tile(64, 64, 64, 4, 3, TMA=True),
+    "down": Tile(128, 64, 64, 4, 3, TMA=True, PERSISTENT=True),
+}
 # smaller ones, with the instructions of all: up to 512 slots are sorted by one kernel, and the down
 # projection of few rows is one with the sum over slots
 QUICK = {
@@ -75,6 +79,10 @@ QUICK = {
     90: {
         "few": Case(70, 256, 128, 2, 1, HOPPER, backward=False),
         "many": Case(259, 256, 256, 2, 2, HOPPER, backward=False),
+    },
+    100: {
+        "few": Case(70, 256, 128, 2, 1, BLACKWELL, backward=False),
+        "many": Case(259, 256, 256, 2, 2, BLACKWELL, backward=False),
     },
 }
 
@@ -379,6 +387,60 @@ FAULTS = (
         r"\1\nbar.sync 0;\n@%p1 mbarrier.inval.shared::cta.b64 \2;",
         0,
     ),
+    # sm_100: tcgen05
+    Fault("sums are not waited for", 100, "few", "up", r"tcgen05\.wait::ld\S*;", ""),
+    Fault("zeros are not waited for", 100, "few", "up", r"tcgen05\.wait::st\S*;", ""),
+    Fault("no product is committed", 100, "few", "up", r"@%p\d+ tcgen05\.commit\S* \[\S+\];", ""),
+    Fault("tensor memory is not freed", 100, "few", "up", r"@%p\d+ tcgen05\.dealloc\S* .*;", ""),
+    Fault(
+        "tensor memory is too small", 100, "few", "up", r"(tcgen05\.alloc\S* \S+), \d+", r"\1, 32"
+    ),
+    Fault(
+        "a product starts anew at each step",
+        100,
+        "few",
+        "up",
+        r"(tcgen05\.mma\S* \[[^]]*\], %rd\d+, %rd\d+, %r\d+, )%p\d+",
+        r"\g<1>0",
+        1,
+    ),
+    Fault(
+        "operands of a product change places",
+        100,
+        "many",
+        "grouped",
+        r"(tcgen05\.mma\S* \[[^]]*\], )(%rd\d+), (%rd\d+)",
+        r"\1\3, \2",
+        0,
+    ),
+    Fault(
+        "sums go to the next columns",
+        100,
+        "many",
+        "grouped",
+        r"(tcgen05\.mma\S* \[ %r\d+ \+ )0",
+        r"\g<1>8",
+        1,
+    ),
+    Fault(
+        "sums are read from the next column",
+        100,
+        "many",
+        "grouped",
+        r"(tcgen05\.ld\S* \{[^}]*\}, \[\s*%r\d+ \+ )0",
+        r"\g<1>1",
+        0,
+    ),
+    Fault(
+        "a wait has a constant phase",
+        100,
+        "many",
+        "grouped",
+        r"(mbarrier\.try_wait\S* complete, \[\S+\], )(%r\d+)",
+        r"\g<1>0",
+    ),
+    Fault("no barrier around products", 100, "many", "grouped", r"bar\.sync \s*0;", ""),
+    Fault("nothing is fenced for products", 100, "many", "grouped", r"fence\.proxy\.async\S*;", ""),
 )
 
 

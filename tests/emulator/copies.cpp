@@ -17,11 +17,11 @@ bool comes_early(Warp& warp) {
 
 // ---- cp.async: each lane copies up to 16 bytes from global to shared memory
 
-void land(Warp& warp, const Copy& copy) {
+void land(Warp& warp, int lane, const Copy& copy) {
   uint8_t bytes[16] = {};
-  if (copy.valid > 0) warp.machine.load(warp, copy.from, bytes, copy.valid);
+  if (copy.valid > 0) warp.machine.load(warp, lane, copy.from, bytes, copy.valid);
   std::memcpy(warp.block.shared->at(warp, copy.to, copy.size, copy.size), bytes, copy.size);
-  warp.block.shared->note_write(warp, copy.to, copy.size, true);
+  warp.block.shared->note_write(warp, lane, copy.to, copy.size, true);
 }
 
 }  // namespace
@@ -36,10 +36,10 @@ void copy_async(Warp& warp, const Instruction& at, uint32_t mask) {
               static_cast<int>(valid[lane] & 0xFFFFFFFF)};
     if (copy.valid > size) warp.fail("cp.async of more bytes than its size");
     uint8_t* target = warp.block.shared->at(warp, copy.to, size, size);
-    warp.block.shared->check_write(warp, copy.to, size);
-    warp.block.shared->note_write(warp, copy.to, size, true);
+    warp.block.shared->check_write(warp, lane, copy.to, size);
+    warp.block.shared->note_write(warp, lane, copy.to, size, true);
     if (comes_early(warp)) {
-      land(warp, copy);
+      land(warp, lane, copy);
       return;
     }
     std::memset(target, kPoison, size);
@@ -61,11 +61,11 @@ void copy_wait(Warp& warp, const Instruction& at, uint32_t mask) {
   for_lanes(mask, [&](int lane) {
     auto& groups = warp.copy_groups[lane];
     while (groups.size() > left) {
-      for (const Copy& copy : groups.front()) land(warp, copy);
+      for (const Copy& copy : groups.front()) land(warp, lane, copy);
       groups.pop_front();
     }
     if (!is_all) return;
-    for (const Copy& copy : warp.open_copies[lane]) land(warp, copy);
+    for (const Copy& copy : warp.open_copies[lane]) land(warp, lane, copy);
     warp.open_copies[lane].clear();
   });
 }
@@ -142,7 +142,7 @@ void land_store(Warp& warp, const BulkCopy& copy) {
   for_elements(copy, [&](uint64_t offset, uint64_t address) {
     if (address == 0) return;
     const uint64_t from = swizzled(*copy.map, copy.shared + offset) - copy.shared;
-    warp.machine.store(warp, address, bytes + from, copy.map->element_bytes);
+    warp.machine.store(warp, kSeveral, address, bytes + from, copy.map->element_bytes);
   });
 }
 
@@ -165,7 +165,7 @@ void bulk_copy(Warp& warp, const Instruction& at, uint32_t mask) {
     Block& block = warp.block;
     if (!is_load) {
       BulkCopy copy = decode(warp, at, at.operands[0], at.operands[1], lane);
-      block.shared->check_read(warp, copy.shared, copy.bytes, true);
+      block.shared->check_read(warp, kSeveral, copy.shared, copy.bytes, true);
       if (comes_early(warp)) land_store(warp, copy);
       else warp.open_stores.push_back(copy);
       return;
@@ -173,7 +173,7 @@ void bulk_copy(Warp& warp, const Instruction& at, uint32_t mask) {
     BulkCopy copy = decode(warp, at, at.operands[1], at.operands[0], lane);
     copy.barrier = warp.address(at.operands[2], lane) & 0xFFFFFFFF;
     barrier_at(warp, copy.barrier);
-    block.shared->check_write(warp, copy.shared, copy.bytes);
+    block.shared->check_write(warp, kSeveral, copy.shared, copy.bytes);
     copy.time = ++block.engine_time;
     block.shared->note_engine_write(copy.shared, copy.bytes, copy.time);
     std::memset(block.shared->at(warp, copy.shared, copy.bytes, 1), kPoison, copy.bytes);
@@ -193,7 +193,7 @@ void bulk_wait(Warp& warp, const Instruction& at, uint32_t mask) {
   while (warp.store_groups.size() > left) {
     for (const BulkCopy& copy : warp.store_groups.front()) {
       land_store(warp, copy);
-      warp.block.shared->note_read(warp, copy.shared, copy.bytes);
+      warp.block.shared->note_read(warp, kSeveral, copy.shared, copy.bytes);
     }
     warp.store_groups.pop_front();
   }
@@ -205,7 +205,7 @@ void Block::land(const BulkCopy& copy) {
   const TensorMap& map = *copy.map;
   for_elements(copy, [&](uint64_t offset, uint64_t address) {
     uint8_t* to = bytes + (swizzled(map, copy.shared + offset) - copy.shared);
-    if (address != 0) machine.load(warp, address, to, map.element_bytes);
+    if (address != 0) machine.load(warp, kSeveral, address, to, map.element_bytes);
     else std::memset(to, map.fill_nan ? kPoison : 0, map.element_bytes);
   });
   MemoryBarrier& barrier = barrier_at(warp, copy.barrier);
@@ -223,7 +223,23 @@ void Block::land_one(uint32_t which) {
   land(copy);
 }
 
+// A commit arrives at its barrier.
+void Block::complete_tensor(uint64_t address, Warp& warp) {
+  MemoryBarrier& barrier = barrier_at(warp, address);
+  if (--barrier.pending < 0) warp.fail("More arrivals at an mbarrier than it expects");
+  uint32_t& seen = barrier.arriving.happened.at[kTensor];
+  seen = std::max(seen, tensor_done);
+  update(barrier);
+}
+
 bool Block::deliver(uint64_t barrier) {
+  const auto is_commit = [&](const TensorProduct& work) {
+    return work.columns == 0 && work.barrier == barrier;
+  };
+  if (std::any_of(tensor_work.begin(), tensor_work.end(), is_commit)) {
+    advance_tensor();
+    return true;
+  }
   std::vector<uint32_t> fitting;
   for (size_t i = 0; i < loads.size(); ++i)
     if (loads[i].barrier == barrier) fitting.push_back(static_cast<uint32_t>(i));
@@ -248,8 +264,8 @@ void barrier_init(Warp& warp, const Instruction& at, uint32_t mask) {
   for_lanes(mask, [&](int lane) {
     const uint64_t address = warp.address(at.operands[0], lane) & 0xFFFFFFFF;
     warp.block.shared->at(warp, address, 8, 8);
-    warp.block.shared->check_write(warp, address, 8);
-    warp.block.shared->note_write(warp, address, 8, true);
+    warp.block.shared->check_write(warp, lane, address, 8);
+    warp.block.shared->note_write(warp, lane, address, 8, true);
     if (warp.block.barriers.count(address) != 0)
       warp.fail("An mbarrier is initialized where one is");
     MemoryBarrier barrier;
@@ -263,11 +279,11 @@ void barrier_invalidate(Warp& warp, const Instruction& at, uint32_t mask) {
   for_lanes(mask, [&](int lane) {
     const uint64_t address = warp.address(at.operands[0], lane) & 0xFFFFFFFF;
     barrier_at(warp, address);
-    warp.block.shared->check_write(warp, address, 8);
+    warp.block.shared->check_write(warp, lane, address, 8);
     for (const BulkCopy& copy : warp.block.loads)
       if (copy.barrier == address) warp.fail("An mbarrier is invalidated before its bulk loads");
     warp.block.barriers.erase(address);
-    warp.block.shared->note_write(warp, address, 8, true);
+    warp.block.shared->note_write(warp, lane, address, 8, true);
   });
 }
 
@@ -279,7 +295,7 @@ void barrier_arrive(Warp& warp, const Instruction& at, uint32_t mask) {
   for_lanes(mask, [&](int lane) {
     const uint64_t address = warp.address(at.operands[place], lane);
     MemoryBarrier& barrier = barrier_at(warp, address);
-    warp.block.shared->check_read(warp, address, 8, false);
+    warp.block.shared->check_read(warp, lane, address, 8, false);
     const bool has_last = at.operands.size() > place + 1;
     const int64_t last =
         has_last ? static_cast<int32_t>(warp.read_lane(at.operands[place + 1], lane)) : 1;
@@ -311,7 +327,7 @@ void barrier_wait(Warp& warp, const Instruction& at, uint32_t mask) {
     const uint64_t address = warp.address(at.operands[1], lane) & 0xFFFFFFFF;
     const uint32_t parity = static_cast<uint32_t>(warp.read_lane(at.operands[2], lane)) & 1;
     MemoryBarrier& barrier = barrier_at(warp, address);
-    warp.block.shared->check_read(warp, address, 8, false);
+    warp.block.shared->check_read(warp, lane, address, 8, false);
     while (barrier.phase == parity && warp.block.deliver(address)) {
     }
     result[lane] = barrier.phase != parity;

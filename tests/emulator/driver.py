@@ -9,7 +9,7 @@ import dataclasses
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,7 @@ MOST_BOX = 256
 schedule = Schedule()  # of the launches that follow
 edits: list[Callable[[str, str], str]] = []  # of each kernel's name and PTX, before it is parsed
 launches: list[str] = []  # names of the kernels that ran
+on_launch: list[Callable[[Callable[[], None]], Any]] = []  # get what runs a launch again
 
 
 class Compiler(CUDABackend):
@@ -153,15 +154,30 @@ class Launcher:
         if not 0 <= missing <= 2:
             raise EmulationError(f"{self.name}: {missing} parameters are not known")
         arguments.bits += [0] * missing
+        threads = 32 * self.metadata.num_warps
+        launch = Launch(self.name, program, (x, y, z), threads, self.metadata.shared, arguments)
+        for note in on_launch:
+            note(launch.run)
+        launch.run()
+
+
+class Launch(NamedTuple):
+    """A kernel with its arguments, whose tensors stay alive."""
+
+    name: str
+    program: Program
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    arguments: Arguments
+
+    def run(self) -> None:
+        """Run it, again if it ran before."""
         launches.append(self.name)
-        program.run(
-            (x, y, z),
-            (32 * self.metadata.num_warps, 1, 1),
-            self.metadata.shared,
-            arguments.bits,
-            arguments.tensors,
-            arguments.maps,
-            schedule,
+        given = self.arguments
+        block = (self.threads, 1, 1)
+        self.program.run(
+            self.grid, block, self.shared_bytes, given.bits, given.tensors, given.maps, schedule
         )
 
 

@@ -22,6 +22,7 @@ from moe_runtime.native.build import cache_dir
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror")
 MESSAGE = 4096  # bytes
+ROOM = 16  # words of 64 bits
 
 
 class EmulationError(AssertionError):
@@ -53,8 +54,9 @@ class _Launch(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_int32),
         ("arrival", ctypes.c_int32),
+        ("together", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
-        ("arguments", ctypes.POINTER(ctypes.c_uint64)),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("regions", ctypes.POINTER(_Region)),
         ("region_count", ctypes.c_int32),
         ("maps", ctypes.POINTER(TensorMap)),
@@ -107,7 +109,12 @@ def load() -> ctypes.CDLL:
     if not _loaded:
         library = ctypes.CDLL(str(build()))
         library.emulator_parse.restype = ctypes.c_void_p
-        library.emulator_parse.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
+        library.emulator_parse.argtypes = (
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_int,
+        )
         library.emulator_parameters.argtypes = (ctypes.c_void_p,)
         library.emulator_run.argtypes = (
             ctypes.c_void_p,
@@ -134,7 +141,7 @@ class Program:
     def __init__(self, ptx: str):
         self.library = load()
         message = ctypes.create_string_buffer(MESSAGE)
-        self.handle = self.library.emulator_parse(ptx.encode(), message, MESSAGE)
+        self.handle = self.library.emulator_parse(ptx.encode(), b"", message, MESSAGE)
         if not self.handle:
             raise EmulationError(message.value.decode())
         self.parameters = self.library.emulator_parameters(self.handle)
@@ -159,14 +166,18 @@ class Program:
             )
         schedule = schedule or Schedule()
         regions = [_Region(*region_of(t)) for t in tensors]
-        bits = [value & 0xFFFFFFFFFFFFFFFF for value in arguments]
+        # each has the room of a tensor map
+        values = (ctypes.c_uint64 * ROOM * len(arguments))()
+        for place, bits in zip(values, arguments):
+            place[0] = bits & 0xFFFFFFFFFFFFFFFF
+        places = [ctypes.addressof(place) for place in values]
         launch = _Launch(
             grid=(ctypes.c_uint32 * 3)(*grid),
             block=(ctypes.c_uint32 * 3)(*block),
             shared_bytes=shared_bytes,
             arrival=ARRIVALS.index(schedule.arrival),
             seed=schedule.seed,
-            arguments=(ctypes.c_uint64 * len(bits))(*bits),
+            arguments=(ctypes.c_void_p * len(places))(*places),
             regions=(_Region * len(regions))(*regions),
             region_count=len(regions),
             maps=(TensorMap * len(maps))(*maps),

@@ -4,13 +4,14 @@
 // that only barriers order them. An asynchronous copy or matrix product happens when it is issued,
 // when it is waited for, or at a random time between, as the launch says; until then its target is
 // poisoned. What no barrier orders is reported even if the values come out right: each warp has a
-// vector clock, and each byte of memory remembers who wrote and read it, and when.
+// vector clock, and each byte of memory remembers which lane wrote and read it, and when.
 #pragma once
 
 #include <array>
 #include <deque>
 #include <memory>
 #include <random>
+#include <unordered_map>
 
 #include "program.h"
 
@@ -44,21 +45,22 @@ struct Launch {
   uint32_t grid[3];
   uint32_t block[3];
   int32_t shared_bytes;
-  int32_t arrival;  // of Arrival
+  int32_t arrival;   // of Arrival
+  int32_t together;  // whether all blocks run at once and may wait for each other
   uint64_t seed;
-  const uint64_t* arguments;  // by parameter; of a tensor map, its number
-  const Region* regions;
+  const void* const* arguments;  // the bytes of each parameter; of a tensor map, its number
+  const Region* regions;         // none: every address may be accessed
   int32_t region_count;
   const TensorMap* maps;
   int32_t map_count;
   uint64_t executed;  // thread instructions, out
 };
 
-// The time of each warp that others have seen, and the last of them in the component behind the
-// warps: the asynchronous engine.
+// The time of each warp that others have seen; behind the warps, of the asynchronous copies.
 constexpr int kEngine = kMaxWarps;
+constexpr int kTensor = kMaxWarps + 1;  // and of sm_100's tensor cores
 struct Clock {
-  std::array<uint32_t, kMaxWarps + 1> at{};
+  std::array<uint32_t, kMaxWarps + 2> at{};
   void join(const Clock& other);
 };
 
@@ -118,6 +120,72 @@ struct BulkCopy {
   int warp;
 };
 
+// tcgen05.mma, or tcgen05.commit if it has no columns.
+struct TensorProduct {
+  int warp;
+  uint64_t d;  // an address of tensor memory
+  uint64_t a;  // descriptors
+  uint64_t b;
+  uint64_t description;
+  bool accumulates;
+  int columns;
+  int rows;
+  uint32_t time;  // of the tensor cores
+  uint64_t barrier;
+  std::vector<Reading> readings;
+};
+
+// tcgen05.ld of one register.
+struct TensorLoad {
+  const Operand* target;
+  std::array<uint64_t, kLanes> values;
+};
+
+// tcgen05.st of one register of one lane.
+struct TensorStore {
+  int lane;
+  int column;
+  uint32_t value;
+};
+
+// The sums of tcgen05.mma. Who wrote and read them is known by column and half of a warp's lanes.
+class TensorMemory {
+ public:
+  static constexpr int kColumns = 512;
+  static constexpr int kLanes = 128;
+  static constexpr int kHalf = 16;
+
+  void create() {
+    if (!values_.empty()) return;
+    values_.assign(kColumns * kLanes, ~0u);
+    cells_.resize(kColumns * kLanes / kHalf);
+  }
+  uint32_t* at(int lane, int column) { return &values_[lane * kColumns + column]; }
+  void check_read(Warp& warp, int lane, int column);
+  void check_write(Warp& warp, int lane, int column);
+  void check_unread(Warp& warp, int lane, int column);
+  void check_sums(Warp& warp, const TensorProduct& product);
+  void note_read(const Warp& warp, int lane, int column);
+  void begin_store(const Warp& warp, int lane, int column);
+  void end_store(const TensorStore& store);
+  void count(const TensorProduct& product, int by);
+
+  std::vector<char> allocated = std::vector<char>(kColumns);
+
+ private:
+  struct Cell {
+    int products = 0;  // in flight
+    int stores = 0;    // not waited for
+    int issuer = 0;    // the warp of the last one
+    int who = 0;       // wrote last
+    uint32_t time = 0;
+    std::array<uint32_t, kMaxWarps> readers{};
+  };
+  Cell& of(int lane, int column) { return cells_[lane / kHalf * kColumns + column]; }
+  std::vector<uint32_t> values_;
+  std::vector<Cell> cells_;
+};
+
 class Warp {
  public:
   Warp(Block& block, int number);
@@ -132,6 +200,7 @@ class Warp {
   int number;
   Knowledge knowledge;
   bool waits = false;  // at a barrier
+  uint32_t turn = 1;   // barriers of its lanes so far
   bool yields = false;
   std::vector<uint64_t> registers;  // [register][lane], zero-extended or sign-extended
   std::array<std::vector<Copy>, kLanes> open_copies;
@@ -140,6 +209,9 @@ class Warp {
   std::deque<std::vector<Product>> product_groups;
   std::vector<BulkCopy> open_stores;
   std::deque<std::vector<BulkCopy>> store_groups;
+  std::vector<TensorLoad> tensor_loads;
+  std::vector<const Instruction*> tensor_joins;  // mov of registers that are being loaded
+  std::vector<TensorStore> tensor_stores;
   std::vector<uint8_t> in_flight;    // by register: how many products write it
   std::vector<uint8_t> in_use;       // and how many read it
   std::vector<uint32_t> written_at;  // by register: the step of the last write
@@ -167,6 +239,7 @@ class Warp {
   uint64_t* write(const Operand& operand);
   uint64_t* raw(const Operand& operand);  // of a register, whatever is in flight
   uint64_t address(const Operand& operand, int lane);
+  bool is_loading(const Operand& registers) const;
 
  private:
   Values special(const Operand& operand);
@@ -178,50 +251,67 @@ class Warp {
   std::array<uint64_t, kLanes> sink_{};
 };
 
+// Stands for the lanes that access memory together, as for a matrix.
+constexpr int kSeveral = kLanes;
+
 // Who wrote and read each byte of shared memory.
 class SharedMemory {
  public:
   SharedMemory(Block& block, int bytes, int warps);
 
   // Plain accesses of one lane: bounds, alignment, races.
-  void load(Warp& warp, uint64_t address, void* to, int size);
-  void store(Warp& warp, uint64_t address, const void* from, int size);
+  void load(Warp& warp, int lane, uint64_t address, void* to, int size);
+  void store(Warp& warp, int lane, uint64_t address, const void* from, int size);
   // Atomic ones are ordered among themselves.
   void load_atomic(Warp& warp, uint64_t address, void* to, int size);
   void store_atomic(Warp& warp, uint64_t address, const void* from, int size);
   // Accesses of the asynchronous proxy; `warp` issued or waited for them.
-  void check_read(Warp& warp, uint64_t address, uint64_t size, bool is_async);
-  void check_write(Warp& warp, uint64_t address, uint64_t size, bool is_same = false);
-  void note_read(Warp& warp, uint64_t address, uint64_t size);
+  void check_read(Warp& warp, int lane, uint64_t address, uint64_t size, bool is_async);
+  void check_write(Warp& warp, int lane, uint64_t address, uint64_t size);
+  void note_read(Warp& warp, int lane, uint64_t address, uint64_t size);
   void note_engine_write(uint64_t address, uint64_t size, uint32_t time);
-  void note_write(Warp& warp, uint64_t address, uint64_t size, bool is_generic);
+  void note_tensor_read(uint64_t address, uint64_t size, uint32_t time);
+  void note_write(Warp& warp, int lane, uint64_t address, uint64_t size, bool is_generic);
   uint8_t* at(const Warp& warp, uint64_t address, uint64_t size, int align);
+  static std::string name_of(int who);
 
  private:
   struct Writer {
     uint8_t who = 0;
+    uint8_t lane = 0;
     bool is_generic = true;
     bool is_atomic = false;
     uint32_t time = 0;
+    uint32_t turn = 0;
   };
-  static std::string name_of(int who);
+  struct Reader {  // the last one
+    uint8_t who = 0;
+    uint8_t lane = 0;  // kSeveral: more than one lane in this turn
+    uint32_t turn = 0;
+  };
   Block& block_;
   int warps_;
   std::vector<uint8_t> bytes_;
   std::vector<Writer> writers_;
-  std::vector<uint32_t> readers_;  // [byte][warp]
+  std::vector<uint32_t> readers_;  // times, [byte][warp], the tensor cores last
+  std::vector<Reader> last_readers_;
 };
 
 class Block {
  public:
-  Block(Machine& machine, std::array<uint32_t, 3> index, int number);
-  void run();
+  Block(Machine& machine, int number);
+  bool step();  // runs a warp for a while; returns whether any is left
+  void finish() const;
 
-  void arrive(Warp& warp, int barrier, int threads, uint32_t mask);
+  // `any` is where bar.red.or puts whether the predicate of any thread holds; `own`, of this warp's
+  void arrive(Warp& warp, int barrier, int threads, uint32_t mask, uint64_t* any = nullptr,
+              bool own = false);
   void check_unread(Warp& warp, uint64_t address, uint64_t size);
   bool deliver(uint64_t barrier);   // a load that the barrier waits for, if there is one
   void land_one(uint32_t which);    // one of the loads
   void land(const BulkCopy& copy);  // a load
+  void advance_tensor();            // the next product or commit
+  void complete_tensor(uint64_t barrier, Warp& warp);
   void update(MemoryBarrier& barrier);
   void progress() { spins_ = 0; }
   void spin(Warp& warp);
@@ -236,12 +326,19 @@ class Block {
   std::vector<BulkCopy> loads;  // on their way
   std::vector<std::unique_ptr<Warp>> warps;
   uint32_t engine_time = 0;
+  TensorMemory tensor_memory;
+  std::deque<TensorProduct> tensor_work;  // in its order
+  uint32_t tensor_time = 0;               // of the last product that was issued
+  uint32_t tensor_done = 0;               // and of the last one that is complete
+  std::vector<uint32_t> seen;  // releases of each block that this one knows of, and its own
 
  private:
   struct Named {
     int threads = 0;
     int expected = 0;
+    bool any = false;
     std::vector<Warp*> waiting;
+    std::vector<uint64_t*> results;
     Knowledge knowledge;
   };
   std::map<int, Named> named_;
@@ -257,23 +354,42 @@ class Machine {
   Launch& launch;
   std::mt19937_64 generator;
   std::vector<uint8_t> parameters;
+  // where blocks that run together meet: cooperative_groups reads its address from %envreg1 and 2
+  alignas(64) std::array<uint8_t, 64> meeting{};
 
   Arrival arrival() const { return static_cast<Arrival>(launch.arrival); }
-  // Global memory: bounds, alignment, races between blocks and warps.
-  void load(Warp& warp, uint64_t address, void* to, int size, bool is_atomic = false);
-  void store(Warp& warp, uint64_t address, const void* from, int size, bool is_atomic = false);
+  // Global memory: bounds, alignment, races between blocks, warps and lanes.
+  void load(Warp& warp, int lane, uint64_t address, void* to, int size, bool is_atomic = false);
+  void store(Warp& warp, int lane, uint64_t address, const void* from, int size,
+             bool is_atomic = false);
+  // Releases and acquires order what blocks do before and after.
+  void release(Block& block, uint64_t address);
+  void acquire(Warp& warp, uint64_t address);
   int threads() const;
+  int blocks() const;
 
  private:
   struct Access {
     int32_t writer = 0;  // block + 1
     int32_t reader = 0;  // block + 1; -1 for several
-    uint32_t time = 0;   // of the writing warp
+    uint32_t written = 0;  // after so many releases of the block
+    uint32_t read = 0;
+    uint32_t time = 0;  // of the writing warp
+    uint32_t turn = 0;
     uint16_t warp = 0;
+    uint8_t lane = 0;
     bool is_atomic = false;
   };
+  static constexpr uint64_t kPage = 4096;
+  using Page = std::array<Access, kPage>;
   Access* find(Warp& warp, uint64_t address, int size, const char* what);
-  std::vector<std::vector<Access>> accesses_;  // by region
+  void check_inside(const Warp& warp, uint64_t address, int size, const char* what) const;
+  bool is_ordered(const Warp& warp, const Access& one) const;
+  std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_;
+  uint64_t last_page_ = 0;
+  Page* last_ = nullptr;
+  std::map<uint64_t, std::vector<uint32_t>> releases_;
+  int polls_ = 0;
 };
 
 template <class Function>

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "numbers.h"
+#include "layout.h"
 #include "opcodes.h"
 
 namespace emulator {
@@ -32,7 +32,8 @@ void load_matrix(Warp& warp, const Instruction& at, uint32_t mask) {
   uint16_t matrices[4][8][8];
   for (int i = 0; i < count_of(at); ++i)
     for (int row = 0; row < 8; ++row)
-      warp.block.shared->load(warp, warp.address(at.operands[1], 8 * i + row), matrices[i][row], 16);
+      warp.block.shared->load(warp, kSeveral, warp.address(at.operands[1], 8 * i + row),
+                              matrices[i][row], 16);
   for (int i = 0; i < count_of(at); ++i) {
     uint64_t* d = warp.write(targets.kind == Operand::vector ? targets.parts[i] : targets);
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -56,20 +57,12 @@ void store_matrix(Warp& warp, const Instruction& at, uint32_t mask) {
       element(matrix, lane, 1, is_transposed) = static_cast<uint16_t>(values[lane] >> 16);
     }
     for (int row = 0; row < 8; ++row)
-      warp.block.shared->store(warp, warp.address(at.operands[0], 8 * i + row), matrix[row], 16);
+      warp.block.shared->store(warp, kSeveral, warp.address(at.operands[0], 8 * i + row),
+                               matrix[row], 16);
   }
 }
 
 namespace {
-
-// Element `i` of those that a 32-bit register packs.
-float packed(Type type, uint64_t bits, int i) {
-  switch (type) {
-    case Type::bf16: return float_of_bfloat(static_cast<uint16_t>(bits >> (16 * i)));
-    case Type::f16: return float_of_half(static_cast<uint16_t>(bits >> (16 * i)));
-    default: return truncate_to_tf32(float_of_bits(static_cast<uint32_t>(bits)));
-  }
-}
 
 int elements_of(Type type) { return type == Type::tf32 ? 1 : 2; }
 
@@ -136,52 +129,10 @@ namespace {
 
 constexpr int kRows = 16;  // of a warp
 
-// What a 64-bit matrix descriptor says; distances in bytes.
-struct Layout {
-  uint64_t start;
-  uint64_t leading;
-  uint64_t stride;
-  int swizzle;  // bytes, 0 without
-
-  explicit Layout(uint64_t bits)
-      : start((bits & 0x3FFF) << 4),
-        leading((bits >> 16 & 0x3FFF) << 4),
-        stride((bits >> 32 & 0x3FFF) << 4) {
-    constexpr int kSwizzles[] = {0, 128, 64, 32};
-    swizzle = kSwizzles[bits >> 62];
-  }
-
-  // The address of an element: `line` counts rows of A or columns of B, `k` their elements.
-  // Without transposition k is contiguous: eight lines make a group of `stride` bytes. Transposed,
-  // lines are contiguous, and eight values of k make a group.
-  uint64_t address(int line, int k, int bytes, bool is_transposed) const {
-    const int width = swizzle != 0 ? swizzle : 16;  // bytes that lie together
-    uint64_t offset = 0;
-    if (!is_transposed) {
-      const int column = k * bytes;
-      offset = line / 8 * stride + line % 8 * width + column % width + column / width * leading;
-    } else {
-      const int column = line * bytes;
-      const uint64_t across = swizzle != 0 ? leading : stride;
-      const uint64_t along = swizzle != 0 ? stride : leading;
-      offset = column / width * across + column % width + k % 8 * width + k / 8 * along;
-    }
-    const uint64_t plain = start + offset;
-    switch (swizzle) {
-      case 128: return plain ^ ((plain >> 7 & 7) << 4);
-      case 64: return plain ^ ((plain >> 7 & 3) << 4);
-      case 32: return plain ^ ((plain >> 7 & 1) << 4);
-      default: return plain;
-    }
-  }
-};
-
-struct Shape {
-  int n;
-  int k;
-  Type type;
-  int bytes;  // of an element
-};
+Layout layout_of(uint64_t bits) {
+  constexpr int kSwizzles[] = {0, 128, 64, 32};
+  return {bits, kSwizzles[bits >> 62]};
+}
 
 Shape shape_of(Warp& warp, const Instruction& at) {
   Shape shape{};
@@ -209,51 +160,6 @@ struct Operands {
     b_transposed = flag(a_in_registers ? 6 : 7);
   }
 };
-
-// Calls function(address, line, k) for each 16 bytes that hold an operand's elements: those of one
-// line from k on, or, transposed, those of one k from line on.
-template <class Function>
-void for_pieces(const Layout& layout, int begin, int lines, const Shape& shape, bool is_transposed,
-                Function function) {
-  const int step = 16 / shape.bytes;
-  const int line_step = is_transposed ? step : 1;
-  const int k_step = is_transposed ? 1 : step;
-  for (int line = begin; line < begin + lines; line += line_step)
-    for (int k = 0; k < shape.k; k += k_step)
-      function(layout.address(line, k, shape.bytes, is_transposed), line, k);
-}
-
-// Reads an operand; set(line - begin, k, value) takes each element.
-template <class Function>
-void gather(Warp& warp, const Layout& layout, int begin, int lines, const Shape& shape,
-            bool is_transposed, Function set) {
-  for_pieces(layout, begin, lines, shape, is_transposed, [&](uint64_t address, int line, int k) {
-    const uint8_t* bytes = warp.block.shared->at(warp, address, 16, 16);
-    for (int i = 0; i < 16 / shape.bytes; ++i) {
-      uint32_t bits = 0;
-      std::memcpy(&bits, bytes + i * shape.bytes, shape.bytes);
-      const float value = packed(shape.type, bits, 0);
-      if (is_transposed) set(line + i - begin, k, value);
-      else set(line - begin, k + i, value);
-    }
-  });
-}
-
-// The bytes of shared memory that a product reads, as runs.
-std::vector<Reading> readings_of(const Layout& layout, int begin, int lines, const Shape& shape,
-                                 bool is_transposed) {
-  std::vector<uint64_t> pieces;
-  for_pieces(layout, begin, lines, shape, is_transposed,
-             [&](uint64_t address, int, int) { pieces.push_back(address); });
-  std::sort(pieces.begin(), pieces.end());
-  std::vector<Reading> runs;
-  for (const uint64_t piece : pieces) {
-    const bool continues = !runs.empty() && piece == runs.back().begin + runs.back().size;
-    if (continues) runs.back().size += 16;
-    else runs.push_back({piece, 16});
-  }
-  return runs;
-}
 
 void check_fenced(Warp& warp, const Operand& registers) {
   for (const Operand& one : registers.parts)
@@ -286,10 +192,10 @@ void compute(Warp& warp, const Product& product) {
               packed(shape.type, values[lane], j);
     }
   } else {
-    gather(warp, Layout(product.a), warp.number % 4 * kRows, kRows, shape, operands.a_transposed,
+    gather(warp, layout_of(product.a), warp.number % 4 * kRows, kRows, shape, operands.a_transposed,
            [&](int row, int k, float value) { a[row][k] = value; });
   }
-  gather(warp, Layout(product.b), 0, shape.n, shape, operands.b_transposed,
+  gather(warp, layout_of(product.b), 0, shape.n, shape, operands.b_transposed,
          [&](int column, int k, float value) { b[k][column] = value; });
   const std::vector<Operand>& targets = at.operands[0].parts;
   for (int i = 0; i < shape.n / 2; ++i) {
@@ -312,7 +218,7 @@ void compute(Warp& warp, const Product& product) {
           d[lane / 4 + 8 * (i / 2 % 2)][8 * (i / 4) + 2 * (lane % 4) + i % 2]));
   }
   for (const Reading& one : product.readings)
-    warp.block.shared->note_read(warp, one.begin, one.size);
+    warp.block.shared->note_read(warp, kSeveral, one.begin, one.size);
 }
 
 }  // namespace
@@ -333,7 +239,7 @@ void product_issue(Warp& warp, const Instruction& at, uint32_t mask) {
   if (product.accumulates) check_fenced(warp, at.operands[0]);
   const auto check = [&](const Layout& layout, int begin, int lines, bool is_transposed) {
     for (const Reading& one : readings_of(layout, begin, lines, shape, is_transposed)) {
-      warp.block.shared->check_read(warp, one.begin, one.size, true);
+      warp.block.shared->check_read(warp, kSeveral, one.begin, one.size, true);
       product.readings.push_back(one);
     }
   };
@@ -341,10 +247,10 @@ void product_issue(Warp& warp, const Instruction& at, uint32_t mask) {
     check_fenced(warp, at.operands[1]);
   } else {
     product.a = warp.read_uniform(at.operands[1], mask);
-    check(Layout(product.a), warp.number % 4 * kRows, kRows, operands.a_transposed);
+    check(layout_of(product.a), warp.number % 4 * kRows, kRows, operands.a_transposed);
   }
   product.b = warp.read_uniform(at.operands[2], mask);
-  check(Layout(product.b), 0, shape.n, operands.b_transposed);
+  check(layout_of(product.b), 0, shape.n, operands.b_transposed);
   ++warp.products;
   const bool is_first = warp.open_products.empty() && warp.product_groups.empty();
   const bool is_early = warp.machine.arrival() == Arrival::early ||

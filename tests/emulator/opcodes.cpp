@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cfenv>
 
 #include "numbers.h"
 
@@ -107,6 +108,7 @@ void float1(Warp& warp, const Instruction& at, Lanes mask, Function function) {
 
 template <class Function>
 void float2(Warp& warp, const Instruction& at, Lanes mask, Function function) {
+  if (at.has("rz") || at.has("rm") || at.has("rp")) unknown(warp, at);
   if (at.type == Type::f64) {
     map2(warp, at, mask, [&](uint64_t a, uint64_t b) {
       return encode<double>(function(decode<double>(a), decode<double>(b)));
@@ -138,9 +140,21 @@ void float2(Warp& warp, const Instruction& at, Lanes mask, Function function) {
   if (!is_pair) unknown(warp, at);
 }
 
+// a * b + c in float, rounded as the opcode says: .rn, .rz, .rm or .rp
+float fused_float(const Instruction& at, float a, float b, float c) {
+  const int mode = at.has("rz")   ? FE_TOWARDZERO
+                   : at.has("rm") ? FE_DOWNWARD
+                   : at.has("rp") ? FE_UPWARD
+                                  : FE_TONEAREST;
+  std::fesetround(mode);
+  const volatile float result = std::fma(a, b, c);
+  std::fesetround(FE_TONEAREST);
+  return result;
+}
+
 template <class T>
-T fused(T a, T b, T c) {
-  if constexpr (std::is_same_v<T, float>) return std::fma(a, b, c);
+T fused(const Instruction& at, T a, T b, T c) {
+  if constexpr (std::is_same_v<T, float>) return fused_float(at, a, b, c);
   else return narrow<T>(static_cast<double>(widen(a)) * widen(b) + widen(c));
 }
 
@@ -152,7 +166,7 @@ void fma(Warp& warp, const Instruction& at, Lanes mask) {
     map3(warp, at, mask, [&](uint64_t a, uint64_t b, uint64_t c) {
       if (is_mixed) return encode<float>(finish(
           at, std::fma(widen(decode<T>(a)), widen(decode<T>(b)), decode<float>(c))));
-      const T value = fused(decode<T>(a), decode<T>(b), decode<T>(c));
+      const T value = fused(at, decode<T>(a), decode<T>(b), decode<T>(c));
       return encode(std::is_same_v<T, float> ? narrow<T>(finish(at, widen(value))) : value);
     });
   });
@@ -162,7 +176,7 @@ void fma(Warp& warp, const Instruction& at, Lanes mask) {
     map3(warp, at, mask, [&](uint64_t a, uint64_t b, uint64_t c) {
       uint64_t both = 0;
       for (int shift : {0, bits})
-        both |= encode(fused(decode<T>(a >> shift), decode<T>(b >> shift), decode<T>(c >> shift)))
+        both |= encode(fused(at, decode<T>(a >> shift), decode<T>(b >> shift), decode<T>(c >> shift)))
                 << shift;
       return both;
     });
@@ -523,6 +537,14 @@ void mov(Warp& warp, const Instruction& at, Lanes mask) {
   if (from.kind == Operand::vector) {
     const int part = bits / static_cast<int>(from.parts.size());
     std::array<uint64_t, kLanes> whole{};
+    // The ISA forbids to read registers before tcgen05.wait::ld. LLVM (Triton 3.7) moves what only
+    // joins two of them before it, and ptxas moves it back: it takes effect at the wait here.
+    if (warp.is_loading(from)) {
+      uint64_t* poisoned = warp.write(to);
+      for_lanes(mask, [&](int lane) { poisoned[lane] = ~uint64_t{0}; });
+      warp.tensor_joins.push_back(&at);
+      return;
+    }
     for (size_t i = 0; i < from.parts.size(); ++i) {
       const Warp::Values values = warp.read(from.parts[i]);
       for_lanes(mask, [&](int lane) { whole[lane] |= cut(values[lane], part) << (part * i); });
@@ -724,14 +746,39 @@ void ret(Warp& warp, const Instruction&, Lanes mask) { warp.leave(mask); }
 
 void trap(Warp& warp, const Instruction&, Lanes) { warp.fail("trap"); }
 
+// Whether every lane that takes part is here. Others would have to come first, and none comes back.
+void check_members(Warp& warp, const Instruction& at, Lanes mask, const Operand& operand) {
+  const Warp::Values members = warp.read(operand);
+  for_lanes(mask, [&](int lane) {
+    if ((members[lane] & 0xFFFFFFFF) != mask)
+      warp.fail(at.words[0] + " of other lanes than those that reach it");
+  });
+}
+
 // bar.sync, barrier.cta.sync: all threads of the block, or the given number of them. What was
-// written before is visible after.
+// written before is visible after. bar.red.or p, barrier, q: the same, and p tells whether q holds
+// for any thread. bar.warp.sync members: the lanes of a warp.
 void bar(Warp& warp, const Instruction& at, Lanes mask) {
-  if (at.has("warp")) return;  // the lanes of a warp run in step here
-  if (!at.has("sync")) unknown(warp, at);
-  const uint64_t barrier = at.operands.empty() ? 0 : warp.read_uniform(at.operands[0], mask);
-  const uint64_t threads = at.operands.size() < 2 ? 0 : warp.read_uniform(at.operands[1], mask);
-  warp.block.arrive(warp, static_cast<int>(barrier), static_cast<int>(threads), mask);
+  if (at.has("warp")) {
+    check_members(warp, at, mask, at.operands[0]);
+    if (mask == warp.alive()) ++warp.turn;
+    return;
+  }
+  const bool is_reduction = at.has("red") && at.has("or");
+  if (!at.has("sync") && !is_reduction) unknown(warp, at);
+  const size_t first = is_reduction ? 1 : 0;
+  const size_t count = at.operands.size() - (is_reduction ? 1 : 0);
+  const uint64_t barrier = count > first ? warp.read_uniform(at.operands[first], mask) : 0;
+  const uint64_t threads = count > first + 1 ? warp.read_uniform(at.operands[first + 1], mask) : 0;
+  uint64_t* any = nullptr;
+  bool own = false;
+  if (is_reduction) {
+    const Operand& predicate = at.operands.back();
+    const Warp::Values values = warp.read(predicate);
+    for_lanes(mask, [&](int lane) { own |= (values[lane] & 1) != uint64_t{predicate.negated}; });
+    any = warp.write(at.operands[0]);
+  }
+  warp.block.arrive(warp, static_cast<int>(barrier), static_cast<int>(threads), mask, any, own);
 }
 
 // membar and fence order memory, which is in order here; fence.proxy.async makes generic writes
@@ -748,6 +795,7 @@ void shfl(Warp& warp, const Instruction& at, Lanes mask) {
   const Operand& target = at.operands[0];
   const bool has_two = target.kind == Operand::vector;
   const std::string& mode = at.words[2];
+  check_members(warp, at, mask, at.operands[4]);
   const Warp::Values values = warp.read(at.operands[1]);
   const Warp::Values by = warp.read(at.operands[2]);
   const Warp::Values control = warp.read(at.operands[3]);
@@ -779,6 +827,7 @@ void shfl(Warp& warp, const Instruction& at, Lanes mask) {
 
 // redux.sync.op d, a, members: over the lanes
 void redux(Warp& warp, const Instruction& at, Lanes mask) {
+  check_members(warp, at, mask, at.operands[2]);
   const Warp::Values values = warp.read(at.operands[1]);
   const std::string& op = at.words[2];
   uint64_t result = 0;
@@ -804,6 +853,7 @@ void redux(Warp& warp, const Instruction& at, Lanes mask) {
 
 // vote.sync.mode d, p, members
 void vote(Warp& warp, const Instruction& at, Lanes mask) {
+  check_members(warp, at, mask, at.operands[2]);
   const Warp::Values values = warp.read(at.operands[1]);
   const bool negated = at.operands[1].negated;
   uint32_t ballot = 0;
@@ -821,6 +871,7 @@ void vote(Warp& warp, const Instruction& at, Lanes mask) {
 // match.any.sync d, a, members: the lanes with the same value
 void match(Warp& warp, const Instruction& at, Lanes mask) {
   if (!at.has("any")) unknown(warp, at);
+  check_members(warp, at, mask, at.operands[2]);
   const Warp::Values values = warp.read(at.operands[1]);
   std::array<uint64_t, kLanes> result{};
   for_lanes(mask, [&](int lane) {
@@ -869,6 +920,7 @@ void ld(Warp& warp, const Instruction& at, Lanes mask) {
   const std::vector<Operand> targets = parts_of(at.operands[0]);
   const int size = bits_of(at.type) / 8;
   const int total = size * static_cast<int>(targets.size());
+  const bool is_atomic = at.has("acquire") || at.has("relaxed") || at.has("volatile");
   std::vector<std::array<uint64_t, kLanes>> values(targets.size());
   for_lanes(mask, [&](int lane) {
     uint8_t bytes[32];
@@ -879,8 +931,11 @@ void ld(Warp& warp, const Instruction& at, Lanes mask) {
           warp.fail("A load behind the parameters");
         std::memcpy(bytes, &warp.machine.parameters[address - kParameterBase], total);
         break;
-      case Space::shared: warp.block.shared->load(warp, address, bytes, total); break;
-      case Space::global: warp.machine.load(warp, address, bytes, total); break;
+      case Space::shared: warp.block.shared->load(warp, lane, address, bytes, total); break;
+      case Space::global:
+        if (at.has("acquire")) warp.machine.acquire(warp, address);
+        warp.machine.load(warp, lane, address, bytes, total, is_atomic);
+        break;
     }
     for (size_t i = 0; i < targets.size(); ++i) {
       uint64_t value = 0;
@@ -919,9 +974,9 @@ void st(Warp& warp, const Instruction& at, Lanes mask) {
     if (!is_new && entry->second != digest)
       warp.fail("Race: two lanes store different values to one address");
     if (space_of(at, address) == Space::shared)
-      warp.block.shared->store(warp, address, bytes, total);
+      warp.block.shared->store(warp, lane, address, bytes, total);
     else
-      warp.machine.store(warp, address, bytes, total);
+      warp.machine.store(warp, lane, address, bytes, total);
   });
 }
 
@@ -958,6 +1013,8 @@ void atomic(Warp& warp, const Instruction& at, Lanes mask) {
   const Warp::Values a = warp.read(at.operands[first + 1]);
   const bool has_b = at.operands.size() > first + 2;
   const Warp::Values b = has_b ? warp.read(at.operands[first + 2]) : a;
+  const bool releases = at.has("release") || at.has("acq_rel");
+  const bool acquires = at.has("acquire") || at.has("acq_rel");
   std::array<uint64_t, kLanes> before{};
   for_lanes(mask, [&](int lane) {
     const uint64_t address = warp.address(at.operands[first], lane);
@@ -967,9 +1024,11 @@ void atomic(Warp& warp, const Instruction& at, Lanes mask) {
       const uint64_t fresh = combined(at, old, a[lane], b[lane]);
       warp.block.shared->store_atomic(warp, address, &fresh, size);
     } else {
-      warp.machine.load(warp, address, &old, size, true);
+      if (releases) warp.machine.release(warp.block, address);
+      warp.machine.load(warp, lane, address, &old, size, true);
       const uint64_t fresh = combined(at, old, a[lane], b[lane]);
-      warp.machine.store(warp, address, &fresh, size, true);
+      warp.machine.store(warp, lane, address, &fresh, size, true);
+      if (acquires) warp.machine.acquire(warp, address);
     }
     before[lane] = old;
   });
@@ -1019,6 +1078,11 @@ constexpr Entry kTable[] = {
     {"ldmatrix", load_matrix}, {"stmatrix", store_matrix}, {"mma", multiply},
     {"wgmma.fence", product_fence}, {"wgmma.mma_async", product_issue},
     {"wgmma.commit_group", product_commit}, {"wgmma.wait_group", product_wait},
+    // tensors.cpp
+    {"tcgen05.alloc", tensor_allocate}, {"tcgen05.dealloc", tensor_free},
+    {"tcgen05.relinquish_alloc_permit", nothing}, {"tcgen05.mma", tensor_multiply},
+    {"tcgen05.commit", tensor_commit}, {"tcgen05.ld", tensor_load}, {"tcgen05.st", tensor_store},
+    {"tcgen05.wait::ld", tensor_wait}, {"tcgen05.wait::st", tensor_wait},
 };
 
 }  // namespace
@@ -1034,6 +1098,8 @@ Semantics semantics_of(const Instruction& at) {
   return best == nullptr ? nullptr : best->run;
 }
 
-bool is_awaited(const Instruction& at) { return at.run == product_issue; }
+bool is_awaited(const Instruction& at) {
+  return at.run == product_issue || at.run == tensor_load;
+}
 
 }  // namespace emulator

@@ -26,4 +26,13 @@ void product_issue(Warp& warp, const Instruction& at, uint32_t mask);
 void product_commit(Warp& warp, const Instruction& at, uint32_t mask);
 void product_wait(Warp& warp, const Instruction& at, uint32_t mask);
 
+// tensors.cpp
+void tensor_allocate(Warp& warp, const Instruction& at, uint32_t mask);
+void tensor_free(Warp& warp, const Instruction& at, uint32_t mask);
+void tensor_multiply(Warp& warp, const Instruction& at, uint32_t mask);
+void tensor_commit(Warp& warp, const Instruction& at, uint32_t mask);
+void tensor_load(Warp& warp, const Instruction& at, uint32_t mask);
+void tensor_store(Warp& warp, const Instruction& at, uint32_t mask);
+void tensor_wait(Warp& warp, const Instruction& at, uint32_t mask);
+
 }  // namespace emulator

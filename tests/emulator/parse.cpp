@@ -57,7 +57,7 @@ struct Scope {
 
 class Parser {
  public:
-  explicit Parser(const std::string& text) {
+  Parser(const std::string& text, const std::string& entry) : entry_(entry) {
     std::istringstream stream(text);
     for (std::string line; std::getline(stream, line);) program_.lines.push_back(line);
   }
@@ -79,9 +79,12 @@ class Parser {
   // Files, the entry with its parameters, variables in shared memory.
   void read_directives() {
     bool in_parameters = false;
+    bool is_other = false;
     for (size_t i = 0; i < program_.lines.size(); ++i) {
       line_ = static_cast<int>(i) + 1;
       const std::string code = strip(code_of(program_.lines[i]));
+      const bool is_about_all = code.find(".entry ") != std::string::npos || code.find(".file") == 0;
+      if (is_other && !is_about_all) continue;
       std::istringstream words(code);
       std::string word;
       words >> word;
@@ -97,9 +100,12 @@ class Parser {
       } else if (code.find(".shared ") != std::string::npos && code[0] == '.') {
         declare_shared(code);
       } else if (code.find(".entry ") != std::string::npos) {
-        if (!program_.name.empty()) fail("a second .entry");
         const size_t begin = code.find(".entry ") + 7;
-        program_.name = strip(code.substr(begin, code.find('(') - begin));
+        const std::string name = strip(code.substr(begin, code.find('(') - begin));
+        is_other = !entry_.empty() && name != entry_;
+        if (is_other) continue;
+        if (!program_.name.empty()) fail("a second .entry");
+        program_.name = name;
         in_parameters = true;
       } else if (word == ".reqntid" || word == ".maxntid") {
         int product = 1;
@@ -111,7 +117,7 @@ class Parser {
       if (in_parameters && code.find(')') != std::string::npos) in_parameters = false;
       if (!program_.name.empty() && code == "{" && body_ == 0) body_ = static_cast<int>(i);
     }
-    if (program_.name.empty()) fail("no .entry");
+    if (program_.name.empty()) fail("no .entry " + entry_);
   }
 
   void declare_shared(const std::string& code) {
@@ -387,6 +393,7 @@ class Parser {
         {"%tid", Special::tid},       {"%ntid", Special::ntid},     {"%ctaid", Special::ctaid},
         {"%nctaid", Special::nctaid}, {"%laneid", Special::laneid}, {"%warpid", Special::warpid},
         {"%clock", Special::clock},   {"%clock64", Special::clock},
+        {"%envreg1", Special::envreg1}, {"%envreg2", Special::envreg2},
     };
     const size_t dot = text.find('.');
     const auto found = kNames.find(text.substr(0, dot));
@@ -423,6 +430,7 @@ class Parser {
   }
 
   Program program_;
+  std::string entry_;
   std::map<std::string, uint64_t> addresses_;
   std::vector<std::string> dynamic_;
   std::map<std::string, size_t> labels_;
@@ -463,6 +471,8 @@ std::string Program::place(const Instruction& at) const {
   return text;
 }
 
-Program parse(const std::string& text) { return Parser(text).run(); }
+Program parse(const std::string& text, const std::string& entry) {
+  return Parser(text, entry).run();
+}
 
 }  // namespace emulator

@@ -27,7 +27,7 @@ enum class Type : uint8_t {
 int bits_of(Type type);
 Type type_of(const std::string& word);  // Type::none if it names no type
 
-enum class Special : uint8_t { tid, ntid, ctaid, nctaid, laneid, warpid, clock };
+enum class Special : uint8_t { tid, ntid, ctaid, nctaid, laneid, warpid, clock, envreg1, envreg2 };
 
 struct Operand {
   enum Kind : uint8_t {
@@ -94,9 +94,9 @@ struct Program {
   std::string place(const Instruction& at) const;  // for messages
 };
 
-// Parses a module with one entry. Raises std::runtime_error, with the line, for what it does not
-// know.
-Program parse(const std::string& text);
+// Parses an entry of a module, the only one if `entry` is empty. Raises std::runtime_error, with
+// the line, for what it does not know.
+Program parse(const std::string& text, const std::string& entry = "");
 
 // Returns what runs an opcode; nullptr for one that the machine does not know.
 Semantics semantics_of(const Instruction& at);

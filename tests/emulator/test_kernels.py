@@ -20,16 +20,16 @@ LONG = pytest.mark.skipif(not STRESS, reason="make test-emulated and make stress
 pytestmark = [needs_cxx, pytest.mark.stress]
 
 
-def lines_of(*arguments: str) -> list[dict]:
-    """Run tests.emulator.cases and return what it prints."""
+def lines_of(*arguments: str, program: str = "cases") -> list[dict]:
+    """Run tests.emulator.cases, or another program there, and return what it prints."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.emulator.cases", *arguments]
+    command = [sys.executable, "-m", f"tests.emulator.{program}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("arch", ["80", "90", pytest.param("100", marks=LONG)])
 def test_a_layer_is_the_equation_in_every_order_of_time(arch):
     found = lines_of(arch, "--quick")
     assert [(line["name"], line["problem"]) for line in found] == [("few", None), ("many", None)]
@@ -41,6 +41,7 @@ def test_a_layer_is_the_equation_in_every_order_of_time(arch):
         ("90", "stores are not fenced"),
         pytest.param("80", "", marks=LONG),
         pytest.param("90", "", marks=LONG),
+        pytest.param("100", "", marks=LONG),
     ],
 )
 def test_planted_faults_are_caught(arch, part):
@@ -50,15 +51,28 @@ def test_planted_faults_are_caught(arch, part):
 
 
 @LONG
-@pytest.mark.parametrize("arch", ["80", "86", "90", "120"])
+@pytest.mark.parametrize("arch", ["80", "86", "90", "100", "120"])
 def test_every_tile_of_the_table(arch):
     found = lines_of(arch)
     assert len(found) >= 6
     assert [line for line in found if line["problem"]] == []
 
 
+@pytest.mark.parametrize(
+    "arch, part",
+    [
+        ("90", "decode"),
+        *(pytest.param(arch, "", marks=LONG) for arch in ("80", "90", "100", "120")),
+    ],
+)
+def test_steps_of_models(arch, part):
+    found = lines_of(arch, "--only", part, program="models")
+    assert found
+    assert [line for line in found if line["problem"]] == []
+
+
 @LONG
-@pytest.mark.parametrize("arch", ["80", "90", "120"])
+@pytest.mark.parametrize("arch", ["80", "90", "100", "120"])
 def test_every_op_conforms(arch):
     """Every op and gradient, through the host code that a GPU would see."""
     env = os.environ | {"MOE_RUNTIME_EMULATE": arch}

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from tests.emulator import library as emulator
 from tests.support.stress import share
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -435,7 +437,7 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
         int(usage[2]),
         compiled.metadata.shared,
     )
-    hazards = chained_products(compiled.asm["ttir"])
+    hazards = chained_products(compiled.asm["ttir"]) + unknown_opcodes(ptx)
     # newer versions deliberately leave them out
     if not importlib.metadata.version("triton").startswith("3.6."):
         hazards += missing_fences(ptx)
@@ -469,6 +471,17 @@ def chained_products(ttir: str) -> list[str]:
         if re.sub(r" loc\(#loc\d*\)$", "", line).endswith("{"):
             open_regions.append(number if re.search(r"scf\.(for|while)|^\s*} do", line) else None)
     return found
+
+
+def unknown_opcodes(ptx: str) -> list[str]:
+    """Return what tests/emulator does not know of a kernel, so that it cannot execute it."""
+    if shutil.which("g++") is None:
+        return []
+    try:
+        emulator.Program(ptx)
+    except emulator.EmulationError as error:
+        return [f"tests/emulator: {error}"]
+    return []
 
 
 def missing_fences(ptx: str) -> list[str]:

@@ -5,9 +5,14 @@ TRITON_INTERPRET when they are decorated, at the first import. It is therefore s
 kernel or one of transformers' model files imports triton (torch does not).
 """
 
+import collections
+import fnmatch
 import gc
 import os
+import re
 import sys
+import tomllib
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,6 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+
+TESTS = Path(__file__).parent
 
 # MOE_RUNTIME_EMULATE=90 compiles the kernels for a GPU of capability 9.0 and executes their PTX
 EMULATED = int(os.environ.get("MOE_RUNTIME_EMULATE", "0"))
@@ -62,6 +69,29 @@ def pytest_report_header() -> str:
     else:
         where = f"on {torch.cuda.get_device_name()}"
     return f"triton kernels: {where}"
+
+
+def _slow() -> dict[str, int]:
+    """Read slow.toml: a pattern of names -> make test runs the first of so many cases, or none."""
+    tables = tomllib.loads(TESTS.joinpath("slow.toml").read_text())
+    found = {}
+    for folder, entries in tables.items():
+        for name, every in entries.items():
+            path = f"tests/{folder}/{name}".replace("/./", "/")
+            found[path.replace("[", "[[]")] = every  # fnmatch's way to write a bracket
+    return found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {re.compile(fnmatch.translate(pattern)): every for pattern, every in _slow().items()}
+    seen = collections.Counter()
+    for item in items:
+        for pattern, every in slow.items():
+            if not pattern.match(item.nodeid):
+                continue
+            if every == 0 or seen[pattern] % every:
+                item.add_marker(pytest.mark.slow)
+            seen[pattern] += 1
 
 
 _modules_frozen = 0

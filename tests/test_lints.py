@@ -4,6 +4,7 @@ tests/ops/test_host_sync.py runs the launchers.
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -357,3 +358,15 @@ def test_the_planted_bugs_still_have_a_place(capsys):
     """
     table = planted.bugs()
     assert planted.check(ROOT, table) == len(table) >= 150, capsys.readouterr().out
+
+
+def test_slow_toml_names_tests():
+    missing = []
+    for folder, entries in tomllib.loads((ROOT / "tests" / "slow.toml").read_text()).items():
+        for entry in entries:
+            file, _, name = entry.partition("::")
+            function = name.partition("[")[0]
+            path = ROOT / "tests" / folder / file
+            if not path.is_file() or f"def {function}(" not in path.read_text():
+                missing.append(f"{folder}: {entry}")
+    assert missing == []

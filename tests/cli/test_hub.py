@@ -45,13 +45,14 @@ def card_of(repo):
     exec(code, names)
     return card, names["model"]
 """
-UPCYCLE_AND_MERGE = """
-from transformers import AutoModelForCausalLM
+BASE = """
 from tests.hf import tiny
 from tests.support.upit import make_tokenizer
 tiny.dense("llama").save_pretrained("base")
 make_tokenizer().save_pretrained("base")
 Path("base/README.md").write_text("---\\nlicense: mit\\n---\\nA base.")
+"""
+WHAT_IS_PUSHED = """
 private = "training_args.bin optimizer.bin scheduler.pt rng_state.pth .training.tmp-1-0/lock"
 checkpoint = "model.safetensors optimizer.pt experts/__0_0.distcp"
 names = [*private.split(), *(f"checkpoint-2/{name}" for name in checkpoint.split())]
@@ -64,6 +65,10 @@ pushed = set(HfApi().list_repo_files("me/base")) - {".gitattributes"}
 public = (".json", ".safetensors", ".md", ".jinja")
 model = {path.name for path in Path("base").iterdir() if path.suffix in public}
 assert pushed == model, pushed
+"""
+UPCYCLE_AND_MERGE = """
+from transformers import AutoModelForCausalLM
+hub.push("base", "me/base")
 said = verb("xft upcycle me/base moe --num-experts 4 --top-k 2 --push-to-hub me/moe")
 assert "/me/moe" in said
 card, model = card_of("me/moe")
@@ -132,7 +137,8 @@ torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(UPCYCLE_AND_MERGE, id="upcycle and merge", marks=pytest.mark.slow),
+        pytest.param(BASE + WHAT_IS_PUSHED, id="what is pushed"),
+        pytest.param(BASE + UPCYCLE_AND_MERGE, id="upcycle and merge", marks=pytest.mark.slow),
         pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
     ],
 )

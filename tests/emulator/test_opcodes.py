@@ -154,6 +154,10 @@ CASES = [
         (bf16(2.0) << 16 | bf16(0.0), bf16(1.0) << 16 | bf16(1.0)),
         1,
     ),
+    # 1 + 2^-30 lies between two numbers, 1 and the next
+    ("fma.rn.f32 d, a, b, c", (f32(2**-15), f32(2**-15), f32(1.0)), f32(1.0)),
+    ("fma.rm.f32 d, a, b, c", (f32(-(2**-15)), f32(2**-15), f32(1.0)), f32(1.0) - 1),
+    ("fma.rp.f32 d, a, b, c", (f32(2**-15), f32(2**-15), f32(1.0)), f32(1.0) + 1),
 ]
 
 
@@ -233,6 +237,64 @@ def test_a_missing_barrier_is_a_race(seed):
         execute(EXCHANGE.format(barrier=""), [0], threads=64, schedule=Schedule(seed=seed))
 
 
+@pytest.mark.parametrize("barrier", ["bar.sync 0;", "bar.warp.sync -1;"])
+def test_a_barrier_orders_lanes(barrier):
+    body = EXCHANGE.format(barrier=barrier).replace(", 128;", ", 64;")
+    assert execute(body, [0]) == [thread ^ 16 for thread in range(32)]
+
+
+@pytest.mark.parametrize("between", ["", "match.any.sync.b32 %r8, %r1, -1;"])
+def test_lanes_race_without_a_barrier(between):
+    body = EXCHANGE.format(barrier=between).replace(", 128;", ", 64;")
+    with pytest.raises(EmulationError, match="no barrier orders the write of another lane"):
+        execute(body, [0])
+
+
+def test_the_barrier_of_all_threads_returns_whether_one_holds():
+    body = """
+	setp.eq.s32 %p1, %r1, 40;
+	bar.red.or.pred %p2, 0, %p1;
+	selp.b64 %rd5, 7, 8, %p2;
+	st.global.b64 [%rd4], %rd5;"""
+    assert execute(body, [0], threads=64) == [7] * 64
+
+
+TENSOR = """
+	mov.b32 %r2, global_smem;
+	tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 32;
+	bar.sync 0;
+	ld.shared.b32 %r3, [%r2];
+	bar.sync 0;
+	add.s32 %r4, %r1, 500;
+	tcgen05.st.sync.aligned.32x32b.x2.b32 [%r3], {%r1, %r4};
+	{stored}
+	tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r5, %r6}, [%r3];
+	{loaded}
+	mad.lo.s32 %r7, %r6, 1000, %r5;
+	cvt.u64.u32 %rd5, %r7;
+	st.global.b64 [%rd4], %rd5;
+	tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 32;"""
+STORED, LOADED = "tcgen05.wait::st.sync.aligned;", "tcgen05.wait::ld.sync.aligned;"
+
+
+def test_tensor_memory_holds_what_a_warp_stores():
+    body = TENSOR.replace("{stored}", STORED).replace("{loaded}", LOADED)
+    assert execute(body, [0]) == [1000 * (lane + 500) + lane for lane in range(32)]
+
+
+@pytest.mark.parametrize(
+    "stored, loaded, message",
+    [
+        ("", LOADED, "Tensor memory is accessed before tcgen05.wait::st"),
+        (STORED, "", "%r6 is read while an instruction in flight writes it"),
+    ],
+)
+def test_tensor_memory_is_waited_for(stored, loaded, message):
+    body = TENSOR.replace("{stored}", stored).replace("{loaded}", loaded)
+    with pytest.raises(EmulationError, match=message):
+        execute(body, [0])
+
+
 COPY = """
 	mov.b32 %r2, global_smem;
 	shl.b32 %r3, %r1, 3;
@@ -266,6 +328,7 @@ def test_a_copy_that_is_not_waited_for_is_poison():
         ("ld.shared.b32 %r2, [99999];", "Shared memory has 4096 bytes"),
         ("st.global.b32 [%rd2], %r1;", "two lanes store different values to one address"),
         ("mbarrier.arrive.shared.b64 _, [1024];", "An mbarrier that was not initialized"),
+        ("shfl.sync.idx.b32 %r2, %r1, 0, 31, 15;", "shfl of other lanes than those that reach it"),
     ],
 )
 def test_what_a_gpu_would_not_do_is_refused(body, message):

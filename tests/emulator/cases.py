@@ -20,7 +20,8 @@ os.environ["TRITON_INTERPRET"] = "0"
 import torch
 
 from moe_runtime.kernels import tiles
-from moe_runtime.kernels.tiles import Tile
+from moe_runtime.kernels.candidates import candidates
+from moe_runtime.kernels.tiles import Problem, Tile
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.emulator import driver
 from tests.emulator.library import ARRIVALS, EmulationError
@@ -40,8 +41,21 @@ class Case(NamedTuple):
     backward: bool = True
 
 
+def pools(arch: int) -> list[dict[str, Tile]]:
+    """Return the tuner's candidates for `arch`, one of each kernel at a time."""
+    found = {}
+    for kernel in tiles.KERNELS:
+        found[kernel] = candidates(
+            Problem(kernel, arch, "bfloat16", 2048, 2048, 4096, gated=kernel == "up")
+        )
+    rounds = range(max(map(len, found.values())))
+    return [{kernel: pool[i % len(pool)] for kernel, pool in found.items()} for i in rounds]
+
+
 def cases(arch: int) -> dict[str, Case]:
-    """Return every tile of the table for `arch`, on sums longer than the pipeline, and edges."""
+    """Return every tile of the table for `arch`, on sums longer than the pipeline, the tuner's
+    candidates, and edges.
+    """
     table = tiles.TABLE[tiles.nearest(arch)]
     result = {}
     for row in range(max(map(len, table.values()))):
@@ -55,6 +69,8 @@ def cases(arch: int) -> dict[str, Case]:
             tile={kernel: one._replace(PERSISTENT=True) for kernel, one in tile.items()}
         )
     small = next(reversed(result.values())).tile
+    for number, tile in enumerate(pools(arch)):
+        result[f"candidates {number}"] = many._replace(T=259, tile=tile)
     result["one token"] = Case(T=1, H=64, I=32, E=4, top_k=2, tile=small)
     result["more experts than rows"] = Case(T=3, H=96, I=80, E=29, top_k=1, tile=small)
     return result

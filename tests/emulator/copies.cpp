@@ -21,7 +21,7 @@ void land(Warp& warp, int lane, const Copy& copy) {
   uint8_t bytes[16] = {};
   if (copy.valid > 0) warp.machine.load(warp, lane, copy.from, bytes, copy.valid);
   std::memcpy(warp.block.shared->at(warp, copy.to, copy.size, copy.size), bytes, copy.size);
-  warp.block.shared->note_write(warp, lane, copy.to, copy.size, true);
+  warp.block.shared->note_write(warp, lane, copy.to, copy.size, warp.machine.launch.fenced != 0);
 }
 
 }  // namespace

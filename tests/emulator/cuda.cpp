@@ -59,6 +59,7 @@ int emulator_launch(const void* kernel, const uint32_t grid[3], uint32_t threads
   launch.block[0] = threads;
   launch.block[1] = launch.block[2] = 1;
   launch.shared_bytes = shared_bytes;
+  launch.fenced = 1;
   launch.together = together;
   launch.seed = seed != nullptr ? std::strtoull(seed, nullptr, 10) : 0;
   launch.arrival = static_cast<int>(launch.seed % 3);

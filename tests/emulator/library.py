@@ -54,6 +54,7 @@ class _Launch(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_int32),
         ("arrival", ctypes.c_int32),
+        ("fenced", ctypes.c_int32),
         ("together", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
@@ -69,10 +70,15 @@ ARRIVALS = ("early", "late", "random")
 
 
 class Schedule(NamedTuple):
-    """When asynchronous instructions take effect, and the seed of all orders."""
+    """When asynchronous instructions take effect, and the seed of all orders.
+
+    `fenced`: whether a product that reads what cp.async wrote needs fence.proxy.async, as the ISA
+    says.
+    """
 
     arrival: str = "late"
     seed: int = 0
+    fenced: bool = True
 
 
 def _compile(source: Path, folder: Path) -> Path:
@@ -176,6 +182,7 @@ class Program:
             block=(ctypes.c_uint32 * 3)(*block),
             shared_bytes=shared_bytes,
             arrival=ARRIVALS.index(schedule.arrival),
+            fenced=schedule.fenced,
             seed=schedule.seed,
             arguments=(ctypes.c_void_p * len(places))(*places),
             regions=(_Region * len(regions))(*regions),

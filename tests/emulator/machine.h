@@ -46,6 +46,7 @@ struct Launch {
   uint32_t block[3];
   int32_t shared_bytes;
   int32_t arrival;   // of Arrival
+  int32_t fenced;    // whether cp.async needs a fence before an asynchronous read
   int32_t together;  // whether all blocks run at once and may wait for each other
   uint64_t seed;
   const void* const* arguments;  // the bytes of each parameter; of a tensor map, its number

@@ -556,9 +556,11 @@ void mov(Warp& warp, const Instruction& at, Lanes mask) {
   map1(warp, at, mask, [&](uint64_t a) { return cut(a, bits); });
 }
 
-// cvta: generic, global and parameter addresses are the same numbers here.
+// cvta: generic and global addresses are the same numbers here; those of parameters may be cut to 32
+// bits before.
 void cvta(Warp& warp, const Instruction& at, Lanes mask) {
-  map1(warp, at, mask, [](uint64_t a) { return a; });
+  const uint64_t base = at.has("param") ? kParameterBase : 0;
+  map1(warp, at, mask, [&](uint64_t a) { return base != 0 ? base | (a & 0xFFFFFFFF) : a; });
 }
 
 void selp(Warp& warp, const Instruction& at, Lanes mask) {
@@ -926,11 +928,13 @@ void ld(Warp& warp, const Instruction& at, Lanes mask) {
     uint8_t bytes[32];
     const uint64_t address = warp.address(at.operands[1], lane);
     switch (space_of(at, address)) {
-      case Space::parameter:
-        if (address - kParameterBase + total > warp.machine.parameters.size())
+      case Space::parameter: {
+        const uint64_t offset = address & 0xFFFFFFFF;
+        if (offset + total > warp.machine.parameters.size())
           warp.fail("A load behind the parameters");
-        std::memcpy(bytes, &warp.machine.parameters[address - kParameterBase], total);
+        std::memcpy(bytes, &warp.machine.parameters[offset], total);
         break;
+      }
       case Space::shared: warp.block.shared->load(warp, lane, address, bytes, total); break;
       case Space::global:
         if (at.has("acquire")) warp.machine.acquire(warp, address);

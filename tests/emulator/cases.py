@@ -39,6 +39,7 @@ class Case(NamedTuple):
     top_k: int
     tile: dict[str, Tile]
     backward: bool = True
+    shared: str = "group"  # "dense": every token also selects expert 0, the last of its slots
 
 
 def pools(arch: int) -> list[dict[str, Tile]]:
@@ -72,6 +73,8 @@ def cases(arch: int) -> dict[str, Case]:
     for number, tile in enumerate(pools(arch)):
         result[f"candidates {number}"] = many._replace(T=259, tile=tile)
     result["one token"] = Case(T=1, H=64, I=32, E=4, top_k=2, tile=small)
+    shared = Case(T=70, H=128, I=96, E=3, top_k=2, tile=small, shared="dense")
+    result["shared expert"] = shared
     result["more experts than rows"] = Case(T=3, H=96, I=80, E=29, top_k=1, tile=small)
     return result
 
@@ -122,9 +125,12 @@ def inputs(case: Case) -> Inputs:
     up = draw(E, 2 * case.I, case.H) / case.H**0.5
     down = draw(E, case.H, case.I) / case.I**0.5
     chosen = [torch.randperm(case.E, generator=generator)[: case.top_k] for _ in range(case.T)]
-    weights = torch.rand(case.T, case.top_k, generator=generator)
+    idx = torch.stack(chosen)
+    if case.shared == "dense":
+        idx = torch.cat([idx + 1, torch.zeros(case.T, 1, dtype=torch.int64)], 1)
+    weights = torch.rand(*idx.shape, generator=generator)
     leaves = [draw(case.T, case.H), up, down, weights]
-    return Inputs(leaves, torch.stack(chosen), draw(case.T, case.H))
+    return Inputs(leaves, idx, draw(case.T, case.H))
 
 
 def results(case: Case, given: Inputs, backend: str, dtype: torch.dtype | None) -> list:
@@ -132,7 +138,7 @@ def results(case: Case, given: Inputs, backend: str, dtype: torch.dtype | None) 
     leaves = [(t if dtype is None else t.to(dtype)).clone() for t in given.leaves]
     for leaf in leaves:
         leaf.requires_grad_(case.backward)
-    out = moe_mlp(*leaves, given.idx, backend=backend)
+    out = moe_mlp(*leaves, given.idx, backend=backend, shared=case.shared)
     if not case.backward:
         return [out]
     upstream = given.upstream.to(out.dtype)

@@ -4,11 +4,15 @@
 capability 9.0; only its last step, ptxas and the CUDA driver, is replaced.
 """
 
+import atexit
 import contextlib
 import dataclasses
+import json
+import os
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +35,12 @@ MOST_BOX = 256
 # Triton 3.6 leaves the fence out of loops (triton#9610): wrong by the ISA, and seen on some GPUs
 FENCED = not triton.__version__.startswith("3.6.")
 
+EXECUTED = Path(__file__).with_name("executed.json")
+
 schedule = Schedule(fenced=FENCED)  # of the launches that follow
 edits: list[Callable[[str, str], str]] = []  # of each kernel's name and PTX, before it is parsed
 launches: list[str] = []  # names of the kernels that ran
+executed: set[str] = set()  # the same, with their modules
 on_launch: list[Callable[[Callable[[], None]], Any]] = []  # get what runs a launch again
 
 
@@ -141,6 +148,7 @@ class Launcher:
 
     def __init__(self, src: Any, metadata: Any):
         self.name = src.fn.__name__
+        self.full_name = f"{src.fn.__module__.rpartition('.')[2]}.{self.name}"
         self.signature = tuple(src.signature.values())
         self.metadata = metadata
         if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -162,6 +170,7 @@ class Launcher:
         for note in on_launch:
             note(launch.run)
         launch.run()
+        executed.add(self.full_name)
 
 
 class Launch(NamedTuple):
@@ -241,8 +250,21 @@ def _choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: boo
     return backend or ("triton" if has_kernel else "torch")
 
 
+def _record(path: Path, arch: int) -> None:
+    """Add the kernels that were executed to a file, for docs/kernels.md."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    version = known.setdefault(triton.__version__, {})
+    version[str(arch)] = sorted(executed.union(version.get(str(arch), ())))
+    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
 def install(arch: int) -> None:
-    """Make this process run Triton's kernels on the emulator, as on a GPU of this capability."""
+    """Make this process run Triton's kernels on the emulator, as on a GPU of this capability.
+
+    With MOE_RUNTIME_EXECUTED=1, the kernels that it executes are added to executed.json.
+    """
+    if "MOE_RUNTIME_EXECUTED" in os.environ:
+        atexit.register(_record, EXECUTED, arch)
     nvidia = triton_backends["nvidia"]
     triton_backends["nvidia"] = dataclasses.replace(nvidia, compiler=Compiler)
     triton.runtime.driver.set_active(Driver(arch))

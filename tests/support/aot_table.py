@@ -8,6 +8,7 @@ python -m tests.support.aot_table --loops           # prints the main loops of t
 """
 
 import importlib.metadata
+import json
 import re
 import sys
 
@@ -24,6 +25,7 @@ from tests.support.aot import (
 )
 
 PATH = ROOT / "docs" / "kernels.md"
+EXECUTED = ROOT / "tests" / "emulator" / "executed.json"  # Triton's version -> GPU -> kernels
 GPUS = {
     80: "sm_80: A100",
     86: "sm_86: A40, RTX 30",
@@ -119,8 +121,12 @@ The kernels were compiled on a machine without a GPU: the tables show that nothi
 tensor cores, TMA and cp.async are in use, and how much of a processor one block occupies, **not
 speed**.
 
-| kernel | purpose |
-|---|---|
+`executed`: on these GPUs' code the kernel was executed instruction by instruction, on an emulator
+of PTX ([tests/emulator](limits.md#what-was-verified-where)), and gave what its equation gives. That
+is neither ptxas' code nor a GPU.
+
+| kernel | purpose | executed |
+|---|---|---|
 {what}
 
 The tables below have one line for each launch config of `kernels/tiles.py` and one for each other
@@ -187,9 +193,19 @@ def listed(cases: list[Case]) -> list[tuple[int, int | str]]:
     return values
 
 
+def executed(kernel: str) -> str:
+    """Return the GPUs whose code of a kernel tests/emulator has executed."""
+    archs = set()
+    for kernels_of in json.loads(EXECUTED.read_text()).values():
+        archs.update(int(arch) for arch, names in kernels_of.items() if kernel in names)
+    return "sm_" + ", ".join(map(str, sorted(archs))) if archs else "-"
+
+
 def render(cases: list[Case], reports: dict[tuple[int, int | str], Report]) -> str:
     """Return the whole file, from the reports of `listed(cases)`."""
-    what = "\n".join(f"| `{name}` | {text} |" for name, text in sorted(WHAT.items()))
+    what = "\n".join(
+        f"| `{name}` | {text} | {executed(name)} |" for name, text in sorted(WHAT.items())
+    )
     text = HEAD.format(
         version=importlib.metadata.version("triton"),
         what=what,

@@ -65,6 +65,8 @@ pushed = set(HfApi().list_repo_files("me/base")) - {".gitattributes"}
 public = (".json", ".safetensors", ".md", ".jinja")
 model = {path.name for path in Path("base").iterdir() if path.suffix in public}
 assert pushed == model, pushed
+verb("xft upcycle me/base moe --num-experts 4 --top-k 2")
+assert Path("moe/config.json").is_file()
 """
 UPCYCLE_AND_MERGE = """
 from transformers import AutoModelForCausalLM

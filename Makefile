@@ -60,8 +60,10 @@ test: $(INSTALLED) $(CPU_LIBRARY)  ## run the tests that are not marked slow, on
 test-slow: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## run the slow tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m slow $(ARGS)
 
-test-emulated: $(INSTALLED)  ## every kernel's PTX on the emulator (tests/emulator), with progress; hours
-	MOE_STRESS=1 $(PY) -m pytest -v tests/emulator $(ARGS)
+test-emulated: $(TRITONS:%=$(VENV)/triton/%)  ## every kernel's PTX on the emulator (tests/emulator), with progress; hours
+	MOE_STRESS=1 $(PY) -m pytest -v -s tests/emulator $(ARGS)
+	@for v in $(TRITONS); do echo "triton $$v"; \
+		MOE_STRESS=1 PYTHONPATH=$(VENV)/triton/$$v $(PY) -m pytest -v -s tests/emulator -k "layer or models" $(ARGS) || exit 1; done
 
 test-all: test test-slow  ## run all tests
 

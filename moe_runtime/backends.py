@@ -39,7 +39,7 @@ OPS = (
 )
 TRITON_OPS = OPS
 CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
-CPP_OPS = ("moe_mlp", "frozen_mlp", "merge_experts")
+CPP_OPS = ("moe_mlp", "frozen_mlp", "merge_experts", "lora_mlp")
 KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}
 
 # where "cuda" was measured to be faster than "triton" and is therefore the default: entries of op,

@@ -27,6 +27,7 @@ MAY_SYNC = {
     "merging.py:soup_logits": "numbers for an initialization",
     "merging.py:check_mixture": "learned numbers, read once",
     "merging.py:alpha_rows": "a user's numbers, read once",
+    "lora_cpp.py": "a CPU backend",
     "lora_torch.py": "the torch backend: it loops over experts on the host",
     "packed.py:dynamic_map": "a table of the host, made once",
     "expansion.py:farthest_pair": "its result is a decision of the host",

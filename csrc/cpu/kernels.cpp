@@ -6,6 +6,7 @@
 #include "activation.h"
 #include "experts.h"
 #include "gradients.h"
+#include "lora.h"
 #include "merging.h"
 #include "packed.h"
 #include "vector.h"
@@ -195,6 +196,9 @@ extern constexpr Kernels MOERT_SET = {
     {experts_dx<float>, experts_dx<bf16>},
     {experts_dw<float>, experts_dw<bf16>},
 #endif
+    {lora_forward<float>, lora_forward<bf16>},
+    {lora_backward<float>, lora_backward<bf16>},
+    {lora_pairs<float>, lora_pairs<bf16>},
     {merge<float>, merge<bf16>},
     {merge_gradient<float>, merge_gradient<bf16>},
     {unpack<float>, unpack<bf16>},

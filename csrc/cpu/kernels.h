@@ -93,6 +93,37 @@ struct ExpertsBackward {
     int64_t dup_stride_e, dup_stride, ddown_stride_e, ddown_stride;
 };
 
+// LoRA experts over one MLP. Rows are pairs of a token and an expert that it selected, by expert, then by token; a piece has the rows of
+// one expert. Units are blocks of `tokens` tokens.
+struct Lora {
+    static constexpr int64_t PART = 256, ROWS = 24;  // columns of h and rows of an expert at once
+    int act;
+    float scaling;
+    const void *z, *low;                    // of the MLP [T, 2I]; x A^T of gate and of up [2][T, E r]
+    const void *gate_b, *up_b, *down_a;     // [E, r, I], or null
+    const int32_t* row_token;               // [rows]
+    const float* weight;                    // [rows]
+    const Piece* pieces;
+    int64_t n_pieces, T, I, E, r, tokens;
+    void *h, *q;  // [T, I]; [T, E r]
+    // floats of a thread: panels of the halves, sums of the tokens, ranks of a piece's rows, and some rows of h
+    static constexpr int64_t floats(int64_t tokens, int64_t I, int64_t r) { return 3 * r * PART + 2 * tokens * (I + r) + ROWS * PART; }
+};
+
+// The backward pass of the tokens first..last, whose rows the pieces have; their values of dgate, dup and weighted h start at `at`.
+struct LoraBackward {
+    static constexpr int64_t DEPTH = 128;            // rows of a sum at once
+    static constexpr int64_t ELEMENTS = 1 << 23;     // of `kept`, at most, unless one block has more
+    Lora forward;
+    const void *dh, *dq;  // [T, I]; [T, E r], times the scaling, or null
+    int64_t first, last;
+    void *kept, *dz, *dlow;  // [rows][3][I]; [T, 2I]; [2][T, E r]
+    float* dots;             // [rows] <da, h>
+    float *dgate_b, *dup_b, *ddown_a;  // [E, r, I] to which is added, or null
+    // of a thread that sums the gradients of the pairs
+    static constexpr int64_t floats(int64_t r) { return DEPTH * (Lora::PART + (r + 63) / 64 * 64) + r * Lora::PART; }
+};
+
 // The sum of E experts of P values each, times their alpha, by blocks of values, and within a block by groups of GROUP experts.
 struct Merge {
     static constexpr int64_t BLOCK = 4096, GROUP = 8;  // more streams than the hardware prefetches take twice the time
@@ -142,6 +173,9 @@ struct Kernels {
     void (*experts_dh[2])(const ExpertsBackward&, int64_t unit, float* panel);
     void (*experts_dx[2])(const ExpertsBackward&, int64_t unit, float* panel);
     void (*experts_dw[2])(const ExpertsBackward&, int64_t unit, float* panel);
+    void (*lora_forward[2])(const Lora&, int64_t unit, float* space);
+    void (*lora_backward[2])(const LoraBackward&, int64_t unit, float* space);
+    void (*lora_pairs[2])(const LoraBackward&, int64_t unit, float* space);  // (piece, pair, PART columns)
     // of blocks
     void (*merge[2])(const Merge&, int64_t begin, int64_t end);
     void (*merge_gradient[2])(const MergeGradient&, int64_t begin, int64_t end);

@@ -22,6 +22,8 @@ namespace {
 
 using moert::Experts;
 using moert::Kernels;
+using moert::Lora;
+using moert::LoraBackward;
 using moert::Piece;
 using moert::Tiled;
 using moert::TiledBackward;
@@ -247,6 +249,46 @@ int64_t columns_of_up(bool tiled, int form, int64_t I, int64_t rows, int64_t n_p
     return rows < 16 * n_pieces ? each : each * panels_of(form ? 2 * I : I, n_pieces, threads);
 }
 
+// The expert's rows of the tokens first..last of each expert that has any; returns how many pieces.
+int64_t pieces_of_tokens(
+    const int32_t* offsets, const int32_t* row_token, int64_t E, int64_t first, int64_t last, Piece* pieces) {
+    int64_t count = 0, at = 0;
+    for (int64_t e = 0; e < E; e++) {
+        int64_t begin = offsets[e], end;
+        while (begin < offsets[e + 1] && row_token[begin] < first) begin++;
+        for (end = begin; end < offsets[e + 1] && row_token[end] < last; end++) {}
+        if (begin == end) continue;
+        pieces[count++] = {(int32_t)e, (int32_t)begin, (int32_t)end, (int32_t)at};
+        at += end - begin;
+    }
+    return count;
+}
+
+// how the work on LoRA experts is divided, and the layout of its scratch memory
+struct LoraParts {
+    int64_t tokens, group, panels, panel_bytes, kept, bytes;  // tokens of a unit, and of a group of the backward pass
+};
+
+LoraParts lora_parts(int dtype, int64_t T, int64_t I, int64_t E, int64_t r, int64_t most, int backward, int threads) {
+    constexpr int64_t LEAST = 16, SUMS = 1 << 17;  // tokens; floats of h that a unit sums
+    const auto limit = [](int64_t n, int64_t limit) { return n < limit ? n : limit; };
+    const int64_t slots = most ? most : 1;
+    int64_t tokens = limit(blocks(LEAST * E, slots), SUMS / (I ? I : 1));  // enough that an expert has LEAST rows
+    tokens = limit(tokens, blocks(T, threads > 1 ? 4 * threads : 1));
+    int64_t group = LoraBackward::ELEMENTS / (3 * slots * (I ? I : 1)) / LEAST * LEAST;  // whatever the threads
+    if (group < LEAST) group = LEAST;
+    if (tokens < LEAST) tokens = LEAST;
+    tokens = limit(tokens, group);
+    LoraParts p;
+    const int64_t pairs = backward ? LoraBackward::floats(r) : 0, rows = Lora::floats(tokens, I, r);
+    p.tokens = tokens, p.group = group;
+    p.panels = aligned(E * sizeof(Piece));
+    p.panel_bytes = aligned(4 * (pairs > rows ? pairs : rows));
+    p.kept = p.panels + threads * p.panel_bytes;
+    p.bytes = p.kept + (backward ? aligned(limit(group, T) * slots * 3 * I * size_of(dtype)) : 0);
+    return p;
+}
+
 // the layout of a backward pass's scratch memory, after the pieces
 struct BackwardParts {
     int64_t experts, slot_row, panels, panel_bytes, dots, dz, wh, z, dx, bytes;
@@ -443,6 +485,45 @@ void moert_cpu_experts_backward(
     int32_t* const slot_row = (int32_t*)(base + parts.slot_row);
     for (int64_t r = 0; r < T * K; r++) slot_row[row_slot[r]] = (int32_t)r;
     moert_cpu_combine(dtype, base + parts.dx, nullptr, slot_row, T, K, H, offsets[E], dx, threads);
+}
+
+int64_t moert_cpu_lora_bytes(
+    int dtype, int64_t T, int64_t I, int64_t E, int64_t r, int64_t most, int backward, int threads) {
+    return lora_parts(dtype, T, I, E, r, most, backward, threads).bytes;
+}
+
+void moert_cpu_lora(
+    int dtype, int act, float scaling, const void* z, const void* low, const void* gate_b, const void* up_b, const void* down_a,
+    const int32_t* offsets, const int32_t* row_token, const float* weight, int64_t T, int64_t I, int64_t E, int64_t r, int64_t most,
+    void* scratch, void* h, void* q, int threads) {
+    const LoraParts parts = lora_parts(dtype, T, I, E, r, most, 0, threads);
+    Piece* const pieces = (Piece*)scratch;
+    const int64_t n = pieces_of_tokens(offsets, row_token, E, 0, T, pieces);
+    const Lora f = {act, scaling, z, low, gate_b, up_b, down_a, row_token, weight, pieces, n, T, I, E, r, parts.tokens, h, q};
+    const double bytes = (double)size_of(dtype) * I * (3.0 * E * r + 2.0 * T + 2.0 * offsets[E]);
+    in_turns(variant->kernels->lora_forward[dtype / 2], f, blocks(T, parts.tokens), bytes, threads, (char*)scratch + parts.panels, parts.panel_bytes);
+}
+
+void moert_cpu_lora_backward(
+    int dtype, int act, float scaling, const void* z, const void* low, const void* gate_b, const void* up_b, const void* down_a,
+    const int32_t* offsets, const int32_t* row_token, const float* weight, int64_t T, int64_t I, int64_t E, int64_t r, int64_t most,
+    void* scratch, const void* dh, const void* dq, void* dz, void* dlow, float* dots, float* dgate_b, float* dup_b, float* ddown_a,
+    int threads) {
+    const LoraParts parts = lora_parts(dtype, T, I, E, r, most, 1, threads);
+    char* const base = (char*)scratch;
+    Piece* const pieces = (Piece*)base;
+    for (int64_t first = 0; first < T; first += parts.group) {
+        const int64_t last = first + parts.group < T ? first + parts.group : T;
+        const int64_t n = pieces_of_tokens(offsets, row_token, E, first, last, pieces);
+        const Lora f = {act, scaling, z, low, gate_b, up_b, down_a, row_token, weight, pieces, n, T, I, E, r, parts.tokens, nullptr, nullptr};
+        const LoraBackward b = {f, dh, dq, first, last, base + parts.kept, dz, dlow, dots, dgate_b, dup_b, ddown_a};
+        const double bytes = (double)size_of(dtype) * I * (3.0 * E * r + 8.0 * (last - first));
+        const auto go = [&](auto kernel, int64_t units) {
+            in_turns(kernel, b, units, bytes, threads, base + parts.panels, parts.panel_bytes);
+        };
+        go(variant->kernels->lora_backward[dtype / 2], blocks(last - first, parts.tokens));
+        if (dgate_b || dup_b || ddown_a) go(variant->kernels->lora_pairs[dtype / 2], n * 3 * blocks(I, Lora::PART));
+    }
 }
 
 void moert_cpu_merge(

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define MOERT_CPU_ABI_VERSION 6
+#define MOERT_CPU_ABI_VERSION 7
 #define MOERT_API extern "C" __attribute__((visibility("default")))
 
 MOERT_API int moert_cpu_abi_version();
@@ -77,6 +77,26 @@ MOERT_API void moert_cpu_experts_backward(
     const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
     const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
     int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads);
+
+// LoRA experts over one MLP, moe_runtime/ops/lora.py: h [T, I] and q [T, E r] from the MLP's z [T, 2I] and low [2, T, E r], x A^T of gate
+// and up. gate_b, up_b and down_a [E, r, I] may be null; q is written where an expert has a row. The rows of expert e are
+// offsets[e]..offsets[e + 1], by token, each token at most `most` times in all; weight [rows]. `scratch` has moert_cpu_lora_bytes
+// bytes, aligned to 64.
+MOERT_API int64_t moert_cpu_lora_bytes(
+    int dtype, int64_t T, int64_t I, int64_t E, int64_t r, int64_t most, int backward, int threads);
+MOERT_API void moert_cpu_lora(
+    int dtype, int act, float scaling, const void* z, const void* low, const void* gate_b, const void* up_b, const void* down_a,
+    const int32_t* offsets, const int32_t* row_token, const float* weight, int64_t T, int64_t I, int64_t E, int64_t r, int64_t most,
+    void* scratch, void* h, void* q, int threads);
+
+// Its backward pass from dh [T, I] and dq [T, E r], which includes the scaling and may be null: dz [T, 2I], dlow [2, T, E r] where an
+// expert has a row, dots [rows] = <gradient of a row, its unweighted h>; the gradients of the pairs are added to dgate_b, dup_b and
+// ddown_a [E, r, I], which may be null.
+MOERT_API void moert_cpu_lora_backward(
+    int dtype, int act, float scaling, const void* z, const void* low, const void* gate_b, const void* up_b, const void* down_a,
+    const int32_t* offsets, const int32_t* row_token, const float* weight, int64_t T, int64_t I, int64_t E, int64_t r, int64_t most,
+    void* scratch, const void* dh, const void* dq, void* dz, void* dlow, float* dots, float* dgate_b, float* dup_b, float* ddown_a,
+    int threads);
 
 // out [P] = sum_e alpha[e] weight[e], E >= 1 contiguous experts of P values, `stride_e` elements apart. Each product is rounded to
 // float32, then each sum, from the first expert on.

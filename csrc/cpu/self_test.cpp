@@ -72,6 +72,16 @@ int32_t topk_idx[SLOTS], offsets[E + 1], row_slot[SLOTS];
 alignas(64) char z[SLOTS * 2 * I * sizeof(float)];
 alignas(64) char scratch[16 << 20];
 
+// LoRA experts, ranks of R, over z as of an MLP
+constexpr int64_t R = 3, ROWS = T + T - 6, HALF = E * R * I;
+Tensor<T * 2 * I> lora_z, lora_dz;
+Tensor<2 * T * E * R> low, dlow;
+Tensor<HALF> gate_b, up_b, down_a, dgate_b, dup_b, ddown_a;
+Tensor<ROWS> row_weight, dots;
+Tensor<T * I> lora_h, lora_dh;
+Tensor<T * E * R> q, dq;
+int32_t lora_offsets[E + 1], row_token[ROWS];
+
 double exponential(double value) {
     double power = 1, term = 1;
     for (int n = 1; n < 20; n++) power += term *= value / 1024 / n;
@@ -124,6 +134,72 @@ void add_merged() {
         }
 }
 
+// the reference of a row of the LoRA experts, forward and backward; SCALING is of the ranks
+constexpr float SCALING = 1.5f;
+void add_lora_row(int64_t row, int64_t e) {
+    const int64_t t = row_token[row], at = (t * E + e) * R;
+    const double w = row_weight.values[row], *gate_ranks = low.values + at, *up_ranks = gate_ranks + T * E * R;
+    for (int64_t i = 0; i < I; i++) {
+        double gate = lora_z.values[t * 2 * I + i], raised = lora_z.values[t * 2 * I + I + i], dh = lora_dh.values[t * I + i];
+        for (int64_t k = 0; k < R; k++) {
+            const int64_t n = (e * R + k) * I + i;
+            gate += SCALING * gate_ranks[k] * gate_b.values[n];
+            raised += SCALING * up_ranks[k] * up_b.values[n];
+            dh += dq.values[at + k] * down_a.values[n];
+        }
+        const double sigmoid = 1 / (1 + exponential(-gate)), h = gate * sigmoid * raised;
+        const double dgate = w * dh * raised * sigmoid * (1 + gate * (1 - sigmoid)), draised = w * dh * gate * sigmoid;
+        lora_h.values[t * I + i] += w * h;
+        dots.values[row] += dh * h;
+        lora_dz.values[t * 2 * I + i] += dgate;
+        lora_dz.values[t * 2 * I + I + i] += draised;
+        for (int64_t k = 0; k < R; k++) {
+            const int64_t n = (e * R + k) * I + i;
+            q.values[at + k] += w * h * down_a.values[n];
+            dlow.values[at + k] += SCALING * dgate * gate_b.values[n];
+            dlow.values[T * E * R + at + k] += SCALING * draised * up_b.values[n];
+            dgate_b.values[n] += SCALING * gate_ranks[k] * dgate;
+            dup_b.values[n] += SCALING * up_ranks[k] * draised;
+            ddown_a.values[n] += dq.values[at + k] * w * h;
+        }
+    }
+}
+
+// expert 0 has every token, 1 all but seven, 2 one of these, 3 none
+void make_lora_reference(int dtype) {
+    lora_z.fill(dtype, 7, 1.0f), low.fill(dtype, 8, 1.0f), lora_dh.fill(dtype, 9, 1.0f), dq.fill(dtype, 10, 1.0f);
+    gate_b.fill(dtype, 11, 0.5f), up_b.fill(dtype, 12, 0.5f), down_a.fill(dtype, 13, 0.5f), row_weight.fill(0, 14, 1.0f);
+    lora_h.clear(), q.clear(), lora_dz.clear(), dlow.clear(), dots.clear(), dgate_b.clear(), dup_b.clear(), ddown_a.clear();
+    const int64_t ends[] = {T, 2 * T - 7, 2 * T - 6, 2 * T - 6};
+    for (int64_t e = 0, row = 0; e < E; e++) {
+        for (int64_t t = e == 1 ? 7 : e == 2 ? 6 : 0; row < ends[e]; row++, t++) {
+            row_token[row] = (int32_t)t;
+            add_lora_row(row, e);
+        }
+        lora_offsets[e + 1] = (int32_t)row;
+    }
+}
+
+const char* check_lora(int dtype, double tolerance) {
+    make_lora_reference(dtype);
+    // what no expert writes is the caller's: zeros
+    memset(q.bytes, 0, sizeof q.bytes), memset(dlow.bytes, 0, sizeof dlow.bytes);
+    memset(dgate_b.bytes, 0, sizeof dgate_b.bytes), memset(dup_b.bytes, 0, sizeof dup_b.bytes), memset(ddown_a.bytes, 0, sizeof ddown_a.bytes);
+    if (moert_cpu_lora_bytes(dtype, T, I, E, R, K, 1, 1) > (int64_t)sizeof scratch) return "the LoRA experts' memory";
+    moert_cpu_lora(
+        dtype, SILU, SCALING, lora_z.bytes, low.bytes, gate_b.bytes, up_b.bytes, down_a.bytes, lora_offsets, row_token,
+        (const float*)row_weight.bytes, T, I, E, R, K, scratch, lora_h.bytes, q.bytes, 1);
+    if (!lora_h.close(dtype, tolerance) || !q.close(dtype, tolerance)) return "the LoRA experts' forward pass";
+    moert_cpu_lora_backward(
+        dtype, SILU, SCALING, lora_z.bytes, low.bytes, gate_b.bytes, up_b.bytes, down_a.bytes, lora_offsets, row_token,
+        (const float*)row_weight.bytes, T, I, E, R, K, scratch, lora_dh.bytes, dq.bytes, lora_dz.bytes, dlow.bytes,
+        (float*)dots.bytes, (float*)dgate_b.bytes, (float*)dup_b.bytes, (float*)ddown_a.bytes, 1);
+    if (!lora_dz.close(dtype, tolerance) || !dlow.close(dtype, tolerance) || !dots.close(0, tolerance))
+        return "the LoRA experts' backward pass";
+    const bool right = dgate_b.close(0, tolerance) && dup_b.close(0, tolerance) && ddown_a.close(0, tolerance);
+    return right ? nullptr : "the gradient of the LoRA pairs";
+}
+
 void make_reference(int dtype) {
     choose_experts();
     x.fill(dtype, 1, 1.0f);
@@ -167,7 +243,8 @@ const char* check(int dtype) {
     moert_cpu_merge(dtype, down.bytes, STACK, (const float*)alpha.bytes, E, STACK, merged.bytes, 1);
     if (!merged.close(dtype, tolerance)) return "merging";
     moert_cpu_merge_gradient(dtype, dtype, down.bytes, down.bytes, STACK, E, STACK, scratch, (float*)dalpha.bytes, 1);
-    return dalpha.close(0, tolerance) ? nullptr : "the gradient of merging";
+    if (!dalpha.close(0, tolerance)) return "the gradient of merging";
+    return check_lora(dtype, tolerance);
 }
 
 }  // namespace

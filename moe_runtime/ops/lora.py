@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_runtime import backends
 from moe_runtime.config import ACTIVATIONS, check_choice
-from moe_runtime.ops import lora_torch
+from moe_runtime.ops import lora_cpp, lora_torch, lora_triton
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import check_like
@@ -39,7 +39,7 @@ from moe_runtime.ops.library import (
     register_backward,
     wide_dtype,
 )
-from moe_runtime.ops.lora_torch import Base, MixedGradients, Pairs, flat, mixed_weight
+from moe_runtime.ops.lora_torch import Base, Pairs, flat, mixed_weight
 from moe_runtime.ops.moe_mlp import absent_as_empty
 
 
@@ -214,6 +214,7 @@ define(
 )
 
 Inputs = inputs_of("lora_mlp")
+STEPS = {"torch": lora_torch, "cpp": lora_cpp, "triton": lora_triton}
 
 
 def _part(group: type, i: Any) -> Any:
@@ -226,42 +227,11 @@ def _forward(*arguments: Any) -> Tensors:
     pairs = _part(Pairs, i).in_order()
     x = i.x.contiguous()
     low = pairs.low(x)
-    mixed = _mixed_triton if i.backend == "triton" else lora_torch.mixed
-    z, h = mixed(i, x, _part(Base, i), pairs, low)
+    z, h = STEPS[i.backend].mixed(i, x, _part(Base, i), pairs, low)
     out = h @ i.down.t()
     if pairs.down_b is not None:
         out.addmm_(low[2], flat(pairs.down_b), alpha=i.scaling)
     return out, z, low
-
-
-def _mixed_triton(
-    i: Any,
-    x: Tensor,
-    base: Base,
-    pairs: Pairs,
-    low: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Compute `lora_torch.mixed` with one library product and one kernel.
-
-    Rows of single experts are not materialized.
-    """
-    from moe_runtime.kernels.lora import lora_forward
-
-    z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))
-    weight = mixed_weight(i.topk_weight, i.topk_idx, i.E).contiguous()
-    h = lora_forward(
-        z,
-        low,
-        weight,
-        pairs.gate_b,
-        pairs.up_b,
-        pairs.down_a,
-        i.act,
-        i.scaling,
-    )
-    if not i.save:
-        z = z.new_empty(0, z.shape[1])
-    return z, h
 
 
 def _forward_fake(*arguments: Any) -> Tensors:
@@ -291,8 +261,7 @@ def _backward(
     dq = None
     if pairs.down_b is not None:
         dq = torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
-    mixed_backward = _mixed_backward_triton if i.backend == "triton" else lora_torch.mixed_backward
-    mixed = mixed_backward(
+    mixed = STEPS[i.backend].mixed_backward(
         i,
         dout @ i.down,
         dq,
@@ -323,28 +292,6 @@ def _backward(
         grads = grads._replace(down_b=ddown_b.view(pairs.down_b.shape))
     dweight = _slots(mixed.dweight, i.topk_idx, i.E)
     return absent_as_empty((dx, dweight, *grads), x)
-
-
-def _mixed_backward_triton(
-    i: Any,
-    dh: Tensor,
-    dq: Tensor | None,
-    z: Tensor,
-    pairs: Pairs,
-    low: Tensor,
-    needs: Pairs,
-) -> MixedGradients:
-    """Compute `lora_torch.mixed_backward` in three kernels."""
-    from moe_runtime.kernels import lora_backward
-
-    weight = mixed_weight(i.topk_weight, i.topk_idx, i.E).contiguous()
-    shared = (dh, dq, z, low, weight, pairs.gate_b, pairs.up_b, pairs.down_a)
-    dz, dlow, dweight = lora_backward.lora_backward(*shared, i.act, i.scaling)
-    needed = []
-    for name in ("gate_b", "up_b", "down_a"):
-        needed.append(getattr(pairs, name) is not None and getattr(needs, name))
-    halves = lora_backward.lora_backward_w(*shared, needed, i.act, i.scaling)
-    return MixedGradients(dz, dlow, dweight, *halves)
 
 
 def _slots(dweight: Tensor, topk_idx: Tensor | None, E: int) -> Tensor:

@@ -263,7 +263,7 @@ def one_call_bytes(
     )
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     """Return where a contiguous tensor starts; None without one."""
     return None if tensor is None else tensor.data_ptr()
 
@@ -310,8 +310,8 @@ def _one_call(
         down.data_ptr(),
         down.stride(0),
         down.stride(1),
-        _address(up_bias),
-        _address(down_bias),
+        address(up_bias),
+        address(down_bias),
         topk_weight.data_ptr(),
         offsets.data_ptr(),
         row_slot.data_ptr(),
@@ -322,8 +322,8 @@ def _one_call(
         K,
         *part,
         space.data_ptr(),
-        _address(z),
-        _address(out),
+        address(z),
+        address(out),
         torch.get_num_threads(),
     )
 
@@ -506,7 +506,7 @@ def _one_call_back(
         trains.data_ptr(),
         z_all.data_ptr() if saved else None,
         space.data_ptr(),
-        _address(dx),
+        address(dx),
         dweight.data_ptr(),
         *_gradient_arguments(grads.up, into.up),
         *_gradient_arguments(grads.down, into.down),

@@ -7,18 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.ops import lora as lora_ops
-from moe_runtime.ops import lora_torch
 from moe_runtime.ops.lora import lora_mlp, lora_mlp_reference
 from tests.support.lora import NAMES, arguments, make_case, oracle, run
 from tests.support.oracle import assert_parity, assert_same, saved_bytes
 
 OP = "lora_mlp"
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    """Use several blocks of tokens, with tokens of every kind."""
-    monkeypatch.setattr(lora_torch, "EXPERT_ELEMENTS", 1 << 9)
 
 
 @pytest.fixture
@@ -33,7 +26,7 @@ def layer(backend, device):
 
 @pytest.mark.parametrize("K", [2, None], ids=["two slots", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_blocks_of_tokens(dtype, K, layer, tolerance):
+def test_ranks_beyond_a_vector_and_biases(dtype, K, layer, tolerance):
     case = make_case(40, 34, 48, 8, K, 33, dtype=dtype, bias=True)
     assert_parity(
         layer(case),

@@ -1,0 +1,55 @@
+"""LoRA experts in the CPU library: every instruction set, sizes that are no multiples of vectors,
+panels and blocks, and bits that do not depend on the number of threads.
+"""
+
+import pytest
+import torch
+
+from moe_runtime.ops.lora import lora_mlp
+from tests.support.lora import make_case, oracle, run
+from tests.support.oracle import assert_parity, assert_same
+
+FLOATS = [torch.float32, torch.bfloat16]
+
+
+def ours(case):
+    return run(case, lora_mlp, backend="cpp")
+
+
+CASES = [
+    pytest.param((40, 34, 48, 8, 2, 33), {}, id="remainders"),
+    pytest.param((40, 16, 530, 3, None, 70), {}, id="every expert, ranks of two panels"),
+    pytest.param((190, 8, 2100, 8, 8, 3), {}, id="several groups of tokens"),
+    pytest.param((150, 8, 33, 2, 1, 1), {}, id="more rows than a block of a sum"),
+    pytest.param((30, 32, 40, 4, 2, 6), {"routing": "skip", "bias": True}, id="dropped slots"),
+    pytest.param((21, 32, 40, 4, 2, 6), {"targets": ("up",)}, id="up alone"),
+    pytest.param((21, 32, 40, 4, 2, 6), {"targets": ("gate", "down")}, id="gate and down"),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sizes, options", CASES)
+def test_is_the_equation(sizes, options, dtype, variant, tolerance):
+    case = make_case(*sizes, dtype=dtype, **options)
+    assert_parity(ours(case), run(case, oracle, torch.float64), tolerance[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_number_of_threads_changes_no_bit(dtype, cpu_library):
+    case = make_case(300, 16, 600, 8, 4, 5, dtype=dtype)
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            results.append(ours(case))
+        finally:
+            torch.set_num_threads(before)
+    assert_same(*results)
+
+
+def test_no_tokens(cpu_library):
+    got = ours(make_case(0, 16, 24, 4, 2, 3))
+    assert got["out"].shape == (0, 16)
+    assert not got["dgate_a"].any()
+    assert not got["ddown_b"].any()

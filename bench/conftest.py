@@ -211,7 +211,9 @@ def interleaved(benchmark, request):
                 pytest.exit(str(lost), returncode=LOST)
             info["tiles"] = clock.launch_configs()
         else:
-            times, measured = clock.measure_cpu(variants, rounds, benchmark.pedantic, compare)
+            times, measured = clock.measure_cpu(
+                variants, rounds, benchmark.pedantic, compare, notes
+            )
         if held:
             measured |= clock.totals(measured, held())
         for variant, row in (details or {}).items():

@@ -5,13 +5,13 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "kernels.h"
 
 #if defined(MOERT_WITH_amx)
 #include <cpuid.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #ifndef MOERT_BUILD_INFO
@@ -236,8 +236,20 @@ int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t g
 
 constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients above which no cache holds them until they are read
 
+// how many panels of weights, of REACH x PANEL floats, fit into half of the second-level cache, and are read from there for every ROWS rows
+int64_t fitting_panels() {
+    int64_t panels = Experts::PANELS, bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    while (panels > 1 && bytes > 0 && panels * Experts::REACH * Experts::PANEL * 4 * 2 > bytes) panels /= 2;
+    return panels;
+}
+
+const int64_t FITTING_PANELS = fitting_panels();
+
 // how many panels of n columns a unit has, so that every thread has units; there are `times` as many units as blocks of panels
-int64_t panels_of(int64_t n, int64_t times, int threads, int64_t panels = Experts::PANELS) {
+int64_t panels_of(int64_t n, int64_t times, int threads, int64_t panels = FITTING_PANELS) {
     while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
     return panels;
 }
@@ -454,8 +466,8 @@ void moert_cpu_experts_backward(
         for (int64_t e = first; e < last; e++)
             if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1], 0};
         const bool tiled = run.tiled[d];
-        const int64_t dh_panels = panels_of(I, n_pieces, threads, tiled ? TiledBackward::panels(H) : Experts::PANELS);
-        const int64_t dx_panels = panels_of(H, n_pieces, threads, tiled ? TiledBackward::panels(Z) : Experts::PANELS);
+        const int64_t dh_panels = panels_of(I, n_pieces, threads, tiled ? TiledBackward::panels(H) : FITTING_PANELS);
+        const int64_t dx_panels = panels_of(H, n_pieces, threads, tiled ? TiledBackward::panels(Z) : FITTING_PANELS);
         const int64_t up_columns = columns_of_up(tiled, form, I, rows, n_pieces, threads);
         void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
         const Experts f = {

@@ -1,10 +1,10 @@
 """The cpp backend of `moe_mlp`: csrc/cpu alone in one call, or torch's matmuls with csrc/cpu around
 them.
 
-The forward pass is one call, and so is the backward pass, where that was measured to be faster, and
-on every CPU for experts with few rows, where reading each weight only once decides. Otherwise
-torch's matmuls run as in `moe_mlp_torch`, and sorting, gathering, the activation with its gradient,
-and the weighted sum are one pass each, computed in float32.
+The forward pass is one call, and so is the backward pass, with AVX2 or more; on other CPUs for
+experts with few rows, where reading each weight only once decides. Otherwise torch's matmuls run as
+in `moe_mlp_torch`, and sorting, gathering, the activation with its gradient, and the weighted sum
+are one pass each, computed in float32.
 """
 
 import itertools
@@ -33,20 +33,11 @@ from moe_runtime.ops.expert_rows import (
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
-# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512,
-# torch 2.13, limited to the same instruction set, 2026-11-23
-_ALL = {torch.float32: ANY, torch.bfloat16: ANY}
-FEW = {
-    "amx": _ALL,
-    "avx512_bf16": _ALL,
-    "avx512": _ALL,
-    "avx2": {torch.float32: 128, torch.bfloat16: ANY},
-}
 # for bfloat16 if torch uses the CPU's matrix tiles and our library, not built for `amx`, does not
 FEW_OF_TILES = 8
+# without AVX2, where reading the weights only once decides
+FEW_ELSEWHERE = 16
 BACK_ELEMENTS = 1 << 22  # elements of dz and wh that the backward pass holds for a group of experts
-# on other CPUs: where reading the weights only once decides
-FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 
 class RowPlan(Rows):
@@ -237,7 +228,7 @@ def few_rows(dtype: torch.dtype) -> int:
     variant = cpp.library().variant
     if dtype == torch.bfloat16 and variant != "amx" and has_matrix_tiles():
         return FEW_OF_TILES
-    return FEW.get(variant, FEW_ELSEWHERE)[dtype]
+    return FEW_ELSEWHERE if variant == "generic" else ANY
 
 
 def one_call_bytes(

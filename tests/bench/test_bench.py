@@ -147,6 +147,24 @@ def test_each_round_on_a_cpu_has_its_order(monkeypatch):
     assert set(runs[0]) == {"abc", "acb", "bac", "bca", "cab", "cba"}
 
 
+def test_a_variant_that_takes_too_long_on_a_cpu_is_left_out(monkeypatch):
+    now = [0.0]
+
+    def call(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    variants = {
+        "fast": functools.partial(call, 1.0),
+        "slow": functools.partial(call, clock.PATIENCE + 6),
+    }
+    notes = {}
+    times, details = clock.measure_cpu(variants, 3, pedantic, notes=notes)
+    assert times == {"fast": [1.0] * 3}
+    assert details.keys() == {"fast"}
+    assert notes == {"slow": "one call takes 21 s"}
+
+
 def test_share_is_that_of_the_nearer_ceiling():
     limits = {"TFLOP/s": 4.0, "GB/s": 100.0}
     times = {"a": [1.0, 3.0, 2.0]}

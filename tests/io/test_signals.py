@@ -190,7 +190,7 @@ TRAIN = """
 import os, signal, sys
 from moe_runtime import cli
 
-cli._quiet()  # before transformers is imported, as the command does
+cli._set_environment()  # before transformers is imported, as the command does
 from moe_runtime.hf.training import saving
 
 ends = saving.StopCallback.on_step_end

@@ -212,7 +212,7 @@ def interleaved(benchmark, request):
             info["tiles"] = clock.launch_configs()
         else:
             times, measured = clock.measure_cpu(
-                variants, rounds, benchmark.pedantic, compare, notes
+                variants, rounds, benchmark.pedantic, notes, compare
             )
         if held:
             measured |= clock.totals(measured, held())

@@ -2,8 +2,8 @@
 
     python -m moe_runtime.bench.pictures FILE.json [-o FOLDER]
 
-Layer times relative to ours, tokens/s against T, memory per token, the parts of a step, and XFT's
-tuning step: each if the file has results for it. Results that are worse than others' are included.
+Layer times relative to ours, tokens/s against T, and memory per token: each if the file has results
+for it. Results that are worse than others' are included.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def _panel(axes, group: list[Bench]) -> None:
             linewidth=1.5,
         )
     axes.set_xscale("log", base=2)
-    frame.logarithmic(axes, "y")
+    frame.logarithmic(axes)
     axes.set_xticks([bench.tokens for bench in group], [_tokens(bench.tokens) for bench in group])
     axes.xaxis.minorticks_off()
     for bench in group:
@@ -173,8 +173,6 @@ PICTURES = {
     "layer": layer,
     "throughput": throughput,
     "memory": frame.memory,
-    "breakdown": frame.breakdown,
-    "xft": frame.xft,
 }
 
 

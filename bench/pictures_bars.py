@@ -1,5 +1,5 @@
 """Code that all pictures share (colors, reading results, frames, saving), and the bar charts of
-memory, of a step's parts and of XFT's step.
+memory.
 """
 
 import zlib
@@ -112,13 +112,6 @@ def style(name: str) -> tuple[str, str]:
     if is_floor(name):
         return FLOOR
     return STYLES.get(name) or OTHERS[zlib.crc32(name.encode()) % len(OTHERS)]
-
-
-def luminance(colour: str) -> float:
-    """Return how light a color is, from 0 to 1."""
-    red, green, blue = bytes.fromhex(colour[1:])
-    light = 0.2126 * (red / 255) ** 2.2 + 0.7152 * (green / 255) ** 2.2
-    return light + 0.0722 * (blue / 255) ** 2.2
 
 
 def ordered(names) -> list[str]:
@@ -278,11 +271,11 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def logarithmic(axes, which: str) -> None:
-    """Make the "x" or "y" axis logarithmic, with ticks at 1, 2 and 5 like 0.05, 20, 5k and 2M."""
+def logarithmic(axes) -> None:
+    """Make the y axis logarithmic, with ticks at 1, 2 and 5 like 0.05, 20, 5k and 2M."""
     ticker = require("matplotlib.ticker", "bench")
-    axes.set(**{f"{which}scale": "log"})
-    axis = getattr(axes, f"{which}axis")
+    axes.set_yscale("log")
+    axis = axes.yaxis
     low, high = axis.get_view_interval()
     axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 2e3 else (1,)))
     axis.set_major_formatter(lambda value, _: _short(value))
@@ -339,35 +332,23 @@ def beside(axes, x: float, y: float, text: str) -> None:
     )
 
 
-def share_names(all_axes, columns: int = 2) -> None:
+def share_names(all_axes) -> None:
     """Omit the bars' names if the panel to the left has the same."""
     before = []
     for i, axes in enumerate(all_axes):
         names = [label.get_text() for label in axes.get_yticklabels()]
-        if i % columns and names == before:
+        if i % 2 and names == before:
             axes.tick_params(axis="y", labelleft=False)
         before = names
 
 
 SAVED = "saved KiB/token"
 FORMULA = "formula KiB/token"
-WHOLE = "whole step"
-# parts of a step with the same code for every implementation
-SHARED = {
-    "embedding, head and loss": "#C4C4C4",
-    "attention and norms": "#9C9C9C",
-    "router": "#DADADA",
-    "optimizer": "#868686",
-}
-EXPERTS = ("experts forward", "experts backward")
-XFT = {"tokens/s": "more is better", "peak MiB": "less is better", "total MiB": "less is better"}
 
 
-def grid(
-    title: str, benches: list[Bench], heights: list[float], columns: int = 2, base: float = 1.3
-):
+def grid(title: str, benches: list[Bench], heights: list[float], base: float = 1.3):
     """Return a figure with axes per panel; rows are as high as their highest panel, plus `base`."""
-    columns = min(columns, len(heights))
+    columns = min(2, len(heights))
     rows = []
     for i in range(0, len(heights), columns):
         rows.append(max(heights[i : i + columns]))
@@ -428,134 +409,3 @@ def _mark(axes, x: float, y: float, label: str) -> None:
 
 def _column(bench: Bench, column: str) -> dict[str, float]:
     return {name: row[column] for name, row in bench.rows.items() if column in row}
-
-
-def xft(benches: list[Bench]):
-    """Draw tokens/s and memory (total if known) of XFT's tuning step; None if not measured."""
-    panels = []
-    for bench in benches:
-        if bench.function == "bench_xft_step":
-            memory = "total MiB" if _column(bench, "total MiB") else "peak MiB"
-            for column in ("tokens/s", memory):
-                if values := _column(bench, column):
-                    panels.append((bench, column, values))
-    if not panels:
-        return None
-    heights = [bars_height(len(values)) for _, _, values in panels]
-    columns = 1 if {column for _, column, _ in panels} == {"tokens/s"} else 2
-    title = "XFT: a tuning step, random weights"
-    figure, all_axes = grid(
-        title,
-        [bench for bench, _, _ in panels],
-        heights,
-        columns,
-    )
-    for axes, (bench, column, values) in zip(all_axes, panels, strict=True):
-        plain(axes, f"{bench.shape}, {bench.dtype}")
-        bars(
-            axes,
-            values,
-            number,
-            f"{column} ({XFT[column]})",
-        )
-    share_names(all_axes, columns)
-    return figure
-
-
-def breakdown(benches: list[Bench]):
-    """Draw a training step's parts, stacked, a bar per implementation; None if not measured."""
-    measured = []
-    for bench in benches:
-        if bench.function == "bench_step_breakdown" and parts(bench):
-            measured.append(bench)
-    if not measured:
-        return None
-    heights = [bars_height(len(parts(bench))) for bench in measured]
-    figure, all_axes = grid("Where the time of a training step goes", measured, heights, 1)
-    for axes, bench in zip(all_axes, measured, strict=True):
-        _stack(axes, bench)
-        plain(axes, f"{bench.shape}, {bench.dtype}")
-        axes.grid(axis="y", visible=False)
-    ours = style("moe_runtime")[0]
-    handles = [patch(color=colour, label=part) for part, colour in SHARED.items()]
-    handles.append(patch(color=ours, label="experts forward (color of each)"))
-    handles.append(patch(color=ours, alpha=0.55, label="experts backward"))
-    legend(figure, handles)
-    return figure
-
-
-def parts(bench: Bench) -> dict[str, dict[str, float]]:
-    """Return {implementation: {part: ms}}: shared parts, measured once, and its experts."""
-    shared = {part: bench.rows[part]["ms"] for part in SHARED if part in bench.rows}
-    stacks: dict[str, dict[str, float]] = {}
-    for name, row in bench.rows.items():
-        implementation, _, part = name.rpartition(": ")
-        if part in EXPERTS:
-            stacks.setdefault(implementation or "moe_runtime", dict(shared))[part] = row["ms"]
-    return {name: stacks[name] for name in ordered(stacks)}
-
-
-def _stack(axes, bench: Bench) -> None:
-    stacks = parts(bench)
-    whole = bench.rows.get(WHOLE, {}).get("ms", 0.0)
-    widest = max(whole, *(sum(one.values()) for one in stacks.values()))
-    for y, (name, one) in enumerate(stacks.items()):
-        end = 0.0
-        for part in (*EXPERTS, *SHARED):
-            if part in one:
-                is_wide = one[part] > 0.05 * widest
-                _segment(
-                    axes,
-                    y,
-                    end,
-                    name,
-                    part,
-                    one[part],
-                    is_wide,
-                )
-                end += one[part]
-        text = f"{number(end)} ms"
-        if y == 0 and whole:
-            text = f"sum {number(end)}, whole {number(whole)} ms"
-            end = max(end, whole)
-            _mark(axes, whole, 0, WHOLE)
-        beside(axes, end, y, text)
-    axes.set_yticks(range(len(stacks)), list(stacks))
-    axes.set_ylim(len(stacks) - 0.4, -0.6)
-    axes.set_xlim(0, widest * 1.32)
-    axes.set_xlabel(
-        "ms; gray: the same code for all, measured once; black line: our whole step", fontsize=TINY
-    )
-
-
-def _segment(axes, y: int, left: float, name: str, part: str, ms: float, is_wide: bool) -> None:
-    """Draw a part of a stack, with its number if there is room for it."""
-    colour = SHARED.get(part, style(name)[0])
-    alpha = 1.0
-    if part == "experts backward":
-        alpha = 0.55
-    axes.barh(
-        y,
-        ms,
-        left=left,
-        height=0.72,
-        label=f"{name}: {part}",
-        color=colour,
-        alpha=alpha,
-        edgecolor="white",
-        linewidth=0.8,
-    )
-    if is_wide:
-        ink = INK
-        if part == "experts forward" and luminance(colour) < 0.3:
-            ink = "white"
-        middle = left + ms / 2
-        axes.text(
-            middle,
-            y,
-            number(ms),
-            ha="center",
-            va="center",
-            fontsize=TINY,
-            color=ink,
-        )

@@ -112,7 +112,19 @@ _HOPPER = {
                 JOINED=True,
             ),
         ),
-        *_HOPPER_SMALL,
+        _HOPPER_SMALL[0],
+        # narrow: one token's experts have few tiles, and more of them load from more processors
+        (
+            0,
+            Tile(
+                16,
+                64,
+                64,
+                4,
+                4,
+                TMA=True,
+            ),
+        ),
     ),
     "down": (
         (

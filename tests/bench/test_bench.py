@@ -136,7 +136,7 @@ def test_each_round_on_a_cpu_has_its_order(monkeypatch):
     runs = []
     for _ in range(2):
         calls.clear()
-        times, _ = clock.measure_cpu(variants, 20, pedantic)
+        times, _ = clock.measure_cpu(variants, 20, pedantic, {})
         assert times == {
             "a": [1.0] * 20,
             "b": [2.0] * 20,
@@ -159,7 +159,7 @@ def test_a_variant_that_takes_too_long_on_a_cpu_is_left_out(monkeypatch):
         "slow": functools.partial(call, clock.PATIENCE + 6),
     }
     notes = {}
-    times, details = clock.measure_cpu(variants, 3, pedantic, notes=notes)
+    times, details = clock.measure_cpu(variants, 3, pedantic, notes)
     assert times == {"fast": [1.0] * 3}
     assert details.keys() == {"fast"}
     assert notes == {"slow": "one call takes 21 s"}
@@ -213,7 +213,7 @@ def pedantic(one_round, rounds):
     for _ in range(rounds):
         one_round()
 
-print(json.dumps(clock.measure_cpu(variants, 2, pedantic)[1]))
+print(json.dumps(clock.measure_cpu(variants, 2, pedantic, {})[1]))
 """
 
 

@@ -13,8 +13,6 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 PUBLISHED = RESULTS / "2026-11-22-12297f0-cpu.json"  # has data for every figure
 FUNCTIONS = {
     "memory": "bench_saved_memory",
-    "xft": "bench_xft_step",
-    "breakdown": "bench_step_breakdown",
     "throughput": "bench_tokens",
     "layer": "bench_forward",
 }

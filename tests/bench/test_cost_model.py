@@ -1,0 +1,49 @@
+"""The cost model reads the launch configs and main loops, and predicts more time for more work."""
+
+import pytest
+
+from moe_runtime.bench import cost_model, shapes
+
+LOOPS = """
+grouped_gemm._up_fwd_kernel up 128x128x64: 182 registers, 0 bytes of stack, 150 instructions: 8
+grouped_gemm_backward._grouped_gemm_bwd_w_kernel dw 128x256x64: 195 registers, 362 instructions
+"""
+
+
+def test_loops_are_read_by_product():
+    assert cost_model.read_loops(LOOPS) == {"up": 150, "dw": 362}
+
+
+def test_predictions_are_below_the_ceilings():
+    for shape in shapes.kernels().values():
+        forward, backward = cost_model.layer(shape, {})
+        for launch in forward + backward:
+            assert 0 <= launch.flops / launch.seconds < cost_model.CEILING
+
+
+def test_a_loop_of_many_instructions_is_slower():
+    shape = shapes.GPU["OLMoE"]
+    fast = cost_model.layer(shape, {})[1]
+    slow = cost_model.layer(shape, {"dw": 3000})[1]
+    for one, other in zip(fast, slow, strict=True):
+        assert (other.seconds > one.seconds) == (one.name == "dw")
+    assert slow[2].bound == "instructions"
+
+
+def test_the_model_prints_every_shape_beside_its_goal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["cost_model"])
+    cost_model.main()
+    text = capsys.readouterr().out
+    assert text.startswith("predicted, not measured")
+    for name in shapes.kernels():
+        assert f"\n{name}: forward 0." in text
+    assert "decode, 1 token" in text
+
+
+@pytest.mark.parametrize("T", [4096, 16384])
+def test_more_tokens_take_longer(T):
+    shape = shapes.GPU["OLMoE"]._replace(T=T)
+    more = shape._replace(T=2 * T)
+    assert cost_model.seconds(cost_model.layer(more, {})[0]) > cost_model.seconds(
+        cost_model.layer(shape, {})[0]
+    )

@@ -9,6 +9,7 @@ are one pass each, computed in float32.
 
 import itertools
 import math
+import os
 from typing import Any
 
 import torch
@@ -227,7 +228,9 @@ def few_rows(dtype: torch.dtype) -> int:
     # for bfloat16 a CPU's matrix tiles are faster than its vector units
     variant = cpp.library().variant
     if dtype == torch.bfloat16 and variant != "amx" and has_matrix_tiles():
-        return FEW_OF_TILES
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+        if limit in ("ALL", "DEFAULT") or "AMX" in limit:
+            return FEW_OF_TILES
     return FEW_ELSEWHERE if variant == "generic" else ANY
 
 

@@ -174,7 +174,7 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(op, monk
     library = cpu_build.library()
     monkeypatch.setattr(cpp, "_found", library)
     assert str(library.path) in cpp.describe()
-    default = "cpp" if op in ("moe_mlp", "frozen_mlp", "merge_experts") else "torch"
+    default = "cpp" if op in backends.CPP_OPS else "torch"
     for dtype in (torch.float32, torch.bfloat16):
         assert backends.pick(op, torch.zeros(1, dtype=dtype)) == default
     for dtype in (torch.float16, torch.float64):

@@ -536,7 +536,8 @@ def _linear_autograd(ctx: Any, dout: Tensor) -> tuple:
 
 register(
     "merged_linear",
-    lambda x, weight, alpha, merged, bias, backend: F.linear(x, merged, bias),
+    # contiguous: with matrix tiles, torch 2.13 multiplies what follows a row of odd length by zero
+    lambda x, weight, alpha, merged, bias, backend: F.linear(x.contiguous(), merged, bias),
     lambda x, weight, alpha, merged, *_: x.new_empty(*x.shape[:-1], merged.shape[0]),
     _linear_autograd,
     _linear_setup_context,

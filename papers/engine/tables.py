@@ -21,10 +21,12 @@ from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.rows import require
 from papers.engine import plots
 from papers.engine.compare import LEVEL, Comparison, compare, signed
+from papers.engine.fairness import budget_of
 from papers.engine.recipe import load_recipe
 
 # fields that some results lack
 OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")
+UNEQUAL = "≠"  # a method with another budget than the reference
 MARKS = {"lower": "-", "higher": "+"}  # than the reference's number, by the test
 
 
@@ -126,6 +128,10 @@ class Finding:
     seeds: tuple[int, ...]
     summary: list[str] = field(default_factory=list)
 
+    def fairness(self) -> list[str]:
+        """Return lines on what the compared models had besides their methods."""
+        return []
+
     def to_dict(self) -> dict:
         """Return all fields as JSON-ready values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -149,12 +155,33 @@ class Report(Finding):
                         "The methods are evaluated on different held-out examples. Use one recipe "
                         "for all"
                     )
+        self.unequal = self._unequal()
         losses = by_seed(self.entries, "losses")
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
         exact = by_seed([entry for entry in self.entries if entry.exact is not None], "exact")
         self.exact_comparisons = []
         if self.reference in exact:
             self.exact_comparisons = compare(exact, self.reference)
+
+    def _unequal(self) -> dict[str, str]:
+        """Return method -> how its budget differs from the reference's, of the first seed."""
+        budgets = {}
+        for entry in self.entries:
+            budgets[entry.name] = budget_of(Path(entry.results[0].folder).parent)
+        reference = budgets[self.reference]
+        unequal = {}
+        for name, budget in budgets.items():
+            # the base is not tuned, which needs no mark
+            if budget and reference and budget.steps and budget != reference:
+                unequal[name] = budget.against(reference)
+        return unequal
+
+    def fairness(self) -> list[str]:
+        """Return a line for each method that did not have the reference's budget."""
+        return [
+            f"{UNEQUAL} {name} had another budget than {self.reference}: {text}"
+            for name, text in self.unequal.items()
+        ]
 
     def entry(self, name: str) -> Entry:
         """Return the entry of that name."""
@@ -181,6 +208,7 @@ class Report(Finding):
                 "comparisons": [*map(asdict, self.comparisons)],
                 "exact_comparisons": [*map(asdict, self.exact_comparisons)],
                 "summary": self.summary,
+                "other_budgets": self.unequal,
                 **self.extra,
                 "environment": environment(),
             }
@@ -195,7 +223,12 @@ class Report(Finding):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        return [*map(self._row, self.entries)]
+        rows = []
+        for entry in self.entries:
+            name, *cells = self._row(entry)
+            mark = f" {UNEQUAL}" if entry.name in self.unequal else ""
+            rows.append((name + mark, *cells))
+        return rows
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         first = entry.results[0]
@@ -255,8 +288,8 @@ class Report(Finding):
             f"{len(tokens)} held-out rows, {sum(tokens):,} label tokens; {over_seeds(self.seeds)}; "
             "train s: all stages after the base, which has its own.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
-            f"Wilcoxon over the rows, corrected by Holm for {len(self.comparisons)} comparisons."
-            + self.exact_legend(zero)
+            f"Wilcoxon, corrected by Holm for {len(self.comparisons)} comparisons; both over the "
+            "rows, and say nothing of other seeds." + self.exact_legend(zero)
         )
 
 
@@ -309,18 +342,6 @@ def spread(values: Sequence[float]) -> str:
     if len(values) == 1:
         return mean
     return f"{mean} ± {statistics.stdev(values):.3f}"
-
-
-def verdict(report: Report, name: str) -> str:
-    """Return a sentence or two on whether the method `name` is better than the report's
-    reference.
-    """
-    one = report.comparison(name)
-    if one.verdict == "lower":
-        return f"{name} gained. {one}."
-    if one.verdict == "higher":
-        return f"{name} did not help here: its loss is higher. {one}."
-    return f"{name} shows no gain here. {one}."
 
 
 def environment() -> dict:
@@ -466,7 +487,7 @@ def run(
         seeds=numbers,
         **made,
     )
-    report.summary = summary(report)
+    report.summary = [*report.fairness(), *summary(report)]
     if process.is_main:
         plots.save(kind.draw(report), path.with_suffix(".png"))
         atomic_write_json(path, report.to_dict())

@@ -11,7 +11,6 @@
 
 import contextlib
 import functools
-import math
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -485,12 +484,9 @@ def run(
     base = stages.base()
     moe = stages.moe()
     results = [base, moe, stages.merge(moe), stages.mix(moe)]
-    heads = f"{'loss':>9s}{'perplexity':>12s}{'parameters':>16s}{'per token':>16s}"
-    stages.say(f"{'':8s}{heads}  train s")
     for r in results:
-        perplexity = math.exp(min(r.loss, 700))
-        sizes = f"{r.parameters:16,}{r.active_parameters:16,}"
-        stages.say(f"{r.name:8s}{r.loss:9.4f}{perplexity:12.2f}{sizes}{r.total_seconds:9.0f}")
+        sizes = f"{r.parameters:,} parameters, {r.active_parameters:,} per token"
+        stages.say(f"{r.name:8s} loss {r.loss:.4f}, {sizes}, {r.total_seconds:.0f} s of training")
     stages.say(f"the dense model: {results[-1].folder}")
     return results
 

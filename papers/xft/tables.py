@@ -21,7 +21,7 @@ import numpy as np
 from moe_runtime.config import GATES, check_choice, check_fraction
 from papers.engine import plots, tables
 from papers.engine.domains import DomainReport
-from papers.engine.tables import Command, Report, Run, against, best, different, each, verdict
+from papers.engine.tables import Command, Report, Run, against, best, different, each
 from papers.xft.recipe import Recipe, check_shared, resolve_experts
 from papers.xft.study import XftStages
 
@@ -44,7 +44,7 @@ def _table1(process: Run) -> dict:
         yield XFT, stages.mix(moe)
 
     def summary(report: Report) -> list[str]:
-        return [verdict(report, XFT)]
+        return [f"{report.comparison(XFT)}."]
 
     return {"entries": process.collect(plan), "reference": SFT, "summary": summary}
 

@@ -1,7 +1,5 @@
 """The cost model reads the launch configs and main loops, and predicts more time for more work."""
 
-import pytest
-
 from moe_runtime.bench import cost_model, shapes
 
 LOOPS = """
@@ -38,12 +36,3 @@ def test_the_model_prints_every_shape_beside_its_goal(capsys, monkeypatch):
     for name in shapes.kernels():
         assert f"\n{name}: forward 0." in text
     assert "decode, 1 token" in text
-
-
-@pytest.mark.parametrize("T", [4096, 16384])
-def test_more_tokens_take_longer(T):
-    shape = shapes.GPU["OLMoE"]._replace(T=T)
-    more = shape._replace(T=2 * T)
-    assert cost_model.seconds(cost_model.layer(more, {})[0]) > cost_model.seconds(
-        cost_model.layer(shape, {})[0]
-    )

@@ -17,4 +17,4 @@ def columns_of(report) -> list[str]:
 def rows_of(report) -> dict[str, tuple]:
     """Return the rows of the table by their first cells."""
     columns_of(report)
-    return {row[0]: row for row in report.rows()}
+    return {row[0].removesuffix(" ≠"): row for row in report.rows()}

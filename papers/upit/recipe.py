@@ -9,7 +9,7 @@
     ffn, lora: {sft, init, post: {...}}             the training stages of each kind of expert; one
                                                     may be null
 
-The defaults are the paper's (arXiv 2410.01610, Sec. 4.1), otherwise those of
+The defaults are the paper's (arXiv 2410.01610, Sec. 3.1), otherwise those of
 `moe_runtime.methods.upit`.
 """
 

@@ -321,7 +321,7 @@ def install_layers(model: PreTrainedModel) -> None:
 
 
 def freeze_for_mixing(model: nn.Module) -> None:
-    """Freeze everything but the mixing logits (XFT, Sec. 3.3)."""
+    """Freeze everything but the mixing logits (XFT, Sec. 3.2)."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(".mixing_logits"))
 

@@ -12,7 +12,7 @@ by:
     v1           means over all tokens: every released result; a row of token scores sums to 1, one
                  of gate scores does not
     paper        means over the samples of each sample's mean, as the equations are written
-    normalized   v1 with rows that sum to 1: "normalized gate values" (Sec. 3.2)
+    normalized   v1 with rows that sum to 1: "normalized gate values" (Sec. 3.3)
     head         v1 over its sum over the layers, as the released script now divides: columns sum to
                  1
 
@@ -42,7 +42,7 @@ from moe_runtime.methods.esft.recorder import GateRecorder, GateSums, model_inpu
 
 SCORES = ("gate", "token")
 VARIANTS = ("v1", "paper", "normalized", "head")
-TOKENS = 131072  # 32 samples of 4096 tokens (Sec. 4.2)
+TOKENS = 131072  # 32 samples of 4096 tokens (Sec. 3.3)
 LENGTH = 4096
 SEED = 5934875  # the official script's
 _TABLES = ("count", "gate", "sample_count", "sample_gate")
@@ -263,7 +263,7 @@ def sample_batches(
     order drawn by `seed`.
 
     `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default
-    (the paper, Sec. 4.2); otherwise each row is a sample, cut at `length` (the released script).
+    (the paper, Sec. 3.3); otherwise each row is a sample, cut at `length` (the released script).
     Stops at `n_tokens`, or where the rows end. With `part` = (rank, ranks) each process gets its
     own samples: score_experts(..., per_process=True).
     """

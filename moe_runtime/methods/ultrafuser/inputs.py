@@ -1,6 +1,6 @@
 """Inputs of an UltraFuser: one prompt per specialist, each in its template, and a shared answer.
 
-UltraFuser (arXiv 2403.08281), Sec. 3.2 and Table 7: a sample is wrapped once per specialist, x_s =
+UltraFuser (arXiv 2403.08281), Sec. 3.1 and Table 7: a sample is wrapped once per specialist, x_s =
 template_s(x), and y follows each. The answer's ids are appended to each prompt's, not tokenized
 with it, so its positions are the same for all.
 """

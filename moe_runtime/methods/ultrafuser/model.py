@@ -1,6 +1,6 @@
 """UltraFuser: causal language models with one tokenizer, fused token by token by a gate.
 
-UltraFuser (arXiv 2403.08281), Sec. 3.2:
+UltraFuser (arXiv 2403.08281), Sec. 3.1:
 
     h_s = E_s(template_s(x), y_<i),  w = softmax_s(g(h_s))
     o = sum_s w_s o_s,               L = sum_i CE(o_i, y_i)

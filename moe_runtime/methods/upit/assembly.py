@@ -1,6 +1,6 @@
 """Assemble experts and their routing vectors into one Mixture-of-Experts model, tensor by tensor.
 
-UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 3.1:
+UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 2.3:
 
     experts   E_1, ..., E_n side by side: layer l's stack has expert i's MLP at place i
     router    R^l = [r_1^l; ...; r_n^l], the routing vectors in the same order

@@ -42,7 +42,7 @@ from moe_runtime.methods.upit.vectors import Measured, RoutingVectors, VectorTra
 FORMAT = 1
 VECTORS = "routing_vectors.safetensors"
 RECORD = "router.json"
-RATES = {"ffn": 2e-5, "lora": 2e-4}  # UpIT, Sec. 4.1
+RATES = {"ffn": 2e-5, "lora": 2e-4}  # UpIT, Sec. 3.1
 
 
 class UpitTraining(Training):

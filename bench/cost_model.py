@@ -114,8 +114,7 @@ def product(
     if not tile.PERSISTENT:
         edges += prologue * CLOCK
     clocks = steps * parts[bound] + edges
-    waves = tiles / PROCESSORS
-    waves = math.ceil(waves) if waves < 8 else waves + 0.5
+    waves = math.ceil(tiles / PROCESSORS)
     flops = 2 * R * N * K * (1 + gated)
     if waves * clocks / CLOCK < memory / MEMORY:
         return Launch(kernel, tile, flops, memory / MEMORY, "memory")
@@ -167,10 +166,10 @@ def print_decode() -> None:
     print(f"  in all {total * 1e6:.0f} us, {least / total:.2f} of the bandwidth; goal 40 us")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--loops", type=Path, help="output of tests.support.aot_table --loops")
-    file = parser.parse_args().loops
+    file = parser.parse_args(arguments).loops
     loops = read_loops(file.read_text()) if file else {}
     print("predicted, not measured; share of 790 TFLOP/s; H200, bfloat16")
     for name, shape in shapes.kernels().items():

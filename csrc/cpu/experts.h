@@ -134,13 +134,7 @@ inline void add_weighted(
 
 // the first row of a piece that belongs to `token` or a later one; slots ascend
 inline int64_t row_of(const Experts& f, const Piece& piece, int64_t token) {
-    int64_t begin = piece.begin, end = piece.end;
-    while (begin < end) {
-        const int64_t middle = (begin + end) / 2;
-        if (f.row_slot[middle] < token * f.K) begin = middle + 1;
-        else end = middle;
-    }
-    return begin;
+    return moert::first_from(f.row_slot, piece.begin, piece.end, token * f.K);
 }
 
 // rows begin..end of a piece times the columns of `down` from c on, added to the sums [..][tokens][PANEL] of their tokens

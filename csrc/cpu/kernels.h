@@ -40,6 +40,16 @@ struct Piece {
     int32_t expert, begin, end, at;
 };
 
+// the first of the ascending values begin..end that is at least `least`; `end` if none is
+static inline int64_t first_from(const int32_t* values, int64_t begin, int64_t end, int64_t least) {
+    while (begin < end) {
+        const int64_t middle = (begin + end) / 2;
+        if (values[middle] < least) begin = middle + 1;
+        else end = middle;
+    }
+    return begin;
+}
+
 // How the work is divided with matrix tiles: a block of weights is multiplied with rows that stay in the L2 cache.
 struct Tiled {
     static constexpr int64_t FROM = 4;  // least rows of an expert

@@ -16,13 +16,7 @@ constexpr int64_t PART = Lora::PART, SOME = Lora::ROWS;
 
 // the first row of a piece whose token is `token` or a later one
 inline int64_t row_of_token(const Lora& f, const Piece& piece, int64_t token) {
-    int64_t begin = piece.begin, end = piece.end;
-    while (begin < end) {
-        const int64_t middle = (begin + end) / 2;
-        if (f.row_token[middle] < token) begin = middle + 1;
-        else end = middle;
-    }
-    return begin;
+    return moert::first_from(f.row_token, piece.begin, piece.end, token);
 }
 
 // expert e's half of a pair, [r, I]; null without one
@@ -63,6 +57,12 @@ struct LoraRows {
         }
     }
 };
+
+// stores `n` floats, times `scaling`, as T
+template <class T>
+inline void store_all(T* to, const float* from, int64_t n, float scaling = 1) {
+    for (int64_t j = 0; j < n; j += LANES) store_up_to(to + j, scaling * load_up_to(from + j, lanes(n - j)), lanes(n - j));
+}
 
 // panels of PART columns of a half from i on, r * PANEL floats each
 template <class T>
@@ -121,17 +121,9 @@ void lora_forward_act(const Lora& f, int64_t unit, float* space) {
         if (!i) memset(mine, 0, rows.some * f.r * sizeof *mine);
         rows.reduce(weighted, PART, half_of<T>(f.down_a, f, rows.e), i, columns, mine);
         if (i + columns < f.I) return;
-        for (int64_t m = 0; m < rows.some; m++)
-            for (int64_t k = 0; k < f.r; k += LANES) {
-                const int64_t some = lanes(f.r - k);
-                store_up_to((T*)rows.ranks(f.q, m) + k, load_up_to(mine + m * f.r + k, some), some);
-            }
+        for (int64_t m = 0; m < rows.some; m++) store_all((T*)rows.ranks(f.q, m), mine + m * f.r, f.r);
     });
-    for (int64_t t = first; t < end; t++)
-        for (int64_t j = 0; j < f.I; j += LANES) {
-            const int64_t some = lanes(f.I - j);
-            store_up_to((T*)f.h + t * f.I + j, load_up_to(totals + (t - first) * f.I + j, some), some);
-        }
+    store_all((T*)f.h + first * f.I, totals, (end - first) * f.I);
 }
 
 template <class T>
@@ -198,18 +190,10 @@ void lora_backward_act(const LoraBackward& b, int64_t unit, float* space) {
             rows.reduce(kept + which * I, 3 * I, half_of<T>(halves[which], f, rows.e), i, columns, mine);
             if (i + columns < I) continue;
             const T* const plane = (const T*)b.dlow + which * f.T * f.E * f.r;
-            for (int64_t m = 0; m < rows.some; m++)
-                for (int64_t k = 0; k < f.r; k += LANES) {
-                    const int64_t some = lanes(f.r - k);
-                    store_up_to((T*)rows.ranks(plane, m) + k, f.scaling * load_up_to(mine + m * f.r + k, some), some);
-                }
+            for (int64_t m = 0; m < rows.some; m++) store_all((T*)rows.ranks(plane, m), mine + m * f.r, f.r, f.scaling);
         }
     });
-    for (int64_t t = first; t < end; t++)
-        for (int64_t j = 0; j < Z; j += LANES) {
-            const int64_t some = lanes(Z - j);
-            store_up_to((T*)b.dz + t * Z + j, load_up_to(totals + (t - first) * Z + j, some), some);
-        }
+    store_all((T*)b.dz + first * Z, totals, (end - first) * Z);
 }
 
 template <class T>

@@ -261,14 +261,13 @@ int64_t columns_of_up(bool tiled, int form, int64_t I, int64_t rows, int64_t n_p
     return rows < 16 * n_pieces ? each : each * panels_of(form ? 2 * I : I, n_pieces, threads);
 }
 
-// The expert's rows of the tokens first..last of each expert that has any; returns how many pieces.
+// Writes a piece for each expert that has rows of the tokens first..last; returns how many.
 int64_t pieces_of_tokens(
     const int32_t* offsets, const int32_t* row_token, int64_t E, int64_t first, int64_t last, Piece* pieces) {
     int64_t count = 0, at = 0;
     for (int64_t e = 0; e < E; e++) {
-        int64_t begin = offsets[e], end;
-        while (begin < offsets[e + 1] && row_token[begin] < first) begin++;
-        for (end = begin; end < offsets[e + 1] && row_token[end] < last; end++) {}
+        const int64_t begin = moert::first_from(row_token, offsets[e], offsets[e + 1], first);
+        const int64_t end = moert::first_from(row_token, begin, offsets[e + 1], last);
         if (begin == end) continue;
         pieces[count++] = {(int32_t)e, (int32_t)begin, (int32_t)end, (int32_t)at};
         at += end - begin;

@@ -41,6 +41,7 @@ from moe_runtime.ops.library import (
 )
 from moe_runtime.ops.lora_torch import Base, Pairs, flat, mixed_weight
 from moe_runtime.ops.moe_mlp import absent_as_empty
+from moe_runtime.ops.workspace import lease
 
 
 class LoRA(NamedTuple):
@@ -227,10 +228,13 @@ def _forward(*arguments: Any) -> Tensors:
     pairs = _part(Pairs, i).in_order()
     x = i.x.contiguous()
     low = pairs.low(x)
-    z, h = STEPS[i.backend].mixed(i, x, _part(Base, i), pairs, low)
+    z = _part(Base, i).first(x, lease((x.shape[0], 2 * i.gate.shape[0]), x))
+    h = STEPS[i.backend].mixed(i, z, pairs, low)
     out = h @ i.down.t()
     if pairs.down_b is not None:
         out.addmm_(low[2], flat(pairs.down_b), alpha=i.scaling)
+    if not i.save:
+        z = x.new_empty(0, z.shape[1])
     return out, z, low
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moe_runtime.native.library import cpp
 from moe_runtime.ops.lora_torch import (
-    Base,
     MixedGradients,
     Pairs,
     chosen_experts,
@@ -19,7 +18,7 @@ from moe_runtime.ops.lora_torch import (
     wide_zeros,
 )
 from moe_runtime.ops.moe_mlp_cpp import address
-from moe_runtime.ops.workspace import lease, scratch
+from moe_runtime.ops.workspace import scratch
 
 
 class _Rows(NamedTuple):
@@ -35,9 +34,10 @@ class _Rows(NamedTuple):
         chosen = chosen_experts(i.topk_idx, T, i.E)
         expert, token = chosen.t().nonzero().unbind(1)
         offsets = torch.zeros(i.E + 1, dtype=torch.int32)
-        offsets[1:] = chosen.sum(0).cumsum(0)
-        weight = mixed_weight(i.topk_weight, i.topk_idx, i.E)[token, expert]
-        return cls(offsets, token.to(torch.int32), expert, weight)
+        rows_of = chosen.sum(0)
+        offsets[1:] = rows_of.cumsum(0)
+        weight = mixed_weight(i.topk_weight, i.topk_idx, i.E)
+        return cls(offsets, token.to(torch.int32), expert, weight[token, expert])
 
 
 def _call(
@@ -67,19 +67,12 @@ def _call(
     )
 
 
-def mixed(i: Any, x: Tensor, base: Base, pairs: Pairs, low: Tensor) -> tuple[Tensor, Tensor]:
+def mixed(i: Any, z: Tensor, pairs: Pairs, low: Tensor) -> Tensor:
     """Compute `lora_torch.mixed`."""
-    T = x.shape[0]
-    I = base.gate.shape[0]
-    if i.save:
-        z = base.first(x, lease((T, 2 * I), x))
-    else:
-        z = base.first(x, scratch("lora z", (T, 2 * I), x))
-    h = scratch("lora h", (T, I), x)
+    T = z.shape[0]
+    h = scratch("lora h", (T, z.shape[1] // 2), z)
     _call("moert_cpu_lora", i, z, pairs, low, _Rows.of(i, T), h, low[2])
-    if not i.save:
-        z = x.new_empty(0, 2 * I)
-    return z, h
+    return h
 
 
 def mixed_backward(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.library import wide_dtype
-from moe_runtime.ops.workspace import lease, scratch
 
 
 class Base(NamedTuple):
@@ -107,8 +106,10 @@ class MixedGradients(NamedTuple):
 def experts_rows(i: Any, T: int) -> Iterator[tuple[int, Tensor]]:
     """Yield each expert that tokens selected, and these tokens in ascending order."""
     chosen = chosen_experts(i.topk_idx, T, i.E, i.topk_weight.device)
-    for e in chosen.any(0).nonzero()[:, 0].tolist():
-        yield e, chosen[:, e].nonzero()[:, 0]
+    for e in range(i.E):
+        token = chosen[:, e].nonzero().flatten()
+        if token.numel():
+            yield e, token
 
 
 def _ranks(plane: Tensor, E: int) -> Tensor:
@@ -129,28 +130,18 @@ def _expert_z(
     return tiles[0], tiles[1]
 
 
-def mixed(i: Any, x: Tensor, base: Base, pairs: Pairs, low: Tensor) -> tuple[Tensor, Tensor]:
-    """Return z0 [T, 2I] (empty unless `i.save`) and h [T, I]; fills low[2] with q.
-
-    `i` are the inputs of the op.
-    """
-    T = x.shape[0]
-    I = base.gate.shape[0]
-    if i.save:
-        z = base.first(x, lease((T, 2 * I), x))
-    else:
-        z = base.first(x, scratch("lora z", (T, 2 * I), x))
+def mixed(i: Any, z: Tensor, pairs: Pairs, low: Tensor) -> Tensor:
+    """Return h [T, I] from z0 [T, 2I]; fills low[2] with q. `i` are the inputs of the op."""
+    T, Z = z.shape
     weight = mixed_weight(i.topk_weight, i.topk_idx, i.E)
-    h = torch.zeros(T, I, dtype=wide_dtype(x.dtype), device=x.device)
+    h = torch.zeros(T, Z // 2, dtype=wide_dtype(z.dtype), device=z.device)
     for e, token in experts_rows(i, T):
         gate, up = _expert_z(z, token, low, pairs, e, i)
         rows = ACT[i.act](gate) * up * weight[token, e, None]
         h.index_add_(0, token, rows)
         if pairs.down_a is not None:
-            _ranks(low[2], i.E)[token, e] = rows.to(x.dtype) @ pairs.down_a[e].t()
-    if not i.save:
-        z = x.new_empty(0, 2 * I)
-    return z, h.to(x.dtype)
+            _ranks(low[2], i.E)[token, e] = rows.to(z.dtype) @ pairs.down_a[e].t()
+    return h.to(z.dtype)
 
 
 def mixed_backward(

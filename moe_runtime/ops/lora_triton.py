@@ -7,22 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_runtime.ops.lora_torch import Base, MixedGradients, Pairs, mixed_weight
+from moe_runtime.ops.lora_torch import MixedGradients, Pairs, mixed_weight
 
 
-def mixed(
-    i: Any,
-    x: Tensor,
-    base: Base,
-    pairs: Pairs,
-    low: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Compute `lora_torch.mixed` with one library product and one kernel."""
+def mixed(i: Any, z: Tensor, pairs: Pairs, low: Tensor) -> Tensor:
+    """Compute `lora_torch.mixed` in one kernel."""
     from moe_runtime.kernels.lora import lora_forward
 
-    z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))
     weight = mixed_weight(i.topk_weight, i.topk_idx, i.E).contiguous()
-    h = lora_forward(
+    return lora_forward(
         z,
         low,
         weight,
@@ -32,9 +25,6 @@ def mixed(
         i.act,
         i.scaling,
     )
-    if not i.save:
-        z = z.new_empty(0, z.shape[1])
-    return z, h
 
 
 def mixed_backward(

@@ -120,16 +120,26 @@ def test_a_lost_context_names_its_variant(gpu):
     assert lost.value.variant == "bad"
 
 
-def test_each_round_on_a_cpu_has_its_order(monkeypatch):
-    """Times are attributed to the right variant in any order; every run draws the same orders."""
+@pytest.fixture
+def spend(monkeypatch):
+    """Return spend(seconds), which alone advances the clock of the CPU's timing."""
     now = [0.0]
+
+    def spend(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    return spend
+
+
+def test_each_round_on_a_cpu_has_its_order(spend):
+    """Times are attributed to the right variant in any order; every run draws the same orders."""
     calls = []
 
     def call(name, seconds):
         calls.append(name)
-        now[0] += seconds
+        spend(seconds)
 
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     variants = {}
     for name, seconds in {"a": 1.0, "b": 2.0, "c": 4.0}.items():
         variants[name] = functools.partial(call, name, seconds)
@@ -147,16 +157,10 @@ def test_each_round_on_a_cpu_has_its_order(monkeypatch):
     assert set(runs[0]) == {"abc", "acb", "bac", "bca", "cab", "cba"}
 
 
-def test_a_variant_that_takes_too_long_on_a_cpu_is_left_out(monkeypatch):
-    now = [0.0]
-
-    def call(seconds):
-        now[0] += seconds
-
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+def test_a_variant_that_takes_too_long_on_a_cpu_is_left_out(spend):
     variants = {
-        "fast": functools.partial(call, 1.0),
-        "slow": functools.partial(call, clock.PATIENCE + 6),
+        "fast": functools.partial(spend, 1.0),
+        "slow": functools.partial(spend, clock.PATIENCE + 6),
     }
     notes = {}
     times, details = clock.measure_cpu(variants, 3, pedantic, notes)

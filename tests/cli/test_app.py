@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import moe_runtime.kernels.tiles  # noqa: F401  interpreted or compiled, as the other kernels are
 from moe_runtime import cli
 from moe_runtime.backends import OPS
 from moe_runtime.io import console
@@ -256,3 +255,11 @@ def test_tune_ends_where_the_context_is_lost(run, clock, sizes, monkeypatch):
     out = run("tune", *sizes)
     assert out.returncode == 3
     assert "illegal memory access). Rerun the command" in out.stderr
+
+
+def test_openmps_threads_spin_less_where_cores_are_shared(monkeypatch):
+    for load, count in ((0, "10000"), (1e4, "1000")):
+        monkeypatch.setattr(cli.os, "environ", {})
+        monkeypatch.setattr(cli.os, "getloadavg", lambda: [load])  # noqa: B023
+        cli._set_environment()
+        assert cli.os.environ["GOMP_SPINCOUNT"] == count

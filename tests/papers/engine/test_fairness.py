@@ -10,10 +10,8 @@ from tests.papers.test_tables import report_of
 
 def stage(out, name, steps=0, parents=(), **training):
     """Write a stage's record and return its folder."""
-    settings = {}
-    if training:
-        settings["training"] = {"batch_size": 8, "schedule": "linear"} | training
-    made_of = {"settings": settings, "parents": list(parents)}
+    training = {"batch_size": 8, "schedule": "linear"} | training
+    made_of = {"settings": {"training": training}, "parents": parents}
     folder = out / name
     folder.mkdir()
     (folder / "result.json").write_text(json.dumps({"steps": steps, "made_of": made_of}))
@@ -21,8 +19,8 @@ def stage(out, name, steps=0, parents=(), **training):
 
 
 def test_a_budget_is_that_of_all_stages_but_the_base(tmp_path):
-    stage(tmp_path, "base-0", 2000, learning_rate=1)
-    stage(tmp_path, "moe-0", 52, ["base-0"], learning_rate=1)
+    stage(tmp_path, "base-0", 2000)
+    stage(tmp_path, "moe-0", 52, ["base-0"])
     mix = stage(tmp_path, "mix-0", 8, ["moe-0", "moe-0"], schedule="constant")
     assert budget_of(mix) == (60, 480, "constant and linear", "last step")
     assert budget_of(tmp_path / "none") is None
@@ -39,8 +37,8 @@ def test_a_budget_is_that_of_all_stages_but_the_base(tmp_path):
     ],
 )
 def test_an_unfair_comparison_is_marked(tmp_path, other, text):
-    stage(tmp_path, "sft-0", 120, learning_rate=1)
-    stage(tmp_path, "xft-0", other.pop("steps", 120), learning_rate=1, **other)
+    stage(tmp_path, "sft-0", 120)
+    stage(tmp_path, "xft-0", **{"steps": 120} | other)
     report = report_of("table1")
     for entry, name in zip(report.entries, ("sft-0", "xft-0"), strict=True):
         entry.results[0] = entry.results[0]._replace(folder=tmp_path / name / "model")
@@ -48,5 +46,5 @@ def test_an_unfair_comparison_is_marked(tmp_path, other, text):
     assert report.unequal == ({"XFT": text} if text else {})
     assert [row[0] for row in report.rows()] == ["SFT", "XFT ≠" if text else "XFT"]
     assert report.to_dict()["other_budgets"] == report.unequal
-    lines = [f"≠ XFT had another budget than SFT: {text}"] if text else []
-    assert report.fairness() == lines
+    line = f"≠ XFT had another budget than SFT: {text}"
+    assert report.fairness() == [line] * bool(text)

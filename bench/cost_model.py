@@ -128,8 +128,10 @@ def layer(shape: shapes.Shape, loops: dict[str, int]) -> tuple[list[Launch], lis
     used = min(E, R)
     up = 2 * used * 2 * I * H
     down = 2 * used * I * H
+    x = 2 * T * H
     # tokens are read again for each expert if they do not stay in the cache
-    x = 2 * T * H * (1 if 2 * T * H < CACHE else K)
+    if x >= CACHE:
+        x *= K
     rows_h = 2 * R * H
     rows_i = 2 * R * I
     summed = Launch("combine", Tile(1, H, 1), 0, (rows_h + 2 * T * H) / MEMORY, "memory")
@@ -156,10 +158,12 @@ def print_decode() -> None:
     """Predict one token's launches: few tiles, each limited by its processor's loads."""
     up, down, _ = layer(DECODE, {})[0]
     total = 2 * LAUNCH  # after the plan, and after up
-    for launch, N, elements in ((up, DECODE.I, 2 * DECODE.H), (down, DECODE.H, DECODE.I)):
+    work = [(up, DECODE.I, 2 * DECODE.H), (down, DECODE.H, DECODE.I)]
+    for launch, N, elements in work:
         tiles = DECODE.K * math.ceil(N / launch.tile.BLOCK_N)
         each = 2 * elements * launch.tile.BLOCK_N
-        time = max(math.ceil(tiles / PROCESSORS) * each / L2 / CLOCK, tiles * each / MEMORY)
+        of_processors = math.ceil(tiles / PROCESSORS) * each / L2 / CLOCK
+        time = max(of_processors, tiles * each / MEMORY)
         print(f"  {launch.name:8s} {time * 1e6:8.1f} us  {tiles} programs, {launch.tile.short()}")
         total += time
     least = DECODE.K * 3 * DECODE.I * DECODE.H * 2 / MEMORY

@@ -180,7 +180,7 @@ class DomainReport(Report):
             f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, over which `all` is the "
             f"mean; {over_seeds(self.seeds)}.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
-            f"Wilcoxon over the rows, corrected by Holm for the {len(self.comparisons)} "
+            f"Wilcoxon; both over the rows; p corrected by Holm for the {len(self.comparisons)} "
             "comparisons of a column; - and + at a domain's loss: lower and higher than "
             f"{self.reference}'s by the same test.\n"
             "train s: all stages after the base."

@@ -140,7 +140,7 @@ class EsftReport(Report):
             "A model per task; trained, optimizer and train s are means over them; train s: "
             "scoring and tuning.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
-            f"Wilcoxon over the rows, corrected by Holm for the {len(self.comparisons)} "
+            f"Wilcoxon; both over the rows; p corrected by Holm for the {len(self.comparisons)} "
             "comparisons of a column."
             + self.exact_legend([task for task in self.tasks if task not in self.solved])
         )

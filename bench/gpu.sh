@@ -172,7 +172,10 @@ repeats() { pytest_on 1 tests/gpu/test_repeats.py -o timeout_func_only=true; } #
 layers() {
     bench_on 1.5 bench/bench_layer.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384,XFT-DSCoder-1.3B-16384,OLMoE-16384,Qwen3-30B-A3B-4096,OLMoE-4096,XFT-DSCoder-1.3B-4096,Mixtral-8x7B-4096
 }
-kernels() { bench_on 0.5 bench/bench_kernels.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384; }
+kernels() {
+    bench_on 0.5 bench/bench_kernels.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384 &&
+        bench_on 0.3 bench/bench_tokens.py --shapes Qwen3-30B-A3B-1 # a token of a generation
+}
 counters() { counters_of Qwen3-30B-A3B; }
 counters_all() { counters_of Mixtral-8x7B && counters_of XFT-DSCoder-1.3B && counters_of OLMoE; }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench import goals, shapes
+from moe_runtime.bench import bench_tokens, goals, shapes
 from moe_runtime.bench.records import Records
 from moe_runtime.tools.layer_shapes import LAYERS
 from tests.support import dry_run
@@ -62,6 +62,7 @@ test_every_op\.py -k .*user_gets
 test_repeats
 bench_layer\.py --shapes
 bench_kernels\.py --shapes
+bench_tokens\.py --shapes
 ncu
 tune_layers
 bench\.report
@@ -147,7 +148,7 @@ def test_processes_that_die_are_restarted(start, tmp_path):
         assert "--restarted" not in first
     assert sum("tune_layers" in line for line in calls(tmp_path)) == 2
     # the device, and the start and end of each; three did not end
-    assert len(records(tmp_path / "out" / "gpu.jsonl")) == 1 + 4 + 4 + 3
+    assert len(records(tmp_path / "out" / "gpu.jsonl")) == 1 + 5 + 5 + 3
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_how_parts_end(start, tmp_path, part, die, expected, says):
 
 def test_shapes_layers_files_and_steps_of_the_script_exist():
     text = SCRIPT.read_text()
-    known = {*shapes.layers(), *shapes.ADAPTERS_GPU, *shapes.QLORA_GPU}
+    known = {*shapes.layers(), *bench_tokens.GPU_SHAPES, *shapes.ADAPTERS_GPU, *shapes.QLORA_GPU}
     for line in re.findall(r"bench/bench_\w+\.py --shapes (\S+)", text):
         assert set(line.rstrip(";").split(",")) <= known
     assert set(re.findall(r"counters_of (\w[\w.-]+)", text)) <= LAYERS.keys()

@@ -43,8 +43,7 @@ def test_the_number_of_threads_changes_no_bit(dtype, cpu_library):
     for tensor in (*case.leaves.values(), *case.base.values(), case.dout):
         tensor.mul_(8).round_().div_(8)
     results = []
-    before = torch.get_num_threads()
-    for threads in (3, before):
+    for threads in (3, torch.get_num_threads()):
         torch.set_num_threads(threads)
         got = ours(case)
         results.append({name: got[name] for name in OF_LIBRARY})

@@ -48,9 +48,6 @@ def demo_real(
         Path | None,
         option("Model folder with a chat template (default: SmolLM2-135M-Instruct of the wheel)."),
     ] = None,
-    gsm8k: Annotated[
-        str | None, option("GSM8K as a fifth task: its file, or openai/gsm8k from the Hub.")
-    ] = None,
     recipe: Annotated[
         str,
         option(
@@ -62,8 +59,7 @@ def demo_real(
     """Tune a real pretrained model, SmolLM2-135M, by XFT and by SFT on four tasks; compare losses
     and answers.
 
-    It takes about half an hour on two cores, minutes on a GPU, and says how long before it starts.
-    Rerun to resume.
+    It takes at most 20 minutes on two cores, minutes on a GPU. Rerun to resume.
     """
     one_gpu()
     from papers.demo_real import run
@@ -71,7 +67,6 @@ def demo_real(
     return {"path": out} | run(
         out,
         model=model,
-        gsm8k=gsm8k,
         recipe=recipe,
         seed=seed,
     )

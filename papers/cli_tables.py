@@ -22,6 +22,13 @@ Lambdas = Annotated[list[float] | None, argument("lambdas (default: 0 .25 .5 .75
 Factors = Annotated[
     list[float] | None, argument("Factors of the recipe's learning rates (default: .1 .3 1).")
 ]
+OverfitFactors = Annotated[
+    list[float] | None, argument("Factors of the recipe's learning rate (default: .5 1 2).")
+]
+Merges = Annotated[
+    list[float] | None,
+    option("lambda of the merges; repeatable (default: .25 .5 .75 .85).", "--lambda"),
+]
 Depths = Annotated[
     list[float] | None,
     option("How far below the base's task loss; repeatable (default: .12 .15 .18).", "--depth"),
@@ -57,8 +64,15 @@ TABLES = {
         ),
         Table(
             "overfit",
-            "Compare XFT with SFT, EMA and SWA at three learning rates: few examples, several "
-            "epochs.",
+            "Compare XFT with SFT, its last step, EMA and SWA at several learning rates: few "
+            "examples, several epochs.",
+            "--preset overfit",
+            {"factors": OverfitFactors, "shared_rates": Merges},
+        ),
+        Table(
+            "ensemble",
+            "Compare the ensemble of two SFT models with their merge, and the MoE model with XFT's "
+            "(Sec. 6.3 of the long version).",
             "--preset overfit",
         ),
         Table(

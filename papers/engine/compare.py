@@ -38,8 +38,7 @@ class Comparison:
     p_corrected: float  # Holm's, over the comparisons made together
     verdict: str
     rows: int
-    seeds: int
-    seeds_lower: int  # with a lower loss than the reference's with the same seed
+    by_seed: tuple[float, ...]  # the difference with each seed, the unit of a claim on a method
 
     def __str__(self) -> str:
         """Return the comparison as a sentence."""
@@ -53,10 +52,14 @@ class Comparison:
             interval = ""
         else:
             interval = f"interval {signed(self.low)} to {signed(self.high)}, "
+        of_seeds = ", ".join(map(signed, self.by_seed))
+        if len(self.by_seed) == 1:
+            seeds = "one seed"
+        else:
+            seeds = f"with each seed: {of_seeds}"
         return (
             f"{self.name} against {self.reference}: {what} ({interval}corrected p "
-            f"{self.p_corrected:.2g}, {self.rows} rows; lower with {self.seeds_lower} of "
-            f"{self.seeds} seeds)"
+            f"{self.p_corrected:.2g}, over {self.rows} rows; {seeds})"
         )
 
 
@@ -125,8 +128,7 @@ def compare(
                 p_corrected=q,
                 verdict=_verdict(low, high, direction, q, level),
                 rows=shape[1],
-                seeds=shape[0],
-                seeds_lower=int(((arrays[name] - arrays[reference]) @ weight < 0).sum()),
+                by_seed=tuple(((arrays[name] - arrays[reference]) @ weight / shape[1]).tolist()),
             )
         )
     return compare

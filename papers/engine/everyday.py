@@ -13,6 +13,7 @@ functions, on the version of Python; which ones are held out does not depend on 
 """
 
 import ast
+import itertools
 import json
 import random
 import string
@@ -145,6 +146,7 @@ WORDS = {
     "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
 }
 LONGEST = 160  # characters of a function's prompt
+FUNCTIONS = 80  # that are held out, of this length
 
 
 def _intents(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
@@ -225,6 +227,13 @@ def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> SplitRo
                 for prompt, completion in examples.items()
             ]
         )
+    return SplitRows(*parts)
+
+
+def joined_tasks() -> SplitRows:
+    """Return FUNCTIONS training and held-out examples of each task, one of each in turn."""
+    tasks = [task_rows(name, train=FUNCTIONS, held_out=FUNCTIONS) for name in TASKS]
+    parts = [[*itertools.chain(*zip(*part, strict=True))] for part in zip(*tasks, strict=True)]
     return SplitRows(*parts)
 
 

@@ -33,6 +33,7 @@ def budget_of(stage: Path) -> Budget | None:
     steps = examples = 0
     schedules = set()
     weights = "last step"
+    average = None  # the stage is an average over the steps of its parent, or its last step
     folders = [stage]
     for folder in folders:  # which grows
         if folder.name.startswith("base-"):
@@ -44,10 +45,13 @@ def budget_of(stage: Path) -> Budget | None:
         parents = {folder.with_name(parent) for parent in made_of["parents"]}
         folders += sorted(parents.difference(folders))
         training = made_of["settings"].get("training")
+        average = made_of["settings"].get("of") or average
         if training and result["steps"]:
             steps += result["steps"]
             examples += result["steps"] * training["batch_size"]
             schedules.add(training["schedule"])
-            if training.get("keep_best"):
+            if training.get("keep_best") and average is None:
                 weights = "best step"
+    if average not in (None, "last"):
+        weights = average.upper()
     return Budget(steps, examples, " and ".join(sorted(schedules)), weights)

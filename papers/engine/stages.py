@@ -73,6 +73,8 @@ class StageResult(NamedTuple):
     validation: float | None = None  # loss on the validation rows, if any
     rows: dict[str, int] | None = None  # domain -> held-out examples, if they are ordered by domain
     exact: list | None = None  # per held-out row: 1 if greedy decoding gives its label, else 0
+    untouched: float | None = None  # loss on text that no model was tuned on
+    load: list | None = None  # [L][E] share of the slots of each expert of an MoE model
 
 
 class KeptStages:

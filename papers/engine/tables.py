@@ -25,7 +25,14 @@ from papers.engine.fairness import budget_of
 from papers.engine.recipe import load_recipe
 
 # fields that some results lack
-OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")
+OF_SOME = (
+    "alpha",
+    "general_loss",
+    "trained_parameters",
+    "optimizer_bytes",
+    "experts",
+    "validation",
+)
 UNEQUAL = "≠"  # a method with another budget than the reference
 MARKS = {"lower": "-", "higher": "+"}  # than the reference's number, by the test
 

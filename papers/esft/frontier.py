@@ -41,7 +41,7 @@ from papers.engine.tables import (
     over_seeds,
 )
 from papers.esft.recipe import EsftRecipe
-from papers.esft.results import FFT, GATE, LORA, TOKEN
+from papers.esft.results import FFT, GATE, LORA, RANDOM, TOKEN
 from papers.esft.study import GENERAL, EsftStages
 
 FACTORS = (0.1, 0.3, 1.0)
@@ -316,7 +316,7 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
     makes: dict[str, Callable] = {
         TOKEN: lambda at: at.esft(task, at.selection(task, "token")),
         GATE: lambda at: at.esft(task, at.selection(task, "gate")),
-        f"{TOKEN}, random experts": lambda at: at.esft(
+        RANDOM.format(TOKEN): lambda at: at.esft(
             task,
             at.drawn(task, "token"),
             scored=False,

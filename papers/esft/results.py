@@ -18,6 +18,7 @@ FFT = "FFT"
 LORA = "LoRA"
 TOKEN = "ESFT-Token"
 GATE = "ESFT-Gate"
+RANDOM = "{}, random experts"  # as many per layer as the method in the braces selects
 
 
 class Tuned(NamedTuple):

@@ -130,15 +130,36 @@ class EsftStages(KeptStages):
         )
 
     def selection(self, task: str, score: str, **flags) -> esft.ExpertSelection:
-        """Return the experts of a task that reach the recipe's p; `flags` are ExpertSelection's."""
+        """Return the experts of a task that reach the recipe's p; `flags` are ExpertSelection's.
+
+        Raises ValueError if they are all experts, which leaves nothing to compare.
+        """
         p = getattr(self.recipe.p, score)
         variant = self.recipe.scores.variant
-        return esft.select_experts(
-            self.scores(task).scores,
-            p,
-            score,
-            variant,
-            **flags,
+        scores = self.scores(task).scores
+        selection = esft.select_experts(scores, p, score, variant, **flags)
+        routed = scores.num_experts - scores.num_shared
+        if all(len(ids) == routed for ids in selection.experts.values()):
+            raise ValueError(
+                f"p.{score} = {p:g} selects all {routed} routed experts of every layer for {task}. "
+                "Choose a smaller one, or scores.variant: normalized"
+            )
+        return selection
+
+    def selected(self, task: str, score: str) -> str:
+        """Return a sentence on how many experts of a task are selected, and their scores' sums."""
+        scores = self.scores(task).scores
+        chosen = self.selection(task, score).experts
+        sums = []
+        table = scores.scores(score, self.recipe.scores.variant)
+        for layer, row in zip(scores.layers, table.tolist(), strict=True):
+            sums.append(sum(row[expert] for expert in chosen[layer]))
+        count = sum(map(len, chosen.values()))
+        routed = len(chosen) * (scores.num_experts - scores.num_shared)
+        return (
+            f"{task}, by {score} scores: {count} of {routed} experts ({count / routed:.0%}), whose "
+            f"scores sum to {min(sums):.2f} to {max(sums):.2f} in a layer, for p = "
+            f"{getattr(self.recipe.p, score):g}."
         )
 
     def drawn(self, task: str, score: str) -> esft.ExpertSelection:

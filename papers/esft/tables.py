@@ -1,6 +1,7 @@
 """The tables of ESFT (arXiv 2407.01906), one command each, on the stages of `study`.
 
-    main        base, FFT, LoRA, ESFT-Token, ESFT-Gate    Tables 1 and 2, Figure 5
+    main        base, FFT, LoRA, ESFT-Token, ESFT-Gate,   Tables 1 and 2, Figure 5
+                and as many random experts as either
     frontier    general losses at equal task losses,      not in the paper (see `frontier`)
                 random experts included
     counts      the experts that a selection trains       Figures 2 and 4 (see `counts`)
@@ -17,9 +18,9 @@ from functools import cached_property
 
 from papers.engine import plots, tables
 from papers.engine.compare import LEVEL
-from papers.engine.tables import Command, Entry, Report, Run, compared, finite, over_seeds
+from papers.engine.tables import Command, Entry, Report, Run, against, compared, finite, over_seeds
 from papers.esft import counts, frontier
-from papers.esft.results import BASE, FFT, GATE, LORA, TOKEN, join
+from papers.esft.results import BASE, FFT, GATE, LORA, RANDOM, TOKEN, join
 from papers.esft.study import EsftStages
 
 MANY = 3  # with more tasks than this, tasks have no columns of their own
@@ -187,12 +188,22 @@ def _main(process: Run) -> dict:
         for score, name in OF_SCORE.items():
             tuned = {task: stages.esft(task, stages.selection(task, score)) for task in tasks}
             yield name, join(name, tuned)
+            control = RANDOM.format(name)
+            drawn = {}
+            for task in tasks:
+                drawn[task] = stages.esft(task, stages.drawn(task, score), scored=False)
+            yield control, join(control, drawn)
 
     def summary(report: EsftReport) -> list[str]:
         lines = []
         for where, table in (("On the tasks", report), ("On general text", report.general)):
             for name in (LORA, TOKEN, GATE):
                 lines.append(f"{where}, {table.comparison(name)}.")
+            for name in (TOKEN, GATE):
+                lines += against(table.entries, RANDOM.format(name), [name])
+        for task in report.tasks:
+            for score in OF_SCORE:
+                lines.append(process.all[0].selected(task, score))
         return lines + [_cost(report, name) for name in (LORA, TOKEN, GATE)]
 
     return {"entries": process.collect(plan), "reference": FFT, "summary": summary}

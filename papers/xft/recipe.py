@@ -43,6 +43,8 @@ class Data(DataSplits):
     # additional held-out rows for validation during training and for `keep_best`; None: the rows
     # that evaluate the models
     validation_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
+    # blocks of prose on which every model is evaluated besides, and none is tuned
+    untouched_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
 
 
 class Ewa(Node):

@@ -32,15 +32,19 @@ from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Router
 from moe_runtime.ops.merging import mixing
 from papers.engine import stages as stage_rows
-from papers.engine.corpora import domains_key, joined_rows, standard_library_pairs
+from papers.engine.corpora import domain_text, domains_key, joined_rows, standard_library_pairs
+from papers.engine.domains import count as count_slots
+from papers.engine.domains import shares
+from papers.engine.everyday import TASKS, joined_tasks
 from papers.engine.stages import KeptStages, StageResult, course_of, loss_of, sizes_of
 from papers.xft.recipe import Recipe, check_shared, resolve_experts
 
 # built-in sources of three domains, also used to train the base
 JOINED = ("code+prose+sums", "code+prose+arithmetic")
-SOURCES = {data.BUILT_IN: standard_library_pairs} | {
-    of: functools.partial(joined_rows, of.split("+")) for of in JOINED
-}
+ALL_TASKS = "+".join(TASKS)
+SOURCES = {data.BUILT_IN: standard_library_pairs, ALL_TASKS: joined_tasks}
+for _of in JOINED:
+    SOURCES[_of] = functools.partial(joined_rows, _of.split("+"))
 
 
 class XftStages(KeptStages):
@@ -74,7 +78,7 @@ class XftStages(KeptStages):
     def domains(self) -> tuple[str, ...]:
         """The domains of the examples; a single one unless the source joins several."""
         train = self.recipe.data.train
-        return tuple(train.split("+")) if train in JOINED else ("examples",)
+        return tuple(train.split("+")) if train in (*JOINED, ALL_TASKS) else ("examples",)
 
     def domains_of(self, part: str) -> list[int]:
         """Return for each row of a part the index of its domain in `domains`."""
@@ -161,6 +165,7 @@ class XftStages(KeptStages):
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
             means = WeightAverages()
+            means.keeps["last"] = torch.zeros_like  # of the mean: the newest weights are all of it
             callbacks = [means] * averages
             trained = self._tuned("sft", model, training, checkpoints, callbacks)
             if averages:
@@ -192,7 +197,7 @@ class XftStages(KeptStages):
 
     def average(self, sft: StageResult, kind: str) -> StageResult:
         """Return an average, "ema" or "swa", of the weights over the steps of an SFT run with
-        `averages`.
+        `averages`, or those of its "last" step.
         """
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -208,6 +213,31 @@ class XftStages(KeptStages):
             [sft],
             make,
         )
+
+    def pair(self, one: StageResult, other: StageResult, kind: str) -> StageResult:
+        """Return two dense models as one: as "ensemble" with the mean of their logits, as "merge"
+        with the mean of their weights.
+        """
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            device = ranks.state().device
+            model = ranks.load_model(one.folder, self.recipe.dtype, device)
+            second = ranks.load_model(other.folder, self.recipe.dtype, device)
+            if kind == "merge":
+                with torch.no_grad():
+                    for weight, w in zip(model.parameters(), second.parameters(), strict=True):
+                        weight.lerp_(w, 0.5)
+                return self._judge(model)
+
+            def mean(module, args, kwargs, output):
+                output.logits = (output.logits + second(*args, **kwargs).logits) / 2
+                return output
+
+            model.register_forward_hook(mean, with_kwargs=True)
+            count = 2 * one.parameters
+            return self._judge(model) | {"parameters": count, "active_parameters": count}
+
+        return self._stage("pair", kind, {"pair": kind}, [one, other], make)
 
     def moe(self, by_domain: bool = False, **moe_settings) -> StageResult:
         """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned,
@@ -251,9 +281,18 @@ class XftStages(KeptStages):
                 tmp / "model",
                 anew=by_domain,
             )
-            return {"upcycled_error": receipt.error} | result
+            return {"upcycled_error": receipt.error, "load": self._load(tmp / "model")} | result
 
         return self._stage("moe", "moe", settings, [base], make)
+
+    def _load(self, folder: Path) -> list[list[float]]:
+        """Return the share [L][E] of the watched rows' slots that each expert of a model gets."""
+        counted = None
+        with ranks.leading() as main:
+            if main:
+                model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
+                counted, _ = count_slots(model, self.tokenizer, {"all": self.watched})
+        return shares(ranks.agree(counted))["all"].tolist()
 
     def mix(self, moe: StageResult, shared_rate: float | None = None) -> StageResult:
         """Return the merged dense model with trained mixing coefficients.
@@ -364,7 +403,8 @@ class XftStages(KeptStages):
         """
         self._save(model, trained, folder)
         course = course_of(trained)
-        if self._is_saved_as_trained(model) and self.watched is self.held_out and not anew:
+        anew |= self.watched is not self.held_out or self.recipe.data.untouched_rows is not None
+        if self._is_saved_as_trained(model) and not anew:
             losses = loss_of(trained.losses, trained.tokens, trained.exact)
             return losses | sizes_of(model) | course
         return course | self._judge(folder)
@@ -381,16 +421,13 @@ class XftStages(KeptStages):
                 alpha = folders.merge_folder(moe.folder, target, **options).alpha
         return ranks.agree(alpha)
 
-    def _judge(self, folder: Path) -> dict:
-        """Load the model of a folder and compute the held-out rows' losses; all processes share the
-        rows.
+    def _judge(self, model: Path | torch.nn.Module) -> dict:
+        """Compute the held-out rows' losses of a model, or of that in a folder; all processes share
+        the rows.
         """
         ranks.free_memory()
-        model = ranks.load_model(
-            folder,
-            self.recipe.dtype,
-            ranks.state().device,
-        )
+        if isinstance(model, Path):
+            model = ranks.load_model(model, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
         how = {"tokenizer": self.tokenizer, "batch_size": batch, "bf16": tune.bf16}
@@ -398,6 +435,9 @@ class XftStages(KeptStages):
         if self.watched is not self.held_out:
             losses = trainers.row_losses(model, self.watched, **how)
             result["validation"] = trainers.mean_loss(*losses)
+        if self.recipe.data.untouched_rows:
+            losses = trainers.row_losses(model, self.part("untouched"), **how)
+            result["untouched"] = trainers.mean_loss(*losses)
         return result
 
     def data_key(self) -> str:
@@ -412,7 +452,7 @@ class XftStages(KeptStages):
             base = [python, r.pretrain.to_dict()]
         rows = []
         for source in r.data.sources:
-            if source in JOINED:
+            if source in (*JOINED, ALL_TASKS):
                 rows.append(domains_key())
             else:
                 rows.append(python if source == data.BUILT_IN else files_print(source))
@@ -456,10 +496,14 @@ class XftStages(KeptStages):
             judging = min(r.held_out_rows, len(rows) - 1)
             parts["held_out"] = rows.select(range(judging))
             parts["validation"] = rows.select(range(judging, len(rows)))
+        if r.untouched_rows:
+            blocks = data.pack(tokenizer, domain_text("prose"), r.max_length)
+            step = len(blocks) // r.untouched_rows
+            parts["untouched"] = blocks.select(range(0, step * r.untouched_rows, step))
         counts = {}
         domains = {}
         for name, rows in parts.items():
-            if joined > 1:  # one row of each domain in turn
+            if "row_id" in rows.column_names:  # one row of each domain in turn
                 domains[name] = [i % joined for i in rows["row_id"]]
                 rows = rows.remove_columns("row_id")
             data.save_rows(rows, folder / name)

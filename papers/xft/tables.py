@@ -3,8 +3,10 @@
     table1         base, SFT, EWA, MoE, XFT                            Tables 1 to 3
     ablate-gate    XFT's gate against three others                     Table 4
     sweep-lambda   the shared expert's rate                            Table 6 of the long version
-    overfit        SFT, EMA, SWA and XFT at three learning rates,      not in the paper
-                   with few examples and several epochs
+    overfit        SFT, its last step, EMA, SWA and XFT at several     not in the paper
+                   learning rates: few examples, several epochs
+    ensemble       two SFT models, their ensemble and their merge,     Sec. 6.3 of the long version
+                   beside the MoE model and its merge
     mix-rows       mixing learned on the tuning examples, or others    not in the paper
 
 The measure is the held-out loss per label token, on rows never trained on, in place of the paper's
@@ -15,18 +17,23 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from moe_runtime.config import GATES, check_choice, check_fraction
+from moe_runtime.config import GATES, check_choice, check_fraction, check_number
 from papers.engine import plots, tables
 from papers.engine.domains import DomainReport
-from papers.engine.tables import Command, Report, Run, against, best, different, each
+from papers.engine.tables import Command, Entry, Report, Run, against, best, different, each, spread
 from papers.xft.recipe import Recipe, check_shared, resolve_experts
 from papers.xft.study import XftStages
 
+EDGE = 0.05  # an exact match this near 0 or 1
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TIMES = (0.5, 1.0, 2.0)  # learning rates of `overfit`, as multiples of the recipe's tune
+FACTORS = (0.5, 1.0, 2.0)  # learning rates of `overfit`, as multiples of the recipe's tune
+MERGES = (0.25, 0.5, 0.75, 0.85)  # lambda of its merges; 1 / E is the experts' mean
+AVERAGES = {"SFT last": "last", "EMA": "ema", "SWA": "swa"}
+OTHER = 1000  # added to a seed for another order of the rows
 HELD_BACK = 10  # `mix-rows` holds back one example in ten
 SFT = "SFT"
 EWA = "EWA"
@@ -91,67 +98,88 @@ def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
     }
 
 
-def _overfit(process: Run) -> dict:
+@dataclass(kw_only=True)
+class OverfitReport(DomainReport):
+    """A DomainReport with the losses of text that no model was tuned on, if the recipe has any."""
+
+    def untouched(self, name: str) -> list[float]:
+        """Return a model's loss on that text with each seed; empty if there is none."""
+        losses = [result.untouched for result in self.entry(name).results]
+        return [] if None in losses else losses
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and their alignment."""
+        return [*super().columns(), ("untouched text", "right")]
+
+    def _row(self, entry: Entry) -> tuple[str, ...]:
+        losses = self.untouched(entry.name)
+        return (*super()._row(entry), spread(losses) if losses else "")
+
+    def to_dict(self) -> dict:
+        """Return the report as JSON-ready values."""
+        values = super().to_dict()
+        for method in values["methods"]:
+            method["untouched"] = self.untouched(method["name"])
+        return values
+
+
+def _overfit(process: Run, factors: Sequence[float], shared_rates: Sequence[float]) -> dict:
     tuned_at = process.recipe.tune.learning_rate
-    kinds = (XFT, SFT, "EMA", "SWA")
+    kinds = (XFT, SFT, *AVERAGES)
     rates = {}  # name -> learning rate
 
     def plan(stages: XftStages):
-        for times in TIMES:
-            learning_rate = times * tuned_at
+        yield "base", stages.by_domain(stages.base())
+        for factor in factors:
+            learning_rate = factor * tuned_at
             at = stages.change(tune__learning_rate=learning_rate)
             sft = at.sft(learning_rate=learning_rate, averages=True)
             moe = at.moe()
-            results = {
-                SFT: sft,
-                "EMA": at.average(sft, "ema"),
-                "SWA": at.average(sft, "swa"),
-                MOE: moe,
-                XFT: at.merge(moe),
-            }
-            for kind, result in results.items():
-                name = f"{kind}, {learning_rate:g}"
+            results = {f"{SFT}, {learning_rate:g}": sft}
+            for kind, average in AVERAGES.items():
+                results[f"{kind}, {learning_rate:g}"] = at.average(sft, average)
+            results[f"{MOE}, {learning_rate:g}"] = moe
+            for rate in shared_rates:
+                name = f"{XFT}, {learning_rate:g}, lambda {rate:g}"
+                results[name] = at.merge(moe, shared_rate=rate)
+            for name, result in results.items():
                 rates[name] = learning_rate
                 yield name, at.by_domain(result)
-        moe = stages.moe()
-        for shared_rate in LAMBDAS[:-1]:
-            if shared_rate != process.recipe.shared_rate:
-                merged = stages.merge(moe, shared_rate=shared_rate)
-                yield f"{XFT}, {tuned_at:g}, lambda {shared_rate:g}", stages.by_domain(merged)
 
-    def summary(report: Report) -> list[str]:
-        lines = ["At equal learning rates:"]
-        for name in rates:
-            if name.startswith(XFT):
-                others = []
-                for kind in kinds[1:]:
-                    others.append(name.replace(XFT, kind))
-                lines += against(report.entries, name, others)
-        chosen = []
-        for kind in kinds:
-            chosen.append(_by_validation(report, kind, rates))
-        if None in chosen:
-            return [*lines, "Without data.validation_rows nothing chooses a learning rate."]
+    entries = process.collect(plan)
+
+    def summary(report: OverfitReport) -> list[str]:
+        lines = ["At equal learning rates, lambda by validation:"]
+        for learning_rate in sorted(set(rates.values())):
+            chosen = []
+            for kind in kinds:
+                chosen.append(by_validation(report, f"{kind}, {learning_rate:g}", rates))
+            if None in chosen:
+                return ["Without data.validation_rows nothing chooses a lambda or a rate."]
+            lines += against(entries, chosen[0], chosen[1:])
+        chosen = [by_validation(report, kind, rates) for kind in kinds]
         lines.append("Each at the learning rate that validation chooses:")
-        return lines + against(
-            report.entries,
-            chosen[0],
-            chosen[1:],
-        )
+        lines += against(entries, chosen[0], chosen[1:])
+        for name in chosen:
+            if report.untouched(name):
+                lines.append(f"{name}: untouched text {spread(report.untouched(name))}.")
+        return lines + _loads(entries) + _edges(report)
 
     return {
-        "entries": process.collect(plan),
-        "reference": f"{SFT}, {tuned_at:g}",
+        "entries": entries,
+        "reference": f"SFT last, {factors[len(factors) // 2] * tuned_at:g}",
         "summary": summary,
         "extra": {"x": rates, "x_label": "learning rate", "x_log": True},
     }
 
 
-def _by_validation(report: Report, kind: str, names: Sequence[str]) -> str | None:
-    """Return a kind's model with the lowest validation loss, or None without validation rows."""
+def by_validation(report: Report, start: str, names: Sequence[str]) -> str | None:
+    """Return the model with the lowest validation loss of those whose name is `start` or begins
+    with it and a comma, or None without validation rows.
+    """
     means = {}
     for name in names:
-        if name.startswith(kind):
+        if name == start or name.startswith(f"{start},"):
             losses = [result.validation for result in report.entry(name).results]
             if None in losses:
                 return None
@@ -159,14 +187,72 @@ def _by_validation(report: Report, kind: str, names: Sequence[str]) -> str | Non
     return min(means, key=means.get)
 
 
-def _over_rates(report: DomainReport):
-    """Plot the losses against the learning rate, without the merges made at one rate only."""
+def _loads(entries: Sequence[Entry]) -> list[str]:
+    """Return a sentence on the experts' load for each MoE model."""
+    lines = []
+    for entry in entries:
+        loads = [result.load for result in entry.results if result.load]
+        if loads:
+            load = np.array(loads)
+            lines.append(
+                f"{entry.name}: of a layer's slots an expert gets {load.min():.0%} to "
+                f"{load.max():.0%}; experts without tokens: {(load == 0).sum()} of {load.size}."
+            )
+    return lines
+
+
+def _edges(report: DomainReport) -> list[str]:
+    """Return a sentence on the domains whose exact match cannot tell tuned models apart."""
+    lines = []
+    for domain, table in report.of_domains.items():
+        exact = [entry.exact for entry in table.entries if entry.name != "base"]
+        if max(exact) < EDGE or min(exact) > 1 - EDGE:
+            lines.append(
+                f"{domain}: every tuned model has exact match {min(exact):.2f} to "
+                f"{max(exact):.2f}, too near an end to tell them apart by it."
+            )
+    return lines
+
+
+def _over_rates(report: OverfitReport):
+    """Plot the losses against the learning rate; of XFT the lambda that validation chooses."""
     rates = report.extra["x"]
-    entries = [entry for entry in report.entries if entry.name in rates]
+    names = []
+    for name, rate in rates.items():
+        start = f"{name.partition(',')[0]}, {rate:g}"
+        if name in (start, by_validation(report, start, rates)):
+            names.append(name)
+    entries = [report.entry(name) for name in names]
     figure = plots.sweep(dataclasses.replace(report, entries=entries))
     figure.axes[0].minorticks_off()
     figure.axes[0].set_xticks(sorted(set(rates.values())))
     return figure
+
+
+def _ensemble(process: Run) -> dict:
+    rate = process.recipe.tune.learning_rate
+
+    def plan(stages: XftStages):
+        models = []
+        for seed in (stages.seed, stages.seed + OTHER):
+            at = stages.change()
+            at.seed = seed
+            models.append(at.average(at.sft(learning_rate=rate, averages=True), "last"))
+        yield SFT, models[0]
+        yield f"{SFT}, other order", models[1]
+        for kind in ("ensemble", "merge"):
+            yield f"{kind} of both", stages.pair(*models, kind)
+        moe = stages.moe()
+        yield MOE, moe
+        yield XFT, stages.merge(moe)
+
+    entries = process.collect(plan)
+
+    def summary(report: Report) -> list[str]:
+        pair = against(entries, "ensemble of both", ["merge of both"])
+        return [*each(report), *pair, *against(entries, MOE, [XFT])]
+
+    return {"entries": entries, "reference": SFT, "summary": summary}
 
 
 def _mix_rows(process: Run) -> dict:
@@ -249,6 +335,14 @@ def _check_lambdas(recipe: Recipe, shared_rates: Sequence[float] = LAMBDAS) -> d
     return {"shared_rates": different("lambda", map(float, shared_rates), check)}
 
 
+def _check_overfit(
+    recipe: Recipe, factors: Sequence[float] = FACTORS, shared_rates: Sequence[float] = MERGES
+) -> dict:
+    check = functools.partial(check_number, "factors", positive=True)
+    lambdas = _check_lambdas(recipe, shared_rates)
+    return {"factors": different("factors", map(float, factors), check)} | lambdas
+
+
 COMMANDS = {
     "table1": Command(
         "XFT and its baselines", "XFT, Tables 1 to 3", _table1, plots.dots, _check_shared
@@ -268,8 +362,15 @@ COMMANDS = {
         "not in the paper",
         _overfit,
         _over_rates,
+        _check_overfit,
+        report=OverfitReport,
+    ),
+    "ensemble": Command(
+        "Ensembles and merges",
+        "XFT, Sec. 6.3, long version",
+        _ensemble,
+        plots.dots,
         _check_shared,
-        report=DomainReport,
     ),
     "mix-rows": Command(
         "Examples to learn mixing on",

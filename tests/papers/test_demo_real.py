@@ -13,19 +13,19 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime import cli
 from papers import demo_real
-from papers.engine import corpora
+from papers.engine import corpora, everyday
 from papers.engine.everyday import TASKS, task_rows
 from papers.engine.tiny import small_llama, train_tokenizer
 from papers.xft.recipe import load_recipe
+from papers.xft.tables import MERGES
 from tests.support.dist_launch import times
 
 SMALL = {
-    "steps": 2,
+    "epochs": 1,
     "batch_size": 4,
     "save_steps": 1,
     "evaluations": [2],
 }
-MODELS = ["base", "SFT", "SFT_time", "MoE", "INIT", "merged"]
 
 
 def write_model(folder: Path) -> Path:
@@ -49,7 +49,11 @@ def write_model(folder: Path) -> Path:
 def recipe(**changes):
     """The shipped recipe, reduced to seconds."""
     small = load_recipe("smollm2").change(
-        layers=[1], data__limit=16, data__held_out_rows=4, mix__steps=1, mix__batch_size=4
+        layers=[1],
+        data__limit=8,
+        data__held_out_rows=8,
+        data__validation_rows=4,
+        data__untouched_rows=2,
     )
     for key, value in SMALL.items():
         small = small.change(**{f"sft__{key}": value, f"tune__{key}": value})
@@ -66,19 +70,13 @@ def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "standard_library_files", lambda: few)
         patch.setattr(corpora, "_library_rows", functools.cache(corpora._library_rows.__wrapped__))
+        patch.setattr(everyday, "FUNCTIONS", 8)
         yield write_inputs(tmp_path_factory.mktemp("real"))
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write model, gsm8k.jsonl and small.yaml."""
+    """Write model and small.yaml."""
     write_model(folder / "model")
-    with (folder / "gsm8k.jsonl").open("w") as file:
-        for i in range(12):
-            row = {
-                "question": f"How much is {i} and 1?",
-                "answer": f"It is {i + 1}.\n#### {i + 1}",
-            }
-            print(json.dumps(row), file=file)
     (folder / "small.yaml").write_text(json.dumps(recipe().to_dict()))
     return folder
 
@@ -104,58 +102,40 @@ def call(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_whole_demo(home, tmp_path, monkeypatch, capsys):
-    """GSM8K is a fifth task; a second call runs nothing again and prints the same table."""
-    monkeypatch.setattr(demo_real, "TOKENS", dict.fromkeys(demo_real.TOKENS, 4))
-    monkeypatch.setattr(demo_real, "MEASURED", 2)
+    """A second call runs nothing again and prints the same table."""
+    monkeypatch.setattr(demo_real, "NEW_TOKENS", 4)
+    monkeypatch.setattr(demo_real, "ASKED", 2)
     out = tmp_path / "out"
-    words = command(
-        home,
-        out,
-        "--gsm8k",
-        str(home / "gsm8k.jsonl"),
-    )
+    words = command(home, out)
     code, printed, errors = call(monkeypatch, capsys, *words)
     assert code == 0, errors
-    results = json.loads((out / "results.json").read_text())
-    rows = {row["model"]: row for row in results["rows"]}
-    assert list(rows) == MODELS
+    table = json.loads((out / "overfit.json").read_text())
+    rows = {row["name"]: row for row in table["methods"]}
+    merges = [f"XFT, 0.0002, lambda {rate:g}" for rate in MERGES]
+    kinds = ("SFT", "SFT last", "EMA", "SWA", "MoE")
+    assert list(rows) == ["base", *(f"{kind}, 0.0002" for kind in kinds), *merges]
     for row in rows.values():
-        assert list(row["exact_match"]) == [*TASKS, "gsm8k"]
-    assert results["upcycled_error"] < 1e-5
-    assert rows["MoE"]["parameters"] > rows["base"]["parameters"] == rows["merged"]["parameters"]
-    assert json.loads((out / "MoE/config.json").read_text())["moe_runtime"]["layers"] == [1]
-    assert rows["SFT"]["steps"] == 2
-    assert rows["merged"]["steps"] == 3
-    assert rows["SFT_time"]["steps"] >= 2
-    assert rows["SFT"]["loss"] != rows["base"]["loss"] != rows["merged"]["loss"]
-    assert set(results["measured"]) == {"sft", "tune", "mix", "dense tokens/s", "MoE tokens/s"}
-    assert min(results["measured"].values()) > 0
-    # the trained tasks are also evaluated: five tasks, with 4 training examples and one held-out
-    # example each
-    (tasks,) = out.glob("tasks-*")
-    trained = (tasks / "train.jsonl").read_text()
-    assert len(trained.splitlines()) == 20
-    held_out = json.loads((tasks / "gsm8k-held_out.jsonl").read_text())
-    answer = json.loads((out / "eval/merged/gsm8k.jsonl").read_text())
-    assert held_out["prompt"] in answer["asked"]
-    assert answer["expected"] == held_out["completion"]
-    assert held_out["prompt"] not in trained
+        assert list(row["domains"]) == list(TASKS)
+        assert row["untouched"][0] > 0
+    # the merges have SFT's budget, and are not marked
+    assert set(table["other_budgets"]) == {"SFT, 0.0002", "EMA, 0.0002", "SWA, 0.0002"}
+    assert "experts without tokens: " in "\n".join(table["summary"])
+    chosen = min(merges, key=lambda name: rows[name]["seeds"][0]["validation"])
+    assert (out / "XFT").resolve().parent.name == rows[chosen]["seeds"][0]["folder"].split("/")[0]
+    for name in ("base", "SFT", "XFT"):
+        AutoModelForCausalLM.from_pretrained(out / name)
+    held_out = json.loads((out / "tasks/intent-held_out.jsonl").read_text().splitlines()[0])
     text = (out / "transcript.md").read_text()
     assert text.count("* before: ") == text.count("* after: ") == 5
-    assert held_out["prompt"] in text
-    assert (out / "real.png").read_bytes().startswith(b"\x89PNG")
-    table = printed[printed.index("Held-out loss of the answers") :]
-    for name in MODELS:
-        assert f" {name} " in table
-    assert "SFT_time against merged: " in table
-    AutoModelForCausalLM.from_pretrained(out / "merged")
+    assert held_out["prompt"].partition("\n")[2] in text
+    shown = printed[printed.index("Exact match of generated answers") :]
+    assert " XFT " in shown
 
     before = times(out)
     code, printed, _ = call(monkeypatch, capsys, *words)
     assert code == 0
-    assert printed[printed.index("Held-out loss of the answers") :] == table
-    assert times(out) == before
-    assert "measuring" not in printed
+    assert printed[printed.index("Exact match of generated answers") :] == shown
+    assert {k: v for k, v in times(out).items() if k in before} == before
 
 
 def test_what_it_refuses_before_anything_is_written(home, tmp_path, monkeypatch, capsys):

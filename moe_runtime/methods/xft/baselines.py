@@ -265,7 +265,6 @@ class WeightAverages(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add the weights of the step."""
-        for name in (
-            ("ema", "swa") if state.global_step > self.start * state.max_steps else ("ema",)
-        ):
-            self.models[name].update_parameters(model)
+        for name, average in self.models.items():
+            if name != "swa" or state.global_step > self.start * state.max_steps:
+                average.update_parameters(model)

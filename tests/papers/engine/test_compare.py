@@ -108,11 +108,12 @@ def test_seeds_are_averaged_and_counted():
         "b": [rows, rows, rows],
     }
     (found,) = compare(losses, "b")
-    assert (found.seeds, found.seeds_lower, found.rows) == (3, 2, 30)
+    assert found.by_seed == pytest.approx((-0.2, 0.1, -0.3))
+    assert found.rows == 30
     assert found.difference == pytest.approx(-0.4 / 3)
     assert found.verdict == LOWER
     assert "a against b: lower by 0.1333" in str(found)
-    assert "lower with 2 of 3 seeds" in str(found)
+    assert "with each seed: -0.2000, +0.1000, -0.3000" in str(found)
     # seeds do not count as rows
     noisy = rows + normal(np.random.default_rng(6), 30)
     (one,) = compare({"a": [noisy], "b": [rows]}, "b")

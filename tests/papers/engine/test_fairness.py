@@ -8,10 +8,10 @@ from papers.engine.fairness import budget_of
 from tests.papers.test_tables import report_of
 
 
-def stage(out, name, steps=0, parents=(), **training):
+def stage(out, name, steps=0, parents=(), of=None, **training):
     """Write a stage's record and return its folder."""
     training = {"batch_size": 8, "schedule": "linear"} | training
-    made_of = {"settings": {"training": training}, "parents": parents}
+    made_of = {"settings": {"training": training, "of": of}, "parents": parents}
     folder = out / name
     folder.mkdir()
     (folder / "result.json").write_text(json.dumps({"steps": steps, "made_of": made_of}))
@@ -24,6 +24,10 @@ def test_a_budget_is_that_of_all_stages_but_the_base(tmp_path):
     mix = stage(tmp_path, "mix-0", 8, ["moe-0", "moe-0"], schedule="constant")
     assert budget_of(mix) == (60, 480, "constant and linear", "last step")
     assert budget_of(tmp_path / "none") is None
+    stage(tmp_path, "sft-0", 52, ["base-0"], keep_best=True)
+    for kind, weights in (("ema", "EMA"), ("last", "last step")):
+        average = stage(tmp_path, f"average-{kind}", parents=["sft-0"], of=kind)
+        assert budget_of(average) == (52, 416, "linear", weights)
 
 
 @pytest.mark.parametrize(

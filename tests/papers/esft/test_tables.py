@@ -15,7 +15,14 @@ from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
-METHODS = ("FFT", "LoRA", "ESFT-Token", "ESFT-Gate")
+METHODS = (
+    "FFT",
+    "LoRA",
+    "ESFT-Token",
+    "ESFT-Token, random experts",
+    "ESFT-Gate",
+    "ESFT-Gate, random experts",
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +99,17 @@ def test_what_the_methods_of_main_train(main):
     trained = {name: result.trained_parameters for name, result in results.items()}
     assert trained["base"] == 0 < trained["ESFT-Token"] < trained["FFT"]
     assert trained["FFT"] == results["base"].parameters
+    assert trained["ESFT-Token"] == trained["ESFT-Token, random experts"]
+    drawn = results["ESFT-Token, random experts"].tasks["sums"].experts
+    chosen = results["ESFT-Token"].tasks["sums"].experts
+    assert {k: len(ids) for k, ids in drawn.items()} == {k: len(v) for k, v in chosen.items()}
+    assert "sums, by token scores: " in "\n".join(main.summary)
+
+
+def test_a_selection_of_all_experts_is_refused(recipe, out):
+    stages = esft_tables.EsftStages(recipe.change(p__gate=0.9999), out, say=lambda text: None)
+    with pytest.raises(ValueError, match=r"p.gate = 0.9999 selects all 8 routed experts.*sums"):
+        stages.selection("sums", "gate")
 
 
 def test_counts(recipe, out):

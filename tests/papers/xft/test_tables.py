@@ -38,6 +38,10 @@ TABLES = {
         ],
         {},
     ),
+    "ensemble": (
+        ["SFT", "SFT, other order", "ensemble of both", "merge of both", "MoE", "XFT"],
+        {},
+    ),
     "table1": (["base", "SFT", "EWA", "MoE", "XFT"], {}),
 }
 
@@ -117,11 +121,12 @@ def test_a_table(command, recipe, out):
 def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     stages = joined_stages(tmp_path, monkeypatch)
     report, _ = make("overfit", stages.recipe, stages.out)
-    kinds = ("SFT", "EMA", "SWA", "MoE", "XFT")
-    names = [f"{kind}, {rate}" for rate in ("0.0015", "0.003", "0.006") for kind in kinds]
-    names += [f"XFT, 0.003, lambda {rate}" for rate in ("0", "0.25", "0.5")]
+    names = ["base"]
+    for rate in ("0.0015", "0.003", "0.006"):
+        names += [f"{kind}, {rate}" for kind in ("SFT", "SFT last", "EMA", "SWA", "MoE")]
+        names += [f"XFT, {rate}, lambda {merge:g}" for merge in xft_tables.MERGES]
     assert entries_of(report) == names
-    assert report.reference == "SFT, 0.003"
+    assert report.reference == "SFT last, 0.003"
     assert list(report.domains) == ["code", "prose", "arithmetic"]
     written = times(stages.out)
     report, _ = make("mix-rows", stages.recipe, stages.out)

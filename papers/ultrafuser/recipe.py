@@ -7,9 +7,9 @@ fused.
     base_model | pretrain, specialist: {...}                  that base, and how they are tuned
     stage1, stage2: {steps, learning_rate, batch_size}        the gate alone, then all parameters
 
-The defaults are the paper's (arXiv 2403.08281, App. A): AdamW and a cosine schedule in both stages,
-batches with equal shares of all domains, the loss on responses. The models are checked, by their
-configs, before anything is trained.
+The defaults are the paper's (arXiv 2403.08281, Sec. 3.1, App. A): AdamW and a cosine schedule in
+both stages, batches with equal shares of all domains, drawn with replacement, the loss on
+responses, summed over tokens. The models are checked, by their configs, before anything is trained.
 """
 
 import functools
@@ -65,8 +65,11 @@ class FuserRecipe(Node):
     further: Stage | None = None
     two_stage: bool = True  # False: stage 2 alone, from a random gate
     balanced: bool = True
-    # of the loss, over tokens; "sample": sum over tokens, mean over samples
-    reduction: Literal[REDUCTIONS] = "mean"
+    # of the loss: the paper's sum over tokens and mean over samples, or the "mean" over tokens
+    reduction: Literal[REDUCTIONS] = "sample"
+    # whether each row of a batch is drawn from all rows of its domain, as in the paper, or from
+    # those that were not used yet
+    replacement: bool = True
     evaluations: Count = 4  # how often a training run computes the held-out loss
     seed: int = 0
 

@@ -506,11 +506,15 @@ class UltrafuserStages(KeptStages):
             batch_size=training.batch_size,
             balanced=balanced,
             seed=self.seed,
+            replacement=self.recipe.replacement,
         )
 
     def _drawn(self, balanced: bool) -> dict:
         """Return what the sampling of rows adds to a stage's hash."""
-        return {"balanced": balanced}
+        drawn = {"balanced": balanced}
+        if self.recipe.replacement:
+            drawn["replacement"] = True
+        return drawn
 
     def _of_fused(self, training: Stage, balanced: bool) -> dict:
         settings = self._settings(training) | self._drawn(balanced)

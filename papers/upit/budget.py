@@ -2,7 +2,7 @@
 stage.
 
     SFT                     sft.epochs + post.epochs of dense tuning with post's schedule; also SWA
-                            of its checkpoints
+                            of its checkpoints, and every smaller whole number of epochs
     Upcycle_PT              the same epochs and schedule, all of them as an MoE model
     UpIT, Upcycle_SFT       as in the recipe, with its schedule of stage 1
     stage 1 annealed        with post's schedule in stage 1 too
@@ -15,6 +15,7 @@ experts and are skipped otherwise.
 """
 
 import copy
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from papers.upit.study import ExpertPool
 
 SFT = "SFT"
 SWA = "SFT, SWA"
+SHORTER = "SFT, epochs: {}"
 PT = "Upcycle_PT"
 COPIES = "Upcycle_SFT"
 UPIT = "UpIT"
@@ -131,6 +133,9 @@ def make(process: Run) -> dict:
         sft = one.change(ffn__sft__epochs=epochs).prepared("ffn")
         yield SFT, sft
         yield SWA, one.averaged(sft)
+        for fewer in range(1, math.ceil(epochs)):
+            shorter = one.change(ffn__sft__epochs=fewer).prepared("ffn")
+            yield SHORTER.format(fewer), shorter._replace(history=[])
         yield PT, one.upcycled("pt")
         yield COPIES, _after(stages.prepared("ffn"), stages.upcycled("sft"))
         for name, changes in {UPIT: {}, ANNEALED: annealed, EQUAL: equal}.items():

@@ -21,12 +21,11 @@ OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.Module:
-    """Return `model` with LoRA, its only trainable parameters, on all linear layers and expert
-    stacks.
+    """Return `model` with LoRA, its only trainable parameters, on all linear layers, routers and
+    expert stacks.
 
-    Embeddings, head (ESFT, Sec. 4.3) and routers, which are not linear layers, have none. Every
-    expert has its own matrices, one pair for each stack. `scaling` is alpha / rank. Raises
-    ValueError if peft leaves a layer out.
+    Embeddings and head have none (ESFT, Sec. 4.3). Every expert has its own matrices, one pair for
+    each stack. `scaling` is alpha / rank. Raises ValueError if peft leaves a layer out.
     """
     head = model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
@@ -44,6 +43,13 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
             for name, p in module.named_parameters(recurse=False)
             if p.dim() == 3
         ]
+        block = names[module].rpartition(".")[0]
+        sizes = (layer.num_experts, layer.num_experts - layer.num_shared)
+        for name, other in model.get_submodule(block).named_children():
+            weight = getattr(other, "weight", None)
+            is_linear = f"{block}.{name}" in linear  # it has its matrices already
+            if torch.is_tensor(weight) and len(weight) in sizes and not is_linear:
+                parameters.append(f"{block}.{name}.weight")
     adapted = _adapted(model, rank, scaling * rank, seed, modules, parameters)
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):

@@ -44,10 +44,19 @@ class BalancedSampler(Sampler[int]):
 
     `domains` is the domain of each row; an epoch has `rounds` rounds, by default as many as the
     largest domain has rows. With enough rounds for all its
-    steps, training resumes exactly where it stopped.
+    steps, training resumes exactly where it stopped. With `replacement` every row is drawn from all
+    rows of its domain, as in UltraFuser's Algorithm 1; otherwise each is used once before any is
+    used again.
     """
 
-    def __init__(self, domains: Sequence, *, rounds: int | None = None, seed: int = 0):
+    def __init__(
+        self,
+        domains: Sequence,
+        *,
+        rounds: int | None = None,
+        seed: int = 0,
+        replacement: bool = False,
+    ):
         places: dict = {}
         for index, domain in enumerate(domains):
             places.setdefault(domain, []).append(index)
@@ -55,6 +64,7 @@ class BalancedSampler(Sampler[int]):
         self.places = [torch.tensor(places[name]) for name in self.names]
         self.rounds = rounds or max(map(len, self.places))
         self.seed = seed
+        self.replacement = replacement
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -75,7 +85,10 @@ class BalancedSampler(Sampler[int]):
             (self.seed * 1_000_003 + self._epoch) * 1_009 + number
         )
         while True:
-            order = torch.randperm(len(places), generator=generator)
+            if self.replacement:
+                order = torch.randint(len(places), (len(places),), generator=generator)
+            else:
+                order = torch.randperm(len(places), generator=generator)
             yield from places[order].tolist()
 
 
@@ -180,12 +193,13 @@ def sampler_for(
     batch_size: int,
     balanced: bool = True,
     seed: int = 0,
+    replacement: bool = False,
 ) -> BalancedSampler:
     """Return a training sampler: balanced over domains in every step, or over all examples."""
     if not balanced:
         domains = [""] * len(domains)
     rounds = steps * batch_size // len(set(domains))
-    return BalancedSampler(domains, rounds=rounds, seed=seed)
+    return BalancedSampler(domains, rounds=rounds, seed=seed, replacement=replacement)
 
 
 class SampledTrainer(MoETrainer):

@@ -48,6 +48,9 @@ def test_seed_and_epoch_decide_and_nothing_else():
     assert list(again) != first
     again.set_epoch(0)
     assert list(again) == first
+    drawn = list(BalancedSampler(DOMAINS, seed=4, replacement=True))
+    assert list(map(DOMAINS.__getitem__, drawn)) == list(map(DOMAINS.__getitem__, again))
+    assert set(drawn) < set(first)
     # the order of a domain's examples does not depend on the other domains
     longer = list(BalancedSampler([*DOMAINS, "prose"], seed=4))
     assert [place for place in longer if place < 7] == [place for place in first if place < 7]

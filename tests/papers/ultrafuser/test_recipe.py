@@ -38,7 +38,7 @@ def test_the_paper_s_settings_are_shipped():
         assert stage.optimizer == "adamw_torch"
     assert recipe.templates == ["ultralm", "codellama", "wizardmath"]
     assert recipe.balanced
-    assert (recipe.gate, recipe.reduction) == ("mlp", "mean")
+    assert (recipe.gate, recipe.reduction) == ("mlp", "sample")
     assert recipe.pretrain is recipe.base_model is recipe.specialist is None
 
 

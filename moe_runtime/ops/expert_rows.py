@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.library import kind
+from moe_runtime.ops.products import addmm, mm
 from moe_runtime.ops.workspace import lease, scratch
 
 # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
@@ -502,7 +503,7 @@ class Products:
     def second_backward(self, group: Group, dy: Tensor, dh: Tensor) -> None:
         """Write the gradient of a group's h."""
         for member in group.members:
-            torch.mm(member.wide(dy), self.down[member.expert], out=member.wide(dh))
+            mm(member.wide(dy), self.down[member.expert], out=member.wide(dh))
 
     def backward(
         self,
@@ -517,7 +518,7 @@ class Products:
         """Write a member's dx and gradients; return the bias's part of the weights' gradient."""
         e = member.expert
         if dx is not None:
-            torch.mm(member.wide(dz), self.up[e], out=member.wide(dx))
+            mm(member.wide(dz), self.up[e], out=member.wide(dx))
         row = self.trained[e]
         if row >= 0:
             weight_gradients(
@@ -622,16 +623,16 @@ def with_router(
     if router is not None:
         dlogits, weight = router(dweight)
         if dx is not None:
-            dx.addmm_(dlogits, weight)
+            addmm(dx, dlogits, weight, out=dx)
     return grads._replace(x=dx, topk_weight=dweight)
 
 
 def add_product(dy: Tensor, x: Tensor, out: Tensor, adds: bool) -> None:
     """Write dy^T x [out, in] to `out`, or add it as autograd would."""
     if adds:
-        out.add_(torch.mm(dy.t(), x))
+        out.add_(mm(dy.t(), x))
     else:
-        torch.mm(dy.t(), x, out=out)
+        mm(dy.t(), x, out=out)
 
 
 def weight_gradients(

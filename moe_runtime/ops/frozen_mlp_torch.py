@@ -8,7 +8,6 @@ rows or rank r: a weight is read in place, or converted one expert at a time
 import itertools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_runtime.ops import moe_mlp_cpp, moe_mlp_torch
@@ -22,6 +21,7 @@ from moe_runtime.ops.frozen_rows import (
     in_order_of,
     weight_of,
 )
+from moe_runtime.ops.products import addmm, mm
 from moe_runtime.ops.workspace import scratch
 
 
@@ -150,7 +150,7 @@ class _Products:
                 dx,
             )
         elif experts.up_lora is not None and self.up_dlow is not None:
-            torch.mm(member.wide(dz), experts.up_lora.b[e].t(), out=member.wide(self.up_dlow))
+            mm(member.wide(dz), experts.up_lora.b[e].t(), out=member.wide(self.up_dlow))
         if self.up_dlow is not None:
             _pair_gradient(e, grads.up_a, member.own(self.up_dlow), member.own(rows))
             _pair_gradient(e, grads.up_b, member.own(self.up_low[part]), member.own(dz))
@@ -186,14 +186,14 @@ def _product(
     term = rows
     half = weight.t()
     if pair is not None:  # the small term first, as the large product accumulates onto it
-        term = torch.mm(rows, pair.a[e].t(), out=member.wide(low))
+        term = mm(rows, pair.a[e].t(), out=member.wide(low))
         half = pair.b[e]
     if bias is None:
-        torch.mm(term, half, out=out)
+        mm(term, half, out=out)
     else:
-        torch.addmm(bias[e], term, half, out=out)
+        addmm(bias[e], term, half, out=out)
     if pair is not None:
-        out.addmm_(rows, weight.t())
+        addmm(out, rows, weight.t(), out=out)
 
 
 def _low(pair: Pair | None, R: int, x: Tensor) -> Tensor:
@@ -279,16 +279,17 @@ def _transposed_product(
     dy = member.wide(dy)
     out = member.wide(out)
     if pair is None or dlow is None:
-        torch.mm(dy, weight, out=out)
+        mm(dy, weight, out=out)
         return
-    dlow = torch.mm(dy, pair.b[e].t(), out=member.wide(dlow))
-    torch.mm(dlow, pair.a[e], out=out).addmm_(dy, weight)
+    dlow = mm(dy, pair.b[e].t(), out=member.wide(dlow))
+    mm(dlow, pair.a[e], out=out)
+    addmm(out, dy, weight, out=out)
 
 
 def _pair_gradient(e: int, grad: Tensor | None, left: Tensor, right: Tensor) -> None:
     """Write left^T right of expert e's rows: dA = dlow^T x or dB^T = low^T dy."""
     if grad is not None:
-        torch.mm(left.t(), right, out=grad[e])
+        mm(left.t(), right, out=grad[e])
 
 
 def _new_gradients(

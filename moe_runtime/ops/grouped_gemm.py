@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_runtime import backends
 from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
 from moe_runtime.ops.library import Tensors, define, inputs_of, kind, register, register_backward
+from moe_runtime.ops.products import mm
 
 
 def grouped_gemm(
@@ -162,7 +163,7 @@ def _forward(*arguments: Any) -> Tensor:
     y = x.new_empty(x.shape[0], N)
     for e, (a, b) in enumerate(segments):
         if a < b:
-            torch.mm(x[a:b], weight_at(e, rows[e], weight, i.trained).t(), out=y[a:b])
+            mm(x[a:b], weight_at(e, rows[e], weight, i.trained).t(), out=y[a:b])
             if i.bias is not None:
                 y[a:b].add_(i.bias[e])
     y[end:].zero_()
@@ -267,12 +268,12 @@ def _backward(dy: Tensor, *arguments: Any) -> Tensors:
     for e, (a, b) in enumerate(segments):
         row = rows[e]
         if need_x and a < b:
-            torch.mm(dy[a:b], weight_at(e, row, i.weight, i.trained), out=dx[a:b])
+            mm(dy[a:b], weight_at(e, row, i.weight, i.trained), out=dx[a:b])
         if need_weight and row >= 0:
             if a == b:
                 dweight[row].zero_()
             else:
-                torch.mm(dy[a:b].t(), x[a:b], out=dweight[row])
+                mm(dy[a:b].t(), x[a:b], out=dweight[row])
         if need_bias:
             if row < 0:
                 dbias[e].zero_()

@@ -41,6 +41,7 @@ from moe_runtime.ops.library import (
 )
 from moe_runtime.ops.lora_torch import Base, Pairs, flat, mixed_weight
 from moe_runtime.ops.moe_mlp import absent_as_empty
+from moe_runtime.ops.products import addmm, mm
 from moe_runtime.ops.workspace import lease
 
 
@@ -230,9 +231,9 @@ def _forward(*arguments: Any) -> Tensors:
     low = pairs.low(x)
     z = _part(Base, i).first(x, lease((x.shape[0], 2 * i.gate.shape[0]), x))
     h = STEPS[i.backend].mixed(i, z, pairs, low)
-    out = h @ i.down.t()
+    out = mm(h, i.down.t())
     if pairs.down_b is not None:
-        out.addmm_(low[2], flat(pairs.down_b), alpha=i.scaling)
+        addmm(out, low[2], flat(pairs.down_b), out=out, alpha=i.scaling)
     if not i.save:
         z = x.new_empty(0, z.shape[1])
     return out, z, low
@@ -264,10 +265,10 @@ def _backward(
         z = base.first(x, x.new_empty(x.shape[0], 2 * i.gate.shape[0]))
     dq = None
     if pairs.down_b is not None:
-        dq = torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
+        dq = mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
     mixed = STEPS[i.backend].mixed_backward(
         i,
-        dout @ i.down,
+        mm(dout, i.down),
         dq,
         z,
         pairs,
@@ -288,11 +289,11 @@ def _backward(
         if a is None:
             continue
         if dx is not None:
-            dx.addmm_(dlow, flat(a))
+            addmm(dx, dlow, flat(a), out=dx)
         if getattr(needs, name):
-            grads = grads._replace(**{name: torch.mm(dlow.t(), x).view(a.shape)})
+            grads = grads._replace(**{name: mm(dlow.t(), x).view(a.shape)})
     if pairs.down_b is not None and needs.down_b:
-        ddown_b = torch.mm(low[2].t(), dout).mul_(i.scaling)
+        ddown_b = mm(low[2].t(), dout).mul_(i.scaling)
         grads = grads._replace(down_b=ddown_b.view(pairs.down_b.shape))
     dweight = _slots(mixed.dweight, i.topk_idx, i.E)
     return absent_as_empty((dx, dweight, *grads), x)

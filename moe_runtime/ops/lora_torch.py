@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.library import wide_dtype
+from moe_runtime.ops.products import addmm, mm
 
 
 class Base(NamedTuple):
@@ -31,14 +32,15 @@ class Base(NamedTuple):
     def first_backward(self, dz: Tensor) -> Tensor:
         """Return dx [T, H] of `first`."""
         I = self.gate.shape[0]
-        return torch.mm(dz[:, :I], self.gate).addmm_(dz[:, I:], self.up)
+        dx = mm(dz[:, :I], self.gate)
+        return addmm(dx, dz[:, I:], self.up, out=dx)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
-        torch.mm(x, weight.t(), out=out)
+        mm(x, weight.t(), out=out)
     else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        addmm(bias, x, weight.t(), out=out)
 
 
 class Pairs(NamedTuple):
@@ -57,7 +59,7 @@ class Pairs(NamedTuple):
         low = x.new_zeros(3, x.shape[0], some.shape[0] * some.shape[1])
         for plane, a in zip(low, (self.gate_a, self.up_a)):
             if a is not None:
-                torch.mm(x, flat(a).t(), out=plane)
+                mm(x, flat(a).t(), out=plane)
         return low
 
     def halves(self) -> tuple[Tensor | None, Tensor | None]:
@@ -125,7 +127,7 @@ def _expert_z(
     for tile, half, plane in zip(z[token].chunk(2, 1), pairs.halves(), low[:2]):
         if half is not None:
             ranks = _ranks(plane, i.E)[token, e]
-            tile = torch.addmm(tile, ranks, half[e], alpha=i.scaling)
+            tile = addmm(tile, ranks, half[e], alpha=i.scaling)
         tiles.append(tile.to(wide_dtype(z.dtype)))
     return tiles[0], tiles[1]
 
@@ -140,7 +142,7 @@ def mixed(i: Any, z: Tensor, pairs: Pairs, low: Tensor) -> Tensor:
         rows = ACT[i.act](gate) * up * weight[token, e, None]
         h.index_add_(0, token, rows)
         if pairs.down_a is not None:
-            _ranks(low[2], i.E)[token, e] = rows.to(z.dtype) @ pairs.down_a[e].t()
+            _ranks(low[2], i.E)[token, e] = mm(rows.to(z.dtype), pairs.down_a[e].t())
     return h.to(z.dtype)
 
 
@@ -170,7 +172,7 @@ def mixed_backward(
         da = dh[token]
         if dq is not None and pairs.down_a is not None:
             dranks = _ranks(dq, i.E)[token, e]
-            da = torch.addmm(da, dranks, pairs.down_a[e])
+            da = addmm(da, dranks, pairs.down_a[e])
         value = ACT[i.act](gate)
         h = value * up
         dweight[token, e] = (h * da).sum(1)
@@ -180,12 +182,12 @@ def mixed_backward(
         narrow = [tile.to(z.dtype) for tile in tiles]
         for plane, dplane, half, dhalf, tile in zip(low, dlow, pairs.halves(), dhalves, narrow):
             if half is not None:
-                _ranks(dplane, i.E)[token, e] = (tile @ half[e].t()).mul_(i.scaling)
+                _ranks(dplane, i.E)[token, e] = mm(tile, half[e].t()).mul_(i.scaling)
             if dhalf is not None:
-                dhalf[e] = _ranks(plane, i.E)[token, e].t() @ tile * i.scaling
+                dhalf[e] = mm(_ranks(plane, i.E)[token, e].t(), tile) * i.scaling
         if ddown_a is not None and dq is not None:
             weighted = (h * weight[token, e, None]).to(z.dtype)
-            ddown_a[e] = dranks.t() @ weighted
+            ddown_a[e] = mm(dranks.t(), weighted)
     grads = [None if grad is None else grad.to(z.dtype) for grad in (*dhalves, ddown_a)]
     return MixedGradients(dz.to(z.dtype), dlow, dweight, *grads)
 

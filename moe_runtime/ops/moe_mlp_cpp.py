@@ -31,6 +31,7 @@ from moe_runtime.ops.expert_rows import (
     run_forward,
     with_router,
 )
+from moe_runtime.ops.products import addmm, mm
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
@@ -141,9 +142,9 @@ class RowPlan(Rows):
     ) -> None:
         """Write rows times the weight of one expert to its rows of `out`."""
         if bias is None:
-            torch.mm(member.wide(rows), weight, out=member.wide(out))
+            mm(member.wide(rows), weight, out=member.wide(out))
         else:
-            torch.addmm(bias, member.wide(rows), weight, out=member.wide(out))
+            addmm(bias, member.wide(rows), weight, out=member.wide(out))
 
     def combine(self, y: Tensor, weighted: bool) -> Tensor:
         """Sum the rows of each token to [T, H]."""

@@ -1,4 +1,4 @@
-"""The torch backend of `moe_mlp`: slots sorted by expert, one `mm(out=)` per expert and projection.
+"""The torch backend of `moe_mlp`: slots sorted by expert, one product per expert and projection.
 
 No index_add, no gathered copy of all rows, no buffer of size [R, ...] except z (saved for the
 backward pass), y and dx. Small experts are gathered and activated together, as operator calls would
@@ -30,6 +30,7 @@ from moe_runtime.ops.expert_rows import (
     with_router,
 )
 from moe_runtime.ops.library import Tensors, wide_dtype
+from moe_runtime.ops.products import mm
 from moe_runtime.ops.workspace import scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
@@ -115,7 +116,7 @@ class Steps(Rows):
     ) -> None:
         """Write rows weight + bias for a member; a bias is `weighted` if h is."""
         out = member.wide(out)
-        torch.mm(member.wide(rows), weight, out=out)
+        mm(member.wide(rows), weight, out=out)
         if bias is not None:
             row_weight = None
             if weighted and self.folded:

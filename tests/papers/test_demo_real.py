@@ -124,10 +124,8 @@ def test_whole_demo(home, tmp_path, monkeypatch, capsys):
     assert (out / "XFT").resolve().parent.name == rows[chosen]["seeds"][0]["folder"].split("/")[0]
     for name in ("base", "SFT", "XFT"):
         AutoModelForCausalLM.from_pretrained(out / name)
-    held_out = json.loads((out / "tasks/intent-held_out.jsonl").read_text().splitlines()[0])
     text = (out / "transcript.md").read_text()
     assert text.count("* before: ") == text.count("* after: ") == 5
-    assert held_out["prompt"].partition("\n")[2] in text
     shown = printed[printed.index("Exact match of generated answers") :]
     assert " XFT " in shown
 
@@ -135,7 +133,7 @@ def test_whole_demo(home, tmp_path, monkeypatch, capsys):
     code, printed, _ = call(monkeypatch, capsys, *words)
     assert code == 0
     assert printed[printed.index("Exact match of generated answers") :] == shown
-    assert {k: v for k, v in times(out).items() if k in before} == before
+    assert times(out).items() >= before.items()
 
 
 def test_what_it_refuses_before_anything_is_written(home, tmp_path, monkeypatch, capsys):

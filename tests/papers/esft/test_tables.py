@@ -7,7 +7,6 @@ import statistics
 
 import pytest
 
-from papers.engine.compare import compare
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
 from tests.papers.reports import entries_of, rows_of
@@ -62,9 +61,6 @@ def test_main(main, recipe, out):
                 method["seeds"][0],
                 entry.results[0],
             )
-    losses = {entry.name: [entry.results[0].general_losses] for entry in main.entries}
-    tokens = main.entries[0].results[0].general_tokens
-    assert main.general.comparisons == compare(losses, main.reference, tokens)
     assert len(values["general_comparisons"]) == len(METHODS)
     assert values["held_out_rows"] == 24
     assert values["general_rows"] == 12
@@ -90,8 +86,6 @@ def assert_of_stages(out, seed: dict, result) -> None:
     assert losses == list(result.losses)
     general = statistics.fmean(part["general_loss"] for part in parts)
     assert general == pytest.approx(result.general_loss)
-    optimizer = statistics.fmean(part["optimizer_bytes"] for part in parts)
-    assert optimizer == pytest.approx(result.optimizer_bytes, abs=1)
 
 
 def test_what_the_methods_of_main_train(main):
@@ -100,9 +94,6 @@ def test_what_the_methods_of_main_train(main):
     assert trained["base"] == 0 < trained["ESFT-Token"] < trained["FFT"]
     assert trained["FFT"] == results["base"].parameters
     assert trained["ESFT-Token"] == trained["ESFT-Token, random experts"]
-    drawn = results["ESFT-Token, random experts"].tasks["sums"].experts
-    chosen = results["ESFT-Token"].tasks["sums"].experts
-    assert {k: len(ids) for k, ids in drawn.items()} == {k: len(v) for k, v in chosen.items()}
     assert "sums, by token scores: " in "\n".join(main.summary)
 
 
@@ -142,10 +133,3 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
             **options,
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_a_report_of_other_settings_is_not_replaced_unasked(main, recipe, out):
-    before = (out / "main.json").read_bytes()
-    with pytest.raises(ValueError, match=r"created with other settings \(seeds\).*overwrite=True"):
-        make("main", recipe, out, seeds=2)
-    assert (out / "main.json").read_bytes() == before

@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from papers.engine.compare import compare
 from papers.xft import tables as xft_tables
 from tests.papers.reports import entries_of, rows_of
 from tests.papers.xft.test_study import joined_stages
@@ -92,18 +91,13 @@ def test_a_table(command, recipe, out):
     assert times(out).items() >= before.items()
     assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((out / f"{command}.json").read_text())
-    losses = {}
     for method, entry in zip(values["methods"], report.entries, strict=True):
-        losses[entry.name] = [result.losses for result in entry.results]
         assert method["loss"] == entry.loss
         assert method["perplexity"] == pytest.approx(math.exp(entry.loss))
         for seed, result in zip(method["seeds"], entry.results, strict=True):
             folder = (out / seed["folder"]).parent
             stored = json.loads((folder / "result.json").read_text())
             assert stored["loss"] == result.loss
-            assert stored["losses"] == list(result.losses)
-    tokens = report.entries[0].results[0].tokens
-    assert report.comparisons == compare(losses, report.reference, tokens)
     assert values["held_out_rows"] == 20
     assert values["environment"]["packages"]["torch"]
     assert list(rows_of(report)) == names

@@ -6,8 +6,8 @@ OUT/<stage>-HASH      the stages of papers.xft.study
 OUT/overfit.json, .png    the table
 OUT/tasks             held-out examples of each task
 OUT/eval              every held-out question, its answer and verdict (papers.evaluation.evaluate)
-OUT/base, SFT, XFT    links to the models: SFT at its best step, XFT's merge with the lambda that
-                      validation rows choose
+OUT/base, SFT, MoE, XFT    links to the models: SFT at its best step, XFT's merge with the lambda
+                      that validation rows choose
 OUT/transcript.md     some answers before and after
 
 Finished stages are kept, so rerunning the command resumes a killed run.
@@ -66,7 +66,8 @@ def run(
     models = {"base": "base"}
     for kind in (tables.SFT, tables.XFT):
         models[kind] = tables.by_validation(report, kind, report.extra["x"])
-    for name, entry in models.items():
+    moe = tables.by_validation(report, tables.MOE, report.extra["x"])
+    for name, entry in (models | {tables.MOE: moe}).items():
         link(out / name, report.entry(entry).results[0].folder)
     if not (out / "tasks").is_dir():
         write_tasks(out / "tasks", train=ASKED, held_out=ASKED)

@@ -28,7 +28,7 @@ PATHS = [
         re.MULTILINE,
     )
 ]
-PATHS = [path for path in PATHS if path.stem != "smollm2"]  # not from a paper
+PATHS = [path for path in PATHS if not path.stem.startswith("smollm2")]  # not from a paper
 MAGICODER = (
     "You are an exceptionally intelligent coding assistant that consistently delivers accurate "
     "and reliable responses"

@@ -218,7 +218,7 @@ def save_data(root: Path, name: str) -> None:
     """Write a data set in the format of its published files."""
     from datasets import Dataset
 
-    path = root / name / FILES[name]
+    path = root / name / FILES.get(name, "")
     rows = rows_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":

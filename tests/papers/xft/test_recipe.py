@@ -31,6 +31,7 @@ NAMES = [
     "demo-tiny",
     "overfit",
     "smollm2",
+    "smollm2-overfit",
     "tiny",
 ]
 

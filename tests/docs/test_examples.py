@@ -10,9 +10,8 @@ from tests.support.fences import ROOT
 SCRIPTS = [path for path in (ROOT / "examples").glob("*.py") if path.stem != "text"]
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SCRIPTS)
 def test_it_runs(path, tmp_path):
     assert len(path.read_text().splitlines()) <= 60
     run = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("\n") >= 3

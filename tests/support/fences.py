@@ -150,7 +150,8 @@ def parse_make(arguments: list[str], page: str) -> None:
 def parse_python(arguments: list[str], page: str) -> None:
     if arguments[0] != "-m":
         files = [fence.options.get("file") for fence in ALL]
-        assert arguments[0] in files, f"{page}: there is no file {arguments[0]}"
+        known = arguments[0] in files or (ROOT / arguments[0]).is_file()
+        assert known, f"{page}: there is no file {arguments[0]}"
         return
     module, *rest = arguments[1:]
     if module == "moe_runtime":

@@ -56,6 +56,7 @@ NOT_RUN = {
     "accelerate launch": "wants several GPUs",
     "python -m moe_runtime.native.build cuda": "compiles for minutes",
     "torchrun": "wants several nodes",
+    "python examples/lora.py": "is run by tests/docs/test_examples.py",
     "moe-runtime memory": NETWORK,
     "moe-runtime eval": NETWORK,
     "moe-runtime tune": "needs a GPU",

@@ -96,7 +96,6 @@ def test_a_table(command, recipe, out):
             folder = (out / seed["folder"]).parent
             stored = json.loads((folder / "result.json").read_text())
             assert stored["loss"] == result.loss
-    assert values["held_out_rows"] == 20
     assert list(rows_of(report)) == names
     assert report.summary
     assert "seed 1 of " in "\n".join(lines)

@@ -40,14 +40,14 @@ HUB = {
 }
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", range(3))
 def test_python_blocks_run(block, tmp_path, monkeypatch):
     """The blocks run unchanged, except that ids of the Hub are replaced by small models."""
     monkeypatch.chdir(tmp_path)
     dense("llama").save_pretrained("base")
     stock().save_pretrained("moe")
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     code = blocks[block]
     for name, folder in HUB.items():
         code = code.replace(f'"{name}"', f'"{folder}"')
@@ -60,7 +60,7 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
         ),
         names,
     )
-    if block == 0:
+    if block < 2:
         assert names["model"].config._experts_implementation == "moe_runtime"
     else:
         assert (tmp_path / "dense" / "config.json").exists()

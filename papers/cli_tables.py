@@ -48,71 +48,74 @@ class Table(NamedTuple):
 TABLES = {
     "xft": (
         Table(
-            "table1", "Compare base, SFT, EWA, the MoE model and XFT's dense model (Tables 1 to 3)."
+            "table1",
+            "Compare XFT with its baselines (Tables 1 to 3).\n\nBase, SFT, EWA, the MoE model and "
+            "XFT's dense model.",
         ),
         Table(
             "ablate-gate",
-            "Compare the gate with one without normalization and two without a shared expert "
-            "(Table 4).",
+            "Compare XFT's gate with others (Table 4).\n\nOne without normalization, two without a "
+            "shared expert.",
         ),
         Table(
             "sweep-lambda",
-            "Merge one MoE model with several rates of the shared expert (Table 6 of the long "
-            "version).",
+            "Merge with several lambdas (Table 6, long version).\n\nOne MoE model, with several "
+            "rates of the shared expert.",
             "0 .25 .5 .75 1",
             {"shared_rates": Lambdas},
         ),
         Table(
             "overfit",
-            "Compare XFT with SFT, its last step, EMA and SWA at several learning rates: few "
-            "examples, several epochs.",
+            "Compare XFT with SFT, EMA and SWA where SFT overfits.\n\nFew examples, several "
+            "epochs, several learning rates; SFT at its best and at its last step.",
             "--preset overfit",
             {"factors": OverfitFactors, "shared_rates": Merges},
         ),
         Table(
             "ensemble",
-            "Compare the ensemble of two SFT models with their merge, and the MoE model with XFT's "
-            "(Sec. 6.3 of the long version).",
+            "Compare ensembles with merges (Sec. 6.3, long version).\n\nThe ensemble of two SFT "
+            "models with their merge, and the MoE model with XFT's.",
             "--preset overfit",
         ),
         Table(
             "mix-rows",
-            "Learn to mix on the tuning examples, or on examples held back from tuning.",
+            "Learn to mix on tuning examples, or on others.\n\nThe others are held "
+            "back from tuning.",
             "--preset overfit",
         ),
     ),
     "esft": (
         Table(
             "main",
-            "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on tasks and general text "
-            "(Tables 1 and 2).",
+            "Compare ESFT with its baselines (Tables 1 and 2).\n\nBase, FFT, LoRA, ESFT-Token, "
+            "ESFT-Gate and as many random experts, on tasks and general text.",
         ),
         Table(
             "frontier",
-            "Compare general losses at equal task losses, for several learning rates.",
+            "Compare general losses at equal task losses.\n\nFor several learning rates.",
             ".1 .3 1 --preset frontier",
             {"factors": Factors, "depths": Depths},
         ),
-        Table("counts", "Show the experts that each task's selection trains (Figures 2 and 4)."),
+        Table("counts", "Show the experts that each task trains (Figures 2, 4)."),
     ),
     "upit": (
         Table(
             "main",
-            "Compare UpIT with dense tuning, copied experts, router-only tuning, also as LoRA "
-            "(Table 1).",
+            "Compare UpIT with its baselines (Table 1).\n\nDense tuning, copied experts, "
+            "router-only tuning, also as LoRA.",
         ),
         Table(
             "budget",
-            "Compare UpIT with SFT, SWA and copies at equal optimizer steps, with one schedule or "
-            "two (Sec. 3.1).",
+            "Compare UpIT with SFT at equal steps (Sec. 3.1).\n\nAlso with SWA and copies, with "
+            "one schedule or two.",
             "--preset budget",
         ),
     ),
     "ultrafuser": (
         Table(
             "ablate",
-            "Compare specialists, specialists tuned further, and fused ones: direct, in two "
-            "stages (Tables 2, 4).",
+            "Compare specialists and fused ones (Tables 2, 4).\n\nAlso specialists tuned further; "
+            "fused directly and in two stages.",
         ),
         Table(
             "weights",

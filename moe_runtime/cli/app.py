@@ -42,8 +42,9 @@ def _all(
     },
 )
 def train(context: typer.Context) -> Any:
-    """Tune a model folder with TRL's SFT command, all its flags, and --config train.yaml (see train
-    --help).
+    """Tune a model with TRL's SFT command.
+
+    All its flags, and --config train.yaml (see train --help).
     """
     require("trl")
     import moe_runtime.methods  # noqa: F401 - their papers, for the model card
@@ -64,7 +65,9 @@ def evaluate(
         str, argument("Folder or Hub id of a model, dense or MoE, or BASE+ADAPTER (PEFT or ESFT).")
     ],
 ) -> Any:
-    """Evaluate a model with lm-eval; all options of `lm-eval run` follow the model.
+    """Evaluate a model with lm-eval.
+
+    All options of `lm-eval run` follow the model.
 
     `lm-eval run --help` lists them. A task in a YAML file may run Python code of its own.
     """

@@ -31,7 +31,7 @@ from moe_runtime.io import console
 from moe_runtime.io.files import check_out_file
 from moe_runtime.io.rows import require
 
-ESFT = "ESFT: tune and ship only the experts of an MoE model that a task uses."
+ESFT = "ESFT: tune and ship only the experts that a task uses."
 app = group("esft", ESFT, "score olmoe --data law.jsonl --out law/summary.json")
 VARIANTS = ("v1", "paper", "normalized", "head")
 Adapter = Annotated[Path, argument("Folder or Hub id of the adapter."), HUB]
@@ -59,8 +59,9 @@ def score(
     seed: Annotated[int, option("Seed of the samples' order.")] = 5934875,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Measure how much a task uses each expert of a model: gate and token scores, from its
-    routers.
+    """Measure how much a task uses each expert.
+
+    Gate and token scores, from the model's routers.
     """
     check_out_file(out, overwrite, [model, data])
     require("datasets")
@@ -124,8 +125,9 @@ def select(
     ] = False,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Select the fewest experts of each layer whose scores sum to p, or a number of them; needs no
-    model.
+    """Select the experts to train by their scores.
+
+    The fewest of each layer whose scores sum to p, or a number of them; needs no model.
     """
     check_out_file(out, overwrite, [summary])
     if (p is None) == (experts is None):
@@ -210,8 +212,9 @@ def train(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Train the selected experts of a model and write them as an adapter; rerun to resume after a
-    crash.
+    """Train the selected experts and save them alone.
+
+    Writes them as an adapter; rerun to resume after a crash.
 
     Keeps the weights of the lowest held-out loss. On several GPUs: accelerate launch -m moe_runtime
     esft train ...
@@ -289,8 +292,9 @@ def apply(
     prompt: Prompt = "plain",
     any_weights: AnyWeights = False,
 ) -> Any:
-    """Show the contents of an adapter and whether it fits a model; with --data, its effect on the
-    loss. Writes nothing.
+    """Show an adapter's contents and its effect.
+
+    Says whether it fits a model; with --data, its effect on the loss. Writes nothing.
     """
     if data is not None:
         require("datasets")
@@ -336,8 +340,9 @@ def merge(
     any_weights: AnyWeights = False,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Write a copy of the base with the adapter's experts, without holding the whole model in
-    memory.
+    """Write a copy of the base with the adapter's experts.
+
+    Without holding the whole model in memory.
     """
     from moe_runtime.methods.esft.folders import merge_folder
 

@@ -18,14 +18,16 @@ from moe_runtime.cli.verbs import (
     with_bar,
 )
 
-LORA = "LoRA adapters on experts: convert old ones, and merge them for serving."
+LORA = "LoRA on experts: convert and merge adapters."
 app = group("lora", LORA, "export olmoe adapter merged --to merged")
 Adapter = Annotated[Path, argument("Folder or Hub id of the adapter, as PEFT saved it."), HUB]
 
 
 @verb(app, "olmoe old-adapter adapter", push="out")
 def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = False) -> Any:
-    """Convert an adapter on expert stacks, saved by PEFT 0.18 or 0.19, for PEFT 0.20 and later."""
+    """Convert an old adapter for current PEFT.
+
+    An adapter on expert stacks, saved by PEFT 0.18 or 0.19, for PEFT 0.20 and later."""
     from moe_runtime.methods.lora.stacks import WRITES, convert_folder
 
     receipt = convert_folder(adapter, base, out, overwrite=overwrite)
@@ -46,7 +48,9 @@ def export(
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ) -> Any:
-    """Merge an adapter into a copy of the base, tensor by tensor, for any inference engine."""
+    """Merge an adapter into a copy of the base.
+
+    Tensor by tensor, for any inference engine."""
     from moe_runtime.config import check_choice
     from moe_runtime.methods.lora.stacks import merge_folder
 

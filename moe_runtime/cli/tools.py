@@ -40,8 +40,9 @@ def stats(
     batch_size: Annotated[int, option("Examples per forward pass.")] = 4,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Show how the routers of any MoE model, stock or ours, distribute the tokens of a data set
-    over the experts.
+    """Show how a model's routers use its experts.
+
+    Of any MoE model, stock or ours: how the tokens of a data set are distributed over the experts.
     """
     require("datasets")
     require("matplotlib", "plot")
@@ -107,8 +108,9 @@ def memory(
         str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)
     ] = None,
 ) -> Any:
-    """Estimate the memory of training from configs alone: weights, gradients, optimizer,
-    activations, peak; and by engine.
+    """Estimate the memory of training from configs alone.
+
+    Weights, gradients, optimizer, activations, peak; and by engine.
 
     Assumes examples without padding and balanced
     experts. The CUDA context and fragmentation are not included (--gpu-memory reserves 1.5 GB for
@@ -234,8 +236,9 @@ def tune(
     ] = False,
     seconds: Annotated[float | None, option("Time after which no new measurement starts.")] = None,
 ) -> Any:
-    """Measure launch configs of the experts' kernels on this GPU, for all processes that start
-    later. Rerun to resume.
+    """Measure the kernels' launch configs on this GPU.
+
+    For all processes that start later. Rerun to resume.
     """
     from moe_runtime.config import check_choice
     from moe_runtime.io.files import check_out_file
@@ -305,8 +308,9 @@ def bench(
         bool, option("Repeat measurements that the file already has.", "--overwrite")
     ] = False,
 ) -> Any:
-    """Benchmark our backends, transformers' implementations and other installed packages on this
-    machine.
+    """Benchmark this machine.
+
+    Our backends, transformers' implementations and other installed packages.
 
     All variants run in turn, round after round, in one process. Reports medians, peak memory, and
     the share of the machine's measured peak; prints tables, writes JSON and pictures. Rerun to

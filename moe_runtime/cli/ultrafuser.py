@@ -12,7 +12,7 @@ from moe_runtime.io.rows import read_rows
 FUSE = "ultralm-13b codellama-13b --template ultralm --template codellama --out fused"
 app = group(
     "ultrafuser",
-    "UltraFuser: fuse specialists with gates that weigh them token by token.",
+    "UltraFuser: fuse specialists token by token.",
     f"fuse {FUSE}",
 )
 
@@ -52,7 +52,9 @@ def fuse(
     seed: Annotated[int, option("Seed of the gate, which is untrained.")] = 0,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Write a fused model's folder: specialists that share a tokenizer, and an untrained gate."""
+    """Write a fused model with an untrained gate.
+
+    Of specialists that share a tokenizer."""
     from moe_runtime.methods.ultrafuser import folders
 
     receipt = folders.fuse_folders(
@@ -88,8 +90,9 @@ def train(
     ),
     seed: RecipeSeed = None,
 ) -> Any:
-    """Fuse your own specialists: train the gate, then everything, on examples of each domain; rerun
-    to resume.
+    """Fuse your own specialists.
+
+    Trains the gate, then everything, on examples of each domain; rerun to resume.
 
     OUT/model is the fused model.
 
@@ -132,7 +135,9 @@ def generate(
     system: Annotated[str | None, option("System text, for templates with a place for it.")] = None,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Answer prompts with a fused model, each specialist reading them in its own template."""
+    """Answer prompts with a fused model.
+
+    Each specialist reads them in its own template."""
     from moe_runtime.config import check_number, check_positive
     from moe_runtime.io import files
 

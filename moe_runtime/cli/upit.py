@@ -28,7 +28,7 @@ from moe_runtime.cli.verbs import (
 from moe_runtime.cli.xft import To, to_stock
 from moe_runtime.io import console
 
-UPIT = "UpIT: turn the checkpoints of one tuning run into the experts of an MoE model."
+UPIT = "UpIT: turn checkpoints into the experts of an MoE."
 app = group("upit", UPIT, "choose runs/sft/experts --count 4")
 UNSHARED = tuple(gate for gate in config.GATES if gate not in config.SHARED_GATES)
 Experts = Annotated[list[Path], argument("Experts' folders: models or LoRA adapters, of one base.")]
@@ -48,7 +48,9 @@ def choose(
         str, option("back (the last ones), front or uniform.", words="back front uniform")
     ] = "back",
 ) -> Any:
-    """Print which checkpoints become experts, one folder per line."""
+    """Print which checkpoints become experts.
+
+    One folder per line."""
     from moe_runtime.methods.upit import choose_checkpoints
 
     checkpoints = choose_checkpoints(folder, count, which)
@@ -75,8 +77,9 @@ def grow(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Create more experts: each is a weighted, mutated sum of the two most different ones. Rerun to
-    resume.
+    """Create more experts from those that differ most.
+
+    Each is a weighted, mutated sum of the two most different ones. Rerun to resume.
     """
     from moe_runtime.methods.upit import expand_experts
 
@@ -142,8 +145,9 @@ def init_routers(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Assign each expert the examples it is best at, and tune it and its routing vectors on them.
-    Rerun to resume.
+    """Tune each expert on the examples that it is best at.
+
+    Assigns the examples, and tunes the experts and their routing vectors. Rerun to resume.
     """
     one_gpu()
     from moe_runtime.methods.upit.folders import route_folders
@@ -204,8 +208,9 @@ def assemble(
     seed: Seed = 42,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Combine experts with a router of their routing vectors into an MoE model, which can be tuned
-    like any other.
+    """Combine experts with a router into an MoE model.
+
+    The router consists of their routing vectors; the model can be tuned like any other.
     """
     from moe_runtime.methods.upit.folders import assemble_folders
 
@@ -238,7 +243,8 @@ def export(
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ) -> Any:
-    """Write an MoE model as a stock MoE model, by default a Mixtral, which runs without this
-    package.
+    """Write an MoE model as a stock MoE model.
+
+    By default as a Mixtral, which runs without this package.
     """
     return to_stock(source, target, to, max_shard_size=max_shard_size, overwrite=overwrite)

@@ -22,7 +22,7 @@ from moe_runtime.cli.verbs import (
 
 app = group(
     "xft",
-    "XFT: upcycle a dense model, tune the MoE model, merge it to a dense one.",
+    "XFT: from a dense model to experts and back.",
     "upcycle llama-1b moe",
 )
 GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."
@@ -57,7 +57,9 @@ def upcycle(
     seed: Seed = 42,
     overwrite: Overwrite = False,
 ) -> Any:
-    """Upcycle a dense model to an MoE model: copies of every MLP become experts with a router."""
+    """Upcycle a dense model to an MoE model.
+
+    Copies of every MLP become experts with a router."""
     from moe_runtime.config import check_choice
     from moe_runtime.hf.models import stock
     from moe_runtime.methods.xft import folders
@@ -111,8 +113,9 @@ def to_mergeable(
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ) -> Any:
-    """Make a tuned MoE model mergeable: each MLP weight becomes a sum over the experts with
-    trainable coefficients.
+    """Let a tuned MoE model learn how to merge.
+
+    Each MLP weight becomes a sum over the experts with trainable coefficients.
     """
     from moe_runtime.methods.xft import folders
 
@@ -154,8 +157,9 @@ def merge(
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ) -> Any:
-    """Merge the experts into a dense model of the base's architecture, with the learned or the
-    initial coefficients.
+    """Merge the experts into a dense model.
+
+    Of the base's architecture, with the learned or the initial coefficients.
     """
     from moe_runtime.methods.xft import folders
 
@@ -200,7 +204,9 @@ def export(
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ) -> Any:
-    """Export an MoE model to a format that does not need this package. For a dense one, merge."""
+    """Export an MoE model for other packages.
+
+    To a format that does not need this one. For a dense model, merge."""
     if to == "official" and check:
         raise ValueError("--check is not valid with --to official")
     if to != "official" and keep_rope:

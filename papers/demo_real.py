@@ -60,7 +60,8 @@ def run(
     if model is None and not (out / "smollm2").is_dir():
         write_smollm2(out / "smollm2", dtype="float32")
     settings = _placed(settings, model or out / "smollm2").change(seed=seed)
-    report = tables.run("overfit", settings, out, seeds=1, factors=(1.0,))
+    rates = (0.25, 0.5, 0.85)
+    report = tables.run("overfit", settings, out, seeds=1, factors=(1.0,), shared_rates=rates)
     print_table(report.title, report.columns(), report.rows(), width=400)
     print("\n".join((report.legend(), *report.summary)))
     models = {"base": "base"}

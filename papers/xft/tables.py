@@ -3,8 +3,9 @@
     table1         base, SFT, EWA, MoE, XFT                            Tables 1 to 3
     ablate-gate    XFT's gate against three others                     Table 4
     sweep-lambda   the shared expert's rate                            Table 6 of the long version
-    overfit        SFT, its last step, EMA, SWA and XFT at several     not in the paper
-                   learning rates: few examples, several epochs
+    overfit        SFT and XFT at their last and best steps, EMA and   not in the paper
+                   SWA at several learning rates: few examples,
+                   several epochs
     ensemble       two SFT models, their ensemble and their merge,     Sec. 6.3 of the long version
                    beside the MoE model and its merge
     mix-rows       mixing learned on the tuning examples, or others    not in the paper
@@ -32,6 +33,7 @@ EDGE = 0.05  # an exact match this near 0 or 1
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FACTORS = (0.5, 1.0, 2.0)  # learning rates of `overfit`, as multiples of the recipe's tune
 MERGES = (0.25, 0.5, 0.75, 0.85)  # lambda of its merges; 1 / E is the experts' mean
+LAST = " last"  # step; without it the best one by validation
 AVERAGES = {"SFT last": "last", "EMA": "ema", "SWA": "swa"}
 OTHER = 1000  # added to a seed for another order of the rows
 HELD_BACK = 10  # `mix-rows` holds back one example in ten
@@ -125,7 +127,7 @@ class OverfitReport(DomainReport):
 
 def _overfit(process: Run, factors: Sequence[float], shared_rates: Sequence[float]) -> dict:
     tuned_at = process.recipe.tune.learning_rate
-    kinds = (XFT, SFT, *AVERAGES)
+    kinds = (XFT, f"{XFT}{LAST}", SFT, *AVERAGES)
     rates = {}  # name -> learning rate
 
     def plan(stages: XftStages):
@@ -134,14 +136,15 @@ def _overfit(process: Run, factors: Sequence[float], shared_rates: Sequence[floa
             learning_rate = factor * tuned_at
             at = stages.change(tune__learning_rate=learning_rate)
             sft = at.sft(learning_rate=learning_rate, averages=True)
-            moe = at.moe()
             results = {f"{SFT}, {learning_rate:g}": sft}
             for kind, average in AVERAGES.items():
                 results[f"{kind}, {learning_rate:g}"] = at.average(sft, average)
-            results[f"{MOE}, {learning_rate:g}"] = moe
-            for rate in shared_rates:
-                name = f"{XFT}, {learning_rate:g}, lambda {rate:g}"
-                results[name] = at.merge(moe, shared_rate=rate)
+            for step, keep_best in {LAST: False, "": True}.items():
+                moe = at.change(tune__keep_best=keep_best).moe()
+                results[f"{MOE}{step}, {learning_rate:g}"] = moe
+                for rate in shared_rates:
+                    name = f"{XFT}{step}, {learning_rate:g}, lambda {rate:g}"
+                    results[name] = at.merge(moe, shared_rate=rate)
             for name, result in results.items():
                 rates[name] = learning_rate
                 yield name, at.by_domain(result)

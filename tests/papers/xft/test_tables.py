@@ -112,8 +112,10 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
     report, _ = make("overfit", stages.recipe, stages.out)
     names = ["base"]
     for rate in ("0.0015", "0.003", "0.006"):
-        names += [f"{kind}, {rate}" for kind in ("SFT", "SFT last", "EMA", "SWA", "MoE")]
-        names += [f"XFT, {rate}, lambda {merge:g}" for merge in xft_tables.MERGES]
+        names += [f"{kind}, {rate}" for kind in ("SFT", "SFT last", "EMA", "SWA")]
+        for step in (" last", ""):
+            names.append(f"MoE{step}, {rate}")
+            names += [f"XFT{step}, {rate}, lambda {merge:g}" for merge in xft_tables.MERGES]
     assert entries_of(report) == names
     assert report.reference == "SFT last, 0.003"
     assert list(report.domains) == ["code", "prose", "arithmetic"]

@@ -14,4 +14,4 @@ SCRIPTS = [path for path in (ROOT / "examples").glob("*.py") if path.stem != "te
 def test_it_runs(path, tmp_path):
     assert len(path.read_text().splitlines()) <= 60
     run = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.returncode == 0, run.stderr

@@ -51,7 +51,8 @@ def losses(made, model):
         answer = decode(row["response_ids"], skip_special_tokens=True)
         shown = decode(row["prompt_ids"][1], skip_special_tokens=True)
         with torch.no_grad():
-            computed.append(model(**model.encode([prompts[shown, answer]], [answer])).loss.item())
+            out = model(**model.encode([prompts[shown, answer]], [answer]), reduction="mean")
+        computed.append(out.loss.item())
     return pytest.approx(computed, rel=1e-5)
 
 

@@ -61,7 +61,7 @@ def demo_real(
 
     On four tasks; compares losses and answers.
 
-    It takes at most 20 minutes on two cores, minutes on a GPU. Rerun to resume.
+    Rerun to resume.
     """
     one_gpu()
     from papers.demo_real import run

@@ -105,7 +105,8 @@ def _placed(recipe: Recipe, model: Path) -> Recipe:
     if torch.cuda.is_available():
         is_quick = torch.cuda.is_bf16_supported()
     else:
-        is_quick = torch.cpu.get_capabilities().get("amx_bf16", False)
+        capabilities = torch.cpu.get_capabilities()
+        is_quick = any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
     return recipe.change(
         base_model=str(model),
         sft__bf16=recipe.sft.bf16 or is_quick,

@@ -1,5 +1,5 @@
 """Products of matrices, in float32 where PyTorch's in bfloat16 are slow: on a CPU without AVX-512
-they are a hundred times as slow as those in float32.
+they are 5 to 50 times as slow as those in float32.
 """
 
 import functools

@@ -4,10 +4,9 @@ import argparse
 import time
 
 import torch
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 import moe_runtime
-from text import batches
+from small import batches, moe_model
 
 torch.manual_seed(0)
 # a real model:
@@ -15,18 +14,7 @@ torch.manual_seed(0)
 # model = AutoModelForCausalLM.from_pretrained(
 #     "allenai/OLMoE-1B-7B-0924", dtype=torch.bfloat16, experts_implementation="moe_runtime"
 # )
-config = OlmoeConfig(
-    vocab_size=256,
-    hidden_size=256,
-    intermediate_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_experts=16,
-    num_experts_per_tok=4,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-model = OlmoeForCausalLM(config).eval()
+model = moe_model(hidden_size=256, intermediate_size=256, num_hidden_layers=4).eval()
 (ids,) = batches(argparse, 1)
 
 

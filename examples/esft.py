@@ -5,27 +5,15 @@ import copy
 import textwrap
 
 import torch
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 import moe_runtime
 from moe_runtime.methods import esft
-from text import batches
+from small import batches, moe_model
 
 torch.manual_seed(0)
 # a real model:
 # model = AutoModelForCausalLM.from_pretrained("allenai/OLMoE-1B-7B-0924", dtype=torch.bfloat16)
-config = OlmoeConfig(
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_experts=32,
-    num_experts_per_tok=4,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-model = OlmoeForCausalLM(config)
+model = moe_model(intermediate_size=64, num_experts=32)
 moe_runtime.patch(model)
 base = copy.deepcopy(model)
 task = batches(argparse, 60)
@@ -50,3 +38,5 @@ esft.save_adapter(model, "runs/esft-adapter", overwrite=True)  # the selected ex
 
 for name, ids in {"task": task[-1], "other text": general[0]}.items():
     print(f"{name}: loss {loss_of(base, ids):.3f} before, {loss_of(model, ids):.3f} after")
+esft.apply(base, "runs/esft-adapter")  # what a user of the adapter does
+print(f"the base with the adapter: task loss {loss_of(base, task[-1]):.3f}")

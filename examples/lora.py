@@ -4,26 +4,14 @@ import argparse
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 import moe_runtime
-from text import batches
+from small import batches, moe_model
 
 torch.manual_seed(0)
 # a real model:
 # model = AutoModelForCausalLM.from_pretrained("allenai/OLMoE-1B-7B-0924", dtype=torch.bfloat16)
-config = OlmoeConfig(
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_experts=16,
-    num_experts_per_tok=4,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-model = OlmoeForCausalLM(config)
+model = moe_model()
 moe_runtime.patch(model)
 lora = LoraConfig(
     r=8, lora_alpha=16, target_parameters=["experts.gate_up_proj", "experts.down_proj"]

@@ -3,28 +3,16 @@
 import argparse
 
 import torch
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 import moe_runtime
 from moe_runtime.hf.dropin.replay import record_routing, replay_routing
 from moe_runtime.hf.dropin.stats import collect_router_stats
-from text import batches
+from small import batches, moe_model
 
 torch.manual_seed(0)
 # a real model:
 # model = AutoModelForCausalLM.from_pretrained("allenai/OLMoE-1B-7B-0924", dtype=torch.bfloat16)
-config = OlmoeConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_experts=8,
-    num_experts_per_tok=2,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-model = OlmoeForCausalLM(config).eval()
+model = moe_model().eval()
 moe_runtime.patch(model)
 texts = batches(argparse, 4)
 stats = collect_router_stats(model, [{"input_ids": ids} for ids in texts])

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_runtime.methods import xft
-from text import batches
+from small import batches
 
 torch.manual_seed(0)
 # a real model: model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")

@@ -165,7 +165,7 @@ class XftStages(KeptStages):
         def make(tmp: Path, checkpoints: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
             means = WeightAverages()
-            means.keeps["last"] = torch.zeros_like  # of the mean: the newest weights are all of it
+            means.keeps["last"] = torch.zeros_like  # nothing of the earlier mean: the last weights
             callbacks = [means] * averages
             trained = self._tuned("sft", model, training, checkpoints, callbacks)
             if averages:

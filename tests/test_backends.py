@@ -62,6 +62,7 @@ CALLS = {
         [torch.randn(3, 4)], [torch.randn(5, 4)], torch.rand(3, 1), torch.arange(3), **b
     ),
 }
+EACH_OP = pytest.mark.parametrize("op", CALLS)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ def gpu(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize("op", CALLS)
+@EACH_OP
 def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op, monkeypatch):
     monkeypatch.setattr(cpp, "_found", "the CPU library is not built")
     assert backends.pick(op, torch.zeros(1)) == "torch"
@@ -107,7 +108,7 @@ def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-@pytest.mark.parametrize("op", CALLS)
+@EACH_OP
 def test_an_unusable_requested_backend_is_an_error_with_the_reason(op, backend, not_interpreted):
     with pytest.raises(ValueError) as error:
         CALLS[op](backend=backend)
@@ -115,7 +116,7 @@ def test_an_unusable_requested_backend_is_an_error_with_the_reason(op, backend, 
     assert backends.why_not(backend, op, CPU) in str(error.value)
 
 
-@pytest.mark.parametrize("op", CALLS)
+@EACH_OP
 def test_unknown_backend_is_an_error(op, monkeypatch):
     for backend in ("Triton", "cutlass", ""):
         with pytest.raises(ValueError, match="backend must be one of torch, triton, cuda") as error:
@@ -169,7 +170,7 @@ def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
 
 
 # the library of csrc/cpu, which is the default for the experts where it exists
-@pytest.mark.parametrize("op", CALLS)
+@EACH_OP
 def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(op, monkeypatch):
     library = cpu_build.library()
     monkeypatch.setattr(cpp, "_found", library)
@@ -212,7 +213,7 @@ def table(monkeypatch, tmp_path):
     backends.measured_faster.cache_clear()
 
 
-@pytest.mark.parametrize("op", CALLS)
+@EACH_OP
 def test_cuda_runs_only_when_it_is_asked_for(op, library, monkeypatch):
     requested = "cuda" if op in backends.CUDA_OPS else "triton"
     if op in backends.CUDA_OPS:

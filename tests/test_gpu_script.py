@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from moe_runtime.bench.records import Records
 from moe_runtime.tools.layer_shapes import LAYERS
 from tests.support import dry_run
 from tests.support.patience import PATIENCE
+from tests.support.shared import PYTEST
 
 pytest.importorskip("triton")
 
@@ -218,12 +218,7 @@ def run_pytest(folder: Path, *words, **variables: str) -> subprocess.CompletedPr
             env[name] = value
     env |= {"PYTHONPATH": f"{ROOT}:{folder}", "COMMIT": COMMIT} | variables
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
+        *PYTEST,
         *map(str, words),
     ]
     return subprocess.run(

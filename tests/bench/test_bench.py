@@ -18,6 +18,7 @@ from moe_runtime.bench.bench_cuda import KERNELS
 from moe_runtime.bench.bench_layer import LayerVariants
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.tools import tune
+from tests.support.shared import PYTEST
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -316,14 +317,7 @@ def test_records_and_their_report(tmp_path, capsys):
 
 def run_bench(*arguments) -> str:
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += [
+        *PYTEST,
         "bench/bench_merging.py",
         "--tiny",
         *map(str, arguments),

@@ -19,10 +19,10 @@ from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.scores import ExpertScores
 from papers.engine.tiny import train_tokenizer
+from tests.methods.esft.test_runs import write_base
 from tests.support.esft_adapter import random_adapter, same
 from tests.support.stock_moe import stock
 
-ROWS = [{"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(40)]
 TRAIN = "--steps 8 --batch-size 4 --max-length 32 --learning-rate 1e-2 --save-steps 3"
 
 
@@ -49,10 +49,7 @@ def refused(line: str, match: str, **folders) -> None:
 def home(tmp_path_factory) -> Path:
     """A folder with a base, examples, and the output of `score` and `select`."""
     home = tmp_path_factory.mktemp("esft")
-    tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
-    stock("deepseek_v2", vocab_size=len(tokenizer)).save_pretrained(home / "base")
-    tokenizer.save_pretrained(home / "base")
-    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_base(home)
     output = succeed(
         "score {home}/base --data {home}/rows.jsonl --n-tokens 256 --max-length 32 "
         "--out {home}/made/summary.json",

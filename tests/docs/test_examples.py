@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.fences import ROOT
 
-SCRIPTS = [path for path in (ROOT / "examples").glob("*.py") if path.stem != "small"]
+SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "small"]
 
 
 @pytest.mark.parametrize("path", SCRIPTS)

@@ -1,17 +1,5 @@
-"""Fixtures shared by the tables of several methods."""
+"""Fixtures of tests/papers that these tests use too."""
 
-import pytest
+from tests.papers.conftest import out, quick
 
-
-@pytest.fixture(scope="module")
-def quick():
-    """Use PyTorch, since interpreted kernels would take minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_RUNTIME_BACKEND", "torch")
-        yield
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """The folder for all stages of this file."""
-    return tmp_path_factory.mktemp("tables")
+__all__ = ["out", "quick"]

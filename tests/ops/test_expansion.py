@@ -13,6 +13,7 @@ from moe_runtime import backends
 from moe_runtime.ops import expansion
 from moe_runtime.ops.expansion import dare_merge, distances, draws, farthest_pair, gram, stream_of
 from tests.support.oracle import relative_error
+from tests.support.shared import BEYOND_INT32
 
 OP = "gram"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -154,15 +155,7 @@ def test_the_row_of_one_more(dtype, device, monkeypatch):
         assert relative_error(found, gram_in_float64(experts, base)[3]) < 2e-6
 
 
-@pytest.mark.parametrize(
-    "stride",
-    [
-        2**31 - 1,
-        2**31,
-        2**31 + 1,
-    ],
-    ids=["-1", "2^31", "+1"],
-)
+@BEYOND_INT32
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("tests/gpu/test_expansion.py covers it on a GPU")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from moe_runtime.ops.merging import merge_experts, merged_linear
 from tests.support.oracle import assert_parity
+from tests.support.shared import BEYOND_INT32
 
 OP = "merge_experts"
 
@@ -152,15 +153,7 @@ def test_second_gradient_of_merging_is_the_equations(backend, device):
     )
 
 
-@pytest.mark.parametrize(
-    "stride",
-    [
-        2**31 - 1,
-        2**31,
-        2**31 + 1,
-    ],
-    ids=["-1", "2^31", "+1"],
-)
+@BEYOND_INT32
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("tests/gpu/test_merging.py covers it on a GPU")

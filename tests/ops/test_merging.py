@@ -8,6 +8,7 @@ import torch
 
 from moe_runtime.ops.merging import merge_experts, merge_rows, mixing, soup_logits
 from tests.support.oracle import assert_parity, mixing_oracle
+from tests.support.shared import BEYOND_INT32
 
 OP = "merge_experts"
 FLOATS = [torch.float32, torch.bfloat16]
@@ -157,15 +158,7 @@ def test_bad_arguments_are_named(weight, alpha, words):
         merge_experts(torch.randn(weight), torch.rand(alpha))
 
 
-@pytest.mark.parametrize(
-    "stride",
-    [
-        2**31 - 1,
-        2**31,
-        2**31 + 1,
-    ],
-    ids=["-1", "2^31", "+1"],
-)
+@BEYOND_INT32
 def test_offsets_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("tests/gpu/test_merging.py covers it on a GPU")

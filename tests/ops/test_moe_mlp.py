@@ -19,6 +19,7 @@ from tests.support.oracle import (
 OP = "moe_mlp"
 NAN = float("nan")
 SIZES = (19, 33, 17, 4, 2)  # T, H, I, E, K
+EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_layouts(change, layer, tolerance, device):
     assert not moe_mismatches(layer(), case, tolerance[torch.float32], device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize(
     "T, K, routing",
     [
@@ -108,7 +109,7 @@ def test_gates_are_not_rounded_to_the_dtype_of_the_layer(layer, device):
     assert abs(slope - 1) < 2**-10
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 def test_what_dropped_slots_and_idle_experts_hold_may_be_anything(value, dtype, layer, device):
     case = make_case(12, 40, 24, 5, 2, dtype, "dropped", bias=True)
@@ -234,7 +235,7 @@ def test_dense_shared_expert(T, E, K, layer, tolerance, device):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("routing", ["random", "skip", "dropped"])
 def test_recompute_gives_the_same_bits(routing, dtype, layer, device):
     case = make_case(29, 33, 17, 4, 2, dtype, routing, bias=True)
@@ -260,7 +261,7 @@ def test_gradients_are_added_in_place(form, backend, device):
     layouts.check_accumulation(form, backend, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EACH_DTYPE
 def test_rows_beyond_one_block_of_the_elementwise_work(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(moe_mlp_torch, "BLOCK_ELEMENTS", 1, raising=False)
     torchs = moe_layer(backend="torch")

@@ -22,6 +22,7 @@ from tests.support.oracle import (
 )
 
 FLOATS = [torch.float32, torch.bfloat16]
+EACH_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 CALL = moe_mlp_cpp._one_call_back
 LAYER = moe_layer(backend="cpp")
 ALL = Gradients(True, True, True, True, False, False)
@@ -69,7 +70,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("T, H, I, E, K", SIZES)
 def test_gradients_are_those_of_float64(T, H, I, E, K, dtype, variant, tolerance, calls):
     case = make_case(T, H, I, E, K, dtype, "dropped")
@@ -77,7 +78,7 @@ def test_gradients_are_those_of_float64(T, H, I, E, K, dtype, variant, tolerance
     assert calls
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("gated", [True, False])
 def test_recomputing_a_group_at_a_time_gives_the_same_bits(gated, dtype, monkeypatch, calls):
     case = make_case(19, 33, 37, 4, 2, dtype, "dropped", "gelu", gated)
@@ -111,7 +112,7 @@ def gradients(v, idx, needs=ALL, into=NOWHERE, **options):
     )[:4]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("T, H, I", [(300, 96, 130), (1300, 70, 33)])
 def test_threads_change_no_bit(T, H, I, dtype, monkeypatch, variant, calls):
     case = make_case(T, H, I, 3, 2, dtype, "dropped")
@@ -122,7 +123,7 @@ def test_threads_change_no_bit(T, H, I, dtype, monkeypatch, variant, calls):
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@EACH_DTYPE
 def test_adding_gives_the_bits_of_separate_adds(dtype, variant, calls):
     case = make_case(600, 40, 33, 2, 1, dtype, "halves")
     _, up, down, _ = gradients(case.leaves, case.topk_idx)

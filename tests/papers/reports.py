@@ -1,4 +1,22 @@
-"""Helpers that read a report, for the tests of all tables."""
+"""Helpers that make and read a report, for the tests of all tables."""
+
+from papers.engine.compare import compare
+
+
+def made_by(run, command, recipe, out, **options) -> tuple:
+    """Return a command's report, of one seed unless `options` say otherwise, and what it said."""
+    messages = []
+    options = {"seeds": 1} | options
+    return run(command, recipe, out, say=messages.append, **options), messages
+
+
+def assert_compared(report) -> None:
+    """Assert that the comparisons are those of the results' losses."""
+    losses = {}
+    for entry in report.entries:
+        losses[entry.name] = [result.losses for result in entry.results]
+    tokens = report.entries[0].results[0].tokens
+    assert report.comparisons == compare(losses, report.reference, tokens)
 
 
 def entries_of(report) -> list[str]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_runtime.bench import described, report
 from papers import demo
 from tests.support.dist_launch import forked
+from tests.support.shared import PYTEST
 
 COMMAND = "from moe_runtime import cli; cli.main('papers.cli')"
 WORDS = ["papers", "demo", "--preset", "tiny", "--out"]
@@ -114,12 +115,7 @@ def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
 @pytest.mark.slow
 def test_every_benchmark_runs(tmp_path):
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
+        *PYTEST,
         "bench",
         "--tiny",
     ]

@@ -25,6 +25,14 @@ from tests.support.stock_moe import stock
 ROWS = [{"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(40)]
 
 
+def write_base(home: Path) -> None:
+    """Write a small MoE model, its tokenizer, and ROWS as rows.jsonl."""
+    tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
+    stock("deepseek_v2", vocab_size=len(tokenizer)).save_pretrained(home / "base")
+    tokenizer.save_pretrained(home / "base")
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
 class Killed(Exception):
     pass
 
@@ -33,10 +41,7 @@ class Killed(Exception):
 def home(tmp_path_factory) -> Path:
     """A folder with a base, examples and a selection."""
     home = tmp_path_factory.mktemp("esft")
-    tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
-    stock("deepseek_v2", vocab_size=len(tokenizer)).save_pretrained(home / "base")
-    tokenizer.save_pretrained(home / "base")
-    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_base(home)
     scores = esft_runs.score_folder(
         home / "base", home / "rows.jsonl", home / "summary.json", n_tokens=256, max_length=32
     )

@@ -2,6 +2,7 @@
 and refusals.
 """
 
+import functools
 import json
 import statistics
 
@@ -9,7 +10,7 @@ import pytest
 
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
-from tests.papers.reports import entries_of, rows_of
+from tests.papers.reports import assert_compared, entries_of, made_by, rows_of
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -29,15 +30,7 @@ def recipe(tmp_path_factory):
     return load_recipe(write_study(tmp_path_factory.mktemp("study"))).change(evaluations=1)
 
 
-def make(command, recipe, out, **options):
-    messages = []
-    return esft_tables.run(
-        command,
-        recipe,
-        out,
-        say=messages.append,
-        **{"seeds": 1} | options,
-    ), messages
+make = functools.partial(made_by, esft_tables.run)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +54,7 @@ def test_main(main, recipe, out):
                 method["seeds"][0],
                 entry.results[0],
             )
+    assert_compared(main.general)
     assert len(values["general_comparisons"]) == len(METHODS)
     assert values["held_out_rows"] == 24
     assert values["general_rows"] == 12
@@ -86,6 +80,8 @@ def assert_of_stages(out, seed: dict, result) -> None:
     assert losses == list(result.losses)
     general = statistics.fmean(part["general_loss"] for part in parts)
     assert general == pytest.approx(result.general_loss)
+    optimizer = statistics.fmean(part["optimizer_bytes"] for part in parts)
+    assert optimizer == pytest.approx(result.optimizer_bytes, abs=1)
 
 
 def test_what_the_methods_of_main_train(main):
@@ -133,3 +129,10 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
             **options,
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_of_other_settings_is_not_replaced_unasked(main, recipe, out):
+    before = (out / "main.json").read_bytes()
+    with pytest.raises(ValueError, match=r"created with other settings \(seeds\).*overwrite=True"):
+        make("main", recipe, out, seeds=2)
+    assert (out / "main.json").read_bytes() == before

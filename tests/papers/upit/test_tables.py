@@ -2,6 +2,7 @@
 and refusals.
 """
 
+import functools
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from papers.engine import domains
 from papers.upit import tables as upit_tables
 from papers.upit.recipe import load_recipe
 from papers.upit.tables import UpitReport
-from tests.papers.reports import entries_of, rows_of
+from tests.papers.reports import assert_compared, entries_of, made_by, rows_of
 from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
 
@@ -31,15 +32,7 @@ def recipe(tmp_path_factory):
     return load_recipe(write_study(tmp_path_factory.mktemp("study")))
 
 
-def make(command, recipe, out, **options):
-    messages = []
-    return upit_tables.run(
-        command,
-        recipe,
-        out,
-        say=messages.append,
-        **{"seeds": 1} | options,
-    ), messages
+make = functools.partial(made_by, upit_tables.run)
 
 
 NAMES = ["base", *OF_FFN, *OF_LORA]
@@ -63,8 +56,12 @@ def test_main(main, recipe, out):
     for method, entry in zip(values["methods"], main.entries, strict=True):
         folder = (out / method["seeds"][0]["folder"]).parent
         stored = json.loads((folder / "result.json").read_text())
+        assert stored["losses"] == entry.results[0].losses
         assert method["loss"] == entry.loss == stored["loss"]
         assert method["domains"] == entry.results[0].domains
+        for count in ("parameters", "active_parameters"):
+            assert method[count] == stored[count]
+    assert_compared(main)
     assert list(rows_of(main)) == NAMES
     assert "8 of sums, 8 of words" in main.legend()
     written = times(out)

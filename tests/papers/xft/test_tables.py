@@ -2,12 +2,14 @@
 and refusals.
 """
 
+import functools
 import json
+import math
 
 import pytest
 
 from papers.xft import tables as xft_tables
-from tests.papers.reports import entries_of, rows_of
+from tests.papers.reports import assert_compared, entries_of, made_by, rows_of
 from tests.papers.xft.test_study import joined_stages
 from tests.support.dist_launch import times
 from tests.support.xft_study import write_study
@@ -60,16 +62,7 @@ def recipe(tmp_path_factory):
     )
 
 
-def make(command, recipe, out, **options):
-    messages = []
-    report = xft_tables.run(
-        command,
-        recipe,
-        out,
-        say=messages.append,
-        **{"seeds": 1} | options,
-    )
-    return report, messages
+make = functools.partial(made_by, xft_tables.run)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +85,19 @@ def test_a_table(command, recipe, out):
     values = json.loads((out / f"{command}.json").read_text())
     for method, entry in zip(values["methods"], report.entries, strict=True):
         assert method["loss"] == entry.loss
+        assert method["perplexity"] == pytest.approx(math.exp(entry.loss))
         for seed, result in zip(method["seeds"], entry.results, strict=True):
             folder = (out / seed["folder"]).parent
             stored = json.loads((folder / "result.json").read_text())
             assert stored["loss"] == result.loss
+            assert stored["losses"] == list(result.losses)
+    assert_compared(report)
+    assert values["held_out_rows"] == 20
+    assert values["environment"]["packages"]["torch"]
     assert list(rows_of(report)) == names
+    n = len(report.seeds)
     assert report.summary
-    assert "seed 1 of " in "\n".join(lines)
+    assert f"seed {n} of {n}" in "\n".join(lines)
     if command == "sweep-lambda":
         for result in report.entry("XFT, lambda 1").results:
             assert result.alpha == [[1, 0, 0, 0]] * len(result.alpha)

@@ -184,11 +184,17 @@ class Report(Finding):
         return unequal
 
     def fairness(self) -> list[str]:
-        """Return a line for each method that did not have the reference's budget."""
-        return [
-            f"{UNEQUAL} {name} had another budget than {self.reference}: {text}"
-            for name, text in self.unequal.items()
-        ]
+        """Return a line for each budget that is not the reference's, with the methods that had
+        it.
+        """
+        names: dict[str, list[str]] = {}
+        for name, text in self.unequal.items():
+            names.setdefault(text, []).append(name)
+        lines = []
+        for text, methods in names.items():
+            listed = "; ".join(methods)
+            lines.append(f"{UNEQUAL} {listed} had another budget than {self.reference}: {text}")
+        return lines
 
     def entry(self, name: str) -> Entry:
         """Return the entry of that name."""

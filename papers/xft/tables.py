@@ -160,9 +160,10 @@ def _overfit(process: Run, factors: Sequence[float], shared_rates: Sequence[floa
             if None in chosen:
                 return ["Without data.validation_rows nothing chooses a lambda or a rate."]
             lines += against(entries, chosen[0], chosen[1:])
-        chosen = [by_validation(report, kind, rates) for kind in kinds]
-        lines.append("Each at the learning rate that validation chooses:")
-        lines += against(entries, chosen[0], chosen[1:])
+        if len(factors) > 1:
+            chosen = [by_validation(report, kind, rates) for kind in kinds]
+            lines.append("Each at the learning rate that validation chooses:")
+            lines += against(entries, chosen[0], chosen[1:])
         for name in chosen:
             if report.untouched(name):
                 lines.append(f"{name}: untouched text {spread(report.untouched(name))}.")
@@ -218,7 +219,9 @@ def _edges(report: DomainReport) -> list[str]:
 
 
 def _over_rates(report: OverfitReport):
-    """Plot the losses against the learning rate; of XFT the lambda that validation chooses."""
+    """Plot the losses against the learning rate, or side by side if there is one; of XFT the lambda
+    that validation chooses.
+    """
     rates = report.extra["x"]
     names = []
     for name, rate in rates.items():
@@ -226,7 +229,10 @@ def _over_rates(report: OverfitReport):
         if name in (start, by_validation(report, start, rates)):
             names.append(name)
     entries = [report.entry(name) for name in names]
-    figure = plots.sweep(dataclasses.replace(report, entries=entries))
+    shown = dataclasses.replace(report, entries=entries)
+    if len(set(rates.values())) == 1:
+        return plots.dots(shown)
+    figure = plots.sweep(shown)
     figure.axes[0].minorticks_off()
     figure.axes[0].set_xticks(sorted(set(rates.values())))
     return figure

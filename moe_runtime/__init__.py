@@ -29,6 +29,7 @@ _PUBLIC = {
     "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes",
     "route": "moe_runtime.ops.routing:route",
     "save_quantized": "moe_runtime.hf.dropin.quantized_files:save_quantized",
+    "shrink": "moe_runtime.methods.shrink:",
     "ultrafuser": "moe_runtime.methods.ultrafuser:",
     "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
     "upit": "moe_runtime.methods.upit:",

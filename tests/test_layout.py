@@ -28,6 +28,7 @@ METHODS = {
     "methods.xft": {"methods.lora"},
     "methods.esft": {"methods.lora"},
     "methods.upit": {"methods.lora", "methods.xft"},
+    "methods.shrink": {"methods.lora"},
 }
 ROOT_FILES = {"__init__.py", "__main__.py", "config.py", "backends.py"}
 # third-party package: the first rank that may import it, and whether only inside a function, since

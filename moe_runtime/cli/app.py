@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_runtime import __version__
-from moe_runtime.cli import esft, lora, tools, ultrafuser, upit, xft
+from moe_runtime.cli import esft, lora, shrink, tools, ultrafuser, upit, xft
 from moe_runtime.cli.verbs import argument, group, one_gpu, option, verb
 from moe_runtime.io.rows import require
 
@@ -84,5 +84,5 @@ def evaluate(
 
 
 app.registered_commands += tools.app.registered_commands
-for part in (xft.app, esft.app, upit.app, ultrafuser.app, lora.app):
+for part in (xft.app, esft.app, upit.app, ultrafuser.app, shrink.app, lora.app):
     app.add_typer(part)

@@ -3,6 +3,7 @@
     xft           upcycle a dense model to MoE, tune it, merge it back           arXiv 2404.15247
     upit          turn checkpoints of one tuning run into specialized experts    arXiv 2410.01610
     esft          tune only the experts that a task uses                         arXiv 2407.01906
+    shrink        prune or merge the experts of a MoE model, or make it dense    several papers
     ultrafuser    fuse specialists with a gate, token by token                   arXiv 2403.08281
     lora          LoRA experts: part of upit, and a baseline of xft and esft
 
@@ -16,7 +17,7 @@ from importlib import import_module
 from moe_runtime.methods import cards as _cards  # noqa: F401 - registers the methods' papers
 from moe_runtime.methods import prompts as _prompts  # noqa: F401 - registers their formats
 
-__all__ = ["esft", "lora", "ultrafuser", "upit", "xft"]
+__all__ = ["esft", "lora", "shrink", "ultrafuser", "upit", "xft"]
 
 
 def __getattr__(name: str):

@@ -20,12 +20,12 @@ from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks, trained_files
+from moe_runtime.hf.training.calibration import SEED, sample_batches
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import files_print, hash_of
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.runs import EsftTraining
-from moe_runtime.methods.esft.scores import SEED, sample_batches
 from moe_runtime.methods.lora import baseline as lora_baseline
 from papers.engine.corpora import DOMAINS, domains_key
 from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of

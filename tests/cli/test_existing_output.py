@@ -75,6 +75,15 @@ ALL = FAULTY | {
     "upit export": _verb("upit export {in}/of-assemble out"),
     "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
     "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to merged"),
+    "shrink score": _verb(
+        "shrink score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 "
+        "--outputs --out out"
+    ),
+    "shrink prune": _verb("shrink prune {in}/esft/base out --statistics {in}/of-score --keep 4"),
+    "shrink merge": _verb("shrink merge {in}/esft/base out --statistics {in}/of-score --keep 4"),
+    "shrink to-dense": _verb(
+        "shrink to-dense {in}/esft/base out --statistics {in}/of-score --keep 4"
+    ),
     "ultrafuser generate": _verb(
         "ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"
     ),
@@ -106,6 +115,8 @@ CHANGES = SHARDS | {
     "bench": (),
     "lora convert": (),
     "lora export": ("--max-shard-size", "9KB"),
+    **dict.fromkeys(("shrink prune", "shrink merge"), ("--keep", "3")),
+    "shrink to-dense": ("--by", "cp"),
     "papers eval": ("--dtype", "bfloat16"),
     "papers data decontaminate": ("--min-chars", "4"),
     "papers data smollm2": ("--dtype", "float32"),
@@ -171,7 +182,7 @@ def given(tmp_path_factory):
     adapter = folder / "lora" / "adapter"
     peft_adapter.as_written_by("0.18.0", adapter, folder / "lora" / "old", transposed=False)
     test_demo_real.write_inputs(folder.parent / "real")
-    for name in ("xft export", "upit assemble", "ultrafuser fuse"):
+    for name in ("xft export", "upit assemble", "ultrafuser fuse", "shrink score"):
         words = ALL[name].arguments(folder)
         words[words.index("out")] = str(folder / f"of-{name.split()[1]}")
         assert invoked(words).exit_code == 0
@@ -230,6 +241,7 @@ def unfinish(name: str) -> None:
 
 def test_every_verb_has_a_row_and_the_options_it_lists():
     silent = {"upit choose", "esft apply", "doctor", "memory", "eval", "papers memory"}
+    silent.add("shrink compare")
     named = {" ".join(words): command for words, command in TREE.items()}
     for words, command in walk(get_command(cli.PAPERS.app)).items():
         if hasattr(command, "commands"):

@@ -43,7 +43,7 @@ TREE = walk(get_command(main_app))
 VERBS = {words: command for words, command in TREE.items() if not hasattr(command, "commands")}
 
 
-METHODS = ("xft", "esft", "upit", "ultrafuser", "lora")
+METHODS = ("xft", "esft", "upit", "ultrafuser", "shrink", "lora")
 
 
 ALL = {}

@@ -29,6 +29,7 @@ ELSEWHERE = {
     ("docs/esft.md", "python"),
     ("docs/upit.md", "python"),
     ("docs/ultrafuser.md", "python"),
+    ("docs/shrink.md", "python"),
     ("docs/recipes.md", "python"),
     ("docs/recipes.md", "yaml"),
     ("docs/evaluation.md", "yaml"),

@@ -259,6 +259,18 @@ def library(folder: Path) -> None:
     (folder / "LIBRARY").write_bytes(b"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.17\0")
 
 
+def shrinkable(folder: Path) -> None:
+    """Create two stock MoE models and texts."""
+    from tests.hf.dropin.test_layers import TOKENIZER
+    from tests.support.stock_moe import stock
+
+    for name, family in (("olmoe", "olmoe"), ("qwen3-moe", "qwen3_moe")):
+        stock(family, vocab_size=len(TOKENIZER)).save_pretrained(folder / name)
+        TOKENIZER.save_pretrained(folder / name)
+    rows(folder / "text.jsonl")
+    rows(folder / "held-out.jsonl", 4)
+
+
 FLOWS = {
     "docs/adapters-serving.md": Flow((peft_adapters,)),
     "docs/benchmarks.md": Flow(
@@ -298,6 +310,9 @@ FLOWS = {
         {"run tiny": "run xft/study.yaml"},
     ),
     "docs/serving.md": Flow((base,)),
+    "docs/shrink.md": Flow(
+        (shrinkable,), {"--keep 48": "--keep 4", "--train_on all": "--train_on all --max_steps 1"}
+    ),
     "docs/start.md": Flow(),
     "docs/troubleshooting.md": Flow(),
     "docs/ultrafuser-tables.md": Flow(

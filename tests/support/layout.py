@@ -27,6 +27,7 @@ RANK = {
     "methods.ultrafuser": 7,
     "methods.xft": 7.1,
     "methods.esft": 7.1,
+    "methods.shrink": 7.1,
     "methods.upit": 7.2,
     "tools": 7.5,
     "cli": 8,

@@ -9,6 +9,7 @@ without one.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class BalanceLoss:
         self.kind = kind
         self.coef = coef
         layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
-        self.routers = _routers_of(model, layers)
+        self.routers = routers_of(model, layers)
         if not self.routers or not layers:
             missing = "routers" if layers else "MoE layers"
             raise ValueError(
@@ -118,10 +119,7 @@ class BalanceLoss:
 
     def _catch(self, pick: Place, module, args, out) -> None:
         if self._call.is_open:
-            parts = out if isinstance(out, (tuple, list)) else (out,)
-            scores = pick(parts)
-            scores = scores.reshape(-1, scores.shape[-1])
-            self._logits.append(self._as_logits(type(module), scores))
+            self._logits.append(self._as_logits(type(module), _scores(pick, out)))
 
     def _as_logits(self, router: type, scores: Tensor) -> Tensor:
         """Return `scores` [T, E], or their logarithm if the router has applied a softmax."""
@@ -222,7 +220,7 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def _routers_of(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[tuple[nn.Module, Place]]:
+def routers_of(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[tuple[nn.Module, Place]]:
     """List the modules in the blocks of `layers` that return router logits, found by their names,
     and the place of the logits in the output.
     """
@@ -235,6 +233,18 @@ def _routers_of(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[tuple
             if name in ("gate", "router") or "router" in kind or "gating" in kind:
                 routers[module] = functools.partial(_first_as_wide, layer.num_experts)
     return list(routers.items())
+
+
+def logits_of(pick: Place, out: Any) -> Tensor:
+    """Return the logits [T, E] in a router's output, or the logarithm of its probabilities."""
+    scores = _scores(pick, out)
+    return _log(scores) if _are_probabilities(scores) else scores
+
+
+def _scores(pick: Place, out: Any) -> Tensor:
+    """Return what a router returned for each expert, [T, E]."""
+    scores = pick(out if isinstance(out, (tuple, list)) else (out,))
+    return scores.reshape(-1, scores.shape[-1])
 
 
 def _first_as_wide(E: int, parts: Sequence) -> Tensor:

@@ -88,7 +88,7 @@ _FIELDS = {
 }
 FAMILIES = {name: Family(model_type=name, **fields) for name, fields in _FIELDS.items()}
 
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_module(model: Any) -> None:
@@ -111,7 +111,7 @@ def family_of(model: nn.Module | PreTrainedConfig | str) -> Family:
     hint = ""
     if str(model_type).startswith(PREFIX):
         hint = ", which is already upcycled. Merge it to a dense model first"
-    elif any(getattr(config, field, None) for field in _EXPERT_FIELDS):
+    elif any(getattr(config, field, None) for field in EXPERT_FIELDS):
         hint = ", which already has experts"
     raise ValueError(
         f"model_type must be one of {', '.join(FAMILIES)}, but got {model_type!r}{hint}"

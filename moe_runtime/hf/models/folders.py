@@ -212,7 +212,7 @@ def check_tensors(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
     present.
     """
     specs = checkpoint.specs()
-    model = _build(config)
+    model = skeleton(config)
     # transformers renames some keys between file and model (GPT-NeoX's embed_out)
     renamings = []
     for renaming in get_checkpoint_conversion_mapping(type(model).__name__) or ():

@@ -33,6 +33,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.common.sources import check_source, is_id
+from moe_runtime.hf.dropin.experts import register
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.folders import read_config, skeleton
 from moe_runtime.hf.models.hub import UNKNOWN_OWNER, model_card
@@ -86,6 +87,10 @@ class TrainArguments:
         default="assistant",
         help="the assistant's turns (of a pair, the completion), or all",
         metadata={"choices": TRAIN_ON},
+    )
+    distill: str | None = HfArg(
+        default=None,
+        help="folder or Hub id of a teacher, whose predictions are learned instead of the labels",
     )
     ep_size: int = HfArg(default=1, help="processes to shard each layer's experts over")
     stop_on_nan: bool = HfArg(default=True, help="stop at a loss that is NaN or infinite")
@@ -153,10 +158,13 @@ class _MoESFTTrainer(_MoETrainer):
 
     TRL runs the inner model and computes the head itself, so the loss of our model class is not
     used. Examples in a layout of io.rows are encoded there, as in every other command; `train_on`
-    is one of TRAIN_ON.
+    is one of TRAIN_ON. With a `teacher`, the loss is the forward KL divergence of its predictions,
+    at temperature 1, over the tokens that have labels.
     """
 
-    def __init__(self, model, args=None, *more, train_on: str = "assistant", **kwargs):
+    def __init__(
+        self, model, args=None, *more, train_on: str = "assistant", teacher=None, **kwargs
+    ):
         check_choice("train_on", train_on, TRAIN_ON)
         if getattr(args, "completion_only_loss", None) is False:
             train_on = "all"
@@ -165,6 +173,9 @@ class _MoESFTTrainer(_MoETrainer):
             args.assistant_only_loss = False  # we provide the masks
         super().__init__(model, args, *more, **kwargs)
         self._caught: list[torch.Tensor] | None = None
+        self._teacher = None
+        if teacher is not None:
+            self._teacher = teacher.eval().requires_grad_(False).to(self.args.device)
         inner = self.model
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
@@ -229,7 +240,11 @@ class _MoESFTTrainer(_MoETrainer):
         """Return TRL's loss plus the layers' balance losses."""
         self._caught = []
         try:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if self._teacher is None:
+                result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            else:
+                result = self._taught(model, inputs, num_items_in_batch)
+                result = result if return_outputs else result[0]
             caught = self._caught[:1]  # TRL may run the model again for its metrics
         finally:
             self._caught = None
@@ -245,6 +260,19 @@ class _MoESFTTrainer(_MoETrainer):
             self._note(lm_loss - pooled, balance_loss + pooled, inputs, num_items_in_batch)
         return (loss, result[1]) if return_outputs else loss
 
+    def _taught(self, model, inputs, num_items_in_batch) -> tuple:
+        """Return the mean divergence from the teacher's predictions, and the model's output."""
+        inputs = {name: value for name, value in inputs.items() if name != "use_cache"}
+        labels = inputs.pop("labels")
+        out = model(**inputs, use_cache=False)
+        with torch.no_grad():
+            expected = self._teacher(**inputs, use_cache=False).logits
+        total = divergence(out.logits, expected, labels)
+        count = (labels[:, 1:] != -100).sum()
+        if num_items_in_batch is not None:
+            count = num_items_in_batch / self._ranks(num_items_in_batch)
+        return total / count, out
+
     def _pooled(self, num_items_in_batch) -> float:
         """Return the pooled loss that TRL has just added, which it logs as `aux_loss` without its
         coefficient.
@@ -256,6 +284,16 @@ class _MoESFTTrainer(_MoETrainer):
         if num_items_in_batch is not None:
             pooled = pooled / self.current_gradient_accumulation_steps
         return pooled
+
+
+def divergence(logits: torch.Tensor, expected: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the label tokens of KL(softmax(expected) || softmax(logits)); logits
+    [B, S, V], labels [B, S] with -100 for other tokens.
+    """
+    student = logits[:, :-1].float().log_softmax(-1)
+    teacher = expected[:, :-1].to(student.device).float().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    return kl[labels[:, 1:] != -100].sum()
 
 
 def _layout(dataset) -> tuple[str, ...]:
@@ -398,6 +436,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         model.lora_target_modules = "all-linear"  # PEFT has no default for MoE models
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     peft_config = trl.get_peft_config(model)
+    teacher = _load_teacher(ours.distill, name, model.model_revision)
     try:
         if ours.ep_size > 1:
             name = _load_spread(name, ours.ep_size, args, peft_config)
@@ -412,11 +451,29 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
             router_stats=ours.router_stats,
             stop_on_nan=ours.stop_on_nan,
             train_on=ours.train_on,
+            teacher=teacher,
         )
     except SafetensorError as error:
         raise ValueError(
             f"Cannot read the weights of model {name!r}: {error}. Download them again"
         ) from error
+
+
+def _load_teacher(teacher: str | None, name: str, revision: str | None):
+    """Load the model of --distill; raises ValueError if its vocabulary is not the student's."""
+    if teacher is None:
+        return None
+    check_source(teacher, "Teacher")
+    register()
+    loaded = load(AutoModelForCausalLM, teacher, "distill", dtype="auto")
+    student = load(AutoConfig, name, "Model", revision=revision)
+    sizes = [one.get_text_config().vocab_size for one in (loaded.config, student)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"Teacher {teacher!r} has {sizes[0]} tokens, but model {name!r} has {sizes[1]}. Pass a "
+            "teacher with the same tokenizer"
+        )
+    return loaded
 
 
 def _load_spread(name: str, ep_size: int, args, peft_config):

@@ -11,23 +11,16 @@ the rows of batches:
 g_{e,t} is the weight that the router hands to the experts, however it is normalized, and 0 where e
 is not among the top K. Sums are float64 on the layer's device, in an order that repeats; nothing is
 read back before `read`.
-
-    GateRecorder    the sums, recorded while a model runs
-    model_inputs    batches up to a number of tokens, in step with other processes, as the model's
-                    keyword arguments
 """
 
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from moe_runtime.config import shown
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
     RoutedLayer,
@@ -36,6 +29,7 @@ from moe_runtime.hf.dropin.layers import (
     numbered_layers,
     token_mask,
 )
+from moe_runtime.hf.training.calibration import world
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -213,98 +207,3 @@ def _before_experts(see, module, args, kwargs) -> None:
 
 def _after_router(see, module, args, out) -> None:
     see(out.topk_idx, out.topk_weight)
-
-
-# with the tokens that count, [B, S] bool; None for all
-Batches = Iterator[tuple[dict[str, Any], torch.Tensor | None]]
-
-
-def world() -> tuple[int, int]:
-    """Return the number of processes and this one's rank."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return (torch.distributed.get_world_size(), torch.distributed.get_rank())
-    return (1, 0)
-
-
-def model_inputs(
-    model: nn.Module, dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int
-) -> Batches:
-    """Yield the model's inputs on its device, and a mask of the tokens that count, `n_tokens` in
-    total.
-    """
-    device = getattr(model, "device", None) or next(model.parameters()).device
-    known = inspect.signature(model.forward).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    for batch, only in _in_step(model, _limited(dataloader, n_tokens)):
-        inputs = {}
-        for name, value in batch.items():
-            # no loss is needed, and columns that the model does not accept would be errors
-            if name != "labels" and (takes_all or name in known):
-                inputs[name] = value.to(device) if isinstance(value, torch.Tensor) else value
-        if "use_cache" in known:
-            inputs["use_cache"] = False
-        if "logits_to_keep" in known:
-            inputs["logits_to_keep"] = 1
-        yield inputs, only
-
-
-def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
-    """Yield batches until `n_tokens`; of the batch that exceeds it, the first tokens count."""
-    left = n_tokens
-    for batch in dataloader:
-        batch = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-        if not any(isinstance(value, torch.Tensor) for value in batch.values()):
-            raise ValueError(
-                "A batch must be input_ids [rows, tokens] or the model's arguments as tensors, "
-                f"but got {shown(batch, 60)}. Tokenize the texts first"
-            )
-        mask = batch.get("attention_mask")
-        if mask is None or mask.dim() != 2:
-            mask = torch.ones(_shape(batch), dtype=torch.bool)
-        mask = mask != 0
-        tokens = int(mask.sum())
-        only = None
-        if tokens > left:
-            only = mask & (mask.flatten().cumsum(0) <= left).view(mask.shape)
-        yield batch, only
-        left -= tokens
-        if left <= 0:
-            return
-
-
-def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    name = "input_ids" if "input_ids" in batch else "inputs_embeds"
-    return batch[name].shape[:2]
-
-
-def _in_step(model: nn.Module, batches: Batches) -> Batches:
-    """Yield `batches`; for sharded or synchronized models, all processes make the same number of
-    calls.
-    """
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    is_sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-    if world()[0] == 1 or not (is_ddp or is_sharded):
-        yield from batches
-        return
-    device = next(model.parameters()).device
-    batch, only = next(batches, (None, None))
-    if not _everywhere(batch is not None, device, torch.distributed.ReduceOp.MIN):
-        raise ValueError(
-            "A process has no batch, but every process needs data, as the model is distributed "
-            "over all of them"
-        )
-    following = (batch, only)
-    while _everywhere(following is not None, device, torch.distributed.ReduceOp.MAX):
-        if following is None:
-            # the others need this process's part of the weights, whose results do not count
-            only = torch.zeros(_shape(batch), dtype=torch.bool)
-        else:
-            batch, only = following
-        yield batch, only
-        following = next(batches, None)
-
-
-def _everywhere(value: bool, device: torch.device, by) -> bool:
-    flag = torch.tensor(int(value), device=device)
-    torch.distributed.all_reduce(flag, by)
-    return bool(flag)

@@ -17,9 +17,17 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.training import fit, ranks, trained_files
+from moe_runtime.hf.training.calibration import (
+    LENGTH,
+    SEED,
+    TOKENS,
+    load_for_scoring,
+    reported,
+    sample_batches,
+    sampled_ids,
+)
 from moe_runtime.hf.training.recording import Recorder, last_checkpoint
 from moe_runtime.hf.training.settings import (
     AnyNumber,
@@ -46,7 +54,6 @@ from moe_runtime.methods.esft.adapters import Adapter
 from moe_runtime.methods.esft.folders import check_fit
 from moe_runtime.methods.esft.lora import LoraAdapter, check_lora
 from moe_runtime.methods.esft.packing import join
-from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, sample_batches
 from moe_runtime.methods.esft.selection import check_selection
 
 VALIDATION = 0.02  # share of the rows, if no held-out rows are given (from the released code)
@@ -91,11 +98,11 @@ def score_folder(
     check_positive("n_tokens", n_tokens)
     check_positive("max_length", max_length)
     check_positive("batch_size", batch_size)
-    model, tokenizer = _load(source)
+    model, tokenizer = load_for_scoring(source)
     process = ranks.state()
     texts = data.read_rows(rows, answers=False)
     longest = n_tokens if packed else max_length
-    ids = _sampled(tokenizer, texts.shuffle(seed=seed), prompt, n_tokens, longest)
+    ids = sampled_ids(tokenizer, texts.shuffle(seed=seed), prompt, n_tokens, longest)
     batches = sample_batches(
         ids,
         n_tokens,
@@ -107,24 +114,13 @@ def score_folder(
     )
     check_ids(model, map(max, ids), tokenizer)
     if progress is not None:
-        batches = _reported(batches, n_tokens, process.num_processes, progress)
+        batches = reported(batches, n_tokens, process.num_processes, progress)
     scores = esft.score_experts(model, batches, n_tokens, variant=variant, per_process=True)
     with ranks.leading() as main:
         if main:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             scores.save(out)
     return scores
-
-
-def _reported(batches, n_tokens: int, processes: int, progress: Callable[[int, int], None]):
-    """Yield batches, and report a batch's tokens over all processes when the next one is
-    requested.
-    """
-    done = 0
-    for batch in batches:
-        yield batch
-        done += processes * batch["input_ids"].numel()
-        progress(min(done, n_tokens), n_tokens)
 
 
 class TrainingReceipt(NamedTuple):
@@ -206,7 +202,7 @@ def train_folder(
 
     check()
     with ranks.sole_training(checkpoints, check):
-        model, tokenizer = _load(source)
+        model, tokenizer = load_for_scoring(source)
         if is_file:
             _check_complete(model, selection)
         train, validation = _split_rows(
@@ -331,7 +327,7 @@ def check_folder(
     read, changed = check_fit(source, adapter, check_weights=check_weights)
     if rows is None:
         return CheckReceipt(read, changed)
-    model, tokenizer = _load(source)
+    model, tokenizer = load_for_scoring(source)
     tokens = data.tokenize_pairs(
         tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt
     )
@@ -344,28 +340,6 @@ def check_folder(
 def _loss(model, rows, tokenizer, **options) -> float:
     """Return the mean loss per label token."""
     return fit.mean_loss(*fit.row_losses(model, rows, tokenizer, **options))
-
-
-def _load(source: str | Path):
-    """Load a model in its own dtype, its experts run by moe_runtime, and its tokenizer."""
-    tokenizer = ranks.load_tokenizer(source)
-    model = ranks.load_model(source, "auto", ranks.state().device)
-    experts.patch(model)
-    return model, tokenizer
-
-
-def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[list[int]]:
-    """Tokenize rows until they have `n_tokens`, each row cut at `longest`; the prompts' tokens
-    count too.
-    """
-    ids: list[list[int]] = []
-    left = n_tokens
-    for row in data.token_ids(tokenizer, rows, longest, prompt):
-        ids.append(row)
-        left -= len(row)
-        if left <= 0:
-            break
-    return ids
 
 
 def _split_rows(

@@ -22,11 +22,9 @@ routed_scaling_factor of 2.5, say), v1 is scaled too, and p is a share of the ga
 """
 
 import builtins
-import itertools
 import json
 import os
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,16 +33,14 @@ from torch import nn
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.hf.models.families import check_module
+from moe_runtime.hf.training.calibration import TOKENS, model_inputs, world
 from moe_runtime.io.files import atomic_write_text, read_json
 from moe_runtime.methods.esft.base import identify, read_base, write_base
 from moe_runtime.methods.esft.official import read_tables, summary_tables
-from moe_runtime.methods.esft.recorder import GateRecorder, GateSums, model_inputs, world
+from moe_runtime.methods.esft.recorder import GateRecorder, GateSums
 
 SCORES = ("gate", "token")
 VARIANTS = ("v1", "paper", "normalized", "head")
-TOKENS = 131072  # 32 samples of 4096 tokens (Sec. 3.3)
-LENGTH = 4096
-SEED = 5934875  # the official script's
 _TABLES = ("count", "gate", "sample_count", "sample_gate")
 SUMS = (*_TABLES, "n_tokens", "n_samples", "top_k", "num_shared")  # fields of GateSums
 
@@ -247,59 +243,3 @@ def score_experts(
                 module.training = training
         sums = recorder.read(reduce=True)
     return replace(ExpertScores.from_sums(sums, variant), base=identify(model, recorder.layers))
-
-
-def sample_batches(
-    rows: Iterable[Sequence[int] | Mapping[str, Any]],
-    n_tokens: int = TOKENS,
-    *,
-    length: int = LENGTH,
-    packed: bool = True,
-    batch_size: int = 1,
-    seed: int = SEED,
-    part: tuple[int, int] = (0, 1),
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches for `score_experts` from tokenized rows, ids or rows with input_ids, in an
-    order drawn by `seed`.
-
-    `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default
-    (the paper, Sec. 3.3); otherwise each row is a sample, cut at `length` (the released script).
-    Stops at `n_tokens`, or where the rows end. With `part` = (rank, ranks) each process gets its
-    own samples: score_experts(..., per_process=True).
-    """
-    check_positive("n_tokens", n_tokens)
-    check_positive("length", length)
-    check_positive("batch_size", batch_size)
-    rows = rows if hasattr(rows, "__getitem__") else list(rows)
-    order = list(range(len(rows)))
-    random.Random(seed).shuffle(order)
-    samples = []
-    left = n_tokens
-    for i in order:
-        if left <= 0:
-            break
-        row = rows[i]
-        ids = row["input_ids"] if isinstance(row, Mapping) else row
-        sample = list(map(int, ids[: left if packed else min(length, left)]))
-        if sample:
-            samples.append(sample)
-            left -= len(sample)
-    if packed:
-        flat = list(itertools.chain(*samples))
-        samples = [flat[i : i + length] for i in range(0, len(flat), length)]
-    rank, ranks = part
-    return _padded(samples[rank::ranks], batch_size)
-
-
-def _padded(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield samples, ids of each, in batches for `score_experts`, padded on the right."""
-    for first in range(0, len(samples), batch_size):
-        part = samples[first : first + batch_size]
-        longest = max(map(len, part))
-        # any id will do: the mask keeps padding out of attention and of the scores
-        batch = {"input_ids": torch.tensor([row + row[-1:] * (longest - len(row)) for row in part])}
-        if min(map(len, part)) < longest:
-            batch["attention_mask"] = torch.tensor(
-                [[1] * len(row) + [0] * (longest - len(row)) for row in part]
-            )
-        yield batch

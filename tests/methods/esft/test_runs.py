@@ -341,7 +341,7 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
 def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(
     home, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(esft_runs, "_load", None)
+    monkeypatch.setattr(esft_runs, "load_for_scoring", None)
     with pytest.raises(ValueError, match="ep_size must divide the run's 1 processes, but got 2"):
         train_alone(home, tmp_path / "out", ep_size=2)
     monkeypatch.setattr(

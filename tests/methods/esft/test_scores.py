@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
+from moe_runtime.hf.training.calibration import sample_batches
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.runs import score_folder
-from moe_runtime.methods.esft.scores import ExpertScores, sample_batches, score_experts
+from moe_runtime.methods.esft.scores import ExpertScores, score_experts
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import ids, stock

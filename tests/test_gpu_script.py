@@ -100,90 +100,6 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
         assert COMMIT in (tmp_path / "out" / name).read_text()
 
 
-@pytest.mark.parametrize(
-    "part, count",
-    [("first", 9), ("second", 7), ("third", 10)],
-)
-def test_parts_end_in_time_whatever_hangs(start, tmp_path, part, count):
-    """Every program except the first one hangs and ignores Ctrl-C."""
-    everything = "pytest tools.check tune report native.build ncu sanitizer nvidia-smi"
-    status, printed = start(part, HANG=everything)
-    assert int((tmp_path / "clock").read_text()) <= 570_000, printed
-    assert status in (124, 137), printed
-    assert (
-        len(
-            re.findall(
-                r"^(\w+): exit status (\d+)",
-                printed,
-                re.MULTILINE,
-            )
-        )
-        == count
-    )
-    assert (tmp_path / "out" / "gpu.jsonl").read_text().startswith('{"name": "", "commit"')
-
-
-def test_unused_time_goes_to_the_next_step(start, tmp_path):
-    start("first")
-    text = "\n".join(calls(tmp_path))
-    budgets = []
-    for number in re.findall(r"--budget ([\d.]+)", text):
-        budgets.append(float(number))
-    # for layers (they and the earlier steps share 390 s), then for kernels, including unused time
-    assert budgets[0] == pytest.approx(0.8 * 390, rel=0.05)
-    assert budgets[1] == pytest.approx(0.8 * 440, rel=0.05)
-    seconds = [float(number) for number in re.findall(r"--seconds ([\d.]+)", text)]
-    # for ops_check, which starts no process afterwards, and for the tuner
-    assert seconds[0] == pytest.approx(0.8 * 110, rel=0.1)
-    assert seconds[-1] == pytest.approx(0.8 * 560, rel=0.05)
-
-
-def test_processes_that_die_are_restarted(start, tmp_path):
-    dying = "bench_layer:99 test_moe_mlp:139 tune:3 bench_kernels:101"
-    status, printed = start("first", DIE=dying)
-    assert status == 0, printed
-    for word in ("bench_layer", "test_moe_mlp", "bench_kernels"):
-        first, second = (line for line in calls(tmp_path) if word in line)
-        assert "--restarted" in second
-        assert "--restarted" not in first
-    assert sum("tune_layers" in line for line in calls(tmp_path)) == 2
-    # the device, and the start and end of each; three did not end
-    assert len(records(tmp_path / "out" / "gpu.jsonl")) == 1 + 5 + 5 + 3
-
-
-@pytest.mark.parametrize(
-    "part, die, expected, says",
-    [
-        pytest.param(
-            "first",
-            "test_moe_mlp:1 bench_layer:1",
-            1,
-            "report: exit status 0",
-            id="a-failure-ends-no-part",
-        ),
-        pytest.param(
-            "first", "device_check:77", 1, "no GPU", id="without-a-gpu-nothing-else-is-tried"
-        ),
-        pytest.param(
-            "first",
-            "test_moe_mlp:98",
-            98,
-            "results cannot be written",
-            id="nothing-runs-whose-results-are-lost",
-        ),
-        pytest.param(
-            "first", "test_repeats:5", 0, "repeats: exit status 0", id="nothing-was-left-to-run"
-        ),
-        pytest.param("fourth", "", 2, "Choose from first", id="no-such-part"),
-    ],
-)
-def test_how_parts_end(start, tmp_path, part, die, expected, says):
-    status, printed = start(part, DIE=die)
-    assert status == expected
-    assert says in printed
-    assert "77" not in die or len(calls(tmp_path)) == 1
-
-
 def test_shapes_layers_files_and_steps_of_the_script_exist():
     text = SCRIPT.read_text()
     known = {*shapes.layers(), *bench_tokens.GPU_SHAPES, *shapes.ADAPTERS_GPU, *shapes.QLORA_GPU}
@@ -197,17 +113,6 @@ def test_shapes_layers_files_and_steps_of_the_script_exist():
     plans = "".join(re.findall(r'echo "(check=.*?|report=\d+)"', text))
     for step in re.findall(r"(\w+)=\d+", plans):
         assert re.search(rf"^{step}\(\)", text, re.MULTILINE), step
-
-
-OUTCOMES = """
-import os
-import pytest
-
-def test_passes(): pass
-def test_fails(): assert 1 == 2, "why"
-def test_dies(): os._exit(int(os.environ["STATUS"]))
-def test_after(): pass
-"""
 
 
 def run_pytest(folder: Path, *words, **variables: str) -> subprocess.CompletedProcess:
@@ -228,36 +133,6 @@ def run_pytest(folder: Path, *words, **variables: str) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
     )
-
-
-def test_outcomes_are_written_as_they_come(tmp_path):
-    """A process that dies keeps its results; the next one runs neither the passed tests nor the one
-    that killed it.
-    """
-    (tmp_path / "test_some.py").write_text(OUTCOMES)
-    results = tmp_path / "r.jsonl"
-    words = [
-        "-p",
-        "tests.support.outcomes",
-        "--results",
-        results,
-        "-c",
-        os.devnull,
-    ]
-    words += ["--rootdir", tmp_path, tmp_path]
-    assert run_pytest(tmp_path, *words, STATUS="139").returncode == 139
-    assert run_pytest(tmp_path, *words, "--restarted").returncode == 1
-    lines = [line for line in records(results) if "outcome" in line]
-    assert [(line["name"].split("::")[1], line["outcome"]) for line in lines] == [
-        ("test_passes", "passed"),
-        ("test_fails", "failed"),
-        ("test_dies", "failed"),
-        ("test_fails", "failed"),
-        ("test_after", "passed"),
-    ]
-    assert "why" in lines[1]["why"]
-    assert lines[2]["why"] == "the process died"
-    assert {line["commit"] for line in lines} == {COMMIT}
 
 
 # stand-ins for missing packages

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_runtime.bench import compare, described, machine, report, running
+from moe_runtime.bench import compare, machine, report, running
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.cli import tools as cli_tools
 from moe_runtime.cli.app import app as main_app
@@ -93,32 +93,6 @@ def test_what_is_a_regression(tmp_path, a, b, says, variant):
         assert [one.variant for one in result.regressions] == [variant]
 
 
-def test_what_is_missing_in_the_second_file_is_named(tmp_path):
-    a = dict.fromkeys(("floor", "moe_runtime", "moe_runtime cuda", "eager"), row(1.0))
-    one = file_of(tmp_path / "a.json", dict.fromkeys(("bench_a", "bench_b", "bench_c"), a))
-    rest = {"bench_a": {"floor": row(1.0), "moe_runtime": row(1.0)}}
-    other = file_of(
-        tmp_path / "b.json",
-        rest,
-        notes={"moe_runtime cuda": "no compiler"},
-    )
-    other.write_text(json.dumps(json.loads(other.read_text()) | {"failed": {"bench_b": "boom"}}))
-    result = compare.compare(one, other)
-    assert [(lost.benchmark, lost.variant, lost.verdict) for lost in result.regressions] == [
-        ("bench_a", "moe_runtime cuda", "missing: no compiler"),
-        ("bench_b", "moe_runtime", "missing: the benchmark failed: boom"),
-        ("bench_b", "moe_runtime cuda", "missing: the benchmark failed: boom"),
-    ]
-    text = compare.text(result)
-    assert "missing in B: bench_a: eager: unknown reason" in text
-    assert "no regression of ours" not in text
-    assert "regression: bench_a: moe_runtime cuda: missing: no compiler" in text
-    whole = compare.as_json(result)
-    assert len(whole["missing"]) == 6
-    assert len(whole["regressions"]) == 3
-    assert result.alone[0] == ["bench_b", "bench_c"]
-
-
 def bench(*arguments):
     """Run the command in this process."""
     return CliRunner().invoke(main_app, ["bench", *map(str, arguments)])
@@ -141,19 +115,6 @@ def test_compare_on_the_command_line(tmp_path):
 def test_a_failed_benchmark_ends_in_1(failed, code):
     outcome = running.RunOutcome(None, failed, {})
     assert cli_tools._report(outcome, [], True).code == code
-
-
-def test_kinds_and_names_choose_files():
-    assert tuple(described.KINDS) == cli_tools.KINDS
-    groups = running.kinds()
-    assert set(groups) <= set(described.KINDS)
-    every = {path.name for path in (ROOT / "bench").glob("bench_*.py")}
-    assert {path.name for path in running.files(None)} == every
-    named = [path.name for path in running.files("merging,routing")]
-    assert sorted(named) == ["bench_merging.py", "bench_routing.py"]
-    assert running.files("layer, step") == sorted(groups["layer"] + groups["step"])
-    with pytest.raises(ValueError, match="only must list kinds .*layer.* but got 'layers'"):
-        running.files("op,layers")
 
 
 def test_file_is_named_by_date_commit_and_device(tmp_path):

@@ -106,30 +106,3 @@ def drawn(path: Path) -> dict:
     benches = read(path)
     figures = {name: draw(benches) for name, draw in pictures.PICTURES.items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
-
-
-@pytest.mark.parametrize("name", [*FUNCTIONS, None])
-def test_what_was_not_measured_makes_no_picture(tmp_path, name):
-    path = write_part(tmp_path / "r.json", FUNCTIONS.get(name, "bench_training_step"))
-    assert list(drawn(path)) == ([name] if name else [])
-    assert len(pictures.write_pictures(path)) == (2 if name else 0)
-
-
-def test_files_are_reproducible_and_text_stays_text(tmp_path, capsys):
-    path = write_part(tmp_path / "r.json", "bench_saved_memory")
-    pictures.main([str(path), "-o", str(tmp_path / "a")])
-    names = ["r-memory.png", "r-memory.svg"]
-    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == names
-    pictures.write_pictures(path, tmp_path / "b")
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    svg = (tmp_path / "a" / "r-memory.svg").read_text()
-    assert "moe_runtime</text>" in svg
-    for text in ("<dc:date>", "Matplotlib v", "not a result"):
-        assert text not in svg
-    tiny = write_part(
-        tmp_path / "r.json",
-        "bench_saved_memory",
-        tiny=True,
-    )
-    assert "not a result" in pictures.write_pictures(tiny)[1].read_text()

@@ -181,13 +181,6 @@ def test_bad_sources_are_one_error(value, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_bad_file_among_others_is_one_error(sources, tmp_path):
-    write_rows(tmp_path / "bad.jsonl", [{"prompt": "p", "solution": "s"}])
-    rows = rows_of(sources, [{"source": "pairs.jsonl"}, {"source": str(tmp_path / "bad.jsonl")}])
-    with pytest.raises(ValueError, match="has the columns prompt, solution. Rename them"):
-        split_rows(rows)
-
-
 STUDIES = {"xft": xft_study, "esft": esft_study}
 PLACES = {
     "xft": ("data", "data__max_length", "tune"),

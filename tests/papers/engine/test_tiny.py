@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io import rows as data
-from papers.engine.tiny import SMALLEST, train_tokenizer
+from papers.engine.tiny import train_tokenizer
 
 CHAT = [{"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}]
 
@@ -46,17 +46,3 @@ def test_the_tokenizer_round_trips_any_text_and_its_folder(tokenizer, tmp_path):
         add_generation_prompt=True,
     )
     assert loaded.apply_chat_template(CHAT, tokenize=False) == prompt + "four</s>\n"
-
-
-def test_digits_can_be_tokens_of_their_own():
-    texts = ["1987 and 1987 is 3974"] * 20
-    assert len(train_tokenizer(texts, 300).tokenize("1987")) < 4
-    split = train_tokenizer(texts, 300, split_digits=True)
-    assert len(split.tokenize("1987")) == 4
-    assert split.decode(split(texts[0], add_special_tokens=False).input_ids) == texts[0]
-
-
-def test_the_tokenizer_needs_room():
-    with pytest.raises(ValueError, match=f"vocab_size must be at least {SMALLEST} .*, but got 100"):
-        train_tokenizer(["a"], 100)
-    assert len(train_tokenizer(["a"], SMALLEST)) == SMALLEST

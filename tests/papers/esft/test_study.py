@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2ForCausa
 from moe_runtime.hf.training import fit
 from moe_runtime.methods import esft
 from moe_runtime.methods.lora import baseline as lora_baseline
-from papers.esft import study as esft_study
 from papers.esft.recipe import load_recipe
 from papers.esft.study import EsftStages, join
-from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,28 +100,6 @@ def test_the_scores_are_those_of_the_training_rows(made):
     torch.testing.assert_close(stored.token, scored.token, rtol=0, atol=2e-3)
 
 
-def test_a_second_call_reads_what_is_there(made):
-    before = times(made.out)
-    again = made.again(say=lambda text: pytest.fail(text))
-    assert again.base() == made.base
-    assert again.fft("sums") == made.fft
-    assert again.lora("sums") == made.lora
-    assert again.esft("sums", again.selection("sums", "gate")) == made.esft
-    # options of how a training is run do not define another stage
-    assert made.again(esft__save_steps=2).fft("sums") == made.fft
-    assert times(made.out) == before
-    assert not list(made.out.glob("*.checkpoints"))
-
-
-def test_what_a_stage_depends_on_makes_another(made):
-    few = made.again(p__token=0.05)
-    assert few.selection("sums", "token") != made.stages.selection("sums", "token")
-    assert made.stages.lora("sums", rank=1).folder != made.lora.folder
-    other = made.again(seed=1, mix=0.0)
-    assert other.base() == made.base  # every seed tunes the same base
-    assert other.esft("sums", made.selection).folder != made.esft.folder
-
-
 def test_joined_results_have_all_rows_and_means(made):
     one = made.esft
     other = one._replace(
@@ -144,17 +120,6 @@ def test_joined_results_have_all_rows_and_means(made):
     assert both.loss == pytest.approx(one.loss / 2)
     assert both.seconds == pytest.approx(one.seconds + 1)
     assert both.trained_parameters == round(one.trained_parameters / 2)
-
-
-def test_a_run_of_the_whole_method(made):
-    lines = []
-    base, sums, words = esft_study.run(made.recipe, made.out, say=lines.append)
-    assert base == made.base
-    assert sums == made.esft
-    assert words.experts != sums.experts
-    text = "\n".join(lines)
-    assert str(sums.folder) in text
-    assert "\nwords" in text
 
 
 def test_the_python_of_the_docs_runs(made, tmp_path, monkeypatch, capsys):

@@ -129,10 +129,3 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
             **options,
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_a_report_of_other_settings_is_not_replaced_unasked(main, recipe, out):
-    before = (out / "main.json").read_bytes()
-    with pytest.raises(ValueError, match=r"created with other settings \(seeds\).*overwrite=True"):
-        make("main", recipe, out, seeds=2)
-    assert (out / "main.json").read_bytes() == before

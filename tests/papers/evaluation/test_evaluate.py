@@ -22,7 +22,6 @@ from papers.evaluation import evaluate as evaluation
 from papers.evaluation import evaluate_tasks
 from papers.evaluation.evaluate import evaluate
 from papers.evaluation.evaluate_models import RecordedLM, find_models, load_lm, tokenizer_of
-from papers.evaluation.evaluate_tasks import last_number, number_after_mark
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import stock
 from tests.methods.ultrafuser.fusers import specialist, tokenizer
@@ -291,24 +290,6 @@ def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
     again = scripted(answers, "arithmetic", limit=9)
     assert again == report
     assert scripted.asked == {"a": 0, "b": 0}
-
-
-@pytest.mark.parametrize(
-    ("text", "strict", "last"),
-    [
-        ("so #### 72", 72, 72),
-        ("#### $1,234.50.", 1234.5, 1234.5),
-        ("####-3 and 4", -3, 4),
-        ("72", None, 72),
-        ("#### 1\n#### 2", 1, 2),
-        ("5-3", None, 3),
-        ("none", None, None),
-        ("#### x 5", None, 5),
-        ("#### 072.0", 72, 72),
-    ],
-)
-def test_numbers_are_found(text, strict, last):
-    assert (number_after_mark(text), last_number(text)) == (strict, last)
 
 
 SCHOOL = {  # answers to a question with gold answer 18, and their strict and flexible scores

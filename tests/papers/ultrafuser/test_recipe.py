@@ -56,22 +56,6 @@ def test_the_tiny_study():
     assert changed.training_of("prose") == recipe.specialist
 
 
-def test_a_recipe_comes_back_from_its_values():
-    recipe = FuserRecipe.from_dict(VALUES)
-    assert FuserRecipe.from_dict(recipe.to_dict()) == recipe
-    assert recipe.further_stage.steps == 8
-    assert recipe.further_stage.batch_size == 6
-    assert recipe.change(further=STEPS | {"steps": 3}).further_stage.steps == 3
-    given = {name: {"template": "chat", "model": name} for name in ("x", "b")}
-    recipe = recipe.change(
-        base_model=None,
-        specialist=None,
-        specialists=given,
-    )
-    assert recipe.domain_of("x") is None  # a given specialist may belong to no domain
-    assert recipe.domain_of("b") == "b"
-
-
 A, B = VALUES["specialists"].values()
 
 

@@ -195,25 +195,6 @@ def write_lines(path, rows) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "model, match",
-    [
-        ("{wide}", "The hidden sizes differ .32 of .*sums.model, 64 of .* but joint is False"),
-        ("{foreign}", "of 'words' is .*Specialists must have the same vocabulary"),
-        ("{wide}/none", "specialists.words.model .*/none' is neither a folder"),
-    ],
-)
-def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):
-    model = model.format(**strangers)
-    with pytest.raises(ValueError, match=match):
-        UltrafuserStages(
-            given(made, made.specialists[0].source, model),
-            tmp_path / "out",
-            say=print,
-        )
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path):
     recipe = given(
         made,
@@ -271,28 +252,6 @@ def test_a_bad_row_is_named_where_it_stands(made, tmp_path):
     match = r"domains.sums: example 18 of '.*bad.jsonl': .*does not support the turns system, user"
     with pytest.raises(ValueError, match=match):
         ultrafuser_study.study_rows(made.stages.encoder, recipe)
-
-
-def test_what_is_there_is_not_made_again(made, monkeypatch):
-    monkeypatch.setattr(fit, "train", None)
-    again = UltrafuserStages(made.recipe, made.out, say=print)
-    assert again.fused() == made.fused
-    assert again.gate() == made.gate
-    assert again.further("sums") == made.further
-    # changes of options that a stage does not depend on have no effect on it
-    recipe = made.recipe.model_copy(update={"stage2": made.recipe.stage2.change(steps=9)})
-    assert UltrafuserStages(recipe, made.out, say=print).gate() == made.gate
-
-
-def test_other_settings_are_other_stages(made):
-    other = made.stages.fused(two_stage=False, balanced=False)
-    assert other.folder != made.fused.folder
-    assert other.loss != made.fused.loss
-    before = sum(one.seconds for one in made.specialists)
-    assert other.total_seconds == pytest.approx(before + other.seconds)
-    assert made.fused.total_seconds == pytest.approx(
-        before + made.gate.seconds + made.fused.seconds
-    )
 
 
 def test_given_specialists_are_taken_as_they_are(made, tmp_path):

@@ -95,8 +95,3 @@ def test_pictures_and_numbers_are_there(tables, command):
     assert report.legend()
     assert values["settings"]["seeds"] == [0]
     assert rows_of(report)
-
-
-def test_a_table_is_read_again(tables, monkeypatch):
-    monkeypatch.setattr("moe_runtime.hf.training.fit.train", None)
-    assert tables.run("ablate").rows() == tables.reports["ablate"].rows()

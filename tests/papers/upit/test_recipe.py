@@ -4,7 +4,6 @@ mistake.
 
 import pytest
 
-from papers.engine.recipe import shipped_recipes
 from papers.upit.recipe import UpitRecipe, load_recipe
 
 TUNING = {"epochs": 2, "learning_rate": 1e-3}
@@ -18,15 +17,6 @@ SMALL = {
     "domains": {"code": {"train": "code"}},
     "ffn": FORM,
 }
-
-
-@pytest.mark.parametrize("name", ["budget", "llama-2-7b-lora", "sheared-llama-2.7b", "tiny"])
-def test_a_shipped_recipe_loads_and_survives_a_round_trip(name):
-    assert name in shipped_recipes("upit")
-    recipe = load_recipe(name)
-    assert recipe.name == name
-    assert recipe.method == "upit"
-    assert UpitRecipe.from_dict(recipe.to_dict()) == recipe
 
 
 @pytest.mark.parametrize(

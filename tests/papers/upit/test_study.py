@@ -15,10 +15,8 @@ from moe_runtime.hf.training import fit
 from moe_runtime.methods.lora import baseline as lora_baseline
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
-from papers.upit import study as upit_study
 from papers.upit.recipe import load_recipe
 from papers.upit.study import UpitStages
-from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,33 +166,6 @@ def test_copies_start_as_the_copied_model(made, monkeypatch):
     assert not list(made.out.glob("*.tmp*"))
 
 
-def test_a_second_call_reads_what_is_there(made):
-    before = times(made.out)
-    again = made.again(say=lambda text: pytest.fail(text))
-    for form in made.recipe.forms:
-        assert again.pool(form) == made.pools[form]
-        assert again.routers(form, made.pools[form]) == made.routers[form]
-        assert again.upit(form) == made.upit[form]
-    assert times(made.out) == before
-    assert not list(made.out.glob("*.checkpoints"))
-
-
-def test_what_a_stage_depends_on_makes_another(made):
-    few = {
-        "checkpoints__count": 1,
-        "experts__num_experts": 1,
-        "experts__top_k": 1,
-    }
-    half = made.stages.change(ffn__sft__epochs=0.5, **few).prepared("ffn")
-    assert half.steps == 4
-    assert half.folder != made.stages.prepared("ffn").folder
-    for change in ({"checkpoints__which": "front"}, {"expansion__drop": 0.2}):
-        assert made.stages.change(**change).pool("ffn").folder != made.pools["ffn"].folder
-    other = made.again(seed=1)
-    assert other.base() == made.base
-    assert other.seed_rows()[0] != made.stages.seed_rows()[0]
-
-
 @pytest.mark.slow
 def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monkeypatch):
     seen = {}
@@ -253,20 +224,6 @@ def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
     for row in texts_of(stages, stages.held_out):
         prompt = row.partition("@@ Instruction\n")[2].partition("\n\n@@")[0] or row
         assert prompt not in trained
-
-
-def test_a_run_of_the_whole_method(made):
-    lines = []
-    results = upit_study.run(
-        made.recipe.change(lora=None),
-        made.out,
-        say=lines.append,
-    )
-    assert [one.name for one in results] == ["base", "SFT", "UpIT (FFN)"]
-    assert results[2] == made.upit["ffn"]
-    assert results[1].steps == 16
-    assert str(made.upit["ffn"].folder) in lines[-1]
-    assert "\nUpIT (FFN)" in "\n".join(lines)
 
 
 def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):

@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from papers.engine import domains
 from papers.upit import tables as upit_tables
 from papers.upit.recipe import load_recipe
 from papers.upit.tables import UpitReport
@@ -84,32 +83,6 @@ def test_what_the_methods_of_main_train(main):
     mlps = 2 * 3 * 16 * 24
     assert of[UPIT].parameters == base + 2 * mlps + routers
     assert of[UPIT].active_parameters == base + mlps + routers
-
-
-def test_where_the_domains_tokens_go(main, out):
-    assert (out / "main-routing.png").read_bytes().startswith(b"\x89PNG")
-    routing = json.loads((out / "main.json").read_text())["routing"]
-    assert list(routing) == [
-        *OF_FFN[1:3],
-        UPIT,
-        *OF_LORA[1:3],
-        "UpIT (LoRA)",
-    ]
-    for values in routing.values():
-        (slots,) = values["slots"]
-        (distance,) = values["distance_between_domains"]
-        assert list(slots) == ["sums", "words"]
-        assert distance == pytest.approx(domains.mean_distance(slots))
-        assert values["layers"] == ["0", "1"]
-
-
-def test_distances_between_domains():
-    alike = {"a": [[1, 3], [2, 2]], "b": [[2, 6], [5, 5]]}
-    assert domains.mean_distance(alike) == 0
-    assert domains.mean_distance({"a": [[1, 3]]}) == 0
-    unlike = {"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}
-    assert domains.mean_distance(unlike) == pytest.approx((1 + 0.25) / 2)
-    assert domains.shares({"a": [[1, 3], [0, 0]]})["a"].tolist() == [[0.25, 0.75], [0, 0]]
 
 
 def test_too_small_buckets_are_refused_before_the_first_training(recipe, tmp_path):

@@ -145,22 +145,3 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
             **options,
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
-    make(
-        "sweep-lambda",
-        recipe,
-        out,
-        overwrite=True,
-        shared_rates=(0.5, 1.0),
-    )
-    before = (out / "sweep-lambda.json").read_bytes()
-    with pytest.raises(ValueError, match=r"other settings \(shared_rates\).*overwrite=True"):
-        make(
-            "sweep-lambda",
-            recipe,
-            out,
-            shared_rates=(0.5,),
-        )
-    assert (out / "sweep-lambda.json").read_bytes() == before

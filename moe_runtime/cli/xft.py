@@ -53,6 +53,10 @@ def upcycle(
     layers: Annotated[
         str | None, option("Layers to upcycle, such as 0-3,8 (default: all).")
     ] = None,
+    init: Annotated[
+        str, option("Experts at first: copy, noise or drop (redrawn).", words="copy noise drop")
+    ] = "copy",
+    ratio: Annotated[float, option("Share of neurons that noise and drop change.")] = 0.5,
     max_shard_size: ShardSize = "2GB",
     seed: Seed = 42,
     overwrite: Overwrite = False,
@@ -93,6 +97,8 @@ def upcycle(
         num_experts=num_experts,
         top_k=6 if top_k is None else top_k,
         export_to=for_,
+        init=init,
+        ratio=ratio,
         **settings,
     )
     _print_receipt(receipt)

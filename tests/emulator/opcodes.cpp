@@ -53,7 +53,8 @@ bool with_pair(Type type, Function function) {
 float finish(const Instruction& at, float value) {
   if (at.ftz) value = flush(value);
   if (at.sat) value = std::isnan(value) ? 0.f : std::clamp(value, 0.f, 1.f);
-  return value;
+  // every NaN that arithmetic makes has the same bits, whatever those of its operands
+  return std::isnan(value) ? decode<float>(0x7FFFFFFF) : value;
 }
 
 template <class Function>

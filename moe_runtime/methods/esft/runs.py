@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice, check_positive
+from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.training import fit, ranks, trained_files
 from moe_runtime.hf.training.calibration import (
@@ -202,7 +203,10 @@ def train_folder(
 
     check()
     with ranks.sole_training(checkpoints, check):
-        model, tokenizer = load_for_scoring(source)
+        tokenizer = ranks.load_tokenizer(source)
+        model = ranks.load_model(source, "auto", ranks.state().device)
+        if lora is not None:  # training whole experts does it
+            experts.patch(model)
         if is_file:
             _check_complete(model, selection)
         train, validation = _split_rows(

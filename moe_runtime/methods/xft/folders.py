@@ -24,7 +24,7 @@ from moe_runtime.hf.models.folders import (
 )
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_finite
 from moe_runtime.io.files import check_out_dir
-from moe_runtime.methods.xft import UNMOVED, check_rate, distance_moved
+from moe_runtime.methods.xft import UNMOVED, check_rate, distance_moved, initialization
 from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
 
 
@@ -38,16 +38,19 @@ def upcycle_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
     export_to: str | None = None,
+    init: str = "copy",
+    ratio: float = 0.5,
     **settings: Any,
 ) -> FolderReceipt:
     """Upcycle the dense model in folder `source` to the folder `target`; `settings` are MoEConfig's
-    (num_experts=8, ...).
+    (num_experts=8, ...), `init` and `ratio` those of `initialization`.
 
     Raises ValueError, with nothing written, for an unknown architecture, MLP tensors that are
     missing, misshapen or not finite, an existing target or too little disk space, and for settings
     that the stock family `export_to` cannot compute.
     """
     check_out_dir(target, overwrite, [source])
+    initialization.check_init(init, ratio)
     config = folders.read_config(source)
     family = families.family_of(config)
     moe = folders.config_for_folder(config, **settings)
@@ -66,7 +69,11 @@ def upcycle_folder(
             side_files = folders.copy_side_files(Path(source), writer)
             job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
-                _upcycle_key(job, key, family, moe, layers, seed)
+                mlp_key = families.locate_key(family, key)
+                if init == "copy" or mlp_key is None or mlp_key.layer not in layers:
+                    _upcycle_key(job, key, family, moe, layers, seed)
+                elif mlp_key[1:] == ("down_proj", 0):
+                    _upcycle_layer(job, mlp_key.layer, family, moe, seed, init, ratio)
     return FolderReceipt(
         Path(target), moe, job.tensors, job.bytes, side_files, layers, mlp_error=error
     )
@@ -116,6 +123,28 @@ def _upcycle_key(
         for name, router in swap.draw_router(moe, seed, mlp_key.layer).items():
             job.add(f"{path}.gate.{name}", router.to(weight.dtype))
     return job.read(*parts)
+
+
+def _upcycle_layer(
+    job: Conversion, layer: int, family, moe: MoEConfig, seed: int, init: str, ratio: float
+) -> None:
+    """Write a layer whose experts differ."""
+    mlp = {}
+    keys = families.mlp_keys(family, layer, moe.bias)
+    for name, parts in keys.items():
+        mlp[name] = torch.cat([job.source.get(part) for part in parts])
+        check_finite(mlp[name], parts[0], job.source.path)
+    generator = torch.Generator().manual_seed(seed * 65537 + layer)
+    stacks: dict[str, list] = {name: [] for name in keys}
+    for expert in initialization.experts(mlp, moe, init, ratio, generator):
+        for name, matrix in expert.items():
+            stacks[name].append(matrix)
+    for name, key in families.expert_keys(family, layer, moe.bias).items():
+        job.add(key, torch.stack(stacks[name]))
+    path = family.path.format(layer)
+    for name, router in swap.draw_router(moe, seed, layer).items():
+        job.add(f"{path}.gate.{name}", router.to(mlp["down_proj"].dtype))
+    job.read(*(part for parts in keys.values() for part in parts))
 
 
 def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int]) -> int:

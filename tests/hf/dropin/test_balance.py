@@ -161,7 +161,7 @@ def test_routers_are_found_in_every_family(family):
     layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
     # layers that choose experts by token id have no balance loss
     hashed = family == "deepseek_v4"
-    assert len(balance._routers_of(model, layers)) == len(layers) - hashed
+    assert len(balance.routers_of(model, layers)) == len(layers) - hashed
 
 
 class Collapse(torch.overrides.TorchFunctionMode):

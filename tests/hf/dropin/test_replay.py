@@ -119,7 +119,7 @@ def test_every_family_of_transformers_is_recorded_and_replayed(family):
     for layer in routed_layers(model).values():
         if layer.is_stock:
             layers.append(layer)
-    add_noise(*(module for module, _ in balance._routers_of(model, layers)))
+    add_noise(*(module for module, _ in balance.routers_of(model, layers)))
     with record_routing(model) as free:
         run()
 

@@ -27,7 +27,7 @@ ELSEWHERE = {
     ("docs/expert-parallel.md", "python"),
     ("docs/routers.md", "python"),
     ("docs/esft.md", "python"),
-    ("docs/upit.md", "python"),
+    ("docs/upit-tables.md", "python"),
     ("docs/ultrafuser.md", "python"),
     ("docs/recipes.md", "python"),
     ("docs/recipes.md", "yaml"),
@@ -35,14 +35,9 @@ ELSEWHERE = {
 }
 
 
-# the exception: a block of those pages that is run here
-HERE = ("docs/upit.md", "save_experts.py")
-
-
 def is_here(fence) -> bool:
     """Whether a block is run or loaded here."""
-    is_elsewhere = (fence.page, fence.language) in ELSEWHERE
-    return not is_elsewhere or (fence.page, fence.options.get("file")) == HERE
+    return (fence.page, fence.language) not in ELSEWHERE
 
 
 RUN = [fence for fence in ALL if fence.language == "python" and is_here(fence)]

@@ -120,14 +120,16 @@ def notebook_page(path: Path) -> str:
     return "\n".join(lines)
 
 
-def on_page_markdown(markdown, **_):
+def on_page_markdown(markdown, page=None, **_):
     """Give a named fence its title, link notebooks to their pages, and drop the address of links to
     files beside docs/.
     """
+    depth = page.file.src_uri.count("/") if page else 0
+    outside = re.escape("../" * (depth + 1))
     markdown = re.sub(r"\]\(notebooks/([\w-]+)\.ipynb\)", r"](notebook-\1.md)", markdown)
     markdown = re.sub(r"^```(\w+) file=(\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) \w+=[^\"\s]+$", r"```\1", markdown, flags=re.MULTILINE)
-    return re.sub(r"(?<!!)\[([^]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+    return re.sub(rf"(?<!!)\[([^]]+)\]\({outside}[^)]*\)", r"\1", markdown)
 
 
 def commands(command=None, path=("moe-runtime",)):

@@ -27,10 +27,10 @@ ELSEWHERE = {
     ("docs/expert-parallel.md", "python"),
     ("docs/routers.md", "python"),
     ("docs/esft.md", "python"),
-    ("docs/upit-tables.md", "python"),
+    ("docs/papers/upit-tables.md", "python"),
     ("docs/ultrafuser.md", "python"),
-    ("docs/recipes.md", "python"),
-    ("docs/recipes.md", "yaml"),
+    ("docs/papers/recipes.md", "python"),
+    ("docs/papers/recipes.md", "yaml"),
     ("docs/evaluation.md", "yaml"),
 }
 
@@ -131,7 +131,7 @@ def trainer(folder, monkeypatch) -> dict:
 
 
 PREPARED = {
-    "docs/xft-official.md": official,
+    "docs/papers/xft-official.md": official,
     "docs/upit.md": trainer,
 }
 

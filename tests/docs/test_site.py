@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -47,10 +48,10 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_every_page_is_listed(site):
     nav = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
     pages |= {"cli", "api"} | {f"notebook-{path.stem}" for path in hooks.NOTEBOOKS}
     assert set(re.findall(r"([\w-]+)\.md", nav)) == pages
-    assert {path.stem for path in site.glob("*.html")} == pages | {"404"}
+    assert {path.stem for path in site.rglob("*.html")} == pages | {"404"}
 
 
 def text_of(page) -> str:
@@ -80,3 +81,6 @@ def test_markdown_hook():
     text = "```python file=a.py\n[csrc/](../csrc), [a](b.md), [n](notebooks/a-b.ipynb)"
     expected = '```python title="a.py"\ncsrc/, [a](b.md), [n](notebook-a-b.md)'
     assert hooks.on_page_markdown(text) == expected
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="papers/a.md"))
+    below = "[csrc/](../../csrc), [a](../b.md)"
+    assert hooks.on_page_markdown(below, page) == "csrc/, [a](../b.md)"

@@ -270,7 +270,7 @@ def test_a_run_of_the_whole_method(made):
 
 
 def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
-    text = (ROOT / "docs" / "upit-tables.md").read_text()
+    text = (ROOT / "docs" / "papers" / "upit-tables.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for ours, theirs in (("tiny", made.recipe_path), ("runs/upit", made.out)):
         assert f'"{ours}"' in code
@@ -278,7 +278,7 @@ def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
     exec(
         compile(
             code.replace("seed=1", "seed=0"),
-            "docs/upit-tables.md",
+            "docs/papers/upit-tables.md",
             "exec",
         ),
         {},

@@ -1,8 +1,8 @@
 """Hooks of mkdocs: the pages generated from the code and the notebooks, and Markdown as GitHub
 reads it.
 
-The command line's page consists of typer's help of every verb, the Python page of the public names'
-signatures and docstrings, a notebook's page of its cells with their outputs.
+The command line's page consists of typer's help of every verb, the Python pages of the signatures
+and docstrings of public names, a notebook's page of its cells with their outputs.
 """
 
 import html
@@ -16,7 +16,7 @@ from pathlib import Path
 import typer.main
 from mkdocs.structure.files import File
 
-# the modules of the Python page: what each is for, and the names that users call where the module
+# the modules of the Python pages: what each is for, and the names that users call where the module
 # has no __all__
 MODULES = {
     "moe_runtime": ("The most used names.", ()),
@@ -96,15 +96,77 @@ MODULES = {
 }
 
 
+# the Python pages: title, what is on it, and the modules
+TOPICS = {
+    "api": ("Python API", "The names of `import moe_runtime`.", ("moe_runtime",)),
+    "api-layers": (
+        "Layers and ops",
+        "The MoE layer, and the ops that it consists of.",
+        (
+            "moe_runtime.config",
+            "moe_runtime.modules.moe",
+            "moe_runtime.modules.merged",
+            "moe_runtime.modules.ewa",
+            "moe_runtime.ops.routing",
+            "moe_runtime.ops.moe_mlp",
+            "moe_runtime.ops.activation",
+            "moe_runtime.ops.merging",
+            "moe_runtime.ops.fusion",
+            "moe_runtime.ops.expert_rows",
+        ),
+    ),
+    "api-dropin": (
+        "Stock models",
+        "Trainers, adapters, routers and expert parallelism of stock MoE models.",
+        (
+            "moe_runtime.hf",
+            "moe_runtime.hf.dropin.adapters",
+            "moe_runtime.hf.dropin.parallel",
+            "moe_runtime.hf.dropin.balance",
+            "moe_runtime.hf.dropin.stats",
+            "moe_runtime.hf.dropin.replay",
+        ),
+    ),
+    "api-xft": (
+        "XFT",
+        "Upcycling, mixing and merging, in memory and from folder to folder.",
+        (
+            "moe_runtime.methods.xft",
+            "moe_runtime.methods.xft.folders",
+            "moe_runtime.methods.xft.official",
+            "moe_runtime.methods.xft.baselines",
+            "moe_runtime.hf.models.folders",
+        ),
+    ),
+    "api-esft": (
+        "ESFT",
+        "Scoring, selecting and training experts.",
+        ("moe_runtime.methods.esft",),
+    ),
+    "api-upit": (
+        "UpIT and LoRA experts",
+        "Checkpoints and adapters that become experts.",
+        ("moe_runtime.methods.upit", "moe_runtime.methods.lora"),
+    ),
+    "api-ultrafuser": (
+        "UltraFuser",
+        "Fused specialists.",
+        ("moe_runtime.methods.ultrafuser",),
+    ),
+}
+
+
 NOTEBOOKS = sorted(Path(__file__).parent.glob("notebooks/*.ipynb"))
 
 
 def on_files(files, config):
     """Add the pages that are generated."""
-    pages = {"cli.md": cli_page(), "api.md": api_page()}
-    for name, content in (
-        pages | {f"notebook-{path.stem}.md": notebook_page(path) for path in NOTEBOOKS}
-    ).items():
+    pages = {"cli.md": cli_page()}
+    for topic in TOPICS:
+        pages[f"{topic}.md"] = api_page(topic)
+    for path in NOTEBOOKS:
+        pages[f"notebook-{path.stem}.md"] = notebook_page(path)
+    for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
 
@@ -120,14 +182,16 @@ def notebook_page(path: Path) -> str:
     return "\n".join(lines)
 
 
-def on_page_markdown(markdown, **_):
+def on_page_markdown(markdown, page=None, **_):
     """Give a named fence its title, link notebooks to their pages, and drop the address of links to
     files beside docs/.
     """
+    depth = page.file.src_uri.count("/") if page else 0
+    outside = re.escape("../" * (depth + 1))
     markdown = re.sub(r"\]\(notebooks/([\w-]+)\.ipynb\)", r"](notebook-\1.md)", markdown)
     markdown = re.sub(r"^```(\w+) file=(\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) \w+=[^\"\s]+$", r"```\1", markdown, flags=re.MULTILINE)
-    return re.sub(r"(?<!!)\[([^]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+    return re.sub(rf"(?<!!)\[([^]]+)\]\({outside}[^)]*\)", r"\1", markdown)
 
 
 def commands(command=None, path=("moe-runtime",)):
@@ -228,23 +292,80 @@ def public(path: str) -> list[str]:
     return list(MODULES[path][1]) or [name for name in module.__all__ if not name.startswith("_")]
 
 
+# long names of types, as a user writes them
+SHORTER = {
+    "collections.abc.": "",
+    "torch.nn.modules.module.Module": "nn.Module",
+    "pathlib.Path": "Path",
+    "typing.": "",
+    "os.PathLike": "PathLike",
+    "transformers.tokenization_utils_base.": "",
+    "transformers.modeling_utils.": "",
+    "torch.distributed.device_mesh.": "",
+}
+
+
 def signature(name: str, value) -> str:
     """Return `name(...)`, one argument a line where it is long."""
     try:
-        text = f"{name}{inspect.signature(value)}"
+        parameters = inspect.signature(value)
     except (TypeError, ValueError):  # a module, a dict, a class without a signature
         return name
-    if len(text) <= 100:
+    text = _shorter(f"{name}{parameters}")
+    if len(text) <= 80:
         return text
     arguments = []
     starred = False
-    for argument in inspect.signature(value).parameters.values():
+    for argument in parameters.parameters.values():
         if argument.kind is argument.KEYWORD_ONLY and not starred:
             arguments.append("*")
         starred = starred or argument.kind in (argument.KEYWORD_ONLY, argument.VAR_POSITIONAL)
-        arguments.append(str(argument))
+        arguments.append(_shorter(str(argument)))
     result = text[text.rindex(") -> ") :] if ") -> " in text else ")"
     return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + result
+
+
+def _shorter(text: str) -> str:
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    return re.sub(r"moe_runtime(\.\w+)+\.(?=[A-Z])", "", text)
+
+
+ITEMS = {"Args": "argument", "Attributes": "attribute", "Raises": "error"}
+
+
+def docstring(text: str) -> list[str]:
+    """Return the lines of a docstring in Google style as Markdown: arguments, attributes and errors
+    as tables, examples as blocks.
+    """
+    lines = []
+    for part in re.split(r"^(?=(?:Args|Attributes|Raises|Returns|Example):$)", text, flags=re.M):
+        title, _, body = part.partition(":\n")
+        if title in ITEMS:
+            lines += [f"| {ITEMS[title]} | meaning |", "|---|---|"]
+            for item in re.split(r"\n(?=\S)", textwrap.dedent(body).strip()):
+                name, _, meaning = item.partition(":")
+                lines.append(f"| `{name}` | {cell(meaning)} |")
+            lines.append("")
+        elif title == "Returns":
+            lines += [f"**Returns** {escaped(' '.join(body.split()))}", ""]
+        elif title == "Example":
+            lines += ["```pycon", textwrap.dedent(body).strip(), "```", ""]
+        else:
+            lines += prose(part)
+    return lines
+
+
+def methods(value) -> list[str]:
+    """Return a table of the public methods and properties that a class itself defines."""
+    rows = []
+    for name, member in vars(value).items():
+        text = inspect.getdoc(member)
+        is_member = inspect.isroutine(member) or isinstance(member, property | classmethod)
+        if is_member and text and not name.startswith("_"):
+            summary = re.split(r"\n\s*\n", text)[0]
+            rows.append(f"| `{name}` | {cell(summary)} |")
+    return ["| method or property | what it does |", "|---|---|", *rows, ""] if rows else []
 
 
 def home_of(value) -> str:
@@ -252,37 +373,58 @@ def home_of(value) -> str:
     return value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
 
 
-def api_page() -> str:
-    lines = [
-        "# Python API",
-        "",
-        (
-            "The public names, with their signatures and docstrings. Other names may change "
-            "without notice."
-        ),
-        "",
-    ]
-    for path, (title, _) in MODULES.items():
-        module = importlib.import_module(path)
-        lines += [f"## {path}", "", title, ""]
-        values = {name: getattr(module, name) for name in public(path)}
-        elsewhere = {
-            name: home
-            for name, value in values.items()
-            if (home := home_of(value)) in MODULES and home != path
-        }
-        if path == "moe_runtime":
-            lines += [f"* `{name}`: see `{home}`" for name, home in elsewhere.items()] + [""]
-            values = {name: value for name, value in values.items() if name not in elsewhere}
-        for name, value in values.items():
-            lines += [
-                f"### {path.rpartition('.')[2]}.{name}",
-                "",
-                "```python",
-                signature(name, value),
-                "```",
-                "",
-            ]
-            if callable(value) and value.__doc__:
-                lines += prose(inspect.getdoc(value))
+def page_of(module: str) -> str:
+    """Return the Python page that documents a module."""
+    return next(topic for topic, (_, _, modules) in TOPICS.items() if module in modules)
+
+
+def api_page(topic: str) -> str:
+    """Return the Markdown of one Python page."""
+    title, about, modules = TOPICS[topic]
+    lines = [f"# {title}", "", about, ""]
+    if topic == "api":
+        lines += [
+            "Names that are not on these pages may change without notice.",
+            "",
+            "| page | what is on it |",
+            "|---|---|",
+        ]
+        for name, (other, text, _) in TOPICS.items():
+            if name != topic:
+                lines.append(f"| [{other}]({name}.md) | {text} |")
+        lines.append("")
+    for path in modules:
+        lines += module_part(path)
     return "\n".join(lines)
+
+
+def module_part(path: str) -> list[str]:
+    """Return the lines of one module: its names with signature and docstring, and where others are
+    documented.
+    """
+    module = importlib.import_module(path)
+    lines = [f"## {path}", "", MODULES[path][0], ""]
+    values = {name: getattr(module, name) for name in public(path)}
+    elsewhere = {}
+    for name, value in values.items():
+        home = home_of(value)
+        if path == "moe_runtime" and home in MODULES and home != path:
+            elsewhere[name] = home
+    if elsewhere:
+        lines += ["| name | documented as |", "|---|---|"]
+        for name, home in elsewhere.items():
+            is_module = inspect.ismodule(values[name])
+            target = home if is_module else f"{home}.{name}"
+            anchor = home.replace(".", "") if is_module else target
+            lines.append(f"| `{path}.{name}` | [{target}]({page_of(home)}.md#{anchor}) |")
+        lines.append("")
+    for name, value in values.items():
+        if name in elsewhere:
+            continue
+        full = f"{path}.{name}"
+        lines += [f"### {full} {{ #{full} }}", "", "```python", signature(name, value), "```", ""]
+        if callable(value) and value.__doc__:
+            lines += docstring(inspect.getdoc(value))
+        if inspect.isclass(value):
+            lines += methods(value)
+    return lines

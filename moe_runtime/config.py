@@ -121,10 +121,43 @@ def check_bool(name: str, value: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """Configuration of one MoE layer. `num_experts` and `top_k` include the shared expert.
+    """Configuration of one MoE layer, checked on construction and frozen.
 
-    The counts are those of the XFT paper. The defaults are those of XFT for DeepSeek-Coder-1.3B
-    (Sec. 4.1): 8 experts, 6 per token, including the shared one.
+    The counts are those of the XFT paper: they include the shared expert. The defaults are those of
+    XFT for DeepSeek-Coder-1.3B (arXiv 2404.15247, Sec. 4.1).
+
+    Attributes:
+        hidden_size: Size H of a token's hidden state.
+        intermediate_size: Size I of an expert's hidden layer.
+        num_experts: Number of experts E, a shared expert included.
+        top_k: Experts per token K, a shared expert included; at least 2 with a shared expert.
+        gate: How router logits become weights: "xft" and "nonorm" have a shared expert, which is
+            expert 0, processes every token and has no row in the router; "topk_softmax",
+            "softmax_topk", "softmax_topk_renorm" and "sigmoid_topk" have none.
+            `moe_runtime.ops.routing` has the equations.
+        router: "linear", or "mlp", W2 tanh(W1 x), the default of XFT's official code.
+        hidden_act: Activation: "silu", "gelu", "gelu_tanh", "quick_gelu", "relu" or "relu2".
+        gated: Whether an expert computes act(gate(x)) * up(x), and act(up(x)) otherwise.
+        bias: Whether the experts' linear layers have biases.
+        noisy_gate: Whether to add Shazeer's noise to the router logits while training.
+        noise_epsilon: Smallest standard deviation of this noise, above 0.
+        balance_loss: "none", "cv2" (Shazeer's squared coefficients of variation) or "switch".
+        balance_loss_coef: Weight of the balance loss in the training loss.
+        load_quirk: Whether the load of "cv2" compares the noise, and not the noisy logit, with the
+            threshold, as XFT's official code does.
+        initializer_range: Standard deviation of the normal distribution of initial weights.
+        shared: "group" computes the shared expert with the others; "dense" computes it, on a GPU,
+            with torch's matrix product.
+        recompute: Whether to save only x for the backward pass, and to compute the pre-activations
+            again there.
+
+    Raises:
+        ValueError: If a field has an invalid value, or two do not fit together.
+
+    Example:
+        >>> config = MoEConfig(hidden_size=64, intermediate_size=128, num_experts=8, top_k=6)
+        >>> config.num_routed_experts, config.num_routed_per_token
+        (7, 5)
     """
 
     hidden_size: int
@@ -181,7 +214,14 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "MoEConfig":
-        """Build the config from the output of `to_dict`; raises ValueError for other keys."""
+        """Build the config from the output of `to_dict`.
+
+        Args:
+            values: The fields by name; those with a default may be missing.
+
+        Raises:
+            ValueError: For other keys, missing ones, or invalid values.
+        """
         required = {field.name: field.default is MISSING for field in fields(cls)}
         problem = None
         if not isinstance(values, Mapping):

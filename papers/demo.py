@@ -373,5 +373,5 @@ def _show(
         "      python -m papers xft table1                       the paper's comparison, three "
         "seeds, with tests\n"
         "      python -m papers run mine.yaml                          the same on your model and "
-        "data: docs/recipes.md"
+        "data: docs/papers/recipes.md"
     )

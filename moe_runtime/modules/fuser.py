@@ -23,11 +23,18 @@ GATES = ("mlp", "linear")
 
 
 class FuserGate(nn.Module):
-    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1.
+    """The gate: weights of the specialists from their last hidden states.
 
-    The parameters are float32. `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With
-    `joint` each specialist has a row of the last layer instead of sharing the gate. Raises
-    ValueError for different hidden sizes without it.
+    The parameters are float32.
+
+    Args:
+        hidden_sizes: H_s of each specialist.
+        kind: "mlp", Linear-ReLU-Linear (App. A), or "linear" (Sec. 3).
+        joint: Whether each specialist has a row of the last layer, instead of sharing one gate.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: For different hidden sizes without `joint`.
     """
 
     def __init__(
@@ -68,10 +75,13 @@ class FuserGate(nn.Module):
         return self
 
     def forward(self, hidden: Sequence[Tensor]) -> Tensor:
-        """Compute [..., S] from `hidden` S of [..., H_s], not affected by autocast.
+        """Compute the weights, not affected by autocast.
 
-        The states are of any float dtype. The weights are float32, and float64 with float64
-        parameters.
+        Args:
+            hidden: S tensors [..., H_s] of any float dtype.
+
+        Returns:
+            [..., S], which sums to 1, in float32, or float64 with float64 parameters.
         """
         sizes = tuple(h.shape[-1] for h in hidden)
         if sizes != self.hidden_sizes:
@@ -96,7 +106,12 @@ class FuserGate(nn.Module):
 
 
 class FuserLoss(NamedTuple):
-    """Loss and statistics of a training step."""
+    """Loss and statistics of a training step.
+
+    Attributes:
+        loss: [], or [B, R] with reduction "none"; float32.
+        weight: [B, R, S] float32, the gate's weights, without a gradient.
+    """
 
     loss: Tensor  # [], or [B, R] with reduction "none"; float32
     weight: Tensor  # [B, R, S] float32: the gate's, without a gradient
@@ -113,13 +128,24 @@ def fuser_loss(
     scales: Sequence[float] | None = None,
     backend: str | None = None,
 ) -> FuserLoss:
-    """Compute Eq. (2) for responses `labels` [B, R] from states and heads.
+    """Compute the loss of a fused model, UltraFuser's Eq. (2).
 
-    `hidden` are S of [B, R, H_s], the states before each token. `reduction`: "mean" over tokens,
-    "sum", "none", or "sample", the paper's: the sum over tokens, the mean over samples. `scales`
-    multiply the specialists' logits, as some families require. Specialists whose states and heads
-    need no gradient are frozen (stage 1): only the gate is trained, without a matrix product in the
-    backward pass.
+    Specialists whose states and heads need no gradient are frozen (stage 1): only the gate trains,
+    without a matrix product in the backward pass.
+
+    Args:
+        gate: The gate.
+        hidden: S tensors [B, R, H_s], the states before each token of the answers.
+        heads: S tensors [V_s, H_s].
+        labels: [B, R].
+        reduction: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens
+            and the mean over samples.
+        ignore_index: Label that does not count.
+        scales: Factors of the specialists' logits, as some families have.
+        backend: "torch" or "triton"; None selects the default for the device.
+
+    Returns:
+        The loss and the gate's weights.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     weight = gate(hidden)

@@ -350,10 +350,25 @@ def is_plain(module: nn.Module, kind: type) -> bool:
 class MoE(nn.Module):
     """Router and experts, with the inputs and outputs of the dense MLP.
 
-    `records` collects RouterOutputs while it is a list: set it for one forward pass and reset it
-    before the backward pass, in which gradient checkpointing runs the layer again. Router and
-    experts run as one op if nothing can observe them separately: a linear router without noise, the
-    same dtype, no hook, wrapper or subclass on either, and no global hook.
+    Router and experts run as one op if nothing can observe them separately: a linear router without
+    noise, the same dtype, no hook, wrapper or subclass on either, and no global hook.
+
+    Args:
+        config: Sizes, gate, router and balance loss.
+        dtype: Dtype of all parameters; torch's default if None.
+        device: Device of all parameters; torch's default if None.
+
+    Attributes:
+        gate: The router.
+        experts: The expert stacks `gate_up_proj` [E, 2I, H] ([E, I, H] if not gated) and
+            `down_proj` [E, H, I].
+        records: A list collects RouterOutputs. Set it for one forward pass and reset it to None
+            before the backward pass, in which gradient checkpointing runs the layer again.
+
+    Example:
+        >>> layer = MoE(MoEConfig(hidden_size=64, intermediate_size=128))
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
     """
 
     def __init__(
@@ -370,7 +385,14 @@ class MoE(nn.Module):
         self.records: list[RouterOutput] | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`hidden_states` [..., H] -> [..., H]."""
+        """Compute the layer.
+
+        Args:
+            hidden_states: [..., H], in the parameters' dtype or under autocast.
+
+        Returns:
+            [..., H], in the dtype of the input.
+        """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self._is_whole(x):
             return self._forward_whole(x).view_as(hidden_states)

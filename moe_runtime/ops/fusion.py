@@ -70,11 +70,18 @@ def kernels_of(backend: str) -> Any:
 
 
 def fuse_logits(hidden: Sequence[Tensor], heads: Sequence[Tensor], gate_weight: Tensor) -> Tensor:
-    """Compute Eq. (1) -> [..., V] float32.
+    """Mix the specialists' logits, UltraFuser's Eq. (1), for few positions as in generation.
 
-    `hidden` are S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` is [..., S]. For
-    generation, with few positions: each specialist's logits are materialized, first on its device,
-    then on gate_weight's. Differentiable.
+    Each specialist's logits are materialized, first on its device, then on gate_weight's.
+    Differentiable.
+
+    Args:
+        hidden: S tensors [..., H_s].
+        heads: S tensors [V_s, H_s].
+        gate_weight: [..., S].
+
+    Returns:
+        [..., V] float32; V is the smallest V_s.
     """
     _check(hidden, heads, gate_weight)
     V = common_vocabulary(heads)
@@ -118,12 +125,25 @@ def fused_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Compute F.cross_entropy of `fuse_logits` and `labels` [...] in float32.
+    """Compute F.cross_entropy of `fuse_logits` without holding the logits.
 
-    The result is a scalar, or [...] if reduction is "none". Differentiable in hidden, heads and
-    gate_weight; supports autocast as F.linear does. Raises ValueError for mismatched shapes, dtypes
-    and devices, and on the CPU for labels outside the common vocabulary, which make the loss NaN on
-    a GPU.
+    Differentiable in hidden, heads and gate_weight; supports autocast as F.linear does.
+
+    Args:
+        hidden: S tensors [..., H_s].
+        heads: S tensors [V_s, H_s].
+        gate_weight: [..., S].
+        labels: [...], ids of the common vocabulary.
+        ignore_index: Label that does not count.
+        reduction: "mean", "sum" or "none".
+        backend: "torch" or "triton"; None selects the default for the device.
+
+    Returns:
+        A scalar, or [...] with reduction "none", in float32.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit, and on a CPU for labels outside the
+            common vocabulary; on a GPU those make the loss NaN.
     """
     _check(hidden, heads, gate_weight, labels)
     check_choice("reduction", reduction, REDUCTIONS)

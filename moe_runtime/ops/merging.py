@@ -35,10 +35,20 @@ from moe_runtime.ops.workspace import scratch
 
 
 def mixing(logits: Tensor, shared_rate: float | None) -> Tensor:
-    """Compute Eq. (5): `logits` [E - 1] -> alpha [E] float32 or float64, shared expert first.
+    """Compute mixing coefficients from logits, XFT's Eq. (5), shared expert first.
 
-    alpha sums to 1. shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises
-    ValueError for a rate outside 0..1.
+    Differentiable in `logits`.
+
+    Args:
+        logits: [E - 1], one for each expert but the shared one; [E] without `shared_rate`.
+        shared_rate: lambda, the shared expert's coefficient, 0 to 1; the others sum to 1 - lambda.
+            None is the learned soup: a softmax over all experts.
+
+    Returns:
+        alpha [E], which sums to 1, in float32, or float64 with float64 logits.
+
+    Raises:
+        ValueError: If `shared_rate` is not from 0 to 1.
     """
     if logits.dim() != 1:
         raise ValueError(
@@ -113,9 +123,20 @@ def alpha_rows(alpha: Any, num_layers: int, num_experts: int) -> list[Tensor]:
 
 
 def merge_experts(weight: Tensor, alpha: Tensor, *, backend: str | None = None) -> Tensor:
-    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype.
+    """Merge experts into one weight, XFT's Eq. (3): sum_e alpha_e W_e.
 
-    Summed in float32. Differentiable in both.
+    Differentiable in both arguments.
+
+    Args:
+        weight: [E, ...], any floating-point dtype.
+        alpha: [E], one coefficient for each expert.
+        backend: "torch", "cpp", "triton" or "cuda"; None selects the default for the device.
+
+    Returns:
+        [...], summed in float32 and rounded once to the dtype of `weight`.
+
+    Raises:
+        ValueError: If the shapes do not fit.
     """
     if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
         raise ValueError(

@@ -59,25 +59,45 @@ def moe_mlp(
     recompute: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Run x [T, H] through its experts -> [T, H] in x's dtype, which must be that of the weights.
+    """Run tokens through their experts and add the weighted results.
 
-    `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I],
-    biases [E, 2I], [E, H], `topk_weight` [T, K] (used in float32, or float64 with float64 x),
-    `topk_idx` [T, K] of integers. Differentiable in all but topk_idx. `recompute` saves only x and
-    recomputes the pre-activation in the backward pass.
+    Differentiable in all tensors but `topk_idx`. All tensors are on one device, and x and the
+    weights have one dtype: float16, bfloat16, float32 or float64.
 
-    `limit` clamps gate and up, `up_offset` is added to up. With `interleaved`, the rows of
-    gate_up_proj and gate_up_bias are gate_0, up_0, gate_1, up_1, ... All three require gated
-    experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0 and up_offset=1.0; its stacks
-    are transposed views, as stacks need not be contiguous.
+    Args:
+        x: [T, H], the tokens.
+        gate_up_proj: [E, 2I, H], gate first; [E, I, H] with gated=False. Need not be contiguous.
+        down_proj: [E, H, I]. Need not be contiguous.
+        topk_weight: [T, K], the weight of each slot; used in float32, or in float64 with float64 x.
+        topk_idx: [T, K] of integers, the expert of each slot.
+        act: Activation: "silu", "gelu", "gelu_tanh", "quick_gelu", "relu" or "relu2".
+        gated: Whether an expert computes act(gate(x)) * up(x), and act(up(x)) otherwise.
+        limit: Clamps gate and up, for gated experts (GPT-OSS: 7.0).
+        up_offset: Is added to up, for gated experts (GPT-OSS: 1.0).
+        interleaved: Whether the rows of gate_up_proj and gate_up_bias are gate_0, up_0, gate_1,
+            up_1 and so on, for gated experts, as in GPT-OSS.
+        gate_up_bias: [E, 2I], or [E, I] with gated=False.
+        down_bias: [E, H].
+        trainable: Which experts train (ESFT); None trains all. [E] bool: an expert with False gets
+            a weight gradient of zero at no cost. With `trained`, [E] int32: the position of each
+            expert in `trained`, all different, or -1 for an expert of the frozen stacks.
+        trained: gate_up [n, 2I, H] and down [n, H, I] of the n trained experts, stored separately,
+            so that their gradients have these sizes.
+        shared: "dense" (Triton) runs expert 0 with torch's matrix product. It must be in the last
+            slot of every token and in no other. "group" has no such condition.
+        recompute: Whether to save only x, and to compute the pre-activation again in the backward
+            pass.
+        backend: "torch", "cpp", "triton" or "cuda"; None selects the default for the device.
 
-    Frozen experts (ESFT): those with `trainable` [E] bool False get a zero weight gradient at no
-    cost. With `trained`, the weights (gate_up [n, 2I, H], down [n, H, I]) of the trained experts
-    are stored separately and get compact gradients: `trainable` is then [E] int32, each expert's
-    row in them (all different), or -1 for an expert of the frozen stacks.
+    Returns:
+        [T, H], in the dtype of x.
 
-    `shared="dense"` (Triton) runs expert 0 with torch's matmul. It must be in the last slot of
-    every token and in no other. Raises ValueError for mismatched shapes, dtypes or devices.
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit together, or the backend cannot run.
+
+    Example:
+        >>> weight, idx = route(router_logits, top_k=2, gate="softmax_topk_renorm")
+        >>> y = moe_mlp(x, gate_up_proj, down_proj, weight, idx)
     """
     up_trained = None
     down_trained = None

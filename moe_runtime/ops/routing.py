@@ -33,7 +33,12 @@ from moe_runtime.ops.library import define, kind, register, register_backward, w
 
 
 class Routing(NamedTuple):
-    """Result of `route`: the weight and the expert of each of a token's K slots."""
+    """The weight and the expert of each of a token's K slots.
+
+    Attributes:
+        topk_weight: [T, K] float32, or float64 with float64 logits.
+        topk_idx: [T, K] int32.
+    """
 
     topk_weight: Tensor  # [T, K] float32
     topk_idx: Tensor  # [T, K] int32
@@ -48,12 +53,32 @@ def route(
     backend: str | None = None,
     topk_idx: Tensor | None = None,
 ) -> Routing:
-    """Route T tokens -> weights and ids [T, K], best expert first.
+    """Select the experts of each token and compute their weights, best expert first.
 
-    `router_logits` is [T, E], or [T, E - 1] for xft and nonorm. `noise`, of the same shape, is
-    added to the logits; `bias` [E] affects the selection of experts but not their weights
-    (sigmoid_topk only). `topk_idx` [T, K] replaces the selection. The weights are differentiable in
-    logits and noise. Raises ValueError for a bad shape or top_k.
+    The module has the equation of each gate; the default is XFT's Eq. (2). Differentiable in the
+    logits and the noise. The math is in float32, or in float64 with float64 logits.
+
+    Args:
+        router_logits: [T, E]; [T, E - 1] for "xft" and "nonorm", whose shared expert has no logit.
+        top_k: Experts per token K, a shared expert included.
+        gate: "xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm" or
+            "sigmoid_topk".
+        noise: Added to the logits, in their shape.
+        bias: [E], for "sigmoid_topk": affects which experts are selected, but not their weights.
+        backend: "torch", "cpp", "triton" or "cuda"; None selects the default for the device.
+        topk_idx: [T, K], experts to use instead of selecting them; those of an earlier call give
+            its result.
+
+    Returns:
+        Weights and experts [T, K]; a shared expert is in the last slot.
+
+    Raises:
+        ValueError: If a shape does not fit, or top_k or gate is invalid.
+
+    Example:
+        >>> weight, idx = route(torch.randn(10, 7), top_k=6)  # E = 8, one of them shared
+        >>> weight.shape, idx.dtype
+        (torch.Size([10, 6]), torch.int32)
     """
     _check(
         router_logits,

@@ -43,8 +43,11 @@ DEVICES = Path("/dev")  # a container without a GPU still sees the host's driver
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Return what a bug report needs: versions, devices, each op's backend and why; and problems
-    with their fixes.
+    """Return what a bug report needs, as `moe-runtime doctor` prints it.
+
+    Returns:
+        Names and texts in sections: "system", "packages", "devices", "settings", "backends" (the
+        backend that runs each op, and why) and "problems", with a fix for each.
     """
     torch = None
     reason = ""

@@ -27,23 +27,18 @@ ELSEWHERE = {
     ("docs/expert-parallel.md", "python"),
     ("docs/routers.md", "python"),
     ("docs/esft.md", "python"),
-    ("docs/upit.md", "python"),
+    ("docs/papers/upit-tables.md", "python"),
     ("docs/ultrafuser.md", "python"),
     ("docs/shrink.md", "python"),
-    ("docs/recipes.md", "python"),
-    ("docs/recipes.md", "yaml"),
+    ("docs/papers/recipes.md", "python"),
+    ("docs/papers/recipes.md", "yaml"),
     ("docs/evaluation.md", "yaml"),
 }
 
 
-# the exception: a block of those pages that is run here
-HERE = ("docs/upit.md", "save_experts.py")
-
-
 def is_here(fence) -> bool:
     """Whether a block is run or loaded here."""
-    is_elsewhere = (fence.page, fence.language) in ELSEWHERE
-    return not is_elsewhere or (fence.page, fence.options.get("file")) == HERE
+    return (fence.page, fence.language) not in ELSEWHERE
 
 
 RUN = [fence for fence in ALL if fence.language == "python" and is_here(fence)]
@@ -137,7 +132,7 @@ def trainer(folder, monkeypatch) -> dict:
 
 
 PREPARED = {
-    "docs/xft-official.md": official,
+    "docs/papers/xft-official.md": official,
     "docs/upit.md": trainer,
 }
 

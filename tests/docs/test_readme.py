@@ -29,7 +29,7 @@ def test_each_equation_lives_where_the_table_says():
 
 def test_dense_families_are_those_of_the_code():
     page = (ROOT / "docs" / "xft.md").read_text()
-    supported = page.split("## Supported models\n")[1].split("\n## ")[0]
+    supported = page.split("## Supported architectures\n")[1].split("\n## ")[0]
     table = supported.split("|---|")[1]
     assert set(re.findall(r"`([a-z0-9_]+)`", table)) == set(FAMILIES)
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -47,10 +48,10 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_every_page_is_listed(site):
     nav = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    pages |= {"cli", "api"} | {f"notebook-{path.stem}" for path in hooks.NOTEBOOKS}
+    pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
+    pages |= {"cli", *hooks.TOPICS} | {f"notebook-{path.stem}" for path in hooks.NOTEBOOKS}
     assert set(re.findall(r"([\w-]+)\.md", nav)) == pages
-    assert {path.stem for path in site.glob("*.html")} == pages | {"404"}
+    assert {path.stem for path in site.rglob("*.html")} == pages | {"404"}
 
 
 def text_of(page) -> str:
@@ -65,13 +66,13 @@ def test_every_verb_and_every_public_name_is_on_its_page(site):
     assert "moe-runtime upit init-routers" in verbs
     for verb in (*verbs, "--shared-rate", "Example: moe-runtime xft merge mixed dense"):
         assert verb in page, verb
-    page = text_of(site / "api.html")
+    page = "\n".join(text_of(site / f"{topic}.html") for topic in hooks.TOPICS)
     for name in moe_runtime.__all__:
         assert name.startswith("_") or re.search(rf"\b{name}\b", page), name
     for path in hooks.MODULES:
         if path != "moe_runtime":
             for name in hooks.public(path):
-                assert f"{path.rpartition('.')[2]}.{name}" in page, f"{path}.{name}"
+                assert f"{path}.{name}" in page
     assert "0x" not in page, "a memory address of this run"
     assert re.search(r"def|moe_mlp\(\s+x: torch.Tensor", page)
 
@@ -80,3 +81,6 @@ def test_markdown_hook():
     text = "```python file=a.py\n[csrc/](../csrc), [a](b.md), [n](notebooks/a-b.ipynb)"
     expected = '```python title="a.py"\ncsrc/, [a](b.md), [n](notebook-a-b.md)'
     assert hooks.on_page_markdown(text) == expected
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="papers/a.md"))
+    below = "[csrc/](../../csrc), [a](../b.md)"
+    assert hooks.on_page_markdown(below, page) == "csrc/, [a](../b.md)"

@@ -63,7 +63,7 @@ NOT_RUN = {
     "python -m papers data smollm2": "reads a package of 93 MB",
 }
 # pages whose commands depend on one of NOT_RUN
-PAGES_NOT_RUN = {"docs/real-model.md"}
+PAGES_NOT_RUN = {"docs/papers/real-model.md"}
 
 
 def rows(path: Path, count: int = 16) -> None:
@@ -170,7 +170,7 @@ def specialists(folder: Path) -> None:
     (own,) = (
         fence
         for fence in ALL
-        if fence.page == "docs/ultrafuser-tables.md" and fence.language == "yaml"
+        if fence.page == "docs/papers/ultrafuser-tables.md" and fence.language == "yaml"
     )
     text = replaced(
         own.text,
@@ -272,7 +272,6 @@ def shrinkable(folder: Path) -> None:
 
 
 FLOWS = {
-    "docs/adapters-serving.md": Flow((peft_adapters,)),
     "docs/benchmarks.md": Flow(
         (results,),
         {
@@ -287,7 +286,7 @@ FLOWS = {
         (law, study("esft")),
         {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft"),
     ),
-    "docs/esft-tables.md": Flow(
+    "docs/papers/esft-tables.md": Flow(
         (study("esft"), mine),
         {
             "--seeds 1": "--seeds 1 --recipe esft/study.yaml",
@@ -305,32 +304,32 @@ FLOWS = {
     "docs/performance.md": Flow(
         smaller={"--only layer,step": "--only merging --tiny --out bench.json"}
     ),
-    "docs/recipes.md": Flow(
+    "docs/papers/recipes.md": Flow(
         (study("xft"),),
         {"run tiny": "run xft/study.yaml"},
     ),
-    "docs/serving.md": Flow((base,)),
+    "docs/serving.md": Flow((peft_adapters, base)),
     "docs/shrink.md": Flow(
         (shrinkable,), {"--keep 48": "--keep 4", "--train_on all": "--train_on all --max_steps 1"}
     ),
     "docs/start.md": Flow(),
     "docs/troubleshooting.md": Flow(),
-    "docs/ultrafuser-tables.md": Flow(
+    "docs/papers/ultrafuser-tables.md": Flow(
         (specialists, study("fuser")),
         {"weights --seeds 1": "weights --seeds 1 --recipe fuser/study.yaml"},
     ),
     "docs/ultrafuser.md": Flow(
         (specialists, study("fuser")), small_table("ultrafuser ablate", "fuser")
     ),
-    "docs/upit-tables.md": Flow(
+    "docs/papers/upit-tables.md": Flow(
         (study("upit"), mine), {"main --seeds 1": "main --seeds 1 --recipe upit/study.yaml"}
     ),
     "docs/upit.md": Flow(
         (checkpoints, study("upit")),
         small_table("upit main", "upit"),
     ),
-    "docs/xft-official.md": Flow((theirs,)),
-    "docs/xft-tables.md": Flow(
+    "docs/papers/xft-official.md": Flow((theirs,)),
+    "docs/papers/xft-tables.md": Flow(
         (study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}
     ),
     "docs/xft.md": Flow(

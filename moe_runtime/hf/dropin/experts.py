@@ -37,13 +37,20 @@ BEFORE = "moe_runtime_replaced"
 
 
 def register() -> None:
-    """Register `experts_implementation="moe_runtime"` with transformers; calling it again has no
-    effect.
+    """Make `experts_implementation="moe_runtime"` known to transformers.
 
-    load_state_dict of transformers' models then accepts saved names, so that Trainer resumes
-    experts (`hf.dropin.loading`). Then use `from_pretrained(...,
-    experts_implementation="moe_runtime")` or `model.set_experts_implementation("moe_runtime")`.
-    Raises ImportError if transformers is older than 5.16.
+    Afterwards pass it to `from_pretrained` or to `model.set_experts_implementation`.
+    `load_state_dict` of transformers' models then also accepts the names that they save, so that
+    Trainer resumes experts. Calling it again has no effect.
+
+    Raises:
+        ImportError: If transformers is older than 5.16.
+
+    Example:
+        >>> moe_runtime.register()
+        >>> model = AutoModelForCausalLM.from_pretrained(
+        ...     "allenai/OLMoE-1B-7B-0924", experts_implementation="moe_runtime"
+        ... )
     """
     import transformers
 
@@ -66,14 +73,26 @@ def register() -> None:
 
 
 def patch(model: nn.Module) -> int:
-    """Run the experts of `model` on moe_runtime from now on and return the number of layers;
-    `unpatch` reverts it.
+    """Run the experts of a model on moe_runtime from now on; `unpatch` reverts it.
 
-    MoE layers of moe_runtime are counted too. Unlike `set_experts_implementation`, it also works on
-    wrapped models (PEFT, DDP) and never silently leaves a model unchanged: it raises ValueError if
-    no module uses transformers' experts interface, if the experts are quantized, or if PEFT's
-    adapters would not compute what they should (`check_adapters`). Adapters on the expert stacks,
-    added before or after, run in the same op without a copy of a stack.
+    In contrast to `set_experts_implementation`, it also works on wrapped models (PEFT, DDP) and
+    never silently leaves a model unchanged. Adapters on the expert stacks, added before or after,
+    run in the same op without a copy of a stack.
+
+    Args:
+        model: A transformers model whose experts use its experts interface, wrapped or not.
+
+    Returns:
+        The number of layers that run on moe_runtime, our own MoE layers included.
+
+    Raises:
+        ValueError: If no module uses transformers' experts interface, if torchao or another library
+            has quantized the experts, or if PEFT's adapters would not compute what they should.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("allenai/OLMoE-1B-7B-0924")
+        >>> moe_runtime.patch(model)
+        16
     """
     from transformers import PreTrainedModel
 
@@ -162,11 +181,16 @@ def check_runnable(module: nn.Module, implementation: str | None, path: str = ""
 
 
 def unpatch(model: nn.Module) -> None:
-    """Restore the implementation that the experts of `model` had before `patch`, also through other
-    wrappers.
+    """Restore the implementation that the experts of a model had before `patch`.
 
-    Experts that `patch` has not changed are left unchanged. Raises ValueError, before anything
-    changes, for experts that `quantize_experts` or `load_quantized` has packed.
+    Experts that `patch` has not changed are left unchanged.
+
+    Args:
+        model: A model after `patch`; it may have been wrapped since.
+
+    Raises:
+        ValueError: Before anything changes, if the experts are packed (`quantize_experts`,
+            `load_quantized`): transformers cannot run those.
     """
     for name, module in model.named_modules():
         if is_experts(module):

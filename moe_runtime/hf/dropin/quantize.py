@@ -38,7 +38,14 @@ METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_q
 
 
 class Quantized(NamedTuple):
-    """Number of layers quantized, and bytes of the expert stacks before and after."""
+    """What `quantize_experts` did.
+
+    Attributes:
+        format: The format, such as "nf4".
+        layers: Number of layers whose experts are packed.
+        before: Bytes of the expert stacks before.
+        after: Bytes after, scales included.
+    """
 
     format: str
     layers: int
@@ -54,14 +61,25 @@ class Quantized(NamedTuple):
 
 
 def quantize_experts(model: nn.Module, format: str) -> Quantized:
-    """Pack the expert stacks of `model`, stock or ours, in place: format "nf4", "mxfp4",
-    "fp8_block" or "int8".
+    """Pack the expert stacks of a model in place.
 
-    Memory holds one stack at a time twice. The model then runs only on moe_runtime (`patch`), its
-    stacks stay frozen, and `save_pretrained` raises (use `save_quantized`). With `shard_experts`
-    every rank must call this and packs its own experts. Raises ValueError, before anything changes,
-    for stacks that are already packed, unsupported by the format, sharded by FSDP2 or trained
-    separately, and for a model without experts.
+    The model then runs only on moe_runtime (`patch`), its stacks stay frozen, and `save_pretrained`
+    raises an error (use `save_quantized`). Memory holds one stack at a time twice.
+
+    Args:
+        model: A stock MoE model, or one of ours. With `shard_experts`, every rank must call this,
+            and packs its own experts.
+        format: "nf4", "mxfp4", "fp8_block" or "int8".
+
+    Returns:
+        The number of layers, and the bytes before and after.
+
+    Raises:
+        ValueError: Before anything changes, if the stacks are packed already, do not fit the
+            format, are sharded by FSDP2 or train separately, or if the model has no experts.
+
+    Example:
+        >>> print(moe_runtime.quantize_experts(model, "nf4"))
     """
     packed.of_name(format)
     experts = experts_of(model)
@@ -277,17 +295,25 @@ def load_quantized(
     mesh: DeviceMesh | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """Load the model of a folder with its experts packed; at most one expert at a time is held in
-    16 bits.
+    """Load a model with its experts packed, of which at most one at a time is held in 16 bits.
 
-    With a `mesh`, every rank must call this, and reads and packs its own experts (`shard_experts`).
+    Args:
+        source: A folder or a Hub id.
+        format: As in `quantize_experts`; by default that of the folder's experts: MXFP4 (GPT-OSS),
+            FP8 in blocks (DeepSeek-V3), or the format of `save_quantized`. Bytes that are packed in
+            this format already are copied unchanged; another format rounds the weights a second
+            time, with a warning.
+        mesh: With a mesh every rank must call this, and reads and packs its own experts, as with
+            `shard_experts`.
+        settings: Passed to `from_pretrained`. A `device_map` of several devices, the CPU or a disk
+            is applied once the packed model is in the CPU's memory.
 
-    `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS),
-    FP8 in blocks (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format
-    are copied unchanged; another format rounds the folder's weights a second time, with a warning.
-    `settings` go to from_pretrained; a `device_map` of several devices, the CPU or a disk is
-    applied once the packed model is in the CPU's memory. Raises ValueError, before the weights are
-    read, as `quantize_experts` does, and for tensors that do not fit the format.
+    Returns:
+        The model, running on moe_runtime.
+
+    Raises:
+        ValueError: Before the weights are read, as in `quantize_experts`, and for tensors that do
+            not fit the format.
     """
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig

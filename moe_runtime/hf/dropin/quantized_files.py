@@ -30,9 +30,19 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
     """Write a model with packed experts: config.json and safetensors.
 
     MXFP4 of GPT-OSS, and FP8 of families that publish a matrix per expert, are written in the form
-    that transformers loads; everything else in one that `load_quantized` reads and transformers
-    refuses. If experts are on several ranks, every rank must call this, and rank 0 writes. Raises
-    ValueError for a model without packed experts or with PEFT's wrappers.
+    that transformers loads; everything else in one that only `load_quantized` reads.
+
+    Args:
+        model: A model after `quantize_experts` or `load_quantized`. If its experts are on several
+            ranks, every rank must call this, and rank 0 writes.
+        folder: The folder to write.
+        overwrite: Whether to replace an existing folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If the model has no packed experts, or PEFT's wrappers.
     """
     experts = _packed_experts(model)
     names, quantization = _published_form(model, experts)

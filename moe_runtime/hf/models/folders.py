@@ -293,7 +293,20 @@ Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
 
 
 class FolderReceipt(NamedTuple):
-    """Result of a conversion."""
+    """What a conversion of folders wrote.
+
+    Attributes:
+        path: The folder.
+        config: Of the MoE layers.
+        tensors: Number of tensors.
+        bytes: Bytes of all tensors.
+        side_files: Names of copied files: tokenizer and so on.
+        layers: Numbers of the layers with experts.
+        mlp_error: Upcycling: relative error of the first, middle and last MLP against the formula.
+        alpha: Merging: the coefficients [L, E].
+        mixing: Merging: whether these are initial or learned.
+        logits_error: Export: relative error of the logits, if it was measured.
+    """
 
     path: Path
     config: MoEConfig

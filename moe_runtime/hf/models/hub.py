@@ -127,12 +127,23 @@ def check_repository(repo: str) -> None:
 
 
 def push(folder: StrPath, repo: str, **facts: Any) -> str:
-    """Upload `folder` to the model repository `repo`, made if missing, and return its address.
+    """Upload a folder to a model repository of the Hub, which is created if it is missing.
 
-    A training's checkpoints and pickles are left out (NOT_PUSHED). A folder without a README.md, or
-    with a template that nobody filled in, gets `model_card(folder, repo, **facts)` first. Raises
-    ValueError for a fused model that refers to local folders, and, with the command to upload
-    later, if the upload fails; the folder stays unchanged.
+    Checkpoints of a training and pickles are not uploaded. A folder without a README.md, or with a
+    template that nobody filled in, gets a model card first.
+
+    Args:
+        folder: A model or an adapter.
+        repo: "owner/name".
+        facts: For the model card, such as the receipt of the command that made the folder:
+            facts=receipt.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ValueError: For a fused model that refers to local folders, or if the upload fails; the
+            message has the command that uploads later, and the folder is unchanged.
     """
     from huggingface_hub import HfApi
 

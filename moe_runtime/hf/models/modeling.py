@@ -463,8 +463,10 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
 
 
 def register_auto_classes() -> None:
-    """Register every family with AutoConfig, AutoModel and AutoModelForCausalLM; calling it again
-    has no effect.
+    """Register our model classes with AutoConfig, AutoModel and AutoModelForCausalLM.
+
+    `import moe_runtime` makes them known for loading; call this for code that reads transformers'
+    own tables. Calling it again has no effect.
     """
     for model_type in FAMILIES:
         _config_class(model_type)

@@ -172,7 +172,16 @@ class _Before(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainableReceipt:
-    """The selected trainable parameters."""
+    """What trains.
+
+    Attributes:
+        experts: Layer number to ids of the trained experts, in the given order; without empty
+            layers.
+        shared_experts: Paths of the trained shared MLPs, if a method trains them.
+        row_parameters: Number of parameters of the trained experts, over all ranks.
+        trainable_parameters: Number of all parameters that require a gradient.
+        total_parameters: Number of the model's own parameters.
+    """
 
     experts: dict[int, tuple[int, ...]]  # layer -> ids, in the given order; without empty layers
     shared_experts: tuple[str, ...]  # paths of the trained shared MLPs, if a method sets them

@@ -87,17 +87,32 @@ def train_only(
     dtype: torch.dtype | None = None,
     check_weights: bool = True,
 ) -> TrainableReceipt:
-    """Make only the experts of `selection` trainable, in place; they are stored separately and all
-    else is frozen.
+    """Make only the selected experts trainable, in place, and freeze everything else.
 
-    `shared_experts` also trains the MLPs that every token passes through, `non_expert_modules`
-    everything that is not an expert (the paper's Table 3); both default to the selection's.
-    `dtype`, such as float32 in a bfloat16 model, converts the trained parameters; if they are not
-    only experts, the model then runs only under autocast (bf16=True in a trainer). Call this after
-    `shard_experts` and before the model reaches DDP, FSDP2 or an optimizer. Until `fold` or `drop`,
-    save_pretrained writes the adapter, also in a Trainer's checkpoints. Raises ValueError for a
-    selection from another model's scores; `check_weights=False` accepts a model that differs only
-    in its weights.
+    The trained experts become separate parameters, so that only they have gradients and optimizer
+    state. Until `fold` or `drop`, `save_pretrained` writes the adapter, also in a Trainer's
+    checkpoints.
+
+    Call this after `shard_experts` and before the model reaches DDP, FSDP2 or an optimizer.
+
+    Args:
+        model: A stock MoE model, or one of ours.
+        selection: The experts, of `select_experts` or `ExpertSelection.load(path)`.
+        shared_experts: Whether the MLPs that every token passes through train too (Table 3); None
+            is the selection's.
+        non_expert_modules: Whether everything that is not an expert trains too (Table 3); None is
+            the selection's.
+        dtype: Of the trained parameters, such as float32 in a bfloat16 model; None keeps theirs. If
+            not only experts train, the model then runs only under autocast (bf16=True in a
+            trainer).
+        check_weights: Whether the model must have the weights that were scored. False accepts
+            others of the same architecture.
+
+    Returns:
+        What trains, with numbers of parameters.
+
+    Raises:
+        ValueError: Before anything changes, if the selection is empty or of another model's scores.
     """
     check_module(model)
     check_is_selection(selection)
@@ -157,8 +172,14 @@ def _check_folder(config: dict, folder: str | Path) -> None:
 
 
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Load a folder of `save_adapter` or a checkpoint into a `model` that trains the same experts,
-    to resume training.
+    """Read trained weights into a model that trains the same experts, to resume training.
+
+    Args:
+        model: A model after `train_only`.
+        folder: A folder of `save_adapter`, or a Trainer's checkpoint.
+
+    Raises:
+        ValueError: If the folder holds other experts than those that train.
     """
     training = trained_files.training_of(model)
     if training is not None:  # before shapes are compared, for a clearer error
@@ -169,8 +190,15 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
 def adapter_of(model: nn.Module) -> Adapter:
     """Return a copy of the weights trained since `train_only`.
 
-    If the model is split over processes, every process must call this. Raises ValueError for a
-    model without `train_only`.
+    Args:
+        model: A model after `train_only`. If it is split over processes, every process must call
+            this.
+
+    Returns:
+        The adapter, on the CPU.
+
+    Raises:
+        ValueError: If the model has not been through `train_only`.
     """
     training = _training(model)
     tensors = trained_files.trained_tensors(model)
@@ -178,10 +206,21 @@ def adapter_of(model: nn.Module) -> Adapter:
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Write the trained weights of `model` to a folder, atomically; training may continue.
+    """Write the trained weights to a folder, atomically; training may continue.
 
-    The folder holds the selected experts and all other trained parameters. With several processes
-    rank 0 writes, and if the model is split every process must call this.
+    The folder holds the selected experts and all other trained parameters.
+
+    Args:
+        model: A model after `train_only`. If it is split over processes, every process must call
+            this; rank 0 writes.
+        folder: The folder to write.
+        overwrite: Whether to replace an existing adapter; a whole model is never replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If the model has not been through `train_only`, or the folder exists.
     """
     training = _training(model)
     trained_files.check_trains(model)
@@ -215,17 +254,29 @@ def _adapter(
 
 
 def fold(model: nn.Module) -> None:
-    """End training: copy the experts back to their stacks, so that save_pretrained writes the whole
-    `model` again.
+    """End training and keep the trained experts: they are copied back to their stacks.
+
+    Afterwards `save_pretrained` writes the whole model again.
+
+    Args:
+        model: A model after `train_only`.
+
+    Raises:
+        ValueError: If the model has not been through `train_only`.
     """
     _end(model, trainable.fold_rows)
 
 
 def drop(model: nn.Module) -> None:
-    """End training and discard it; the experts are bit-identical to the base's.
+    """End training and discard the experts' changes, which are then bit-identical to the base's.
 
-    Other parameters, trained through the two flags, keep their trained values. Raises ValueError as
-    `fold` does.
+    Other parameters, trained with shared_experts or non_expert_modules, keep their trained values.
+
+    Args:
+        model: A model after `train_only`.
+
+    Raises:
+        ValueError: If the model has not been through `train_only`.
     """
     _end(model, trainable.drop_rows)
 

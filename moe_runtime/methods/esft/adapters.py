@@ -45,7 +45,14 @@ APPLIED = "moe_runtime_applied"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:
-    """The trained tensors of a task, on the CPU, with its selection and base."""
+    """The trained tensors of a task, on the CPU.
+
+    Attributes:
+        selection: The experts that were trained.
+        tensors: By their official names, such as `model.layers.1.mlp.experts.3.gate_proj.weight`.
+        base: Identifies the model that was tuned; None in official folders.
+        source: Where the adapter was read, for messages.
+    """
 
     selection: ExpertSelection
     tensors: Mapping[str, torch.Tensor]
@@ -109,7 +116,17 @@ def to_config(selection: ExpertSelection, base: Mapping[str, Any] | None) -> dic
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Load an adapter folder, ours or an official one; the tensors are memory-mapped."""
+    """Read an adapter folder, ours or an official one.
+
+    Args:
+        folder: A folder of `save_adapter`, `esft train` or the official release.
+
+    Returns:
+        The adapter, whose tensors are memory-mapped.
+
+    Raises:
+        ValueError: If files are missing or do not fit together.
+    """
     selection = ExpertSelection.load(Path(folder) / trained_files.CONFIG)
     tensors = trained_files.read_tensors(folder)
     return Adapter(selection=selection, tensors=tensors, base=selection.base, source=str(folder))
@@ -273,7 +290,14 @@ def _put(parameter: torch.Tensor, ids: tuple[int, ...] | None, values: torch.Ten
 
 @torch.no_grad()
 def remove(model: nn.Module) -> None:
-    """Remove the adapter of `apply` from `model`; every weight is bit-identical to before."""
+    """Remove the adapter that `apply` applied; every weight is then bit-identical to before.
+
+    Args:
+        model: A model after `apply`.
+
+    Raises:
+        ValueError: If the model has no adapter in it.
+    """
     holder = trained_files.holder(model, APPLIED)
     if holder is None:
         raise ValueError(f"{type(model).__name__} has no adapter in it. Apply one with esft.apply")

@@ -43,8 +43,24 @@ def merge_folder(
     check_weights: bool = True,
     progress: Progress | None = None,
 ) -> MergeReceipt:
-    """Write the model folder `base` with the experts of `adapter` to `out`, keeping the base's
-    names, layouts and dtypes.
+    """Write a model folder with the experts of an adapter, in the base's names, layouts and dtypes.
+
+    Tensors are streamed, so the model may be larger than the memory; the adapter is held in memory.
+
+    Args:
+        base: Folder or Hub id of the base.
+        adapter: An adapter, or its folder.
+        out: The folder to write.
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace an existing folder.
+        check_weights: Whether the base must have the weights that were tuned.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        The counts of what was written.
+
+    Raises:
+        ValueError: With nothing written, if the adapter is of another base.
     """
     check_out_dir(out, overwrite, [base, adapter])
     with stacks.open_base(base) as (model, checkpoint):

@@ -61,13 +61,23 @@ def train_lora(
     seed: int = 0,
     check_weights: bool = True,
 ) -> tuple[nn.Module, TrainableReceipt]:
-    """Wrap `model` in PEFT's LoRA, of which only the matrices of the experts in `selection` train;
-    return it and a receipt.
+    """Wrap a model in PEFT's LoRA, of which only the selected experts' matrices train.
 
-    `rank` is per expert; `dtype` is that of the matrices, by default the model's, or float32 for
-    half precision. Raises ValueError for experts that the model lacks, for a selection that trains
-    more than routed experts, and for one from another model's scores; `check_weights=False` accepts
-    a model that differs only in its weights.
+    Args:
+        model: A stock MoE model.
+        selection: Experts, without shared_experts and non_expert_modules.
+        rank: Of each expert's matrices.
+        alpha: The scaling is alpha / rank.
+        dtype: Of the matrices; None is the model's, or float32 for half precision.
+        seed: Initializes the matrices.
+        check_weights: Whether the model must have the weights that were scored.
+
+    Returns:
+        The PEFT model, and what trains.
+
+    Raises:
+        ValueError: If the model lacks an expert, the selection trains more than routed experts, or
+            it is of another model's scores.
     """
     check_module(model)
     check_is_selection(selection)
@@ -190,8 +200,16 @@ def _layer_of(name: str) -> int:
 def save_lora(
     model: nn.Module, folder: str | Path, *, state_dict: dict | None = None, overwrite: bool = False
 ) -> Path:
-    """Write the trained weights of a `train_lora` model, atomically; `state_dict` replaces those of
-    a sharded model.
+    """Write the trained matrices as a PEFT adapter, atomically, with expert_cfg.json beside it.
+
+    Args:
+        model: A model after `train_lora`.
+        folder: The folder to write.
+        state_dict: Replaces the weights of a sharded model.
+        overwrite: Whether to replace an existing folder.
+
+    Returns:
+        The folder.
     """
     config = getattr(model, TRAINING, None)
     if config is None:
@@ -304,12 +322,23 @@ def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
 def apply(
     model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True
 ) -> Adapter:
-    """Apply an adapter to `model` in place, rounded to its dtype; the replaced rows are kept on the
-    CPU for `remove`.
+    """Apply an adapter to a model in place; `remove` reverts it.
 
-    `adapter` may be a folder of `save_lora`: its matrices are merged into the experts. Any experts
-    implementation runs the result, and save_pretrained writes it as a whole model.
-    `check_weights=False` accepts a base with other weights than the adapter's.
+    The adapter's weights are rounded to the model's dtype, and the weights that they replace are
+    kept on the CPU. Any experts implementation runs the result, and `save_pretrained` writes it as
+    a whole model.
+
+    Args:
+        model: The base of the adapter.
+        adapter: An adapter, its folder, or a folder of `save_lora`, whose matrices are merged.
+        check_weights: Whether the model must have the weights that were tuned. False accepts others
+            of the same architecture.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        ValueError: If the model is another one than the adapter's, or has an adapter already.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if is_peft(adapter):

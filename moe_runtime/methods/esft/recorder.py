@@ -34,7 +34,19 @@ from moe_runtime.hf.training.calibration import world
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GateSums:
-    """Slots and gate values per layer and expert, on the CPU; a leading shared expert has zeros."""
+    """Sums over the tokens of a sample, from which every variant of the scores follows; on the CPU.
+
+    Attributes:
+        layers: Numbers of the model's MoE layers, L of them.
+        count: [L, E] int64, tokens that selected an expert.
+        gate: [L, E] float64, sum of the router's weights.
+        sample_count: [L, E] float64, sum of the samples' mean counts.
+        sample_gate: [L, E] float64, sum of the samples' mean weights.
+        n_tokens: Number of tokens.
+        n_samples: Number of samples.
+        top_k: Experts per token that the router selects, without a shared one.
+        num_shared: Number of leading experts that every token passes through; their sums are 0.
+    """
 
     layers: tuple[int, ...]
     count: torch.Tensor  # [L, E] int64

@@ -47,10 +47,17 @@ SUMS = (*_TABLES, "n_tokens", "n_samples", "top_k", "num_shared")  # fields of G
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertScores:
-    """Scores per layer and expert. `gate` and `token` are of `variant`; `scores` converts to other
-    variants if possible.
+    """Scores of every expert of every layer on a task (ESFT, Eq. 6 and 7).
 
-    A summary without sums (an official one) has only its own variant and those that follow from it.
+    Attributes:
+        layers: Numbers of the model's MoE layers, L of them.
+        gate: [L, E] float64, the mean weight that the router gives an expert.
+        token: [L, E] float64, the share of tokens that select an expert, divided by K.
+        variant: Definition of the scores: "v1", "paper", "normalized" or "head".
+        num_shared: Number of leading experts that every token passes through; their scores are 0.
+        sums: What the scores were computed from; None for an official summary, which then has only
+            its own variant and those that follow from it.
+        base: Identifies the model that was scored, if it is known.
     """
 
     layers: tuple[int, ...]
@@ -217,13 +224,25 @@ def score_experts(
     variant: str = "v1",
     per_process: bool = False,
 ) -> ExpertScores:
-    """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each
-    expert's scores.
+    """Run a model over a sample and return each expert's scores (ESFT, Eq. 6 and 7).
 
-    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but
-    padding count. With torch.distributed every process brings its own data and scores its share of
-    the tokens, or `n_tokens` each with `per_process`; all return the same scores. Works on stock
-    models and our own, whose shared expert has scores of 0.
+    The model runs in eval mode, and every module is set back to its mode afterwards. All tokens but
+    padding count. A shared expert of our own models gets scores of 0.
+
+    Args:
+        model: A stock MoE model, or one of ours.
+        dataloader: Batches: the model's keyword arguments, or its input_ids [B, S]. A row is a
+            sample. With torch.distributed every process brings its own.
+        n_tokens: Tokens to score at most, over all processes; the paper's number by default.
+        variant: Definition of the scores: "v1" (the first release), "paper", "normalized" or
+            "head".
+        per_process: Whether each process scores `n_tokens` tokens.
+
+    Returns:
+        The scores, the same in all processes.
+
+    Raises:
+        ValueError: If the model has no MoE layers, or an argument is invalid.
     """
     check_module(model)
     check_positive("n_tokens", n_tokens)

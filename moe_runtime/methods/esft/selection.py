@@ -43,10 +43,16 @@ def check_p(p: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSelection:
-    """The experts to train, by layer; the two flags add other parameters (the paper's Table 3).
+    """The experts to train, by layer.
 
-    Layers are the model's own numbers, ids are indices into the experts' stack. `score`, `p` and
-    `variant` say how it was made.
+    Attributes:
+        experts: Layer number to ids of experts, in the order of selection.
+        shared_experts: Whether the MLPs that every token passes through train too (Table 3).
+        non_expert_modules: Whether everything that is not an expert trains too (Table 3).
+        score: "gate", "token" or "random", if it is known.
+        p: The sum of scores that was asked for, if any.
+        variant: Definition of the scores, if it is known.
+        base: Identifies the model that was scored, if it is known.
     """
 
     experts: Mapping[int, tuple[int, ...]]  # in the order of selection
@@ -135,13 +141,29 @@ def select_experts(
     round: int | None = None,
     skip_unused: bool = False,
 ) -> ExpertSelection:
-    """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at
-    least one.
+    """Select each layer's experts with the highest scores, until their sum is at least p: Eq. (8).
 
-    Or, instead of `p`, the `experts_per_layer` with the highest scores. `variant` defaults to the
-    scores' own. `round=4` rounds the scores first, as the official code does. Where a layer's
-    scores sum to less than `p`, all its experts are selected, as the official code does, with a
-    warning; `skip_unused` leaves out those with a score of 0, which no token used.
+    At least one is selected; among equal scores the lower id comes first. Where a layer's scores
+    sum to less than p, all its experts are selected, as in the official code, with a warning.
+
+    Args:
+        scores: Of `score_experts`, or `ExpertScores.load(path)`.
+        p: Sum of scores, above 0 and at most 1: 0.1 for gate scores and 0.2 for token scores in the
+            paper.
+        score: "gate" or "token".
+        variant: Definition of the scores; None is that of `scores`.
+        experts_per_layer: Selects this many experts of each layer, in place of `p`.
+        shared_experts: Whether the MLPs that every token passes through train too.
+        non_expert_modules: Whether everything that is not an expert trains too.
+        round: Digits to which scores are rounded first; 4 in the official code.
+        skip_unused: Whether to leave out experts with a score of 0, which no token selected.
+
+    Returns:
+        The selection, for `train_only` or `train_lora`.
+
+    Raises:
+        ValueError: If not exactly one of `p` and `experts_per_layer` is given, one is invalid, or a
+            layer has no score above 0.
     """
     if not isinstance(scores, ExpertScores):
         raise ValueError(
@@ -221,8 +243,16 @@ def _take(
 def random_experts(
     selection: ExpertSelection, num_experts: int, seed: int, *, num_shared: int = 0
 ) -> ExpertSelection:
-    """Draw as many experts per layer as in `selection`, uniformly without replacement: the control
-    of Table 4.
+    """Draw as many experts per layer as a selection has: the control of the paper's Table 4.
+
+    Args:
+        selection: Determines how many experts each layer gets.
+        num_experts: Experts per layer E, shared ones included.
+        seed: Of the draw, which is uniform and without replacement.
+        num_shared: Leading experts that are never drawn.
+
+    Returns:
+        A selection with the score "random".
     """
     check_positive("num_experts", num_experts)
     generator = random.Random(seed)

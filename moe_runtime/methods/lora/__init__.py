@@ -55,10 +55,17 @@ ALPHA = 16.0
 def lora_config(
     model: nn.Module, num_experts: int = 8, top_k: int | None = 2, **settings: Any
 ) -> MoEConfig:
-    """Return the routers' MoEConfig for a dense model; `settings` are MoEConfig's other fields.
+    """Return the MoEConfig of LoRA experts for a dense model.
 
-    `gate` defaults to softmax_topk_renorm; top_k None sends every token to every expert, by a
-    softmax over all (LoRAMoE).
+    Args:
+        model: A model of a supported architecture.
+        num_experts: Number of experts.
+        top_k: Experts per token; None sends every token to every expert (LoRAMoE).
+        settings: Other fields of MoEConfig; gate is by default "softmax_topk_renorm", or
+            "softmax_topk" without top_k.
+
+    Returns:
+        A config for `to_lora_moe`.
     """
     settings.setdefault("gate", "softmax_topk" if top_k is None else "softmax_topk_renorm")
     top_k = num_experts if top_k is None else top_k
@@ -84,16 +91,38 @@ def to_lora_moe(
     seed: int = 42,
     **settings: Any,
 ) -> nn.Module:
-    """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers
-    train, the rest is frozen.
+    """Give the MLPs of a dense model LoRA experts, in place (UpIT, Sec. 2.3; LoRAMoE).
 
-    Pass `config` or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP
-    by default. Initially every expert equals the base. `experts` are PEFT adapter folders of the
-    base, one for each expert, which determine rank, alpha, targets and layers; of pairs outside of
-    the MLPs, `backbone` "mean" adds the mean change to the base's weights, "base" ignores them.
-    `vectors` [L, E, H] are the routers' rows, drawn by `seed` otherwise. `train_backbone` trains
-    all but the MLPs (form "block") or all but the linear layers that have pairs ("linear"). `dtype`
-    is the pairs' own, by default the base's.
+    The experts' matrices and the routers train, the rest is frozen. Initially every expert equals
+    the base.
+
+    Args:
+        model: A stock dense model.
+        config: Of the routers, such as that of `lora_config`.
+        rank: Of each expert's matrices; None is 8.
+        alpha: The scaling is alpha / rank; None is 16.
+        targets: Names of the MLP's linear layers; None is all.
+        form: "block", one router for each MLP (UpIT), or "linear", one for each linear layer
+            (LoRAMoE).
+        experts: PEFT adapters of the base, one for each expert, which determine rank, alpha,
+            targets and layers.
+        backbone: What becomes of adapters' matrices outside of the MLPs: "mean" adds their mean
+            change to the base's weights, "base" ignores them.
+        vectors: [L, E, H], the routers' rows; None draws them.
+        layers: Numbers of the layers; None is all.
+        train_backbone: Whether all but the MLPs ("block"), or all but the layers with matrices
+            ("linear"), train too.
+        dtype: Of the experts' matrices; None is the base's.
+        method: Recorded in the config.
+        seed: Of matrices and routers.
+        settings: Arguments of `lora_config`, in place of `config`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: With the model unchanged, if the architecture is not supported, or arguments do
+            not fit together.
     """
     # accept any iterable; None and a single name are left to the checks
     experts = _listed(experts)
@@ -239,12 +268,20 @@ def _pairs_of(module: nn.Module):
 
 @torch.no_grad()
 def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "uniform") -> nn.Module:
-    """Merge the LoRA experts of every layer into the MLPs and return the dense model in its stock
-    architecture, in place.
+    """Merge the LoRA experts of every layer to a dense MLP, in place.
 
-    W + s sum_e alpha_e B_e A_e, summed in float32 and rounded once; all of it trains. `alpha` [E],
-    [L, E] or "uniform" must sum to 1. The routers are dropped, so unless all experts are equal the
-    function differs from the routed one.
+    The weights are W + s sum_e alpha_e B_e A_e, summed in float32 and rounded once. The routers are
+    dropped, so the function differs from the routed one unless all experts are equal.
+
+    Args:
+        model: A model after `to_lora_moe`.
+        alpha: Coefficients, [E] or [L, E] with sums of 1, or "uniform".
+
+    Returns:
+        The same model, dense, in the base's own architecture; all of it trains.
+
+    Raises:
+        ValueError: If the model has no LoRA experts, or the coefficients do not fit.
     """
     layers = _whole_layers(model)
     rows = alpha_rows(alpha, len(layers), model.config.moe_runtime["config"]["num_experts"])
@@ -260,8 +297,16 @@ def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "unifo
 
 
 def to_moe(model: nn.Module) -> nn.Module:
-    """Convert LoRA experts to whole experts, in place: an upcycled model (stage "moe") with equal
-    outputs, all trainable.
+    """Convert LoRA experts to whole experts, in place, with equal outputs.
+
+    Args:
+        model: A model after `to_lora_moe` with form "block".
+
+    Returns:
+        The same model, upcycled; all of it trains.
+
+    Raises:
+        ValueError: If the model has no LoRA experts, or their form is "linear".
     """
     layers = _whole_layers(model)
     block = dict(model.config.moe_runtime)
@@ -287,10 +332,19 @@ def save_adapters(
     *,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write each expert as a PEFT adapter of the dense base to FOLDER/expert-<e>, atomically;
-    return the folders.
+    """Write each expert as a PEFT adapter of the dense base, atomically.
 
-    `base_model` is the dense base that the adapters name.
+    Args:
+        model: A model after `to_lora_moe`, whose other weights are the base's.
+        folder: The adapters are written to FOLDER/expert-<e>.
+        base_model: The dense base, which the adapters name.
+        overwrite: Whether to replace an existing folder.
+
+    Returns:
+        The adapters' folders.
+
+    Raises:
+        ValueError: If weights outside of the experts differ from the base's.
     """
     layers = _whole_layers(model)
     block = model.config.moe_runtime
@@ -311,8 +365,16 @@ def save_adapters(
 
 
 def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the LoRAMoEs, or MLPs with LoRALinears, by layer; raises ValueError for other
-    models.
+    """Return the layers with LoRA experts.
+
+    Args:
+        model: A model after `to_lora_moe`, not wrapped.
+
+    Returns:
+        Layer number to its LoRAMoE, or to its MLP with LoRALinears.
+
+    Raises:
+        ValueError: If the model has no LoRA experts.
     """
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     is_lora = block is not None and block["stage"] == "lora"

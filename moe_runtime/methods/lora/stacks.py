@@ -294,7 +294,16 @@ def convert_folder(
 
 
 class MergeReceipt(NamedTuple):
-    """What `merge_folder` wrote."""
+    """What `merge_folder` wrote.
+
+    Attributes:
+        path: The folder.
+        tensors: Number of tensors.
+        bytes: Bytes of all tensors.
+        side_files: Names of copied files: config, tokenizer and so on.
+        experts: Number of changed experts, over all layers.
+        changed: Number of changed tensors.
+    """
 
     path: Path
     tensors: int

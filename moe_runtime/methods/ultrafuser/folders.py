@@ -64,10 +64,22 @@ def save(
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Save the gate and the specialists, as paths ("reference") or as copies ("copy"), to a folder
-    for `load`.
+    """Save the gate and the specialists to a folder, atomically.
 
-    If several processes hold the whole model, one calls.
+    Of several processes that hold the whole model, one calls this.
+
+    Args:
+        fuser: The fused model.
+        folder: The folder to write.
+        specialists: "reference" saves their paths, "copy" the models.
+        overwrite: Whether to replace an existing folder.
+        max_shard_size: Bytes of a weights file of a copy at most, or a text.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: With "reference", if a specialist differs from its folder or has an adapter.
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
@@ -131,10 +143,20 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: torch.device | str | Sequence | None = None,
 ) -> UltraFuser:
-    """Load a folder of `save`. `specialists` maps names of specialists that were moved to their new
-    folders.
+    """Load a fused model.
 
-    `dtype` defaults to the saved one; `device` is one for all or one for each.
+    Args:
+        folder: A folder of `save`.
+        specialists: New folders of specialists that have moved, by name.
+        dtype: None is the saved one.
+        device: One for all, or one for each specialist.
+
+    Returns:
+        The fused model.
+
+    Raises:
+        ValueError: If a specialist is missing, or has other weights or another tokenizer than when
+            it was saved.
     """
     saved = read(folder, specialists or {})
     parts = saved.specialists

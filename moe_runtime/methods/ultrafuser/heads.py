@@ -99,7 +99,13 @@ def padding_error(model: nn.Module) -> float:
 
 
 class Head(NamedTuple):
-    """A specialist's head: its output layer, and the scale and soft cap that the model applies."""
+    """A specialist's head.
+
+    Attributes:
+        model: The specialist.
+        scale: Factor of its logits.
+        softcap: Bound of its logits, as in Gemma 2.
+    """
 
     model: nn.Module
     scale: float = 1.0

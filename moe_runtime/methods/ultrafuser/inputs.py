@@ -83,7 +83,13 @@ def _tokens(tokenizer, vocab_size: int) -> dict[int, str]:
 
 
 class Encoder:
-    """Turns prompts and answers into ids: `tokenizers` and `templates` are one per specialist."""
+    """Turns prompts and answers into ids, each prompt in every specialist's template.
+
+    Args:
+        tokenizers: One per specialist.
+        templates: One per specialist.
+        vocab_size: Number of ids that all specialists have.
+    """
 
     def __init__(self, tokenizers: Sequence, templates: Sequence[str], vocab_size: int):
         self.tokenizers = tuple(tokenizers)

@@ -54,7 +54,16 @@ REDUCTIONS = ("mean", "sample")
 
 @strict
 class UltraFuserConfig(PreTrainedConfig):
-    """Config of an UltraFuser; `specialists` has each one's name, path, template and model_type."""
+    """transformers' config of an UltraFuser.
+
+    Attributes:
+        specialists: Name, path, template and model_type of each.
+        gate: "mlp" or "linear".
+        joint: Whether each specialist has a row of the gate's last layer.
+        loss_reduction: "mean" or "sample".
+        vocab_size: Number of ids that all specialists have.
+        hidden_size: The largest of the specialists'.
+    """
 
     model_type = "moe_runtime_ultrafuser"
     # what an evaluation loop should not gather
@@ -70,8 +79,13 @@ class UltraFuserConfig(PreTrainedConfig):
 
 @dataclass
 class UltraFuserOutput(ModelOutput):
-    """`loss` []; `gate_weight` [B, R, S] float32 without a gradient; `logits` [B, R, V] float32 if
-    asked for.
+    """Result of UltraFuser.forward.
+
+    Attributes:
+        loss: [], with labels.
+        logits: [B, R, V] float32, if asked for.
+        gate_weight: [B, R, S] float32, without a gradient.
+        past_key_values: The specialists' caches, in generation.
     """
 
     loss: torch.FloatTensor | None = None
@@ -81,15 +95,30 @@ class UltraFuserOutput(ModelOutput):
 
 
 class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
-    """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for
-    Trainer and generate().
+    """S specialists and the gate that mixes their logits; a model for Trainer and generate().
 
-    `templates` is one per specialist or one for all: a text with {prompt} and optionally {system},
-    a name in `TEMPLATES`, or "chat", the specialist's own; by default "chat" if it has one, else
-    the plain prompt. `tokenizer` is one for all or one per specialist, by default the folders'.
-    Vocabularies are cut to their common ids; `joint` is the gate for several hidden sizes.
-    `loss_reduction` is "mean" over tokens, or "sample", the paper's: a sum over tokens, then a mean
-    over samples.
+    Args:
+        specialists: Two or more causal language models that share a tokenizer, or their folders.
+        templates: One per specialist or one for all: a text with {prompt} and optionally {system},
+            a name in `TEMPLATES`, or "chat", the specialist's own. None is "chat" if it has one,
+            else the plain prompt.
+        tokenizer: One for all or one per specialist; None reads the folders'. Their common ids must
+            agree, and vocabularies are cut to these.
+        gate: "mlp" (App. A) or "linear" (Sec. 3).
+        joint: Whether each specialist has a row of the gate's last layer; required for several
+            hidden sizes.
+        names: Of the specialists; None uses the folders' names.
+        loss_reduction: "mean" over tokens, or "sample", the paper's: the sum over tokens and the
+            mean over samples.
+        dtype: Of specialists that are loaded from folders.
+
+    Raises:
+        ValueError: If the specialists cannot be fused, such as for other tokenizers or heads.
+
+    Example:
+        >>> fuser = UltraFuser(["prose", "code"], templates=["ultralm", "codellama"])
+        >>> batch = fuser.encode(["What is 2 + 3?"], ["5"])
+        >>> fuser.freeze_specialists()(**batch).loss.backward()  # stage 1
     """
 
     config_class = UltraFuserConfig
@@ -232,15 +261,27 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         return_dict: bool | None = None,
     ) -> UltraFuserOutput:
-        """Run `prompt_ids` and `prompt_mask`, S of [B, P_s], with answers `response_ids` and
-        `labels` [B, R].
+        """Compute the loss of answers, or the next token's logits.
 
-        Padding is 0 in the masks and -100 in labels; prompts may be padded left or right, answers
-        right. `reduction` is the config's loss_reduction, or "sum", or "none" for a loss [B, R];
-        `num_items_in_batch` divides the sum. With `input_ids` [B, n], the answers so far, instead
-        of response_ids, it returns the next token's logits [B, 1, V], for generate();
-        attention_mask is ignored. Specialists may be on different devices; the output is on the
-        first's.
+        Specialists may be on different devices; the output is on the first's.
+
+        Args:
+            prompt_ids: S tensors [B, P_s], padded left or right.
+            prompt_mask: S tensors [B, P_s], 0 on padding.
+            response_ids: [B, R], padded right.
+            labels: [B, R], -100 on padding.
+            input_ids: [B, n], the answers so far, in place of response_ids, for generate().
+            attention_mask: Ignored.
+            past_key_values: The specialists' caches.
+            use_cache: Whether to return caches.
+            want_logits: Whether to return logits [B, R, V].
+            reduction: None is the config's loss_reduction; or "sum", or "none" for a loss [B, R].
+            num_items_in_batch: Divides the sum, if given.
+            backend: Of the loss: "torch" or "triton"; None selects the default for the device.
+            return_dict: False returns a tuple.
+
+        Returns:
+            The loss and the gate's weights; with `input_ids` logits [B, 1, V].
         """
         if input_ids is not None:
             out = self._next_token(prompt_ids, prompt_mask, input_ids, past_key_values)

@@ -61,13 +61,33 @@ def assemble(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Write the MoE model of the expert folders, all of one kind, to the folder `out`.
+    """Write experts and routing vectors as one MoE model (UpIT, Algorithm 1, lines 11 to 13).
 
-    `vectors` are [L, H] for each expert; None draws the routers by `seed`. Whole experts are
-    streamed: memory holds one stack of experts and one shard. For adapters the base is loaded and
-    saved with them; if they change more than MLPs, backbone "mean" adds the mean of these changes
-    to it. `base` overrides the base recorded in adapters; whole experts with backbone "base"
-    require it.
+    Whole experts are streamed: memory holds one stack of experts and one shard. For adapters the
+    base is loaded, and saved with them.
+
+    Args:
+        experts: Folders, all whole models or all adapters.
+        vectors: [L, H] for each expert, which become the rows of the routers; None draws the
+            routers.
+        out: The folder to write.
+        base: The dense model, in place of the one that adapters record. Required for whole experts
+            with backbone "base".
+        top_k: Experts per token.
+        gate: A gate without a shared expert; the default is Mixtral's.
+        balance_loss: "none", "cv2" or "switch".
+        balance_loss_coef: Its weight in the training loss.
+        backbone: Everything but the MLPs: "mean" of the experts, or of the "base".
+        seed: Of routers that are drawn.
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace an existing folder.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        The counts of what was written.
+
+    Raises:
+        ValueError: If experts are of two kinds or two bases, or values are not finite.
     """
     check_choice("backbone", backbone, BACKBONES)
     check_paths("experts", experts)

@@ -40,8 +40,19 @@ class Buckets(NamedTuple):
 
 
 def seed_set(rows: Dataset, share: float = 0.01, *, at_least: int = 1, seed: int = 0) -> Dataset:
-    """Return a random `share` of a datasets.Dataset (Algorithm 3, line 2), with at least `at_least`
-    examples.
+    """Draw the seed data, a random share of the examples (UpIT, Algorithm 3, line 2).
+
+    Args:
+        rows: A datasets.Dataset.
+        share: Share of the examples, above 0 and at most 1.
+        at_least: Smallest number of examples.
+        seed: Of the draw.
+
+    Returns:
+        The drawn examples, in random order.
+
+    Raises:
+        ValueError: If there are fewer examples than asked for.
     """
     check_number("share", share, positive=True)
     if not (hasattr(rows, "shuffle") and hasattr(rows, "select")):
@@ -67,13 +78,23 @@ def perplexities(
     tokens: str = "response",
     batch_size: int = 8,
 ) -> torch.Tensor:
-    """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must
-    call this.
+    """Compute the perplexity of each expert on each example (UpIT, Algorithm 3).
 
-    `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label,
-    "all" every token but a row's first. `base` is the dense model of adapters, by default the one
-    they record. One model is in memory at a time. Raises ValueError for rows without a counted
-    token.
+    Every process of a run must call this. One model is in memory at a time.
+
+    Args:
+        experts: The experts' folders, n of them.
+        rows: N tokenized examples, with input_ids and labels.
+        tokenizer: Of the base.
+        base: The dense model of adapters; None is the recorded one.
+        tokens: "response" counts the tokens with a label, "all" every token but an example's first.
+        batch_size: Examples per forward pass.
+
+    Returns:
+        [n, N] float64.
+
+    Raises:
+        ValueError: If an example has no token that counts.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
@@ -91,10 +112,18 @@ def perplexities(
 
 
 def fill_buckets(perplexity: torch.Tensor, capacity: int | None = None) -> list[list[int]]:
-    """Assign rows to experts by `perplexity` [n, N] (Algorithm 3); return n lists of row numbers.
+    """Assign each example to the best expert whose bucket has room (UpIT, Algorithm 3).
 
-    A bucket holds at most `capacity` rows, by default ceil(N / n); a row is dropped once all
-    buckets are full.
+    Args:
+        perplexity: [n, N], of `perplexities`; the lowest is the best.
+        capacity: Examples in a bucket at most; None is ceil(N / n). An example is dropped once all
+            buckets are full.
+
+    Returns:
+        For each of the n experts the positions of its examples.
+
+    Raises:
+        ValueError: If a perplexity is NaN.
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
     bad = perplexity.isnan().nonzero().tolist()

@@ -46,13 +46,28 @@ STEP = "step-"
 
 
 class ExpertCheckpoints(TrainerCallback):
-    """Saves the model to FOLDER/step-<n>/ every `every_epochs` epochs, or every `every_steps`
-    steps, and after the last step.
+    """Callback of any Trainer that saves experts at fixed intervals, and after the last step.
 
-    Works with any Trainer, also under DDP and FSDP2, where every process needs the callback. A
-    resumed run keeps the experts saved so far. `base`, the model's folder before training, is
-    recorded. `dtype` is that of the written weights. Memory holds one shard of `max_shard_size` in
-    addition to the model.
+    Writes FOLDER/step-<n>/, for a PEFT model the adapter. Works under DDP and FSDP2 too, where
+    every process needs the callback. A resumed run keeps the experts saved so far.
+
+    Args:
+        folder: Where the experts are written.
+        every_epochs: Epochs between experts; 0.25 if neither interval is given.
+        every_steps: Optimizer steps between experts.
+        base: The model's folder before training, which the experts record.
+        dtype: Of the written weights; None keeps the model's.
+        max_shard_size: Bytes of a weights file at most, or a text; memory holds one shard in
+            addition to the model.
+        overwrite: Whether to replace experts of an earlier run.
+
+    Raises:
+        ValueError: If an interval is invalid, or, when training begins, if the model cannot be
+            saved as an expert.
+
+    Example:
+        >>> callback = ExpertCheckpoints("experts", every_epochs=0.25, base="base")
+        >>> Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback]).train()
     """
 
     def __init__(

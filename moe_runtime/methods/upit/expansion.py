@@ -42,7 +42,14 @@ PARENTS = ("farthest", "random")
 
 
 class Child(NamedTuple):
-    """An expert grown from two parents."""
+    """An expert grown from two others.
+
+    Attributes:
+        folder: Its folder.
+        parents: Positions of the two in Expansion.experts.
+        weights: Their weights, which sum to 1.
+        distance: Between the two.
+    """
 
     folder: Path
     parents: tuple[int, int]  # places in Expansion.experts
@@ -51,7 +58,13 @@ class Child(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """The given experts and their children."""
+    """The given experts and those grown from them.
+
+    Attributes:
+        experts: Folders of all, the given ones first.
+        children: The grown ones.
+        distance: [n, n] float64, the distances of all.
+    """
 
     experts: list[Path]  # the given ones first
     children: tuple[Child, ...]
@@ -74,12 +87,33 @@ def expand_experts(
     device: str | torch.device | None = None,
     progress: Progress | None = None,
 ) -> Expansion:
-    """Grow the folders `experts` to `count` experts; children are written to OUT/expert-<i> in
-    their parents' form.
+    """Grow more experts from pairs of the given ones (UpIT, Algorithm 2).
 
-    `base` is the dense model that all were trained from: its differences from the experts are
-    compared. Rows are computed on `device`. Children in `out` made by the same call, even if it was
-    killed, are reused; others raise an error, and `overwrite` replaces or removes all of them.
+    A child is the weighted sum of what training added to its parents, of which DARE drops a part.
+    Children in `out` that the same call wrote, even if it was killed, are reused.
+
+    Args:
+        experts: Folders of one kind, 2 or more.
+        count: Number of experts in the end.
+        out: Children are written to OUT/expert-<i>, in their parents' form.
+        base: The dense model that all were trained from; the experts' differences from it are
+            compared.
+        metric: Distance of two experts: "cosine" or "l2".
+        parents: Which pair has a child: "farthest", or "random".
+        drop: Share of a parent's changes that DARE drops; the others are rescaled.
+        seed: Of parents, weights and masks.
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace children of other calls.
+        backend: Of the merging op; None selects the default for the device.
+        device: Where children are computed; None is the default.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        All folders, the children's parents, and the distances.
+
+    Raises:
+        ValueError: If there are fewer than two experts, weights are not finite, or `out` has files
+            of another origin.
     """
     check_choice("metric", metric, METRICS)
     check_choice("parents", parents, PARENTS)

@@ -28,10 +28,15 @@ WHICH = ("back", "front", "uniform")
 
 
 class Expert:
-    """An expert's folder opened for reading by `open_expert`.
+    """An expert's folder, opened for reading by `open_expert`.
 
-    `kind` is "ffn" or "lora"; `record` the content of expert.json; `base` the folder or Hub id of
-    its base, if known; `config` the dense model's; `adapter` PEFT's settings of a lora.
+    Attributes:
+        path: The folder.
+        kind: "ffn" for a whole model, "lora" for a PEFT adapter.
+        record: Content of expert.json; empty if there is none.
+        base: Folder or Hub id of the model that was tuned, if it is known.
+        config: transformers' config of the dense model.
+        adapter: PEFT's settings, if it is an adapter.
     """
 
     def __init__(self, path: Path, kind: str, record: dict, base: str | Path | None):
@@ -117,7 +122,18 @@ def print_of(checkpoint: Checkpoint) -> str:
 
 
 def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
-    """Open an expert's folder of any kind; `base` replaces a recorded base that has moved."""
+    """Open an expert's folder.
+
+    Args:
+        path: A whole model or a PEFT adapter, with or without expert.json.
+        base: The model that was tuned, in place of a recorded one that has moved.
+
+    Returns:
+        The expert, whose tensors are read when asked for.
+
+    Raises:
+        ValueError: If the folder is neither.
+    """
     path = Path(path)
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
@@ -138,8 +154,13 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
 
 
 def saved_experts(folder: str | Path) -> list[Path]:
-    """Return the experts saved in a folder during training, by step, or else a Trainer's
-    checkpoints.
+    """Return the experts that a training saved, or else a Trainer's checkpoints.
+
+    Args:
+        folder: Of `ExpertCheckpoints`, or a Trainer's output folder.
+
+    Returns:
+        Folders in the order of their steps; empty if there are none.
     """
     return saved_steps(folder) or saved_steps(folder, ("checkpoint-",))
 
@@ -147,12 +168,20 @@ def saved_experts(folder: str | Path) -> list[Path]:
 def choose_checkpoints(
     folders: Sequence[str | Path] | str | Path, count: int, which: str = "back"
 ) -> list[Path]:
-    """Choose `count` of the checkpoints `folders`, or of those in one folder, in the order of their
-    steps.
+    """Choose checkpoints to become experts (UpIT, Algorithm 1, line 3).
 
-    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly
-    spaced up to the last. A step is the number at the end of a folder's name; if any name has none,
-    the given order is kept.
+    Args:
+        folders: Checkpoints, or the folder that contains them.
+        count: How many to choose.
+        which: "back" for the last ones (in UpIT, between epochs 1 and 2), "front" for the first,
+            "uniform" for evenly spaced ones up to the last.
+
+    Returns:
+        Folders in the order of their steps, the number at the end of a name; in the given order if
+        a name has none.
+
+    Raises:
+        ValueError: If there are fewer than `count`.
     """
     check_choice("which", which, WHICH)
     if isinstance(folders, str | Path):

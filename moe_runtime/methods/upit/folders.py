@@ -177,7 +177,17 @@ def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: s
 
 
 def export_mixtral(folder: str | Path, out: str | Path, **options: Any) -> FolderReceipt:
-    """Write the upcycled model `folder` as a stock Mixtral to the folder `out`; `options` are
-    `export_stock`'s.
+    """Write an upcycled model as a stock Mixtral, which runs without this package.
+
+    Args:
+        folder: A model whose gate and base Mixtral can hold.
+        out: The folder to write.
+        options: check=True compares the logits of both; max_shard_size, overwrite and progress.
+
+    Returns:
+        The counts of what was written.
+
+    Raises:
+        ValueError: With nothing written, if Mixtral has no such model.
     """
     return export_stock(folder, out, "mixtral", **options)

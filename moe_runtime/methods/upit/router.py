@@ -57,7 +57,16 @@ class UpitTraining(Training):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedExpert:
-    """A tuned expert and its routing vectors."""
+    """A tuned expert and its routing vectors.
+
+    Attributes:
+        vectors: [L, H] float32, one for each layer.
+        folder: The tuned expert.
+        before: Losses on its bucket before training.
+        after: The same after training, in float32.
+        steps: Optimizer steps.
+        seconds: Of training alone.
+    """
 
     vectors: torch.Tensor  # [L, H] float32
     folder: Path
@@ -83,13 +92,33 @@ def init_router(
     on_step: Callable[[int, int, float | None], None] | None = None,
     **training: Any,
 ) -> RoutedExpert:
-    """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
+    """Tune an expert and its routing vectors on its bucket (UpIT, Eq. 1 and 2), and write both.
 
-    `rows` are tokenized (io.rows.tokenize_pairs). `training` are UpitTraining's settings, by
-    default 4 epochs at the rate of RATES. A whole expert trains in float32 and is written in
-    `dtype`; for an adapter, `dtype` is that of its base during training. A folder that the same
-    call has already written is reused. `base` is the dense model of an adapter. Every process must
-    call this.
+    Every process of a run must call this. A folder that the same call has already written is
+    reused.
+
+    Args:
+        expert: The expert's folder. A whole expert trains in float32.
+        rows: Tokenized examples of its bucket, with input_ids and labels.
+        tokenizer: Of the base.
+        folder: The folder to write.
+        alpha: Weight of the language model's loss, 0 to 1; the routing loss has the rest.
+        vector_learning_rate: Of the routing vectors; None is the expert's.
+        base: The dense model of an adapter; None is the recorded one.
+        dtype: "float32", "bfloat16" or "float16": of a written whole expert, or of an adapter's
+            base during training.
+        seed: Of all random numbers.
+        overwrite: Whether to replace an existing folder.
+        callbacks: Callbacks of transformers' Trainer.
+        on_step: Called with the step, the number of steps and the loss.
+        training: Settings such as epochs, learning_rate and batch_size; by default 4 epochs at 2e-5
+            for a whole expert and 2e-4 for an adapter (Sec. 3.1).
+
+    Returns:
+        The vectors, the folder, and the losses before and after.
+
+    Raises:
+        ValueError: If a setting is invalid, the rows lack labels, or an adapter changes no MLP.
     """
     check_fraction("alpha", alpha, "the weight of the language model's loss")
     if vector_learning_rate is not None:
@@ -245,10 +274,21 @@ def init_routers(
     folder: str | Path,
     **settings: Any,
 ) -> list[RoutedExpert]:
-    """Call `init_router` with `settings` for each expert on its bucket, row numbers of `rows`, and
-    write FOLDER/expert-<i>.
+    """Call `init_router` for each expert on its bucket, and write FOLDER/expert-<i>.
 
-    A folder that the same call has already written is reused.
+    Args:
+        experts: The experts' folders.
+        rows: The seed data.
+        buckets: For each expert the positions of its examples in `rows`, as of `fill_buckets`.
+        tokenizer: Of the base.
+        folder: Where the experts are written; what the same call has already written is reused.
+        settings: Arguments of `init_router`.
+
+    Returns:
+        One result for each expert.
+
+    Raises:
+        ValueError: If an expert has no examples, or the numbers of experts and buckets differ.
     """
     if len(experts) != len(buckets) or not all(buckets):
         sizes = [len(bucket) for bucket in buckets]
@@ -266,7 +306,17 @@ def init_routers(
 
 
 def load_routed(folder: str | Path) -> RoutedExpert:
-    """Read a folder of `init_router`; raises ValueError for other folders."""
+    """Read a folder of `init_router`.
+
+    Args:
+        folder: One expert's folder.
+
+    Returns:
+        What `init_router` returned.
+
+    Raises:
+        ValueError: If the folder is another one.
+    """
     folder = Path(folder)
     record = read_json(folder / RECORD)
     try:

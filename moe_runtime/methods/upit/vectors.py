@@ -172,7 +172,12 @@ class VectorTrainer(MoETrainer):
 
 
 class Measured(NamedTuple):
-    """What `RoutingVectors.measure` found."""
+    """Losses on a bucket before or after training.
+
+    Attributes:
+        loss: Of the language model, per label token.
+        sigmoid: [L], the mean of sigmoid(h . r) over the tokens for each layer.
+    """
 
     loss: float  # L_lm, over the label tokens
     sigmoid: list[float]  # [L], mean of sigmoid(h . r) over the tokens

@@ -39,8 +39,18 @@ EXACT_GATES = ("xft", "topk_softmax", "softmax_topk_renorm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleReceipt:
-    """The changes that `upcycle` made, and the distance between the old and the new model's
-    logits.
+    """What `upcycle` changed, and how far the logits moved; print it for a summary.
+
+    Attributes:
+        config: Of the MoE layers.
+        layers: Numbers of the layers whose MLP was replaced.
+        dense_parameters: Number of parameters before.
+        moe_parameters: Number of parameters after.
+        active_parameters: Number of parameters that one token passes through.
+        copied: Names of the expert stacks, which hold E copies of the dense MLP each.
+        drawn: Names of the randomly initialized router tensors.
+        error: ||upcycled - dense|| / ||dense|| of the logits of a probe batch.
+        preserves: Whether a token's weights sum to 1, so that the error can only be rounding.
     """
 
     config: MoEConfig
@@ -79,8 +89,17 @@ class UpcycleReceipt:
 
 
 def config_for(model: nn.Module, **settings: Any) -> MoEConfig:
-    """Return the MoEConfig for a dense transformers model; `settings` are MoEConfig's other
-    fields.
+    """Return the MoEConfig for a dense transformers model.
+
+    Args:
+        model: A model of a supported architecture; its sizes, activation and biases are read.
+        settings: The other fields of MoEConfig, such as num_experts=8.
+
+    Returns:
+        A config for `upcycle`.
+
+    Raises:
+        ValueError: If the architecture is not supported, or a setting is invalid.
     """
     families.check_module(model)
     return MoEConfig(**families.moe_shape(families.family_of(model), model.config), **settings)
@@ -94,13 +113,29 @@ def upcycle(
     seed: int = 42,
     **settings: Any,
 ) -> UpcycleReceipt:
-    """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what
-    changed.
+    """Replace the MLPs of a dense transformers model by MoE layers, in place (XFT, Sec. 3.1).
 
-    `config` comes from `config_for` or from keyword `settings` (num_experts=8, top_k=6, gate="xft",
-    ...); `layers` defaults to all; `seed` initializes the routers. Raises ValueError, with the
-    model untouched, for an unsupported architecture, an MLP that does not compute what its family's
-    entry says, or a config that does not fit.
+    Every expert is a copy of the MLP, so that the MoE model computes what the dense one did; the
+    receipt says how exactly.
+
+    Args:
+        model: A dense causal language model of a supported architecture.
+        config: The MoE layers' settings, such as those of `config_for`.
+        layers: Numbers of the layers to upcycle; None is all.
+        seed: Initializes the routers.
+        settings: Fields of MoEConfig, in place of `config`: num_experts=8, top_k=6, gate="xft" and
+            so on.
+
+    Returns:
+        The sizes before and after, and the relative error of the logits.
+
+    Raises:
+        ValueError: With the model unchanged, if the architecture is not supported, an MLP does not
+            compute what its family's should, or the config does not fit.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+        >>> print(xft.upcycle(model, num_experts=8, top_k=6))
     """
     if config is not None and settings:
         raise ValueError(
@@ -140,20 +175,38 @@ def upcycle_to(
 
 
 def to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> nn.Module:
-    """Replace the MoE layers by MergedMLP, in place: one float32 mixing logit per normal expert
-    trains, all else is frozen.
+    """Replace the experts by learnable mixing coefficients of them, in place (XFT, Sec. 3.2).
 
-    `shared_rate` is lambda, the shared expert's coefficient. `soup=True` learns the coefficients of
-    all experts, starting from the same mixture (learned soup); it is the only choice for a gate
-    without shared expert.
+    One float32 logit for each routed expert and layer trains, with a learning rate of 1e-2 for
+    example; everything else is frozen.
+
+    Args:
+        model: An upcycled model.
+        shared_rate: lambda of Eq. (5), the shared expert's coefficient, 0 to 1.
+        soup: Whether to learn the coefficients of all experts, from the same initial values
+            (learned soup). Required for a gate without a shared expert.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model is not an upcycled one, or the gate needs soup=True.
     """
     swap.moe_to_mergeable(model, shared_rate=shared_rate, soup=soup)
     return model
 
 
 def mixing_coefficients(model: nn.Module) -> torch.Tensor:
-    """Return the mixing coefficients alpha [L, E] of a mergeable model as float32; the shared
-    expert is first.
+    """Return the mixing coefficients of a mergeable model.
+
+    Args:
+        model: A model after `to_mergeable`.
+
+    Returns:
+        alpha [L, E] float32 on the CPU, a row for each layer; the shared expert comes first.
+
+    Raises:
+        ValueError: If the model has no mergeable layers.
     """
     rows = [
         module.alpha().detach().cpu() for module in model.modules() if isinstance(module, MergedMLP)
@@ -183,14 +236,23 @@ def merge(
     shared_rate: float | None = None,
     alpha: torch.Tensor | Sequence[float] | str | None = None,
 ) -> nn.Module:
-    """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock
-    architecture, in place.
+    """Merge the experts of every layer to a dense MLP, in place: XFT's Eq. (3).
 
-    A mergeable model uses its learned coefficients, an EWA model its experts' mean. An upcycled one
-    is merged without training (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with
-    0.75 unless given. `alpha` [E], [L, E] or "uniform" overrides these; it must sum to 1. Raises
-    ValueError, with the model untouched, for a shared_rate that would have no effect and for
-    learned coefficients that are not finite; warns where learning has hardly moved them.
+    A mergeable model uses its learned coefficients, with a warning where learning has hardly moved
+    them; an EWA model uses its experts' mean. An upcycled model is merged without learning: the
+    shared expert gets `shared_rate`, the others equal parts of the rest.
+
+    Args:
+        model: An upcycled, mergeable or EWA model.
+        shared_rate: The shared expert's coefficient for an upcycled model; None is 0.75.
+        alpha: Coefficients that override all others, [E] or [L, E] with sums of 1, or "uniform".
+
+    Returns:
+        The same model, dense, in the base's own architecture.
+
+    Raises:
+        ValueError: With the model unchanged, if it has no experts, if `shared_rate` would have no
+            effect, or if coefficients are not finite or do not sum to 1.
     """
     families.check_module(model)
     block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
@@ -244,11 +306,19 @@ def save_dense(
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save a dense model and optionally its tokenizer, atomically, with the RoPE config keys of
-    transformers 4 and 5.
+    """Save a dense model, atomically, for transformers 4 and 5.
 
     transformers 5 writes only `rope_parameters`, which older readers ignore, falling back to their
-    default base. Raises ValueError for a model that still has experts.
+    default base; this also writes the older keys.
+
+    Args:
+        model: A dense model, such as that of `merge`.
+        folder: The folder to write.
+        tokenizer: Saved beside the model, if given.
+        overwrite: Whether to replace an existing folder.
+
+    Raises:
+        ValueError: If the model still has experts.
     """
     families.check_module(model)
     block = getattr(getattr(model, "config", None), "moe_runtime", None)

@@ -1,5 +1,5 @@
 """Convert model folders of the released XFT code (ise-uiuc/xft) to ours and back, tensor by tensor;
-docs/xft-official.md.
+docs/papers/xft-official.md.
 
     model.layers.{l}.mlp.                                   ours, in the same place
     calculator.experts.weight_{gate,up}.{e}.weight [I, H]   experts.gate_up_proj [E, 2I, H]

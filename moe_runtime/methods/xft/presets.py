@@ -1,6 +1,6 @@
 """Settings of XFT's router: the paper's (Sec. 3.1), and those of the released code.
 
-docs/xft-official.md lists the differences (X1 to X4).
+docs/papers/xft-official.md lists the differences (X1 to X4).
 """
 
 PRESETS = {

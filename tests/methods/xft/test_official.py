@@ -353,10 +353,12 @@ def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(at
 
 
 def test_every_deviation_has_a_test_that_exists():
-    """docs/xft-official.md names X1 to X14 in order, and each row names tests that exist."""
+    """docs/papers/xft-official.md names X1 to X14 in order, and each row names tests that exist."""
     root = Path(__file__).resolve().parents[3]
     rows = re.findall(
-        r"^\| (X\d+) \|(.*)\|$", (root / "docs" / "xft-official.md").read_text(), re.MULTILINE
+        r"^\| (X\d+) \|(.*)\|$",
+        (root / "docs" / "papers" / "xft-official.md").read_text(),
+        re.MULTILINE,
     )
     assert [name for name, _ in rows] == [f"X{i}" for i in range(1, 15)]
     for name, row in rows:

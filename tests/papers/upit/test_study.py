@@ -227,7 +227,7 @@ def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
 
 
 def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
-    text = (ROOT / "docs" / "upit.md").read_text()
+    text = (ROOT / "docs" / "papers" / "upit-tables.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for ours, theirs in (("tiny", made.recipe_path), ("runs/upit", made.out)):
         assert f'"{ours}"' in code
@@ -235,7 +235,7 @@ def test_the_python_of_the_docs_runs(made, monkeypatch, capsys):
     exec(
         compile(
             code.replace("seed=1", "seed=0"),
-            "docs/upit.md",
+            "docs/papers/upit-tables.md",
             "exec",
         ),
         {},

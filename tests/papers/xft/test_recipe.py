@@ -143,7 +143,7 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def test_the_recipe_of_the_docs_is_one(tmp_path):
-    (text,) = blocks("recipes.md", "yaml")
+    (text,) = blocks("papers/recipes.md", "yaml")
     (tmp_path / "mine.yaml").write_text(text)
     load_recipe(tmp_path / "mine.yaml")
     assert set(yaml.safe_load(text)) >= set(Recipe.model_fields) - {"name", "pretrain"}

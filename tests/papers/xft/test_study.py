@@ -336,11 +336,11 @@ def test_what_a_stage_depends_on_makes_another(made):
 
 
 def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
-    (code,) = blocks("recipes.md", "python")
+    (code,) = blocks("papers/recipes.md", "python")
     small = make_recipe(tmp_path)
     monkeypatch.setattr(recipe_module, "load_recipe", lambda name: {"tiny": small}[name])
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec(compile(code, "docs/recipes.md", "exec"), names)
+    exec(compile(code, "docs/papers/recipes.md", "exec"), names)
     assert names["merged"].folder.is_relative_to("runs/xft")
     assert "held-out loss" in capsys.readouterr().out

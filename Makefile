@@ -60,10 +60,11 @@ test: $(INSTALLED) $(CPU_LIBRARY)  ## run the tests that are not marked slow, on
 test-slow: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## run the slow tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m slow $(ARGS)
 
-test-emulated: $(TRITONS:%=$(VENV)/triton/%)  ## every kernel's PTX on the emulator (tests/emulator), with progress; hours
+test-emulated: $(TRITONS:%=$(VENV)/triton/%)  ## every kernel's PTX on the emulator (tests/emulator), with progress; an hour
 	MOE_STRESS=1 $(PY) -m pytest -v -s tests/emulator $(ARGS)
+	@# not for sm_100, where the ISA forbids what these versions make of some kernels (docs/limits.md)
 	@for v in $(TRITONS); do echo "triton $$v"; \
-		MOE_STRESS=1 PYTHONPATH=$(VENV)/triton/$$v $(PY) -m pytest -v -s tests/emulator -k "layer or models" $(ARGS) || exit 1; done
+		MOE_STRESS=1 PYTHONPATH=$(VENV)/triton/$$v $(PY) -m pytest -v -s tests/emulator -k "(layer or models) and not 100" $(ARGS) || exit 1; done
 
 test-all: test test-slow  ## run all tests
 

@@ -90,6 +90,7 @@ MODULES = {
     "moe_runtime.methods.xft.baselines": ("XFT's baselines.", ()),
     "moe_runtime.hf.models.folders": ("What a conversion of folders returns.", ("FolderReceipt",)),
     "moe_runtime.methods.esft": ("ESFT.", ()),
+    "moe_runtime.methods.shrink": ("Smaller MoE models, and dense ones.", ()),
     "moe_runtime.methods.upit": ("UpIT.", ()),
     "moe_runtime.methods.lora": ("LoRA experts.", ()),
     "moe_runtime.methods.ultrafuser": ("UltraFuser.", ()),
@@ -147,6 +148,11 @@ TOPICS = {
         "UpIT and LoRA experts",
         "Checkpoints and adapters that become experts.",
         ("moe_runtime.methods.upit", "moe_runtime.methods.lora"),
+    ),
+    "api-shrink": (
+        "Shrink",
+        "Smaller MoE models, and dense ones.",
+        ("moe_runtime.methods.shrink",),
     ),
     "api-ultrafuser": (
         "UltraFuser",

@@ -340,11 +340,11 @@ def _device_problems(torch, triton: str) -> Iterator[tuple[str, str]]:
     if has_gpu and os.environ.get("TRITON_INTERPRET") == "1":
         text = "TRITON_INTERPRET is 1, so kernels are interpreted although there is a GPU"
         yield "TRITON_INTERPRET", f"{text}. Unset TRITON_INTERPRET"
-    # no fence between cp.async and tcgen05 (triton#9610)
-    is_unfenced = triton.startswith("3.6.")
-    if is_unfenced and available and torch.cuda.get_device_capability()[0] == 10:
-        text = f"triton is {triton}, which omits a fence on this GPU"
-        remedy = "Run pip install -U 'torch>=2.12', which depends on a newer one"
+    # between cp.async and tcgen05 (triton#9610); behind tcgen05.ld
+    omitted = {"3.6": "fence", "3.9": "wait"}.get(triton[:3])
+    if omitted and available and torch.cuda.get_device_capability()[0] == 10:
+        text = f"triton is {triton}, which omits a {omitted} on this GPU"
+        remedy = "Run pip install 'triton==3.7.*', which has it"
         yield "triton", f"{text}: results may differ from run to run. {remedy}"
     if available or not has_gpu or _is_hidden():
         return

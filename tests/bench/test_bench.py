@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import bench_qlora, bench_step, clock, goals, machine, report, shapes
-from moe_runtime.bench.bench_cuda import KERNELS
+from moe_runtime.bench import clock, goals, machine, report, shapes
 from moe_runtime.bench.bench_layer import LayerVariants
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.tools import tune
@@ -403,88 +402,3 @@ def test_goals_ask_for_benchmarks_that_exist():
             function, _, rest = name.rstrip("]").partition("[")
             assert f"def {function}(" in text
             assert not rest or f"{rest}-".startswith(begins), name
-
-
-@pytest.mark.parametrize(
-    "setting", ["fp32-adamw", pytest.param("bf16-adafactor", marks=pytest.mark.slow)]
-)
-def test_a_model_of_packed_experts_holds_what_is_estimated(setting):
-    """Weights, adapters and the optimizer's state after a step, except NF4's tables and the
-    frequencies of attention.
-    """
-    size = shapes.TUNING_TINY["tiny"]
-    (where, dtype, name) = bench_qlora.SETTINGS[setting]
-    model = bench_qlora.adapted(
-        bench_qlora.draw(bench_qlora.blank(size)),
-        where,
-        dtype,
-    )
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
-    optimizer = bench_qlora.optimizer_of(model, name)
-    bench_step.train(
-        model,
-        torch.zeros(2, 8, dtype=torch.long),
-        optimizer,
-    )
-    found = bench_qlora.estimate(size, setting)
-    held = found.experts + found.rest + found.adapters + found.optimizer
-    assert 0 <= clock.held_bytes(model, optimizer) - held <= 1040
-    assert found.peak > held
-
-
-def cuda_lines(path, faster=1.5, but=None):
-    """Write results of every benchmark of bench_cuda.py; the one named `but` is slower."""
-    about = {
-        "machine": "NVIDIA H200",
-        "date": "2026-11-22",
-        "torch": "2.11",
-        "triton": "3.6",
-    }
-    for shape in shapes.plans():
-        for kernel in KERNELS:
-            name = f"bench_cuda_kernel[{shape}-{kernel}]"
-            triton = {"ms": 0.9 if name == but else faster}
-            rows = {
-                "moe_runtime triton": triton,
-                "moe_runtime cuda": {"ms": 1.0},
-            }
-            Records(path).write(name, extra_info={"rows": rows, **about})
-
-
-@pytest.mark.parametrize(
-    "faster, but, ops",
-    [
-        pytest.param(
-            1.5,
-            None,
-            ["combine", "dispatch", "merge_experts", "route"],
-            id="everywhere",
-        ),
-        pytest.param(
-            1.02,
-            None,
-            [],
-            id="within noise",
-        ),
-        pytest.param(
-            1.5,
-            "bench_cuda_kernel[OLMoE-512-dalpha]",
-            ["combine", "dispatch", "route"],
-            id="not everywhere",
-        ),
-    ],
-)
-def test_table_of_cuda_names_what_is_faster_everywhere(tmp_path, faster, but, ops):
-    lines = tmp_path / "r.jsonl"
-    table = tmp_path / "table.json"
-    cuda_lines(lines, faster, but)
-    report.main([str(lines), "--cuda-table", str(table)])
-    measured = json.loads(table.read_text())["measured"]
-    assert [row["op"] for row in measured] == ops
-    for row in measured:
-        assert row["device"] == "NVIDIA H200"
-        assert row["times_faster"] == 1.5
-    # being faster on half of the shapes is not enough
-    lines.write_text("\n".join(lines.read_text().splitlines()[::2]) + "\n")
-    report.main([str(lines), "--cuda-table", str(table)])
-    assert json.loads(table.read_text())["measured"] == []

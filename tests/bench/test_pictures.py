@@ -1,6 +1,5 @@
 """The benchmarks' figures show the values of a published file."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,6 @@ FUNCTIONS = {
 @pytest.fixture(scope="module")
 def published():
     return read(PUBLISHED)
-
-
-def write_part(path: Path, function: str, **info) -> Path:
-    """Write the published file's benchmarks of one function."""
-    part = []
-    for bench in json.loads(PUBLISHED.read_text())["benchmarks"]:
-        if bench["name"].startswith(f"{function}["):
-            part.append(bench | {"extra_info": bench["extra_info"] | info})
-    path.write_text(json.dumps({"benchmarks": part}))
-    return path
 
 
 def title_of(axes) -> str:

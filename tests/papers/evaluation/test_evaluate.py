@@ -5,12 +5,9 @@ resuming, bad input.
 import copy
 import json
 import re
-from pathlib import Path
 
-import lm_eval
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +16,6 @@ from moe_runtime.methods import lora, ultrafuser
 from moe_runtime.methods.ultrafuser import folders as fused_folders
 from papers.engine.tiny import BOS
 from papers.evaluation import evaluate as evaluation
-from papers.evaluation import evaluate_tasks
 from papers.evaluation.evaluate import evaluate
 from papers.evaluation.evaluate_models import RecordedLM, find_models, load_lm, tokenizer_of
 from tests.hf import tiny
@@ -290,62 +286,6 @@ def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
     again = scripted(answers, "arithmetic", limit=9)
     assert again == report
     assert scripted.asked == {"a": 0, "b": 0}
-
-
-SCHOOL = {  # answers to a question with gold answer 18, and their strict and flexible scores
-    "so\n#### 18": (1, 1),
-    "#### 18.": (1, 1),
-    "#### **18**": (0, 1),
-    r"\boxed{18}": (0, 1),
-    "+18": (0, 1),
-    "It is $18.": (0, 1),
-    "18.00": (0, 0),
-    "#### 18 and 19": (1, 0),
-    "nineteen": (0, 0),
-    "": (0, 0),
-}
-
-
-def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(scripted, tmp_path):
-    theirs = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
-    assert theirs["filter_list"] == list(evaluate_tasks.SCHOOL_FILTERS)
-    (metric,) = theirs["metric_list"]
-    assert evaluate_tasks.SCHOOL_OPTIONS.items() <= metric.items()
-    assert theirs["generation_kwargs"]["until"] == list(evaluate_tasks.SCHOOL_UNTIL)
-    gold = "9 + 9 = <<9+9=18>>18\n#### 18"
-    rows = [{"question": f"q{i}?", "answer": gold} for i in range(len(SCHOOL))]
-    data = write(tmp_path / "gsm.jsonl", rows)
-    shown = []
-
-    def answer(text):
-        shown.append(text)
-        return list(SCHOOL)[int(re.findall(r"q(\d+)\?", text)[-1])]
-
-    report = scripted(
-        {"dense": answer},
-        f"gsm8k={data}",
-        max_new_tokens=12,
-    )
-    names = ["exact_match, strict-match", "exact_match, flexible-extract"]
-    for score, name, values in zip(
-        report.scores,
-        names,
-        zip(*SCHOOL.values()),
-        strict=True,
-    ):
-        assert score.metric == name
-        assert score.values == list(values)
-    cut = sum(len(tokenizer().encode(text, add_special_tokens=False)) >= 12 for text in SCHOOL)
-    assert cut
-    (note,) = report.notes
-    assert f"may be cut off: dense on gsm8k ({cut} of 10)" in note
-    stored = lines_of(tmp_path / "out/dense/gsm8k.jsonl")
-    for one, scores in zip(stored, SCHOOL.values(), strict=True):
-        assert (one["exact_match"], one["exact_match, flexible-extract"]) == scores
-    assert stored[2]["found, strict-match"] == "[invalid]"
-    assert stored[2]["found, flexible-extract"] == "18"
-    assert shown[0].count("####") == 5
-    assert shown[0].endswith("Question: q0?\nAnswer:\n")
 
 
 FUNCTION = "def add(a, b): {}"

@@ -345,7 +345,9 @@ def docstring(text: str) -> list[str]:
     as tables, examples as blocks.
     """
     lines = []
-    for part in re.split(r"^(?=(?:Args|Attributes|Raises|Returns|Example):$)", text, flags=re.M):
+    for part in re.split(
+        r"^(?=(?:Args|Attributes|Raises|Returns|Yields|Example):$)", text, flags=re.M
+    ):
         title, _, body = part.partition(":\n")
         if title in ITEMS:
             lines += [f"| {ITEMS[title]} | meaning |", "|---|---|"]
@@ -353,8 +355,8 @@ def docstring(text: str) -> list[str]:
                 name, _, meaning = item.partition(":")
                 lines.append(f"| `{name}` | {cell(meaning)} |")
             lines.append("")
-        elif title == "Returns":
-            lines += [f"**Returns** {escaped(' '.join(body.split()))}", ""]
+        elif title in ("Returns", "Yields"):
+            lines += [f"**{title}** {escaped(' '.join(body.split()))}", ""]
         elif title == "Example":
             lines += ["```pycon", textwrap.dedent(body).strip(), "```", ""]
         else:

@@ -158,8 +158,13 @@ def _is_ours(wrapper, base: nn.Module) -> bool:
 
 
 def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
-    """Return the expert stacks that PEFT adapts: path of the experts -> parameter -> adapters,
-    including merged ones.
+    """Return the expert stacks that PEFT adapts, merged adapters included.
+
+    Args:
+        model: A PEFT model.
+
+    Returns:
+        Path of the experts to parameter to names of adapters.
     """
     stacks = {}
     for name, wrapper in _wrappers(model).items():

@@ -190,13 +190,23 @@ class BalanceLoss:
 def use_balance_loss(
     model: nn.Module, kind: str = "per_layer", coef: float | None = None
 ) -> BalanceLoss:
-    """Add coef * (per-layer or pooled loss) to the loss of a stock MoE model, instead of its own
-    auxiliary loss.
+    """Add a balance loss to the loss of a stock MoE model, in place of its own auxiliary loss.
 
-    `coef` defaults to the config's router_aux_loss_coef. The model's output has the parts as
-    `lm_loss` and `aux_loss` (without coef). It works with Trainer and, if called before its
-    construction, with TRL's SFTTrainer; the loss is averaged over the micro-batches of a step.
-    Raises ValueError for a model without routers, or without a coef.
+    The model's output has the parts as `lm_loss` and `aux_loss` (without coef). Works with Trainer
+    and, if called before its construction, with TRL's SFTTrainer; the loss is averaged over the
+    micro-batches of a step.
+
+    Args:
+        model: A stock MoE model.
+        kind: "per_layer", the mean of the layers' own losses, or "pooled", transformers' formula
+            over the tokens of all layers together.
+        coef: Weight in the loss; None is the config's router_aux_loss_coef.
+
+    Returns:
+        A handle, whose `close` restores the model.
+
+    Raises:
+        ValueError: For a model without routers, or without a coef.
     """
     check_choice("kind", kind, KINDS)
     model = _unwrap(model)

@@ -40,26 +40,33 @@ from moe_runtime.ops.packed import part_of
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
-    """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension;
-    return the number of layers.
+    """Keep E / n experts of every MoE layer on each of n ranks (expert parallelism).
 
     Stacks and biases become DTensors under the same names, Shard(0) over the last mesh dimension
-    and replicated over a first one, if any; each rank's part moves to the mesh's device. Every rank
-    must hold the same weights, as after from_pretrained; they are not communicated. Gradients are
-    averaged over the mesh's ranks, as DDP and FSDP do for all other parameters, or summed with
-    gradients="sum", for engines that sum.
+    and replicated over a first one, if any; each rank's part moves to the mesh's device.
 
     Call this before the model reaches DDP, which then ignores the experts, FSDP or an optimizer,
     and after adding PEFT's adapters. Adapters of expert stacks stay whole on every rank, which uses
-    its experts' part; rank 0's values are broadcast, and DDP or FSDP average their gradients like
-    all others. Packed stacks (`quantize_experts`) are sharded too; their adapters may be added
-    later, and a second call with the same mesh only broadcasts them. MoETrainer's checkpoints hold
-    every rank's experts; transformers' Trainer would save one rank's, so its first checkpoint
-    raises.
+    its experts' part; rank 0's values are broadcast, and DDP or FSDP average their gradients.
+    Packed stacks (`quantize_experts`) are sharded too; their adapters may be added later, and a
+    second call with the same mesh only broadcasts them. MoETrainer's checkpoints hold every rank's
+    experts; transformers' Trainer would save one rank's, so its first checkpoint raises an error.
 
-    Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model
-    without MoE layers or with LoRA experts, a number of experts that the ranks do not divide,
-    experts that PEFT trains a copy of, and parameters that are already distributed in another way.
+    Args:
+        model: A stock MoE model or one of ours, with the same weights on every rank, as after
+            from_pretrained.
+        mesh: One dimension of n ranks, or two: replicas and n ranks.
+        gradients: "mean" averages the experts' gradients over the mesh's ranks, as DDP and FSDP do
+            for all other parameters; "sum" is for engines that sum.
+
+    Returns:
+        The number of layers.
+
+    Raises:
+        ValueError: Before anything changes, for a mesh of more than two dimensions, a model without
+            MoE layers or with LoRA experts, a number of experts that the ranks do not divide,
+            experts that PEFT trains a copy of, and parameters that are already distributed in
+            another way.
     """
     check_choice("gradients", gradients, GRADIENTS)
     layers = _layers_to_shard(model, mesh)
@@ -280,11 +287,17 @@ def _rows_in(module: nn.Module, path: str) -> set[str]:
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip gradients in place to a norm of `max_norm` over all ranks' experts; return the norm
-    before clipping, [].
+    """Clip gradients in place to a norm over all ranks' experts.
 
-    torch's function raises if only some gradients are DTensors, as under DDP, or if they are on
-    several meshes. Trainer and accelerate's clip_grad_norm_ handle this themselves.
+    torch's function raises an error if only some gradients are DTensors, as under DDP, or if they
+    are on several meshes. Trainer and accelerate's clip_grad_norm_ handle this themselves.
+
+    Args:
+        model: A model after `shard_experts`.
+        max_norm: The largest norm.
+
+    Returns:
+        The norm before clipping, [].
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -299,11 +312,16 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Return the trainable parameters as optimizer groups, one per mesh and one for parameters
-    without a mesh.
+    """Return the trainable parameters as optimizer groups, one per mesh and one without a mesh.
 
-    With fused=True or foreach=True an optimizer group cannot mix DTensors and plain parameters; a
-    GradScaler requires one optimizer per group.
+    With fused=True or foreach=True an optimizer group cannot mix DTensors and plain parameters, and
+    a GradScaler requires one optimizer per group.
+
+    Args:
+        model: A model after `shard_experts`.
+
+    Returns:
+        Groups for a torch optimizer.
     """
     groups = {}
     for parameter in model.parameters():
@@ -344,11 +362,15 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options: Any) -> None:
-    """Write `model` as one checkpoint for plain from_pretrained; every rank must call this, and
-    rank 0 writes.
+    """Write a sharded model as one checkpoint for plain from_pretrained.
 
-    Tensors sharded by `shard_experts` or FSDP2 are gathered one at a time, and only rank 0 holds
-    all of them, in CPU memory. `options` go to transformers' save_pretrained.
+    Every rank must call this, and rank 0 writes. Tensors that `shard_experts` or FSDP2 sharded are
+    gathered one at a time, and only rank 0 holds all of them, in CPU memory.
+
+    Args:
+        model: A model after `shard_experts`.
+        folder: The folder to write.
+        options: Passed to transformers' save_pretrained.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module

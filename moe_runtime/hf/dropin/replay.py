@@ -46,8 +46,11 @@ FORMAT = "moe_runtime.routing.1"
 
 @dataclass(eq=False)
 class RoutingRecord:
-    """Expert ids by layer: `ids[layer][call]` is [T, K] int32; layers are named by their paths
-    without wrappers.
+    """Expert ids by layer and call.
+
+    Attributes:
+        ids: Path of a layer, without wrappers, to one tensor [T, K] int32 per call.
+        num_experts: Path of a layer to its number of experts.
     """
 
     ids: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -102,10 +105,16 @@ class RoutingRecord:
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the experts of each call of `model`, which may be wrapped; yields a RoutingRecord.
+    """Record the experts of each call of a model while the block runs.
 
     Recomputation under gradient checkpointing is not recorded. The ids stay on their device,
     without a sync.
+
+    Args:
+        model: A stock MoE model or one of ours, wrapped or not.
+
+    Yields:
+        The record, which grows with each call.
     """
     layers = routed_layers(model)
     forget_compiled()
@@ -136,13 +145,20 @@ def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: Tensor) ->
 
 @contextlib.contextmanager
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
-    """Route the tokens of the n-th call of `model` to the experts of the record's n-th call.
+    """Route the tokens of a model's n-th call to the experts of the record's n-th call.
 
     Recomputation under gradient checkpointing gets the ids of the call that it repeats, so the
     backward pass must run inside the block too. Layers that are not in the record use their own
-    routing. Raises ValueError if the record does not fit the model or the batch, if it has more
-    calls than were made, and for routers that cannot be overridden: a layer's first call is
-    compared with the record immediately, the others at the end, without a sync.
+    routing.
+
+    Args:
+        model: A stock MoE model or one of ours, wrapped or not.
+        record: Of `record_routing`, of a file, or made from ids of another engine.
+
+    Raises:
+        ValueError: If the record does not fit the model or the batch, has more calls than were
+            made, or a router cannot be overridden. A layer's first call is compared with the record
+            immediately, the others at the end, without a sync.
     """
     layers = routed_layers(model)
     _check_fits(model, layers, record)

@@ -46,20 +46,37 @@ ENOUGH = 10  # minimum slots per expert, if balanced, to judge a layer
 
 
 def expert_load(counts: Tensor) -> Tensor:
-    """Return each expert's share of the slots, `counts` [..., E] -> [..., E] float64; zeros if
-    nothing was routed.
+    """Return each expert's share of the slots.
+
+    Args:
+        counts: [..., E].
+
+    Returns:
+        [..., E] float64; zeros if nothing was routed.
     """
     return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
 def dead_experts(counts: Tensor) -> Tensor:
-    """Return which experts received no slot, `counts` [..., E] -> [..., E] bool."""
+    """Return which experts received no slot.
+
+    Args:
+        counts: [..., E].
+
+    Returns:
+        [..., E] bool.
+    """
     return counts == 0
 
 
 def max_violation(counts: Tensor) -> Tensor:
-    """Return the largest over the mean load, `counts` [..., E] -> [...] float64: 1 if balanced, E
-    if one expert has all.
+    """Return the largest load divided by the mean load: 1 if balanced, E if one expert has all.
+
+    Args:
+        counts: [..., E].
+
+    Returns:
+        [...] float64.
     """
     E = counts.shape[-1]
     if E:
@@ -68,8 +85,13 @@ def max_violation(counts: Tensor) -> Tensor:
 
 
 def load_entropy(counts: Tensor) -> Tensor:
-    """Return the load's entropy divided by log E, `counts` [..., E] -> [...] float64 from 0 to 1; 1
-    for E < 2.
+    """Return the entropy of the load divided by log E: 1 if balanced, 0 if one expert has all.
+
+    Args:
+        counts: [..., E].
+
+    Returns:
+        [...] float64; 1 for E below 2.
     """
     E = counts.shape[-1]
     if E < 2:
@@ -79,8 +101,13 @@ def load_entropy(counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RouterStats:
-    """Slots per layer and expert, with derived statistics; layers may have different numbers of
-    experts.
+    """Slots per layer and expert, with derived statistics.
+
+    Attributes:
+        counts: [L, E], slots of each expert; layers may have different numbers of experts.
+        layers: Names of the layers.
+        num_shared: Leading experts that every token passes through, of all layers or of each.
+        num_experts: Number of experts of each layer; None if all have E.
     """
 
     # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
@@ -241,14 +268,20 @@ class RouterStats:
 
 
 class RouterCounter:
-    """Counts slots per expert during forward passes, on the device and without a sync; `read`
-    returns RouterStats.
+    """Counts slots per expert during forward passes, on the device and without a sync.
 
-    Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens
-    in backward, does not; with `only_training`, none in eval mode. Padding, by the call's
-    attention_mask, is left out, and so are ids outside 0..E-1, the sentinels of expert parallelism.
-    `close` removes the hooks. Compiled code is recompiled with counting (torch.compiler.reset, for
-    the whole process). Raises ValueError for a model without routers.
+    `read` returns the counts as RouterStats; `close` removes the hooks. Only calls of the model
+    itself count, so recomputation under gradient checkpointing, which happens in backward, does
+    not. Padding, by the call's attention_mask, is left out, and so are ids outside 0..E-1, the
+    sentinels of expert parallelism. Compiled code is compiled again with counting
+    (torch.compiler.reset, for the whole process).
+
+    Args:
+        model: A stock MoE model or one of ours.
+        only_training: Whether to count in training mode only.
+
+    Raises:
+        ValueError: For a model without routers.
     """
 
     def __init__(self, model: nn.Module, only_training: bool = False):
@@ -371,8 +404,14 @@ def layer_names(names: list[str]) -> tuple[str, ...]:
 
 @torch.no_grad()
 def collect_router_stats(model: nn.Module, batches: Iterable[Mapping | Tensor]) -> RouterStats:
-    """Run `model` in eval mode over `batches` (keyword arguments, or one argument); return its
-    RouterStats.
+    """Run a model in eval mode and count where its routers send the tokens.
+
+    Args:
+        model: A stock MoE model or one of ours.
+        batches: The model's keyword arguments, or its first argument.
+
+    Returns:
+        The counts of every layer, with statistics.
     """
     counter = RouterCounter(model)
     modes = [(module, module.training) for module in model.modules()]

@@ -317,8 +317,19 @@ def _collate_with_row_ids(collator, rows: list[dict]):
 
 
 class MoETrainer(_MoETrainer, Trainer):
-    """transformers' Trainer for upcycled, mergeable and stock MoE models; it logs `lm_loss` and
-    `balance_loss` separately.
+    """transformers' Trainer for upcycled, mergeable and stock MoE models.
+
+    It logs `lm_loss` and `balance_loss` separately, and its checkpoints can be resumed with sharded
+    experts.
+
+    Args:
+        args: Trainer's positional arguments.
+        stop_on_nan: Whether to stop at a loss that is NaN or infinite.
+        router_stats: Whether to log the experts' load, with router_stats.csv in the output folder.
+        balance_loss: For a stock model: "per_layer" or "pooled", in place of its own auxiliary
+            loss.
+        balance_loss_coef: Weight of this loss.
+        kwargs: Trainer's other arguments.
     """
 
     def compute_loss(

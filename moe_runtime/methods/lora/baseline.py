@@ -76,11 +76,22 @@ def add_mlp_lora(
     targets: Sequence[str] | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Return a dense `model` with LoRA, its only trainable parameters, on its MLPs' linear layers
-    `targets` (default: all).
+    """Add LoRA, the only trainable parameters, to the linear layers of a dense model's MLPs.
 
-    The adapter that peft saves is an expert for `methods.lora.to_lora_moe`. Raises ValueError for
-    names that the MLPs lack.
+    The adapter that PEFT saves can be an expert of `methods.lora.to_lora_moe`.
+
+    Args:
+        model: A stock dense model.
+        rank: Of the matrices.
+        alpha: The scaling is alpha / rank.
+        targets: Names of the MLP's linear layers; None is all.
+        seed: Initializes the matrices.
+
+    Returns:
+        The PEFT model.
+
+    Raises:
+        ValueError: For names that the MLPs lack.
     """
     family = family_of(model)
     names = (*family.up, family.down)

@@ -58,12 +58,22 @@ def to_ewa(
     layers: Sequence[int] | None = None,
     seed: int = 42,
 ) -> xft.UpcycleReceipt:
-    """Replace the MLPs of a dense transformers model by EWA's experts, in place, and measure what
-    changed.
+    """Replace the MLPs of a dense transformers model by EWA's experts, in place (arXiv 2308.06093).
 
-    Each token of a batch goes to a random expert, and eval mode runs the mean expert.
-    Averaging itself is done by `average_after_steps`. Raises ValueError, with the model untouched,
-    as `xft.upcycle` does.
+    Each token of a batch goes to a random expert, and eval mode runs the mean expert. Averaging
+    itself is done by `average_after_steps`, or by AveragingCallback in a trainer.
+
+    Args:
+        model: A dense causal language model of a supported architecture.
+        num_experts: Number of experts.
+        layers: Numbers of the layers; None is all.
+        seed: Of the draws.
+
+    Returns:
+        The sizes before and after, and the relative error of the logits.
+
+    Raises:
+        ValueError: With the model unchanged, as `xft.upcycle` does.
     """
     family = family_of(model)
     config = MoEConfig(
@@ -131,9 +141,22 @@ def average_after_steps(
 ) -> Averaging:
     """Average the trained experts after each optimizer step; the optimizer's state is not averaged.
 
-    `total_steps` is T of a linear schedule, `step` the number of completed steps. Call it after
-    FSDP2 or accelerate have prepared model and optimizer, since they replace parameters. Raises
-    ValueError for a model without trainable experts and for an optimizer without their parameters.
+    Call it after FSDP2 or accelerate have prepared model and optimizer, since they replace
+    parameters.
+
+    Args:
+        model: A model after `to_ewa`.
+        optimizer: Its optimizer.
+        share: How far each expert moves towards the mean, 0 to 1.
+        schedule: "constant", or "linear" from 0 to `share`.
+        total_steps: Number of steps of a linear schedule.
+        step: Number of completed steps, when training resumes.
+
+    Returns:
+        A handle, whose `remove` stops averaging.
+
+    Raises:
+        ValueError: For a model without trainable experts, or an optimizer without their parameters.
     """
     check_schedule(share, schedule)
     if schedule == "linear":
@@ -176,8 +199,11 @@ def check_schedule(share: float, schedule: str) -> None:
 
 
 class AveragingCallback(TrainerCallback):
-    """`average_after_steps` for transformers' and TRL's Trainer; a resumed run continues with the
-    share of its step.
+    """`average_after_steps` for Trainer; a resumed run continues with the share of its step.
+
+    Args:
+        share: How far each expert moves towards the mean, 0 to 1.
+        schedule: "constant", or "linear" from 0 to `share`.
     """
 
     def __init__(self, share: float = 0.3, schedule: str = "constant"):

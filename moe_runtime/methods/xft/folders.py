@@ -42,12 +42,28 @@ def upcycle_folder(
     ratio: float = 0.5,
     **settings: Any,
 ) -> FolderReceipt:
-    """Upcycle the dense model in folder `source` to the folder `target`; `settings` are MoEConfig's
-    (num_experts=8, ...), `init` and `ratio` those of `initialization`.
+    """Upcycle a dense model from folder to folder, tensor by tensor.
 
-    Raises ValueError, with nothing written, for an unknown architecture, MLP tensors that are
-    missing, misshapen or not finite, an existing target or too little disk space, and for settings
-    that the stock family `export_to` cannot compute.
+    Args:
+        source: Folder of the dense model.
+        target: The folder to write.
+        layers: Numbers of the layers to upcycle; None is all.
+        seed: Initializes the routers.
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace an existing folder.
+        progress: Called with the bytes done and the bytes in all.
+        export_to: Stock family that must be able to hold the model.
+        init: How the experts differ at first: copy, noise or drop (`initialization`).
+        ratio: Share of neurons that noise and drop change.
+        settings: Fields of MoEConfig, such as num_experts=8.
+
+    Returns:
+        The counts of what was written.
+
+    Raises:
+        ValueError: With nothing written, for an unknown architecture, MLP tensors that are missing,
+            misshapen or not finite, an existing target, too little disk space, or settings that
+            `export_to` cannot compute.
     """
     check_out_dir(target, overwrite, [source])
     initialization.check_init(init, ratio)
@@ -173,11 +189,24 @@ def mergeable_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Convert an upcycled folder to a mergeable one, with mixing logits at INIT instead of routers.
+    """Convert an upcycled folder to a mergeable one, with mixing logits in place of routers.
 
-    Raises ValueError, with nothing written, for a folder at another stage, tensors that do not
-    match the config, a shared_rate outside 0..1, a gate without shared expert unless `soup`, an
-    existing target or too little disk space.
+    Args:
+        source: Folder of an upcycled model.
+        target: The folder to write.
+        shared_rate: lambda, the shared expert's coefficient, 0 to 1.
+        soup: Whether to learn the coefficients of all experts; required for a gate without a shared
+            expert.
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace an existing folder.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        The counts of what was written.
+
+    Raises:
+        ValueError: With nothing written, for a folder at another stage, tensors that do not match
+            the config, an invalid rate or gate, an existing target, or too little disk space.
     """
     check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source, stage="moe")
@@ -213,12 +242,23 @@ def merge_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Merge an upcycled (INIT), mergeable or EWA folder to a dense model of the stock architecture,
-    XFT Eq. (3).
+    """Merge an upcycled, mergeable or EWA folder to a dense one, XFT's Eq. (3).
 
-    `alpha` [E], [L, E] or "uniform" overrides the learned or INIT coefficients; it must sum to 1.
-    Raises ValueError, with nothing written, for a folder that is not upcycled, learned coefficients
-    that are not finite, tensors that do not match the config, or an existing target.
+    Args:
+        source: Folder of a model with experts.
+        target: The folder to write.
+        shared_rate: The shared expert's coefficient for an upcycled model; None is 0.75.
+        alpha: Coefficients that override all others, [E] or [L, E] with sums of 1, or "uniform".
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace an existing folder.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        The counts of what was written, and the coefficients.
+
+    Raises:
+        ValueError: With nothing written, for a folder without experts, learned coefficients that
+            are not finite, tensors that do not match the config, or an existing target.
     """
     check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)

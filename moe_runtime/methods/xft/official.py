@@ -188,14 +188,25 @@ def import_official(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Convert a folder of the released XFT code to one of ours: an MoE to stage "moe", a weighted
-    model to "mergeable".
+    """Convert a folder of the released XFT code: its MoE, or its weighted model to a mergeable one.
 
-    `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source` or
-    config.json's ffn_folder_path. `rope_theta` replaces
-    the RoPE base that the released code uses: 10000 for an MoE, even if its config.json has another
-    (then with a warning). Raises ValueError, with nothing written, for an unsupported option,
-    tensors that do not match the config, pickles with more than tensors, or an existing target.
+    Args:
+        source: Folder of the released code.
+        target: The folder to write.
+        ffn_folder: Folder of a weighted model's `ffn_layer_{l}.pt`; None is `source`, or the one
+            that its config names.
+        rope_theta: Replaces the RoPE base that the released code uses: 10000 for an MoE, even if
+            its config has another, then with a warning.
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace an existing folder.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        The counts of what was written.
+
+    Raises:
+        ValueError: With nothing written, for an unsupported option, tensors that do not match the
+            config, pickles with more than tensors, or an existing target.
     """
     check_out_dir(target, overwrite, [source, ffn_folder])
     source = Path(source)
@@ -363,13 +374,26 @@ def export_official(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Convert an upcycled Llama folder for the released XFT code: stage "moe" to its MoE,
-    "mergeable" to its weighted model.
+    """Convert an upcycled or mergeable Llama folder for the released XFT code.
 
-    The weighted model's `ffn_layer_{l}.pt` are in `target` itself, whose absolute path is in
-    config.json. `keep_rope` allows an MoE with another rope_theta than 10000, which the released
-    MoE code would ignore. Raises ValueError, with nothing written, for settings that the released
-    code does not support, or an existing target.
+    The weighted model's `ffn_layer_{l}.pt` are in the target itself, whose absolute path is in
+    config.json.
+
+    Args:
+        source: Folder at stage "moe" or "mergeable".
+        target: The folder to write.
+        keep_rope: Whether to allow an MoE with another rope_theta than 10000, which the released
+            code would ignore.
+        max_shard_size: Bytes of a weights file at most, or a text such as "2GB".
+        overwrite: Whether to replace an existing folder.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        The counts of what was written.
+
+    Raises:
+        ValueError: With nothing written, for settings that the released code does not support, or
+            an existing target.
     """
     out = check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)

@@ -324,7 +324,7 @@ def _grouped_gemm_bwd_w_kernel(
                 b = tl.load(x + x_row[:, None] * stride_x + n[None, :], mask=mask, other=0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dw_ptr += index.to(tl.int64) * N * K
-        # in pieces, as the loaded sums would spill; small tiles whole, or threads would share elements
+        # in pieces, as the loaded sums would spill; small tiles whole: threads would share elements
         PIECES: tl.constexpr = 4 if ADD and BLOCK_M * BLOCK_N > 1024 else 1
         COLUMNS: tl.constexpr = BLOCK_N // PIECES
         for i in tl.static_range(PIECES):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe_runtime.hf.common.sharded import gathered
 from moe_runtime.hf.dropin.expert_names import Places, matrices_of, published
 from moe_runtime.hf.dropin.quantize import METHOD, experts_of, is_transposed
+from moe_runtime.hf.models.prediction import without
 from moe_runtime.io.checkpoint import CheckpointWriter
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.modules import packed as packing
@@ -61,6 +62,8 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
         others = _write_stacks(writer, model, experts, names, quantization["quant_method"])
         for key, tensor in published(model, others).items():
             writer.add(key, tensor.contiguous())
+        # transformers has dropped the tensors of multi-token prediction
+        config = without(config)
         writer.write_text("config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         if getattr(model, "generation_config", None) is not None:
             writer.write_text("generation_config.json", model.generation_config.to_json_string())

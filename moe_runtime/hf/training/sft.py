@@ -38,6 +38,7 @@ from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.folders import read_config, skeleton
 from moe_runtime.hf.models.hub import UNKNOWN_OWNER, model_card
 from moe_runtime.hf.models.modeling import register_auto_classes
+from moe_runtime.hf.models.prediction import keep_prediction
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
@@ -370,6 +371,12 @@ def _train(trainer, ours: TrainArguments, dataset: str | None, resume: str | boo
         stop.kept = _kept(args.output_dir)
         raise
     trainer.save_model(args.output_dir)
+    if args.should_save and Path(args.output_dir, "config.json").is_file():
+        kept = keep_prediction(trainer.card_base, args.output_dir)
+        if kept:
+            trainer.accelerator.print(
+                f"copied {len(kept)} tensors of multi-token prediction, which are not trained"
+            )
     trainer.create_model_card(dataset_name=ours.data or dataset)
     trainer.accelerator.print(
         f"saved {type(trainer.model).__name__} to {args.output_dir} after step "

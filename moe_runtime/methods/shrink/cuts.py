@@ -34,7 +34,6 @@ TOP_K_FIELDS = (
 )
 # formats of packed experts whose bytes belong to one expert each
 SEPARABLE = ("mxfp4", "fp8", "fp8_block", "int8")
-MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _EXPERT = re.compile(r"^(.*\bexperts\.)0(\..*)$")  # expert 0 in a saved name
 _PARTS = ("", "_blocks", "_scales", "_scale_inv", ".SCB")  # of a packed stack
 
@@ -275,13 +274,6 @@ class Cuts:
                 )
                 + ". Shrink the model in 16 bits, and quantize the result"
             )
-
-    def ignored(self, checkpoint: Checkpoint) -> list[str]:
-        """Return the tensors that transformers passes over when it loads the model, such as those
-        of multi-token prediction.
-        """
-        patterns = self.model._keys_to_ignore_on_load_unexpected or ()
-        return [key for key in checkpoint if any(re.search(p, key) for p in patterns)]
 
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.models import prediction
 from moe_runtime.hf.models.folders import (
     SHARD,
     Conversion,
@@ -26,7 +27,7 @@ from moe_runtime.hf.models.folders import (
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
 from moe_runtime.io.files import check_out_dir, read_json
 from moe_runtime.methods.shrink import choice, groups
-from moe_runtime.methods.shrink.cuts import MTP_FIELDS, Cuts
+from moe_runtime.methods.shrink.cuts import Cuts
 from moe_runtime.methods.shrink.experts import LayerExperts
 from moe_runtime.methods.shrink.groups import Group
 from moe_runtime.methods.shrink.statistics import ExpertStatistics, check_layers
@@ -181,7 +182,7 @@ class Shrinking:
                 self.places[key] = place
         self._check_found()
         # config.json has one number of experts for all layers, also for those of prediction heads
-        ignored = self.cuts.ignored(self.checkpoint)
+        ignored = prediction.passed_over(self.cuts.model, self.checkpoint)
         has_experts = any("experts." in key for key in ignored)
         self.left_out = sorted(ignored) if has_experts else []
         self.read = lambda *keys: None  # reports tensors of the source as done
@@ -303,7 +304,7 @@ class Shrinking:
     ) -> ShrinkReceipt:
         """Write the tensors, config.json, the other files and the receipt."""
         if self.left_out:
-            _without_prediction(config)
+            config = prediction.without(config)
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite) as writer:
             writer.write_text("config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
             names = copy_side_files(self.cuts.path, writer)
@@ -341,11 +342,3 @@ class Shrinking:
 def _parameters(folder: Path) -> int:
     """Return the number of parameters of the model that a folder's config.json describes."""
     return sum(parameter.numel() for parameter in skeleton(read_config(folder)).parameters())
-
-
-def _without_prediction(config: dict[str, Any]) -> None:
-    """Set the numbers of multi-token prediction layers in a config to 0."""
-    for part in (config, *config.values()):
-        for field in MTP_FIELDS:
-            if isinstance(part, dict) and part.get(field):
-                part[field] = 0

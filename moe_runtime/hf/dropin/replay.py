@@ -20,7 +20,7 @@ ValueError as soon as their experts differ from the record's.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,8 +87,46 @@ class RoutingRecord:
         record.check()
         return record
 
+    @classmethod
+    def from_engine(cls, model: nn.Module, ids: Sequence[Tensor], mask: Tensor) -> "RoutingRecord":
+        """Make a record of one call of a model from the ids that an inference engine returned.
+
+        Tokens that the engine has no ids for, padding among them, keep the router's own choice.
+
+        Args:
+            model: A stock MoE model.
+            ids: Of each sequence, [tokens, layers, K] integers, layers in the model's order; of
+                fewer tokens than the sequence has, if the last ones were not run; -1 where the
+                engine knows nothing.
+            mask: The batch's attention_mask, [B, S], padded on either side.
+
+        Raises:
+            ValueError: The ids do not fit the batch or the model, or its layers are ours.
+        """
+        layers = routed_layers(model)
+        tokens = mask.sum(1).tolist()
+        shapes = [tuple(one.shape) for one in ids]
+        K = shapes[0][-1] if shapes else 0
+        fit = len(shapes) == len(mask)
+        for shape, count in zip(shapes, tokens, strict=False):
+            fit = fit and shape[0] <= count and shape[1:] == (len(layers), K)
+        if not fit or not all(layer.is_stock for layer in layers.values()):
+            raise ValueError(
+                f"ids must be tensors [tokens, {len(layers)}, K] for {len(mask)} sequences "
+                f"of {tokens} tokens, of a stock model, but are {shapes}"
+            )
+        every = torch.full((*mask.shape, len(layers), K), -1, dtype=torch.int32)
+        for row, one in enumerate(ids):
+            places = mask[row].nonzero().flatten()[: len(one)].cpu()
+            every[row, places] = one.to("cpu", torch.int32)
+        record = cls({}, _sizes(layers))
+        for number, name in enumerate(record.num_experts):
+            record.ids[name] = [every[:, :, number].reshape(-1, K)]
+        record.check()
+        return record
+
     def check(self) -> None:
-        """Raise ValueError unless all ids are [T, K] integers from 0 to the number of experts."""
+        """Raise ValueError unless all ids are [T, K] integers from -1 to the number of experts."""
         for layer, calls in self.ids.items():
             E = self.num_experts.get(layer, math.inf)
             for call, ids in enumerate(calls):
@@ -96,7 +134,7 @@ class RoutingRecord:
                 if ids.numel():
                     low, high = (bound.item() for bound in ids.aminmax())
                 is_integer = ids.dim() == 2 and not ids.is_floating_point()
-                if not is_integer or low < 0 or high >= E:
+                if not is_integer or low < -1 or high >= E:
                     raise ValueError(
                         f"ids of {layer}, call {call}, must be [T, K] integers from 0 to {E - 1}, "
                         f"but got {tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
@@ -297,7 +335,9 @@ class _StockReplay(_Replay):
         if mode is not None:
             mode.ends = True
         self.steers = self.steers and same and mode.answered
-        is_wrong = (ids != mode.ids).any() if same else torch.ones((), dtype=torch.bool)
+        is_wrong = torch.ones((), dtype=torch.bool)
+        if same:
+            is_wrong = ((ids != mode.ids) & (mode.ids >= 0)).any()
         if self.is_wrong is None or not same:
             self._refuse(is_wrong)
         self.is_wrong = is_wrong if self.is_wrong is None else self.is_wrong | is_wrong
@@ -359,13 +399,15 @@ class _TopK(TorchFunctionMode):
         is_last = dim in (-1, input.dim() - 1)
         if not is_last or not largest or input.numel() != T * wide:
             return None
+        forced = self.ids.long().view(*input.shape[:-1], K)
         if wide == self.E and k == K:
             self.answered = True
-            return self.ids.long().view(*input.shape[:-1], K)
+            own = func(input, k, dim=-1, sorted=sorted).indices
+            return torch.where(forced < 0, own, forced)
         if not (1 < wide < self.E and self.E % wide == 0):
             return None
         # the best groups by score, but first those with forced experts
-        groups = self.ids.long() // (self.E // wide)
-        groups = groups.view(*input.shape[:-1], K)
-        scores = input.detach().scatter(-1, groups, torch.inf)
+        groups = forced.clamp(min=0) // (self.E // wide)
+        best = torch.where(forced < 0, input.detach().gather(-1, groups), torch.inf)
+        scores = input.detach().scatter(-1, groups, best)
         return func(scores, k, dim=-1, sorted=sorted).indices

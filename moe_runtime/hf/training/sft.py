@@ -33,7 +33,9 @@ from transformers.utils import is_torch_bf16_gpu_available
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.common.loading import load
 from moe_runtime.hf.common.sources import check_source, is_id
+from moe_runtime.hf.dropin.balance import routers_of
 from moe_runtime.hf.dropin.experts import register
+from moe_runtime.hf.dropin.layers import routed_layers
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.folders import read_config, skeleton
 from moe_runtime.hf.models.hub import UNKNOWN_OWNER, model_card
@@ -93,6 +95,7 @@ class TrainArguments:
         default=None,
         help="folder or Hub id of a teacher, whose predictions are learned instead of the labels",
     )
+    freeze_routers: bool = HfArg(default=False, help="train everything but the routers")
     ep_size: int = HfArg(default=1, help="processes to shard each layer's experts over")
     stop_on_nan: bool = HfArg(default=True, help="stop at a loss that is NaN or infinite")
     resume: bool = HfArg(
@@ -160,11 +163,18 @@ class _MoESFTTrainer(_MoETrainer):
     TRL runs the inner model and computes the head itself, so the loss of our model class is not
     used. Examples in a layout of io.rows are encoded there, as in every other command; `train_on`
     is one of TRAIN_ON. With a `teacher`, the loss is the forward KL divergence of its predictions,
-    at temperature 1, over the tokens that have labels.
+    at temperature 1, over the tokens that have labels. `freeze_routers` trains everything else.
     """
 
     def __init__(
-        self, model, args=None, *more, train_on: str = "assistant", teacher=None, **kwargs
+        self,
+        model,
+        args=None,
+        *more,
+        train_on: str = "assistant",
+        teacher=None,
+        freeze_routers: bool = False,
+        **kwargs,
     ):
         check_choice("train_on", train_on, TRAIN_ON)
         if getattr(args, "completion_only_loss", None) is False:
@@ -174,6 +184,8 @@ class _MoESFTTrainer(_MoETrainer):
             args.assistant_only_loss = False  # we provide the masks
         super().__init__(model, args, *more, **kwargs)
         self._caught: list[torch.Tensor] | None = None
+        if freeze_routers:
+            freeze(self.model)
         self._teacher = None
         if teacher is not None:
             self._teacher = teacher.eval().requires_grad_(False).to(self.args.device)
@@ -285,6 +297,15 @@ class _MoESFTTrainer(_MoETrainer):
         if num_items_in_batch is not None:
             pooled = pooled / self.current_gradient_accumulation_steps
         return pooled
+
+
+def freeze(model: torch.nn.Module) -> None:
+    """Freeze the routers of a model, ours and transformers'."""
+    layers = routed_layers(model).values()
+    routers = [layer.module for layer in layers if not layer.is_stock]
+    routers += [router for router, _ in routers_of(model, [x for x in layers if x.is_stock])]
+    for router in routers:
+        router.requires_grad_(False)
 
 
 def divergence(logits: torch.Tensor, expected: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -441,6 +462,8 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     } | (args.model_init_kwargs or {})
     if not (model.lora_target_modules or model.lora_target_parameters):
         model.lora_target_modules = "all-linear"  # PEFT has no default for MoE models
+    if ours.freeze_routers and model.use_peft:
+        raise ValueError("--freeze_routers is for full tuning: adapters of PEFT train no routers")
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     peft_config = trl.get_peft_config(model)
     teacher = _load_teacher(ours.distill, name, model.model_revision)
@@ -459,6 +482,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
             stop_on_nan=ours.stop_on_nan,
             train_on=ours.train_on,
             teacher=teacher,
+            freeze_routers=ours.freeze_routers,
         )
     except SafetensorError as error:
         raise ValueError(

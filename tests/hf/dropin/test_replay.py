@@ -263,3 +263,52 @@ def test_a_layer_in_one_op_is_replayed_too():
     weight = (x @ layer.gate.weight.T).softmax(-1).gather(1, forced)
     assert torch.equal(seen.ids["0.gate"][0], forced.int())
     assert torch.allclose(out, layer.experts(x, forced, weight), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("left", [False, True])
+def test_ids_of_an_engine_are_replayed_and_missing_ones_chosen(name, left):
+    """The engine has other weights, and no ids for the last token of a sequence."""
+    model = model_of(name)
+    inputs = batch(padding=3)
+    if left:
+        inputs = {key: value.flip(1) for key, value in inputs.items()}
+    with record_routing(model) as own:
+        model(**inputs)
+    mask = inputs["attention_mask"]
+    layers = routed_layers(model)
+    E = model.config.num_experts if name == "qwen3_moe" else model.config.n_routed_experts
+    K = next(iter(own.ids.values()))[0].shape[1]
+    engine = []
+    for row, count in enumerate(mask.sum(1).tolist()):
+        start = torch.arange(count - 1)[:, None, None] + row
+        layer = torch.arange(len(layers))[None, :, None]
+        ids = (start + layer + torch.arange(K)) % E
+        ids[0] = -1
+        engine.append(ids)
+    record = RoutingRecord.from_engine(model, engine, mask)
+    with replay_routing(model, record), record_routing(model) as seen:
+        out = model(**inputs)
+        out.loss.backward()
+    for number, (path, [ids]) in enumerate(seen.ids.items()):
+        ids = ids.view(*mask.shape, K)
+        live = own.ids[path][0].view(*mask.shape, K)
+        for row in range(len(mask)):
+            places = mask[row].nonzero().flatten()
+            assert torch.equal(ids[row, places[1:-1]], engine[row][1:, number].int())
+            if number == 0:  # before any forced choice: the router's own
+                free = [*(~mask[row].bool()).nonzero().flatten(), places[0], places[-1]]
+                assert torch.equal(ids[row, free], live[row, free])
+    routers = [router for router, _ in balance.routers_of(model, [*layers.values()])]
+    assert all(router.weight.grad.any() for router in routers)
+
+
+def test_ids_of_an_engine_that_do_not_fit():
+    model = model_of("qwen3_moe")
+    mask = batch(padding=3)["attention_mask"]
+    right = [torch.zeros(9, 2, 2), torch.zeros(6, 2, 2)]
+    for ids in (right[:1], [right[0], torch.zeros(7, 2, 2)], [right[0], torch.zeros(6, 3, 2)]):
+        with pytest.raises(ValueError, match=r"ids must be tensors \[tokens, 2, K\]"):
+            RoutingRecord.from_engine(model, ids, mask)
+    with pytest.raises(ValueError, match="integers from 0 to 7"):
+        RoutingRecord.from_engine(model, [right[0] + 8, right[1]], mask)

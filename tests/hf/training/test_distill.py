@@ -9,6 +9,7 @@ from moe_runtime.hf.training.sft import divergence, train_command
 from moe_runtime.methods.shrink import compare_folders, dense_folder, score_folder
 from papers.engine.tiny import train_tokenizer
 from tests.methods.esft.test_runs import write_base
+from tests.support.checkpoints import tensors
 from tests.support.stock_moe import stock
 
 
@@ -67,3 +68,16 @@ def test_a_teacher_with_another_vocabulary(home, tmp_path):
         trained(home, "dense", tmp_path / "out", "--distill", str(tmp_path / "other"))
     with pytest.raises(ValueError, match="no-such-folder"):
         trained(home, "dense", tmp_path / "out", "--distill", "no-such-folder")
+
+
+def test_frozen_routers_stay_and_everything_else_moves(home, tmp_path):
+    out = trained(home, "base", tmp_path / "out", "--freeze_routers", "--max_steps", "2")
+    before = tensors(home / "base")
+    after = tensors(out)
+    moved = {key for key, value in before.items() if not torch.equal(after[key], value)}
+    routers = {key for key in before if key.endswith("gate.weight")}
+    assert routers
+    assert moved.isdisjoint(routers)
+    assert len(moved) > len(before) / 2
+    with pytest.raises(ValueError, match="adapters of PEFT train no routers"):
+        trained(home, "base", tmp_path / "no", "--freeze_routers", "--use_peft")

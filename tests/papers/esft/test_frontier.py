@@ -12,12 +12,8 @@ from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.tables import Entry
 from papers.esft import frontier
-from papers.esft import tables as esft_tables
 from papers.esft.frontier import Course, Frontier, curve, general_at
-from papers.esft.recipe import load_recipe
 from tests.papers.reports import columns_of
-from tests.support.dist_launch import times
-from tests.support.esft_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
 TASK = (2.0, 1.5, 1.0)
@@ -131,53 +127,3 @@ def test_validation_rows_select_and_held_out_rows_evaluate(tmp_path):
     values = json.loads(json.dumps(report.to_dict()))
     assert values["comparisons"]["0.5"][0]["verdict"] == "higher"
     assert values["ladders"]["FFT"]["0.1"][1][1] is None
-
-
-def test_the_table_from_real_trainings(out, tmp_path):
-    recipe = load_recipe(write_study(tmp_path)).change(evaluations=4)
-    options = {
-        "seeds": 1,
-        "factors": (0.5,),
-        "depths": (9.0, 0.001),
-        "say": lambda text: None,
-    }
-    report = esft_tables.run(
-        "frontier",
-        recipe,
-        out,
-        **options,
-    )
-    assert list(report.ladders) == [
-        "ESFT-Token",
-        "ESFT-Gate",
-        "ESFT-Token, random experts",
-        "LoRA, rank 2",
-        "LoRA, rank 1",
-        "FFT",
-    ]
-    assert report.task == "sums"
-    stages = esft_tables.EsftStages(recipe, out, say=lambda text: None)
-    base = stages.base()
-    for (entry,) in report.ladders.values():
-        (one,) = entry.results
-        assert [step for step, _ in one.history] == [0, 1, 2, 3, 4]
-        assert len(one.exact) == 12
-        before = one.history[0][1]
-        assert before["task-held_out"] == pytest.approx(base.tasks["sums"].losses)
-        assert before["general-held_out"] == pytest.approx(base.general_losses)
-        assert one.rate == 5e-3
-        assert one.means("task-held_out")[-1] == one.loss < base.tasks["sums"].loss
-    assert report.depths == [0.001, 9.0]
-    assert report.chosen[0.001]
-    assert not report.chosen[9.0]
-    written = times(out)
-    again = esft_tables.run(
-        "frontier",
-        recipe,
-        out,
-        **options,
-    )
-    assert times(out) == written
-    assert again.rows() == report.rows()
-    assert (out / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(out.glob("course-*/model"))

@@ -111,21 +111,3 @@ def test_counts(recipe, out):
     for name in ("counts.png", "counts-gate-mass.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "counts.json").read_text())["found"][0]["counts"] == counted.counts
-
-
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        ("table1", {}, "command must be one of main"),
-        ("frontier", {"depths": (0.1, 0.1)}, "depth must have one or more different values"),
-    ],
-)
-def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
-    with pytest.raises(ValueError, match=match):
-        esft_tables.run(
-            command,
-            recipe,
-            tmp_path / "out",
-            **options,
-        )
-    assert not list(tmp_path.iterdir())

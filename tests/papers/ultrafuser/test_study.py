@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from moe_runtime.hf.training import fit
 from moe_runtime.methods import ultrafuser
 from papers.engine.domains import of_domain, places_of
-from papers.engine.tiny import small_llama, train_tokenizer
 from papers.ultrafuser import study as ultrafuser_study
 from papers.ultrafuser.recipe import load_recipe
 from papers.ultrafuser.study import UltrafuserStages
@@ -172,45 +171,9 @@ def test_every_training_draws_as_the_recipe_says(made, caught):
     assert drawn(stages.gate, balanced=False) == (3, ("",))
 
 
-@pytest.fixture(scope="module")
-def strangers(made, tmp_path_factory):
-    """Folders of a wider model, and of one with another tokenizer."""
-    folders = {}
-    sizes = {
-        "intermediate_size": 48,
-        "num_layers": 1,
-        "max_length": 48,
-        "seed": 1,
-    }
-    other = train_tokenizer(["quite other words"] * 9, 290)
-    for name, tokenizer, width in (("wide", made.stages.tokenizer, 64), ("foreign", other, 32)):
-        folders[name] = tmp_path_factory.mktemp("strangers") / name
-        small_llama(tokenizer, hidden_size=width, **sizes).save_pretrained(folders[name])
-        tokenizer.save_pretrained(folders[name])
-    return folders
-
-
 def write_lines(path, rows) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path):
-    recipe = given(
-        made,
-        made.specialists[0].source,
-        strangers["wide"],
-        joint=True,
-        two_stage=False,
-    )
-    results = ultrafuser_study.run(
-        recipe,
-        tmp_path / "out",
-        say=print,
-    )
-    assert len(results) == 3
-    assert not any(tmp_path.glob("out/gate-*"))
-    assert ultrafuser.load(tmp_path / "out" / "model").gate.hidden_sizes == (32, 64)
 
 
 def chats(path, system=False):
@@ -243,14 +206,6 @@ def test_no_prompt_is_in_both_parts(made, tmp_path):
     assert held_out.isdisjoint(train)
     recipe = recipe.change(domains__sums__held_out_rows=39)
     with pytest.raises(ValueError, match="domains.sums: No examples are left: 1 have a held-out"):
-        ultrafuser_study.study_rows(made.stages.encoder, recipe)
-
-
-def test_a_bad_row_is_named_where_it_stands(made, tmp_path):
-    path = chats(tmp_path / "bad.jsonl", system=True)
-    recipe = made.recipe.change(domains__sums__train=path)
-    match = r"domains.sums: example 18 of '.*bad.jsonl': .*does not support the turns system, user"
-    with pytest.raises(ValueError, match=match):
         ultrafuser_study.study_rows(made.stages.encoder, recipe)
 
 

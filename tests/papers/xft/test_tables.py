@@ -127,21 +127,3 @@ def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
         names.append(f"by {key}: learned, held back")
     assert entries_of(report) == names
     assert min(report.extra["largest_move_of_alpha"].values()) > 0
-
-
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        ("table2", {}, "command must be one of table1"),
-        ("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda must be"),
-    ],
-)
-def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
-    with pytest.raises(ValueError, match=match):
-        xft_tables.run(
-            command,
-            recipe,
-            tmp_path / "out",
-            **options,
-        )
-    assert not list(tmp_path.iterdir())

@@ -57,6 +57,7 @@ def upcycle(
         str, option("Experts at first: copy, noise or drop (redrawn).", words="copy noise drop")
     ] = "copy",
     ratio: Annotated[float, option("Share of neurons that noise and drop change.")] = 0.5,
+    granularity: Annotated[int, option("Smaller experts that each one is cut into.")] = 1,
     max_shard_size: ShardSize = "2GB",
     seed: Seed = 42,
     overwrite: Overwrite = False,
@@ -99,6 +100,7 @@ def upcycle(
         export_to=for_,
         init=init,
         ratio=ratio,
+        granularity=granularity,
         **settings,
     )
     _print_receipt(receipt)

@@ -40,6 +40,7 @@ def upcycle_folder(
     export_to: str | None = None,
     init: str = "copy",
     ratio: float = 0.5,
+    granularity: int = 1,
     **settings: Any,
 ) -> FolderReceipt:
     """Upcycle a dense model from folder to folder, tensor by tensor.
@@ -55,6 +56,7 @@ def upcycle_folder(
         export_to: Stock family that must be able to hold the model.
         init: How the experts differ at first: copy, noise or drop (`initialization`).
         ratio: Share of neurons that noise and drop change.
+        granularity: Experts that each one is cut into; `num_experts` and `top_k` are those before.
         settings: Fields of MoEConfig, such as num_experts=8.
 
     Returns:
@@ -69,14 +71,15 @@ def upcycle_folder(
     initialization.check_init(init, ratio)
     config = folders.read_config(source)
     family = families.family_of(config)
-    moe = folders.config_for_folder(config, **settings)
+    whole = folders.config_for_folder(config, **settings)
+    moe = initialization.granular(whole, granularity)
     new_config = folders.upcycled_config(config, moe, layers)
     layers = new_config.moe_runtime["layers"]
     if export_to is not None:
         stock.stock_config(new_config, export_to)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
-        expected = _upcycled_bytes(checkpoint, family, moe, layers)
+        expected = _upcycled_bytes(checkpoint, family, whole, layers)
         error = _mlp_error(checkpoint, config, family, moe, layers)
         with CheckpointWriter(
             target, max_shard_size, overwrite=overwrite, expected_bytes=expected
@@ -86,10 +89,13 @@ def upcycle_folder(
             job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
                 mlp_key = families.locate_key(family, key)
-                if init == "copy" or mlp_key is None or mlp_key.layer not in layers:
+                is_other = mlp_key is None or mlp_key.layer not in layers
+                if is_other or (init == "copy" and granularity == 1):
                     _upcycle_key(job, key, family, moe, layers, seed)
                 elif mlp_key[1:] == ("down_proj", 0):
-                    _upcycle_layer(job, mlp_key.layer, family, moe, seed, init, ratio)
+                    _upcycle_layer(
+                        job, mlp_key.layer, family, whole, seed, init, ratio, granularity
+                    )
     return FolderReceipt(
         Path(target), moe, job.tensors, job.bytes, side_files, layers, mlp_error=error
     )
@@ -142,9 +148,16 @@ def _upcycle_key(
 
 
 def _upcycle_layer(
-    job: Conversion, layer: int, family, moe: MoEConfig, seed: int, init: str, ratio: float
+    job: Conversion,
+    layer: int,
+    family,
+    moe: MoEConfig,
+    seed: int,
+    init: str,
+    ratio: float,
+    granularity: int,
 ) -> None:
-    """Write a layer whose experts differ."""
+    """Write a layer whose experts differ, or are cut."""
     mlp = {}
     keys = families.mlp_keys(family, layer, moe.bias)
     for name, parts in keys.items():
@@ -153,12 +166,17 @@ def _upcycle_layer(
     generator = torch.Generator().manual_seed(seed * 65537 + layer)
     stacks: dict[str, list] = {name: [] for name in keys}
     for expert in initialization.experts(mlp, moe, init, ratio, generator):
-        for name, matrix in expert.items():
-            stacks[name].append(matrix)
+        parts = [expert]
+        if granularity > 1:
+            parts = initialization.shards(expert, granularity)
+        for part in parts:
+            for name, matrix in part.items():
+                stacks[name].append(matrix)
     for name, key in families.expert_keys(family, layer, moe.bias).items():
         job.add(key, torch.stack(stacks[name]))
     path = family.path.format(layer)
     for name, router in swap.draw_router(moe, seed, layer).items():
+        router = router.repeat_interleave(granularity, 0)
         job.add(f"{path}.gate.{name}", router.to(mlp["down_proj"].dtype))
     job.read(*(part for parts in keys.values() for part in parts))
 
@@ -210,6 +228,7 @@ def mergeable_folder(
     """
     check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source, stage="moe")
+    _check_whole(source, config, moe)
     new_config = folders.mergeable_config(config, shared_rate, soup)
     logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
     with Checkpoint(source) as checkpoint:
@@ -264,6 +283,7 @@ def merge_folder(
     config, moe, paths = open_upcycled(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
     shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"])
+    _check_whole(source, config, moe)
     given = None if alpha is None else alpha_rows(alpha, len(paths), moe.num_experts)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
@@ -315,6 +335,16 @@ def _mixing(block: dict, rows: Sequence[torch.Tensor], shared_rate: float, is_gi
     if moved <= UNMOVED:
         words += ". Learn to mix with a larger learning rate, such as 1e-2"
     return words
+
+
+def _check_whole(source: str | Path, config, moe: MoEConfig) -> None:
+    """Raise ValueError for experts that are shards of the base's MLP."""
+    if moe.intermediate_size != config.intermediate_size:
+        raise ValueError(
+            f"The experts in {source} are shards of {moe.intermediate_size} of "
+            f"{config.intermediate_size} neurons, which cannot be merged to one MLP. Export the "
+            "model, and use moe-runtime shrink"
+        )
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:

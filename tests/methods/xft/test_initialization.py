@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.methods.xft import initialization
-from moe_runtime.methods.xft.folders import upcycle_folder
+from moe_runtime.methods.xft.folders import merge_folder, upcycle_folder
 from tests.hf.tiny import dense
 from tests.support.checkpoints import assert_equal, tensors
 
@@ -106,4 +106,30 @@ def test_refusals(tmp_path):
     for options, match in (({"init": "zeros"}, "init must be"), ({"ratio": 2}, "from 0 to 1")):
         with pytest.raises(ValueError, match=match):
             upcycle_folder(tmp_path / "base", tmp_path / "moe", **SETTINGS, gate="xft", **options)
+    assert not (tmp_path / "moe").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "arcee"])
+@pytest.mark.parametrize("init", ["copy", "drop"])
+def test_shards_of_experts_compute_the_same(tmp_path, family, init):
+    base = dense(family, mlp_bias=False)
+    base.save_pretrained(tmp_path / "base")
+    options = SETTINGS | {"gate": "softmax_topk_renorm", "init": init, "ratio": 0.0}
+    upcycle_folder(tmp_path / "base", tmp_path / "moe", granularity=3, **options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    config = model.model.layers[0].mlp.config
+    assert (config.num_experts, config.top_k, config.intermediate_size) == (12, 6, 16)
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, base(ids).logits, atol=1e-4)
+    with pytest.raises(ValueError, match="are shards of 16 of 48 neurons, which cannot be merged"):
+        merge_folder(tmp_path / "moe", tmp_path / "dense", alpha="uniform")
+
+
+@pytest.mark.parametrize("changes", [{"granularity": 5}, {"gate": "softmax_topk"}])
+def test_shards_that_do_not_compute_the_same_are_refused(tmp_path, changes):
+    dense("llama", mlp_bias=False).save_pretrained(tmp_path / "base")
+    options = SETTINGS | {"gate": "softmax_topk_renorm", "granularity": 2} | changes
+    with pytest.raises(ValueError, match="granularity . requires a number of neurons"):
+        upcycle_folder(tmp_path / "base", tmp_path / "moe", **options)
     assert not (tmp_path / "moe").exists()

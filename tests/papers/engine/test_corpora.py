@@ -86,19 +86,6 @@ def test_what_a_train_file_defines_is_not_held_out(monkeypatch, copy, leaks):
     assert len(library(monkeypatch, ("held.py", held), ("b.py", copy)).held_out) == (not leaks)
 
 
-def test_library_pairs_repeat_and_limit(pairs):
-    again = standard_library_pairs(limit=50)
-    assert again.train == pairs.train[:50]
-    assert again.held_out == pairs.held_out[:50]
-    other = standard_library_pairs(seed=1)
-    assert other.train != pairs.train
-    assert sorted(map(str, other.train)) == sorted(map(str, pairs.train))
-    again.train[0]["prompt"] = "changed"
-    assert standard_library_pairs(limit=50).train == pairs.train[:50]
-    with pytest.raises(ValueError, match="limit must be .*but got 0"):
-        standard_library_pairs(limit=0)
-
-
 HEAD = 'def f(x):\n    """Doc."""\n    '
 
 

@@ -3,13 +3,11 @@ in the training data.
 """
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from papers.engine import corpora
 from papers.engine.corpora import DOMAINS, domain_rows, domain_text
-from papers.engine.stages import domain_documents
 
 
 def texts_of(rows) -> set[str]:
@@ -87,11 +85,3 @@ def test_text_to_pre_train_on_has_nothing_held_out():
         whole = "\n".join(domain_text(name))
         for row in domain_rows(name, limit=60).held_out:
             assert row["completion"] not in whole or row["prompt"] not in whole
-
-
-@pytest.mark.parametrize("domains", [None, {"steps": 2, "sums": 2}])
-def test_a_base_is_made_of_the_built_in_sources_that_are_named(domains):
-    source = SimpleNamespace(documents=4, domains=domains)
-    documents = domain_documents(source, iter(["mine.jsonl", "steps", "sums"]))
-    expected = domain_text("sums", limit=2) + domain_text("steps", limit=2)
-    assert sorted(documents) == sorted(expected)

@@ -52,19 +52,3 @@ def test_the_tasks_of_eval_have_examples_of_their_own_and_judge_them(name):
         1,
     ):
         assert not one.passed
-
-
-def test_reordered_json_is_right_and_another_value_is_not():
-    (asked,) = find_tasks("json")
-    problem = asked.task.problem(
-        {
-            "prompt": "?",
-            "completion": '{"a": 1, "b": "x"}',
-        },
-        False,
-    )
-    answers = ['{"b":"x", "a":1}', '{"a": "1", "b": "x"}', '{"a": 1}']
-    right, *wrong = asked.task.judge([problem] * 3, answers, 1)
-    assert right.passed
-    for one in wrong:
-        assert not one.passed

@@ -149,11 +149,6 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
     assert set(yaml.safe_load(text)) >= set(Recipe.model_fields) - {"name", "pretrain"}
 
 
-def test_the_task_of_the_docs_is_yaml():
-    (text,) = blocks("evaluation.md", "yaml")
-    assert yaml.safe_load(text)["doc_to_choice"] == ["yes", "no"]
-
-
 def test_change_takes_dotted_keys_and_checks_them():
     recipe = Recipe.from_dict(SMALL)
     mix = Training(epochs=1, learning_rate=1.0)

@@ -15,6 +15,7 @@ from moe_runtime.cli.verbs import (
     ShardSize,
     Source,
     Target,
+    TrainOn,
     argument,
     group,
     option,
@@ -199,6 +200,7 @@ def compare(
     max_length: MaxLength = 1024,
     batch_size: Annotated[int, option("Samples per forward pass.")] = 1,
     prompt: Prompt = "plain",
+    train_on: TrainOn = "all",
 ) -> Any:
     """Compare two models' predictions on a text.
 
@@ -215,6 +217,7 @@ def compare(
         max_length=max_length,
         batch_size=batch_size,
         prompt=prompt,
+        train_on=train_on,
     )
     typer.echo(f"loss per token: {found.loss_before:.4f} before, {found.loss:.4f} after")
     typer.echo(

@@ -38,16 +38,29 @@ Kept = Mapping[int, list[int]]  # by layer: the experts whose entries stay, asce
 
 
 class ShrinkReceipt(NamedTuple):
-    """What was done to a folder; `facts` are those of shrink.json."""
+    """What was done to a model.
+
+    Attributes:
+        path: The written folder.
+        experts_before: Experts per layer of the source.
+        experts: Those that are left; of a dense model, those in each MLP.
+        parameters_before: Parameters of the source.
+        parameters: Parameters of the result.
+        bytes_before: Bytes of the source's tensors.
+        bytes: Bytes of the result's tensors.
+        left_out: Tensors of multi-token prediction that could not stay.
+        facts: The content of shrink.json: the method, the experts or groups of each layer, and the
+            text.
+    """
 
     path: Path
-    experts_before: int  # per layer
-    experts: int  # of a dense model, those in its MLPs
+    experts_before: int
+    experts: int
     parameters_before: int
     parameters: int
     bytes_before: int
     bytes: int
-    left_out: list[str]  # tensors of multi-token prediction
+    left_out: list[str]
     facts: Mapping[str, Any]
 
 

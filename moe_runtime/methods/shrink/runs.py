@@ -144,12 +144,21 @@ class _Saves:
 
 
 class Comparison(NamedTuple):
-    """Two models on the same text; losses are means per label token."""
+    """Two models on the same text.
+
+    Attributes:
+        loss_before: Mean loss per label token of the first model.
+        loss: That of the second one.
+        divergence: Mean KL(first || second) of the next token's distribution, in nats.
+        agreement: Share of the tokens for which both predict the same one.
+        examples: Examples that were read.
+        tokens: Label tokens.
+    """
 
     loss_before: float
     loss: float
-    divergence: float  # mean KL(before || after) of the next token's distribution
-    agreement: float  # share of tokens for which both predict the same one
+    divergence: float
+    agreement: float
     examples: int
     tokens: int
 
@@ -163,17 +172,19 @@ def compare_folders(
     max_length: int = 1024,
     batch_size: int = 1,
     prompt: str = "plain",
+    train_on: str = "all",
 ) -> Comparison:
     """Compare two models with the same tokenizer on held-out text; both are loaded at once.
 
     Args:
         before: Folder of the first model, for example the one that was shrunk.
         after: Folder of the second.
-        rows: Text, as `data.read_rows` reads it; every token counts.
+        rows: Text, as `data.read_rows` reads it.
         limit: Examples, at most.
         max_length: Tokens of an example.
         batch_size: Examples per forward pass.
         prompt: One of prompts.PROMPTS.
+        train_on: The tokens that count, one of prompts.TRAIN_ON.
 
     Raises:
         ValueError: The text cannot be read, or the models have other vocabularies.
@@ -184,7 +195,7 @@ def compare_folders(
     if sizes[0] != sizes[1]:
         raise ValueError(f"Both models must have the same vocabulary, but have {sizes} tokens")
     tokens = data.tokenize_pairs(
-        tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt, train_on="all"
+        tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt, train_on=train_on
     )
 
     def take(model: nn.Module, batch: dict[str, Tensor]) -> list[tuple]:

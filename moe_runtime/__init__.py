@@ -30,6 +30,7 @@ _PUBLIC = {
     "route": "moe_runtime.ops.routing:route",
     "save_quantized": "moe_runtime.hf.dropin.quantized_files:save_quantized",
     "shrink": "moe_runtime.methods.shrink:",
+    "status": "moe_runtime.hf.dropin.status:status",
     "ultrafuser": "moe_runtime.methods.ultrafuser:",
     "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
     "upit": "moe_runtime.methods.upit:",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_runtime.bench import compare, machine, report, running
+from moe_runtime.bench import compare, machine, running
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.cli import tools as cli_tools
 from moe_runtime.cli.app import app as main_app
@@ -115,18 +115,6 @@ def test_compare_on_the_command_line(tmp_path):
 def test_a_failed_benchmark_ends_in_1(failed, code):
     outcome = running.RunOutcome(None, failed, {})
     assert cli_tools._report(outcome, [], True).code == code
-
-
-def test_file_is_named_by_date_commit_and_device(tmp_path):
-    commit = re.escape(machine.commit())
-    name = running.place(tmp_path).name
-    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{commit}-{running.DEVICE}\.json", name)
-    assert running.place(tmp_path / "my.json") == tmp_path / "my.json"
-    begun = tmp_path / f"2020-01-01-{machine.commit()}-{running.DEVICE}.jsonl"
-    begun.touch()
-    assert running.place(tmp_path) == begun.with_suffix(".json")
-    with pytest.raises(ValueError, match="is a file. Choose a folder, or a name that ends in"):
-        running.place(begun)
 
 
 @pytest.mark.parametrize(
@@ -301,33 +289,3 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, kill):
     assert not (tmp_path / "r.json").exists()
     with pytest.raises(ProcessLookupError):  # no process is left
         os.killpg(process.pid, 0)
-
-
-@pytest.mark.slow
-def test_a_run_from_the_clone_prints_its_tables(tmp_path):
-    """Run the real benchmarks with the command that a user types."""
-    words = [
-        "bench",
-        "--only",
-        "merging",
-        "--tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_runtime", *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        },
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (path,) = tmp_path.iterdir()
-    assert path.suffix == ".json"
-    assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
-    assert f"wrote {path}" in done.stdout
-    assert report.text([path]) in done.stdout

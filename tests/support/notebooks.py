@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
 
 def execute(path: Path, folder: Path):
     """Run a notebook in a folder with a kernel of this Python, and return it with only stdout as
-    outputs and without metadata.
+    outputs, and without metadata but its language.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -22,7 +22,8 @@ def execute(path: Path, folder: Path):
     NotebookClient(
         book, timeout=PATIENCE, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
-    book.metadata = {"language_info": {"name": "python"}}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    book.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     for cell in book.cells:
         cell.metadata = {}
         if cell.cell_type == "code":

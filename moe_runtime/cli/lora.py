@@ -27,7 +27,8 @@ Adapter = Annotated[Path, argument("Folder or Hub id of the adapter, as PEFT sav
 def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = False) -> Any:
     """Convert an old adapter for current PEFT.
 
-    An adapter on expert stacks, saved by PEFT 0.18 or 0.19, for PEFT 0.20 and later."""
+    An adapter on expert stacks, saved by PEFT 0.18 or 0.19, for PEFT 0.20 and later.
+    """
     from moe_runtime.methods.lora.stacks import WRITES, convert_folder
 
     receipt = convert_folder(adapter, base, out, overwrite=overwrite)
@@ -50,7 +51,8 @@ def export(
 ) -> Any:
     """Merge an adapter into a copy of the base.
 
-    Tensor by tensor, for any inference engine."""
+    Tensor by tensor, for any inference engine.
+    """
     from moe_runtime.config import check_choice
     from moe_runtime.methods.lora.stacks import merge_folder
 

@@ -54,7 +54,8 @@ def fuse(
 ) -> Any:
     """Write a fused model with an untrained gate.
 
-    Of specialists that share a tokenizer."""
+    Of specialists that share a tokenizer.
+    """
     from moe_runtime.methods.ultrafuser import folders
 
     receipt = folders.fuse_folders(
@@ -137,7 +138,8 @@ def generate(
 ) -> Any:
     """Answer prompts with a fused model.
 
-    Each specialist reads them in its own template."""
+    Each specialist reads them in its own template.
+    """
     from moe_runtime.config import check_number, check_positive
     from moe_runtime.io import files
 

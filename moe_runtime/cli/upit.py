@@ -50,7 +50,8 @@ def choose(
 ) -> Any:
     """Print which checkpoints become experts.
 
-    One folder per line."""
+    One folder per line.
+    """
     from moe_runtime.methods.upit import choose_checkpoints
 
     checkpoints = choose_checkpoints(folder, count, which)

@@ -64,7 +64,8 @@ def upcycle(
 ) -> Any:
     """Upcycle a dense model to an MoE model.
 
-    Copies of every MLP become experts with a router."""
+    Copies of every MLP become experts with a router.
+    """
     from moe_runtime.config import check_choice
     from moe_runtime.hf.models import stock
     from moe_runtime.methods.xft import folders
@@ -214,7 +215,8 @@ def export(
 ) -> Any:
     """Export an MoE model for other packages.
 
-    To a format that does not need this one. For a dense model, merge."""
+    To a format that does not need this one. For a dense model, merge.
+    """
     if to == "official" and check:
         raise ValueError("--check is not valid with --to official")
     if to != "official" and keep_rope:

@@ -33,9 +33,9 @@ ESFT_CHAT = DEEPSEEK_CHAT.replace("message['content']", "message['content'] | tr
 
 
 def encode_turns(tokenizer: Any, turns: list[Mapping]) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of a chat as ESFT's released code computes them.
+    r"""Return the ids and labels of a chat as ESFT's released code computes them.
 
-    Each turn is stripped and encoded separately: "User: {content}\\n\\nAssistant:" with the labels
+    Each turn is stripped and encoded separately: "User: {content}\n\nAssistant:" with the labels
     -100, then " {content}" and EOS, with labels unless the turn has `mask: 1`. BOS comes first and
     has its id as label (arXiv 2407.01906, Sec. 4.1). Raises ValueError for other roles.
     """

@@ -38,13 +38,13 @@ class LayerStatus(NamedTuple):
 
 
 def status(model: nn.Module) -> list[LayerStatus]:
-    """Return what runs the experts of each MoE layer of a model, in the order of its modules.
+    r"""Return what runs the experts of each MoE layer of a model, in the order of its modules.
 
     Args:
         model: Any model, wrapped or not. Without MoE layers the list is empty.
 
     Example:
-        >>> print(*moe_runtime.status(model), sep="\\n")
+        >>> print(*moe_runtime.status(model), sep="\n")
         model.layers.0.mlp.experts: bfloat16, moe_runtime, backend cpp, one operator
     """
     found = []

@@ -193,22 +193,25 @@ def doctor(
     interpret: Annotated[
         bool, option("Check Triton's kernels in its interpreter, without a GPU.", "--interpret")
     ] = False,
+    verbose: Annotated[
+        bool, option("Print all packages and paths, and why each op has its backend.", "--verbose")
+    ] = False,
 ) -> Any:
-    """Print versions, devices, and the backend of each op and why. If there are problems, print
-    their fixes and exit with 1.
+    """Print versions, devices and backends, and what to fix.
 
-    With --check, also compare each op's outputs and gradients on small and unusual shapes with
-    float64.
+    If there are problems, exit with 1. With --check, also compare each op's outputs and gradients
+    on small and unusual shapes with float64.
     """
     from moe_runtime.tools import doctor as diagnosis
 
     report = diagnosis.report()
-    for title, rows in report.items():
+    shown = report if verbose else diagnosis.summary(report)
+    for title, rows in shown.items():
         typer.echo(title)
         for name, value in rows.items():
             typer.echo(f"  {name:22s}{value}")
-    if not report["problems"]:
-        typer.echo("  none")
+        if not rows:
+            typer.echo("  none")
     if (check or interpret) and "all" not in report["devices"]:  # torch can be imported
         from moe_runtime.tools import check as checks
 

@@ -47,7 +47,8 @@ def report() -> dict[str, dict[str, str]]:
 
     Returns:
         Names and texts in sections: "system", "packages", "devices", "settings", "backends" (the
-        backend that runs each op, and why) and "problems", with a fix for each.
+        backend that runs each op, and why), "hints" (what would work better) and "problems", with
+        a fix for each.
     """
     torch = None
     reason = ""
@@ -91,7 +92,36 @@ def report() -> dict[str, dict[str, str]]:
     except Exception as error:
         why = f"the search for problems failed: {first_line(error)}"
         problems = {"doctor": f"{why}. Please report it"}
-    return result | {"problems": problems | failed}
+    problems |= failed
+    return result | {"hints": dict(_hints(result, problems)), "problems": problems}
+
+
+def summary(facts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the lines of a report that answer most questions, in sections like the report's."""
+    versions = {"python": facts["system"]["python"]}
+    for name in SUPPORTED:
+        versions[name] = re.split("[.,] ", facts["packages"][name])[0]
+    backends = {}
+    for op, text in facts["backends"].items():
+        chosen = re.split("[;:]", text)[0]
+        backends[chosen] = ", ".join(filter(None, (backends.get(chosen), op)))
+    short = {"versions": versions, "devices": facts["devices"], "backends": backends}
+    return short | {"hints": facts["hints"], "problems": facts["problems"]}
+
+
+def _hints(facts: dict, problems: dict) -> Iterator[tuple[str, str]]:
+    """Yield (part, what would work better, and how)."""
+    for extra, names in EXTRAS.items():
+        missing = [name for name in names if facts["packages"][name].startswith("missing")]
+        if missing:
+            text = f"{', '.join(missing)} missing, needed by {NEEDED_BY[extra]}"
+            yield extra, f"{text}. Run pip install 'moe-runtime[{extra}]'"
+    is_torch = facts["backends"].get("moe_mlp", "").startswith("torch")
+    text = facts["system"]["cpu library"]
+    why = text.removeprefix("none: ")
+    is_fine = text == why or "cpu library" in problems or os.environ.get("MOE_RUNTIME_BACKEND")
+    if is_torch and not is_fine:
+        yield "cpu library", f"experts run in PyTorch, which is slower: {why}"
 
 
 def _packages() -> dict[str, str]:
@@ -302,15 +332,11 @@ def _problems(facts: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
         if " is refused: " not in text:
             text = f"{text}. Remove it and rerun moe-runtime tune"
         yield "launch configs", text
-    is_torch = facts["backends"].get("moe_mlp", "").startswith("torch")
-    is_slow = is_torch and not os.environ.get("MOE_RUNTIME_BACKEND")
     for row in ("cuda library", "cpu library"):
         text = facts["system"][row]
         why = text.removeprefix("none: ")
         if "rebuild it" in text or " is refused: " in text:
             yield row, why
-        elif row == "cpu library" and text != why and is_slow:
-            yield row, f"experts run in PyTorch, which is slower: {why}"
     failed = []
     for text in facts["backends"].values():
         if text.startswith("error: "):

@@ -245,36 +245,6 @@ def test_cases_are_what_the_launcher_gives():
     )
 
 
-# known bugs of Triton and ptxas
-LOOP = """tt.func public @_kernel(%n: i32) attributes {{noinline = false}} {{
-  %acc = scf.for %k = %c0 to %n step %c1 iter_args(%sum = %zero) -> (tensor<16x16xf32>)  : i32 {{
-    %first = tt.dot %a, %b, %sum : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>
-    scf.if %flag {{
-      {inner}
-    }} loc(#loc4)
-    scf.yield %first : tensor<16x16xf32> loc(#loc5)
-  }} loc(#loc6)
-  %last = tt.dot %a, %b, %acc : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>
-  {outer}
-}} loc(#loc)"""
-DOT = (
-    "%second = tt.dot %a, %b, {}, inputPrecision = tf32 : tensor<16x16xbf16> * tensor<16x16xbf16> "
-    "-> tensor<16x16xf32>"
-)
-
-
-@pytest.mark.parametrize(
-    "inner, outer, wrong",
-    [
-        pytest.param(DOT.format("%first"), "", 1, id="in one round"),
-        pytest.param(DOT.format("%other"), "", 0, id="another accumulator"),
-        pytest.param("", DOT.format("%last"), 0, id="after the loop"),
-    ],
-)
-def test_gate_sees_chained_products(inner, outer, wrong):
-    assert len(aot.chained_products(LOOP.format(inner=inner, outer=outer))) == wrong
-
-
 PTX = """$L__BB0_1:
 \tcp.async.wait_group 2;
 \t{fence}
@@ -283,71 +253,9 @@ PTX = """$L__BB0_1:
 \t@%p1 bra \t$L__BB0_1;
 \tfence.proxy.async.shared::cta;
 """
-WGMMA = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
-TCGEN05 = "@%p1 tcgen05.mma.cta_group::1.kind::f16"
-
-
-@pytest.mark.parametrize("product", [WGMMA, TCGEN05])
-@pytest.mark.parametrize(
-    "fence, load, wrong",
-    [
-        pytest.param("", "cp.async.cg", 1, id="without a fence"),
-        pytest.param("fence.proxy.async.shared::cta;", "cp.async.ca", 0, id="with one"),
-        pytest.param("", "cp.async.bulk.tensor.3d", 0, id="a descriptor"),
-    ],
-)
-def test_gate_sees_a_missing_fence(product, fence, load, wrong):
-    assert len(aot.missing_fences(PTX.format(fence=fence, load=load, product=product))) == wrong
 
 
 MMA = "HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR4], R48, gsb0"
-WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-PACK = "F2FP.BF16.F32.PACK_AB R27, R5, R4"
-AGAIN = "@P0 BRA 0x10"
-
-
-@pytest.mark.parametrize(
-    "program, wrong",
-    [
-        pytest.param(
-            [MMA, PACK, WAIT],
-            1,
-            id="before the wait",
-        ),
-        pytest.param([MMA, WAIT, PACK], 0, id="after it"),
-        pytest.param([MMA, "LDS.128 R22, [R1+0x10]", WAIT], 1, id="by the last two of four"),
-        pytest.param(
-            [MMA, "LDS.64 R22, [R1]", "STS [R24], R25", "ISETP.NE.AND P0, PT, R24, RZ, PT", WAIT],
-            0,
-            id="others",
-        ),
-        pytest.param([MMA, "SHFL.IDX PT, R25, R4, RZ, 0x1f", WAIT], 1, id="under a predicate"),
-        pytest.param(
-            ["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, AGAIN, WAIT], 1, id="in the next round"
-        ),
-        pytest.param(
-            ["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, WAIT, AGAIN],
-            0,
-            id="in the next round, after the wait",
-        ),
-        pytest.param(
-            [MMA, MMA.replace("R24", "R32"), "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
-            0,
-            id="the older one is done",
-        ),
-        pytest.param(
-            [MMA.replace("R24", "R32"), MMA, "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
-            1,
-            id="the younger one is not",
-        ),
-    ],
-)
-def test_gate_sees_a_register_that_a_product_may_still_read(program, wrong):
-    sass = "\n".join(
-        f"        /*{16 * i:04x}*/                   {line} ;   /* 0x0 */"
-        for i, line in enumerate(program)
-    )
-    assert len(aot.rewritten_operands(sass)) == wrong
 
 
 PLANTED_KERNEL = """

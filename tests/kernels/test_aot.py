@@ -245,17 +245,54 @@ def test_cases_are_what_the_launcher_gives():
     )
 
 
-PTX = """$L__BB0_1:
-\tcp.async.wait_group 2;
-\t{fence}
-\t{product} {{%r1,%r2}}, %rd1, %rd2, 0, 1, 1, 0, 1;
-\t{load}.shared.global [ %r43 + 0 ], [ %rd24 + 0 ], 0x10, %r44;
-\t@%p1 bra \t$L__BB0_1;
-\tfence.proxy.async.shared::cta;
-"""
-
-
 MMA = "HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR4], R48, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+PACK = "F2FP.BF16.F32.PACK_AB R27, R5, R4"
+AGAIN = "@P0 BRA 0x10"
+
+
+@pytest.mark.parametrize(
+    "program, wrong",
+    [
+        pytest.param(
+            [MMA, PACK, WAIT],
+            1,
+            id="before the wait",
+        ),
+        pytest.param([MMA, WAIT, PACK], 0, id="after it"),
+        pytest.param([MMA, "LDS.128 R22, [R1+0x10]", WAIT], 1, id="by the last two of four"),
+        pytest.param(
+            [MMA, "LDS.64 R22, [R1]", "STS [R24], R25", "ISETP.NE.AND P0, PT, R24, RZ, PT", WAIT],
+            0,
+            id="others",
+        ),
+        pytest.param([MMA, "SHFL.IDX PT, R25, R4, RZ, 0x1f", WAIT], 1, id="under a predicate"),
+        pytest.param(
+            ["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, AGAIN, WAIT], 1, id="in the next round"
+        ),
+        pytest.param(
+            ["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, WAIT, AGAIN],
+            0,
+            id="in the next round, after the wait",
+        ),
+        pytest.param(
+            [MMA, MMA.replace("R24", "R32"), "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
+            0,
+            id="the older one is done",
+        ),
+        pytest.param(
+            [MMA.replace("R24", "R32"), MMA, "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
+            1,
+            id="the younger one is not",
+        ),
+    ],
+)
+def test_gate_sees_a_register_that_a_product_may_still_read(program, wrong):
+    sass = "\n".join(
+        f"        /*{16 * i:04x}*/                   {line} ;   /* 0x0 */"
+        for i, line in enumerate(program)
+    )
+    assert len(aot.rewritten_operands(sass)) == wrong
 
 
 PLANTED_KERNEL = """

@@ -98,15 +98,6 @@ def test_unused_experts_are_left_out_on_request(tmp_path):
     assert read_json(tmp_path / "config.json")["experts"] == {"1": [0]}
 
 
-@pytest.mark.slow
-def test_train_with_the_flags(home, adapter, tmp_path):
-    files = f"--config {adapter}/expert_cfg.json --data {home}/rows.jsonl --out {tmp_path}/more"
-    more = f"--held-out {home}/rows.jsonl --prompt deepseek --no-pack"
-    succeed(f"train {home}/base {files} {TRAIN} {more} --shared-experts --non-expert-modules")
-    names = esft.load_adapter(tmp_path / "more").tensors
-    assert {"model.layers.1.mlp.shared_experts.up_proj.weight", "model.norm.weight"} <= set(names)
-
-
 def test_train_apply_and_merge(home, adapter, tmp_path):
     made = esft.load_adapter(adapter)
     assert made.selection.experts == esft.ExpertSelection.load(home / "config.json").experts
@@ -155,21 +146,6 @@ def test_a_rerun_resumes_after_a_crash(home, adapter, tmp_path, monkeypatch):
     assert not (tmp_path / "law-checkpoints").exists()
     resumed = esft.load_adapter(tmp_path / "law").tensors
     assert same(dict(resumed), dict(esft.load_adapter(adapter).tensors))
-
-
-@pytest.mark.slow
-def test_lora_of_the_selected_experts(home, tmp_path):
-    files = f"--config {home}/config.json --data {home}/rows.jsonl --out {tmp_path}/law"
-    steps = f"{TRAIN} --steps 2 --save-steps 0"
-    succeed(f"train {home}/base {files} {steps} --lora --rank 3 --alpha 6")
-    config = read_json(tmp_path / "law" / "adapter_config.json")
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
-    selection = esft.ExpertSelection.load(home / "config.json")
-    shown = json.loads(invoke(f"apply {home}/base {tmp_path}/law --json").stdout)
-    assert shown["selection"] == selection.to_dict()
-    assert shown["parameters"] == 3 * selection.num_experts * (32 + 2 * 24 + 24 + 32)
-    output = succeed(f"merge {home}/base {tmp_path}/law {tmp_path}/merged")
-    assert f"with the {selection.num_experts} experts of" in output
 
 
 BAD = [

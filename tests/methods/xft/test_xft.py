@@ -160,18 +160,6 @@ def test_only_the_mixing_logits_train_and_all_else_stays_bit_identical():
     )
 
 
-def test_init_merge_equals_one_step_before_training():
-    model = tuned()
-    mergeable = xft.to_mergeable(copy.deepcopy(model))
-    assert (
-        relative(
-            logits(xft.merge(model)),
-            logits(mergeable),
-        )
-        <= 1e-6
-    )
-
-
 def test_a_merge_says_whether_mixing_was_learned():
     mergeable = xft.to_mergeable(tuned())
     # a few steps at TRL's default learning rate

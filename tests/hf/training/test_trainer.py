@@ -215,6 +215,49 @@ def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_p
     tiny.assert_close(keep.grads, tiny.gradients(model), 2e-5)
 
 
+@KINDS
+@pytest.mark.parametrize(
+    "stage, noisy, settings",
+    [
+        pytest.param("moe", True, {}, id="moe-noise"),
+        pytest.param(
+            "mergeable",
+            False,
+            {"gradient_accumulation_steps": 2},
+            id="mergeable",
+        ),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(kind, stage, noisy, settings, tmp_path):
+    def model():
+        model = upcycled(noisy_gate=noisy)
+        if stage == "mergeable":
+            swap.moe_to_mergeable(model)
+        return model
+
+    folder = tmp_path / "run"
+    # 10 examples, 5 batches per epoch: step 4 is inside the first epoch, step 8 inside the second
+    settings = {
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    } | settings
+    whole = run(kind, model(), folder, **settings)
+    weights = tiny.weights(whole.model)
+    stats = tiny.contents(folder).get(folder / "router_stats.csv")
+    resumed = trainer_of(kind, model(), folder, **settings)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    for name in ("loss", "grad_norm"):
+        assert len(logged(whole, name)) == 8
+        assert logged(resumed, name) == logged(whole, name)
+    tiny.assert_equal(tiny.weights(resumed.model), weights)
+    start = tiny.weights(model())
+
+    assert any(not torch.equal(start[name], weight) for name, weight in weights.items())
+    assert (stats is not None) == (stage == "moe")
+    assert tiny.contents(folder).get(folder / "router_stats.csv") == stats
+
+
 class Poison(TrainerCallback):
     """Sets a weight to NaN in one step."""
 

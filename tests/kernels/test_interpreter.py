@@ -204,13 +204,3 @@ def test_races_are_caught(read, what):
 
 def test_unwritten_memory_is_nan():
     assert torch.empty(64).isnan().all()
-
-
-def replaced(function):
-    """Return the function that tests/support/interp_fast.py replaces by `function`."""
-    (first,) = [
-        c.cell_contents
-        for c in function.__closure__
-        if getattr(c.cell_contents, "__name__", "") == function.__name__
-    ]
-    return first

@@ -5,7 +5,6 @@ Trainer, TRL, PEFT.
 import datasets
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -41,7 +40,6 @@ MODELS = {
     },
 }
 EVERY = pytest.mark.parametrize("kind", MODELS)
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def stock(kind: str = "qwen3_moe", implementation: str = "moe_runtime", **changes):
@@ -71,11 +69,6 @@ def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
     (model(ids(), labels=ids(), **inputs).loss).backward()
     return tiny.gradients(model)
-
-
-def assert_same(got: dict, expected: dict, tolerance: float = 1e-5) -> None:
-    assert got.keys() == expected.keys()
-    tiny.assert_close(got, expected, tolerance)
 
 
 @pytest.fixture
@@ -172,16 +165,3 @@ def test_trainers_reach_the_losses_and_weights_of_eager(trainer, kind, tmp_path)
         # Adam's first steps are signs, which differ where a gradient is nothing but rounding error
         assert moved.norm() > 0, name
         assert distance(states[1][name] - before, moved) < 2e-2, name
-
-
-def adapted(kind: str, r: int, implementation: str = "moe_runtime"):
-    """Add LoRA to attention and the expert stacks, with both factors random."""
-    config = LoraConfig(
-        r=r,
-        lora_alpha=8,
-        target_modules=["q_proj", "v_proj"],
-        target_parameters=STACKS,
-        init_lora_weights=False,
-    )
-    torch.manual_seed(1)
-    return get_peft_model(stock(kind, implementation), config)

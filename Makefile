@@ -82,8 +82,8 @@ stress: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## run the stress tests w
 $(VENV)/triton/%: | $(INSTALLED)
 	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new triton==$* && mv $@.new $@
 
-# without tests that do not depend on Triton's version: mutants, the torch backend, opcheck, addresses beyond int32
-OF_TRITON := not mutant and not mutation and not opcheck and not compiles_without and not far_expert and not -torch] and not [torch]
+# without tests that do not depend on Triton's version: the torch backend, opcheck
+OF_TRITON := not opcheck and not compiles_without and not -torch] and not [torch]
 test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## run the kernels' tests with the oldest and the newest supported Triton
 	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
 		tests/kernels/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \

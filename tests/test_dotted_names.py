@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("moe_runtime", "papers", "kernels", "bench")
 ROOMS = "backends|native|io|ops|modules|hf|methods|tools|cli"
@@ -64,16 +62,3 @@ def test_dotted_names_can_be_imported():
             if not OTHERS.search(name) and not exists(name):
                 missing.append(f"{where}: {name}")
     assert not missing, "\n".join(missing)
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("moe_runtime.methods.esft.train_only", True),
-        ("moe_runtime.methods.esft.train_some", False),
-        ("moe_runtime.modules.moe.MoE.forward", True),
-        ("xft.upcycle", True),
-    ],
-)
-def test_a_missing_name_is_seen(name, expected):
-    assert exists(name) == expected

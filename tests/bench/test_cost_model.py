@@ -26,12 +26,3 @@ def test_a_loop_of_many_instructions_is_slower():
     for one, other in zip(fast, slow, strict=True):
         assert (other.seconds > one.seconds) == (one.name == "dw")
     assert slow[2].bound == "instructions"
-
-
-def test_the_model_prints_every_shape_beside_its_goal(capsys):
-    cost_model.main([])
-    text = capsys.readouterr().out
-    assert text.startswith("predicted, not measured")
-    for name in shapes.kernels():
-        assert f"\n{name}: forward 0." in text
-    assert "decode, 1 token" in text

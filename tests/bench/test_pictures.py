@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench import pictures, pictures_bars
+from moe_runtime.bench import pictures_bars
 from moe_runtime.bench.pictures_bars import read
 
 matplotlib = pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 PUBLISHED = RESULTS / "2026-11-22-12297f0-cpu.json"  # has data for every figure
-FUNCTIONS = {
-    "memory": "bench_saved_memory",
-    "throughput": "bench_tokens",
-    "layer": "bench_forward",
-}
 
 
 @pytest.fixture(scope="module")
@@ -61,37 +56,3 @@ def test_memory_is_drawn_with_the_formula(published):
         formula = bench.rows["moe_runtime"]["formula KiB/token"]
         lines = [line for line in axes.lines if line.get_label() == "published formula"]
         assert set(lines[0].get_xdata()) == {formula}
-
-
-def test_layer_bars_are_multiples_of_ours_and_a_long_one_is_cut(published, monkeypatch):
-    monkeypatch.setattr(pictures, "FAR", 1.5)
-    figure = pictures.layer(published)
-    cut = 0
-    for bench in published:
-        if bench.function != "bench_forward":
-            continue
-        axes = panel_of(
-            figure,
-            f"{bench.shape}, ",
-            f"{bench.dtype}\nforward",
-        )
-        bars = bars_of(axes)
-        assert bars.keys() == bench.rows.keys()
-        assert bars["moe_runtime"] == 1
-        assert axes.get_xlim()[0] == 0
-        numbers = "\n".join(texts(axes))
-        for name, row in bench.rows.items():
-            ratio = row["ms"] / bench.rows["moe_runtime"]["ms"]
-            assert bars[name] == min(ratio, pictures.FAR)
-            assert f"{ratio:.2f}" in numbers
-            if ratio > pictures.FAR:
-                assert f"{ratio:.2f} \u2192" in numbers
-                cut += 1
-    assert cut
-
-
-def drawn(path: Path) -> dict:
-    """Draw all figures of a file."""
-    benches = read(path)
-    figures = {name: draw(benches) for name, draw in pictures.PICTURES.items()}
-    return {name: figure for name, figure in figures.items() if figure is not None}

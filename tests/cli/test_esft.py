@@ -7,21 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from moe_runtime.cli import esft as cli_esft
-from moe_runtime.hf.dropin.layers import numbered_layers
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.scores import ExpertScores
-from papers.engine.tiny import train_tokenizer
 from tests.methods.esft.test_runs import write_base
-from tests.support.esft_adapter import random_adapter, same
-from tests.support.stock_moe import stock
+from tests.support.esft_adapter import same
 
 TRAIN = "--steps 8 --batch-size 4 --max-length 32 --learning-rate 1e-2 --save-steps 3"
 
@@ -70,14 +65,6 @@ def adapter(home) -> Path:
     return home / "law"
 
 
-def test_the_summary_is_the_official_one(home):
-    values = read_json(home / "made" / "summary.json")
-    assert set(values["gate_scores"]) == set(values["token_scores"]) == {"1", "2"}
-    for row in values["token_scores"].values():
-        assert sum(row.values()) == pytest.approx(1)
-    assert ExpertScores.load(home / "made" / "summary.json").n_tokens == 256
-
-
 @pytest.mark.parametrize(
     "options, select, warns",
     [
@@ -109,29 +96,6 @@ def test_unused_experts_are_left_out_on_request(tmp_path):
     files = f"--summary {tmp_path}/summary.json --out {tmp_path}/config.json"
     succeed(f"select {files} --p 1.0 --skip-unused")
     assert read_json(tmp_path / "config.json")["experts"] == {"1": [0]}
-
-
-@pytest.mark.slow
-def test_train_with_the_flags(home, adapter, tmp_path):
-    files = f"--config {adapter}/expert_cfg.json --data {home}/rows.jsonl --out {tmp_path}/more"
-    more = f"--held-out {home}/rows.jsonl --prompt deepseek --no-pack"
-    succeed(f"train {home}/base {files} {TRAIN} {more} --shared-experts --non-expert-modules")
-    names = esft.load_adapter(tmp_path / "more").tensors
-    assert {"model.layers.1.mlp.shared_experts.up_proj.weight", "model.norm.weight"} <= set(names)
-
-
-@pytest.mark.parametrize("variant", ["v1", "normalized", "head"])
-def test_select_from_an_official_summary(home, tmp_path, variant):
-    options = f"--variant {variant} --p 0.3 --out {tmp_path}"
-    summary = home / "made" / "summary.json"
-    succeed(f"select --summary {summary} {options}/config.json")
-    config = read_json(tmp_path / "config.json")
-    assert config["variant"] == variant
-    values = read_json(summary)
-    official = {name: values[name] for name in ("token_scores", "gate_scores")}
-    (tmp_path / "official.json").write_text(json.dumps(official))
-    succeed(f"select --summary {tmp_path}/official.json {options}/again.json")
-    assert read_json(tmp_path / "again.json")["experts"] == config["experts"]
 
 
 def test_train_apply_and_merge(home, adapter, tmp_path):
@@ -182,50 +146,6 @@ def test_a_rerun_resumes_after_a_crash(home, adapter, tmp_path, monkeypatch):
     assert not (tmp_path / "law-checkpoints").exists()
     resumed = esft.load_adapter(tmp_path / "law").tensors
     assert same(dict(resumed), dict(esft.load_adapter(adapter).tensors))
-
-
-def test_a_selection_of_another_model_is_refused_before_training(home, tmp_path):
-    tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
-    other = stock("olmoe", vocab_size=len(tokenizer), num_hidden_layers=3)
-    other.save_pretrained(tmp_path / "other")
-    tokenizer.save_pretrained(tmp_path / "other")
-    files = f"--data {home}/rows.jsonl --out {tmp_path}/law {TRAIN}"
-    line = f"train {tmp_path}/other {files} --config"
-    refused(f"{line} {home}/config.json", "'deepseek_v2', but the model's is 'olmoe'")
-    values = read_json(home / "config.json")
-    del values["moe_runtime"]  # older and official files lack it
-    (tmp_path / "old.json").write_text(json.dumps(values))
-    refused(f"{line} {tmp_path}/old.json", "has 2 layers, while the model has 3, also layer 0")
-    assert not (tmp_path / "law").exists()
-
-
-def test_other_weights_if_asked_for(home, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(home / "base")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    random_adapter(model).save(tmp_path / "adapter")
-    line = f"merge {home}/base {tmp_path}/adapter {tmp_path}/out"
-    refused(line, "for a base with other weights")
-    succeed(f"{line} --any-weights")
-    with Checkpoint(tmp_path / "out") as merged:
-        name = f"model.layers.{min(numbered_layers(model))}.mlp.experts.1.up_proj.weight"
-        assert torch.equal(merged.get(name), esft.load_adapter(tmp_path / "adapter").tensors[name])
-
-
-@pytest.mark.slow
-def test_lora_of_the_selected_experts(home, tmp_path):
-    files = f"--config {home}/config.json --data {home}/rows.jsonl --out {tmp_path}/law"
-    steps = f"{TRAIN} --steps 2 --save-steps 0"
-    succeed(f"train {home}/base {files} {steps} --lora --rank 3 --alpha 6")
-    config = read_json(tmp_path / "law" / "adapter_config.json")
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
-    selection = esft.ExpertSelection.load(home / "config.json")
-    shown = json.loads(invoke(f"apply {home}/base {tmp_path}/law --json").stdout)
-    assert shown["selection"] == selection.to_dict()
-    assert shown["parameters"] == 3 * selection.num_experts * (32 + 2 * 24 + 24 + 32)
-    output = succeed(f"merge {home}/base {tmp_path}/law {tmp_path}/merged")
-    assert f"with the {selection.num_experts} experts of" in output
 
 
 BAD = [

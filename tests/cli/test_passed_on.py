@@ -1,5 +1,7 @@
 """The options of a verb reach the function that does the work."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -11,6 +13,11 @@ FUSED = "moe_runtime.methods.ultrafuser.folders."
 TRAIN = "esft train m --config c --data d --out o "
 CASES = [
     (TRAIN + "--held-out h --no-pack", RUNS + "train_folder", {"held_out": "h", "packed": False}),
+    (
+        TRAIN + "--shared-experts --non-expert-modules",
+        RUNS + "train_folder",
+        {"shared_experts": True, "non_expert_modules": True},
+    ),
     (TRAIN + "--any-weights", RUNS + "train_folder", {"check_weights": False, "lora": None}),
     (TRAIN + "--lora --rank 3", RUNS + "train_folder", {"check_weights": True, "lora": (3, 16)}),
     ("esft score m --data d --out o --no-pack", RUNS + "score_folder", {"packed": False}),
@@ -50,6 +57,11 @@ CASES = [
         "xft merge m o --alpha 0.25,0.75",
         "moe_runtime.methods.xft.folders.merge_folder",
         {"alpha": [0.25, 0.75]},
+    ),
+    (
+        "xft import-official s t --ffn-folder f",
+        "moe_runtime.methods.xft.official.import_official",
+        {"ffn_folder": Path("f")},
     ),
     (
         "xft upcycle s t --top-k 3 --seed 7",

@@ -43,25 +43,12 @@ TREE = walk(get_command(main_app))
 VERBS = {words: command for words, command in TREE.items() if not hasattr(command, "commands")}
 
 
-METHODS = ("xft", "esft", "upit", "ultrafuser", "shrink", "lora")
-
-
 ALL = {}
 
 
 for PROGRAM in (cli.LIBRARY, cli.PAPERS):
     for WORDS, COMMAND in walk(get_command(PROGRAM.app)).items():
         ALL[f"{PROGRAM.name} {' '.join(WORDS)}".strip()] = (PROGRAM, list(WORDS), COMMAND)
-
-
-def test_command_tree():
-    """Every method is a group; the top level holds the verbs that belong to no method."""
-    assert TREE.keys() - VERBS.keys() == {(), *((method,) for method in METHODS)}
-    top = "train eval stats bench tune doctor memory"
-    assert {words[0] for words in VERBS if len(words) == 1} == set(top.split())
-    papers = walk(get_command(cli.PAPERS.app))
-    top = "demo demo-real run memory eval data xft esft upit ultrafuser"
-    assert {words[0] for words in papers if words} == set(top.split())
 
 
 @pytest.mark.parametrize("line", ALL)

@@ -68,15 +68,6 @@ def test_official_folders_in_and_out(tmp_path):
         refused("", verb, tmp_path / "empty", tmp_path / "out")
 
 
-def test_a_weighted_model_with_its_experts_in_another_folder(tmp_path):
-    official_xft.write_weighted(tmp_path / "theirs", tmp_path / "made")
-    (tmp_path / "made").rename(tmp_path / "moved")
-    folders = (tmp_path / "theirs", tmp_path / "ours")
-    assert invoke("import-official", *folders).exit_code
-    succeed("import-official", *folders, options=f"--ffn-folder {tmp_path / 'moved'}")
-    assert read_json(tmp_path / "ours" / "config.json")["moe_runtime"]["stage"] == "mergeable"
-
-
 EXPORTS = []
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,9 @@ from moe_runtime.io.checkpoint import (
     TensorSpec,
     parse_size,
 )
-from tests.support import limited
 from tests.support.checkpoints import (
     assert_same,
     random_tensor,
-    raw_file,
     siblings,
     snapshot,
     ten_tensors,
@@ -219,75 +215,6 @@ def test_keys_are_used_once_and_other_files_are_copied(tmp_path):
     assert sorted(snapshot(tmp_path / "out")) == ["config.json", SINGLE, "notes.txt"]
 
     assert (tmp_path / "out" / "notes.txt").read_bytes() == "grüße".encode()
-
-
-def write_sparse(folder: Path, shards: int, per_shard: int) -> list[str]:
-    """Write sparse shards; the last element of each tensor identifies it."""
-    size = 10**7
-    weight_map = {}
-    folder.mkdir()
-    for shard in range(shards):
-        header = {}
-        file = folder / f"part-{shard:02d}.safetensors"
-        for i in range(per_shard):
-            key = f"w{len(weight_map):02d}"
-            weight_map[key] = file.name
-            offsets = [i * size, i * size + size]
-            header[key] = {"dtype": "F32", "shape": [5, 500_000], "data_offsets": offsets}
-        raw_file(file, header)
-        start = file.stat().st_size
-        with file.open("r+b") as stream:
-            for i in range(per_shard):
-                stream.seek(start + i * size + size - 4)
-                stream.write(struct.pack("<f", 1 + shard * per_shard + i))
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    return list(weight_map)
-
-
-COPY = """
-import sys
-import torch
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
-from tests.support.limited import limit_data, memory
-
-MB = 10**6
-source, out = sys.argv[1:]
-torch.set_num_threads(1)
-open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
-before = memory("VmRSS")
-limit_data(80 * MB)  # 50 of the shard, 10 of the tensor, 20 of slack
-with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
-    for key in reader:
-        writer.add(key, reader.get(key))
-    # ru_maxrss would count what the parent had before exec
-    print("growth", memory("VmHWM") - before)
-    # the limit bites: who holds more than one shard fails under it
-    try:
-        hold = [reader.get(key) for key in reader.keys()[:9]]
-    except RuntimeError:
-        print("refused")
-"""
-
-
-@pytest.mark.slow
-def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
-    """Copies 600 MB in 12 shards with 80 MB allowed, enforced by RLIMIT_DATA and measured as the
-    peak resident set.
-    """
-    out = tmp_path / "out"
-    keys = write_sparse(tmp_path / "source", 12, 5)
-    done = limited.run(COPY, tmp_path / "source", out)
-
-    assert done.returncode == 0, done.stderr
-    growth, *refused = done.stdout.splitlines()
-    assert int(growth.split()[1]) < 80 * 10**6
-    assert refused == ["refused"]
-    with Checkpoint(out) as copy:
-        assert len(list(out.glob("*.safetensors"))) == 12
-        assert copy.keys() == keys
-        for i, key in enumerate(copy):
-            assert copy.get_rows(key, 4)[-1] == 1 + i
-    shutil.rmtree(tmp_path)
 
 
 @pytest.mark.parametrize(

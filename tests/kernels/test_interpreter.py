@@ -1,15 +1,11 @@
 """The interpreter that the kernel tests run in, and what tests/support fixes and checks in it."""
 
-import itertools
-import math
 import os
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.rows import sparse
@@ -33,15 +29,6 @@ def _dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
         out_ptr + square,
         acc.to(out_ptr.dtype.element_ty),
     )
-
-
-@triton.jit
-def _loop_kernel(x_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
-    acc = tl.zeros([BLOCK_P], tl.float32)
-    for start in range(0, P, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
-        acc += tl.load(x_ptr + p, mask=p < P, other=0.0)
-    tl.store(out_ptr + tl.arange(0, BLOCK_P), acc)
 
 
 @triton.jit
@@ -112,13 +99,6 @@ def test_bf16_store_rounds_to_nearest_even():
     out = torch.empty(16, 16, dtype=torch.bfloat16)
     _dot_kernel[(1,)](a, b, out, N=16)
     assert torch.equal(out, a.bfloat16())
-
-
-def test_loop_to_a_runtime_bound():
-    x = torch.randn(40)
-    out = torch.empty(16)
-    _loop_kernel[(1,)](x, out, 40, BLOCK_P=16)
-    torch.testing.assert_close(out.sum(), x.sum())
 
 
 @pytest.mark.parametrize(
@@ -224,121 +204,3 @@ def test_races_are_caught(read, what):
 
 def test_unwritten_memory_is_nan():
     assert torch.empty(64).isnan().all()
-
-
-def test_remembered_types_are_those_described_first():
-    """tests/support/interp_fast.py describes each shape once; shapes and element types must not get
-    mixed up.
-    """
-    elements = [
-        tl.float32,
-        tl.bfloat16,
-        tl.int32,
-        tl.pointer_type(tl.float32),
-    ]
-    for element in elements + elements:
-        for shape in ([4], [4, 8], [8, 4], [4]):
-            block = tl.block_type(element, shape)
-            assert (list(block.shape), block.numel, block.scalar) == (
-                shape,
-                math.prod(shape),
-                element,
-            )
-            assert block == tl.block_type(element, tuple(shape))
-            assert block != tl.block_type(element, [2])
-            value = tl.tensor(None, block)
-            assert ([size.value for size in value.shape], value.numel.value) == (
-                shape,
-                math.prod(shape),
-            )
-            assert value.type is block
-            assert value.dtype == element
-        scalar = tl.tensor(None, element)
-        assert (len(scalar.shape), scalar.numel.value, scalar.dtype) == (0, 1, element)
-        for _ in range(2):
-            with pytest.raises(ValueError, match="power of 2"):
-                tl.block_type(element, [3])
-    assert [interpreter._get_np_dtype(element).name for element in elements] == [
-        "float32",
-        "uint16",
-        "int32",
-        "uint64",
-    ]
-
-
-def replaced(function):
-    """Return the function that tests/support/interp_fast.py replaces by `function`."""
-    (first,) = [
-        c.cell_contents
-        for c in function.__closure__
-        if getattr(c.cell_contents, "__name__", "") == function.__name__
-    ]
-    return first
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        tl.int1,
-        tl.int32,
-        tl.int64,
-        tl.uint32,
-        tl.float16,
-        tl.float32,
-        tl.float64,
-    ],
-    ids=str,
-)
-def test_remembered_constants_are_those_made_first(dtype):
-    """Values that compare equal are distinguished by their Python type, and zeros by their sign."""
-    semantic = interpreter.interpreter_semantic
-    make = replaced(TritonSemantic.scalar_constant)
-    if dtype.is_int():
-        values = [1, 0, 1, True, 0, False]
-    else:
-        values = [0.5, 1, 1.0, -2.5, 0, 0.0, -0.0]
-    for value in values + values:
-        found = semantic.scalar_constant(value, dtype)
-        expected = make(semantic, value, dtype)
-        assert found.type == expected.type
-        assert found.handle.dtype == expected.handle.dtype
-        assert found.handle.data.dtype == expected.handle.data.dtype
-        assert found.handle.data.tobytes() == expected.handle.data.tobytes()
-
-
-def test_mixed_types_are_promoted_as_in_triton():
-    semantic = interpreter.interpreter_semantic
-    look = TritonSemantic.computation_type_impl
-    types = [
-        tl.int1,
-        tl.int8,
-        tl.int32,
-        tl.int64,
-        tl.uint8,
-        tl.uint32,
-        tl.float16,
-        tl.bfloat16,
-        tl.float32,
-        tl.float64,
-    ]
-    first = replaced(look)
-    for a, b, a_scalar, b_scalar in itertools.product(
-        types,
-        types,
-        (False, True),
-        (False, True),
-    ):
-        for _ in range(2):
-            assert look(semantic, a, a_scalar, b, b_scalar, False) == first(
-                semantic, a, a_scalar, b, b_scalar, False
-            )
-    for dtype in types:
-        pair = [
-            semantic.scalar_constant(1, tl.int32).to(
-                dtype,
-                _semantic=semantic,
-            )
-            for _ in range(2)
-        ]
-        left, right = semantic.binary_op_type_checking_impl(*pair, div_or_mod=True)
-        assert left.dtype == right.dtype == first(semantic, dtype, False, dtype, False, True)

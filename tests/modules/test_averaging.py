@@ -79,15 +79,3 @@ def test_layouts(stored, view, device, tolerance):
         {"memory": expected},
         tolerance[torch.float32],
     )
-
-
-def test_compiles_without_a_graph_break():
-    torch._dynamo.reset()
-    weight = torch.randn(3, 4, 5)
-    want = average_experts_(weight.clone(), 0.3)
-    torch.compile(
-        lambda w: average_experts_(w, 0.3),
-        fullgraph=True,
-        backend="aot_eager",
-    )(weight)
-    assert torch.equal(weight, want)

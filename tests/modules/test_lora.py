@@ -2,19 +2,12 @@
 PEFT reads.
 """
 
-import copy
-
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.methods.lora import adapters as lora_adapters
-from moe_runtime.methods.lora.adapters import AdapterExperts, read_adapter
 from moe_runtime.modules.lora import TARGETS, LoRAExperts, LoRAMoE
-from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.lora import LoRA
 from tests.support.lora import merged_base, oracle
 from tests.support.oracle import assert_parity
@@ -182,47 +175,6 @@ def test_experts_start_as_the_frozen_base():
     assert LoRAExperts(base, 4, 2).scaling == 8.0
 
 
-def test_trains_all_that_it_says_and_nothing_else():
-    layer = make(E=4)
-    x = torch.randn(64, H)
-    before = copy.deepcopy(layer.state_dict())
-    optimizer = torch.optim.AdamW(
-        list(layer.parameters()),
-        lr=1e-2,
-        weight_decay=0.1,
-    )
-    for _ in range(2):
-        optimizer.zero_grad()
-        layer(x).square().mean().backward()
-        optimizer.step()
-    for name, p in layer.named_parameters():
-        moved = (p != before[name]).flatten(1).any(1)
-        if p.requires_grad:
-            assert moved.all(), name
-        else:
-            assert not moved.any(), name
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "targets",
-    [TARGETS, ("down_proj",)],
-)
-def test_experts_made_whole_are_the_same_layer(targets, bias):
-    layer = make(E=4, targets=targets, bias=bias)
-    x = torch.randn(33, H)
-    moe = layer.to_moe()
-    assert type(moe) is MoE
-    torch.testing.assert_close(
-        moe(x),
-        layer(x),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    memory = {p.data_ptr() for p in layer.parameters()}
-    assert memory.isdisjoint(p.data_ptr() for p in moe.parameters())
-
-
 def test_wide_pairs_over_a_narrow_base_and_autocast():
     layer = LoRAExperts(
         MLP(dtype=torch.bfloat16),
@@ -285,110 +237,3 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
             match=rf"{target} of base .*Wrapped.*Merge adapters",
         ):
             call()
-
-
-def dense_model():
-    """A stock dense model, and LoRA experts over copies of its MLPs by path."""
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=H,
-        intermediate_size=I,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config).eval()
-    layers = {}
-    for i, block in enumerate(model.model.layers):
-        layers[f"model.layers.{i}.mlp"] = LoRAExperts(
-            copy.deepcopy(block.mlp),
-            3,
-            2,
-        )
-    return model, layers
-
-
-@pytest.mark.parametrize("expert", [0, 2])
-@torch.no_grad()
-def test_peft_reads_one_expert_on_the_dense_base(expert, tmp_path):
-    dense, layers = dense_model()
-    for layer in layers.values():
-        fill(layer)
-    lora_adapters.save_single(
-        layers,
-        tmp_path / "adapter",
-        expert,
-        base_model="base",
-    )
-    stock = PeftModel.from_pretrained(
-        copy.deepcopy(dense),
-        tmp_path / "adapter",
-    ).eval()
-    ids = torch.randint(50, (2, 11))
-    plain = dense(ids).logits
-    for i, block in enumerate(dense.model.layers):
-        block.mlp = merged_base(
-            layers[f"model.layers.{i}.mlp"],
-            expert,
-        )
-    expected = dense(ids).logits
-    assert (expected - plain).norm() > 0.01 * plain.norm()
-    torch.testing.assert_close(
-        stock(ids).logits,
-        expected,
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
-@torch.no_grad()
-def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
-    dense, layers = dense_model()
-    settings = LoraConfig(
-        r=2,
-        lora_alpha=16,
-        target_modules=list(TARGETS),
-    )
-    trained = get_peft_model(copy.deepcopy(dense), settings).eval()
-    for name, p in trained.named_parameters():
-        if "lora_B" in name:
-            p.normal_(std=0.3)
-    trained.save_pretrained(tmp_path / "adapter")
-    other = copy.deepcopy(layers)
-    for layer in other.values():
-        fill(layer)
-    lora_adapters.save_single(
-        other,
-        tmp_path / "other",
-        0,
-        base_model="base",
-    )
-    adapters = [read_adapter(tmp_path / name) for name in ("other", "adapter", "other")]
-    experts = AdapterExperts(
-        tuple(adapters),
-        "model.layers.{}.mlp",
-        TARGETS,
-        (0, 1),
-        (),
-    )
-    assert experts.adapters[0].rank == 2
-    assert experts.adapters[0].alpha == 16
-    ids = torch.randint(50, (2, 11))
-    expected = trained(ids).logits
-    for i, block in enumerate(dense.model.layers):
-        path = f"model.layers.{i}.mlp"
-        experts.fill(i, layers[path])
-        first = other[path].state_dict()
-        for key, value in layers[path].state_dict().items():
-            if key.startswith("lora"):
-                assert torch.equal(
-                    value[[0, 2]],
-                    first[key][[0, 0]],
-                )
-        block.mlp = merged_base(layers[path], 1)
-    torch.testing.assert_close(
-        dense(ids).logits,
-        expected,
-        rtol=1e-4,
-        atol=1e-5,
-    )

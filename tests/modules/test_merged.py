@@ -1,7 +1,5 @@
 """The mergeable layer: XFT's claims about merging a layer, and what trains."""
 
-import copy
-
 import pytest
 import torch
 
@@ -97,24 +95,6 @@ def test_weights_keep_the_experts_dtype_and_the_logits_float32():
         assert layer(torch.randn(4, 33, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_only_the_logits_train():
-    layer = make(bias=True)
-    assert [n for n, p in layer.named_parameters() if p.requires_grad] == ["mixing_logits"]
-    before = copy.deepcopy(layer.state_dict())
-    optimizer = torch.optim.AdamW(
-        layer.parameters(),
-        lr=0.1,
-        weight_decay=0.1,
-    )
-    for _ in range(3):
-        optimizer.zero_grad()
-        layer(torch.randn(7, 33)).square().mean().backward()
-        optimizer.step()
-    for name, value in layer.state_dict().items():
-        moved = value != before[name]
-        assert moved.all() if name == "mixing_logits" else not moved.any(), name
-
-
 @pytest.mark.parametrize(
     "soup",
     [False, True],
@@ -157,26 +137,6 @@ def test_gradient_of_the_logits_is_the_papers(soup):
     expected = (1 - rate) * sigma * (g - (sigma * g).sum())
     assert_parity({"da": result}, {"da": expected}, 2e-5)
     assert result.sum().abs() < 1e-5 * result.abs().sum()
-
-
-@pytest.mark.parametrize(
-    "soup",
-    [False, True],
-    ids=["XFT", "soup"],
-)
-@pytest.mark.parametrize("rate", [0.75, 0.85])
-def test_starts_at_the_INIT_mixture(rate, soup):
-    layer = make(shared_rate=rate, soup=soup)
-    layer.reset_parameters()
-    torch.testing.assert_close(
-        layer.alpha(), torch.tensor([rate] + [(1 - rate) / 7] * 7), rtol=1e-5, atol=1e-7
-    )
-    fresh = MergedMLP(
-        layer.config,
-        shared_rate=rate,
-        soup=soup,
-    )
-    assert torch.equal(fresh.alpha(), layer.alpha())
 
 
 def test_state_dict_round_trip():

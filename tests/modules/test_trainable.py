@@ -191,13 +191,3 @@ def test_fold_and_drop():
                 tensor,
                 before[name],
             ), name
-
-
-def test_compiles_as_one_graph():
-    torch._dynamo.reset()
-    layer = split(layer_of({"bias": True}), [3, 1])
-    want = run(layer, tokens())
-    layer.compile(fullgraph=True, backend="aot_eager")
-    got = run(layer, tokens())
-    for name, value in want.items():
-        assert distance(got[name], value) < 2e-6, name

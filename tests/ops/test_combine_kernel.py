@@ -110,40 +110,6 @@ def test_backward(T, K, H, dtype, tolerance, device):
     assert_parity({"dy": dy, "dweight": dweight}, expected, tolerance[dtype])
 
 
-def test_each_half_of_sum_rows_alone(device):
-    slots = make(29, 3, 33, torch.bfloat16, device)
-    partial = torch.randn(87, 7, device=device)
-    sizes = (29, 3, slots.num_rows)
-    dx, dweight = kernels.sum_rows(
-        slots.y,
-        slots.slot_row,
-        partial,
-        *sizes,
-    )
-    only_dx, none = kernels.sum_rows(
-        slots.y,
-        slots.slot_row,
-        None,
-        *sizes,
-    )
-    assert none is None
-    assert torch.equal(only_dx, dx)
-    none, only_dweight = kernels.sum_rows(
-        None,
-        slots.slot_row,
-        partial,
-        *sizes,
-    )
-    assert none is None
-    assert torch.equal(only_dweight, dweight)
-    assert kernels.sum_rows(
-        None,
-        slots.slot_row,
-        None,
-        *sizes,
-    ) == (None, None)
-
-
 @pytest.mark.parametrize("H", [33, 64])
 def test_rows_beyond_int32(H, tmp_path):
     """Rows near element 2^31 of y, dy and partial, the last one 100 rows later, in sparse files."""

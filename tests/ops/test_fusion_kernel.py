@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
@@ -235,45 +234,3 @@ def test_config_fits_the_gpu(sizes, dtype):
             # accumulators of all specialists in the registers of 8 warps
             accumulators = c.BLOCK_M * c.BLOCK_N * min(len(sizes), 32)
             assert not expect or accumulators <= 160 * 256
-
-
-def test_logits_beyond_int32(tmp_path):
-    """Rows of 2^30 ids: the third one starts at 2^31. Runs one tile, on a sparse file."""
-    if torch.cuda.is_available():
-        pytest.skip("maps a file, which needs the CPU")
-    V = 1 << 30
-    T = 4
-    hidden = torch.randn(T, 16)
-    head = torch.randn(32, 16)
-    logits = torch.from_numpy(
-        np.memmap(
-            tmp_path / "logits",
-            np.float32,
-            "w+",
-            shape=(T, V),
-        )
-    )
-    gate = torch.ones(T, 1)
-    labels = torch.zeros(T, dtype=torch.int64)
-    target = torch.empty(T)
-    constants = {
-        "S": 1,
-        "SIZES": (16,),
-        "EXPECT": False,
-        "TILE": config(16, 32, 16),
-    }
-    out = fusion.FusedSums(logits, torch.empty(2, T), target)
-    fusion._fused_logits_fwd_kernel[(1,)](
-        (hidden,), (head,), gate, labels, out, T, V, 1, **constants, enable_fp_fusion=True
-    )
-    want = hidden @ head.t()
-    torch.testing.assert_close(logits[:, :32], want)
-    torch.testing.assert_close(target, want[:, 0])
-    lse = want.logsumexp(1)
-    scale = torch.rand(T)
-    fusion._fused_logits_bwd_kernel[(T, 1)](
-        logits, lse, scale, labels, logits, V, BLOCK_V=32, enable_fp_fusion=True
-    )
-    softmax = want.softmax(1)
-    softmax[:, 0] -= 1
-    torch.testing.assert_close(logits[:, :32], softmax * scale[:, None])

@@ -1,13 +1,11 @@
 """`merged_linear` under autograd and autocast: what it saves, second gradients, and offsets."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe_runtime.ops.merging import merge_experts, merged_linear
 from tests.support.oracle import assert_parity
-from tests.support.shared import BEYOND_INT32
 
 OP = "merge_experts"
 
@@ -151,21 +149,3 @@ def test_second_gradient_of_merging_is_the_equations(backend, device):
         second_gradients(by_experts, weight.double(), alpha.double()),
         1e-4,
     )
-
-
-@BEYOND_INT32
-def test_experts_beyond_int32(stride, backend):
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu/test_merging.py covers it on a GPU")
-    # pages take no memory until they are touched
-    dtype = torch.bfloat16 if backend == "cpp" else torch.float16
-    memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.int16)).view(dtype)
-    weight = memory.as_strided((2, 2, 3), (stride, 3, 1))
-    weight[0] = torch.arange(6).view(2, 3)
-    weight[1] = torch.arange(6, 12).view(2, 3)
-    alpha = torch.tensor([0.5, 2.0], requires_grad=True)
-    x = torch.eye(3, dtype=dtype)
-    out = merged_linear(x, weight, alpha, backend=backend)
-    assert out.t().tolist() == (0.5 * weight[0] + 2 * weight[1]).tolist()
-    (dalpha,) = torch.autograd.grad(out.sum(), alpha)
-    assert dalpha.tolist() == [15, 51]

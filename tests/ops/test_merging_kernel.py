@@ -2,7 +2,6 @@
 materialized.
 """
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,45 +169,3 @@ def test_the_gradient_of_the_experts_is_never_in_memory(name, device):
         _linear_backward(case.dout, case.x, case.weight, None, False, name)
     assert sizes.created
     assert (33 * 49 in sizes.created) == (name == "torch")
-
-
-def test_rows_beyond_int32(tmp_path):
-    """The second row of an expert starts at 2^30 and the third row of x at 2^31; runs one program,
-    on sparse files.
-    """
-    if torch.cuda.is_available():
-        pytest.skip("maps a file, which needs the CPU")
-    K = 1 << 30
-    N = 3
-    T = 3
-    x = torch.from_numpy(
-        np.memmap(
-            tmp_path / "x",
-            np.float16,
-            "w+",
-            shape=(T, K),
-        )
-    )
-    weight = torch.from_numpy(
-        np.memmap(
-            tmp_path / "weight",
-            np.float16,
-            "w+",
-            shape=(N, K),
-        )
-    )
-    x[:, :16] = torch.randn(T, 16)
-    weight[:, :16] = torch.randn(N, 16)
-    dout = torch.randn(T, N).half()
-    partial = torch.full((1, 1), NAN)
-    constants = {"E": 1, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_T": 16, "PRECISION": "ieee"}
-    merging._merged_linear_bwd_alpha_kernel[(1,)](
-        dout, x, weight, partial, T, N, K, N * K, **constants
-    )
-    wide = (dout.double(), x[:, :16].double(), weight[:, :16].double())
-    expected = torch.einsum("tn,tk,nk->", *wide)
-    assert_parity(
-        {"dalpha": partial[0, 0]},
-        {"dalpha": expected},
-        1e-5,
-    )

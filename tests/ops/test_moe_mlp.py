@@ -235,21 +235,6 @@ def test_dense_shared_expert(T, E, K, layer, tolerance, device):
     )
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("routing", ["random", "skip", "dropped"])
-def test_recompute_gives_the_same_bits(routing, dtype, layer, device):
-    case = make_case(29, 33, 17, 4, 2, dtype, routing, bias=True)
-    expected = run(case, layer(), device=device)
-    assert_same(
-        run(
-            case,
-            layer(recompute=True),
-            device=device,
-        ),
-        expected,
-    )
-
-
 def test_gradients_of_stacks_stored_in_x_out_are_not_copied(backend, device):
     assert layouts.copies_of_transposed_gradients(moe_mlp, backend, device=device) == []
 

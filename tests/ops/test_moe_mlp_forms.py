@@ -12,7 +12,6 @@ import torch
 
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.expert_rows import ExpertStacks
-from moe_runtime.ops.moe_mlp import moe_mlp, run_experts
 from tests.ops.test_moe_mlp_kernel import everywhere
 from tests.support import layouts
 from tests.support.layer import moe_layer
@@ -190,30 +189,6 @@ def test_shared_expert_by_torchs_matmul(I, form, check_kernels):
     in_a_gap(case)
     with everywhere(Tile(16, 32, 32)):
         check_kernels(case, shared="dense")
-
-
-def test_offsets_count_the_slots(backend, device):
-    case = made(*GPT_OSS)
-    x, up, down, weight, *_ = (leaf.to(device) for leaf in case.leaves.values())
-    idx = case.topk_idx.to(device)
-    experts = ExpertStacks(up, down, activation=Activation(**case.form))
-    out, offsets = run_experts(x, experts, weight, idx, backend=backend)
-    counts = [(idx == e).sum().item() for e in range(4)]
-    assert offsets.diff().tolist() == counts
-    assert offsets[0] == 0
-    assert offsets.dtype == torch.int32
-    assert torch.equal(
-        out,
-        moe_mlp(
-            x,
-            up,
-            down,
-            weight,
-            idx,
-            **case.form,
-            backend=backend,
-        ),
-    )
 
 
 @pytest.mark.parametrize("op", ["moe_mlp", "moe_mlp_backward", "moe_layer", "moe_layer_backward"])

@@ -206,13 +206,3 @@ def test_the_layer_and_its_ops_bring_torch_alone():
 def test_the_watcher_sees(code, found):
     result = child(LIGHT.format(code=code))
     assert any(line.startswith(found) for line in result["done"])
-
-
-def test_the_watcher_sees_a_thread_and_a_module():
-    result = child(
-        LIGHT.format(
-            code="import numpy; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
-        )
-    )
-    assert {"threads", "tasks"} <= set(result["changed"])
-    assert "numpy" in result["brought"]

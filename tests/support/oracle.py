@@ -275,9 +275,7 @@ def moe_eager(
 
 
 def moe_mismatches(layer: Callable, case: Case, table: float, device: str = "cpu") -> list[str]:
-    """Return where `layer` differs from the equation on this case: the parity check of the tests,
-    which mutants must fail.
-    """
+    """Return where `layer` differs from the equation on this case."""
     want = run(case, moe_oracle, torch.float64)
     return mismatches(
         run(case, layer, device=device), want, bounds(run(case, moe_eager), want, table)

@@ -163,22 +163,6 @@ def test_generate(family, model):
 
 
 @torch.no_grad()
-def test_saved_and_loaded(model, logits, tmp_path):
-    model.set_experts_implementation("moe_runtime")
-    model.save_pretrained(tmp_path)
-    loaded, report = type(model).from_pretrained(
-        tmp_path, experts_implementation="moe_runtime", output_loading_info=True
-    )
-
-    assert not any(report.values()), report
-    with called() as modules:
-        torch.manual_seed(0)
-        got = loaded.eval()(**stock.batch()).logits
-    assert modules
-    assert distance(got, logits) < 2e-6
-
-
-@torch.no_grad()
 def test_router_logits_and_auxiliary_loss(family, model):
     labels = stock.batch()["input_ids"]
     labels = labels % 2 if "TokenClassification" in type(model).__name__ else labels
@@ -239,49 +223,3 @@ def test_error_in_bfloat16(family, model):
         theirs, ours = (apply(module, name, x, idx, weight) for name in (peer, "moe_runtime"))
         assert ours.dtype == torch.bfloat16
         assert 0 < distance(ours, expected) < 1.5 * distance(theirs, expected) < 0.05
-
-
-def all_gradients(module, implementation: str, x, idx, weight) -> dict[str, torch.Tensor]:
-    leaves = {
-        "x": x.clone().requires_grad_(),
-        "weight": weight.clone().requires_grad_(),
-    }
-    module.zero_grad()
-    out = apply(module, implementation, leaves["x"], idx, leaves["weight"])
-    (
-        out
-        * torch.randn(
-            out.shape,
-            generator=torch.Generator().manual_seed(4),
-        )
-    ).sum().backward()
-    leaves |= dict(module.named_parameters())
-    return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
-
-
-@pytest.mark.parametrize("case", ["one-token", "idle-experts", "nothing"])
-def test_experts_alone(model, case):
-    module, (x, idx, weight) = copy.deepcopy(first_calls(model)[0])
-    if case == "one-token":
-        x = x[:1]
-        idx = idx[:1]
-        weight = weight[:1]
-    elif case == "nothing":
-        x = x[:0]
-        idx = idx[:0]
-        weight = weight[:0]
-    else:
-        idx = torch.arange(idx.shape[1]).expand_as(idx) + 1
-    got = all_gradients(module, "moe_runtime", x, idx, weight)
-    if case == "nothing":
-        assert got["out"].shape == x.shape
-        for grad in got.values():
-            if grad is not None:
-                assert (grad == 0).all()
-        return
-
-    assert (got["down_proj"][idx.max() + 1 :] == 0).all()
-    assert got["down_proj"].norm() > 0
-    for name, value in all_gradients(module, "eager", x, idx, weight).items():
-        assert value.norm() > 0, name
-        assert distance(got[name], value) < 2e-6, name

@@ -5,7 +5,6 @@ Trainer, TRL, PEFT.
 import datasets
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -41,7 +40,6 @@ MODELS = {
     },
 }
 EVERY = pytest.mark.parametrize("kind", MODELS)
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def stock(kind: str = "qwen3_moe", implementation: str = "moe_runtime", **changes):
@@ -71,11 +69,6 @@ def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
     (model(ids(), labels=ids(), **inputs).loss).backward()
     return tiny.gradients(model)
-
-
-def assert_same(got: dict, expected: dict, tolerance: float = 1e-5) -> None:
-    assert got.keys() == expected.keys()
-    tiny.assert_close(got, expected, tolerance)
 
 
 @pytest.fixture
@@ -172,59 +165,3 @@ def test_trainers_reach_the_losses_and_weights_of_eager(trainer, kind, tmp_path)
         # Adam's first steps are signs, which differ where a gradient is nothing but rounding error
         assert moved.norm() > 0, name
         assert distance(states[1][name] - before, moved) < 2e-2, name
-
-
-def adapted(kind: str, r: int, implementation: str = "moe_runtime"):
-    """Add LoRA to attention and the expert stacks, with both factors random."""
-    config = LoraConfig(
-        r=r,
-        lora_alpha=8,
-        target_modules=["q_proj", "v_proj"],
-        target_parameters=STACKS,
-        init_lora_weights=False,
-    )
-    torch.manual_seed(1)
-    return get_peft_model(stock(kind, implementation), config)
-
-
-@EVERY
-@pytest.mark.parametrize("r", [3, "E"], ids=["r-is-not-E", "r-is-E"])
-def test_lora_on_the_stacks(kind, r, tmp_path):
-    if r == "E":
-        r = MODELS[kind].get("num_experts") or MODELS[kind]["num_local_experts"]
-    model = adapted(kind, r)
-    assert moe_runtime.patch(model) == 2
-    trains = {name for name, p in model.named_parameters() if p.requires_grad}
-    # q, v and both stacks, in two layers, with two factors each
-    assert len(trains) == 16
-    assert sum("experts" in name for name in trains) == 8
-    assert_same(gradients(model), gradients(adapted(kind, r, "eager")))
-    before = tiny.weights(model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=1e-2,
-        weight_decay=0.1,
-    )
-    for _ in range(2):
-        gradients(model)
-        optimizer.step()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name]) != (name in trains), name
-    logits = model.eval()(ids()).logits.detach()
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(stock(kind), tmp_path).eval()
-    assert distance(loaded(ids()).logits, logits) < 1e-6
-    assert distance(model.merge_and_unload()(ids()).logits, logits) < 1e-5
-
-
-def test_generate_takes_any_number_of_tokens():
-    model = stock().eval()
-    eager = stock(implementation="eager").eval()
-    options = {"max_new_tokens": 6, "do_sample": False}
-    for rows_, beams in ((1, 1), (3, 1), (2, 3)):
-        prompts = ids(rows_, 5)
-        expected = eager.generate(prompts, num_beams=beams, **options)
-        assert torch.equal(
-            model.generate(prompts, num_beams=beams, **options),
-            expected,
-        )

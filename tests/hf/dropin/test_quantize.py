@@ -222,29 +222,6 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     assert torch.equal(again(IDS).logits, mine(IDS).logits)
 
 
-def test_names_are_those_of_the_libraries():
-    path = "model.layers.0.mlp.experts."
-    nf4 = quantized_of(gpt_oss(), "nf4").state_dict()
-    assert nf4[path + "gate_up_proj"].shape == (3 * 64 * 256 // 2, 1)
-    state = json.loads(bytes(nf4[path + "gate_up_proj.quant_state.bitsandbytes__nf4"].tolist()))
-
-    assert (state["shape"], state["blocksize"], state["dtype"]) == ([3, 64, 256], 64, "float32")
-    for name in (
-        "absmax",
-        "nested_absmax",
-        "nested_quant_map",
-        "quant_map",
-        "quant_state.bitsandbytes__nf4",
-    ):
-        assert f"{path}down_proj.{name}" in nf4
-    mxfp4 = quantized_of(gpt_oss(), "mxfp4").state_dict()
-    assert mxfp4[path + "gate_up_proj_blocks"].shape == (3, 256, 2, 16)
-    assert mxfp4[path + "gate_up_proj_scales"].shape == (3, 256, 2)
-    fp8 = quantized_of(qwen(), "fp8_block").state_dict()
-    assert fp8[path + "down_proj"].dtype == torch.float8_e4m3fn
-    assert fp8[path + "down_proj_scale_inv"].shape == (3, 1, 1)
-
-
 def test_casts_do_not_reach_the_bytes():
     quantized = quantized_of(qwen(), "nf4")
     before = digests(quantized)

@@ -240,24 +240,6 @@ def test_processes_add_their_counts(tmp_path):
     launch(count_worker.__file__, 2, tmp_path)
 
 
-def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
-    from matplotlib.image import imread
-
-    seen = RouterStats(
-        torch.tensor([[9, 0, 3, 6], [9, 3, 3, 3]]),
-        ("0", "5"),
-        num_shared=1,
-    )
-    ax = seen.heatmap(tmp_path / "load.png")
-    image = imread(tmp_path / "load.png")
-
-    assert image.shape[0] > 100
-    assert image[..., :3].std() > 0.05
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "3"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "5"]
-    assert ax.images[0].get_array().tolist() == [[0, 1, 2], [1, 1, 1]]
-
-
 def stock_counts(model, batches):
     """Count slots by the ids that the stock experts of `model` receive, without padding."""
     counts = 0

@@ -97,28 +97,6 @@ def test_two_models_of_one_config_object():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
-        pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
-        pytest.param(
-            {"router": "mlp", "noisy_gate": True},
-            id="every-router-tensor",
-        ),
-    ],
-)
-def test_corner_configs_are_dense_and_load(settings, tmp_path):
-    model = tiny.dense("qwen2")
-    logits = tiny.logits(model)
-    swap.dense_to_moe(model, tiny.config_of(model, **settings))
-    assert tiny.distance(tiny.logits(model), logits) < 1e-5
-    assert torch.equal(
-        tiny.logits(reloaded(model, tmp_path)),
-        tiny.logits(model),
-    )
-
-
-@pytest.mark.parametrize(
     "dtype, tolerance",
     # gates are float32 for every dtype: their sum is 1 up to 6e-8
     [(torch.bfloat16, 2e-2), (torch.float16, 2e-2), (torch.float64, 1e-6)],
@@ -272,7 +250,7 @@ def test_a_config_that_does_not_fit_is_refused_untouched(settings, layers, says)
     assert snapshot(model) == before
 
 
-def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
+def test_mergeable_moves_the_experts_once():
     model = tiny.upcycled("qwen2").train()
     experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
     swap.moe_to_mergeable(model, shared_rate=0.8)
@@ -280,18 +258,9 @@ def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
         assert model.get_parameter(name) is p
     for module in model.modules():
         assert module.training
-    model(tiny.batch(), labels=tiny.batch()).loss.backward()
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-
-    assert trained == [f"model.layers.{layer}.mlp.mixing_logits" for layer in range(2)]
-    for name in trained:
-        assert model.get_parameter(name).grad.abs().sum() > 0
     block = model.config.moe_runtime
     assert (block["stage"], block["shared_rate"], block["soup"]) == ("mergeable", 0.8, False)
-    with pytest.raises(
-        ValueError,
-        match="stage must be 'moe', but is 'mergeable'",
-    ):
+    with pytest.raises(ValueError, match="stage must be 'moe', but is 'mergeable'"):
         swap.moe_to_mergeable(model)
 
 

@@ -8,34 +8,10 @@ import pytest
 import torch
 
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trainable import train_rows
 from moe_runtime.methods.esft.freezing import freeze_for_esft
 from tests.hf import tiny
-from tests.hf.training.trainables import batch, model_of, paths_of, run, two_each
-from tests.support.trained_rows import gathered_rows, trained_rows
-
-
-def test_accumulation_and_autocast():
-    model = model_of("deepseek_v2")
-    ids = batch("deepseek_v2")
-    freeze_for_esft(model, two_each(model))
-    expected = run(model, ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = run(model, ids)
-
-    assert low.keys() == expected.keys()
-    assert low.pop("logits").dtype == torch.bfloat16
-    assert {value.dtype for value in low.values()} == {torch.float32}
-    del expected["logits"]
-    tiny.assert_close(low, expected, 0.1)
-    losses = [model(part, labels=part).loss / 2 for part in ids.split(1)]
-    model.zero_grad()
-    sum(losses).backward()
-    at_once = tiny.gradients(model)
-    model.zero_grad()
-    for part in ids.split(1):
-        (model(part, labels=part).loss / 2).backward()
-    tiny.assert_close(tiny.gradients(model), at_once, 1e-5)
+from tests.hf.training.trainables import batch, model_of, run
+from tests.support.trained_rows import trained_rows
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "inkling2"])
@@ -82,22 +58,3 @@ def test_nothing_below_the_lowest_layer_that_trains_is_differentiated(name, monk
     for stack in trained_rows(model)[last].stacks:
         trained.add(f"trained_{stack}")
     assert {path.rpartition(".")[2] for path in grads} == trained
-
-
-def test_rows_are_those_of_the_stacks_in_the_order_of_the_selection():
-    model = model_of("gpt_oss")
-    train_rows(model, {0: [3, 1], 1: []})
-    trained = trained_rows(model)
-    gathered = gathered_rows(model)
-
-    assert trained.keys() == gathered.keys() == {0}
-    assert gathered[0].ids == (3, 1)
-    biases = {"gate_up_proj_bias", "down_proj_bias"}
-    assert gathered[0].stacks.keys() == {"gate_up_proj", "down_proj"} | biases
-    for stack, rows in gathered[0].stacks.items():
-        whole = model.get_parameter(f"{paths_of(model)[0]}.{stack}")
-        assert torch.equal(rows, trained[0].stacks[stack])
-        assert torch.equal(rows, whole[[3, 1]])
-        assert not rows.requires_grad
-        rows.zero_()
-        assert trained[0].stacks[stack].any()

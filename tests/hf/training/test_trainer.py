@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from trl import SFTConfig
 
 from moe_runtime.hf import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
-from moe_runtime.hf.dropin.balance import use_balance_loss
 from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.training import sft
@@ -25,7 +24,6 @@ from moe_runtime.io.rows import encode, read_rows, tokenize_pairs
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.support.dist_launch import forked
-from tests.support.stock_moe import stock
 
 datasets.disable_progress_bars()
 ROWS = [
@@ -260,27 +258,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, stage, noisy, settings, tm
     assert tiny.contents(folder).get(folder / "router_stats.csv") == stats
 
 
-@pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
-def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
-    model = mergeable()
-    before = tiny.weights(model)
-    trainer = run(kind, model, tmp_path, weight_decay=0.1, bf16=True)
-    moved = []
-    for name, parameter in model.named_parameters():
-        if not torch.equal(parameter, before[name]):
-            moved.append(name)
-            assert name.endswith(".mixing_logits")
-            assert parameter.dtype == torch.float32
-
-    assert len(moved) == 2
-    optimized = set()
-    for group in trainer.optimizer.param_groups:
-        for p in group["params"]:
-            optimized.add(id(p))
-    assert optimized == {id(model.get_parameter(name)) for name in moved}
-    assert not (tmp_path / "router_stats.csv").exists()
-
-
 class Poison(TrainerCallback):
     """Sets a weight to NaN in one step."""
 
@@ -401,36 +378,6 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
     assert len(reported) == 2
     for logs in reported:
         assert "router/min_entropy" in logs
-
-
-def stock_moe(name="qwen3_moe", **changes):
-    return stock(name, vocab_size=len(TOKENIZER), **changes)
-
-
-@KINDS
-@pytest.mark.parametrize("name", ["ours-pooled", "qwen3_moe"])
-def test_the_first_loss_is_the_models_own(kind, name, tmp_path):
-    parts = {}
-    if name.startswith("ours"):
-        model = upcycled().train()
-    else:
-        model = stock_moe(name)
-        use_balance_loss(model, "per_layer", 0.1)
-        parts = {"balance_loss": "per_layer", "balance_loss_coef": 0.1}
-    if name == "ours-pooled":
-        use_pooled_loss(model, 0.1)
-    with torch.no_grad():
-        out = model(**batch_of(0, 7))
-    trainer = run(kind, model, tmp_path, [0, 7], max_steps=1, parts=parts)
-    first = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
-    balance_loss = (out.loss - out.lm_loss).item()
-
-    assert first == pytest.approx(
-        [out.loss.item(), out.lm_loss.item(), balance_loss],
-        rel=1e-5,
-    )
-    assert balance_loss > 0.1
-    assert len(logged(trainer, "router/max_violation")) == 1
 
 
 # our tokenizer's template without the markers of assistant turns

@@ -16,7 +16,6 @@ from moe_runtime.hf.training.trained_files import (
     experts_path,
     join_row,
     layout_of,
-    parse_name,
     split_row,
     stack_parts,
 )
@@ -34,23 +33,6 @@ TWICE = ("diffusion_gemma", "ernie4_5_vl_moe")
 def saved(model, folder, **options) -> Adapter:
     random_adapter(model, **options).save(folder)
     return load_adapter(folder)
-
-
-@pytest.mark.parametrize(
-    "path, row, expected",
-    [
-        ("model.layers.1.mlp.experts", "12.gate_proj.weight", (1, 12, "gate_proj.weight")),
-        ("model.layers.3.feed_forward.experts", "0.down_proj.bias", (3, 0, "down_proj.bias")),
-        ("model.layers.1.mlp.shared_experts", "gate_proj.weight", None),
-        ("model.layers.1.mlp.shared_experts", "0.gate_proj.weight", None),
-        ("model.layers.1.mlp.experts", "gate_up_proj", None),
-        ("experts", "0.up_proj.weight", None),  # not a layer
-    ],
-)
-def test_names_of_experts(path, row, expected):
-    if expected is not None:
-        expected = (path, *expected)
-    assert parse_name(f"{path}.{row}") == expected
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -199,19 +199,3 @@ def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path):
         with pytest.raises(ValueError, match=match):
             merge_folder(source, given, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_target_that_exists(tmp_path):
-    base, adapter = folder(tmp_path)
-    before = tensors(base)
-    with pytest.raises(ValueError, match="already exists"):
-        merge_folder(base, adapter, base)
-    with pytest.raises(ValueError, match="which is read. Choose another"):
-        merge_folder(base, adapter, base, overwrite=True)
-    assert_equal(before, tensors(base))
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    (merged / "of_before").touch()
-    merge_folder(base, adapter, merged, overwrite=True)
-    assert tensors(merged).keys() == before.keys()
-    assert not (merged / "of_before").exists()

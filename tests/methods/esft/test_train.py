@@ -20,10 +20,9 @@ from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import ExpertSelection
-from tests.hf.tiny import upcycled
 from tests.support.checkpoints import assert_equal, snapshot
 from tests.support.esft_adapter import random_adapter, same, weights
-from tests.support.stock_moe import VOCAB, batch, stock
+from tests.support.stock_moe import batch, stock
 
 SELECTION = ExpertSelection(experts={1: (7, 2), 2: (0,)})
 FAMILIES = {
@@ -100,60 +99,6 @@ def test_train_save_apply_remove(tmp_path, family, selection, dtype):
     assert not same(before, weights(base))
     esft.remove(base)
     assert_equal(before, weights(base))
-
-
-TABLE_3 = [  # routed experts, shared experts, all other modules
-    pytest.param(True, False, False, id="ESFT"),
-    pytest.param(True, True, False, id="with shared"),
-    pytest.param(True, False, True, id="with non-expert"),
-    pytest.param(True, True, True, id="with both"),
-    pytest.param(False, True, True, id="no routed"),
-    pytest.param(False, True, False, id="only shared"),
-    pytest.param(False, False, True, id="only non-expert"),
-]
-
-
-@pytest.mark.parametrize(
-    "ours",
-    [False, True],
-    ids=["deepseek_v2", "upcycled"],
-)
-@pytest.mark.parametrize("routed, shared, others", TABLE_3)
-def test_the_adapter_has_what_the_flags_train(tmp_path, routed, shared, others, ours):
-    if ours:
-        model = upcycled("llama", changes={"vocab_size": VOCAB})
-        shared_name = "model.layers.1.mlp.experts.0.gate_proj.weight"
-    else:
-        model = stock("deepseek_v2")
-        shared_name = "model.layers.1.mlp.shared_experts.gate_proj.weight"
-    target = copy.deepcopy(model)
-    if routed:
-        experts = {1: (2, 3)}
-    else:
-        experts = {}
-    flags = {"shared_experts": shared, "non_expert_modules": others}
-    receipt = esft.train_only(
-        model,
-        ExpertSelection(experts=experts, **flags),
-    )
-    trained(model)
-    esft.save_adapter(model, tmp_path / "adapter")
-    adapter = esft.load_adapter(tmp_path / "adapter")
-    assert adapter.num_parameters == receipt.trainable_parameters
-    assert ("model.norm.weight" in adapter.tensors) == others
-    assert (shared_name in adapter.tensors) == shared
-    assert ("model.layers.1.mlp.experts.2.up_proj.weight" in adapter.tensors) == routed
-    before = weights(target)
-    esft.apply(target, adapter)
-    torch.testing.assert_close(
-        logits(target),
-        logits(model),
-        atol=1e-5,
-        rtol=1e-4,
-    )
-    assert not same(before, weights(target))
-    esft.remove(target)
-    assert_equal(before, weights(target))
 
 
 def test_flags_given_are_before_the_selection_s():
@@ -401,19 +346,6 @@ def test_what_cannot_train_is_refused(experts, match):
     assert_equal(before, weights(model))
     for parameter in model.parameters():
         assert parameter.requires_grad
-
-
-def test_a_model_trains_experts_once():
-    model = stock("qwen3_moe")
-    esft.train_only(
-        model,
-        ExpertSelection(experts={0: (2,)}),
-    )
-    with pytest.raises(ValueError, match="The model trains experts. Call esft.fold or esft.drop"):
-        esft.train_only(
-            model,
-            ExpertSelection(experts={0: (1,)}),
-        )
 
 
 ROWS = {"input_ids": [[3 + (5 * i + j) % 50 for j in range(8)] for i in range(12)]}

@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io.rows import tokenize_pairs
-from moe_runtime.methods import lora
 from moe_runtime.methods.xft import baselines
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.support.checkpoints import assert_equal
-from tests.support.lora_models import lora_model
 
 datasets.disable_progress_bars()
 ROWS = [
@@ -107,30 +105,3 @@ def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
         tiny.logits(loaded),
         tiny.logits(model),
     )
-
-
-@pytest.mark.parametrize("form", ["block", "linear"])
-def test_merge_is_the_weighted_sum(form):
-    model = lora_model(form=form, layers=[1])
-    by_layer = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    merged = lora.merge(copy.deepcopy(model), by_layer)
-    singles = [
-        lora.merge(
-            copy.deepcopy(model),
-            torch.eye(4)[e],
-        )
-        for e in range(4)
-    ]
-    for name, weight in merged.named_parameters():
-        each = torch.stack([single.get_parameter(name) for single in singles])
-        assert (
-            tiny.distance(
-                weight,
-                torch.tensordot(by_layer[0], each, 1),
-            )
-            < 1e-6
-        ), name
-        inside = name.startswith("model.layers.1.mlp") and name.endswith("weight")
-        assert torch.equal(each[0], each[1]) != inside
-    assert type(merged) is type(tiny.dense())
-    assert not hasattr(merged.config, "moe_runtime")

@@ -136,25 +136,6 @@ def test_losses_and_weights_of_rows_are_the_formula_s():
         )
 
 
-def test_stage_one_leaves_the_specialists_as_they_are(tmp_path):
-    model = make()
-    before = weights(model)
-    model.freeze_specialists()
-    done = train(model, tmp_path, optimizer="adamw_torch", weight_decay=0.1, learning_rate=1e-2)
-    after = weights(model)
-    gate = sum(p.numel() for p in model.gate.parameters())
-    assert done.trained_parameters == gate
-    for name, weight in before.items():
-        # the last bias shifts all scores equally, so that only weight decay changes it
-        assert torch.equal(after[name], weight) == (not name.startswith("gate.")), name
-    # two moments and a step count for each
-    assert done.optimizer_bytes == 2 * 4 * gate + 4 * len(list(model.gate.parameters()))
-    model.train_all()
-    train(model, tmp_path / "2")
-    for name, weight in weights(model).items():
-        assert name == "gate.score.bias" or not torch.equal(weight, after[name]), name
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sample"])
 def test_micro_batches_make_the_same_step(tmp_path, reduction):
     def trained(at_once: int):

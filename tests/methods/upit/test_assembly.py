@@ -96,25 +96,6 @@ def test_the_folder_loads_and_says_what_it_is(tmp_path, experts, vectors, tokeni
     assert out.loss.isfinite()
 
 
-def test_all_experts_equal_is_the_dense_model(tmp_path, experts, vectors):
-    want = logits(AutoModelForCausalLM.from_pretrained(experts[1]))
-    for top_k in (1, 2, 3):
-        assemble(
-            [experts[1]] * 3,
-            vectors,
-            tmp_path / "moe",
-            top_k=top_k,
-            overwrite=True,
-        )
-        assert (
-            distance(
-                logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moe")),
-                want,
-            )
-            < 2e-6
-        )
-
-
 def test_without_vectors_routers_are_drawn_by_the_seed(tmp_path, experts):
     def router(name: str, seed: int) -> torch.Tensor:
         assemble(

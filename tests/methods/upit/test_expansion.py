@@ -256,16 +256,6 @@ def test_children_load_in_transformers_and_peft(place, tmp_path):
     assert logits(peft.PeftModel.from_pretrained(model, adapter)).isfinite().all()
 
 
-def test_equal_parents_have_that_child(place, tmp_path):
-    twin = shutil.copytree(place / "ffn-0", tmp_path / "twin")
-    parents = [place / "ffn-0", twin]
-    found = expand_experts(parents, 3, tmp_path / "out", base=place / "base", drop=0.0)
-    assert found.distance.max() < 1e-6
-    child = read(found.experts[2])
-    for key, tensor in read(twin).items():
-        assert relative_error(child[key], tensor) < 1e-6
-
-
 def test_random_parents(place, tmp_path):
     def parents_of(seed: int):
         options = {"base": place / "base", "parents": "random", "seed": seed}

@@ -58,31 +58,6 @@ def test_equal_experts_are_the_dense_model_for_every_family(family):
     assert xft.merge(model).state_dict().keys() == names
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_the_merged_model_is_the_mean_and_a_stock_model(family):
-    model = tuned(family)
-    expected = tiny.logits(model)
-    means = [module.experts.down_proj.mean(0) for module in moe_layers(model).values()]
-    merged = xft.merge(model)
-    assert type(merged) is type(tiny.dense(family))
-    assert not hasattr(merged.config, "moe_runtime")
-    assert distance(tiny.logits(merged), expected) <= 1e-5
-    layout = FAMILIES[family]
-    for layer, mean in enumerate(means):
-        down = getattr(
-            merged.get_submodule(layout.path.format(layer)),
-            layout.down,
-        )
-        torch.testing.assert_close(
-            down.weight,
-            mean,
-            rtol=1e-5,
-            atol=1e-6,
-        )
-    for p in merged.parameters():
-        assert p.requires_grad
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -20,7 +20,7 @@ from moe_runtime.methods.xft.official import open_model
 from moe_runtime.methods.xft.presets import PRESETS
 from tests.hf import tiny
 from tests.support import official_xft as released
-from tests.support.checkpoints import assert_equal, tensors
+from tests.support.checkpoints import assert_equal
 
 IDS = torch.randint(
     3,
@@ -298,18 +298,6 @@ def test_ours_comes_back_bit_for_bit_config_and_all(stage, stock, name, dtype, t
     assert config_of(again) == config_of(source)
     shim = "modeling_moe_runtime.py"
     assert (again / shim).read_text() == (source / shim).read_text()
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_what_is_exported_computes_the_same_there(name, tmp_path):
-    source = ours(tmp_path / "ours", {}, **OURS[name])
-    xft_official.export_official(source, tmp_path / "theirs")
-    values = config_of(tmp_path / "theirs")
-    exported = tensors(tmp_path / "theirs")
-    assert {key: tuple(t.shape) for key, t in exported.items()} == released.shapes(values)
-    assert released.VALUES.keys() <= values.keys()
-    expected, _ = released.forward(values, exported, IDS)
-    assert_logits(source, expected)
 
 
 # bugs of the released code that are not reproduced here

@@ -245,6 +245,61 @@ def test_cases_are_what_the_launcher_gives():
     )
 
 
+# known bugs of Triton and ptxas
+LOOP = """tt.func public @_kernel(%n: i32) attributes {{noinline = false}} {{
+  %acc = scf.for %k = %c0 to %n step %c1 iter_args(%sum = %zero) -> (tensor<16x16xf32>)  : i32 {{
+    %first = tt.dot %a, %b, %sum : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>
+    scf.if %flag {{
+      {inner}
+    }} loc(#loc4)
+    scf.yield %first : tensor<16x16xf32> loc(#loc5)
+  }} loc(#loc6)
+  %last = tt.dot %a, %b, %acc : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>
+  {outer}
+}} loc(#loc)"""
+DOT = (
+    "%second = tt.dot %a, %b, {}, inputPrecision = tf32 : tensor<16x16xbf16> * tensor<16x16xbf16> "
+    "-> tensor<16x16xf32>"
+)
+
+
+@pytest.mark.parametrize(
+    "inner, outer, wrong",
+    [
+        pytest.param(DOT.format("%first"), "", 1, id="in one round"),
+        pytest.param(DOT.format("%other"), "", 0, id="another accumulator"),
+        pytest.param("", DOT.format("%last"), 0, id="after the loop"),
+    ],
+)
+def test_gate_sees_chained_products(inner, outer, wrong):
+    assert len(aot.chained_products(LOOP.format(inner=inner, outer=outer))) == wrong
+
+
+PTX = """$L__BB0_1:
+\tcp.async.wait_group 2;
+\t{fence}
+\t{product} {{%r1,%r2}}, %rd1, %rd2, 0, 1, 1, 0, 1;
+\t{load}.shared.global [ %r43 + 0 ], [ %rd24 + 0 ], 0x10, %r44;
+\t@%p1 bra \t$L__BB0_1;
+\tfence.proxy.async.shared::cta;
+"""
+WGMMA = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+TCGEN05 = "@%p1 tcgen05.mma.cta_group::1.kind::f16"
+
+
+@pytest.mark.parametrize("product", [WGMMA, TCGEN05])
+@pytest.mark.parametrize(
+    "fence, load, wrong",
+    [
+        pytest.param("", "cp.async.cg", 1, id="without a fence"),
+        pytest.param("fence.proxy.async.shared::cta;", "cp.async.ca", 0, id="with one"),
+        pytest.param("", "cp.async.bulk.tensor.3d", 0, id="a descriptor"),
+    ],
+)
+def test_gate_sees_a_missing_fence(product, fence, load, wrong):
+    assert len(aot.missing_fences(PTX.format(fence=fence, load=load, product=product))) == wrong
+
+
 MMA = "HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR4], R48, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 PACK = "F2FP.BF16.F32.PACK_AB R27, R5, R4"

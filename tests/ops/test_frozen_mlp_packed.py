@@ -171,6 +171,41 @@ def test_fp8_scales_of_other_dtypes_and_strides(form, backend, device, tolerance
     )
 
 
+@pytest.mark.parametrize("form", packed.FORMATS)
+def test_tensors_that_do_not_fit_the_format_are_refused(form):
+    stack = packed_stack((3, 128, 64), form)
+    wrong = [
+        ("data", stack._replace(data=stack.data.view(torch.int16))),
+        ("data", stack._replace(data=stack.data[0])),
+    ]
+    for i, scale in enumerate(stack.scales):
+        elsewhere = scale.new_empty(scale.shape, device="meta")
+        changed = [
+            scale[:0],
+            scale.to(torch.int64),
+            scale[None],
+            elsewhere,
+        ]
+        if len(scale) > 1:
+            changed.append(scale[:-1])
+        for tensor in changed:
+            scales = list(stack.scales)
+            scales[i] = tensor
+            wrong.append((f"scales\\[{i}\\]", stack._replace(scales=scales)))
+    down = packed_stack((3, 64, 64), form)
+    idx = torch.zeros(1, 1, dtype=torch.int64)
+    for named, broken in wrong:
+        with pytest.raises(ValueError, match=named):
+            packed.unpack(broken.data, broken.scales, form, 0, torch.float32)
+        with pytest.raises(ValueError, match=named):
+            frozen_mlp(
+                torch.ones(1, 64),
+                FrozenExperts(broken, down),
+                torch.ones(1, 1),
+                idx,
+            )
+
+
 @pytest.mark.parametrize(
     "form, options",
     [

@@ -150,6 +150,8 @@ def test_doctor_names_every_op_and_why(run):
         assert value.split(";")[0] in ("torch", "triton", "cuda", "cpp")
     out = run("doctor", "--verbose", MOE_RUNTIME_BACKEND="triton", TRITON_INTERPRET="0")
     assert "error: backend 'triton' cannot run merge_experts: the tensor is on" in out.stdout
+    out = run("doctor", MOE_RUNTIME_BACKEND="fast")
+    assert "backend must be one of torch, triton, cuda" in out.stdout
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +235,7 @@ def test_tune_resumes_after_an_interruption_and_doctor_finds_the_file(run, clock
     lines = succeed(run, "tune", *sizes).stdout.splitlines()
     assert lines[-1] == f"{path}: 1 kept, 1 measured"
     assert lines[1].endswith("5.000 ms; built in 8.000 ms (measured)")
+    assert "built in" in run("doctor", "--verbose").stdout  # this process has cached the file
     tiles.read_tuned.cache_clear()
     assert f"{path}: 2 measured here" in run("doctor", "--verbose").stdout
     lines = succeed(run, "tune", *sizes, "--again").stdout.splitlines()

@@ -4,10 +4,20 @@ import pytest
 import torch
 
 from moe_runtime import MoEConfig
-from moe_runtime.modules.ewa import EWAMLP
+from moe_runtime.modules.ewa import EWAMLP, average_experts_
 from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
+
+
+def test_averaging_keeps_equal_experts_and_converges():
+    one = torch.randn(4097, device="cuda", dtype=torch.bfloat16)
+    weight = one.expand(7, -1).clone()
+    for w in average_experts_(weight, 0.3):
+        assert torch.equal(w, one)
+    weight = torch.randn(11, 4097, device="cuda")
+    average_experts_(weight, 10 / 11)
+    assert (weight == weight[0]).all()
 
 
 def test_layer_in_eval_mode_equals_the_cpu_and_trains_without_a_synchronization():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_runtime.config import SHARED_GATES
+from moe_runtime.config import GATES, SHARED_GATES
 from moe_runtime.ops.expert_rows import ExpertStacks
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
@@ -13,7 +13,7 @@ from tests.support.oracle import assert_same, choose_experts, relative_error
 pytest.importorskip("triton")
 import triton.runtime.interpreter as interpreter
 
-from moe_runtime.kernels import decode, dispatch
+from moe_runtime.kernels import decode, dispatch, routing
 
 NAN = float("nan")
 
@@ -65,6 +65,35 @@ def test_plan_is_the_sort_and_the_map(T, E, K, BLOCK_M, first, routing_of, dtype
     assert weight is None
     assert_same(list(plan), [offsets, row_slot, slot_row, tiles])
     assert idx.equal(ids)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    "T, E, K",
+    [
+        (1, 8, 2),
+        (21, 9, 3),
+        (64, 70, 8),
+    ],
+)
+def test_routes_as_the_router_does(T, E, K, gate, device):
+    shared = int(gate in SHARED_GATES)
+    logits = torch.randn(T, E - shared, device=device)
+    weight, idx, plan = decode.plan_forward(
+        None, E, 16, logits=logits, top_k=K, gate=gate, shared=shared
+    )
+    want_weight, want_idx = routing.route_forward(logits, None, K, gate, shared)
+    assert_same([weight, idx], [want_weight, want_idx])
+    assert_same(
+        list(plan),
+        list(
+            decode.plan_forward(
+                want_idx,
+                E,
+                16,
+            )[2]
+        ),
+    )
 
 
 @pytest.mark.parametrize(

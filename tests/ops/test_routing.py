@@ -11,6 +11,7 @@ from tests.support.oracle import (
     assert_parity,
     assert_same,
     route_mismatches,
+    route_oracle,
 )
 
 OP = "route"
@@ -110,6 +111,21 @@ def test_narrow_logits_are_computed_in_float32_and_rounded_once(gate, dtype, run
     assert_same(run(logits, 4, gate, dweight), expected)
 
 
+@EVERY_GATE
+def test_gradient_at_ties_is_the_equations(gate):
+    """The routing of a new layer with zero weights is one large tie."""
+    logits = torch.zeros(2, 4, dtype=torch.float64)
+    dweight = torch.randn(2, 3, dtype=torch.float64)
+    got = results(route, logits, 3, gate, dweight)["dlogits"]
+    leaf = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(
+        route_oracle(leaf, 3, gate)[0],
+        leaf,
+        dweight,
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     "R", [4, 64, 257], ids=["few", "a sort that is not stable by itself", "odd and many"]
 )
@@ -188,6 +204,32 @@ def test_ties_and_bad_rows_are_as_in_the_reference(gate, k, run, device):
 
 
 @EVERY_GATE
+def test_a_bad_row_harms_no_other(gate, backend, device):
+    logits = torch.randn(3, 6, device=device)
+    clean = route(logits, 4, gate, backend=backend)
+    logits[1] = NAN
+    weight, idx = route(logits, 4, gate, backend=backend)
+    assert_same([weight[::2], idx[::2]], [clean.topk_weight[::2], clean.topk_idx[::2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", ["nonorm", "topk_softmax"])
+def test_many_ties(gate, dtype, backend, device):
+    logits = torch.randint(-2, 2, (40, 64), device=device).to(dtype)
+    logits[::3, ::2] = -INF
+    k = slots(gate, 40)
+    got = route(logits, k, gate, backend=backend)
+    expected = route_reference(logits.float(), k, gate)
+    assert torch.equal(got.topk_idx, expected.topk_idx)
+    torch.testing.assert_close(
+        got.topk_weight,
+        expected.topk_weight,
+        rtol=1e-5,
+        atol=1e-7,
+    )
+
+
+@EVERY_GATE
 def test_masked_experts_are_not_chosen_and_get_no_gradient(gate, run, device):
     logits = torch.randn(5, 6, device=device)
     logits[:, 2] = -INF
@@ -203,6 +245,31 @@ def test_masked_experts_are_not_chosen_and_get_no_gradient(gate, run, device):
     assert not got["dlogits"][:, 2].any()
 
 
+@pytest.mark.parametrize("gate", SHARED)
+def test_shared_expert_comes_last_for_every_token(gate, backend, device):
+    idx = route(
+        torch.randn(40, 7, device=device),
+        6,
+        gate,
+        backend=backend,
+    ).topk_idx
+    assert (idx[:, -1] == 0).all()
+    assert (idx[:, :-1] > 0).all()
+
+
+@EVERY_GATE
+def test_slots_are_in_descending_order_of_logit(gate, backend, device):
+    logits = torch.randn(40, 8, device=device)
+    idx = route(
+        logits,
+        slots(gate, 5),
+        gate,
+        backend=backend,
+    ).topk_idx
+    picked = idx[:, :5].long() - int(gate in SHARED)
+    assert (logits.gather(1, picked).diff(dim=1) <= 0).all()
+
+
 @EVERY_GATE
 def test_a_token_has_the_same_bits_in_any_batch(gate, run, device):
     logits = torch.randn(70, 8, device=device)
@@ -210,6 +277,28 @@ def test_a_token_has_the_same_bits_in_any_batch(gate, run, device):
     whole = run(logits, 4, gate, dweight)
     part = run(logits[5:43], 4, gate, dweight[5:43])
     assert_same(part, {name: value[5:43] for name, value in whole.items()})
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 6, 8])
+def test_nonorm_sums_to_one_or_more(top_k):
+    logits = 2 * torch.randn(64, 7)
+    weight = route(logits, top_k, "nonorm").topk_weight
+    s = logits.softmax(-1).sort(-1, descending=True).values[:, : top_k - 1]
+    torch.testing.assert_close(weight.sum(-1), 1 - s[:, 0] + s.sum(-1))
+    assert weight.sum(-1).min() >= 1 - 1e-6
+
+
+def test_one_routed_expert_makes_nonorm_and_xft_the_same():
+    logits = torch.randn(64, 7)
+    xft = route(logits, 2, "xft")
+    nonorm = route(logits, 2, "nonorm")
+    torch.testing.assert_close(
+        xft.topk_weight,
+        nonorm.topk_weight,
+        rtol=0,
+        atol=1e-7,
+    )
+    assert torch.equal(xft.topk_idx, nonorm.topk_idx)
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 6, 8])
@@ -263,6 +352,25 @@ def test_bias_moves_the_choice_and_not_the_weights(dtype, bias_dtype, run, devic
     assert not (idx == 3).any()
     assert (idx == 5).any()
     assert_parity(got, expected, {"weight": 5e-6, "dlogits": tolerance[dtype]})
+
+
+def test_noise_is_added_before_the_choice_and_carries_a_gradient(backend, device):
+    logits = torch.randn(30, 7, device=device, requires_grad=True)
+    noise = torch.randn(30, 7, device=device, requires_grad=True)
+    got = route(logits, 4, noise=noise, backend=backend)
+    assert_same(
+        list(got),
+        list(
+            route(
+                (logits + noise).detach(),
+                4,
+                backend=backend,
+            )
+        ),
+    )
+    dlogits, dnoise = torch.autograd.grad(got.topk_weight.square().sum(), (logits, noise))
+    assert torch.equal(dlogits, dnoise)
+    assert dnoise.abs().sum() > 0
 
 
 @pytest.mark.parametrize("gate", SHARED)

@@ -106,6 +106,13 @@ def test_a_small_lease_takes_no_large_block():
     assert workspace.lease((1 << 18,), LIKE).data_ptr() != address
 
 
+def test_two_live_leases_never_share():
+    leases = [workspace.lease(SHAPE, LIKE).fill_(value) for value in range(3)]
+    assert len({tensor.data_ptr() for tensor in leases}) == 3
+    for value, tensor in enumerate(leases):
+        assert (tensor == value).all()
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -253,6 +260,20 @@ def test_backward_from_another_thread():
     assert_same(got, expected)
     del out
     assert_same(finish(case, *start(case)), expected)
+
+
+@pytest.mark.parametrize("order", ["itit", "titi"])
+def test_inference_mode_and_training_take_turns(order):
+    case = big_case()
+    expected = finish(case, *start(case))
+    workspace.release()
+    for step in order:
+        if step == "i":
+            with torch.inference_mode():
+                got = moe_mlp(*case.leaves.values(), case.topk_idx)
+            assert torch.equal(got, expected[0])
+        else:
+            assert_same(finish(case, *start(case)), expected)
 
 
 def test_pool_does_not_grow_with_every_new_length():

@@ -60,14 +60,13 @@ def status(model: nn.Module) -> list[LayerStatus]:
 def _layer(name: str, module: nn.Module, runs_on: str) -> LayerStatus:
     stack = next(module.parameters())
     layout = next(iter(packed.layouts(module).values()), None)
+    op = "moe_mlp"
     format = str(stack.dtype).removeprefix("torch.")
     if layout is not None:
+        op = "frozen_mlp"
         format = layout.format.removesuffix(TRANSPOSED)
+        stack = stack.new_empty(0, dtype=layout.dtype)
     if runs_on != NAME:
         return LayerStatus(plain_name(name), runs_on, None, False, format)
     operator = not is_experts(module) or gate_of(module) is not None
-    if stack.is_floating_point():
-        backend = backends.choose("moe_mlp", stack)
-    else:
-        backend = backends.choose("frozen_mlp", stack.new_empty(0, dtype=layout.dtype))
-    return LayerStatus(plain_name(name), runs_on, backend, operator, format)
+    return LayerStatus(plain_name(name), runs_on, backends.choose(op, stack), operator, format)

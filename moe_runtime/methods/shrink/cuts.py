@@ -264,16 +264,15 @@ class Cuts:
         method = quantization.get("quant_method")
         if method == METHOD:
             method = quantization.get("format")
-        if method is not None and (floats or method not in SEPARABLE):
-            raise ValueError(
-                f"The experts in {self.path} are quantized ({method}), but "
-                + (
-                    "weights of 16 or 32 bits are required here"
-                    if floats
-                    else f"only {', '.join(SEPARABLE)} can be cut without unpacking them"
-                )
-                + ". Shrink the model in 16 bits, and quantize the result"
-            )
+        if method is None or (method in SEPARABLE and not floats):
+            return
+        why = f"only {', '.join(SEPARABLE)} can be cut without unpacking them"
+        if floats:
+            why = "weights of 16 or 32 bits are required here"
+        raise ValueError(
+            f"The experts in {self.path} are quantized ({method}), but {why}. Shrink the model in "
+            "16 bits, and quantize the result"
+        )
 
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:

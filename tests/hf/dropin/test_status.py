@@ -26,13 +26,14 @@ def test_a_stock_model_before_and_after():
     assert moe_runtime.status(model) == before
 
 
-@pytest.mark.parametrize("format", ["nf4", "int8"])
-def test_packed_experts(format):
-    model = stock("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+@pytest.mark.parametrize("format", ["nf4", "int8", "fp8_block"])
+def test_packed_experts(format, monkeypatch):
+    model = stock("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     moe_runtime.quantize_experts(model, format)
+    monkeypatch.setattr(backends, "choose", lambda op, like: f"{op} {like.dtype}")
     layers = moe_runtime.status(model)
     assert {layer.format for layer in layers} == {format}
-    assert all(layer.backend for layer in layers)
+    assert {layer.backend for layer in layers} == {"frozen_mlp torch.float32"}
 
 
 def test_other_models():

@@ -7,10 +7,9 @@ the down projection (k contiguous) and dx (n contiguous).
 
 The expected gain of each option over the plain form, and when the option is to be deleted:
 TMA         addresses and bounds cost no registers; if pointers are as fast on sm_90 at 128 rows.
-JOINED      one product of gate and up instead of two; if two are as fast with TMA on sm_90.
-PERSISTENT  no last wave of few programs; if the tuner selects it on no GPU that we measure.
-stream      loads the next tile during an epilogue; if the plain kernel is as fast for sums of at
-            most `tiles.SHORT`.
+JOINED      one product of gate and up instead of two, and stream; if two are as fast on sm_90.
+stream      one program per processor loads the next tile during an epilogue; if the plain kernels
+            are as fast.
 """
 
 import torch
@@ -33,6 +32,7 @@ from moe_runtime.kernels.operands import (
     halves,
     joined_block,
     last_contiguous,
+    options_of,
     pairs,
     piece,
     product_of,
@@ -41,7 +41,7 @@ from moe_runtime.kernels.operands import (
     weight_block,
     weight_operand,
 )
-from moe_runtime.kernels.tiles import Tile, arch_of, cells, in_turns, outer, rounds_of, tile_of
+from moe_runtime.kernels.tiles import Tile, arch_of, cells, in_turns, outer, tile_of
 
 
 @triton.jit
@@ -89,158 +89,6 @@ def _store_activation(
         tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _up_tile(
-    pid,
-    tokens,
-    w,
-    weight,
-    lora,
-    map_ptr,
-    z_ptr,
-    h_ptr,
-    num_m,
-    I,
-    H,
-    SLOTS: tl.constexpr,
-    FORM: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Compute one tile of `_up_fwd_kernel`, with its arguments."""
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    TMA: tl.constexpr = TILE.TMA
-    PRECISION: tl.constexpr = PRODUCT.PRECISION
-    # one accumulator for gate and up, side by side or interleaved, or one for each
-    ONE: tl.constexpr = FORM.INTERLEAVED or TILE.JOINED
-    WIDTH: tl.constexpr = BLOCK_N * 2 if ONE else BLOCK_N
-    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), TILE.GROUP_M)
-    e = tl.load(map_ptr + pid_m)
-    if e >= 0:
-        rows = rows_of(map_ptr, num_m, pid_m, e)
-        m = tl.arange(0, BLOCK_M)
-        k = tl.arange(0, BLOCK_K)
-        live = m < rows.left
-        token = tl.load(tokens.row_slot + rows.first + m, mask=live, other=0) // SLOTS
-        x = tokens.data + cells(token.to(tl.int64), tokens.stride, k)
-        N = I * 2 if FORM.GATED else I
-        n0 = pid_n * BLOCK_N
-        base = expert_weight(w, weight, e, TMA)
-        gate = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        up = gate
-        for k0 in range(0, H, BLOCK_K):
-            a = rows_block(x, live, k0 + k, H, PRODUCT.EVEN_K)
-            if TILE.JOINED:
-                b = joined_block(
-                    base,
-                    e,
-                    n0,
-                    k0,
-                    PRODUCT.K_LAST,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
-            else:
-                c0 = pid_n * WIDTH
-                b = weight_block(
-                    base,
-                    weight,
-                    e,
-                    c0,
-                    k0,
-                    N,
-                    H,
-                    PRODUCT,
-                    TMA,
-                    WIDTH,
-                    BLOCK_K,
-                )
-            gate = tl.dot(a, b.to(a.dtype), gate, input_precision=PRECISION)
-            if FORM.GATED and not ONE:
-                c0 = I + n0
-                b = weight_block(
-                    base,
-                    weight,
-                    e,
-                    c0,
-                    k0,
-                    N,
-                    H,
-                    PRODUCT,
-                    TMA,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
-                up = tl.dot(a, b.to(a.dtype), up, input_precision=PRECISION)
-            x += BLOCK_K
-        if TILE.JOINED:
-            gate, up = halves(gate, BLOCK_M, WIDTH)
-        PIECES: tl.constexpr = 4 if FORM.INTERLEAVED else 2
-        COLUMNS: tl.constexpr = BLOCK_N // PIECES
-        PART: tl.constexpr = WIDTH // PIECES
-        for i in tl.static_range(PIECES):
-            col0 = n0 + i * COLUMNS
-            if FORM.INTERLEAVED:
-                c0 = col0 * 2
-                part = piece(gate, i, PIECES, BLOCK_M, WIDTH)
-                part = add_terms(
-                    part,
-                    weight,
-                    lora,
-                    rows,
-                    c0,
-                    N,
-                    N,
-                    PRODUCT,
-                    BLOCK_M,
-                    PART,
-                )
-                second = part
-            else:
-                part = piece(gate, i, PIECES, BLOCK_M, BLOCK_N)
-                part = add_terms(
-                    part,
-                    weight,
-                    lora,
-                    rows,
-                    col0,
-                    I,
-                    N,
-                    PRODUCT,
-                    BLOCK_M,
-                    COLUMNS,
-                )
-                second = piece(up, i, PIECES, BLOCK_M, BLOCK_N)
-                if FORM.GATED:
-                    c0 = I + col0
-                    second = add_terms(
-                        second,
-                        weight,
-                        lora,
-                        rows,
-                        c0,
-                        N,
-                        N,
-                        PRODUCT,
-                        BLOCK_M,
-                        COLUMNS,
-                    )
-            _store_activation(
-                part,
-                second,
-                rows,
-                col0,
-                I,
-                z_ptr,
-                h_ptr,
-                FORM,
-                BLOCK_M,
-                COLUMNS,
-            )
-
-
 @triton.jit(do_not_specialize=["num_m"], repr=named("up_fwd", "FORM", "TILE"))  # grows with T
 def _up_fwd_kernel(
     tokens,  # Gathered: x [T, H]
@@ -259,49 +107,199 @@ def _up_fwd_kernel(
     TILE: tl.constexpr,  # Tile
 ):
     check_tile(TILE)
-    for i in range(rounds_of(num_m * tl.cdiv(I, TILE.BLOCK_N), TILE.PERSISTENT)):
-        pid = tl.program_id(0) + i * tl.num_programs(0)
-        _up_tile(
-            pid,
-            tokens,
-            w,
-            weight,
-            lora,
-            map_ptr,
-            z_ptr,
-            h_ptr,
-            num_m,
-            I,
-            H,
-            SLOTS,
-            FORM,
-            PRODUCT,
-            TILE,
-        )
-
-
-@triton.jit
-def _gemm_tile(
-    pid,
-    a,
-    w,
-    weight,
-    lora,
-    map_ptr,
-    y_ptr,
-    num_m,
-    N,
-    K,
-    stride_a,
-    PRODUCT: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Compute one tile of `_grouped_gemm_fwd_kernel`, with its arguments."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     TMA: tl.constexpr = TILE.TMA
-    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(N, BLOCK_N), TILE.GROUP_M)
+    PRECISION: tl.constexpr = PRODUCT.PRECISION
+    # interleaved gate and up have one accumulator
+    WIDTH: tl.constexpr = BLOCK_N * 2 if FORM.INTERLEAVED else BLOCK_N
+    pid_m, pid_n = tile_of(tl.program_id(0), num_m, tl.cdiv(I, BLOCK_N), TILE.GROUP_M)
+    e = tl.load(map_ptr + pid_m)
+    if e >= 0:
+        rows = rows_of(map_ptr, num_m, pid_m, e)
+        m = tl.arange(0, BLOCK_M)
+        k = tl.arange(0, BLOCK_K)
+        live = m < rows.left
+        token = tl.load(tokens.row_slot + rows.first + m, mask=live, other=0) // SLOTS
+        x = tokens.data + cells(token.to(tl.int64), tokens.stride, k)
+        N = I * 2 if FORM.GATED else I
+        n0 = pid_n * BLOCK_N
+        base = expert_weight(w, weight, e, TMA)
+        gate = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        up = gate
+        for k0 in range(0, H, BLOCK_K):
+            a = rows_block(x, live, k0 + k, H, PRODUCT.EVEN_K)
+            b = weight_block(
+                base,
+                weight,
+                e,
+                pid_n * WIDTH,
+                k0,
+                N,
+                H,
+                PRODUCT,
+                TMA,
+                WIDTH,
+                BLOCK_K,
+            )
+            gate = tl.dot(a, b.to(a.dtype), gate, input_precision=PRECISION)
+            if FORM.GATED and not FORM.INTERLEAVED:
+                c0 = I + n0
+                b = weight_block(
+                    base,
+                    weight,
+                    e,
+                    c0,
+                    k0,
+                    N,
+                    H,
+                    PRODUCT,
+                    TMA,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
+                up = tl.dot(a, b.to(a.dtype), up, input_precision=PRECISION)
+            x += BLOCK_K
+        PIECES: tl.constexpr = 4 if FORM.INTERLEAVED else 2
+        COLUMNS: tl.constexpr = BLOCK_N // PIECES
+        PART: tl.constexpr = WIDTH // PIECES
+        for i in tl.static_range(PIECES):
+            col0 = n0 + i * COLUMNS
+            c0 = pid_n * WIDTH + i * PART
+            part = piece(gate, i, PIECES, BLOCK_M, WIDTH)
+            end = N if FORM.INTERLEAVED else I
+            part = add_terms(
+                part,
+                weight,
+                lora,
+                rows,
+                c0,
+                end,
+                N,
+                PRODUCT,
+                BLOCK_M,
+                PART,
+            )
+            second = part
+            if FORM.GATED and not FORM.INTERLEAVED:
+                c0 = I + col0
+                second = add_terms(
+                    piece(up, i, PIECES, BLOCK_M, BLOCK_N),
+                    weight,
+                    lora,
+                    rows,
+                    c0,
+                    N,
+                    N,
+                    PRODUCT,
+                    BLOCK_M,
+                    COLUMNS,
+                )
+            _store_activation(
+                part,
+                second,
+                rows,
+                col0,
+                I,
+                z_ptr,
+                h_ptr,
+                FORM,
+                BLOCK_M,
+                COLUMNS,
+            )
+
+
+@triton.jit
+def _store_piece(y, start, n, part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store columns from n on of a tile's rows; `start` is the tile's ragged index.
+
+    The descriptor clips at the expert's last row and at the last column.
+    """
+    c0, c1, c2 = start
+    y.store([c0, c1, c2, n], tl.reshape(part.to(y.dtype), (1, 1, BLOCK_M, BLOCK_N)))
+
+
+@triton.jit(do_not_specialize=["num_m"], repr=named("up_stream", "FORM", "TILE"))  # grows with T
+def _up_stream_kernel(
+    tokens,  # Gathered: x [T, H]
+    w,  # descriptor of [E, 2, I, H], or of [E, H, 2, I] without K_LAST
+    weight,  # Weight
+    lora,  # Term or None, of 2I columns
+    map_ptr,  # [3, num_m] int32
+    z_gate,  # ragged descriptor of the left half of z [R, 2I], or None
+    z_up,  # of the right half
+    h,  # of [R, I]; each is half as wide as a tile
+    num_m,
+    I,
+    H,
+    SLOTS: tl.constexpr,
+    FORM: tl.constexpr,  # Form: gated, not interleaved
+    PRODUCT: tl.constexpr,  # Product
+    TILE: tl.constexpr,  # Tile
+):
+    check_tile(TILE)
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    HALF: tl.constexpr = BLOCK_N // 2
+    ACT: tl.constexpr = FORM.ACT  # Triton 3.6 cannot pass it on directly
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    live = live_tiles(map_ptr, num_m)
+    num_n = tl.cdiv(I, BLOCK_N)
+    # as in `_grouped_gemm_stream_kernel`
+    for pid in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
+        pid_m, pid_n = tile_of(pid, live, num_n, TILE.GROUP_M)
+        e = tl.load(map_ptr + pid_m)
+        rows = rows_of(map_ptr, num_m, pid_m, e)
+        filled = m < rows.left
+        token = tl.load(tokens.row_slot + rows.first + m, mask=filled, other=0) // SLOTS
+        x = tokens.data + cells(token.to(tl.int64), tokens.stride, k)
+        n0 = pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N * 2), tl.float32)
+        for k0 in range(0, H, BLOCK_K):
+            a = rows_block(x, filled, k0 + k, H, PRODUCT.EVEN_K)
+            b = joined_block(w, e, n0, k0, PRODUCT.K_LAST, BLOCK_N, BLOCK_K)
+            acc = tl.dot(a, b, acc, input_precision=PRODUCT.PRECISION)
+            x += BLOCK_K
+        gates, ups = halves(acc, BLOCK_M, BLOCK_N * 2)
+        start = to_ragged_indices(rows.first, rows.left, 0)
+        for i in tl.static_range(2):
+            n = n0 + i * HALF
+            gate = piece(gates, i, 2, BLOCK_M, BLOCK_N)
+            gate = add_terms(gate, weight, lora, rows, n, I, I * 2, PRODUCT, BLOCK_M, HALF)
+            up = piece(ups, i, 2, BLOCK_M, BLOCK_N)
+            up = add_terms(up, weight, lora, rows, I + n, I * 2, I * 2, PRODUCT, BLOCK_M, HALF)
+            if z_gate is not None:
+                _store_piece(z_gate, start, n, gate, BLOCK_M, HALF)
+                _store_piece(z_up, start, n, up, BLOCK_M, HALF)
+            gate = activate(below(gate, FORM.LIMIT), ACT)
+            gate = gate * shifted(up, FORM.LIMIT, FORM.UP_OFFSET)
+            _store_piece(h, start, n, gate, BLOCK_M, HALF)
+
+
+@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_fwd", "TILE"))  # grows with T
+def _grouped_gemm_fwd_kernel(
+    a,  # [R, K], or its descriptor
+    w,  # [E, N, K] by its strides, or its descriptor
+    weight,  # Weight
+    lora,  # Term or None, of N columns
+    map_ptr,  # [3, num_m] int32
+    y_ptr,  # [R, N]
+    num_m,
+    N,
+    K,
+    stride_a,
+    PRODUCT: tl.constexpr,  # Product
+    TILE: tl.constexpr,  # Tile
+):
+    check_tile(TILE)
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    TMA: tl.constexpr = TILE.TMA
+    pid_m, pid_n = tile_of(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), TILE.GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
         rows = rows_of(map_ptr, num_m, pid_m, e)
@@ -358,41 +356,6 @@ def _gemm_tile(
             tl.store(y, part.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_fwd", "TILE"))  # grows with T
-def _grouped_gemm_fwd_kernel(
-    a,  # [R, K], or its descriptor
-    w,  # [E, N, K] by its strides, or its descriptor
-    weight,  # Weight
-    lora,  # Term or None, of N columns
-    map_ptr,  # [3, num_m] int32
-    y_ptr,  # [R, N]
-    num_m,
-    N,
-    K,
-    stride_a,
-    PRODUCT: tl.constexpr,  # Product
-    TILE: tl.constexpr,  # Tile
-):
-    check_tile(TILE)
-    for i in range(rounds_of(num_m * tl.cdiv(N, TILE.BLOCK_N), TILE.PERSISTENT)):
-        pid = tl.program_id(0) + i * tl.num_programs(0)
-        _gemm_tile(
-            pid,
-            a,
-            w,
-            weight,
-            lora,
-            map_ptr,
-            y_ptr,
-            num_m,
-            N,
-            K,
-            stride_a,
-            PRODUCT,
-            TILE,
-        )
-
-
 @triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_stream", "TILE"))  # grows with T
 def _grouped_gemm_stream_kernel(
     a,  # descriptor of [R, K]
@@ -437,7 +400,7 @@ def _grouped_gemm_stream_kernel(
                 BLOCK_K,
             )
             acc = tl.dot(a.load([rows.first, k0]), b, acc, input_precision=PRODUCT.PRECISION)
-        c0, c1, c2 = to_ragged_indices(rows.first, rows.left, 0)
+        start = to_ragged_indices(rows.first, rows.left, 0)
         for i in tl.static_range(2):
             part = piece(acc, i, 2, BLOCK_M, BLOCK_N)
             n = n0 + i * HALF
@@ -453,7 +416,7 @@ def _grouped_gemm_stream_kernel(
                 BLOCK_M,
                 HALF,
             )
-            y.store([c0, c1, c2, n], tl.reshape(part.to(y.dtype), (1, 1, BLOCK_M, HALF)))
+            _store_piece(y, start, n, part, BLOCK_M, HALF)
 
 
 def up_forward(
@@ -481,7 +444,7 @@ def up_forward(
     `moe_runtime.ops.activation`.
 
     Grid: a program for each tile of the map and BLOCK_N columns of h, in groups of GROUP_M row
-    tiles; with PERSISTENT, one per processor. A program gathers its rows of x and multiplies them
+    tiles; with JOINED, one per processor. A program gathers its rows of x and multiplies them
     by BLOCK_N columns of gate and as many of up. At least T H elements of x and the weights of the
     experts that have rows are read, R I of h and 2 R I of z written. Loads from L2 or memory are
     R H cdiv(I, BLOCK_N) of x, and 2 H I of weights for each row tile.
@@ -562,16 +525,18 @@ def _launch_up(
     if form.INTERLEAVED:
         tile = in_turns(tile, arch_of(x.device))
     tile = tile._replace(TMA=tile.TMA and trained is None and describable(up))
+    stored = [h]
+    if z is not None:
+        stored = [z[:, :I], z[:, I:], h]
     pair = None
     if tile.TMA and tile.JOINED and form.GATED and not form.INTERLEAVED:
         pair = up.unflatten(1 if k_last else 2, (2, I))
-    tile = tile._replace(JOINED=pair is not None and describable(pair))
+    joined = pair is not None and describable(pair, *stored)
+    if tile.JOINED and not joined:  # the shared memory of its output is free
+        tile = tile._replace(num_stages=tile.num_stages + 1)
+    tile = tile._replace(JOINED=joined, PERSISTENT=joined)
     width = tile.BLOCK_N * 2 if form.INTERLEAVED else tile.BLOCK_N
     w, weight = weight_operand(up, trained, bias, k_last, tile._replace(BLOCK_N=width))
-    if tile.JOINED and k_last:
-        w = descriptor(pair, [1, 2, tile.BLOCK_N, tile.BLOCK_K])
-    elif tile.JOINED:
-        w = descriptor(pair, [1, tile.BLOCK_K, 2, tile.BLOCK_N])
     product = product_of(
         x,
         up,
@@ -580,27 +545,23 @@ def _launch_up(
         tile,
         lora,
     )
+    outputs = []
+    if joined:
+        block = [1, 2, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, 2, tile.BLOCK_N]
+        w = descriptor(pair, block)
+        half = [tile.BLOCK_M, tile.BLOCK_N // 2]
+        outputs = [create_ragged_descriptor(out, half) for out in stored]
+        if z is None:
+            outputs = [None, None, *outputs]
     tokens = Gathered(x, row_slot, x.stride(0))
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    args = (tokens, w, weight, term_of(lora), tile_map)
+    sizes = (num_m, I, H, slots, form)
+    programs = grid(tile, num_m, I, x.device)
     with torch.cuda.device_of(x):
-        _up_fwd_kernel[grid(tile, num_m, I, x.device)](
-            tokens,
-            w,
-            weight,
-            term_of(lora),
-            tile_map,
-            z,
-            h,
-            num_m,
-            I,
-            H,
-            SLOTS=slots,
-            FORM=form,
-            PRODUCT=product,
-            TILE=tile,
-            **options,
-            enable_fp_fusion=True,
-        )
+        if joined:
+            _up_stream_kernel[programs](*args, *outputs, *sizes, **options_of(product, tile))
+        else:
+            _up_fwd_kernel[programs](*args, z, h, *sizes, **options_of(product, tile))
 
 
 def grouped_gemm_forward(
@@ -631,7 +592,9 @@ def grouped_gemm_forward(
     if num_m == 0 or N == 0:
         return y
     weight, k_last = last_contiguous(weight, k_last)
-    tile = tile._replace(TMA=tile.TMA and trained is None and describable(a, weight), JOINED=False)
+    tma = tile.TMA and trained is None and describable(a, weight)
+    streams = tma and tile.PERSISTENT and describable(y)
+    tile = tile._replace(TMA=tma, PERSISTENT=streams, JOINED=False)
     w, group = weight_operand(weight, trained, bias, k_last, tile)
     rows = descriptor(a, [tile.BLOCK_M, tile.BLOCK_K]) if tile.TMA else a
     product = product_of(
@@ -642,34 +605,17 @@ def grouped_gemm_forward(
         tile,
         lora,
     )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     args = (rows, w, group, term_of(lora), tile_map)
+    sizes = (num_m, N, K)
     programs = grid(tile, num_m, N, a.device)
     with torch.cuda.device_of(a):
-        if tile.TMA and tile.PERSISTENT and describable(y):
+        if streams:
             stored = create_ragged_descriptor(y, [tile.BLOCK_M, tile.BLOCK_N // 2])
             _grouped_gemm_stream_kernel[programs](
-                *args,
-                stored,
-                num_m,
-                N,
-                K,
-                PRODUCT=product,
-                TILE=tile,
-                **options,
-                enable_fp_fusion=True,
+                *args, stored, *sizes, **options_of(product, tile)
             )
         else:
             _grouped_gemm_fwd_kernel[programs](
-                *args,
-                y,
-                num_m,
-                N,
-                K,
-                a.stride(0),
-                PRODUCT=product,
-                TILE=tile,
-                **options,
-                enable_fp_fusion=True,
+                *args, y, *sizes, a.stride(0), **options_of(product, tile)
             )
     return y

@@ -1,7 +1,7 @@
 """Backward pass of the experts: dz with the activation's gradient in its epilogue, dW and db.
 
 The equations are in `moe_runtime.ops.moe_mlp`; dx is the plain product of `kernels.grouped_gemm`,
-which also describes TMA and PERSISTENT. Sums over tiles are stored as partial results, which the
+which also describes TMA. Sums over tiles are stored as partial results, which the
 next kernel adds in a fixed order, without atomics.
 """
 
@@ -24,6 +24,7 @@ from moe_runtime.kernels.operands import (
     grid,
     last_contiguous,
     low_rank,
+    options_of,
     pairs,
     piece,
     product_of,
@@ -32,7 +33,7 @@ from moe_runtime.kernels.operands import (
     weight_block,
     weight_operand,
 )
-from moe_runtime.kernels.tiles import Tile, cells, outer, precision, rounds_of, tile_of
+from moe_runtime.kernels.tiles import Tile, cells, outer, precision, tile_of
 
 
 class Dz(NamedTuple):
@@ -112,32 +113,31 @@ def store_dz(
     return tl.sum(tl.where(mask, dh * value, 0.0), 1)
 
 
-@triton.jit
-def _dz_tile(
-    pid,
-    tokens,
-    w,
-    weight,
-    lora,
-    topk_ptr,
-    map_ptr,
-    out,
-    partial_ptr,
+@triton.jit(do_not_specialize=["num_m"], repr=named("dz", "FORM", "TILE"))  # grows with T
+def _dz_kernel(
+    tokens,  # Gathered: dout [T, H]
+    w,  # [E, H, I], or its descriptor
+    weight,  # Weight
+    lora,  # Term or None, of I columns
+    topk_ptr,  # [T, SLOTS] float32
+    map_ptr,  # [3, num_m] int32
+    out,  # Dz
+    partial_ptr,  # [R, cdiv(I, BLOCK_N)] float32: <dout W_down, h> of these columns
     num_m,
     I,
     H,
     SLOTS: tl.constexpr,
-    FORM: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    TILE: tl.constexpr,
+    FORM: tl.constexpr,  # Form
+    PRODUCT: tl.constexpr,  # Product
+    TILE: tl.constexpr,  # Tile
 ):
-    """Compute one tile of `_dz_kernel`, with its arguments."""
+    check_tile(TILE)
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     TMA: tl.constexpr = TILE.TMA
     num_n = tl.cdiv(I, BLOCK_N)
-    pid_m, pid_n = tile_of(pid, num_m, num_n, TILE.GROUP_M)
+    pid_m, pid_n = tile_of(tl.program_id(0), num_m, num_n, TILE.GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
         rows = rows_of(map_ptr, num_m, pid_m, e)
@@ -208,47 +208,6 @@ def _dz_tile(
                 dot += tl.sum(a.to(tl.float32) * bias[None, :], 1)
                 dout_row += BLOCK_K
         tl.store(partial_ptr + (rows.first.to(tl.int64) + m) * num_n + pid_n, dot, mask=live)
-
-
-@triton.jit(do_not_specialize=["num_m"], repr=named("dz", "FORM", "TILE"))  # grows with T
-def _dz_kernel(
-    tokens,  # Gathered: dout [T, H]
-    w,  # [E, H, I], or its descriptor
-    weight,  # Weight
-    lora,  # Term or None, of I columns
-    topk_ptr,  # [T, SLOTS] float32
-    map_ptr,  # [3, num_m] int32
-    out,  # Dz
-    partial_ptr,  # [R, cdiv(I, BLOCK_N)] float32: <dout W_down, h> of these columns
-    num_m,
-    I,
-    H,
-    SLOTS: tl.constexpr,
-    FORM: tl.constexpr,  # Form
-    PRODUCT: tl.constexpr,  # Product
-    TILE: tl.constexpr,  # Tile
-):
-    check_tile(TILE)
-    for i in range(rounds_of(num_m * tl.cdiv(I, TILE.BLOCK_N), TILE.PERSISTENT)):
-        pid = tl.program_id(0) + i * tl.num_programs(0)
-        _dz_tile(
-            pid,
-            tokens,
-            w,
-            weight,
-            lora,
-            topk_ptr,
-            map_ptr,
-            out,
-            partial_ptr,
-            num_m,
-            I,
-            H,
-            SLOTS,
-            FORM,
-            PRODUCT,
-            TILE,
-        )
 
 
 @triton.jit
@@ -413,7 +372,8 @@ def dz_backward(
     if num_m == 0:
         return dz, wh, partial
     down, k_last = last_contiguous(down, False)
-    tile = tile._replace(TMA=tile.TMA and trained is None and describable(down), JOINED=False)
+    tma = tile.TMA and trained is None and describable(down)
+    tile = tile._replace(TMA=tma, JOINED=False, PERSISTENT=False)
     w, weight = weight_operand(down, trained, bias, k_last, tile)
     tokens = Gathered(dout, row_slot, dout.stride(0))
     out = Dz(z, dz, wh if need_wh else None)
@@ -426,7 +386,6 @@ def dz_backward(
         tile,
         lora,
     )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     with torch.cuda.device_of(dout):
         _dz_kernel[grid(tile, num_m, I, dout.device)](
             tokens,
@@ -440,12 +399,9 @@ def dz_backward(
             num_m,
             I,
             H,
-            SLOTS=topk_weight.shape[1],
-            FORM=form,
-            PRODUCT=product,
-            TILE=tile,
-            **options,
-            enable_fp_fusion=True,
+            topk_weight.shape[1],
+            form,
+            **options_of(product, tile),
         )
     return dz, wh, partial
 

@@ -306,6 +306,17 @@ def product_of(
     )
 
 
+def options_of(product: Product, tile: Tile) -> dict:
+    """Return the launch's constants PRODUCT and TILE, and its options."""
+    return {
+        "PRODUCT": product,
+        "TILE": tile,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
+
+
 def describable(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors support these tensors.
 

@@ -31,9 +31,9 @@ class Tile(NamedTuple):
     GROUP_M: int = 8  # row tiles that iterate over the columns together, to find weights in L2
     # tensor descriptors for weights, and for rows that are not gathered
     TMA: bool = False
-    # one program per processor, each of which computes one tile after another
+    # down and dx, with TMA: one program per processor, which loads its next tile during an epilogue
     PERSISTENT: bool = False
-    # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
+    # up, with TMA: gate and up in one product of 2 BLOCK_N columns, and PERSISTENT
     JOINED: bool = False
 
     def short(self) -> str:
@@ -73,193 +73,79 @@ SHARED_MEMORY = {
     100: 232448,
     120: 101376,
 }  # most bytes per block
-# kernel -> (least rows per expert, config), largest first; 16-bit dtypes
-_HOPPER_SMALL = (
-    (
-        48,
-        Tile(
-            64,
-            128,
-            64,
-            4,
-            4,
-            TMA=True,
-        ),
-    ),
-    (
-        0,
-        Tile(
-            16,
-            128,
-            64,
-            4,
-            4,
-            TMA=True,
-        ),
-    ),
-)
-_HOPPER = {
-    "up": (
-        (
-            128,
-            Tile(
-                128,
-                128,
-                64,
-                8,
-                4,
-                TMA=True,
-                JOINED=True,
-            ),
-        ),
-        _HOPPER_SMALL[0],
-        # narrow: one token's experts have few tiles, and more of them load from more processors
-        (
-            0,
-            Tile(
-                16,
-                64,
-                64,
-                4,
-                4,
-                TMA=True,
-            ),
-        ),
-    ),
-    "down": (
-        (
-            128,
-            Tile(
-                128,
-                256,
-                64,
-                8,
-                3,
-                TMA=True,
-            ),
-        ),
-        *_HOPPER_SMALL,
-    ),
-    "dz": (
-        (
-            128,
-            Tile(
-                128,
-                256,
-                64,
-                8,
-                3,
-                TMA=True,
-            ),
-        ),
-        (
-            48,
-            Tile(
-                64,
-                128,
-                64,
-                8,
-                3,
-                TMA=True,
-            ),
-        ),
-        (
-            0,
-            Tile(
-                16,
-                128,
-                64,
-                4,
-                4,
-                TMA=True,
-            ),
-        ),
-    ),
-    "dx": (
-        (
-            128,
-            Tile(
-                128,
-                256,
-                64,
-                8,
-                3,
-                TMA=True,
-            ),
-        ),
-        *_HOPPER_SMALL,
-    ),
-    "dw": (
-        (
-            256,
-            Tile(
-                128,
-                256,
-                64,
-                8,
-                5,
-                TMA=True,
-            ),
-        ),
-        (
-            0,
-            Tile(
-                128,
-                128,
-                64,
-                8,
-                5,
-                TMA=True,
-            ),
-        ),
-    ),
-}
-_AMPERE = {
-    "up": (
-        (192, Tile(128, 64, 64, 8, 3)),
-        (48, Tile(64, 64, 64, 4, 3)),
-        (0, Tile(16, 64, 64, 4, 3)),
-    ),
-    "down": (
-        (192, Tile(128, 128, 64, 8, 3)),
-        (48, Tile(64, 128, 64, 4, 3)),
-        (0, Tile(16, 128, 64, 4, 3)),
-    ),
-    "dz": (
-        (192, Tile(128, 128, 64, 8, 3)),
-        (48, Tile(64, 64, 64, 4, 3)),
-        (0, Tile(16, 64, 64, 4, 3)),
-    ),
-    "dx": (
-        (192, Tile(128, 128, 64, 8, 3)),
-        (48, Tile(64, 128, 64, 4, 3)),
-        (0, Tile(16, 128, 64, 4, 3)),
-    ),
-    "dw": ((0, Tile(128, 128, 64, 8, 5)),),
-}
-_SMALL = {  # 99 KiB of shared memory
-    "up": (
-        (192, Tile(128, 64, 32, 8, 4)),
-        (48, Tile(64, 64, 32, 4, 4)),
-        (0, Tile(16, 64, 64, 4, 3)),
-    ),
-    "down": (
-        (192, Tile(128, 128, 32, 8, 4)),
-        (48, Tile(64, 128, 32, 4, 4)),
-        (0, Tile(16, 128, 64, 4, 3)),
-    ),
-    "dz": (
-        (192, Tile(128, 128, 32, 8, 4)),
-        (48, Tile(64, 64, 32, 4, 4)),
-        (0, Tile(16, 64, 64, 4, 3)),
-    ),
-    "dx": (
-        (192, Tile(128, 128, 32, 8, 4)),
-        (48, Tile(64, 128, 32, 4, 4)),
-        (0, Tile(16, 128, 64, 4, 3)),
-    ),
-    "dw": ((0, Tile(128, 128, 64, 8, 5)),),
-}
+
+
+def read_tile(words: list[str]) -> Tile:
+    """Return the config of a table's line: blocks, warps, stages and options."""
+    blocks, warps, stages, *options = words
+    tile = Tile(*map(int, blocks.split("x")), int(warps), int(stages))
+    for option in options:
+        if option.startswith("group"):
+            tile = tile._replace(GROUP_M=int(option.removeprefix("group")))
+        else:
+            tile = tile._replace(**{option.upper(): True})
+    return tile
+
+
+def _read_table(text: str) -> dict[str, tuple[tuple[int, Tile], ...]]:
+    """Return kernel -> (least rows per expert, config), largest first."""
+    table = {}
+    for line in text.strip().splitlines():
+        kernel, rows, *words = line.split()
+        table[kernel] = (*table.get(kernel, ()), (int(rows), read_tile(words)))
+    return table
+
+
+# kernel, least rows per expert, blocks, warps, stages, options; 16-bit dtypes.
+# up from 0 rows is narrow: one token's experts have few tiles, and more of them load from more
+# processors
+_HOPPER = _read_table("""
+up    128  128x128x64   8  4  TMA joined
+up     48  64x128x64    4  4  TMA
+up      0  16x64x64     4  4  TMA
+down  128  128x256x64   8  3  TMA
+down   48  64x128x64    4  4  TMA
+down    0  16x128x64    4  4  TMA
+dz    128  128x256x64   8  3  TMA
+dz     48  64x128x64    8  3  TMA
+dz      0  16x128x64    4  4  TMA
+dx    128  128x256x64   8  3  TMA
+dx     48  64x128x64    4  4  TMA
+dx      0  16x128x64    4  4  TMA
+dw    256  128x256x64   8  5  TMA
+dw      0  128x128x64   8  5  TMA
+""")
+_AMPERE = _read_table("""
+up    192  128x64x64    8  3
+up     48  64x64x64     4  3
+up      0  16x64x64     4  3
+down  192  128x128x64   8  3
+down   48  64x128x64    4  3
+down    0  16x128x64    4  3
+dz    192  128x128x64   8  3
+dz     48  64x64x64     4  3
+dz      0  16x64x64     4  3
+dx    192  128x128x64   8  3
+dx     48  64x128x64    4  3
+dx      0  16x128x64    4  3
+dw      0  128x128x64   8  5
+""")
+# 99 KiB of shared memory
+_SMALL = _read_table("""
+up    192  128x64x32    8  4
+up     48  64x64x32     4  4
+up      0  16x64x64     4  3
+down  192  128x128x32   8  4
+down   48  64x128x32    4  4
+down    0  16x128x64    4  3
+dz    192  128x128x32   8  4
+dz     48  64x64x32     4  4
+dz      0  16x64x64     4  3
+dx    192  128x128x32   8  4
+dx     48  64x128x32    4  4
+dx      0  16x128x64    4  3
+dw      0  128x128x64   8  5
+""")
 _FLOAT32 = {
     kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS
 }
@@ -292,6 +178,9 @@ def clip(tile: Tile, problem: Problem) -> Tile:
         BLOCK_N=min(tile.BLOCK_N, _power(problem.N), widest(problem.arch)),
         BLOCK_K=min(tile.BLOCK_K, max(_power(sums), 32)),
     )
+    joined = tile.JOINED and problem.gated and widest(problem.arch) >= 2 * tile.BLOCK_N
+    persistent = joined or (tile.PERSISTENT and problem.kernel in ("down", "dx"))
+    tile = tile._replace(JOINED=joined, PERSISTENT=persistent)
     limit = SHARED_MEMORY[nearest(problem.arch)] if problem.arch else 1 << 30
     while shared_bytes(tile, problem) > limit - 2048 and tile.num_stages > 1:
         tile = tile._replace(num_stages=tile.num_stages - 1)
@@ -299,10 +188,8 @@ def clip(tile: Tile, problem: Problem) -> Tile:
         tile = tile._replace(BLOCK_K=tile.BLOCK_K // 2)
     # the sum of a weight's gradient may have any length: the number of an expert's rows
     uneven = problem.kernel == "dw" or problem.K % tile.BLOCK_K
-    return tile._replace(
-        TMA=tile.TMA and not (problem.arch >= 100 and uneven),
-        JOINED=tile.JOINED and problem.gated and widest(problem.arch) >= 2 * tile.BLOCK_N,
-    )
+    tma = tile.TMA and not (problem.arch >= 100 and uneven)
+    return tile._replace(TMA=tma, JOINED=tile.JOINED and tma, PERSISTENT=tile.PERSISTENT and tma)
 
 
 def widest(arch: int) -> int:
@@ -321,13 +208,12 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     columns = tile.BLOCK_N * (1 + problem.gated)
     # an index that is loaded inside the loop uses every second stage of the pipeline
     stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
-    # a tile that is stored by descriptor while the next one is loaded has its own buffer, half as
-    # wide
-    stored = (
-        tile.BLOCK_M * tile.BLOCK_N // 2
-        if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx")
-        else 0
-    )
+    # what is stored by descriptor while the next tile is loaded has its own buffers, half as wide
+    stored = 0
+    if tile.TMA and tile.PERSISTENT:
+        stored = tile.BLOCK_M * tile.BLOCK_N // 2
+    if tile.JOINED:  # also the factors of a low-rank term
+        stored += 64 * (tile.BLOCK_M + tile.BLOCK_N // 2)
     return (stages * tile.BLOCK_K * (tile.BLOCK_M + columns) + stored) * size
 
 
@@ -514,15 +400,6 @@ def tile_of(pid, num_m, num_n, GROUP_M: tl.constexpr):
     first = pid // width * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
     return first + pid % width % size, pid % width // size
-
-
-@triton.jit
-def rounds_of(programs, PERSISTENT: tl.constexpr):
-    """How many of `programs` tiles this program computes: one, unless PERSISTENT."""
-    if PERSISTENT:
-        return tl.cdiv(programs - tl.program_id(0), tl.num_programs(0))
-    else:
-        return 1
 
 
 @triton.jit

@@ -60,33 +60,6 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
         raise ValueError(f"{name} must be a number {bounds}, but got {shown(value)}")
 
 
-def check_numbers(
-    name: str,
-    values: object,
-    *shape: int | None,
-    finite: bool = True,
-    most: float = sys.float_info.max,
-) -> None:
-    """Raise ValueError unless `values` are nested lists of numbers of `shape` (None: any length).
-
-    NaN is accepted only if not `finite`.
-    """
-    if not _are_numbers(values, shape, finite, most):
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        kind = "finite numbers" if finite else "numbers"
-        raise ValueError(f"{name} must be {kind} of shape [{sizes}], but got {shown(values)}")
-
-
-def _are_numbers(values: object, shape: tuple[int | None, ...], finite: bool, most: float) -> bool:
-    if not shape:
-        if not isinstance(values, int | float) or isinstance(values, bool):
-            return False
-        return abs(values) <= most or (not finite and isinstance(values, float))
-    if not isinstance(values, list | tuple) or shape[0] not in (None, len(values)):
-        return False
-    return all(_are_numbers(one, shape[1:], finite, most) for one in values)
-
-
 def check_fraction(
     name: str, value: float, meaning: str = "", *, zero: bool = True, one: bool = True
 ) -> None:

@@ -238,7 +238,7 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
     const Configured configured;
     end = end < f.I ? end : h_steps * ELEMENTS;  // beyond f.I, h and its sums are zero
     const auto weights = [&](int64_t i) {
-        const bf16* w = (const bf16*)f.up + e * f.up_stride_e + i * step * f.up_stride;
+        const bf16* w = f.up_of<bf16>(e) + i * step * f.up_stride;
         const int64_t second = turns ? 1 : form ? f.I : TILE, rest = f.I - i;
         return Source{w, w + second * f.up_stride, step * f.up_stride, rest, form ? rest : rest - TILE, f.H};
     };
@@ -272,7 +272,7 @@ inline void down_tiled(
     bf16* const copies = (bf16*)panel;
     Rows w[Tiled::COLUMNS / BROADER];
     const auto weights = [&](int64_t n) {
-        const bf16* from = (const bf16*)f.down + e * f.down_stride_e + (c + n) * f.down_stride;
+        const bf16* from = f.down_of<bf16>(e) + (c + n) * f.down_stride;
         const int64_t rest = f.H - c - n;
         return Source{from, from + TILE * f.down_stride, f.down_stride, rest, rest - TILE, f.I};
     };

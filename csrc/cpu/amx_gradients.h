@@ -117,7 +117,7 @@ void dh_tiled(const ExpertsBackward& b, const Piece& piece, int64_t i, int64_t c
     const Experts& f = b.forward;
     const int64_t Z = f.form.form ? 2 * f.I : f.I, rows = piece.end - piece.begin, from = piece.begin - f.first_row;
     const int32_t* const slot = f.row_slot + piece.begin;
-    const bf16* const w = (const bf16*)f.down + piece.expert * f.down_stride_e + i;
+    const bf16* const w = f.down_of<bf16>(piece.expert) + i;
     const auto lay = [&](int64_t r, int64_t k, int64_t depth, bf16* tiles) {
         lay_rows([&](int64_t m) { return (const bf16*)b.dout + slot[r + m] / f.K * f.H + k; }, rows - r, depth, tiles);
     };
@@ -163,7 +163,7 @@ void experts_dx_tiled(const ExpertsBackward& b, int64_t unit, float* panels) {
     const Piece piece = f.pieces[unit / blocks];
     if (!tiled<bf16>(piece)) return experts_dx<bf16>(b, unit, panels);
     const int64_t rows = piece.end - piece.begin;
-    const bf16 *const w = (const bf16*)f.up + piece.expert * f.up_stride_e + c, *const dz = (bf16*)b.dz + (piece.begin - f.first_row) * Z;
+    const bf16 *const w = f.up_of<bf16>(piece.expert) + c, *const dz = (bf16*)b.dz + (piece.begin - f.first_row) * Z;
     const auto lay = [&](int64_t r, int64_t k, int64_t depth, bf16* tiles) {
         lay_rows([&](int64_t m) { return dz + (r + m) * Z + k; }, rows - r, depth, tiles);
     };

@@ -65,7 +65,7 @@ void up_block(const Experts& f, const Piece& piece, int64_t i, int64_t end, floa
     const bool form = f.form.form, turns = f.form.form == 2;
     const int64_t step = turns ? 2 : 1, up_from = turns ? 1 : f.I, Z = form ? 2 * f.I : f.I, stride = step * f.up_stride;
     const int64_t e = piece.expert, rows = piece.end - piece.begin, C = form ? Experts::COLUMNS : PANEL;  // of a panel
-    const T* const w = (const T*)f.up + e * f.up_stride_e;
+    const T* const w = f.template up_of<T>(e);
     const auto x = [&](int64_t r) { return (const T*)f.x + f.row_slot[piece.begin + r] / f.K * f.H; };
     const auto columns = [=](int64_t n) { return end - n < C ? end - n : C; };
     const auto finish = [&](int64_t r, int64_t some, int64_t n, float* sums) {
@@ -143,7 +143,7 @@ inline void down_block(
     const Experts& f, const Piece& piece, int64_t c, int64_t columns, int64_t begin, int64_t end, int64_t first, int64_t tokens,
     float* sums, float* panels) {
     const int64_t e = piece.expert;
-    const T* const w = (const T*)f.down + e * f.down_stride_e + c * f.down_stride;
+    const T* const w = f.template down_of<T>(e) + c * f.down_stride;
     const auto h = [&](int64_t r) { return (const T*)f.h + (piece.at + begin - piece.begin + r) * f.h_stride; };
     const auto finish = [&](int64_t r, int64_t some, int64_t n, float* y) {
         const int64_t wide = columns - n < PANEL ? columns - n : PANEL;

@@ -64,7 +64,7 @@ void experts_dh_act(const ExpertsBackward& b, int64_t unit, float* panels) {
             }
         }
     };
-    const T* const w = (const T*)f.down + piece.expert * f.down_stride_e + i;
+    const T* const w = f.template down_of<T>(piece.expert) + i;
     product_along(dy, rows, w, f.down_stride, columns, f.H, finish, panels);
 }
 
@@ -92,7 +92,7 @@ void experts_dx(const ExpertsBackward& b, int64_t unit, float* panels) {
             for (int64_t n = 0; n < columns; n += LANES)
                 store_up_to(dx(r) + n, load(sums + n / PANEL * distance + n % PANEL), lanes(columns - n));
     };
-    const T* const w = (const T*)f.up + piece.expert * f.up_stride_e + c;
+    const T* const w = f.template up_of<T>(piece.expert) + c;
     product_along(dz, rows, w, f.up_stride, columns, Z, finish, panels);
 }
 

@@ -71,6 +71,8 @@ struct Experts {
     Form form;
     const void *x, *up, *down, *up_bias, *down_bias;
     int64_t up_stride_e, up_stride, down_stride_e, down_stride;
+    const int32_t* trained_row;  // of an expert whose weights are stored apart from the stacks, else -1; or null
+    const void *up_trained, *down_trained;
     const float* weight;
     const int32_t* row_slot;
     const Piece* pieces;
@@ -78,6 +80,16 @@ struct Experts {
     int64_t up_columns, down_columns, h_stride;
     int64_t sums_at;  // floats in a thread's panel before the sums of `down`
     void *h, *z, *out;  // z may be null; h and out may
+    bool apart(int64_t e) const { return trained_row && trained_row[e] >= 0; }
+    // the first weights of expert e
+    template <class T>
+    const T* up_of(int64_t e) const {
+        return apart(e) ? (const T*)up_trained + trained_row[e] * up_stride_e : (const T*)up + e * up_stride_e;
+    }
+    template <class T>
+    const T* down_of(int64_t e) const {
+        return apart(e) ? (const T*)down_trained + trained_row[e] * down_stride_e : (const T*)down + e * down_stride_e;
+    }
 };
 
 // How the backward pass is divided with matrix tiles: the elements of a sum that are packed at once, and the panels of columns of dh
@@ -94,7 +106,7 @@ struct ExpertsBackward {
     static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats per thread for the weights' gradients
     Experts forward;
     const void* dout;
-    const Piece* experts;  // those whose weights have gradients
+    const Piece* experts;  // those whose weights have gradients; `expert` is the row of the gradient
     int64_t rows, dh_panels, dx_panels, up_units, down_units;
     void *dz, *wh;  // of these rows
     float* dots;    // [panels of h][rows]

@@ -415,9 +415,10 @@ int64_t moert_cpu_experts_bytes(
 
 void moert_cpu_experts(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
-    int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
-    const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
-    int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads) {
+    int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const int32_t* trained_row,
+    const void* up_trained, const void* down_trained, const void* up_bias, const void* down_bias, const float* weight,
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t first,
+    int64_t last, void* scratch, void* z, void* out, int threads) {
     const Parts parts = parts_of_scratch(dtype, T, H, I, E, K, threads);
     char *const base = (char*)scratch, *const panels = base + parts.panels;
     Piece* pieces = (Piece*)base;
@@ -425,7 +426,7 @@ void moert_cpu_experts(
     const int64_t up_columns = columns_of_up(parts.tiled, form, I, rows, n_pieces, threads);
     const Experts f = {
         {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
-        weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
+        trained_row, up_trained, down_trained, weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
         parts.h_stride, parts.sums_at, out ? base + parts.h : nullptr, z, out,
     };
     // weights and rows, as few weights with many rows are also work
@@ -444,9 +445,10 @@ int64_t moert_cpu_experts_backward_bytes(
 
 void moert_cpu_experts_backward(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* dout, const void* up,
-    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const float* weight,
-    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
-    const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
+    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride,
+    const int32_t* trained_row, const void* up_trained, const void* down_trained, const float* weight, const int32_t* offsets,
+    const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group, const int32_t* grad_row,
+    const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
     int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads) {
     typedef moert::ExpertsBackward B;
     const BackwardParts parts = parts_of_backward(dtype, form, offsets, T, H, I, E, K, group, !z, threads);
@@ -456,14 +458,14 @@ void moert_cpu_experts_backward(
     float* const dots = (float*)(base + parts.dots);
     const int64_t Z = form ? 2 * I : I, d = dtype / 2;
     int64_t trained = 0;
-    for (int64_t e = 0; e < E; e++) trained += trains[e] && offsets[e] < offsets[e + 1];
+    for (int64_t e = 0; e < E; e++) trained += grad_row[e] >= 0 && offsets[e] < offsets[e + 1];
     const bool past = trained * (I + Z) * H * size_of(dtype) > LEAVES_CACHES;
     for (int64_t first = 0, last; first < E; first = last) {
         last = end_of_group(offsets, first, E, group);
         const int64_t n_pieces = cut(offsets, first, last, Experts::PIECE, 1, pieces), begin = offsets[first], rows = offsets[last] - begin;
         int64_t n = 0;
         for (int64_t e = first; e < last; e++)
-            if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1], 0};
+            if (grad_row[e] >= 0 && offsets[e] < offsets[e + 1]) experts[n++] = {grad_row[e], offsets[e], offsets[e + 1], 0};
         const bool tiled = run.tiled[d];
         const int64_t dh_panels = panels_of(I, n_pieces, threads, tiled ? TiledBackward::panels(H) : FITTING_PANELS);
         const int64_t dx_panels = panels_of(H, n_pieces, threads, tiled ? TiledBackward::panels(Z) : FITTING_PANELS);
@@ -471,7 +473,7 @@ void moert_cpu_experts_backward(
         void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
         const Experts f = {
             {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,
-            weight, row_slot, pieces, n_pieces, T, H, I, K, begin, 1, up_columns, Experts::PANEL, 0, 0, nullptr, z_of, nullptr,
+            trained_row, up_trained, down_trained, weight, row_slot, pieces, n_pieces, T, H, I, K, begin, 1, up_columns, Experts::PANEL, 0, 0, nullptr, z_of, nullptr,
         };
         const B b = {
             f, dout, experts, rows, dh_panels, dx_panels, blocks(Z, B::HIGH) * blocks(H, B::WIDE), blocks(H, B::HIGH) * blocks(I, B::WIDE),

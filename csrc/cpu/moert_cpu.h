@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define MOERT_CPU_ABI_VERSION 7
+#define MOERT_CPU_ABI_VERSION 8
 #define MOERT_API extern "C" __attribute__((visibility("default")))
 
 MOERT_API int moert_cpu_abi_version();
@@ -53,29 +53,32 @@ MOERT_API void moert_cpu_combine(
     void* out, int threads);
 
 // The forward pass of the experts first..last-1. The weights of an expert that has tokens are read once, or several times if it has many rows.
-// Strides are in elements, and the last dim of both stacks is contiguous. Biases may be null, and so may z [rows, 2I or I], an output
+// Strides are in elements, and the last dim of both stacks is contiguous. Experts with `trained_row` [E] >= 0 have the weights in
+// that row of up_trained and down_trained, whose strides are those of the stacks; it may be null. Biases may be null, and so may z [rows, 2I or I], an output
 // whose first row is the first one of these experts. If out is null, only z is computed. `scratch` has moert_cpu_experts_bytes bytes,
 // aligned to 64, for T * K rows; with `z_alone`, enough for calls whose out is null.
 MOERT_API int64_t moert_cpu_experts_bytes(
     int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int z_alone, int threads);
 MOERT_API void moert_cpu_experts(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
-    int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
-    const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
-    int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads);
+    int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const int32_t* trained_row,
+    const void* up_trained, const void* down_trained, const void* up_bias, const void* down_bias, const float* weight,
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t first,
+    int64_t last, void* scratch, void* z, void* out, int threads);
 
 // The backward pass of the experts without biases, from x, dout [T, H] and z [rows, 2I or I], which is recomputed if it is null.
-// Gradients that are null are not computed. Those of the weights, of experts with rows for which `trains` [E] is not 0, are written,
-// or accumulated if `up_adds` or `down_adds`; their last dim is contiguous. dweight is written for the slots of these rows. dz and wh
+// Gradients that are null are not computed. Those of the weights, of experts with rows, are written to the row `grad_row` [E] unless
+// it is negative, or accumulated if `up_adds` or `down_adds`; their last dim is contiguous. dweight is written for the slots of these rows. dz and wh
 // hold the rows of several experts, up to `group` rows. `scratch` has moert_cpu_experts_backward_bytes bytes, aligned to 64.
 MOERT_API int64_t moert_cpu_experts_backward_bytes(
     int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
     int recompute, int threads);
 MOERT_API void moert_cpu_experts_backward(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* dout, const void* up,
-    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const float* weight,
-    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
-    const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
+    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride,
+    const int32_t* trained_row, const void* up_trained, const void* down_trained, const float* weight, const int32_t* offsets,
+    const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group, const int32_t* grad_row,
+    const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
     int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads);
 
 // LoRA experts over one MLP, moe_runtime/ops/lora.py: h [T, I] and q [T, E r] from the MLP's z [T, 2I] and low [2, T, E r], x A^T of gate

@@ -216,13 +216,13 @@ void make_reference(int dtype) {
 // the name of the first result that is wrong, or null
 const char* check(int dtype) {
     const double tolerance = dtype ? 1.5e-2 : 5e-6;
-    const uint8_t trains[E] = {1, 1, 1, 1};
+    const int32_t grad_row[E] = {0, 1, 2, 3};
     const int64_t group = I, forward_bytes = moert_cpu_experts_bytes(dtype, T, H, I, E, K, 0, 1);
     moert_cpu_sort(topk_idx, -4, SLOTS, E, offsets, row_slot, nullptr);
     if (forward_bytes > (int64_t)sizeof scratch) return "the forward pass's memory";
     moert_cpu_experts(
         dtype, SILU, GATE_FIRST, INFINITY, 0, x.bytes, up.bytes, 2 * STACK, H, down.bytes, STACK, I, nullptr, nullptr,
-        (const float*)weight.bytes, offsets, row_slot, T, H, I, E, K, 0, E, scratch, z, out.bytes, 1);
+        nullptr, nullptr, nullptr, (const float*)weight.bytes, offsets, row_slot, T, H, I, E, K, 0, E, scratch, z, out.bytes, 1);
     if (!out.close(dtype, tolerance)) return "the forward pass";
     for (int recompute = 0; recompute < 2; recompute++) {
         memset(dweight.bytes, 0, sizeof dweight.bytes);  // only slots of experts are written
@@ -233,7 +233,7 @@ const char* check(int dtype) {
         if (bytes > (int64_t)sizeof scratch) return "the backward pass's memory";
         moert_cpu_experts_backward(
             dtype, SILU, GATE_FIRST, INFINITY, 0, x.bytes, dout.bytes, up.bytes, 2 * STACK, H, down.bytes, STACK, I,
-            (const float*)weight.bytes, offsets, row_slot, T, H, I, E, K, group, trains, recompute ? nullptr : z, scratch,
+            nullptr, nullptr, nullptr, (const float*)weight.bytes, offsets, row_slot, T, H, I, E, K, group, grad_row, recompute ? nullptr : z, scratch,
             dx.bytes, (float*)dweight.bytes, dup.bytes, 2 * STACK, H, 0, ddown.bytes, STACK, I, 0, 1);
         if (!dx.close(dtype, tolerance)) return "the gradient of x";
         if (!dweight.close(0, tolerance)) return "the gradient of the routing weights";

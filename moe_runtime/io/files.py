@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import stat
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,31 +200,6 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool | None]:
         except OSError:
             pass
         yield is_locked
-
-
-class _Held(threading.local):
-    """The folders that this thread has locked."""
-
-    def __init__(self) -> None:
-        self.folders: set[Path] = set()
-
-
-_held = _Held()
-
-
-@contextlib.contextmanager
-def alone_in(folder: str | os.PathLike) -> Iterator[None]:
-    """Let one thread at a time run such a block, to read, change and rewrite a file of a folder."""
-    folder = Path(os.path.realpath(folder))
-    if folder in _held.folders:
-        yield
-        return
-    with locked(folder):
-        _held.folders.add(folder)
-        try:
-            yield
-        finally:
-            _held.folders.remove(folder)
 
 
 def _remove(folder: Path) -> None:

@@ -5,6 +5,7 @@ No other file uses private names of torch (tests/test_lints.py). Without one of 
     autograd_kernel       ops register their gradients with torch.library.register_autograd: 60 us
                           more for the 24 arguments of moe_mlp (CPU, torch 2.13, 2026-11-24), and
                           torch.func.grad of an op raises torch's RuntimeError
+    below_dispatch        calls without gradients also pass through torch's dispatcher
     has_dual_level        every call looks for tangents in its arguments
     in_dispatch_mode,     caches that a dispatch mode or a transform of torch.func must not see are
     in_transform          never used
@@ -59,6 +60,8 @@ in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_
 in_dispatch_mode: Callable[[], bool] = getattr(
     _python_dispatch, "is_in_torch_dispatch_mode", _always
 )
+_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", _always)
+_is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", _always)
 outside_of_modes: Callable[[], contextlib.AbstractContextManager] = getattr(
     _python_dispatch, "_disable_current_modes", contextlib.nullcontext
 )
@@ -77,6 +80,20 @@ if hasattr(torch, "_disable_dynamo"):
     disable_dynamo = torch._disable_dynamo
 else:
     disable_dynamo = torch.compiler.disable
+
+
+def below_dispatch() -> contextlib.AbstractContextManager | None:
+    """Return what an op's kernel must run in if a call of the op would only run it, else None.
+
+    That is without gradients, tangents, transforms, modes, a profiler, tracing or compiling.
+    """
+    if torch.compiler.is_compiling() or not HAS_AUTOGRAD_KERNEL or torch.is_grad_enabled():
+        return None
+    if has_dual_level() or in_transform() or in_dispatch_mode() or torch.jit.is_tracing():
+        return None
+    if _function_modes() or _is_profiled():
+        return None
+    return _below_autograd()
 
 
 def has_dual_level() -> bool:

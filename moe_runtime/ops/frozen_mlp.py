@@ -34,7 +34,14 @@ from moe_runtime.ops.frozen_rows import (
     in_order_of,
     weight_of,
 )
-from moe_runtime.ops.library import Tensors, define, register, register_backward, wide_dtype
+from moe_runtime.ops.library import (
+    Tensors,
+    call_op,
+    define,
+    register,
+    register_backward,
+    wide_dtype,
+)
 from moe_runtime.ops.moe_mlp import absent_as_empty, check_slots
 
 
@@ -62,7 +69,8 @@ def frozen_mlp(
     save = torch.is_grad_enabled() and not backends.exporting()
     save = save and any([t is not None and t.requires_grad for t in learned])
     backend = backends.pick("frozen_mlp", x, backend)
-    out, *_, offsets, _ = torch.ops.moe_runtime.frozen_mlp(
+    out, *_, offsets, _ = call_op(
+        "frozen_mlp",
         x,
         topk_weight,
         topk_idx,

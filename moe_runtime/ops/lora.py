@@ -32,6 +32,7 @@ from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import check_like
 from moe_runtime.ops.library import (
     Tensors,
+    call_op,
     define,
     inputs_of,
     kind,
@@ -105,7 +106,8 @@ def lora_mlp(
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and any([t is not None and t.requires_grad for t in (x, topk_weight, *halves)])
     backend = backends.pick("lora_mlp", x, backend)
-    out, _, _ = torch.ops.moe_runtime.lora_mlp(
+    out, _, _ = call_op(
+        "lora_mlp",
         x,
         *base[:5],
         topk_weight,

@@ -27,7 +27,14 @@ from moe_runtime.ops.expert_rows import (
     check_like,
     gradients_so_far,
 )
-from moe_runtime.ops.library import Tensors, define, register, register_backward, wide_dtype
+from moe_runtime.ops.library import (
+    Tensors,
+    call_op,
+    define,
+    register,
+    register_backward,
+    wide_dtype,
+)
 from moe_runtime.ops.moe_mlp import (
     absent_as_empty,
     adding_to,
@@ -81,7 +88,8 @@ def moe_layer(
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or router_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))
-    outputs = torch.ops.moe_runtime.moe_layer(
+    outputs = call_op(
+        "moe_layer",
         x,
         router_weight,
         *experts.pack(),

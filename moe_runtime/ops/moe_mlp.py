@@ -34,7 +34,15 @@ from moe_runtime.ops.expert_rows import (
     gradients_so_far,
     in_layout_of,
 )
-from moe_runtime.ops.library import Tensors, define, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import (
+    Tensors,
+    call_op,
+    define,
+    kind,
+    register,
+    register_backward,
+    wide_dtype,
+)
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -160,7 +168,8 @@ def run_experts(
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
-    out, _, offsets, _ = torch.ops.moe_runtime.moe_mlp(
+    out, _, offsets, _ = call_op(
+        "moe_mlp",
         x,
         topk_weight,
         topk_idx,

@@ -217,9 +217,14 @@ def forward(
 def _in_one_call(experts: ExpertStacks, most: int) -> bool:
     """Return whether one call is used for at most `most` rows of an expert.
 
-    It requires stacks with contiguous rows.
+    It requires stacks with contiguous rows, and the same strides of experts that are stored apart.
     """
-    if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
+    if not experts.up.stride(2) == 1 == experts.down.stride(2):
+        return False
+    apart = ((experts.up, experts.up_trained), (experts.down, experts.down_trained))
+    if any([rows is not None and rows.stride() != stack.stride() for stack, rows in apart]):
+        return False
+    if experts.trainable is not None and not experts.trainable.is_contiguous():
         return False
     return most <= few_rows(experts.up.dtype)
 
@@ -261,6 +266,13 @@ def one_call_bytes(
 def address(tensor: Tensor | None) -> int | None:
     """Return where a contiguous tensor starts; None without one."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def _apart(experts: ExpertStacks) -> tuple:
+    """Return for the library which weights of experts are stored apart, and where."""
+    if experts.up_trained is None:
+        return None, None, None
+    return tuple(map(address, (experts.trainable, experts.up_trained, experts.down_trained)))
 
 
 def _one_call(
@@ -305,6 +317,7 @@ def _one_call(
         down.data_ptr(),
         down.stride(0),
         down.stride(1),
+        *_apart(experts),
         address(up_bias),
         address(down_bias),
         topk_weight.data_ptr(),
@@ -464,7 +477,7 @@ def _one_call_back(
     dweight = topk_weight.new_empty(T * K)
     if bounds[-1] < T * K:
         dweight.zero_()
-    trains = torch.tensor([row >= 0 for row in trained], dtype=torch.uint8)
+    grad_row = torch.tensor(trained, dtype=torch.int32)
     saved = z_all.shape[0] > 0
     size = one_call_back_bytes(
         x.dtype,
@@ -489,6 +502,7 @@ def _one_call_back(
         down.data_ptr(),
         down.stride(0),
         down.stride(1),
+        *_apart(experts),
         topk_weight.data_ptr(),
         offsets.data_ptr(),
         row_slot.data_ptr(),
@@ -498,7 +512,7 @@ def _one_call_back(
         E,
         K,
         max(BACK_ELEMENTS // (Z + I), 1),
-        trains.data_ptr(),
+        grad_row.data_ptr(),
         z_all.data_ptr() if saved else None,
         space.data_ptr(),
         address(dx),

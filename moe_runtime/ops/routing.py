@@ -29,7 +29,7 @@ from torch import Tensor
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import define, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import call_op, define, kind, register, register_backward, wide_dtype
 
 
 class Routing(NamedTuple):
@@ -109,7 +109,8 @@ def route(
         weight = torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen)
         return Routing(weight, topk_idx)
     return Routing(
-        *torch.ops.moe_runtime.route(
+        *call_op(
+            "route",
             router_logits,
             bias,
             top_k,

@@ -66,9 +66,10 @@ def cases(arch: int) -> dict[str, Case]:
         # ragged: 16 divides every size, a block none; a gradient's sum is over rows
         many = Case(T=291, H=400, I=336, E=2, top_k=2, tile=tile)
         result[f"row {row}"] = many
-        result[f"row {row}, persistent"] = many._replace(
-            tile={kernel: one._replace(PERSISTENT=True) for kernel, one in tile.items()}
-        )
+        if arch >= 90:
+            result[f"row {row}, persistent"] = many._replace(
+                tile={kernel: one._replace(PERSISTENT=True) for kernel, one in tile.items()}
+            )
     small = next(reversed(result.values())).tile
     for number, tile in enumerate(pools(arch)):
         result[f"candidates {number}"] = many._replace(T=259, tile=tile)

@@ -85,7 +85,8 @@ def table(dtype: str = "bfloat16") -> list:
         for i, (_, tile) in enumerate(entries):
             found[kernel, tile] = None
             if kernel != "dw" and (NATIVE or i == 0):
-                found[kernel, tile._replace(PERSISTENT=True)] = None
+                if tile.TMA and kernel in ("down", "dx"):
+                    found[kernel, tile._replace(PERSISTENT=True)] = None
                 found[kernel, tile._replace(TMA=not tile.TMA and ARCH >= 90)] = None
     return [
         pytest.param(
@@ -262,7 +263,7 @@ VARIANTS = {
     "built in": {},
     "persistent": dict.fromkeys(
         tiles.KERNELS,
-        Tile(64, 128, 64, 4, 3, PERSISTENT=True),
+        Tile(64, 128, 64, 4, 3, TMA=True, PERSISTENT=True, JOINED=True),
     ),
     "descriptors": dict.fromkeys(
         tiles.KERNELS,

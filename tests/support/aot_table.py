@@ -78,6 +78,9 @@ WHAT = {
     "grouped_gemm._up_fwd_kernel": (
         "up projection: gathers tokens, activation in its epilogue, keeps the pre-activation z"
     ),
+    "grouped_gemm._up_stream_kernel": (
+        "the same on Hopper, a program's tiles as one loop: loads under the epilogue"
+    ),
     "grouped_gemm._grouped_gemm_fwd_kernel": (
         "one product per expert over rows in order: down projection, and dx"
     ),

@@ -22,7 +22,7 @@ from moe_runtime.tools import tune as tuning
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 LAYER = Layer(40, 32, 3, 2, shared=True)  # no config is clipped
-BUILT_IN, TALL, PERSISTENT, TMA = candidates(
+BUILT_IN, TALL, TMA = candidates(
     Problem(
         "up",
         0,
@@ -118,7 +118,7 @@ def test_the_fastest_config_is_written_and_picked_up(clock):
         assert tile_of(entry) == TALL
         assert entry["ms"] == 7.0
         assert entry["table"]["ms"] == 10.0
-        assert tried(entry).keys() == {BUILT_IN, TALL, PERSISTENT, TMA}
+        assert tried(entry).keys() == {BUILT_IN, TALL, TMA}
         assert entry["layer"] == LAYER._asdict()
         assert entry["tokens"] == 16
         for name in ("torch", "triton", "driver", "date"):
@@ -211,8 +211,8 @@ def test_a_stopped_run_resumes(clock, few):
 def test_slow_configs_are_not_timed_to_the_end(clock, few):
     clock.ms = {TALL: 20.0, BUILT_IN: 30.0}
     tune()
-    assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA]
-    assert clock.calls[3] == [BUILT_IN, PERSISTENT, TMA]
+    assert clock.calls[2] == [BUILT_IN, TALL, TMA]
+    assert clock.calls[3] == [BUILT_IN, TMA]
 
 
 @pytest.mark.parametrize("text", ["{", '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}'])

@@ -66,11 +66,6 @@ class ExpertStatistics:
     top_k: int
     facts: Mapping[str, Any]
 
-    @property
-    def has_outputs(self) -> bool:
-        """Whether every expert was run on every token."""
-        return all("products" in sums for sums in self.layers.values())
-
     def save(self, path: str | Path, **more: Any) -> None:
         """Write one safetensors file, atomically; `more` is added to its facts."""
         tensors = {}

@@ -24,7 +24,6 @@ SPILLS = {
     (80, "up float32 from 48 rows an expert"): {"3.6": 0, "3.7": 0, "3.9": 16},
     (90, "up float32 from 48 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
     (90, "dz no wh"): {"3.6": 0, "3.7": 0, "3.9": 24},
-    (90, "up candidate"): {"3.6": 0, "3.7": 0, "3.9": 24},
     (80, "dz GPT-OSS-20B from 192 rows an expert"): {"3.6": 40, "3.7": 0, "3.9": 0},
     (80, "dz LoRA, GPT-OSS-20B"): {"3.6": 48, "3.7": 0, "3.9": 96},
     (90, "dz LoRA, GPT-OSS-20B"): {"3.6": 0, "3.7": 0, "3.9": 24},
@@ -407,7 +406,7 @@ def persistent(arch: int):
     """Configs that `moe-runtime tune` may choose: the table's, with each program processing several
     tiles.
     """
-    for kernel, _, tile in table_of(arch, "up", "down", "dx", "dz"):
+    for kernel, _, tile in table_of(arch, "down", "dx"):
         yield case(arch, kernel, tile._replace(PERSISTENT=True), "candidate")
 
 

@@ -108,7 +108,7 @@ def compare(a: Path, b: Path) -> FileComparison:
             why = f"the benchmark failed: {failed[name]}"
         else:
             continue
-        kind = info.get("kind", "op")
+        kind = info["kind"]
         now = other.get(name, {"rows": {}})
         for variant in info["rows"]:
             if variant not in now["rows"]:
@@ -128,7 +128,7 @@ def _is_ours(variant: str, kind: str) -> bool:
 
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
-    kind = b.get("kind", "op")
+    kind = b["kind"]
     both = [variant for variant in a["rows"] if variant in b["rows"]]
     others = []
     for variant in both:
@@ -156,7 +156,7 @@ def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float 
     """Compare a variant, also relative to the floor or to the pace of variants not ours."""
     one = a["rows"][variant]
     other = b["rows"][variant]
-    kind = b.get("kind", "op")
+    kind = b["kind"]
     rounds = _rounds(a, b)
     ratio = other["ms"] / one["ms"]
     noise = math.inf
@@ -189,7 +189,7 @@ def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float 
 
 
 def _rounds(a: dict, b: dict) -> int:
-    return min(a.get("rounds", 0), b.get("rounds", 0))
+    return min(a["rounds"], b["rounds"])
 
 
 def _noise(row: dict, few: bool) -> float:
@@ -214,8 +214,8 @@ def _warnings(one: dict, other: dict) -> list[str]:
     for unit in ("TFLOP/s", "GB/s"):
         ratios = []
         for a, b in both:
-            before = a.get("ceilings", {})
-            now = b.get("ceilings", {})
+            before = a["ceilings"]
+            now = b["ceilings"]
             if unit in before and unit in now:
                 ratios.append(now[unit] / before[unit])
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:

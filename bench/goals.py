@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from moe_runtime.bench import shapes
 from moe_runtime.bench.described import markdown
-from moe_runtime.bench.records import RENAMED
 
 HF = "transformers grouped_mm"
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
@@ -93,37 +92,37 @@ GOALS = (
         for (function, what), least in zip(PASSES.items(), leasts)
     ),
     Goal(
-        f"forward + backward, times faster than {HF}",
+        f"forward + backward, speedup over {HF}",
         _layers("bench_forward_backward", *shapes.TOKENS),
         _faster(HF),
         2.0,
     ),
     Goal(
-        f"forward, times faster than {HF}: never slower",
+        f"forward, speedup over {HF}: never slower",
         _layers("bench_forward", *shapes.TOKENS),
         _faster(HF),
         1.0,
     ),
     Goal(
-        f"layer and training step of a stock model, times faster than {HF}: never slower",
+        f"layer and training step of a stock model, speedup over {HF}: never slower",
         [f"{function}[{name}-bf16]" for function in STEPS for name in shapes.STEPS],
         _faster(HF),
         1.0,
     ),
     Goal(
-        "router, times of its bytes' copy, T = 16384",
+        "router, relative to a copy of its bytes, T = 16384",
         _each("bench_route", "forward", "backward"),
         _times("moe_runtime", "copy (floor)"),
         most=2.0,
     ),
     Goal(
-        "merge and dalpha, share of the copy's bandwidth",
+        "merge and dalpha, share of a copy's bandwidth",
         _each("bench_merge_experts", "merge", "dalpha"),
         _times("copy (floor)", "moe_runtime triton"),
         0.85,
     ),
     Goal(
-        "XFT's merge stage, forward + backward of a layer, times faster than the official form",
+        "XFT's merge stage, forward + backward of a layer, speedup over the official form",
         [f"bench_mixing_layer[{name}]" for name in shapes.MIXING],
         _faster("official"),
         2.0,
@@ -141,13 +140,13 @@ GOALS = (
         0.20,
     ),
     Goal(
-        "6 of 64 experts train: memory of their gradients, times of all",
+        "6 of 64 experts train: memory of their gradients, relative to all",
         ["bench_selected_experts[DeepSeek-V2-Lite]"],
         _gradients,
         most=0.10,
     ),
     Goal(
-        "UltraFuser's loss, 3 x Llama-2-13B, times faster than the naive",
+        "UltraFuser's loss, 3 x Llama-2-13B, speedup over the naive loss",
         [
             f"bench_fused_loss[3xLlama-2-13B-{T}-{train}]"
             for T in (2048, 8192)
@@ -168,9 +167,9 @@ GOALS = (
         lambda rows: rows["moe_runtime"]["total MiB"] * 2**20 / 1e9,
         most=22.0,
     ),
-    Goal("its peak, times of moe-runtime memory's estimate", QLORA, _estimated, most=1.05),
+    Goal("its peak, relative to the estimate of moe-runtime memory", QLORA, _estimated, most=1.05),
     Goal(
-        "dispatch in CUDA C++, times faster than Triton's, T <= 2048",
+        "dispatch in CUDA C++, speedup over Triton's, T <= 2048",
         [
             f"bench_cuda_kernel[{name}-dispatch]"
             for name, shape in shapes.plans().items()
@@ -217,44 +216,44 @@ DECODE = [f"{shape}-{T}" for shape in shapes.CPU for T in shapes.DECODE if T <= 
 CPU_GOALS = (
     *CPU_LAYERS,
     Goal(
-        "decode, T <= 64, times of the fastest of transformers: never slower",
+        "decode, T <= 64, relative to the fastest of transformers: never slower",
         [f"bench_tokens[{name}-{dtype}]" for name in DECODE for dtype in ("fp32", "bf16")],
         _of_transformers,
         most=1.0,
     ),
     Goal(
-        "XFT's merge stage, a step, times of a dense tuning step",
+        "XFT's merge stage, a step, relative to a dense tuning step",
         ["bench_mixing_step[small]"],
         _times("moe_runtime", "dense SFT step (floor)"),
         most=1.25,
     ),
     Goal(
-        "a fifth of the experts trains: backward, times of training all",
+        "a fifth of the experts trains: backward, relative to training all",
         [PARTLY.format("_backward")],
         _of_all,
         most=0.85,
     ),
     Goal(
-        "a fifth of the experts trains: forward + backward, and a step with AdamW, times of "
+        "a fifth of the experts trains: forward + backward, and a step with AdamW, relative to "
         "training all",
         [PARTLY.format(""), PARTLY.format("_step")],
         _of_all,
         most=0.95,
     ),
     Goal(
-        "UltraFuser's loss, forward + backward, times of the naive",
+        "UltraFuser's loss, forward + backward, relative to the naive loss",
         FUSED[:1],
         _times("moe_runtime torch", NAIVE),
         most=1.0,
     ),
     Goal(
-        "its stage 1, times of the naive",
+        "its stage 1, relative to the naive loss",
         FUSED[1:],
         _times("moe_runtime torch", NAIVE),
         most=0.6,
     ),
     Goal(
-        "its peak memory, share of the naive",
+        "its peak memory, relative to the naive loss",
         FUSED,
         _times("moe_runtime torch", NAIVE, "peak MiB"),
         most=0.35,
@@ -267,19 +266,19 @@ CPU_GOALS = (
         ]
         for goal in (
             Goal(
-                f"{what}, NF4, times of dense stacks",
+                f"{what}, NF4, relative to unpacked stacks",
                 names,
                 _times(NF4, "moe_runtime"),
                 most=1.6,
             ),
             Goal(
-                f"{what}, times faster than PEFT's own",
+                f"{what}, speedup over PEFT's own code",
                 names,
                 _faster(PEFT),
                 speed,
             ),
             Goal(
-                f"{what}, peak memory, share of PEFT's own",
+                f"{what}, peak memory, relative to PEFT's own code",
                 names,
                 _times("moe_runtime", PEFT, "peak MiB"),
                 most=memory,
@@ -287,7 +286,7 @@ CPU_GOALS = (
         )
     ),
     Goal(
-        "LoRA experts on one base, forward + backward, times faster than per slot",
+        "LoRA experts on one base, forward + backward, speedup over one product per slot",
         ["bench_lora_experts[coarse-both-fp32]"],
         _faster("LoRA per slot"),
         2.5,
@@ -299,7 +298,7 @@ def goals(rows: dict, wanted: Sequence[Goal] = GOALS) -> str:
     """Return one line per goal, and one per benchmark that misses it."""
     benches: dict[str, dict] = {}
     for (benchmark, variant), row in rows.items():
-        benches.setdefault(RENAMED.get(benchmark, benchmark), {})[variant] = row
+        benches.setdefault(benchmark, {})[variant] = row
     lines = []
     missed = []
     for goal in wanted:

@@ -14,9 +14,8 @@ from moe_runtime.bench import pictures_bars as frame
 from moe_runtime.bench.pictures_bars import INK, SMALL, Bench, is_ours, ordered, plain, style
 from moe_runtime.io.rows import require
 
-LAYER_TITLE = (
-    "Experts of one layer: time as a multiple of moe_runtime's\n"
-    "(dense matmul: one torch product of the same FLOPs)"
+LAYER_UNITS = (
+    "time as a multiple of moe_runtime's; dense matmul: one torch product of the same FLOPs"
 )
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 FAR = 3.5  # times ours: a longer bar is cut, but keeps its number
@@ -38,18 +37,13 @@ def ratios(bench: Bench) -> dict[str, float]:
     return {name: row["ms"] / ours for name, row in bench.rows.items()}
 
 
-def _layer_tokens(bench: Bench) -> str:
-    tokens = bench.of_shape.get("T")
-    return f"T={tokens}" if tokens else ""
-
-
 def _layer_bars(benches: list[Bench]):
     heights = [frame.bars_height(len(bench.rows)) + 0.15 for bench in benches]
-    figure, all_axes = frame.grid(LAYER_TITLE, benches, heights)
+    figure, all_axes = frame.grid(f"{_standing(benches)}\n{LAYER_UNITS}", benches, heights)
     for axes, bench in zip(all_axes, benches, strict=True):
-        where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
+        where = f"{bench.shape}, T={bench.tokens}, {bench.dtype}"
         plain(axes, f"{where}\n{PASSES[bench.function]}")
-        unit = f"times of {ordered(bench.rows)[0]} (less is better)"
+        unit = f"time / {ordered(bench.rows)[0]}'s (lower is better)"
         frame.bars(
             axes,
             ratios(bench),
@@ -81,7 +75,7 @@ def throughput(benches: list[Bench]):
     if not panels:
         return None
     heights = [2.7 + 0.15 * len(_losses(group)) for group in panels.values()]
-    title = "Experts of one layer: tokens/s against tokens"
+    title = f"{_standing(measured)}\ntokens per second, by the number of tokens T"
     figure, all_axes = frame.grid(title, measured, heights, base=1.9)
     for axes, (title, group) in zip(all_axes, panels.items(), strict=True):
         _panel(axes, group)
@@ -167,6 +161,12 @@ def loss(bench: Bench) -> Loss | None:
     best = max(others, key=others.get)
     times = others[best] / rates.get("moe_runtime", max(ours))
     return Loss(best, others[best], times) if round(times, 2) > 1 else None
+
+
+def _standing(benches: list[Bench]) -> str:
+    """Return in how many of these cases ours is the fastest."""
+    won = sum(loss(bench) is None for bench in benches)
+    return f"One layer's experts: moe_runtime is the fastest in {won} of {len(benches)} cases"
 
 
 PICTURES = {

@@ -65,23 +65,16 @@ class Bench(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """From the file or, for older files, from the benchmark's name."""
-        named = [part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")]
-        return self.info.get("dtype") or "".join(named[:1])
-
-    @property
-    def of_shape(self) -> dict:
-        """The fields of the shape; empty for older files."""
-        return self.info.get("shape") or {}
+        return self.info["dtype"]
 
     @property
     def shape(self) -> str:
         """Name of the shape, without its tokens."""
-        return self.of_shape.get("name") or self.id.removesuffix(f"-{self.dtype}")
+        return self.info["shape"].get("name") or self.id.removesuffix(f"-{self.dtype}")
 
     @property
     def tokens(self) -> int:
-        return self.info.get("tokens") or self.of_shape.get("T") or 0
+        return self.info.get("tokens", 0)
 
 
 def read(path: str | Path) -> list[Bench]:
@@ -129,23 +122,21 @@ def caption(benches: list[Bench]) -> str:
     machines = {}
     spreads = []
     for bench in benches:
-        words = [bench.info.get("machine", "unknown machine")]
+        words = [bench.info["machine"]]
         for name in ("torch", "triton", "transformers"):
-            if bench.info.get(name, "missing") != "missing":
+            if bench.info[name] != "missing":
                 words.append(f"{name} {bench.info[name]}")
         machines[", ".join(words)] = None
         for row in bench.rows.values():
             if "iqr" in row:
                 spreads.append(row["iqr"])
-    rounds = sorted({info["rounds"] for info in infos if "rounds" in info})
-    measured = ""
-    if rounds:
-        ends = dict.fromkeys((rounds[0], rounds[-1]))
-        measured = f"medians of {' to '.join(map(str, ends))} rounds, "
+    rounds = sorted({info["rounds"] for info in infos})
+    ends = dict.fromkeys((rounds[0], rounds[-1]))
+    measured = f"medians of {' to '.join(map(str, ends))} rounds, "
     if spreads:
         measured += f"quartiles at most {max(spreads):.0%} apart, "
-    commit = ", ".join(dict.fromkeys(str(info.get("commit", "unknown")) for info in infos))
-    date = ", ".join(dict.fromkeys(str(info.get("date", "unknown")) for info in infos))
+    commit = ", ".join(dict.fromkeys(info["commit"] for info in infos))
+    date = ", ".join(dict.fromkeys(info["date"] for info in infos))
     return "\n".join([*machines, f"{measured}commit {commit}, {date}"])
 
 
@@ -374,7 +365,9 @@ def memory(benches: list[Bench]):
     if not measured:
         return None
     heights = [bars_height(len(_column(bench, SAVED))) for bench in measured]
-    title = "Kept for the backward pass, per token of one layer"
+    title = (
+        f"moe_runtime keeps {_shares(measured)} of what the next best keeps\nfor the backward pass"
+    )
     figure, all_axes = grid(title, measured, heights)
     has_formula = False
     for axes, bench in zip(all_axes, measured, strict=True):
@@ -394,6 +387,17 @@ def memory(benches: list[Bench]):
     if has_formula:
         legend(figure, [line(color=INK, linewidth=2.5, label="our published formula")])
     return figure
+
+
+def _shares(benches: list[Bench]) -> str:
+    """Return ours as shares of the least of the others, such as "28 to 44 %"."""
+    shares = []
+    for bench in benches:
+        values = _column(bench, SAVED)
+        others = [value for name, value in values.items() if not is_ours(name)]
+        if others:
+            shares.append(round(100 * values[ordered(values)[0]] / min(others)))
+    return " to ".join(map(str, sorted({min(shares), max(shares)}))) + " %" if shares else "all"
 
 
 def _mark(axes, x: float, y: float, label: str) -> None:

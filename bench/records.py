@@ -24,9 +24,9 @@ LINE = {
     "planned": int,
     "broken": dict,
 }
+# of every benchmark, besides its rows and ceilings
+ABOUT = {"kind", "dtype", "shape", "machine", "commit", "date", "rounds"}
 POSITIVE = ("ms", "ratio", "TFLOP/s", "GB/s", "tokens/s")  # numbers used as divisors
-# names in older files, without the preset
-RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}
 
 
 class Records:
@@ -147,13 +147,9 @@ class Written(Records):
 def benchmarks(path: str | Path) -> list[dict]:
     """Return name and extra_info of each benchmark in a file, pytest-benchmark's JSON or our lines.
 
-    Old names are replaced by the current ones.
+    Raises ValueError for other files.
     """
-    benches = _benchmarks(Path(path))
-    return [bench | {"name": RENAMED.get(bench["name"], bench["name"])} for bench in benches]
-
-
-def _benchmarks(path: Path) -> list[dict]:
+    path = Path(path)
     benches = []
     if path.suffix == ".jsonl":
         for line in Records(path).lines():
@@ -179,11 +175,11 @@ def _benchmarks(path: Path) -> list[dict]:
 def _is_benchmark(bench: Any) -> bool:
     """Whether a benchmark has a name and rows of numbers, with positive divisors."""
     match bench:
-        case {"name": str(), "extra_info": {"rows": {**rows}, **info}} if rows:
-            limits = info.get("ceilings", {})
+        case {"name": str(), "extra_info": {"rows": {**rows}, "ceilings": {**limits}, **info}}:
+            known = bool(rows) and info.keys() >= ABOUT
         case _:
             return False
-    return isinstance(limits, dict) and all(map(_is_row, [*rows.values(), limits | {"ms": 1.0}]))
+    return known and all(map(_is_row, [*rows.values(), limits | {"ms": 1.0}]))
 
 
 def _is_row(row: Any) -> bool:

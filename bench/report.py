@@ -61,7 +61,7 @@ def tables(paths: list[str | Path]) -> str:
     groups: dict[str, dict[str, dict]] = {kind: {} for kind in described.KINDS}
     notes = []
     for name, info in _infos(paths):
-        group = groups.setdefault(info.get("kind", "op"), {})
+        group = groups.setdefault(info["kind"], {})
         group.setdefault(name.partition("[")[0], {})[name] = info["rows"]
         for variant, note in info.get("notes", {}).items():
             notes.append(f"* {name}: {variant}: {note}")
@@ -126,12 +126,11 @@ def machine(paths: list[str | Path]) -> str:
                 words.append(f"{name} {info[name]}")
         known = ceilings.setdefault(", ".join(words), {})
         limits = []
-        for unit, value in info.get("ceilings", {}).items():
+        for unit, value in info["ceilings"].items():
             digits = 0 if value >= 10 else 3
             limits.append(f"{value:,.{digits}f} {unit}")
         if limits:
-            dtype = f"of {info['dtype']} " if info.get("dtype") else ""
-            known[f"ceilings {dtype}{', '.join(limits)}"] = None
+            known[f"ceilings of {info['dtype']} {', '.join(limits)}"] = None
     return "\n".join(f"* {', '.join([line, *limits])}" for line, limits in ceilings.items())
 
 

@@ -15,7 +15,7 @@ import torch
 
 from moe_runtime.bench import clock, goals, machine, report, shapes
 from moe_runtime.bench.bench_layer import LayerVariants
-from moe_runtime.bench.records import Records, benchmarks
+from moe_runtime.bench.records import ABOUT, Records, benchmarks
 from moe_runtime.tools import tune
 from tests.support.shared import PYTEST
 
@@ -278,7 +278,6 @@ def test_records_and_their_report(tmp_path, capsys):
     path = tmp_path / "deep" / "r.jsonl"
     records = Records(path)
     assert records.lines() == []
-    assert Records(None).done() == set()
     row = {
         "ms": 1.0,
         "ratio": 1.0,
@@ -287,12 +286,9 @@ def test_records_and_their_report(tmp_path, capsys):
         "peak MiB": 7.0,
         "difference": 0.5,
     }
-    info = {
+    info = dict.fromkeys(ABOUT, "x") | {
         "machine": "H200",
-        "rounds": 5,
         "ceilings": {"GB/s": 4300.0},
-    }
-    info |= {
         "rows": {"floor": row},
         "notes": {"peer": "not installed"},
     }
@@ -310,7 +306,7 @@ def test_records_and_their_report(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "| a | 1.000 ms, 50%, 7 MiB, differs by 5e-01 |" in text
     assert "bench_x[a]: peer: not installed" in text
-    assert "machine H200, ceilings 4,300 GB/s" in text
+    assert "machine H200, commit x, date x, ceilings of x 4,300 GB/s" in text
     assert "failed: bench_x[d]: boom" in text
 
 

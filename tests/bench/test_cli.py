@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_runtime.bench import compare, machine, running
-from moe_runtime.bench.records import Records, benchmarks
+from moe_runtime.bench.records import ABOUT, Records, benchmarks
 from moe_runtime.cli import tools as cli_tools
 from moe_runtime.cli.app import app as main_app
 from tests.support.patience import PATIENCE
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def file_of(path: Path, rows: dict, **info) -> Path:
     """Write a results file from {benchmark: {variant: row}}."""
     about = {
-        "machine": "M",
+        **dict.fromkeys(ABOUT, "x"),
         "torch": "2.11",
         "rounds": 9,
         "kind": "layer",
@@ -128,7 +128,8 @@ def test_a_failed_benchmark_ends_in_1(failed, code):
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, there, arguments, says):
     path = tmp_path / "r.jsonl"
-    Records(path).write("bench_x", extra_info={"rows": {"moe_runtime": row(1.0)}} | there)
+    info = dict.fromkeys(ABOUT, "x") | {"ceilings": {}, "rows": {"moe_runtime": row(1.0)}}
+    Records(path).write("bench_x", extra_info=info | there)
     before = path.read_text()
     done = bench(
         "--only",

@@ -9,7 +9,7 @@ from moe_runtime.bench.pictures_bars import read
 
 matplotlib = pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-PUBLISHED = RESULTS / "2026-11-22-12297f0-cpu.json"  # has data for every figure
+PUBLISHED = RESULTS / "2026-11-28-c3b91fb4-cpu.json"  # has data for every figure
 
 
 @pytest.fixture(scope="module")

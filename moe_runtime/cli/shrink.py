@@ -41,7 +41,7 @@ def score(
         bool,
         option("Run every expert on every token, for merge, acp and do-acp.", "--outputs"),
     ] = False,
-    n_tokens: Annotated[int, option("Tokens to read, at most.")] = 131072,
+    tokens: Annotated[int, option("Tokens to read, at most.")] = 131072,
     max_length: MaxLength = 4096,
     pack: Annotated[
         bool, option("Pack short examples into samples of --max-length tokens.")
@@ -64,7 +64,7 @@ def score(
             data,
             out,
             outputs=outputs,
-            n_tokens=n_tokens,
+            n_tokens=tokens,
             max_length=max_length,
             packed=pack,
             batch_size=batch_size,

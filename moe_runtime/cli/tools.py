@@ -76,7 +76,7 @@ def stats(
     return {"layers": layers, "warning": warning, "files": files}
 
 
-@verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
+@verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch-size 4 --gradient-checkpointing")
 def memory(
     model: Annotated[str, argument("Folder or Hub id, of which only the config is read.")],
     lora: Annotated[
@@ -87,8 +87,8 @@ def memory(
         str,
         option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS),
     ] = "16",
-    batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
-    length: Annotated[int, option("Tokens per example.")] = 2048,
+    batch_size: Annotated[int, option("Examples per device and forward pass.")] = 1,
+    max_length: Annotated[int, option("Tokens per example.")] = 2048,
     optimizer: Annotated[
         str, option("adamw (fused), adamw_torch, sgd, adafactor or 8bit.", words=OPTIMIZERS)
     ] = "adamw",
@@ -130,8 +130,8 @@ def memory(
         training = Training(
             steps=1,
             learning_rate=1e-5,
-            batch_size=batch * gpus,
-            per_device_batch_size=batch,
+            batch_size=batch_size * gpus,
+            per_device_batch_size=batch_size,
             optimizer=optimizer,
             bf16=bf16,
             gradient_checkpointing=checkpointing,
@@ -139,15 +139,15 @@ def memory(
         stage = PlannedTraining(
             "training",
             make,
-            lambda count: accounts.causal_batch(count, length),
+            lambda count: accounts.causal_batch(count, max_length),
             training,
-            length,
+            max_length,
             packed=accounts.BITS[bits],
         )
         return print_plan(Planner([stage]), gpus, gpu_memory, engine)
     estimate = accounts.estimate(
         make(),
-        lambda: accounts.causal_batch(batch, length),
+        lambda: accounts.causal_batch(batch_size, max_length),
         packed=accounts.BITS[bits],
         backend=backend,
         optimizer=optimizer,
@@ -219,7 +219,7 @@ def doctor(
     return Ends(report, 1 if report["problems"] or report.get("check", {}).get("failures") else 0)
 
 
-@verb(app, "--model llama-1b-moe", resumes=True, drop=("--again",))
+@verb(app, "--model llama-1b-moe", resumes=True, drop=("--overwrite",))
 def tune(
     shape: Annotated[
         str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")
@@ -234,9 +234,7 @@ def tune(
     out: Annotated[
         Path | None, option("File to write (default: the one that the kernels read).")
     ] = None,
-    again: Annotated[
-        bool, option("Repeat measurements that the file already has.", "--again")
-    ] = False,
+    overwrite: Annotated[bool, option("Repeat measurements that the file already has.")] = False,
     seconds: Annotated[float | None, option("Time after which no new measurement starts.")] = None,
 ) -> Any:
     """Measure the kernels' launch configs on this GPU.
@@ -271,7 +269,7 @@ def tune(
                 counts,
                 dtypes,
                 path,
-                again=again,
+                again=overwrite,
                 seconds=seconds,
             ):
                 update(step.number, step.of)

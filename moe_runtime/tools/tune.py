@@ -465,7 +465,7 @@ def _measured(step: Outcome, results: Results, timer, problem: Problem, work: tu
     pool = [tile for tile in candidates(problem) if tile not in broken]
     if tiles.heuristic(problem) not in pool:
         return step._replace(
-            note="the built-in config killed an earlier process. Pass --again to retry it"
+            note="the built-in config killed an earlier process. Pass --overwrite to retry it"
         )
     try:
         run = runner(*work)

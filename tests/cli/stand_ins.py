@@ -50,6 +50,7 @@ def short_demo() -> None:
 def short_bench() -> None:
     """Replace the measurements of `bench`, in this process, to test only what it writes."""
     from moe_runtime.bench import running
+    from moe_runtime.bench.records import ABOUT
 
     def measured(arguments, records, update):
         done = records.done()
@@ -66,10 +67,12 @@ def short_bench() -> None:
             }
             records.write(
                 name,
-                extra_info={
+                extra_info=dict.fromkeys(ABOUT, "x")
+                | {
                     "tiny": True,
                     "asked": 15,
                     "rounds": 1,
+                    "ceilings": {},
                     "rows": {"moe_runtime": row},
                 },
             )

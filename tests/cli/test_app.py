@@ -238,7 +238,7 @@ def test_tune_resumes_after_an_interruption_and_doctor_finds_the_file(run, clock
     assert "built in" in run("doctor", "--verbose").stdout  # this process has cached the file
     tiles.read_tuned.cache_clear()
     assert f"{path}: 2 measured here" in run("doctor", "--verbose").stdout
-    lines = succeed(run, "tune", *sizes, "--again").stdout.splitlines()
+    lines = succeed(run, "tune", *sizes, "--overwrite").stdout.splitlines()
     assert lines[-1] == f"{path}: 2 measured"
     tiles.read_tuned.cache_clear()
     path.write_text("{")

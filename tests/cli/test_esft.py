@@ -46,7 +46,7 @@ def home(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("esft")
     write_base(home)
     output = succeed(
-        "score {home}/base --data {home}/rows.jsonl --n-tokens 256 --max-length 32 "
+        "score {home}/base --data {home}/rows.jsonl --tokens 256 --max-length 32 "
         "--out {home}/made/summary.json",
         home=home,
     )

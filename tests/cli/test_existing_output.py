@@ -76,7 +76,7 @@ ALL = FAULTY | {
     "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
     "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to merged"),
     "shrink score": _verb(
-        "shrink score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 "
+        "shrink score {in}/esft/base --data {in}/esft/sums.jsonl --tokens 64 --max-length 32 "
         "--outputs --out out"
     ),
     "shrink prune": _verb("shrink prune {in}/esft/base out --statistics {in}/of-score --keep 4"),

@@ -93,7 +93,7 @@ def _esft(folder: Path) -> None:
     folder.mkdir()
     _moved(esft_study.write_study(folder))
     base = folder / "base"
-    sample = ("--data", folder / "sums.jsonl", "--n-tokens", 64, "--max-length", 32)
+    sample = ("--data", folder / "sums.jsonl", "--tokens", 64, "--max-length", 32)
     _verb("esft", "score", base, *sample, "--out", folder / "summary.json")
     _verb(
         "esft",

@@ -37,7 +37,7 @@ VERBS: dict[str, Verb] = {
     "stats": _verb("stats {in}/moe --data {in}/rows.jsonl --out out --max-length 32", whole=False),
     "run": _verb("papers run {in}/xft/study.yaml --out out", whole=False),
     "esft score": _verb(
-        "esft score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 "
+        "esft score {in}/esft/base --data {in}/esft/sums.jsonl --tokens 64 --max-length 32 "
         "--out out",
     ),
     "esft select": _verb("esft select --summary {in}/esft/summary.json --p 0.4 --out out"),

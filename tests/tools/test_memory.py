@@ -200,9 +200,9 @@ def sizes_of(folder, *words) -> dict:
     _, text = run(
         folder,
         *words,
-        "--batch",
+        "--batch-size",
         2,
-        "--length",
+        "--max-length",
         64,
         "--json",
     )

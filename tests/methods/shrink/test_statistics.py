@@ -168,7 +168,7 @@ def invoke(line: str, **folders) -> str:
 def test_the_commands_from_text_to_a_comparison(home, tmp_path):
     base = {"base": home / "base", "rows": home / "rows.jsonl", "out": tmp_path}
     told = invoke(
-        "score {base} --data {rows} --out {out}/s.safetensors --outputs --n-tokens 128 "
+        "score {base} --data {rows} --out {out}/s.safetensors --outputs --tokens 128 "
         "--max-length 16",
         **base,
     )

@@ -124,7 +124,7 @@ def caption(benches: list[Bench]) -> str:
     for bench in benches:
         words = [bench.info["machine"]]
         for name in ("torch", "triton", "transformers"):
-            if bench.info[name] != "missing":
+            if bench.info.get(name, "missing") != "missing":
                 words.append(f"{name} {bench.info[name]}")
         machines[", ".join(words)] = None
         for row in bench.rows.values():

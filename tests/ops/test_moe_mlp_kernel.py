@@ -43,7 +43,6 @@ TILES = [
     pytest.param(Tile(32, 32, 32, TMA=True), id="descriptors"),
     pytest.param(Tile(16, 16, 32, GROUP_M=1, TMA=True, PERSISTENT=True), id="both, small"),
     pytest.param(Tile(32, 16, 32, TMA=True, JOINED=True), id="gate and up joined"),
-    pytest.param(Tile(16, 64, 16, GROUP_M=1), id="short blocks along the sum"),
 ]
 
 

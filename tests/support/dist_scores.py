@@ -5,10 +5,13 @@ arguments OUT.
 import os
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.methods.esft.runs import score_folder
 from moe_runtime.methods.esft.scores import score_experts
+from moe_runtime.methods.shrink import StatisticsRecorder
 from tests.hf.dropin.test_layers import ids, stock
 
 torch.set_num_threads(1)
@@ -25,8 +28,22 @@ def shared_out(rank: int) -> list[torch.Tensor]:
     return list((SAMPLES[:4] if rank == 0 else SAMPLES[4:]).split(1))
 
 
+@torch.no_grad()
+def statistics(parts: list[torch.Tensor], mesh=None) -> dict:
+    """Return the sums of moe_runtime.methods.shrink, of experts on all ranks of `mesh` if given."""
+    model = stock("mixtral", "moe_runtime")
+    if mesh is not None:
+        shard_experts(model, mesh)
+    with StatisticsRecorder(model) as recorder:
+        for part in parts:
+            model(input_ids=part)
+    return recorder.read({}, reduce=mesh is not None).layers
+
+
 def main(out: str) -> None:
     rank = int(os.environ["RANK"])
+    halves = [SAMPLES[:4], SAMPLES[3:]]
+    shrink = statistics([halves[rank]], init_device_mesh("cpu", (2,)))
     model = make()
     whole = score_experts(model, shared_out(rank))
     cut = score_experts(model, shared_out(rank), n_tokens=25)
@@ -47,6 +64,7 @@ def main(out: str) -> None:
         error = str(raised)
     found = {"whole": whole, "cut": cut, "alone": alone, "split": split}
     torch.save(
-        {name: scores.to_dict() for name, scores in found.items()} | {"error": error},
+        {name: scores.to_dict() for name, scores in found.items()}
+        | {"error": error, "shrink": shrink},
         f"{out}/{rank}.pt",
     )

@@ -300,6 +300,10 @@ def test_two_processes_score_as_one(tmp_path):
         str(tmp_path),
     )
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    halves = [dist_scores.SAMPLES[:4], dist_scores.SAMPLES[3:]]
+    expected = dist_scores.statistics(halves)
+    for rank in ranks:
+        torch.testing.assert_close(rank.pop("shrink"), expected, rtol=1e-5, atol=1e-7)
     assert ranks[0] == ranks[1]
     assert "A process has no batch" in ranks[0].pop("error")
     scores = {}

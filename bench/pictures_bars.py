@@ -70,7 +70,7 @@ class Bench(NamedTuple):
     @property
     def shape(self) -> str:
         """Name of the shape, without its tokens."""
-        return self.info["shape"].get("name") or self.id.removesuffix(f"-{self.dtype}")
+        return self.info.get("shape", {}).get("name") or self.id.removesuffix(f"-{self.dtype}")
 
     @property
     def tokens(self) -> int:

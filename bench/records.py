@@ -25,7 +25,7 @@ LINE = {
     "broken": dict,
 }
 # of every benchmark, besides its rows and ceilings
-ABOUT = {"kind", "dtype", "shape", "machine", "commit", "date", "rounds"}
+ABOUT = {"kind", "dtype", "machine", "commit", "date", "rounds"}
 POSITIVE = ("ms", "ratio", "TFLOP/s", "GB/s", "tokens/s")  # numbers used as divisors
 
 

@@ -73,7 +73,6 @@ def short_bench() -> None:
                     "asked": 15,
                     "rounds": 1,
                     "ceilings": {},
-                    "shape": {},
                     "rows": {"moe_runtime": row},
                 },
             )

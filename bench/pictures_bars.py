@@ -397,7 +397,9 @@ def _shares(benches: list[Bench]) -> str:
         others = [value for name, value in values.items() if not is_ours(name)]
         if others:
             shares.append(round(100 * values[ordered(values)[0]] / min(others)))
-    return " to ".join(map(str, sorted({min(shares), max(shares)}))) + " %" if shares else "all"
+    if not shares:
+        return "an unknown share"
+    return " to ".join(map(str, sorted({min(shares), max(shares)}))) + " %"
 
 
 def _mark(axes, x: float, y: float, label: str) -> None:

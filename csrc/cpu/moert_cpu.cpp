@@ -426,8 +426,8 @@ void moert_cpu_experts(
     const int64_t up_columns = columns_of_up(parts.tiled, form, I, rows, n_pieces, threads);
     const Experts f = {
         {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
-        trained_row, up_trained, down_trained, weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
-        parts.h_stride, parts.sums_at, out ? base + parts.h : nullptr, z, out,
+        trained_row, up_trained, down_trained, weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first],
+        parts.token_parts, up_columns, parts.down_columns, parts.h_stride, parts.sums_at, out ? base + parts.h : nullptr, z, out,
     };
     // weights and rows, as few weights with many rows are also work
     const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
@@ -473,7 +473,8 @@ void moert_cpu_experts_backward(
         void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
         const Experts f = {
             {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,
-            trained_row, up_trained, down_trained, weight, row_slot, pieces, n_pieces, T, H, I, K, begin, 1, up_columns, Experts::PANEL, 0, 0, nullptr, z_of, nullptr,
+            trained_row, up_trained, down_trained, weight, row_slot, pieces, n_pieces, T, H, I, K, begin,
+            1, up_columns, Experts::PANEL, 0, 0, nullptr, z_of, nullptr,
         };
         const B b = {
             f, dout, experts, rows, dh_panels, dx_panels, blocks(Z, B::HIGH) * blocks(H, B::WIDE), blocks(H, B::HIGH) * blocks(I, B::WIDE),

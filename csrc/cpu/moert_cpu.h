@@ -54,8 +54,8 @@ MOERT_API void moert_cpu_combine(
 
 // The forward pass of the experts first..last-1. The weights of an expert that has tokens are read once, or several times if it has many rows.
 // Strides are in elements, and the last dim of both stacks is contiguous. Experts with `trained_row` [E] >= 0 have the weights in
-// that row of up_trained and down_trained, whose strides are those of the stacks; it may be null. Biases may be null, and so may z [rows, 2I or I], an output
-// whose first row is the first one of these experts. If out is null, only z is computed. `scratch` has moert_cpu_experts_bytes bytes,
+// that row of up_trained and down_trained, whose strides are those of the stacks; it may be null. Biases may be null, and so may
+// z [rows, 2I or I], an output whose first row is the first one of these experts. If out is null, only z is computed. `scratch` has moert_cpu_experts_bytes bytes,
 // aligned to 64, for T * K rows; with `z_alone`, enough for calls whose out is null.
 MOERT_API int64_t moert_cpu_experts_bytes(
     int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int z_alone, int threads);

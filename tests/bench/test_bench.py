@@ -278,6 +278,7 @@ def test_records_and_their_report(tmp_path, capsys):
     path = tmp_path / "deep" / "r.jsonl"
     records = Records(path)
     assert records.lines() == []
+    assert Records(None).done() == set()
     row = {
         "ms": 1.0,
         "ratio": 1.0,

@@ -43,6 +43,9 @@ TILES = [
     pytest.param(Tile(32, 32, 32, TMA=True), id="descriptors"),
     pytest.param(Tile(16, 16, 32, GROUP_M=1, TMA=True, PERSISTENT=True), id="both, small"),
     pytest.param(Tile(32, 16, 32, TMA=True, JOINED=True), id="gate and up joined"),
+    pytest.param(Tile(64, 64, 64, GROUP_M=8), id="one tile holds an expert"),
+    pytest.param(Tile(16, 64, 16, GROUP_M=1), id="short blocks along the sum"),
+    pytest.param(Tile(32, 16, 64, GROUP_M=8), id="one block along the sum"),
 ]
 
 
@@ -58,6 +61,18 @@ TILES = [
 def test_tiles(tile, H, I, dtype, routing, check):
     with everywhere(tile):
         check(make_case(29, H, I, 4, 2, dtype, routing, bias=dtype != torch.float32))
+
+
+def test_each_kernel_has_a_tile_of_its_own(check):
+    mixed = {
+        "up": Tile(64, 16, 32),
+        "down": Tile(16, 32, 16, TMA=True),
+        "dz": Tile(32, 32, 32),
+        "dx": Tile(128, 16, 32),
+        "dw": Tile(32, 16, 16),
+    }
+    with tiles.force(**mixed):
+        check(make_case(29, 40, 24, 4, 2, torch.float16, "dropped", bias=True))
 
 
 def test_the_tiles_of_a_gpu(check):

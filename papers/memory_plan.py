@@ -5,14 +5,13 @@ The stages are those of the methods' studies, built from configs only; `python -
 `check` before it starts.
 """
 
-import contextlib
 import importlib
 import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
+import psutil
 import torch
 
 from moe_runtime.config import check_choice
@@ -273,18 +272,7 @@ def machine() -> tuple[int, float, str]:
         engine = "fsdp2"
     if torch.cuda.is_available():
         return gpus, torch.cuda.mem_get_info(int(env.get("LOCAL_RANK", "0")))[0], engine
-    return gpus, free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1")), engine
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that programs can still get, without swapping; all of it where
-    Linux does not say.
-    """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return gpus, psutil.virtual_memory().available / int(env.get("LOCAL_WORLD_SIZE", "1")), engine
 
 
 SMALL = 50_000_000  # parameters of a base that is not checked before it runs

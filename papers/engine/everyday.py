@@ -23,128 +23,12 @@ from pathlib import Path
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.io.files import atomic_folder
 from papers.engine.corpora import SplitRows, domain_rows, standard_library_pairs
-from papers.engine.sums import NAMES, THINGS
+from papers.engine.sums import FILE
 
-# wordings to train on, and held-out ones
-INTENTS = {
-    "set_alarm": (
-        (
-            "Wake me up at {time} on {day}.",
-            "I have to be up by {time}.",
-            "Set an alarm for {time}.",
-            "Make sure I do not sleep past {time}.",
-            "Please get me out of bed on {day} at {time}.",
-        ),
-        ("Ring at {time}.", "Alarm at {time}, please."),
-    ),
-    "set_timer": (
-        (
-            "Count down {number} minutes.",
-            "Tell me when {number} minutes are over.",
-            "The eggs need {number} minutes, let me know.",
-            "{number} minutes from now, beep.",
-        ),
-        ("Start a timer of {number} minutes.", "Timer, {number} minutes."),
-    ),
-    "get_weather": (
-        (
-            "Will it rain in {city} on {day}?",
-            "How cold is it in {city}?",
-            "What is the weather like in {city}?",
-            "Is the sun out in {city}?",
-        ),
-        ("The forecast for {city}, please.", "Do I need an umbrella in {city}?"),
-    ),
-    "send_message": (
-        (
-            "Text {name} that I am late.",
-            "Let {name} know that I got the {thing}.",
-            "Write to {name}: see you on {day}.",
-            "Tell {name} I come at {time}.",
-        ),
-        ("Message {name}: {day} is fine.", "Send {name} a note about the {thing}."),
-    ),
-    "make_call": (
-        (
-            "Call {name}.",
-            "Ring {name} up, please.",
-            "I want to talk to {name} on the phone.",
-            "Give {name} a ring on {day}.",
-            "Phone {name} for me.",
-        ),
-        ("Dial the number of {name}.", "Get {name} on the line."),
-    ),
-    "play_music": (
-        (
-            "Play some jazz.",
-            "Put on the new album of {name}.",
-            "Turn on my {day} playlist.",
-            "Let us listen to something by {name}.",
-        ),
-        ("Music for {number} minutes, please.", "I would like to hear a song about {city}."),
-    ),
-    "book_table": (
-        (
-            "A table for {number} on {day}, please.",
-            "We want to eat out at {time}.",
-            "Reserve at {time}.",
-            "Find us a restaurant in {city}.",
-        ),
-        ("Book dinner for {number}.", "Get {name} and me a table for {day}."),
-    ),
-    "order_item": (
-        (
-            "Buy {number} {thing}.",
-            "Order {thing} for {name}.",
-            "We are out of {thing}, get more.",
-            "I need {number} {thing} delivered.",
-        ),
-        ("Get me {number} {thing} by {day}.", "Put {thing} into my basket."),
-    ),
-    "find_route": (
-        (
-            "How do I get to {city}?",
-            "Show me the way to {city}.",
-            "What is the fastest road to {city}?",
-            "Which train goes to {city} on {day}?",
-        ),
-        ("Take me to {city} by {time}.", "Directions to {city}, please."),
-    ),
-    "add_note": (
-        (
-            "Write down that {name} has my {thing}.",
-            "Note: {number} {thing}.",
-            "Remember that the {thing} are in {city}.",
-            "Put it on my list that {name} likes {thing}.",
-        ),
-        ("Save this for later: {city}, {day}.", "Note that {day} is free."),
-    ),
-}
-# the last four are held out
-SENTENCES = (
-    "On {day} {name} travels to {city}.",
-    "{name} in {city} needs {number} {thing} by {day}.",
-    "The meeting with {name} is on {day} at {time}.",
-    "Please send {number} {thing} to {name}.",
-    "{name} orders {number} {thing}.",
-    "{name} will meet us in {city} at {time}.",
-    "By {day} we want {number} {thing} in {city}.",
-    "A parcel of {number} {thing} left {city} on {day}.",
-    "At {time} the train to {city} leaves.",
-    "Our guest on {day} is {name}, who comes from {city}.",
-    "It was {time} when {name} sold {number} {thing}.",
-    "{city} asks for {thing}, {number} of them.",
-    "For {day}, {name} has asked for {number} {thing}.",
-    "{name} reaches {city} at {time} on {day}.",
-    "There are {number} {thing} in {city}, says {name}.",
-    "Can we see {name} at {time} on {day}?",
-)
-WORDS = {
-    "name": NAMES,
-    "thing": THINGS,
-    "city": ("Athens", "Bern", "Cairo", "Delhi", "Lima", "Oslo", "Paris", "Quito", "Rome", "Tokyo"),
-    "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
-}
+INTENTS = FILE["intents"]
+SENTENCES = FILE["sentences"]
+WORDS = {name: FILE[name] for name in ("name", "thing", "city", "day")}
+PARTS = ("train", "held_out")
 LONGEST = 160  # characters of a function's prompt
 FUNCTIONS = 80  # that are held out, of this length
 
@@ -152,15 +36,14 @@ FUNCTIONS = 80  # that are held out, of this length
 def _intents(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
     while True:
         label = generator.choice(list(INTENTS))
-        wording = generator.choice(INTENTS[label][is_held_out])
+        wording = generator.choice(INTENTS[label][PARTS[is_held_out]])
         yield f"What is the intent of this request?\n{_filled(wording, generator)[0]}", label
 
 
 def _objects(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
     while True:
-        text, values = _filled(
-            generator.choice(SENTENCES[-4:] if is_held_out else SENTENCES[:-4]), generator
-        )
+        wording = generator.choice(SENTENCES[PARTS[is_held_out]])
+        text, values = _filled(wording, generator)
         yield f"Write {', '.join(values)} of this text as JSON.\n{text}", json.dumps(values)
 
 
@@ -207,10 +90,12 @@ def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> SplitRo
     """
     check_choice("task", name, TASKS)
     parts = []
-    for is_held_out, count in ((False, train), (True, held_out)):
-        check_positive("held_out" if is_held_out else "train", count)
+    for is_held_out, count in enumerate((train, held_out)):
+        check_positive(PARTS[is_held_out], count)
         examples: dict[str, str] = {}
-        tries = _MAKERS[name](random.Random(f"{name} {seed} {is_held_out}"), is_held_out)
+        tries = _MAKERS[name](
+            random.Random(f"{name} {seed} {bool(is_held_out)}"), bool(is_held_out)
+        )
         for _, (prompt, completion) in zip(range(100 * count), tries, strict=False):
             examples.setdefault(prompt, completion)
             if len(examples) == count:

@@ -5,41 +5,12 @@ of a kind.
 import random
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-NAMES = (
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gita",
-    "Hugo",
-    "Iris",
-    "Jon",
-    "Kim",
-    "Lena",
-    "Max",
-    "Nora",
-    "Omar",
-    "Pia",
-)
-THINGS = (
-    "apples",
-    "books",
-    "cards",
-    "coins",
-    "eggs",
-    "marbles",
-    "pens",
-    "plums",
-    "shells",
-    "stamps",
-    "stones",
-    "tickets",
-)
-CASES = ("bags", "baskets", "jars", "rows", "trays")
+import yaml
+
+FILE = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
 
 
 class ProblemKind(NamedTuple):
@@ -73,9 +44,9 @@ def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str
 
 def _sum(generator: random.Random, kind: ProblemKind) -> tuple[str, str]:
     """Make one problem: a first number, one or more changes of it, and a question."""
-    name, other = generator.sample(NAMES, 2)
-    thing = generator.choice(THINGS)
-    case = generator.choice(CASES)
+    name, other = generator.sample(FILE["name"], 2)
+    thing = generator.choice(FILE["thing"])
+    case = generator.choice(FILE["case"])
     count = generator.randint(2, kind.largest)
     steps = []
     story = []

@@ -196,10 +196,6 @@ def measure(process, rows: int | None) -> dict:
 
 
 def _mean(weights: list[list[float]]) -> list[float]:
-    return [*map(statistics.fmean, zip(*weights, strict=True))]
-
-
-def _mean(weights: list[list[float]]) -> list[float]:
     return [statistics.fmean(of) for of in zip(*weights, strict=True)]
 
 

@@ -63,7 +63,9 @@ def dense_config(model_type: str, **changes):
     )
 
 
-def dense(model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes):
+def dense(
+    model_type: str = "llama", dtype: torch.dtype = torch.float32, scale: float = 4, **changes
+):
     """Return a tiny stock model with large random weights, norms and biases, so that every part
     shows in the logits.
     """
@@ -75,7 +77,7 @@ def dense(model_type: str = "llama", dtype: torch.dtype = torch.float32, **chang
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4)
+                parameter.mul_(scale)
             else:
                 (parameter.add_(torch.randn_like(parameter) / 8))
     return model.eval()

@@ -1,10 +1,12 @@
 """Recipes and several GPUs: the machines that recipes name, and what `run` refuses."""
 
 import json
-import os
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from moe_runtime.tools.memory_plan import RESERVED
@@ -12,58 +14,8 @@ from papers import memory_plan
 from papers.cli import app
 from papers.engine.recipe import METHODS
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "dtype": "bfloat16",
-    "max_position_embeddings": 4096,
-}
-
-
-def llama(vocab, hidden, inner, layers, heads, kv):
-    return LLAMA | {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-    }
-
-
 # config.json of the bases, with the fields that determine sizes
-LLAMA_13B = llama(32016, 5120, 13824, 40, 40, 40)
-BASES = {
-    "deepseek-ai/deepseek-coder-1.3b-base": llama(32256, 2048, 5504, 24, 16, 16),
-    "smollm2": llama(49152, 576, 1536, 30, 9, 3),
-    "TinyLlama/TinyLlama_v1.1": llama(32000, 2048, 5632, 22, 32, 4),
-    "princeton-nlp/Sheared-LLaMA-2.7B": llama(32000, 2560, 6912, 32, 20, 20),
-    "meta-llama/Llama-2-7b-hf": llama(32000, 4096, 11008, 32, 32, 32),
-    "openbmb/UltraLM-13b-v2.0": LLAMA_13B,
-    "codellama/CodeLlama-13b-Instruct-hf": LLAMA_13B,
-    "WizardLMTeam/WizardMath-13B-V1.0": LLAMA_13B,
-    "stabilityai/stable-code-3b": llama(50304, 2560, 6912, 32, 32, 32)
-    | {
-        "model_type": "stablelm",
-        "architectures": ["StableLmForCausalLM"],
-        "partial_rotary_factor": 0.25,
-    },
-}
-DEEPSEEK = llama(102400, 2048, 10944, 27, 16, 16) | {
-    "model_type": "deepseek_v2",
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-BASES |= dict.fromkeys(("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/ESFT-vanilla-lite"), DEEPSEEK)
+BASES = yaml.safe_load((Path(__file__).parents[1] / "data/bases.yaml").read_text())
 RECIPES = [
     path
     for path in sorted(METHODS.glob("*/recipes/*.yaml"))
@@ -91,9 +43,9 @@ def run(*words):
 
 
 def test_a_run_is_given_the_memory_that_is_free(monkeypatch):
-    assert 0 < memory_plan.free_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = SimpleNamespace(available=8_000)
     monkeypatch.setattr(memory_plan.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(memory_plan, "free_memory", lambda: 8_000)
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert memory_plan.machine()[1] == 4_000
 
@@ -122,7 +74,7 @@ def test_machine_of_recipe(path, bases):
 def small(tmp_path):
     """A recipe of UpIT on a folder with a config and no weights."""
     (tmp_path / "base").mkdir()
-    (tmp_path / "base/config.json").write_text(json.dumps(llama(256, 64, 128, 2, 4, 4)))
+    (tmp_path / "base/config.json").write_text(json.dumps(BASES["small"]))
     text = (METHODS / "upit/recipes/tiny.yaml").read_text()
     text = re.sub(r"(pretrain|lora):\n(  .*\n)+", "", text)
     text = text.replace("base_model: null", f"base_model: {tmp_path / 'base'}")

@@ -55,41 +55,36 @@ class Scenario(NamedTuple):
     scaled: bool = False
 
 
-SCENARIOS = {
-    "qwen3-ddp-ep2": Scenario("qwen3_moe", "ddp", (1, 2)),
-    "gpt_oss-ddp-ep2": Scenario("gpt_oss", "ddp", (1, 2)),
-    "ours-ddp-ep2": Scenario("ours", "ddp", (1, 2)),
-    "qwen3-fsdp2-ep2": Scenario("qwen3_moe", "fsdp2", (1, 2)),
-    "qwen3-ddp-ep2-checkpointing": Scenario(
-        "qwen3_moe",
-        "ddp",
-        (1, 2),
-        checkpointing=True,
-    ),
-    "qwen3-ddp-ep2-fused": Scenario(
-        "qwen3_moe",
-        "ddp",
-        (1, 2),
-        optimizer="fused",
-    ),
-    "qwen3-ddp-ep2-foreach": Scenario(
-        "qwen3_moe",
-        "ddp",
-        (1, 2),
-        optimizer="foreach",
-    ),
-    "qwen3-ddp-ep2-scaled": Scenario("qwen3_moe", "ddp", (1, 2), scaled=True),
-    "qwen3-ddp-ep4": Scenario("qwen3_moe", "ddp", (1, 4)),
-    "qwen3-fsdp2-ep4": Scenario("qwen3_moe", "fsdp2", (1, 4)),
-    "qwen3-ddp-dp2-ep2": Scenario("qwen3_moe", "ddp", (2, 2)),
-    "qwen3-fsdp2-dp2-ep2": Scenario("qwen3_moe", "fsdp2", (2, 2)),
-    "ours-fsdp2-dp2-ep2": Scenario(
-        "ours",
-        "fsdp2",
-        (2, 2),
-        optimizer="fused",
-    ),
-}
+def scenario_of(name: str) -> Scenario:
+    """Return the scenario that a name describes."""
+    family, engine, *parts = name.split("-")
+    sizes = {part[:2]: int(part[2:]) for part in parts if part[:2] in ("dp", "ep")}
+    return Scenario(
+        {"qwen3": "qwen3_moe"}.get(family, family),
+        engine,
+        (sizes.get("dp", 1), sizes["ep"]),
+        "checkpointing" in parts,
+        "".join(part for part in parts if part in ("fused", "foreach")),
+        "scaled" in parts,
+    )
+
+
+NAMES = """
+qwen3-ddp-ep2
+gpt_oss-ddp-ep2
+ours-ddp-ep2
+qwen3-fsdp2-ep2
+qwen3-ddp-ep2-checkpointing
+qwen3-ddp-ep2-fused
+qwen3-ddp-ep2-foreach
+qwen3-ddp-ep2-scaled
+qwen3-ddp-ep4
+qwen3-fsdp2-ep4
+qwen3-ddp-dp2-ep2
+qwen3-fsdp2-dp2-ep2
+ours-fsdp2-dp2-ep2-fused
+"""
+SCENARIOS = {name: scenario_of(name) for name in NAMES.split()}
 
 
 def make(family: str):

@@ -3,16 +3,14 @@ template for each.
 """
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 
-import yaml
+from papers.engine.tiny import small_llama
+from tests.support import studies
 
-from papers.engine.tiny import small_llama, train_tokenizer
-
-WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]
 STEPS = {"steps": 4, "learning_rate": 1e-2, "batch_size": 4}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "max_length": 48}
 
 
 @functools.cache
@@ -28,47 +26,18 @@ def folder() -> tempfile.TemporaryDirectory:
 
 def domain_rows() -> dict[str, list[dict]]:
     """Return distinct examples of the two domains; one domain has three times as many."""
-    sums = []
-    for i in range(12):
-        for j in range(4):
-            sums.append({"prompt": f"{i} and {j}", "completion": str(i + j)})
-    words = [
-        {"prompt": f"turn {word} {i}", "completion": word[::-1] * 2}
-        for word in WORDS
-        for i in range(2)
-    ]
-    return {"sums": sums, "words": words}
+    return {"sums": studies.sums(12, 4, "{} and {}"), "words": studies.words(2, "turn {} {}")}
 
 
 def write_study(to: Path, **changes) -> Path:
     """Write the base, the examples and the recipe; return the recipe's file."""
-    to.mkdir(parents=True, exist_ok=True)
     rows = domain_rows()
-    for name, own in rows.items():
-        (to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    tokenizer = train_tokenizer(
-        [json.dumps(row) for own in rows.values() for row in own],
-        290,
-    )
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 1,
-        "max_length": 48,
-    }
-    small_llama(tokenizer, seed=0, **sizes).save_pretrained(to / "base")
-    tokenizer.save_pretrained(to / "base")
+    domains = {}
+    for name in rows:
+        domains[name] = {"train": str(to / f"{name}.jsonl"), "held_out_rows": 6}
     values = {
         "method": "ultrafuser",
-        "base_model": str(to / "base"),
-        "max_length": 48,
-        "domains": {
-            name: {
-                "train": str(to / f"{name}.jsonl"),
-                "held_out_rows": 6,
-            }
-            for name in rows
-        },
+        "domains": domains,
         "specialists": {
             "sums": {"template": "ultralm"},
             "words": {"template": "# {prompt}\n"},
@@ -78,5 +47,4 @@ def write_study(to: Path, **changes) -> Path:
         "stage2": STEPS,
         "evaluations": 2,
     }
-    (to / "study.yaml").write_text(yaml.safe_dump(values | changes))
-    return to / "study.yaml"
+    return studies.write(to, rows, small_llama, 290, SIZES, values | changes)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from papers.engine.tiny import train_tokenizer
-from tests.hf.tiny import dense_config
+from tests.hf.tiny import dense
 
 ADAPTED = ("gate_proj", "up_proj", "down_proj")
 
@@ -42,34 +42,12 @@ def make_rows(count: int = 8, seed: int = 0, spread: int = 5) -> Dataset:
     return Dataset.from_dict(columns)
 
 
-def make_model(
-    tokenizer,
-    model_type: str = "llama",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **changes,
-):
-    """A tiny stock model with large weights."""
-    torch.manual_seed(seed)
-    settings = {"vocab_size": len(tokenizer), "mlp_bias": None} | changes
-    model = AutoModelForCausalLM.from_config(
-        dense_config(model_type, **settings),
-        dtype=dtype,
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-            else:
-                (parameter.add_(torch.randn_like(parameter) / 8))
-    return model.eval()
-
-
 def save_experts(folder: Path, tokenizer, count: int = 3, **settings) -> list[Path]:
     """Save a model and, as `count` experts, copies of it with noise on every tensor: FOLDER/base,
     FOLDER/expert-<i>.
     """
-    model = make_model(tokenizer, **settings)
+    settings = {"vocab_size": len(tokenizer), "mlp_bias": None} | settings
+    model = dense(scale=3, **settings)
     folders = [
         folder / "base",
         *(folder / f"expert-{i}" for i in range(count)),

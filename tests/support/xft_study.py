@@ -9,21 +9,14 @@ import yaml
 
 from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import dense
+from tests.support.studies import sums
 
 TRAINING = {"steps": 4, "learning_rate": 1e-2, "batch_size": 8}
 
 
 def write_study(folder: Path, **changes) -> Path:
     """Write the base, the examples and the recipe; return the recipe's file."""
-    rows = []
-    for i in range(8):
-        for j in range(8):
-            rows.append(
-                {
-                    "prompt": f"{i} and {j} make ",
-                    "completion": str(i + j),
-                }
-            )
+    rows = sums(8, 8)
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = train_tokenizer(
         [row["prompt"] + row["completion"] for row in rows],

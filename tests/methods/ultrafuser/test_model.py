@@ -36,24 +36,20 @@ def assert_loss(fused, inputs, bound: float = 1e-4) -> None:
     )
 
 
+def assert_is_naive(out, fused, inputs, reduction: str = "mean") -> tuple:
+    """Compare loss and logits with the formula's; return its loss and gate weights."""
+    loss = fusers.naive_loss(fused, inputs, reduction)
+    logits, weight = fusers.naive(fused, inputs)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.logits, logits, rtol=1e-4, atol=1e-4)
+    return loss, weight
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "sample", "none"])
 def test_loss_is_the_formula(fused, reduction):
     inputs = fusers.batch()
     out = fused(**inputs, reduction=reduction, want_logits=True)
-    loss = fusers.naive_loss(fused, inputs, reduction)
-    logits, weight = fusers.naive(fused, inputs)
-    torch.testing.assert_close(
-        out.loss,
-        loss,
-        rtol=1e-4,
-        atol=1e-5,
-    )
-    torch.testing.assert_close(
-        out.logits,
-        logits,
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    _, weight = assert_is_naive(out, fused, inputs, reduction)
     torch.testing.assert_close(
         out.gate_weight,
         weight,
@@ -174,20 +170,7 @@ def test_families_with_other_heads(kinds, changes, is_fused, monkeypatch):
         with pytest.raises(ValueError, match="backend must be None, but got 'torch': a head has"):
             fused(**inputs, backend="torch")
     # transformers' own forward, including the head
-    loss = fusers.naive_loss(fused, inputs)
-    logits, _ = fusers.naive(fused, inputs)
-    torch.testing.assert_close(
-        out.loss,
-        loss,
-        rtol=1e-4,
-        atol=1e-5,
-    )
-    torch.testing.assert_close(
-        out.logits,
-        logits,
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    loss, _ = assert_is_naive(out, fused, inputs)
     parameters = list(fused.parameters())
     ours = torch.autograd.grad(
         out.loss,

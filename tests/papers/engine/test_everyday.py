@@ -27,16 +27,16 @@ def test_parts_have_their_sizes_and_share_nothing(rows):
 
 
 def test_a_held_out_request_is_worded_like_none_to_train_on(rows):
-    for held_out, part in enumerate(rows["intent"]):
-        for row in part:
+    for part, other in (("train", "held_out"), ("held_out", "train")):
+        for row in getattr(rows["intent"], part):
             text = row["prompt"].partition("\n")[2]
             wordings = INTENTS[row["completion"]]
-            assert any(worded(one, text) for one in wordings[held_out]), text
-            assert not any(worded(one, text) for one in wordings[1 - held_out]), text
+            assert any(worded(one, text) for one in wordings[part]), text
+            assert not any(worded(one, text) for one in wordings[other]), text
     for row in rows["json"].held_out:
         text = row["prompt"].partition("\n")[2]
-        assert any(worded(one, text) for one in SENTENCES[-4:]), text
-        assert not any(worded(one, text) for one in SENTENCES[:-4]), text
+        assert any(worded(one, text) for one in SENTENCES["held_out"]), text
+        assert not any(worded(one, text) for one in SENTENCES["train"]), text
 
 
 @pytest.mark.parametrize("name", ["json", "function"])

@@ -3,7 +3,6 @@ table counts.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,6 @@ def test_all_have_the_same_steps(recipe, tmp_path):
             assert result.steps == result.history[-1][0] == 24
     assert report.entry(budget.SWA).loss != report.entry(budget.SFT).loss
     assert report.entry(budget.BRANCHES).loss != report.entry(budget.UPIT).loss
-    assert re.search(r"held-out loss at step .* 24(\n|$)", "\n".join(report.summary))
     assert (tmp_path / "budget.png").read_bytes().startswith(b"\x89PNG")
 
 

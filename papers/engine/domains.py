@@ -21,12 +21,12 @@ from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import files_print, hash_of
+from moe_runtime.io.files import hash_of
 from papers.engine import stages
 from papers.engine.compare import LEVEL
 from papers.engine.corpora import SOURCES, domains_key
 from papers.engine.plots import INK, grouped, legend_below, new_figure
-from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
+from papers.engine.stages import KeptStages, contents_of, course_of, loss_of, sizes_of
 from papers.engine.tables import MARKS, Entry, Report, columns_of, compared, finite, over_seeds
 
 
@@ -293,8 +293,8 @@ class DomainStages(KeptStages):
         built_in = domains_key()
         rows = []
         for source in self._sources():
-            rows.append(built_in if source in SOURCES else files_print(source))
-        base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+            rows.append(built_in if source in SOURCES else contents_of(source))
+        base = [built_in, r.pretrain.to_dict()] if r.pretrain else contents_of(r.base_model)
         key = {
             "format": self.FORMAT,
             "domains": self._domains(),

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -44,6 +45,23 @@ def remove(folder: Path) -> None:
     """Remove a folder that is no longer needed, on rank 0."""
     if ranks.state().is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def contents_of(source: str | Path) -> str | dict[str, str]:
+    """Return a hash of each file of a folder, or of a file, the same on every machine.
+
+    A Hub id is returned unchanged.
+    """
+    path = Path(source)
+    if not path.exists():
+        return str(source)
+    hashes = {}
+    for file in sorted((path, *path.rglob("*"))):
+        if file.is_file():
+            with file.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256")
+            hashes[file.relative_to(path).as_posix()] = digest.hexdigest()
+    return hashes
 
 
 # settings that change results only by rounding, except for a noisy gate, a balance loss and EWA,

@@ -22,13 +22,13 @@ from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.hf.training.calibration import SEED, sample_batches
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import files_print, hash_of
+from moe_runtime.io.files import hash_of
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.runs import EsftTraining
 from moe_runtime.methods.lora import baseline as lora_baseline
 from papers.engine.corpora import DOMAINS, domains_key
-from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
+from papers.engine.stages import KeptStages, contents_of, course_of, loss_of, sizes_of
 from papers.engine.tiny import small_deepseek
 from papers.esft.recipe import BUILT_IN, EsftRecipe, documents, mixed, task_rows
 from papers.esft.results import COSTS, Base, Scored, Tuned, join
@@ -265,7 +265,7 @@ class EsftStages(KeptStages):
         r = self.recipe
         python = platform.python_version()
         if r.pretrain is None:
-            base = files_print(r.base_model)
+            base = contents_of(r.base_model)
         else:
             text = domains_key() if r.pretrain.domains else python
             base = [text, r.pretrain.to_dict()]
@@ -277,7 +277,7 @@ class EsftStages(KeptStages):
                 if source in DOMAINS:
                     rows.append(domains_key())
                 else:
-                    rows.append(python if source in BUILT_IN else files_print(source))
+                    rows.append(python if source in BUILT_IN else contents_of(source))
         return hash_of(
             {
                 "format": self.FORMAT,

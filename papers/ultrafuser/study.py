@@ -25,7 +25,7 @@ from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import files_print, hash_of
+from moe_runtime.io.files import hash_of
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import training as fuser_training
 from moe_runtime.methods.ultrafuser.folders import load_gate
@@ -35,7 +35,15 @@ from moe_runtime.methods.ultrafuser.training import encode_rows
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import SOURCES, Domain, domains_key
 from papers.engine.domains import Judged
-from papers.engine.stages import KeptStages, course_of, domain_pairs, link, loss_of, sizes_of
+from papers.engine.stages import (
+    KeptStages,
+    contents_of,
+    course_of,
+    domain_pairs,
+    link,
+    loss_of,
+    sizes_of,
+)
 from papers.engine.tiny import train_tokenizer
 from papers.ultrafuser import recipe as fuser_checks
 from papers.ultrafuser.recipe import FuserRecipe, Stage
@@ -191,7 +199,7 @@ class UltrafuserStages(KeptStages):
             def evaluate(tmp: Path, folder: Path) -> dict:
                 return {"source": str(given)} | self._judged_single(given, number)
 
-            settings["model"] = [given, files_print(given)]
+            settings["model"] = [given, contents_of(given)]
             return self._made(
                 "given",
                 name,
@@ -538,7 +546,7 @@ class UltrafuserStages(KeptStages):
         built-in text comes from.
         """
         r = self.recipe
-        base = r.base_model and files_print(r.base_model)
+        base = r.base_model and contents_of(r.base_model)
         if r.pretrain:
             base = [platform.python_version(), r.pretrain.to_dict()]
         files = sources(r)
@@ -551,16 +559,16 @@ class UltrafuserStages(KeptStages):
             r.templates,
             domains,
             built_in,
-            [*map(files_print, files)],
+            [*map(contents_of, files)],
         ]
         if r.tokenizer:
-            rows.append(files_print(r.tokenizer))
+            rows.append(contents_of(r.tokenizer))
         return hash_of(
             {
                 "format": self.FORMAT,
                 "method": "ultrafuser",
                 "base": base,
-                "given": [one.model and files_print(one.model) for one in r.specialists.values()],
+                "given": [one.model and contents_of(one.model) for one in r.specialists.values()],
                 "rows": rows,
             }
         )

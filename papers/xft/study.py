@@ -23,7 +23,7 @@ from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import files_print, hash_of, read_json
+from moe_runtime.io.files import hash_of, read_json
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import baselines, folders
@@ -36,7 +36,7 @@ from papers.engine.corpora import domain_text, domains_key, joined_rows, standar
 from papers.engine.domains import count as count_slots
 from papers.engine.domains import shares
 from papers.engine.everyday import TASKS, joined_tasks
-from papers.engine.stages import KeptStages, StageResult, course_of, loss_of, sizes_of
+from papers.engine.stages import KeptStages, StageResult, contents_of, course_of, loss_of, sizes_of
 from papers.xft.recipe import Recipe, check_shared, resolve_experts
 
 # built-in sources of three domains, also used to train the base
@@ -447,7 +447,7 @@ class XftStages(KeptStages):
         r = self.recipe
         python = platform.python_version()
         if r.pretrain is None:
-            base = files_print(r.base_model)
+            base = contents_of(r.base_model)
         else:
             base = [python, r.pretrain.to_dict()]
         rows = []
@@ -455,7 +455,7 @@ class XftStages(KeptStages):
             if source in (*JOINED, ALL_TASKS):
                 rows.append(domains_key())
             else:
-                rows.append(python if source == data.BUILT_IN else files_print(source))
+                rows.append(python if source == data.BUILT_IN else contents_of(source))
         key = {
             "format": self.FORMAT,
             "data": r.data.to_dict(),

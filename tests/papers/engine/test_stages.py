@@ -4,6 +4,7 @@ examples of one source or of several.
 
 import importlib
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from moe_runtime.io import rows as data
 from papers.engine.recipe import DataSplits, load_recipe
-from papers.engine.stages import _read, split_rows
+from papers.engine.stages import _read, contents_of, split_rows
 from papers.xft.recipe import Recipe
 from tests.support import dist_leading, esft_study, xft_study
 from tests.support.dist_launch import launch
@@ -42,6 +43,24 @@ def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
         # type if the command line handles it
         if second[name] != message:
             assert second[name].partition(": ")[2] == message.partition(": ")[2], name
+
+
+def test_stages_depend_on_contents_not_on_times_or_places(tmp_path):
+    folder = tmp_path / "base"
+    (folder / "model").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    weights = folder / "model/weights"
+    weights.write_bytes(b"12")
+    before = contents_of(folder)
+    assert set(before) == {"config.json", "model/weights"}
+    assert (
+        contents_of(shutil.copytree(folder, tmp_path / "other", copy_function=shutil.copyfile))
+        == before
+    )
+    weights.write_bytes(b"13")
+    assert contents_of(folder) != before
+    assert contents_of(weights) != contents_of(folder / "config.json")
+    assert contents_of("openai-community/gpt2") == "openai-community/gpt2"
 
 
 def chat(user: str, **more) -> dict:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench import pictures_bars as frame
+from moe_runtime.bench.goals import PEFT
 from moe_runtime.bench.pictures_bars import INK, SMALL, Bench, is_ours, ordered, plain, style
 from moe_runtime.io.rows import require
 
@@ -169,7 +170,46 @@ def _standing(benches: list[Bench]) -> str:
     return f"One layer's experts: moe_runtime is the fastest in {won} of {len(benches)} cases"
 
 
+STOCK = ("transformers eager", "transformers grouped_mm")
+
+
+def front(benches: list[Bench]):
+    """Draw how many times ours is as fast: LoRA on experts as PEFT's, with its share of the memory,
+    and layers as the faster of transformers' two; None if one was not measured.
+    """
+    adapters = {}
+    layers = {}
+    measured = [bench for bench in benches if bench.function in ("bench_adapters", *PASSES)]
+    for bench in measured:
+        ours = bench.rows["moe_runtime"]
+        if bench.function in PASSES:
+            best = min(bench.rows[name]["ms"] for name in STOCK)
+            layers[f"{bench.id} {PASSES[bench.function]}"] = best / ours["ms"]
+        else:
+            peft = bench.rows[PEFT]
+            share = ours["peak MiB"] / peft["peak MiB"]
+            adapters[f"{bench.id}, {share:.0%} of the memory"] = peft["ms"] / ours["ms"]
+    if not adapters or not layers:
+        return None
+    title = (
+        f"LoRA on experts: {_range(adapters)} PEFT's speed; layers: {_range(layers)} transformers'"
+    )
+    figure = frame.figure_of(title, measured, 3.4)
+    panels = {"LoRA on experts": adapters, "layers": layers}
+    for axes, (name, speeds) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        plain(axes, name)
+        frame.bars(axes, speeds, "{:.1f}".format, "times as fast")
+        for bar in axes.patches:
+            bar.set_color(style("moe_runtime")[0])
+    return figure
+
+
+def _range(speeds: dict[str, float]) -> str:
+    return f"{min(speeds.values()):.1f} to {max(speeds.values()):.1f} times"
+
+
 PICTURES = {
+    "front": front,
     "layer": layer,
     "throughput": throughput,
     "memory": frame.memory,

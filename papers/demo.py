@@ -268,10 +268,9 @@ def _picture(results: dict, stats: RouterStats):
     """Draw the table's losses and solved sums, validation losses during tuning, and the routers'
     load.
     """
-    title = (
-        f"XFT and SFT from one base of {results['rows'][0]['parameters']:,} parameters, seed "
-        f"{results['seed']}"
-    )
+    conclusion = results["against_best_sft"].partition(" (")[0]
+    parameters = results["rows"][0]["parameters"]
+    title = f"{conclusion}\na base of {parameters:,} parameters, seed {results['seed']}"
     figure, axes = plots.new_figure(title, (10.5, 7.4), mosaic="AB;CD")
     colours = dict(zip([row["model"] for row in results["rows"]], itertools.cycle(plots.COLOURS)))
     plots.losses(

@@ -8,6 +8,7 @@ picture of a run that only checks that everything works says so across its middl
 import importlib
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -77,8 +78,16 @@ def new_figure(
 
 
 def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots):
-    """Return a report's Figure and axes; rows share the x axis unless `subplots` says otherwise."""
+    """Return a report's Figure and axes; rows share the x axis unless `subplots` says otherwise.
+
+    The title is the report's first comparison, if it has one, and its own title.
+    """
     title = f"{report.title} ({report.source})"
+    comparisons = re.findall(
+        r".* against .*: (?:lower|higher|no difference)[^(]*", "\n".join(report.summary)
+    )
+    if comparisons:
+        title = f"{comparisons[0].strip()}\n{title}"
     return new_figure(
         title,
         size,

@@ -4,12 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench import pictures_bars
+from moe_runtime.bench import pictures, pictures_bars
+from moe_runtime.bench.goals import PEFT
 from moe_runtime.bench.pictures_bars import read
 
 matplotlib = pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 PUBLISHED = RESULTS / "2026-11-28-c3b91fb4-cpu.json"  # has data for every figure
+
+
+LORA = ("bench_adapters", "coarse")
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +60,11 @@ def test_memory_is_drawn_with_the_formula(published):
         formula = bench.rows["moe_runtime"]["formula KiB/token"]
         lines = [line for line in axes.lines if line.get_label() == "published formula"]
         assert set(lines[0].get_xdata()) == {formula}
+
+
+def test_the_front_picture_has_times_and_memory(published):
+    (rows,) = [one.rows for one in published if (one.function, one.id) == LORA]
+    speeds = bars_of(panel_of(pictures.front(published), "LoRA"))
+    share = rows["moe_runtime"]["peak MiB"] / rows[PEFT]["peak MiB"]
+    speed = rows[PEFT]["ms"] / rows["moe_runtime"]["ms"]
+    assert speeds[f"coarse, {share:.0%} of the memory"] == speed

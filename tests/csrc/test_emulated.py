@@ -1,8 +1,11 @@
 """csrc/ on the emulator: the checks against numpy, and planted bugs."""
 
+import operator
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.csrc import emulator
 from tests.support.stress import scaled
@@ -29,72 +32,12 @@ def test_the_stored_ptx_is_of_these_sources():
     assert old == fresh, "run python -m tests.csrc.emulator"
 
 
-SYNC = "  __syncthreads();\n"
-MUTANTS = [
-    pytest.param(
-        "route_plan.cu",
-        "    __syncthreads();  // before the next round",
-        "//",
-        "plan",
-        id="scan continues before sums are read",
-    ),
-    pytest.param(
-        "merging.cu",
-        "  " + SYNC + "  }\n}",
-        "  }\n}",
-        "dalpha",
-        id="sums overwritten before they are read",
-    ),
-    pytest.param(
-        "route_plan.cu", "wait_for_all_blocks();", "0;", "plan_together", id="blocks do not wait"
-    ),
-    pytest.param(
-        "route_plan.cu",
-        "row < rows_before",
-        "row <= rows_before",
-        "plan_together",
-        id="a block counts itself",
-    ),
-    pytest.param(
-        "routing.cu", "other_id < id)", "other_id > id)", "route", id="ties to the higher id"
-    ),
-    pytest.param(
-        "routing.cu",
-        "return;\n" + SYNC,
-        "return;\n",
-        "route",
-        id="counts published before the last",
-    ),
-    pytest.param(
-        "merging.cu",
-        "__fadd_rn(sum[n], product)",
-        "fmaf(a, to_f32(w[j].value[n]), sum[n])",
-        "merge",
-        id="rounding",
-    ),
-    pytest.param("combine.cu", "&& r < limit", "&& r <= limit", "combine", id="an unwritten row"),
-    pytest.param(
-        "combine.cu", "H - h, whole),", "H, whole),", "combine", id="a row read beyond its end"
-    ),
-    pytest.param(
-        "route_plan.cu",
-        "+ kWarpSums) * sizeof(int32_t);\n  if",
-        ") * sizeof(int32_t);\n  if",
-        "plan",
-        id="shared memory is too small",
-    ),
-    pytest.param(
-        "route_plan.cu",
-        "+= __popc(same);\n    __syncwarp();\n  });\n#pragma",
-        "+= __popc(same);\n  });\n#pragma",
-        "plan",
-        id="a match does not order accesses",
-    ),
-]
+PLANTED = yaml.safe_load(Path(__file__).with_name("planted.yaml").read_text())
 
 
 @emulator.needs_nvcc
-@pytest.mark.parametrize("file, text, instead, name", MUTANTS)
-def test_a_planted_bug_is_found(file, text, instead, name):
-    done = emulator.check(emulator.build((file, text, instead)), name, seeds=(0, 1, 2))
+@pytest.mark.parametrize("bug", PLANTED, ids=operator.itemgetter("what"))
+def test_a_planted_bug_is_found(bug):
+    library = emulator.build((bug["file"], bug["text"], bug["instead"]))
+    done = emulator.check(library, bug["check"], seeds=(0, 1, 2))
     assert done.returncode != 0, "not detected"

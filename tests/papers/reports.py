@@ -1,6 +1,7 @@
 """Helpers that make and read a report, for the tests of all tables."""
 
 from papers.engine.compare import compare
+from tests.support.dist_launch import times
 
 
 def made_by(run, command, recipe, out, **options) -> tuple:
@@ -8,6 +9,16 @@ def made_by(run, command, recipe, out, **options) -> tuple:
     messages = []
     options = {"seeds": 1} | options
     return run(command, recipe, out, say=messages.append, **options), messages
+
+
+def assert_made_once(make, report, recipe, out) -> None:
+    """Assert that the same command reads all stages and makes the same report."""
+    written = times(out)
+    again, lines = make(report.command, recipe, out)
+    assert times(out) == written
+    assert again.rows() == report.rows()
+    assert again.summary == report.summary
+    assert "steps in" not in "\n".join(lines)
 
 
 def assert_compared(report) -> None:

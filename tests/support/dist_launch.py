@@ -5,6 +5,7 @@ For each test worker, a server imports the shared libraries once and forks the p
 otherwise independent. `forked` runs other code in the same way.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,6 +25,18 @@ import torch.distributed as dist
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """A process group with ranks that do not exist, for refusals before any communication."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
 # what nearly every rank imports, and nothing that computes anything on import
 IMPORTED = [
     "torch.distributed.checkpoint.state_dict",

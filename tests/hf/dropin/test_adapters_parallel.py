@@ -13,7 +13,7 @@ import moe_runtime
 from moe_runtime.hf.dropin.parallel import save_pretrained, shard_experts
 from tests.hf.tiny import distance
 from tests.support import dist_adapters as worker
-from tests.support.dist_launch import Launches
+from tests.support.dist_launch import Launches, fake_group
 from tests.support.stock_moe import stock
 
 alone = functools.cache(worker.alone)
@@ -128,19 +128,9 @@ def test_ranks_hold_their_shares_and_save_the_bytes_of_one_process(name, results
 
 @pytest.fixture
 def four():
-    """A process group with four ranks that do not exist: every refusal must come before any
-    communication.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group(
-        "fake",
-        rank=1,
-        world_size=4,
-        store=FakeStore(),
-    )
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    torch.distributed.destroy_process_group()
+    """A mesh of four ranks that do not exist."""
+    with fake_group(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
 
 
 def test_ranks_start_with_the_adapters_of_the_first(four, monkeypatch):

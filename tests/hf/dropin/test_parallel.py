@@ -15,7 +15,7 @@ from moe_runtime.hf.dropin.parallel import clip_grad_norm, shard_experts
 from tests.hf import tiny
 from tests.hf.tiny import distance
 from tests.support import dist_expert_parallel as worker
-from tests.support.dist_launch import Launches
+from tests.support.dist_launch import Launches, fake_group
 from tests.support.lora_models import lora_model
 
 TWO = [
@@ -185,19 +185,9 @@ def test_trainer_saves_adapters(results, tmp_path):
 
 @pytest.fixture
 def three():
-    """A mesh with three ranks that do not exist: every refusal must come before any
-    communication.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group(
-        "fake",
-        rank=1,
-        world_size=3,
-        store=FakeStore(),
-    )
-    yield functools.partial(init_device_mesh, "cpu")
-    torch.distributed.destroy_process_group()
+    """What makes meshes of three ranks that do not exist."""
+    with fake_group(3):
+        yield functools.partial(init_device_mesh, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,11 @@ def naive_loss(fuser: UltraFuser, inputs: dict, reduction: str = "mean") -> torc
     logits = naive(fuser, inputs)[0].transpose(1, 2)
     labels = inputs["labels"]
     nll = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return reduced(nll, labels, reduction)
+
+
+def reduced(nll: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return the loss of the tokens' losses, [rows, tokens]."""
     if reduction == "none":
         return nll
     if reduction == "sum":

@@ -10,8 +10,7 @@ import pytest
 
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
-from tests.papers.reports import assert_compared, entries_of, made_by, rows_of
-from tests.support.dist_launch import times
+from tests.papers.reports import assert_compared, assert_made_once, entries_of, made_by, rows_of
 from tests.support.esft_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -62,12 +61,7 @@ def test_main(main, recipe, out):
     assert list(rows_of(main)) == ["base", *METHODS]
     assert main.summary
     assert "24 held-out rows of the tasks sums, words" in main.legend()
-    written = times(out)
-    again, lines = make("main", recipe, out)
-    assert times(out) == written
-    assert again.rows() == main.rows()
-    assert again.summary == main.summary
-    assert "steps in" not in "\n".join(lines)
+    assert_made_once(make, main, recipe, out)
 
 
 def assert_of_stages(out, seed: dict, result) -> None:

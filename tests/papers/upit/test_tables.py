@@ -10,8 +10,7 @@ import pytest
 from papers.upit import tables as upit_tables
 from papers.upit.recipe import load_recipe
 from papers.upit.tables import UpitReport
-from tests.papers.reports import assert_compared, entries_of, made_by, rows_of
-from tests.support.dist_launch import times
+from tests.papers.reports import assert_compared, assert_made_once, entries_of, made_by, rows_of
 from tests.support.upit_study import write_study
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -63,12 +62,7 @@ def test_main(main, recipe, out):
     assert_compared(main)
     assert list(rows_of(main)) == NAMES
     assert "8 of sums, 8 of words" in main.legend()
-    written = times(out)
-    again, lines = make("main", recipe, out)
-    assert times(out) == written
-    assert again.rows() == main.rows()
-    assert again.summary == main.summary
-    assert "steps in" not in "\n".join(lines)
+    assert_made_once(make, main, recipe, out)
 
 
 def test_what_the_methods_of_main_train(main):

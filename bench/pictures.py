@@ -181,14 +181,14 @@ def front(benches: list[Bench]):
     layers = {}
     measured = [bench for bench in benches if bench.function in ("bench_adapters", *PASSES)]
     for bench in measured:
-        ours = bench.rows["moe_runtime"]
-        if bench.function in PASSES:
-            best = min(bench.rows[name]["ms"] for name in STOCK)
-            layers[f"{bench.id} {PASSES[bench.function]}"] = best / ours["ms"]
-        else:
-            peft = bench.rows[PEFT]
-            share = ours["peak MiB"] / peft["peak MiB"]
-            adapters[f"{bench.id}, {share:.0%} of the memory"] = peft["ms"] / ours["ms"]
+        rows = bench.rows
+        ours = rows[ordered(rows)[0]]
+        if bench.function == "bench_adapters" and PEFT in rows:
+            share = ours["peak MiB"] / rows[PEFT]["peak MiB"]
+            adapters[f"{bench.id}, {share:.0%} of the memory"] = rows[PEFT]["ms"] / ours["ms"]
+        stock = [rows[name]["ms"] for name in STOCK if name in rows]
+        if stock:
+            layers[f"{bench.id} {PASSES[bench.function]}"] = min(stock) / ours["ms"]
     if not adapters or not layers:
         return None
     title = (

@@ -1,10 +1,13 @@
 """papers/summary.py: which settings and controls count, and what the seeds say."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from papers.summary import picture, row_of, write
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def method(name: str, losses: list[float], validation: list[float] | None = None) -> dict:
@@ -86,3 +89,11 @@ def test_another_report_is_an_error(tmp_path):
     (tmp_path / "table1.json").write_text('{"command": "table1"}')
     with pytest.raises(ValueError, match="the table in table1.json must be .*'table1'"):
         row_of(tmp_path / "table1.json")
+
+
+def test_the_docs_quote_the_published_report():
+    row = row_of(ROOT / "papers/results/smollm2-overfit.json")
+    text = (ROOT / "docs/methods.md").read_text()
+    assert row.verdict == "better with every seed"
+    for difference in row.differences:
+        assert f"{-difference:.4f}" in text
